@@ -1,0 +1,48 @@
+# Everything a user of the checkout does, one target each. `make` alone lists them.
+
+PYTHON ?= python3
+CONFIG ?= models/configs/default.toml
+NP ?= 2
+ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# Open MPI refuses to run as root and to start more ranks than cores unless told; MPICH knows none of these.
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## make .venv with everything in it (PYTHON=python3)
+
+train: $(STAMP) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
+	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
+
+test: $(STAMP) ## run all tests; those against PyTorch only if it can be installed (ARGS="-m 'not slow' ...")
+	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
+		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
+	$(BIN)/python -m pytest -q $(ARGS)
+
+lint: $(STAMP) ## check style and format with ruff
+	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+clean: ## remove caches and build outputs; .venv and runs/ stay
+	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+$(STAMP): setup.cfg pyproject.toml
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
+		f"shardrt needs Python 3.11 or later, $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.12")'
+	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -e '.[mpi,train,test]'
+	@touch $(STAMP)

@@ -1,0 +1,122 @@
+"""Times shardrt's training step: forward, loss, backward and AdamW, on the GPT of models/gpt.py.
+
+The last line on rank 0 is one JSON object: step_ms_median, tokens_per_s (all ranks), peak_rss_mb (the
+largest rank's) and what they belong to.
+
+    mpirun -n 2 python -m bench.step --layers 6 --dim 384 --heads 6 --strategy FULL_SHARD
+"""
+
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import os
+import time
+
+import numpy as np
+
+import shardrt.checkpoint
+from bench import workload as w
+from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
+from shardrt import functional as F
+from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.fsdp import ShardingStrategy, fully_shard
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.step", description="Times shardrt's training step."
+    )
+    w.add_arguments(parser)
+    strategies = [strategy.name for strategy in ShardingStrategy]
+    parser.add_argument(
+        "--strategy",
+        choices=[*strategies, "NONE"],
+        default="FULL_SHARD",
+        help="NONE: not sharded at all; every rank then trains a model of its own",
+    )
+    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (1)")
+    parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
+    parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
+    options = parser.parse_args()
+    try:
+        config = config_of(w.workload_of(options))
+        mesh = init_device_mesh("auto", communicator=options.communicator)
+    except ValueError as error:
+        raise SystemExit(f"bench.step: {error}") from None
+    run(options, config, mesh)
+
+
+def config_of(workload: w.Workload) -> GPTConfig:
+    return GPTConfig(
+        n_layer=workload.layers,
+        n_head=workload.heads,
+        n_embd=workload.dim,
+        block_size=workload.seq,
+        vocab_size=workload.vocab,
+    )
+
+
+def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> None:
+    """This rank's part."""
+    workload = w.workload_of(options)
+    model = GPT(config)
+    if options.strategy != "NONE":
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, strategy=options.strategy, prefetch=options.prefetch)
+        fully_shard(model, mesh=mesh, strategy=options.strategy, prefetch=options.prefetch)
+    if options.weights:
+        shardrt.checkpoint.load(options.weights, model)
+    if options.save:
+        shardrt.checkpoint.save(options.save, model)
+        return
+    optimizer = optim.AdamW(model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
+
+    seconds, losses = [], []
+    for step in range(options.warmup + options.steps):
+        tokens, targets = workload.batch_of(step, mesh.rank)
+        start = time.perf_counter()
+        loss = F.cross_entropy(model(tokens), targets, inplace=True)
+        loss.backward()
+        if options.clip is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+        seconds.append(time.perf_counter() - start)
+
+    ranks = gathered([*seconds[options.warmup :], w.process_peak_mb(), *losses], mesh)
+    if mesh.rank == 0:
+        result = w.figures(
+            workload,
+            contestant=f"shardrt {options.strategy}",
+            step_seconds=ranks[:, : options.steps].tolist(),
+            peak_rss_mb=ranks[:, options.steps].tolist(),
+            losses=ranks[:, options.steps + 1 :].tolist(),
+            parameters=sum(parameter.size for parameter in model.parameters()),
+            settings={
+                "strategy": options.strategy,
+                "prefetch": options.prefetch,
+                "communicator": type(mesh.communicator("control")).__name__,
+                "threads_per_rank": int(os.environ["OPENBLAS_NUM_THREADS"]),
+                "OPENBLAS_CORETYPE": os.environ.get("OPENBLAS_CORETYPE", ""),
+                "warmup": options.warmup,
+                "clip": options.clip,
+            },
+            versions={"shardrt": shardrt.__version__},
+        )
+        w.show(result, options)
+
+
+def gathered(values: list[float], mesh: DeviceMesh) -> np.ndarray:
+    """The values of all ranks, one row each."""
+    table = np.zeros((mesh.size, len(values)))
+    table[mesh.rank] = values
+    stream = device.current().current_stream
+    mesh.communicator("control").all_gather(table.reshape(-1), stream=stream)
+    stream.synchronize()
+    return table
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""Trains a GPT on text as bytes, fully sharded over the ranks that mpirun starts (one rank without it).
+
+    mpirun -n 2 python -m models.train --config models/configs/default.toml --optimizer.lr 1e-3
+
+One loop, top to bottom. Leaves runs/NAME with config.toml, metrics.jsonl, loss.png and checkpoint/.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import isfinite
+from pathlib import Path
+
+import shardrt
+from shardrt import functional as F
+from shardrt import nn, no_grad, optim
+from shardrt.checkpoint import save
+from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.train import config as settings
+from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
+from shardrt.train.errors import DATA, USAGE, one_line
+from shardrt.train.metrics import BITS, RunLog, new_run_directory, over_ranks
+from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
+
+from .generate import generate
+from .gpt import GPT, GPTConfig
+
+DEFAULT = Path(__file__).parent / "configs" / "default.toml"
+
+
+@dataclass(frozen=True)
+class Config:
+    """Train a GPT, fully sharded, on text as bytes. Every option can stand in the TOML file as well."""
+
+    name: str = ""  # of the folder in runs/; empty for date and time
+    data: tuple[Path, ...] = ()  # text files; the sources of Python's own library if none
+    seed: int = 0  # of the initial weights, the order of the samples, dropout and the generated text
+    steps: int = 1000  # updates of the weights
+    batch_size: int = 16  # windows of text per step, over all ranks
+    model: GPTConfig = GPTConfig()
+    optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
+    fsdp: settings.FSDPConfig = settings.FSDPConfig()
+    report: settings.ReportConfig = settings.ReportConfig()
+    sample: settings.SampleConfig = settings.SampleConfig()
+
+    def __post_init__(self) -> None:
+        if min(self.steps, self.batch_size) < 1 or self.seed < 0:
+            raise ValueError(
+                "steps and batch_size must be at least 1, seed at least 0; "
+                f"got {self.steps}, {self.batch_size} and {self.seed}"
+            )
+        if self.model.vocab_size < VOCABULARY:
+            raise ValueError(f"model.vocab_size must be at least {VOCABULARY}, got {self.model.vocab_size}")
+
+
+def main(arguments: Sequence[str]) -> None:
+    """One run. What can be wrong with the input is found before anything is written."""
+    began = time.perf_counter()
+    with one_line(USAGE):
+        config = settings.parse(Config, arguments, default=DEFAULT, program="models.train")
+    with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
+        mesh = init_device_mesh("auto")
+    with one_line(DATA, mesh):
+        corpus = load_corpus(config.data, block_size=config.model.block_size)
+    with one_line(USAGE, mesh):
+        model, optimizer = sharded_model(config, mesh)
+        run = RunLog(new_run_directory(config.name) if mesh.rank == 0 else None)
+
+    gzip = corpus.gzip_bits_per_byte()
+    if run.directory:
+        settings.dump(config, run.directory / "config.toml")
+    introduce(run, config, mesh, model, corpus, gzip)
+    held_out = train(config, mesh, corpus, model, optimizer, run)
+    run.say(f"held-out text: {held_out:.3f} bits per byte; gzip -9 needs {gzip:.3f}")
+    # Rank 0 gathers and writes; the others take part and need no directory.
+    save(run.directory / "checkpoint" if run.directory else "", model, step=config.steps)
+    sample = generate(model, config.sample, block_size=config.model.block_size, seed=config.seed)
+    text = sample.decode(errors="replace")
+    run.say(f"--- sample ---\n{text}\n--------------")
+    run.finish({"seconds": time.perf_counter() - began, "sample": text})
+    run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
+
+
+def sharded_model(config: Config, mesh: DeviceMesh) -> tuple[GPT, optim.Optimizer]:
+    """A GPT with one unit per block and one for the rest, and its optimizer."""
+    if config.batch_size % mesh.size:
+        raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {mesh.size} ranks")
+    shardrt.manual_seed(config.seed)
+    model = GPT(config.model)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=config.fsdp.strategy, prefetch=config.fsdp.prefetch)
+    fully_shard(model, mesh=mesh, strategy=config.fsdp.strategy, prefetch=config.fsdp.prefetch)
+    groups = optim.decay_groups(model, config.optimizer.weight_decay)
+    return model, optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
+
+
+def introduce(run: RunLog, config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, gzip: float) -> None:
+    """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
+    parameters = sum(parameter.size for parameter in model.parameters())
+    shape = f"{config.model.n_layer} x {config.model.n_embd}, T {config.model.block_size}"
+    run.say(
+        f"shardrt {shardrt.__version__}: GPT {shape}, {parameters / 1e6:.2f} M parameters, "
+        f"{config.fsdp.strategy.name} over {mesh.size} rank{'s' * (mesh.size > 1)}"
+    )
+    run.say(
+        f"data: {corpus.source}, {corpus.train.size} bytes to train on and {corpus.held_out.size} held out "
+        f"(gzip -9: {gzip:.3f} bits per byte), sha256 {corpus.sha256[:12]}"
+    )
+    run.say(f"run: {run.directory}")
+    run.write(
+        "run",
+        {
+            "shardrt": shardrt.__version__,
+            "parameters": parameters,
+            "ranks": mesh.size,
+            "data": corpus.source,
+            "sha256": corpus.sha256,
+            "train_bytes": corpus.train.size,
+            "held_out_bytes": corpus.held_out.size,
+            "gzip_bits_per_byte": gzip,
+        },
+    )
+
+
+def train(
+    config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, optimizer: optim.Optimizer, run: RunLog
+) -> float:
+    """The loop; gives the bits per byte of the held-out text at its end. Only rank 0's `run` prints."""
+    steps, block_size, batch_size = config.steps, config.model.block_size, config.batch_size
+    stopwatch = Stopwatch(steps, tokens_per_step=batch_size * block_size)
+    for step in range(steps):
+        shardrt.manual_seed(config.seed, step)
+        lr = config.optimizer.lr_at(step, steps)
+        for group in optimizer.param_groups:
+            group["lr"] = lr
+        tokens, targets = training_batch(
+            corpus.train, step, batch_size, block_size, seed=config.seed, rank=mesh.rank, size=mesh.size
+        )  # (batch_size / ranks, block_size) each
+
+        loss = F.cross_entropy(model(tokens), targets)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+
+        done = step + 1
+        if done % config.report.log_interval == 0 or done in (1, steps):
+            (mean_loss,) = over_ranks(mesh, "sum", float(loss) / mesh.size)
+            (memory,) = over_ranks(mesh, "max", memory_mb())
+            record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
+            record |= stopwatch.read(done)
+            run.say(step_line(record, steps))
+            if not isfinite(mean_loss):
+                raise FloatingPointError(f"the loss is {mean_loss} at step {done}: lower optimizer.lr")
+            run.write("step", record)
+        if done % config.report.eval_interval == 0 or done == steps:
+            windows = config.report.eval_windows if done < steps else None
+            record = {"step": done} | evaluate(config, mesh, model, corpus, windows)
+            run.say(evaluation_line(record, steps))
+            run.write("evaluation", record)
+            stopwatch.restart(done)
+    return record["held_out_bits_per_byte"]
+
+
+def evaluate(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, windows: int | None) -> dict:
+    """Mean loss over `windows` windows of the held-out text (None: all of it), shared among the ranks."""
+    batches = held_out_batches(
+        corpus.held_out,
+        config.batch_size // mesh.size,
+        config.model.block_size,
+        windows=windows,
+        rank=mesh.rank,
+        size=mesh.size,
+    )
+    total, count = 0.0, 0
+    model.eval()
+    with no_grad():
+        for tokens, targets in batches:
+            total += float(F.cross_entropy(model(tokens), targets, ignore_index=IGNORED, reduction="sum"))
+            count += int((targets != IGNORED).sum())
+    model.train()
+    total, count = over_ranks(mesh, "sum", total, count)
+    loss = total / count
+    return {"held_out_loss": loss, "held_out_bits_per_byte": loss * BITS, "held_out_bytes": int(count)}
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

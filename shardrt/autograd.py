@@ -1,0 +1,338 @@
+"""The tape: Variable, Function, backward, no_grad. Knows no op, no layer, no rank.
+
+A Function object is one call of one op and a node of the graph. Nodes carry a sequence number, and
+backward runs the reachable ones in strictly decreasing order: every consumer of a node is newer than the
+node, so its gradients are complete when its turn comes, and the whole order is known before it starts.
+
+Gradients of parameters accumulate, gradients of activations are written. An op that writes a parameter's
+gradient where it belongs returns WRITTEN for it: the edge then carries order, but no array.
+"""
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+
+Array = Any
+
+
+class _Written:
+    """The token of an edge whose gradient the op itself has put into its place."""
+
+    def __repr__(self) -> str:
+        return "WRITTEN"
+
+
+WRITTEN = _Written()
+
+
+class _State(threading.local):
+    """This thread's tape: ranks that are threads of one process each have their own."""
+
+    def __init__(self) -> None:
+        self.grad_enabled = True
+        self.sequence = 0
+        self.running: Backward | None = None
+        self.modules: list = []  # the layers whose forward runs now, outermost first
+
+
+_state = _State()
+
+
+def is_grad_enabled() -> bool:
+    """Whether ops are recorded now."""
+    return _state.grad_enabled
+
+
+@contextmanager
+def set_grad_enabled(enabled: bool) -> Iterator[None]:
+    """Record ops, or not, inside a with block."""
+    before = _state.grad_enabled
+    _state.grad_enabled = enabled
+    try:
+        yield
+    finally:
+        _state.grad_enabled = before
+
+
+def modules() -> list:
+    """The stack of layers whose forward runs now; nn.Module keeps it, nodes remember the innermost."""
+    return _state.modules
+
+
+def no_grad() -> Any:
+    """Record no op inside a with block (also a decorator)."""
+    return set_grad_enabled(False)
+
+
+def enable_grad() -> Any:
+    """Record ops inside a with block, even inside `no_grad` (also a decorator)."""
+    return set_grad_enabled(True)
+
+
+class Variable:
+    """An array with a place in the graph: what a Tensor is to the tape.
+
+    `node` is the Function that made it (None for a leaf) and `index` which of its outputs it is. A leaf that
+    requires a gradient gets it in `grad`, an array of the shape and dtype of `data`.
+    """
+
+    __slots__ = ("data", "grad", "requires_grad", "node", "index", "__weakref__")
+
+    # The class of op results: the tensor library registers its own (a parameter's ops give plain tensors).
+    result_type: "type[Variable]"
+
+    def __init__(self, data: Array, requires_grad: bool = False) -> None:
+        self.data = data
+        self.grad = None
+        self.requires_grad = requires_grad
+        self.node = None
+        self.index = 0
+
+    @property
+    def is_leaf(self) -> bool:
+        """True if no op made this variable."""
+        return self.node is None
+
+    def edge(self) -> "Edge":
+        """Where the gradient of this variable goes, as the graph stands now."""
+        return Edge(self.node, self.index, self if self.node is None else None)
+
+    def gradient_target(self) -> tuple[Array, bool, Any]:
+        """Where an op puts the gradient of this handle: (array, accumulate, token).
+
+        The op writes the array, or adds to it where `accumulate` is True, and returns the token from
+        backward: WRITTEN for a leaf; for the result of another op the array itself, which travels on.
+        """
+        if self.node is not None:
+            fresh = device.current().empty(self.data.shape, self.data.dtype)
+            return fresh, False, fresh
+        if self.grad is not None:
+            return self.grad, True, WRITTEN
+        self.grad = device.current().empty(self.data.shape, self.data.dtype)
+        return self.grad, False, WRITTEN
+
+    def accumulate_gradient(self, gradient: Array) -> None:
+        """Put an array that an op returned for this leaf where its gradient belongs."""
+        target, accumulate, _ = self.gradient_target()
+        if accumulate:
+            target += gradient
+        else:
+            target[...] = gradient
+
+
+Variable.result_type = Variable
+
+
+class Edge:
+    """From a node to where the gradient of one of its inputs goes: another node, a leaf, or both.
+
+    Both: a parameter of a sharded unit. Its gradient has a place of its own, and the unit's Unshard node
+    must run after everything that puts a gradient there.
+    """
+
+    __slots__ = ("node", "index", "leaf")
+
+    def __init__(self, node: "Function | None", index: int, leaf: Variable | None) -> None:
+        self.node = node
+        self.index = index
+        self.leaf = leaf
+
+
+class Function:
+    """One op. A subclass has `forward` and `backward`, both on raw arrays, both calling kernels.
+
+    forward(*args) gets the arguments of `apply` with each Variable replaced by its array, except at the
+    positions in `handles`: parameters arrive as Variables, because their storage comes and goes with the
+    unit that shards them, and are saved as such. It returns an array or a tuple of arrays and may set
+    `self.saved`, the one tuple that backward unpacks. `self.needs[i]` tells whether the gradient of
+    argument i is wanted.
+
+    backward(*dy) gets one gradient per output (None for an output that nothing used) and returns one entry
+    per argument, or just the entry where there is one argument: an array, WRITTEN, or None. It must not
+    write into dy, which other nodes may hold.
+
+    Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
+    """
+
+    __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "__weakref__")
+
+    handles: tuple[int, ...] = ()
+    strided = False
+
+    def forward(self, *args: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def backward(self, *dy: Any) -> Any:
+        raise NotImplementedError(f"{type(self).__name__}.backward")
+
+    @classmethod
+    def apply(cls, *args: Any) -> Any:
+        """Run the op and record it, if any input requires a gradient. Gives Variable(s) of `result_type`."""
+        node = cls()
+        node.saved = ()
+        enabled = _state.grad_enabled
+        node.needs = needs = tuple(enabled and isinstance(a, Variable) and a.requires_grad for a in args)
+        raw = [node._raw(position, argument) for position, argument in enumerate(args)]
+        recorded = any(needs)
+        if recorded:
+            node.edges = tuple(a.edge() if n else None for a, n in zip(args, needs, strict=True))
+            node.enter_tape()
+        result = node.forward(*raw)
+        return node.wrap(result, recorded)
+
+    def _raw(self, position: int, argument: Any) -> Any:
+        if not isinstance(argument, Variable) or position in self.handles:
+            return argument
+        return argument.data if self.strided else contiguous(argument.data)
+
+    def enter_tape(self) -> None:
+        """Take the next sequence number."""
+        _state.sequence += 1
+        self.sequence = _state.sequence
+        self.module = _state.modules[-1] if _state.modules else None
+
+    def wrap(self, result: Any, recorded: bool) -> Any:
+        """Variables around the arrays that forward returned."""
+        single = not isinstance(result, tuple)
+        arrays = (result,) if single else result
+        self.outputs = len(arrays)
+        if not recorded:
+            self.saved = ()
+        variables = []
+        for index, array in enumerate(arrays):
+            variable = Variable.result_type(array, recorded)
+            if recorded:
+                variable.node, variable.index = self, index
+            variables.append(variable)
+        return variables[0] if single else tuple(variables)
+
+
+def contiguous(array: Array) -> Array:
+    """`array` itself if it is C-contiguous, else a copy that is."""
+    return array if array.flags.c_contiguous else array.copy()
+
+
+class Backward:
+    """One run of backward: the nodes in the order in which they run, and where it stands."""
+
+    def __init__(self, root: Function) -> None:
+        self.nodes = _reachable(root)
+        self.position = 0
+        self._at_end: list = []
+
+    def upcoming(self, kind: type[Function]) -> Iterator[Function]:
+        """The nodes of one kind that run after the present one, in order: what prefetch looks ahead to."""
+        for position in range(self.position + 1, len(self.nodes)):
+            if isinstance(self.nodes[position], kind):
+                yield self.nodes[position]
+
+    def at_end(self, function: Any) -> None:
+        """Call `function()` once, when the last node has run."""
+        if function not in self._at_end:
+            self._at_end.append(function)
+
+    def run(self, gradients: dict[Function, list], retain_graph: bool) -> None:
+        """Run the nodes. A node whose gradient nobody has produced is passed over."""
+        for position, node in enumerate(self.nodes):
+            self.position = position
+            received = gradients.pop(node, None)
+            if received is None:
+                continue
+            if node.saved is None:
+                raise RuntimeError(
+                    f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
+                    "call that one with retain_graph=True"
+                )
+            if not node.strided:
+                received = [None if dy is None else contiguous(dy) for dy in received]
+            results = node.backward(*received)
+            _distribute(node, results, gradients)
+            if node.saved and not retain_graph:
+                node.saved = None
+        for function in self._at_end:
+            function()
+
+
+def backward(variable: Variable, gradient: Array | None = None, retain_graph: bool = False) -> None:
+    """Add the gradients of `variable` to the `grad` of every leaf it depends on.
+
+    `gradient` has the shape of `variable`; it may be left out for a single element, where it is 1.
+
+    Raises RuntimeError if nothing was recorded, ValueError if the gradient is missing or has a wrong shape.
+    """
+    if not variable.requires_grad:
+        raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
+    if gradient is None:
+        if variable.data.size != 1:
+            raise ValueError(f"backward: gradient is needed for shape {variable.data.shape}, not a scalar")
+        gradient = np.ones_like(variable.data)
+    if gradient.shape != variable.data.shape:
+        raise ValueError(f"backward: gradient has shape {gradient.shape}, the tensor {variable.data.shape}")
+    if variable.node is None:
+        variable.accumulate_gradient(gradient)
+        return
+    run = Backward(variable.node)
+    received = [None] * variable.node.outputs
+    received[variable.index] = gradient
+    before, _state.running = _state.running, run
+    try:
+        run.run({variable.node: received}, retain_graph)
+    finally:
+        _state.running = before
+
+
+def running() -> Backward | None:
+    """The backward that runs in this thread now, if one does."""
+    return _state.running
+
+
+def describe(node: Function) -> str:
+    """The op and the module that made it, for error messages."""
+    return type(node).__name__ + (f" of {node.module.name}" if node.module is not None else "")
+
+
+def _reachable(root: Function) -> list[Function]:
+    seen = {root}
+    stack = [root]
+    while stack:
+        for edge in stack.pop().edges:
+            if edge is not None and edge.node is not None and edge.node not in seen:
+                seen.add(edge.node)
+                stack.append(edge.node)
+    return sorted(seen, key=lambda node: node.sequence, reverse=True)
+
+
+def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -> None:
+    """Pass what backward returned along the edges of `node`."""
+    if not isinstance(results, tuple):
+        results = (results,)
+    if len(results) != len(node.edges):
+        raise RuntimeError(
+            f"{describe(node)}.backward gave {len(results)} gradients for {len(node.edges)} inputs"
+        )
+    for edge, gradient in zip(node.edges, results, strict=True):
+        if edge is None or gradient is None:
+            continue
+        if edge.leaf is not None and gradient is not WRITTEN:
+            edge.leaf.accumulate_gradient(gradient)
+        if edge.node is None:
+            continue
+        received = gradients.setdefault(edge.node, [None] * edge.node.outputs)
+        if edge.leaf is None and gradient is not WRITTEN:
+            before = received[edge.index]
+            received[edge.index] = gradient if before is None else _sum(before, gradient)
+
+
+def _sum(first: Array, second: Array) -> Array:
+    """A new array: the first gradient may be held by another node too."""
+    here = device.current()
+    total = here.empty(first.shape, first.dtype)
+    here.kernels.elementwise.add(
+        contiguous(first).reshape(-1), contiguous(second).reshape(-1), total.reshape(-1)
+    )
+    return total

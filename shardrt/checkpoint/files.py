@@ -1,0 +1,63 @@
+"""Weights as one safetensors file, written under a temporary name and renamed when it is complete."""
+
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt.checkpoint.state import full_state_dict
+from shardrt.nn.module import Module
+
+WEIGHTS = "model.safetensors"
+
+
+def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
+    """Write the model's weights, gathered on rank 0, to `directory`/model.safetensors. Collective.
+
+    The directory is made if need be. `step` is kept in the file's metadata. Raises OSError where writing
+    fails; a file that was there before is then as it was.
+    """
+    from safetensors.numpy import save_file
+
+    state = full_state_dict(model)
+    if not state:
+        return
+    path = Path(directory) / WEIGHTS
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    # safetensors stores other than C-contiguous arrays wrongly, without a word; these are copies and are.
+    save_file(state, temporary, metadata={"format": "shardrt", "step": str(step)})
+    with open(temporary, "rb") as file:
+        os.fsync(file.fileno())
+    os.replace(temporary, path)
+
+
+def load(directory: str | Path, model: Module) -> int:
+    """Set the model's weights from `directory`/model.safetensors; gives their step. Collective.
+
+    Every rank reads the file and keeps its pieces, one parameter at a time. Raises FileNotFoundError, or
+    ValueError for names or shapes that differ from the model's.
+    """
+    from safetensors import safe_open
+
+    with safe_open(Path(directory) / WEIGHTS, "np") as file:
+        model.load_state_dict(_Tensors(file))
+        return int((file.metadata() or {}).get("step", "0"))
+
+
+class _Tensors(Mapping):
+    """An open safetensors file as a mapping that reads a tensor when it is asked for."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        return self._file.get_tensor(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._file.keys())
+
+    def __len__(self) -> int:
+        return len(self._file.keys())

@@ -1,0 +1,18 @@
+"""Communicators behind one protocol, and the mesh of ranks. Nothing here knows a tensor, layer or unit."""
+
+from shardrt.comm.backends import create
+from shardrt.comm.counted import CountedCommunicator
+from shardrt.comm.delayed import DelayedCommunicator
+from shardrt.comm.mesh import DeviceMesh, init_device_mesh
+from shardrt.comm.protocol import CollectiveMismatch, Communicator, PeerFailed
+
+__all__ = [
+    "CollectiveMismatch",
+    "Communicator",
+    "CountedCommunicator",
+    "DelayedCommunicator",
+    "DeviceMesh",
+    "PeerFailed",
+    "create",
+    "init_device_mesh",
+]

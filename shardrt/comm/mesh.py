@@ -1,0 +1,123 @@
+"""A mesh of ranks: an array of them, whose slices along an axis are the groups that communicate.
+
+The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control"), so that
+gathers never queue behind reductions. It does not say what is sharded along which axis.
+"""
+
+from collections.abc import Callable
+from importlib.util import find_spec
+from math import prod
+
+import numpy as np
+
+from shardrt import device as devices
+from shardrt.comm import world as worlds
+from shardrt.comm.backends import create
+from shardrt.comm.protocol import Communicator
+from shardrt.device import Device
+
+
+def init_device_mesh(
+    device: str = "auto",
+    shape: tuple[int, ...] | None = None,
+    mesh_dim_names: tuple[str, ...] | None = None,
+    *,
+    communicator: str = "auto",
+    wrap: Callable[[Communicator], Communicator] | None = None,
+) -> "DeviceMesh":
+    """A mesh over all ranks. Collective.
+
+    device: "auto", "cpu" or "cuda". shape: ranks per axis (default: one axis of all ranks). mesh_dim_names:
+    a name per axis. communicator: the backend (see `comm.create`). wrap: applied to every communicator that
+    the mesh makes. Raises ValueError where the shape does not hold exactly the ranks that run.
+    """
+    place = _device(device)
+    world = worlds.current()
+    shape = (world.size,) if shape is None else tuple(shape)
+    _check(shape, mesh_dim_names, world.size)
+    base = create(communicator)
+    ranks = np.arange(base.size).reshape(shape)
+    return DeviceMesh(place, ranks, mesh_dim_names, base, wrap)
+
+
+class DeviceMesh:
+    """`ranks` as an array; this rank's `coordinate` in it; one communicator per role and axis."""
+
+    def __init__(
+        self,
+        device: Device,
+        ranks: np.ndarray,
+        mesh_dim_names: tuple[str, ...] | None,
+        base: Communicator,
+        wrap: Callable[[Communicator], Communicator] | None = None,
+    ) -> None:
+        self.device = device
+        self.ranks = ranks
+        self.mesh_dim_names = mesh_dim_names
+        self.rank = base.rank
+        self.size = base.size
+        self.coordinate = tuple(int(i) for i in np.argwhere(ranks == base.rank)[0])
+        self._wrap = wrap
+        self._communicators: dict[tuple[str, int | None], Communicator] = {}
+        self._bases: dict[int | None, Communicator] = {None: base}
+        if ranks.ndim > 1:  # now, by everyone: later an axis's group can make communicators on its own
+            for axis in range(ranks.ndim):
+                self._bases[axis] = self._split(base, axis)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Ranks per axis."""
+        return self.ranks.shape
+
+    def communicator(self, role: str, dim: int | str | None = None) -> Communicator:
+        """The communicator for `role` over the ranks along axis `dim` (a number or name; None: all ranks).
+
+        Made at the first call, which is collective over those ranks, and the same object from then on.
+        """
+        axis = self._axis(dim)
+        if (role, axis) not in self._communicators:
+            made = self._bases[axis].duplicate()
+            self._communicators[role, axis] = self._wrap(made) if self._wrap else made
+        return self._communicators[role, axis]
+
+    def size_of(self, dim: int | str) -> int:
+        """The number of ranks along one axis."""
+        axis = self._axis(dim)
+        return self.size if axis is None else self.shape[axis]
+
+    def __repr__(self) -> str:
+        names = f", {self.mesh_dim_names}" if self.mesh_dim_names else ""
+        return f"DeviceMesh({self.device.name!r}, {self.shape}{names}, rank {self.rank} of {self.size})"
+
+    def _split(self, base: Communicator, axis: int) -> Communicator:
+        """The ranks that differ from this one only along `axis`, in the axis's order."""
+        others = self.coordinate[:axis] + self.coordinate[axis + 1 :]
+        sizes = self.shape[:axis] + self.shape[axis + 1 :]
+        return base.split(int(np.ravel_multi_index(others, sizes)), self.coordinate[axis])
+
+    def _axis(self, dim: int | str | None) -> int | None:
+        """The number of an axis; None for all ranks, which the only axis of a 1-D mesh means as well."""
+        if isinstance(dim, str):
+            if dim not in (self.mesh_dim_names or ()):
+                raise ValueError(f"dim {dim!r} is not an axis of {self!r}")
+            dim = self.mesh_dim_names.index(dim)
+        if dim is not None and not 0 <= dim < self.ranks.ndim:
+            raise ValueError(f"dim {dim} is not an axis of {self!r}")
+        return None if self.ranks.ndim == 1 else dim
+
+
+def _device(name: str) -> Device:
+    if name == "cuda" and find_spec("cupy") is None:
+        raise RuntimeError("device 'cuda' needs CuPy and a GPU: pip install 'shardrt[cuda]', or use 'cpu'")
+    return devices.get("cpu" if name == "auto" else name)
+
+
+def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, size: int) -> None:
+    if prod(shape) != size or min(shape, default=0) < 1:
+        running = "1 rank is" if size == 1 else f"{size} ranks are"
+        raise ValueError(
+            f"shape {shape} needs {prod(shape)} ranks, but {running} running: "
+            f"launch with `mpirun -n {prod(shape)} python ...`"
+        )
+    if names is not None and (len(names) != len(shape) or len(set(names)) != len(names)):
+        raise ValueError(f"mesh_dim_names {names} must be one name for each axis of shape {shape}")

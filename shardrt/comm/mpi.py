@@ -1,0 +1,126 @@
+"""Ranks as MPI processes, arrays in host memory, over mpi4py.
+
+Every collective first waits politely until all ranks have arrived: a blocking MPI call spins, and a rank
+that spins for a late peer takes a core from the ranks that compute. The reduce-scatter is our own: MPI's
+takes twice as long on large arrays, and sums in an order of its own.
+"""
+
+import time
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
+
+_CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
+_SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
+_MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
+_SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
+_SLEEP = 1e-3  # seconds, the longest sleep between two polls
+
+
+class MPICommunicator(Communicator):
+    """A group of MPI processes."""
+
+    def __init__(self, mpi: MPI.Intracomm) -> None:
+        """`mpi` is used by nobody else: this object's collectives and messages have it for themselves."""
+        self._mpi = mpi
+        self.rank = mpi.rank
+        self.size = mpi.size
+        self._scratch = np.empty(0, np.uint8)
+
+    def split(self, color: int | None, key: int) -> "MPICommunicator | None":
+        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else MPICommunicator(mpi)
+
+    def close(self) -> None:
+        self._mpi.Free()
+
+    def _meet(self, call: str, array: np.ndarray | None = None, detail: int | str = 0) -> None:
+        """Return when every rank has come to this call, leaving the core to others meanwhile.
+
+        MPI compares nothing; a backend that can compare what the ranks called overrides this.
+        """
+        wait(self._mpi.Ibarrier())
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        self._meet("all_gather", buffer)
+        n = buffer.size // self.size
+        if buffer.size <= _MESSAGE:
+            self._mpi.Allgather(MPI.IN_PLACE, buffer)
+        else:  # every rank's slice in turn, in pieces
+            for rank in range(self.size):
+                self._broadcast_pieces(buffer[rank * n : (rank + 1) * n], rank)
+
+    def _reduce_scatter(
+        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+    ) -> None:
+        self._meet("reduce_scatter", buffer, op)
+        n = output.size
+        chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // output.itemsize)
+        theirs = self._scratch_array(self.size * min(chunk, n), output.dtype).reshape(self.size, -1)
+        for start in range(0, n, chunk):
+            stop = min(start + chunk, n)
+            parts = [theirs[rank, : stop - start] for rank in range(self.size)]
+            parts[self.rank] = buffer[self.rank * n + start : self.rank * n + stop]
+            for step in range(1, self.size):
+                to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+                piece = buffer[to * n + start : to * n + stop]
+                self._mpi.Sendrecv(piece, to, recvbuf=parts[source], source=source)
+            combine(output[start:stop], parts, scale, accumulate, op)
+
+    def _all_reduce_small(self, buffer: np.ndarray, op: str) -> None:
+        self._meet("all_reduce", buffer, op)
+        everyone = self._scratch_array(self.size * buffer.size, buffer.dtype).reshape(self.size, -1)
+        self._mpi.Allgather(buffer, everyone)
+        combine(buffer, list(everyone), op=op)
+
+    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
+        self._meet("broadcast", buffer, root)
+        self._broadcast_pieces(buffer, root)
+
+    def _broadcast_pieces(self, buffer: np.ndarray, root: int) -> None:
+        for start in range(0, buffer.size, _MESSAGE):
+            self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
+
+    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray) -> None:
+        self._meet("all_to_all", buffer)
+        n = buffer.size // self.size
+        for step in range(self.size):
+            to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
+            for start in range(0, n, _MESSAGE):
+                stop = min(start + _MESSAGE, n)
+                piece = buffer[to * n + start : to * n + stop]
+                self._mpi.Sendrecv(
+                    piece, to, recvbuf=output[source * n + start : source * n + stop], source=source
+                )
+
+    def _send(self, buffer: np.ndarray, peer: int) -> None:
+        for start in range(0, buffer.size, _MESSAGE):
+            wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer))
+
+    def _recv(self, buffer: np.ndarray, peer: int) -> None:
+        for start in range(0, buffer.size, _MESSAGE):
+            wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer))
+
+    def _barrier(self) -> None:
+        self._meet("barrier")
+
+    def _scratch_array(self, count: int, dtype: Any) -> np.ndarray:
+        """Memory that the next call may take again; it grows to the largest that was asked for."""
+        nbytes = count * np.dtype(dtype).itemsize
+        if self._scratch.size < nbytes:
+            self._scratch = np.empty(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(dtype)
+
+
+def wait(request: MPI.Request) -> None:
+    """Poll a request: busily at first, since most peers are only microseconds late, then with pauses."""
+    deadline = time.perf_counter() + _SPIN
+    pause = _SPIN
+    while not request.Test():
+        if time.perf_counter() > deadline:
+            time.sleep(pause)
+            pause = min(2 * pause, _SLEEP)

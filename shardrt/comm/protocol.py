@@ -1,0 +1,230 @@
+"""The Communicator contract: what every backend does, and the one place where arguments are checked.
+
+A public method checks its arguments in the caller, then submits the blocking `_method` to the stream. So a
+backend implements `_all_gather(buffer)` and its like and nothing else. Nothing here knows a model, a unit
+or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
+"""
+
+from abc import ABC, abstractmethod
+from typing import Any
+
+import numpy as np
+
+DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
+DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}  # dtype.name is slow
+OPS = ("sum", "max", "min")
+_SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks entered one collective with different operations, dtypes or sizes."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed or left while this one waited for it."""
+
+
+class Communicator(ABC):
+    """Collectives over a group of ranks.
+
+    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits: it is moved, never summed). A call
+    returns None at once: its work is in order in `stream`, and is seen through the stream's events. Every
+    rank of the group makes the same calls in the same order. One communicator serves one stream at a time;
+    `duplicate()` gives an independent one for another. Sums go in rank order: the same bits on every
+    backend, every rank, every run.
+    """
+
+    rank: int
+    size: int
+    shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
+
+    def all_gather(self, buffer: Any, *, stream: Any) -> None:
+        """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
+
+        On a buffer from `allocate(shared=True)` where `shares_memory`, nothing is copied: the call waits
+        until every rank has written its slice. Such a buffer is read by peers until they have moved on:
+        put a `barrier` before writing new values into it.
+        """
+        _check_array("all_gather", "buffer", buffer, stream)
+        _check_divisible("all_gather", "buffer", buffer, self.size)
+        stream.submit(self._all_gather, buffer, label="all_gather")
+
+    def reduce_scatter(
+        self, output: Any, buffer: Any, *, stream: Any, scale: float = 1.0, accumulate: bool = False
+    ) -> None:
+        """`output` (n,) = (output if accumulate) + scale * sum of every rank's buffer[rank*n : (rank+1)*n].
+
+        `output` may be this rank's own slice of `buffer`; the rest of `buffer` (size * n,) is left as it
+        is. On completion nobody reads `buffer` any more.
+        """
+        _check_array("reduce_scatter", "output", output, stream)
+        _check_array("reduce_scatter", "buffer", buffer, stream)
+        _check_same("reduce_scatter", output, buffer, output.size * self.size)
+        _check_sums("reduce_scatter", buffer, "sum", scale)
+        _check_overlap("reduce_scatter", output, buffer, self.rank * output.nbytes)
+        stream.submit(self._reduce_scatter, output, buffer, scale, accumulate, label="reduce_scatter")
+
+    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any) -> None:
+        """In place: `buffer` becomes its "sum", "max" or "min" over the ranks, the same bits on each."""
+        _check_array("all_reduce", "buffer", buffer, stream)
+        _check_sums("all_reduce", buffer, op, 1.0)
+        stream.submit(self._all_reduce, buffer, op, label="all_reduce")
+
+    def broadcast(self, buffer: Any, *, root: int, stream: Any) -> None:
+        """In place: every rank's `buffer` becomes that of rank `root`."""
+        _check_array("broadcast", "buffer", buffer, stream)
+        _check_rank("broadcast", "root", root, self.size)
+        stream.submit(self._broadcast, buffer, root, label="broadcast")
+
+    def all_to_all(self, output: Any, buffer: Any, *, stream: Any) -> None:
+        """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
+        _check_array("all_to_all", "output", output, stream)
+        _check_array("all_to_all", "buffer", buffer, stream)
+        _check_same("all_to_all", output, buffer, output.size)
+        _check_divisible("all_to_all", "buffer", buffer, self.size)
+        _check_overlap("all_to_all", output, buffer, None)
+        stream.submit(self._all_to_all, output, buffer, label="all_to_all")
+
+    def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
+        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype."""
+        _check_array("send", "buffer", buffer, stream)
+        _check_rank("send", "peer", peer, self.size, self.rank)
+        stream.submit(self._send, buffer, peer, label="send")
+
+    def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
+        """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
+        _check_array("recv", "buffer", buffer, stream)
+        _check_rank("recv", "peer", peer, self.size, self.rank)
+        stream.submit(self._recv, buffer, peer, label="recv")
+
+    def barrier(self, *, stream: Any) -> None:
+        """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
+        stream.submit(self._barrier, label="barrier")
+
+    @abstractmethod
+    def split(self, color: int | None, key: int) -> "Communicator | None":
+        """A communicator over the ranks with this `color`, ordered by `key`; None where color is None.
+
+        Collective, and done when it returns: it has no stream.
+        """
+
+    def duplicate(self) -> "Communicator":
+        """An independent communicator over the same ranks, for another stream. Collective."""
+        return self.split(0, self.rank)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
+        """A 1-D array of zeros that this backend serves best. Collective, in the same order on all ranks.
+
+        shared=False: this rank's own buffer. shared=True: meant for all_gather; one physical buffer for
+        several ranks where `shares_memory`, an ordinary buffer elsewhere. A `duplicate` knows it as well.
+        """
+        return aligned_zeros(count, dtype)
+
+    def close(self) -> None:  # noqa: B027 (most backends hold nothing)
+        """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""
+
+    # What a backend implements. Blocking, run by the stream; arguments have been checked.
+
+    @abstractmethod
+    def _all_gather(self, buffer: Any) -> None: ...
+
+    @abstractmethod
+    def _reduce_scatter(
+        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str = "sum"
+    ) -> None: ...
+
+    def _all_reduce(self, buffer: Any, op: str) -> None:
+        """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
+        even = buffer.size - buffer.size % self.size
+        if buffer.nbytes * self.size <= _SMALL:
+            even = 0
+        if even:
+            n = even // self.size
+            own = buffer[self.rank * n : (self.rank + 1) * n]
+            self._reduce_scatter(own, buffer[:even], 1.0, False, op)
+            self._all_gather(buffer[:even])
+        if even < buffer.size:
+            self._all_reduce_small(buffer[even:], op)
+
+    @abstractmethod
+    def _all_reduce_small(self, buffer: Any, op: str) -> None: ...
+
+    @abstractmethod
+    def _broadcast(self, buffer: Any, root: int) -> None: ...
+
+    @abstractmethod
+    def _all_to_all(self, output: Any, buffer: Any) -> None: ...
+
+    @abstractmethod
+    def _send(self, buffer: Any, peer: int) -> None: ...
+
+    @abstractmethod
+    def _recv(self, buffer: Any, peer: int) -> None: ...
+
+    @abstractmethod
+    def _barrier(self) -> None: ...
+
+
+def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
+    """Zeros that begin on a cache line (64 bytes), as the kernels like them."""
+    nbytes = count * np.dtype(dtype).itemsize
+    raw = np.zeros(nbytes + 64, np.uint8)
+    start = -raw.ctypes.data % 64
+    return raw[start : start + nbytes].view(dtype)
+
+
+def _check_array(call: str, name: str, array: Any, stream: Any) -> None:
+    if not hasattr(stream, "submit"):
+        raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
+    if not hasattr(array, "flags") or not hasattr(array, "dtype"):
+        raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}")
+    if array.ndim != 1 or not array.flags.c_contiguous:
+        raise ValueError(
+            f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
+        )
+    if array.dtype not in DTYPE_CODES:
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(DTYPES)}")
+
+
+def _check_divisible(call: str, name: str, array: Any, size: int) -> None:
+    if array.size % size:
+        raise ValueError(f"{call}: {name} has {array.size} elements, not a multiple of the {size} ranks")
+
+
+def _check_same(call: str, output: Any, buffer: Any, count: int) -> None:
+    if output.dtype != buffer.dtype:
+        raise TypeError(f"{call}: output is {output.dtype}, buffer is {buffer.dtype}; they must be the same")
+    if buffer.size != count:
+        raise ValueError(
+            f"{call}: output has {output.size} elements, so buffer needs {count}; it has {buffer.size}"
+        )
+
+
+def _check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
+    if op not in OPS:
+        raise ValueError(f"{call}: op is {op!r}; known are {', '.join(OPS)}")
+    if buffer.dtype.name == "uint16":
+        raise TypeError(f"{call}: uint16 holds bits and can only be moved; reduce in float32")
+    if scale != 1.0 and buffer.dtype.kind != "f":
+        raise TypeError(f"{call}: scale is {scale}, but {buffer.dtype} can only be summed with scale 1")
+
+
+def _check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
+    """`output` may lie in `buffer` only `allowed` bytes from its start."""
+    start = _address(output) - _address(buffer)
+    apart = start >= buffer.nbytes or start <= -output.nbytes
+    if not apart and start != allowed:
+        own = " other than as this rank's own slice" if allowed is not None else ""
+        raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
+
+
+def _address(array: Any) -> int:
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return interface["data"][0]
+
+
+def _check_rank(call: str, name: str, rank: int, size: int, own: int | None = None) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"{call}: {name} is {rank}, but the group's ranks are 0 to {size - 1}")
+    if rank == own:
+        raise ValueError(f"{call}: {name} is {rank}, this rank itself")

@@ -1,0 +1,103 @@
+"""Ranks of one node that read each other's memory: no copy, or one.
+
+An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
+takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
+reads my slice from every rank's buffer, in rank order, and writes the sum. Other arrays go through MPI.
+"""
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+
+from shardrt.comm.flags import DONE, READY, Flags, encode
+from shardrt.comm.mpi import MPICommunicator
+from shardrt.comm.reduction import combine
+from shardrt.comm.segments import Place, Segments
+
+
+class ShmCommunicator(MPICommunicator):
+    """A group of MPI processes on one node."""
+
+    shares_memory = True
+
+    def __init__(self, mpi: MPI.Intracomm, segments: Segments | None = None) -> None:
+        """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks."""
+        super().__init__(mpi)
+        self._flags = Flags(mpi)
+        self._segments = segments or Segments(mpi)
+        self._sequence = 0
+
+    def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
+        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
+        return None if color is None else ShmCommunicator(mpi)
+
+    def duplicate(self) -> "ShmCommunicator":
+        return ShmCommunicator(self._mpi.Dup(), self._segments)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
+        return self._segments.allocate(self._mpi, count, dtype, shared)
+
+    def close(self) -> None:
+        self._flags.close()
+        super().close()
+
+    def _meet(
+        self, call: str, array: np.ndarray | None = None, detail: int | str = 0, place: Place | None = None
+    ) -> None:
+        """Return when every rank has come to this call and what it wrote before is seen here."""
+        self._sequence += 1
+        words = encode(call, array, detail, place.word if place else 0)
+        self._flags.describe(self._sequence, words)
+        self._flags.publish(READY, self._sequence)
+        self._flags.wait(READY, self._sequence, call)
+        self._flags.compare(self._sequence, words)
+
+    def _part(self, call: str) -> None:
+        """Return when every rank is done with the memory of the others in this call."""
+        self._flags.publish(DONE, self._sequence)
+        self._flags.wait(DONE, self._sequence, call)
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        place = self._segments.find(buffer)
+        if place is None:
+            return super()._all_gather(buffer)
+        self._meet("all_gather", buffer, place=place)
+        if place.segment.shared:
+            return None  # everyone's slice is written, here
+        n = buffer.size // self.size
+        for step in range(1, self.size):  # each rank begins with another peer
+            peer = (self.rank + step) % self.size
+            buffer[peer * n : (peer + 1) * n] = place.of(peer, buffer)[peer * n : (peer + 1) * n]
+        return self._part("all_gather")
+
+    def _reduce_scatter(
+        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+    ) -> None:
+        place = self._segments.find(buffer)
+        if place is None:
+            return super()._reduce_scatter(output, buffer, scale, accumulate, op)
+        _refuse_shared("reduce_scatter", place)
+        self._meet("reduce_scatter", buffer, op, place)
+        own = slice(self.rank * output.size, (self.rank + 1) * output.size)
+        combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op)
+        return self._part("reduce_scatter")
+
+    def _all_reduce(self, buffer: np.ndarray, op: str) -> None:
+        _refuse_shared("all_reduce", self._segments.find(buffer))
+        super()._all_reduce(buffer, op)
+
+    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
+        place = self._segments.find(buffer)
+        if place is None or not place.segment.shared:
+            super()._broadcast(buffer, root)
+        else:  # what root wrote is already here
+            self._meet("broadcast", buffer, root, place)
+
+
+def _refuse_shared(call: str, place: Place | None) -> None:
+    if place is not None and place.segment.shared:
+        raise ValueError(
+            f"{call}: buffer comes from allocate(shared=True), one memory for all ranks, so their values "
+            f"cannot differ; allocate it with shared=False"
+        )

@@ -1,0 +1,46 @@
+"""A world of one: every collective is the identity, but the sums and copies are done as elsewhere."""
+
+from typing import Any
+
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
+
+
+class SingleCommunicator(Communicator):
+    """The communicator of the only rank."""
+
+    rank = 0
+    size = 1
+    shares_memory = True
+
+    def split(self, color: int | None, key: int) -> "SingleCommunicator | None":
+        return None if color is None else SingleCommunicator()
+
+    def _all_gather(self, buffer: Any) -> None:
+        pass
+
+    def _reduce_scatter(
+        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str = "sum"
+    ) -> None:
+        combine(output, [buffer], scale, accumulate, op)
+
+    def _all_reduce(self, buffer: Any, op: str) -> None:
+        pass
+
+    def _all_reduce_small(self, buffer: Any, op: str) -> None:
+        pass
+
+    def _broadcast(self, buffer: Any, root: int) -> None:
+        pass
+
+    def _all_to_all(self, output: Any, buffer: Any) -> None:
+        output[...] = buffer
+
+    def _send(self, buffer: Any, peer: int) -> None:
+        raise AssertionError("a world of one has no peer")
+
+    def _recv(self, buffer: Any, peer: int) -> None:
+        raise AssertionError("a world of one has no peer")
+
+    def _barrier(self) -> None:
+        pass

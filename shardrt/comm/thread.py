@@ -1,0 +1,227 @@
+"""N ranks as threads of one process, up to 128: for tests of everything above at any world size.
+
+Ranks meet at a barrier, read each other's arrays, and meet again before anyone goes on. A rank that fails
+breaks every barrier of its world, so the others raise instead of hanging. Not for speed.
+"""
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+
+from shardrt.comm import world
+from shardrt.comm.protocol import CollectiveMismatch, Communicator, PeerFailed
+from shardrt.comm.reduction import combine
+
+_PATIENCE = 100.0  # seconds a rank waits for the others before it says which are missing
+_FAILED = object()  # wakes a rank that waits for a message
+
+
+def run(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Call `function(*args, **kwargs)` in `size` threads, each a rank of one world; results by rank.
+
+    When a rank raises, the others are woken, all threads are joined, and the first error is raised here
+    with a note that names its rank.
+    """
+    ranks = _World(size)
+    results = [None] * size
+    threads = [
+        threading.Thread(
+            target=_run_rank, args=(ranks, rank, results, function, args, kwargs), name=f"rank {rank}"
+        )
+        for rank in range(size)
+    ]
+    for thread in threads:
+        thread.daemon = True  # an interrupted test must not hang at exit
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if ranks.failure is not None:
+        rank, error = ranks.failure
+        error.add_note(f"on rank {rank} of {size} (thread world)")
+        raise error
+    return results
+
+
+def _run_rank(
+    ranks: "_World", rank: int, results: list, function: Callable[..., Any], args: tuple, kwargs: dict
+) -> None:
+    try:
+        communicator = ThreadCommunicator(ranks.everyone, rank)
+        with world.use(world.World("thread", rank, ranks.size, rank, ranks.size, communicator)):
+            results[rank] = function(*args, **kwargs)
+    except BaseException as error:  # kept for run(), which raises the first of them
+        ranks.fail(rank, error)
+
+
+class _World:
+    """The ranks of one run, their groups, and the first failure among them."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.failure: tuple[int, BaseException] | None = None
+        self._lock = threading.Lock()
+        self._groups: list[_Group] = []
+        self.everyone = _Group(self, list(range(size)))
+
+    def add(self, group: "_Group") -> None:
+        with self._lock:
+            self._groups.append(group)
+        if self.failure is not None:  # a group made after the failure must not wait either
+            group.wake()
+
+    def fail(self, rank: int, error: BaseException) -> None:
+        """Keep the first failure and wake whoever waits in any group."""
+        with self._lock:
+            if self.failure is None:
+                self.failure = (rank, error)
+            groups = list(self._groups)
+        for group in groups:
+            group.wake()
+
+
+class _Group:
+    """What the ranks of one communicator have in common."""
+
+    def __init__(self, ranks: _World, members: list[int]) -> None:
+        self.world = ranks
+        self.members = members  # ranks in the world, by rank in the group
+        self.size = len(members)
+        self.calls: list[tuple] = [()] * self.size
+        self.offers: list[Any] = [None] * self.size
+        self.rounds = [0] * self.size
+        self.mail: dict[tuple[int, int], queue.SimpleQueue] = {}
+        self.enter = threading.Barrier(self.size, action=self._compare)
+        self.leave = threading.Barrier(self.size)
+        self._mismatch: str | None = None
+        ranks.add(self)
+
+    def wake(self) -> None:
+        self.enter.abort()
+        self.leave.abort()
+        for box in list(self.mail.values()):
+            box.put(_FAILED)
+
+    def _compare(self) -> None:
+        """Run by one thread when all have entered: every rank must have made the same call."""
+        for rank, call in enumerate(self.calls):
+            if call != self.calls[0]:
+                self._mismatch = (
+                    f"ranks differ: rank 0 called {_describe(self.calls[0])}, "
+                    f"rank {rank} called {_describe(call)}"
+                )
+                raise CollectiveMismatch(self._mismatch)
+
+    def reason(self, rank: int) -> Exception:
+        """Why a wait of `rank` ended without its peers."""
+        if self._mismatch is not None:
+            return CollectiveMismatch(self._mismatch)
+        if self.world.failure is not None:
+            failed, error = self.world.failure
+            return PeerFailed(f"rank {failed} failed: {error!r}")
+        missing = [self.members[r] for r in range(self.size) if self.rounds[r] < self.rounds[rank]]
+        return PeerFailed(f"{_describe(self.calls[rank])}: no sign of ranks {missing} in {_PATIENCE:.0f} s")
+
+
+def _describe(call: tuple) -> str:
+    name, *facts = call
+    return f"{name}({', '.join(str(fact) for fact in facts)})"
+
+
+class ThreadCommunicator(Communicator):
+    """One rank's view of a group of threads."""
+
+    def __init__(self, group: _Group, rank: int) -> None:
+        self._group = group
+        self.rank = rank
+        self.size = group.size
+
+    def split(self, color: int | None, key: int) -> "ThreadCommunicator | None":
+        with self._meet(("split",), (color, key)) as offers:
+            mine = sorted((k, r) for r, (c, k) in enumerate(offers) if c == color)
+        members = [r for _, r in mine]
+        group = None
+        if color is not None and self.rank == members[0]:
+            group = _Group(self._group.world, [self._group.members[r] for r in members])
+        with self._meet(("split",), group) as groups:
+            group = groups[members[0]]
+        return None if color is None else ThreadCommunicator(group, members.index(self.rank))
+
+    @contextmanager
+    def _meet(self, call: tuple, offer: Any) -> Iterator[list[Any]]:
+        """Offer something, read what everyone offers, and go on only when everyone has read."""
+        group, rank = self._group, self.rank
+        group.calls[rank], group.offers[rank] = call, offer
+        group.rounds[rank] += 1
+        self._wait(group.enter)
+        try:
+            yield list(group.offers)
+        except BaseException as error:  # the others wait below: wake them now, not when this rank ends
+            group.world.fail(group.members[rank], error)
+            raise
+        self._wait(group.leave)
+
+    def _wait(self, barrier: threading.Barrier) -> None:
+        try:
+            barrier.wait(_PATIENCE)
+        except threading.BrokenBarrierError:
+            raise self._group.reason(self.rank) from None
+
+    def _all_gather(self, buffer: np.ndarray) -> None:
+        n = buffer.size // self.size
+        with self._meet(("all_gather", buffer.dtype, buffer.size), buffer) as buffers:
+            for rank, theirs in enumerate(buffers):
+                if rank != self.rank:
+                    buffer[rank * n : (rank + 1) * n] = theirs[rank * n : (rank + 1) * n]
+
+    def _reduce_scatter(
+        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+    ) -> None:
+        own = slice(self.rank * output.size, (self.rank + 1) * output.size)
+        with self._meet(("reduce_scatter", buffer.dtype, buffer.size, op), buffer) as buffers:
+            combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op)
+
+    def _all_reduce_small(self, buffer: np.ndarray, op: str) -> None:
+        with self._meet(("all_reduce", buffer.dtype, buffer.size, op), buffer.copy()) as copies:
+            combine(buffer, copies, op=op)
+
+    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
+        with self._meet(("broadcast", buffer.dtype, buffer.size, root), buffer) as buffers:
+            if self.rank != root:
+                buffer[...] = buffers[root]
+
+    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray) -> None:
+        n = buffer.size // self.size
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        with self._meet(("all_to_all", buffer.dtype, buffer.size), buffer) as buffers:
+            for rank, theirs in enumerate(buffers):
+                output[rank * n : (rank + 1) * n] = theirs[own]
+
+    def _send(self, buffer: np.ndarray, peer: int) -> None:
+        self._box(self.rank, peer).put(buffer.copy())
+
+    def _recv(self, buffer: np.ndarray, peer: int) -> None:
+        box = self._box(
+            peer, self.rank
+        )  # before the check: either wake() finds the box or we see the failure
+        if self._group.world.failure is not None:
+            raise self._group.reason(self.rank)
+        message = box.get()
+        if message is _FAILED:
+            raise self._group.reason(self.rank)
+        if message.dtype != buffer.dtype or message.size != buffer.size:
+            raise CollectiveMismatch(
+                f"rank {peer} sent {message.size} of {message.dtype}, "
+                f"rank {self.rank} receives {buffer.size} of {buffer.dtype}"
+            )
+        buffer[...] = message
+
+    def _box(self, source: int, destination: int) -> queue.SimpleQueue:
+        return self._group.mail.setdefault((source, destination), queue.SimpleQueue())
+
+    def _barrier(self) -> None:
+        with self._meet(("barrier",), None):
+            pass

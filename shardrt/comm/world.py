@@ -1,0 +1,130 @@
+"""Who am I: this thread's rank in a thread world, else this process's rank under mpirun, else a world of one.
+
+MPI is imported only when a launcher started this process or when MPI is asked for by name, so that a plain
+`python script.py` needs none. Only `of_mpi` communicates, once.
+"""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+from shardrt.comm import failure
+
+
+@dataclass(frozen=True)
+class World:
+    """All ranks of this run. `root` is what communicators are made from: an MPI or a thread communicator."""
+
+    kind: str  # "single", "thread" or "mpi"
+    rank: int
+    size: int
+    local_rank: int  # among the ranks on this node
+    local_size: int
+    root: Any = None
+
+
+@dataclass(frozen=True)
+class Launch:
+    """What a launcher's environment says about this process; `variable` is where it says how many ranks."""
+
+    rank: int
+    size: int
+    local_rank: int
+    local_size: int
+    variable: str
+
+
+# Launchers that MPI starts under: the variables for rank, size, local rank and local size.
+_LAUNCHERS = (
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # MPICH, Intel MPI
+    (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # srun
+)
+
+_here = threading.local()
+
+
+def current() -> World:
+    """The world of this thread (inside thread.run) or of this process."""
+    return getattr(_here, "world", None) or _of_process()
+
+
+@contextmanager
+def use(world: World) -> Iterator[None]:
+    """Make `world` this thread's world inside a with block."""
+    before = getattr(_here, "world", None)
+    _here.world = world
+    try:
+        yield
+    finally:
+        _here.world = before
+
+
+def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
+    """What the launcher of this process (mpirun, mpiexec, srun) says; None where there was none. No MPI."""
+    for rank, size, local_rank, local_size in _LAUNCHERS:
+        if rank in environment and size in environment:
+            ranks = int(environment[size])
+            here = environment.get(local_size, "").split("(")[0].split(",")[0]  # Slurm: "4(x2),3"
+            return Launch(
+                int(environment[rank]),
+                ranks,
+                int(environment.get(local_rank, 0)),
+                int(here) if here.isdigit() else ranks,
+                size,
+            )
+    return None
+
+
+@cache
+def _of_process() -> World:
+    launched = launch()
+    if launched is not None and launched.size > 1:
+        return of_mpi()
+    told = os.environ.get("WORLD_SIZE", "1")
+    if launched is None and told.isdigit() and int(told) > 1:
+        raise RuntimeError(
+            f"WORLD_SIZE={told} says {told} ranks, but this process was not started by mpirun: "
+            f"launch with `mpirun -n {told} python ...`, or unset WORLD_SIZE for one rank"
+        )
+    return World("single", 0, 1, 0, 1)
+
+
+@cache
+def of_mpi() -> World:
+    """The world of MPI.COMM_WORLD. Collective over all ranks at its first call."""
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where no MPI library is found
+        raise RuntimeError(
+            f"MPI cannot be loaded ({error}): `pip install mpi4py mpich` in this environment"
+        ) from error
+    launched = launch()
+    if launched is not None and launched.size != MPI.COMM_WORLD.size:
+        raise RuntimeError(
+            f"{launched.variable}={launched.size}, but MPI here sees {MPI.COMM_WORLD.size} rank(s): the "
+            f"launcher belongs to another MPI than the one mpi4py loaded ({_library(MPI)}); "
+            f"use the mpirun beside this python"
+        )
+    if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
+        raise RuntimeError(
+            f"MPI was started without THREAD_MULTIPLE, which streams need ({_library(MPI)}): "
+            f"leave mpi4py.rc.thread_level at its default, or use an MPI built with thread support"
+        )
+    root = MPI.COMM_WORLD.Dup()
+    node = root.Split_type(MPI.COMM_TYPE_SHARED, key=root.rank)
+    failure.install_hooks(MPI.COMM_WORLD, node)  # as early as possible: from here on a lost rank is a hang
+    return World("mpi", root.rank, root.size, node.rank, node.size, root)
+
+
+def _library(mpi: Any) -> str:
+    return mpi.Get_library_version().splitlines()[0].strip(" \0")

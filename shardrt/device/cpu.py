@@ -1,0 +1,181 @@
+"""The CPU as a device: NumPy arrays, streams that are threads, events that are locks.
+
+The stream of the ops is the calling thread itself, so a debugger steps through a training step. Every
+other stream is a daemon thread with a queue; NumPy, BLAS, the Numba kernels and MPI release the
+interpreter lock, so streams really run at the same time.
+"""
+
+import importlib
+import queue
+import threading
+import time
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardrt.device import timeline
+from shardrt.device.memory import Pool
+from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
+
+
+class _Mark:
+    """One recorded point: a lock that is held until the point is reached."""
+
+    __slots__ = ("lock", "error")
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.lock.acquire()
+        self.error: BaseException | None = None
+
+    def reach(self, error: BaseException | None) -> None:
+        self.error = error
+        self.lock.release()
+
+    def wait(self) -> None:
+        with self.lock:
+            pass
+        if self.error is not None:
+            raise StreamError(f"work in a stream failed: {self.error!r}") from self.error
+
+
+class CPUEvent(Event):
+    """Holds the mark of its latest record; recording again makes a new mark, so old waits stay valid."""
+
+    __slots__ = ("mark",)
+
+    def __init__(self) -> None:
+        self.mark: _Mark | None = None
+
+    def done(self) -> bool:
+        return self.mark is None or not self.mark.lock.locked()
+
+
+class InlineStream(Stream):
+    """The calling thread: work runs at once, so a record is reached when it is made."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        _run(self.name, label, function, args)
+
+    def record(self, event: CPUEvent) -> None:
+        event.mark = None
+
+    def wait(self, event: CPUEvent) -> None:
+        if event.mark is not None:
+            with timeline.span(self.name, "wait"):
+                event.mark.wait()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class ThreadStream(Stream):
+    """A daemon thread that takes work from a queue. After an error it runs nothing more."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._error: BaseException | None = None
+        self._queue: queue.SimpleQueue = queue.SimpleQueue()
+        self._thread = threading.Thread(target=_work, args=(self._queue, name), name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        self._queue.put((function, args, label))
+
+    def record(self, event: CPUEvent) -> None:
+        event.mark = _Mark()
+        self._queue.put((None, event.mark, ""))
+
+    def wait(self, event: CPUEvent) -> None:
+        if event.mark is not None:
+            self._queue.put((event.mark.wait, (), ""))
+
+    def synchronize(self) -> None:
+        event = CPUEvent()
+        self.record(event)
+        event.mark.wait()
+
+    def close(self) -> None:
+        """Let the thread end when it has run what was submitted."""
+        self._queue.put(None)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _work(work: queue.SimpleQueue, name: str) -> None:
+    """The loop of a stream's thread. It knows the queue, not the stream, so that the stream can be freed."""
+    error: BaseException | None = None
+    while (item := work.get()) is not None:
+        function, args, label = item
+        if function is None:
+            args.reach(error)
+        elif error is None:
+            try:
+                _run(name, label, function, args)
+            except BaseException as raised:  # kept for whoever waits; the stream runs nothing more
+                error = raised
+        del item, function, args
+
+
+def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
+    if timeline.recording() and label:
+        start = time.perf_counter()
+        function(*args)
+        timeline.add(stream, label, start, time.perf_counter())
+    else:
+        function(*args)
+
+
+class CPUDevice(Device):
+    """NumPy arrays on the host."""
+
+    name = "cpu"
+
+    def __init__(self) -> None:
+        self.current_stream = InlineStream("compute")
+        self._pool = Pool()
+        self._kernels: ModuleType | None = None
+
+    @property
+    def kernels(self) -> ModuleType:
+        if self._kernels is None:  # imports Numba: not before the first op
+            self._kernels = importlib.import_module("shardrt.kernels.cpu")
+        return self._kernels
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._pool.empty(shape, np.dtype(dtype))
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        array = self._pool.empty(shape, np.dtype(dtype))
+        array.fill(0)
+        return array
+
+    def buffer(self, count: int, dtype: Any) -> Array:
+        return np.zeros(count, dtype)
+
+    def pinned(self, count: int, dtype: Any) -> np.ndarray:
+        return np.zeros(count, dtype)
+
+    def asarray(self, values: Any, dtype: Any = None) -> Array:
+        return np.asarray(values, dtype)
+
+    def copy(self, target: Array, source: Array) -> None:
+        np.copyto(target, source)
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return array
+
+    def new_stream(self, name: str) -> Stream:
+        return ThreadStream(name)
+
+    def new_event(self) -> Event:
+        return CPUEvent()
+
+    def peak_bytes(self) -> int:
+        return self._pool.peak_bytes

@@ -1,0 +1,80 @@
+"""A pool of host memory for the arrays that ops make and drop in every step.
+
+A fresh large array costs a page fault per 4 KiB when it is first written, in every step again, since the
+C library gives large blocks straight back to the system. A training step asks for the same sizes each
+time, so the pool keeps a free list per size and, after the first step, hands out memory that is mapped.
+Blocks come from mmap with huge pages asked for. Small arrays are left to NumPy.
+"""
+
+import mmap
+import threading
+from math import prod
+
+import numpy as np
+
+SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
+_HUGE = 1 << 21
+
+
+class _Block:
+    """Memory lent to one array and its views; goes back to the pool when the last of them dies."""
+
+    __slots__ = ("pool", "region", "__array_interface__", "__weakref__")
+
+    def __init__(self, pool: "Pool", region: "_Region", shape: tuple[int, ...], dtype: np.dtype) -> None:
+        self.pool = pool
+        self.region = region
+        data = (region.address, False)
+        self.__array_interface__ = {"data": data, "shape": shape, "typestr": dtype.str, "version": 3}
+
+    def __del__(self) -> None:
+        self.pool._give_back(self.region)
+
+
+class _Region:
+    """One mapping of `size` bytes; lives as long as the pool."""
+
+    __slots__ = ("memory", "address", "size")
+
+    def __init__(self, size: int) -> None:
+        region = mmap.mmap(-1, size)
+        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE)
+        self.memory = np.frombuffer(region, np.uint8)
+        self.address = self.memory.ctypes.data
+        self.size = size
+
+
+class Pool:
+    """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[_Region]] = {}
+        self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread
+        self.held_bytes = 0
+        self.peak_bytes = 0
+
+    def empty(self, shape: int | tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+        """An uninitialised C-contiguous array."""
+        shape = (shape,) if isinstance(shape, int) else tuple(shape)
+        nbytes = prod(shape) * dtype.itemsize
+        if nbytes < SMALL:
+            return np.empty(shape, dtype)
+        size = _rounded(nbytes)
+        with self._lock:
+            free = self._free.get(size)
+            region = free.pop() if free else None
+            self.held_bytes += size
+            self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+        return np.asarray(_Block(self, region or _Region(size), shape, dtype))
+
+    def _give_back(self, region: _Region) -> None:
+        with self._lock:
+            self.held_bytes -= region.size
+            self._free.setdefault(region.size, []).append(region)
+
+
+def _rounded(nbytes: int) -> int:
+    """Sizes in steps of an eighth of their magnitude, so that nearly equal sizes share a free list."""
+    step = max(1 << 12, 1 << (nbytes.bit_length() - 4))
+    return -(-nbytes // step) * step

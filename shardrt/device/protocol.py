@@ -1,0 +1,105 @@
+"""What a device must do: arrays, streams, events. The docstrings are the contract.
+
+A device is one file beside this one. Nothing above shardrt/device/ and kernels/ asks which one it runs on.
+The meaning of streams and events is CUDA's: work submitted to one stream runs in order; an event marks
+the point in a stream where it was last recorded; a stream that waits for an event runs nothing more until
+that point is reached. On a device whose streams are threads the same program runs with the same order.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+Array = Any  # numpy.ndarray or cupy.ndarray
+
+
+class StreamError(RuntimeError):
+    """Work submitted to a stream has failed; raised where the stream is waited for, from the first error."""
+
+
+class Event(ABC):
+    """A point in a stream. May be recorded again; a wait refers to the latest record before it."""
+
+    @abstractmethod
+    def done(self) -> bool:
+        """Whether the recorded point has been reached (True if never recorded)."""
+
+
+class Stream(ABC):
+    """A queue of work that runs in order."""
+
+    name: str
+
+    @abstractmethod
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        """Run `function(*args)` in this stream. On CUDA: call it now, with this stream current."""
+
+    @abstractmethod
+    def record(self, event: Event) -> None:
+        """Mark this point of the stream in `event`."""
+
+    @abstractmethod
+    def wait(self, event: Event) -> None:
+        """Run nothing submitted from now on before the point marked in `event` is reached."""
+
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when everything submitted so far has run. Raises StreamError if any of it failed."""
+
+
+class Device(ABC):
+    """Arrays and streams of one kind of processor.
+
+    `current_stream` is where ops run: on the CPU the calling thread itself, on CUDA CuPy's current stream.
+    """
+
+    name: str
+    current_stream: Stream
+
+    @property
+    @abstractmethod
+    def kernels(self) -> ModuleType:
+        """The kernel package: one module per op (shardrt.kernels.<name>)."""
+
+    @abstractmethod
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """An uninitialised C-contiguous array, from a pool that gives memory back without a system call."""
+
+    @abstractmethod
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        """As `empty`, filled with zeros."""
+
+    @abstractmethod
+    def buffer(self, count: int, dtype: Any) -> Array:
+        """A 1-D array that lives as long as it is referred to, outside the pool: for arenas and shards."""
+
+    @abstractmethod
+    def pinned(self, count: int, dtype: Any) -> np.ndarray:
+        """A 1-D host array to and from which this device copies asynchronously."""
+
+    @abstractmethod
+    def asarray(self, values: Any, dtype: Any = None) -> Array:
+        """`values` as an array on this device; no copy where it already is one of that dtype."""
+
+    @abstractmethod
+    def copy(self, target: Array, source: Array) -> None:
+        """Copy `source` into `target`, equally long, in the stream that runs this."""
+
+    @abstractmethod
+    def to_numpy(self, array: Array) -> np.ndarray:
+        """`array` on the host; no copy where it already is there."""
+
+    @abstractmethod
+    def new_stream(self, name: str) -> Stream:
+        """A stream beside `current_stream`."""
+
+    @abstractmethod
+    def new_event(self) -> Event:
+        """An event, not recorded yet."""
+
+    @abstractmethod
+    def peak_bytes(self) -> int:
+        """Largest number of bytes that arrays from `empty` and `zeros` have held at once."""

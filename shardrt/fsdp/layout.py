@@ -1,0 +1,80 @@
+"""Layout: where each parameter of a unit lies in its flat buffer, and which part of it a rank holds.
+
+Integers only, no arrays. The buffer is cut into `world_size` equal shards; a parameter may straddle
+ranks. Each parameter starts at a multiple of ALIGNMENT elements, and so does each shard, for vector loads
+and 16-byte copies; the gaps and the end are padding, which is zero in parameters and in gradients.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+
+ALIGNMENT = 16  # elements: one cache line of float32
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One parameter: elements [offset, offset + size) of the flat buffer."""
+
+    name: str
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def stop(self) -> int:
+        return self.offset + self.size
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The flat buffer of one unit: `total` = world_size * shard_size elements."""
+
+    entries: tuple[Entry, ...]
+    world_size: int
+    shard_size: int
+
+    @classmethod
+    def plan(cls, named_shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> "Layout":
+        """Lay the parameters out one after the other, in the order given."""
+        entries = []
+        end = 0
+        for name, shape in named_shapes:
+            entries.append(Entry(name, tuple(shape), end))
+            end = _aligned(entries[-1].stop)
+        shard_size = _aligned(-(-end // world_size))
+        return cls(tuple(entries), world_size, shard_size)
+
+    @property
+    def total(self) -> int:
+        """Elements of the whole buffer, padding included."""
+        return self.world_size * self.shard_size
+
+    def shard_range(self, rank: int) -> tuple[int, int]:
+        """(start, stop) of a rank's shard in the flat buffer."""
+        return rank * self.shard_size, (rank + 1) * self.shard_size
+
+    def local(self, entry: Entry, rank: int) -> tuple[int, int, int]:
+        """(start, stop, first): a rank's shard[start:stop] holds the parameter's elements from `first` on.
+
+        start == stop where the rank holds nothing of it.
+        """
+        low, high = self.shard_range(rank)
+        start = min(max(entry.offset, low), high)
+        stop = min(max(entry.stop, start), high)
+        return start - low, stop - low, start - entry.offset if start < stop else 0
+
+    @cached_property
+    def padding(self) -> tuple[tuple[int, int], ...]:
+        """(start, stop) of every gap between parameters and of the rest at the end, none of them empty."""
+        stops = [entry.stop for entry in self.entries]
+        starts = [entry.offset for entry in self.entries[1:]] + [self.total]
+        return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
+
+
+def _aligned(count: int) -> int:
+    return -(-count // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,86 @@
+"""What several ops need: arguments as tensors, arrays for results, gradients summed to a shape. No op."""
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.autograd import Variable, contiguous
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+def kernels() -> Any:
+    """The kernels of the current device."""
+    return device.current().kernels
+
+
+def tensor(x: Any) -> "Tensor":
+    """`x` itself if it is a tensor, else a tensor of it."""
+    return x if isinstance(x, Variable) else Variable.result_type(x)
+
+
+def floating(x: Any) -> "Tensor":
+    """As `tensor`; integers and booleans become float32."""
+    x = tensor(x)
+    return x if x.dtype.kind == "f" else Variable.result_type(x.data.astype(np.float32))
+
+
+def integers(op: str, name: str, values: Any) -> Array:
+    """An integer array or tensor as a C-contiguous int64 array. Raises TypeError for other types."""
+    array = values.data if isinstance(values, Variable) else device.current().asarray(values)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"{op}: {name} must be integers, got {array.dtype}")
+    return contiguous(device.current().asarray(array, np.int64))
+
+
+def check_floats(op: str, **tensors: "Tensor | None") -> None:
+    """Raise TypeError unless all of them, None left out, are float32 or all are float64."""
+    dtypes = {name: np.dtype(t.dtype).name for name, t in tensors.items() if t is not None}
+    if set(dtypes.values()) not in ({"float32"}, {"float64"}):
+        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
+        raise TypeError(f"{op}: all must be float32 or all float64, got {given}")
+
+
+def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | None = None) -> None:
+    """Raise ValueError that names the first of `indices` outside [0, size), `ignored` ones left out."""
+    wrong = (indices < 0) | (indices >= size)
+    if ignored is not None:
+        wrong &= ~ignored
+    if wrong.any():
+        place = tuple(int(i) for i in np.argwhere(wrong)[0])
+        where = ", ".join(map(str, place))
+        raise ValueError(f"{op}: {name}[{where}] is {int(indices[place])}, not in [0, {size})")
+
+
+def empty(shape: tuple[int, ...], dtype: Any) -> Array:
+    """An uninitialised array on the current device."""
+    return device.current().empty(shape, dtype)
+
+
+def empty_like(x: Array) -> Array:
+    """An uninitialised C-contiguous array of the shape and dtype of `x`."""
+    return device.current().empty(x.shape, x.dtype)
+
+
+def rows(x: Array) -> Array:
+    """A C-contiguous array as (rows, last dimension); no copy."""
+    return x.reshape(prod(x.shape[:-1]), x.shape[-1])
+
+
+def flat(x: Array) -> Array:
+    """A C-contiguous array in one dimension; no copy."""
+    return x.reshape(-1)
+
+
+def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
+    """The adjoint of broadcasting from `shape`: sums over the dimensions that were added or stretched."""
+    if gradient.shape == shape:
+        return gradient
+    added = gradient.ndim - len(shape)
+    stretched = (added + i for i, n in enumerate(shape) if n == 1)
+    return gradient.sum(axis=(*range(added), *stretched)).reshape(shape)

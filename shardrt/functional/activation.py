@@ -1,0 +1,103 @@
+"""Activations of a network's hidden layers. Elementwise on any shape; their input is saved for backward."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt.autograd import Function
+from shardrt.functional._arrays import check_floats, empty_like, flat, kernels, tensor
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+class GELUTanh(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty_like(x)
+        kernels().activation.gelu_tanh_forward(flat(x), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = empty_like(x)
+        kernels().activation.gelu_tanh_backward(flat(dy), flat(x), flat(dx))
+        return dx
+
+
+class GELUErf(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty_like(x)
+        kernels().activation.gelu_erf_forward(flat(x), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = empty_like(x)
+        kernels().activation.gelu_erf_backward(flat(dy), flat(x), flat(dx))
+        return dx
+
+
+def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
+    """x times the normal distribution function of x (Hendrycks, Gimpel: Gaussian Error Linear Units, 2016).
+
+    x: any shape, float32 or float64. approximate: "none", with the error function, or "tanh", the paper's
+    approximation, which GPT-2 uses. Raises ValueError for another word.
+    """
+    ops = {"none": GELUErf, "tanh": GELUTanh}
+    if approximate not in ops:
+        raise ValueError(f"gelu: approximate must be 'none' or 'tanh', got {approximate!r}")
+    x = tensor(x)
+    check_floats("gelu", x=x)
+    return ops[approximate].apply(x)
+
+
+class SiLU(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty_like(x)
+        kernels().activation.silu_forward(flat(x), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = empty_like(x)
+        kernels().activation.silu_backward(flat(dy), flat(x), flat(dx))
+        return dx
+
+
+def silu(x: "Tensor") -> "Tensor":
+    """x times its logistic function (Elfwing et al., Sigmoid-Weighted Linear Units, 2017). Floats only."""
+    x = tensor(x)
+    check_floats("silu", x=x)
+    return SiLU.apply(x)
+
+
+class ReLU(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty_like(x)
+        kernels().activation.relu_forward(flat(x), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = empty_like(x)
+        kernels().activation.relu_backward(flat(dy), flat(x), flat(dx))
+        return dx
+
+
+def relu(x: "Tensor") -> "Tensor":
+    """x where it is positive, else 0; the gradient at 0 is 0. float32 or float64."""
+    x = tensor(x)
+    check_floats("relu", x=x)
+    return ReLU.apply(x)

@@ -1,0 +1,44 @@
+"""Rows of a table by index: token and position embeddings."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional._arrays import check_floats, check_range, empty, flat, integers, kernels, rows, tensor
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+class Embedding(Function):
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(self, indices: Array, weight: Variable) -> Array:
+        self.saved = (indices, weight)
+        y = empty((*indices.shape, weight.shape[1]), weight.dtype)
+        kernels().embedding.forward(flat(indices), contiguous(weight.data), rows(y))
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        indices, weight = self.saved
+        dweight, accumulate, token = weight.gradient_target()
+        if not accumulate:
+            dweight.fill(0)  # the kernel adds: most rows have no gradient
+        kernels().embedding.backward(flat(indices), rows(dy), dweight)
+        return None, token
+
+
+def embedding(indices: Any, weight: "Tensor") -> "Tensor":
+    """The rows of weight that indices name: integers (...) and (rows, width) -> (..., width).
+
+    Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers.
+    """
+    weight = tensor(weight)
+    if weight.ndim != 2:
+        raise ValueError(f"embedding: weight must be (rows, width), got {weight.shape}")
+    check_floats("embedding", weight=weight)
+    indices = integers("embedding", "indices", indices)
+    check_range("embedding", "indices", indices, weight.shape[0])
+    return Embedding.apply(indices, weight)

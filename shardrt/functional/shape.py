@@ -1,0 +1,232 @@
+"""Shapes: views where NumPy gives views, so most of these cost nothing. Their backwards are views as well.
+
+A view shares memory with what it is a view of, as in NumPy.
+"""
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt.autograd import Function, Variable
+from shardrt.functional._arrays import empty, sum_to, tensor
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+class Reshape(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, shape: tuple[int, ...]) -> Array:
+        self.saved = (x.shape,)
+        return x.reshape(shape)
+
+    def backward(self, dy: Array) -> tuple:
+        (shape,) = self.saved
+        return dy.reshape(shape), None
+
+
+def reshape(x: "Tensor", shape: int | Sequence[int]) -> "Tensor":
+    """The elements in C order in another shape, of which one size may be -1. ValueError if they don't fit."""
+    return Reshape.apply(tensor(x), (shape,) if isinstance(shape, int) else tuple(shape))
+
+
+def squeeze(x: "Tensor", axis: int | Sequence[int] | None = None) -> "Tensor":
+    """Without the axes of size 1, or without those named. ValueError if a named one is larger."""
+    x = tensor(x)
+    if axis is None:
+        return reshape(x, [n for n in x.shape if n != 1])
+    axes = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+    for i in axes:
+        if x.shape[i] != 1:
+            raise ValueError(f"squeeze: axis {i} has size {x.shape[i]}, not 1")
+    return reshape(x, [n for i, n in enumerate(x.shape) if i not in axes])
+
+
+def unsqueeze(x: "Tensor", axis: int) -> "Tensor":
+    """With an axis of size 1 put in at `axis`."""
+    x = tensor(x)
+    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim + 1)
+    return reshape(x, (*x.shape[:axis], 1, *x.shape[axis:]))
+
+
+class Permute(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, axes: tuple[int, ...]) -> Array:
+        self.saved = (axes,)
+        return x.transpose(axes)
+
+    def backward(self, dy: Array) -> tuple:
+        (axes,) = self.saved
+        return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__)), None
+
+
+def permute(x: "Tensor", axes: Sequence[int]) -> "Tensor":
+    """Axes in another order: axis i of the result is axis axes[i] of x. ValueError if one is missing."""
+    x = tensor(x)
+    axes = np.lib.array_utils.normalize_axis_tuple(axes, x.ndim, "axes")
+    if len(axes) != x.ndim:
+        raise ValueError(f"permute: axes must name all {x.ndim} axes, got {axes}")
+    return Permute.apply(x, axes)
+
+
+def transpose(x: "Tensor", axis0: int, axis1: int) -> "Tensor":
+    """Two axes exchanged."""
+    x = tensor(x)
+    axes = list(range(x.ndim))
+    axes[axis0], axes[axis1] = axes[axis1], axes[axis0]
+    return permute(x, axes)
+
+
+class Expand(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, shape: tuple[int, ...]) -> Array:
+        self.saved = (x.shape,)
+        return np.broadcast_to(x, shape)
+
+    def backward(self, dy: Array) -> tuple:
+        (shape,) = self.saved
+        return sum_to(dy, shape), None
+
+
+def expand(x: "Tensor", shape: Sequence[int]) -> "Tensor":
+    """Broadcast to `shape`, where -1 keeps a size; a read-only view. ValueError if it doesn't fit."""
+    x = tensor(x)
+    shape, added = tuple(shape), len(shape) - x.ndim
+    if added < 0 or -1 in shape[:added]:
+        raise ValueError(f"expand: shape {shape} does not extend {x.shape}")
+    kept = (x.shape[i - added] if n == -1 else n for i, n in enumerate(shape))
+    return Expand.apply(x, tuple(kept))
+
+
+class Split(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, sizes: tuple[int, ...], axis: int) -> tuple:
+        self.saved = (x.shape, x.dtype, sizes, axis)
+        return _pieces(x, sizes, axis)
+
+    def backward(self, *dy: Array) -> tuple:
+        shape, dtype, sizes, axis = self.saved
+        dx = empty(shape, dtype)
+        for piece, gradient in zip(_pieces(dx, sizes, axis), dy, strict=True):
+            piece[...] = 0 if gradient is None else gradient  # None: nothing used this piece
+        return dx, None, None
+
+
+def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
+    """Pieces along an axis: of the given sizes, or of one size, the last perhaps smaller.
+
+    Raises ValueError if the sizes don't add up to that of the axis.
+    """
+    x = tensor(x)
+    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+    total = x.shape[axis]
+    if isinstance(sizes, int):
+        if sizes < 1:
+            raise ValueError(f"split: sizes must be at least 1, got {sizes}")
+        sizes = [min(sizes, total - start) for start in range(0, total, sizes)]
+    if sum(sizes) != total or min(sizes, default=0) < 0:
+        raise ValueError(f"split: sizes {tuple(sizes)} do not add up to {total}, the size of axis {axis}")
+    return Split.apply(x, tuple(sizes), axis)
+
+
+def chunk(x: "Tensor", chunks: int, axis: int = 0) -> tuple:
+    """At most `chunks` pieces along an axis, of one size but the last. ValueError for fewer than one."""
+    if chunks < 1:
+        raise ValueError(f"chunk: chunks must be at least 1, got {chunks}")
+    x = tensor(x)
+    return split(x, max(1, -(-x.shape[axis] // chunks)), axis)
+
+
+class Concatenate(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, axis: int, *arrays: Array) -> Array:
+        sizes = tuple(x.shape[axis] for x in arrays)
+        self.saved = (axis, sizes)
+        shape = list(arrays[0].shape)
+        shape[axis] = sum(sizes)
+        return np.concatenate(arrays, axis, out=empty(tuple(shape), arrays[0].dtype))
+
+    def backward(self, dy: Array) -> tuple:
+        axis, sizes = self.saved
+        return None, *_pieces(dy, sizes, axis)
+
+
+def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
+    """Tensors one after the other along an axis; equal in dtype and in every other size.
+
+    Raises ValueError for none, or for shapes that don't fit, TypeError for dtypes that differ.
+    """
+    tensors = [tensor(x) for x in tensors]
+    if not tensors:
+        raise ValueError("concatenate: at least one tensor is needed")
+    if len({x.dtype for x in tensors}) > 1:
+        raise TypeError(f"concatenate: dtypes must be equal, got {[str(x.dtype) for x in tensors]}")
+    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, tensors[0].ndim)
+    others = {x.shape[:axis] + (-1,) + x.shape[axis + 1 :] for x in tensors}
+    if len(others) > 1:
+        raise ValueError(f"concatenate: shapes {[x.shape for x in tensors]} differ beside axis {axis}")
+    return Concatenate.apply(axis, *tensors)
+
+
+def stack(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
+    """Tensors of one shape along a new axis. Errors as `concatenate`."""
+    return concatenate([unsqueeze(x, axis) for x in tensors], axis)
+
+
+class GetItem(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, index: Any) -> Array:
+        self.saved = (x.shape, x.dtype, index)
+        return np.asarray(x[index])
+
+    def backward(self, dy: Array) -> tuple:
+        shape, dtype, index = self.saved
+        dx = empty(shape, dtype)
+        dx.fill(0)
+        if _is_basic(index):
+            dx[index] = dy
+        else:
+            np.add.at(dx, index, dy)  # an element may be taken more than once
+        return dx, None
+
+
+def getitem(x: "Tensor", index: Any) -> "Tensor":
+    """x[index] as in NumPy: a view for integers, slices, None and ...; a copy for arrays and lists."""
+    return GetItem.apply(tensor(x), _raw_index(index))
+
+
+def _raw_index(index: Any) -> Any:
+    if isinstance(index, tuple):
+        return tuple(_raw_index(part) for part in index)
+    return index.data if isinstance(index, Variable) else index
+
+
+def _is_basic(index: Any) -> bool:
+    """Whether NumPy takes the index as a view: no lists, arrays or booleans."""
+    parts = index if isinstance(index, tuple) else (index,)
+    return all(
+        part is None or part is Ellipsis or type(part) is int or isinstance(part, slice | np.integer)
+        for part in parts
+    )
+
+
+def _pieces(x: Array, sizes: Sequence[int], axis: int) -> tuple:
+    """Views of x of these sizes along an axis."""
+    stops = np.cumsum(sizes).tolist()
+    before = (slice(None),) * axis
+    return tuple(x[(*before, slice(stop - size, stop))] for size, stop in zip(sizes, stops, strict=True))

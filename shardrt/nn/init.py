@@ -1,0 +1,82 @@
+"""What parameters start as. A specification fills any piece of a parameter, and only that.
+
+Element i of a parameter is a function of (seed, the parameter's name, i), by a counter-based generator: a
+rank makes its shard alone, and the values are the same bits at every world size.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from shardrt import device
+
+Array = Any
+
+
+class Initialiser(Protocol):
+    """What a parameter asks of a specification; any frozen dataclass with this method will do."""
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """Write elements [offset, offset + out.size) of the parameter behind `key` into 1-D `out`."""
+
+
+@dataclass(frozen=True)
+class Normal:
+    """Independent normal numbers. Raises ValueError for a negative std."""
+
+    mean: float = 0.0
+    std: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.std >= 0:
+            raise ValueError(f"Normal: std must not be negative, got {self.std}")
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        device.current().kernels.philox.normal(out, seed, key, offset, self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class Uniform:
+    """Independent numbers, evenly from [low, high). Raises ValueError if low is above high."""
+
+    low: float = 0.0
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not self.low <= self.high:
+            raise ValueError(f"Uniform: low must not be above high, got {self.low} and {self.high}")
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        device.current().kernels.philox.uniform(out, seed, key, offset)
+        out *= self.high - self.low
+        out += self.low
+
+
+@dataclass(frozen=True)
+class Constant:
+    """One value everywhere."""
+
+    value: float
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        out.fill(self.value)
+
+
+@dataclass(frozen=True)
+class Zeros:
+    """0 everywhere."""
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        out.fill(0)
+
+
+@dataclass(frozen=True)
+class Ones:
+    """1 everywhere."""
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        out.fill(1)

@@ -1,0 +1,126 @@
+"""Layers of a transformer: parameters and one call of functional each. Defaults are PyTorch's.
+
+`init` says what a weight starts as (nn.init), `dtype` is float32 unless given.
+"""
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from shardrt import functional as F
+from shardrt.nn import init as initial
+from shardrt.nn.init import Initialiser
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.tensor import Tensor
+
+
+class Linear(Module):
+    """(..., in_features) -> (..., out_features): x times weight transposed, plus bias.
+
+    init: what the weight starts as, the bias then at 0. Left out, both start evenly from
+    +-1 / sqrt(in_features), as in PyTorch.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        super().__init__()
+        check_sizes("Linear", in_features=in_features, out_features=out_features)
+        bound = 1 / sqrt(in_features)
+        even = initial.Uniform(-bound, bound)
+        self.weight = Parameter((out_features, in_features), init or even, dtype=dtype)
+        self.bias = (
+            Parameter((out_features,), initial.Zeros() if init else even, dtype=dtype) if bias else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight, self.bias)
+
+
+class Embedding(Module):
+    """Integers (...) -> (..., embedding_dim): rows of a table of num_embeddings, which starts as N(0, 1)."""
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        super().__init__()
+        check_sizes("Embedding", num_embeddings=num_embeddings, embedding_dim=embedding_dim)
+        self.weight = Parameter(
+            (num_embeddings, embedding_dim), init or initial.Normal(0.0, 1.0), dtype=dtype
+        )
+
+    def forward(self, indices: Any) -> Tensor:
+        return F.embedding(indices, self.weight)
+
+
+class LayerNorm(Module):
+    """Layer norm over the last dimension, `width` long. weight starts at 1, bias at 0."""
+
+    def __init__(self, width: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = np.float32) -> None:
+        super().__init__()
+        check_sizes("LayerNorm", width=width)
+        self.eps = eps
+        self.weight = Parameter((width,), initial.Ones(), dtype=dtype)
+        self.bias = Parameter((width,), initial.Zeros(), dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.layer_norm(x, self.weight, self.bias, self.eps)
+
+
+class RMSNorm(Module):
+    """RMS norm over the last dimension, `width` long. weight starts at 1."""
+
+    def __init__(self, width: int, eps: float = 1e-6, *, dtype: Any = np.float32) -> None:
+        super().__init__()
+        check_sizes("RMSNorm", width=width)
+        self.eps = eps
+        self.weight = Parameter((width,), initial.Ones(), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight, self.eps)
+
+
+class Dropout(Module):
+    """In training, each element 0 with probability p; in evaluation nothing."""
+
+    def __init__(self, p: float = 0.5) -> None:
+        super().__init__()
+        if not 0 <= p < 1:
+            raise ValueError(f"Dropout: p must be in [0, 1), got {p}")
+        self.p = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.dropout(x, self.p, self.training)
+
+
+class GELU(Module):
+    """The activation; approximate: "none" or "tanh"."""
+
+    def __init__(self, approximate: str = "none") -> None:
+        super().__init__()
+        if approximate not in ("none", "tanh"):
+            raise ValueError(f"GELU: approximate must be 'none' or 'tanh', got {approximate!r}")
+        self.approximate = approximate
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.gelu(x, self.approximate)
+
+
+def check_sizes(layer: str, **sizes: int) -> None:
+    """Raise ValueError, with the argument's name, for a size below 1."""
+    for name, size in sizes.items():
+        if size < 1:
+            raise ValueError(f"{layer}: {name} must be at least 1, got {size}")

@@ -1,0 +1,127 @@
+"""Parameter: a tensor with a name whose values may be made late, sharded, gathered and released.
+
+Constructing one allocates nothing. Its values are a function of (seed, name, element index), so whoever
+needs a piece of them, the whole array or one rank's shard, makes just that piece.
+"""
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import random
+from shardrt.autograd import Edge
+from shardrt.nn.init import Initialiser
+from shardrt.nn.storage import LocalStorage, Storage
+from shardrt.tensor import Tensor
+
+if TYPE_CHECKING:
+    from shardrt.nn.module import Module
+
+Array = Any
+
+
+class Parameter(Tensor):
+    """A trainable tensor of a Module.
+
+    shape: its shape. init: what its values start as (nn.init). requires_grad: False freezes it. dtype:
+    float32 (float64 for gradient checks).
+
+    `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
+    that names it. `shard` and `grad` are what this rank holds: the piece of a sharded parameter as a 1-D
+    array, the whole array of a plain one.
+    """
+
+    __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute")
+
+    def __init__(
+        self,
+        shape: tuple[int, ...],
+        init: Initialiser,
+        *,
+        requires_grad: bool = True,
+        dtype: Any = np.float32,
+    ) -> None:
+        self._shape = tuple(int(n) for n in shape)
+        if not self._shape or min(self._shape) < 1:
+            raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+        self.init = init
+        self.seed = random.initial_seed()
+        self.dtype = np.dtype(dtype)
+        self.requires_grad = requires_grad
+        self.node = None
+        self.index = 0
+        self._owner: weakref.ref[Module] | None = None
+        self._attribute = ""
+        self.storage: Storage = LocalStorage(self)
+
+    def belongs_to(self, module: "Module", attribute: str) -> None:
+        """Take the name `attribute` in `module`, unless there is a name already (a tied parameter's)."""
+        if self._owner is None or self._owner() is None:
+            self._owner, self._attribute = weakref.ref(module), attribute
+
+    @property
+    def name(self) -> str:
+        """The path from the outermost module: "blocks.0.norm1.weight"; "" before it is in a module."""
+        owner = self._owner() if self._owner is not None else None
+        if owner is None:
+            return self._attribute
+        return f"{owner.name}.{self._attribute}" if owner.name else self._attribute
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self._shape
+
+    @property
+    def ndim(self) -> int:
+        return len(self._shape)
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self._shape))
+
+    @property
+    def data(self) -> Array:
+        """The whole array. RuntimeError, with the parameter's name, while it is sharded."""
+        return self.storage.full(self)
+
+    @data.setter
+    def data(self, values: Any) -> None:
+        self.storage.full(self)[...] = values
+
+    @property
+    def shard(self) -> Array:
+        """What this rank holds of it: a 1-D view (possibly empty) of its storage."""
+        start, stop, _ = self.storage.range_of(self)
+        return self.storage.shard[start:stop]
+
+    @property
+    def grad(self) -> Array | None:
+        """The gradient of what this rank holds: in the parameter's shape if that is all of it, else 1-D."""
+        gradient = self.storage.gradient
+        if gradient is None:
+            return None
+        start, stop, _ = self.storage.range_of(self)
+        piece = gradient[start:stop]
+        return piece.reshape(self._shape) if isinstance(self.storage, LocalStorage) else piece
+
+    def load(self, values: Any) -> None:
+        """Set this rank's piece from the whole array `values`.
+
+        Raises ValueError, naming the parameter, if the shape differs.
+        """
+        if tuple(values.shape) != self._shape:
+            raise ValueError(
+                f"parameter {self.name!r} has shape {self._shape}, the values {tuple(values.shape)}"
+            )
+        start, stop, first = self.storage.range_of(self)
+        self.storage.shard[start:stop] = np.asarray(values).reshape(-1)[first : first + stop - start]
+
+    def edge(self) -> Edge:
+        return self.storage.edge(self)
+
+    def gradient_target(self) -> tuple[Array, bool, Any]:
+        return self.storage.gradient_target(self)
+
+    def __repr__(self) -> str:
+        return f"Parameter({self.name!r}, shape={self._shape}, dtype={self.dtype.name})"

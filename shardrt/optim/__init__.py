@@ -1,0 +1,8 @@
+"""Optimizers over flat shards, and learning-rate schedules."""
+
+from shardrt.optim.adamw import AdamW
+from shardrt.optim.optimizer import Optimizer, decay_groups
+from shardrt.optim.schedule import warmup_cosine
+from shardrt.optim.sgd import SGD
+
+__all__ = ["AdamW", "Optimizer", "SGD", "decay_groups", "warmup_cosine"]

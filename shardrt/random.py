@@ -1,0 +1,46 @@
+"""Seeds. Every random number is a function of a seed and of what it is for; no generator is carried along.
+
+A parameter's initial values depend on (seed, its name, element), a dropout mask on (seed, step, which
+dropout of the step, element of the global batch). So there is nothing to save, and the numbers are the
+same at every world size.
+"""
+
+import threading
+import zlib
+
+
+class _State(threading.local):
+    def __init__(self) -> None:
+        self.seed = 0
+        self.step = 0
+        self.calls = 0
+
+
+_state = _State()
+
+
+def manual_seed(seed: int, step: int = 0) -> None:
+    """Set this thread's seed, a non-negative integer, and the step that dropout masks belong to.
+
+    Raises ValueError for a negative seed or step.
+    """
+    if seed < 0 or step < 0:
+        raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")
+    _state.seed, _state.step, _state.calls = seed, step, 0
+
+
+def initial_seed() -> int:
+    """The seed in force."""
+    return _state.seed
+
+
+def next_call() -> tuple[int, int]:
+    """(seed, call): the key of one use of random numbers, another one each time."""
+    _state.calls += 1
+    return _state.seed, (_state.step << 20) + _state.calls
+
+
+def name_key(name: str) -> int:
+    """A 64-bit number for a parameter's name; unlike hash() it is the same in every process."""
+    data = name.encode()
+    return zlib.crc32(data) << 32 | zlib.crc32(data[::-1] + b"shardrt")

@@ -1,0 +1,298 @@
+"""Tensor: an array that remembers how it was made. Each operator and method is one call of functional."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from shardrt import autograd, device
+from shardrt import functional as F
+from shardrt.autograd import Variable
+
+Array = Any
+Axes = int | Sequence[int] | None
+
+
+class Tensor(Variable):
+    """Numbers in a shape, on the current device.
+
+    data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays as
+    it is. requires_grad: whether backward puts a gradient into `grad`. dtype: what to convert to.
+
+    Comparisons give arrays. x += y changes the array in place, and is an error where a gradient flows.
+
+    Raises TypeError for requires_grad with integers, and for what is no numbers.
+    """
+
+    __slots__ = ()
+    __array_priority__ = 1000  # array + tensor is for Tensor.__radd__ to do, not for NumPy
+
+    def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
+        array = _array(data, dtype)
+        if requires_grad and array.dtype.kind != "f":
+            raise TypeError(f"Tensor: only floats can require a gradient, got {array.dtype}")
+        super().__init__(array, requires_grad)
+
+    # -- what it is
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The size of each dimension."""
+        return self.data.shape
+
+    @property
+    def ndim(self) -> int:
+        """The number of dimensions."""
+        return self.data.ndim
+
+    @property
+    def size(self) -> int:
+        """The number of elements."""
+        return self.data.size
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of the elements."""
+        return self.data.dtype
+
+    def __len__(self) -> int:
+        return len(self.data)
+
+    def __repr__(self) -> str:
+        values = np.array2string(self.numpy(), separator=", ", prefix="Tensor(", threshold=100)
+        flag = ", requires_grad=True" if self.requires_grad else ""
+        return f"Tensor({values}, dtype={self.dtype.name}{flag})"
+
+    # -- out of the graph
+
+    def numpy(self) -> np.ndarray:
+        """Its values as a NumPy array; on the CPU the array itself, not a copy."""
+        return device.current().to_numpy(self.data)
+
+    def item(self) -> float | int | bool:
+        """The one element as a Python number. Raises ValueError if there are more."""
+        return self.numpy().item()
+
+    def detach(self) -> "Tensor":
+        """The same array without its past."""
+        return Tensor(self.data)
+
+    def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
+        """Add the gradients of this tensor to the `grad` of all that it depends on; see autograd.backward."""
+        if gradient is not None:
+            gradient = _array(_raw(gradient), self.dtype)
+        autograd.backward(self, gradient, retain_graph)
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.array(self.numpy(), dtype, copy=copy)
+
+    def __dlpack__(self, **kwargs: Any) -> Any:
+        return self.data.__dlpack__(**kwargs)
+
+    def __dlpack_device__(self) -> tuple:
+        return self.data.__dlpack_device__()
+
+    def __float__(self) -> float:
+        return float(self.item())
+
+    def __int__(self) -> int:
+        return int(self.item())
+
+    def __bool__(self) -> bool:
+        return bool(self.data)
+
+    # -- arithmetic
+
+    def __add__(self, other: Any) -> "Tensor":
+        return F.add(self, other)
+
+    def __radd__(self, other: Any) -> "Tensor":
+        return F.add(other, self)
+
+    def __sub__(self, other: Any) -> "Tensor":
+        return F.sub(self, other)
+
+    def __rsub__(self, other: Any) -> "Tensor":
+        return F.sub(other, self)
+
+    def __mul__(self, other: Any) -> "Tensor":
+        return F.mul(self, other)
+
+    def __rmul__(self, other: Any) -> "Tensor":
+        return F.mul(other, self)
+
+    def __truediv__(self, other: Any) -> "Tensor":
+        return F.div(self, other)
+
+    def __rtruediv__(self, other: Any) -> "Tensor":
+        return F.div(other, self)
+
+    def __matmul__(self, other: Any) -> "Tensor":
+        return F.matmul(self, other)
+
+    def __rmatmul__(self, other: Any) -> "Tensor":
+        return F.matmul(other, self)
+
+    def __pow__(self, exponent: float) -> "Tensor":
+        return F.pow(self, exponent)
+
+    def __neg__(self) -> "Tensor":
+        return F.neg(self)
+
+    def exp(self) -> "Tensor":
+        """See functional.exp."""
+        return F.exp(self)
+
+    def log(self) -> "Tensor":
+        """See functional.log."""
+        return F.log(self)
+
+    def sqrt(self) -> "Tensor":
+        """See functional.sqrt."""
+        return F.sqrt(self)
+
+    def tanh(self) -> "Tensor":
+        """See functional.tanh."""
+        return F.tanh(self)
+
+    def softmax(self, axis: int = -1) -> "Tensor":
+        """See functional.softmax."""
+        return F.softmax(self, axis)
+
+    def log_softmax(self, axis: int = -1) -> "Tensor":
+        """See functional.log_softmax."""
+        return F.log_softmax(self, axis)
+
+    def sum(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
+        """See functional.sum."""
+        return F.sum(self, axis, keepdims)
+
+    def mean(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
+        """See functional.mean."""
+        return F.mean(self, axis, keepdims)
+
+    def max(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
+        """See functional.max."""
+        return F.max(self, axis, keepdims)
+
+    # -- shape
+
+    def reshape(self, *shape: Any) -> "Tensor":
+        """See functional.reshape; sizes as arguments or as one tuple."""
+        return F.reshape(self, _sizes(shape))
+
+    def view(self, *shape: Any) -> "Tensor":
+        """The same as reshape."""
+        return F.reshape(self, _sizes(shape))
+
+    def transpose(self, axis0: int, axis1: int) -> "Tensor":
+        """See functional.transpose."""
+        return F.transpose(self, axis0, axis1)
+
+    def permute(self, *axes: Any) -> "Tensor":
+        """See functional.permute; axes as arguments or as one tuple."""
+        return F.permute(self, _sizes(axes))
+
+    @property
+    def T(self) -> "Tensor":
+        """With its axes in reverse order."""
+        return F.permute(self, range(self.ndim)[::-1])
+
+    def expand(self, *shape: Any) -> "Tensor":
+        """See functional.expand; sizes as arguments or as one tuple."""
+        return F.expand(self, _sizes(shape))
+
+    def squeeze(self, axis: Axes = None) -> "Tensor":
+        """See functional.squeeze."""
+        return F.squeeze(self, axis)
+
+    def unsqueeze(self, axis: int) -> "Tensor":
+        """See functional.unsqueeze."""
+        return F.unsqueeze(self, axis)
+
+    def split(self, sizes: int | Sequence[int], axis: int = 0) -> tuple["Tensor", ...]:
+        """See functional.split."""
+        return F.split(self, sizes, axis)
+
+    def chunk(self, chunks: int, axis: int = 0) -> tuple["Tensor", ...]:
+        """See functional.chunk."""
+        return F.chunk(self, chunks, axis)
+
+    def __getitem__(self, index: Any) -> "Tensor":
+        return F.getitem(self, index)
+
+    # -- comparison: arrays, not tensors
+
+    def __eq__(self, other: Any) -> Array:
+        return self.data == _raw(other)
+
+    def __ne__(self, other: Any) -> Array:
+        return self.data != _raw(other)
+
+    def __lt__(self, other: Any) -> Array:
+        return self.data < _raw(other)
+
+    def __le__(self, other: Any) -> Array:
+        return self.data <= _raw(other)
+
+    def __gt__(self, other: Any) -> Array:
+        return self.data > _raw(other)
+
+    def __ge__(self, other: Any) -> Array:
+        return self.data >= _raw(other)
+
+    __hash__ = object.__hash__
+
+    # -- in place
+
+    def __iadd__(self, other: Any) -> "Tensor":
+        return self._in_place("+=", np.add, other)
+
+    def __isub__(self, other: Any) -> "Tensor":
+        return self._in_place("-=", np.subtract, other)
+
+    def __imul__(self, other: Any) -> "Tensor":
+        return self._in_place("*=", np.multiply, other)
+
+    def __itruediv__(self, other: Any) -> "Tensor":
+        return self._in_place("/=", np.true_divide, other)
+
+    def _in_place(self, sign: str, ufunc: Callable, other: Any) -> "Tensor":
+        recorded = autograd.is_grad_enabled() and (
+            self.requires_grad or getattr(other, "requires_grad", False)
+        )
+        if recorded or not self.is_leaf:
+            raise RuntimeError(
+                f"x {sign} y writes over values that backward may need: use x = x {sign[0]} y, or, to change "
+                "a parameter, `with no_grad():`"
+            )
+        array = self.data
+        ufunc(array, _raw(other), out=array, casting="same_kind")
+        return self
+
+
+Variable.result_type = Tensor
+
+
+def _array(data: Any, dtype: Any) -> Array:
+    """An array of what the user gave; numbers without a dtype of their own become float32 or integers."""
+    if isinstance(data, Variable):
+        raise TypeError("Tensor: data is a Tensor already; x.detach() gives one without its past")
+    own = hasattr(data, "dtype")
+    array = device.current().asarray(data, dtype)
+    if array.dtype.kind not in "fiub":
+        raise TypeError(f"Tensor: data must be numbers, got {type(data).__name__} of {array.dtype}")
+    if dtype is None and array.dtype.kind == "f" and not (own and array.dtype == np.float64):
+        array = device.current().asarray(array, np.float32)
+    return array
+
+
+def _raw(x: Any) -> Any:
+    return x.data if isinstance(x, Variable) else x
+
+
+def _sizes(arguments: tuple) -> tuple:
+    """Sizes given one by one, or as one sequence."""
+    if len(arguments) == 1 and not isinstance(arguments[0], int | np.integer):
+        return tuple(arguments[0])
+    return arguments

@@ -1,0 +1,226 @@
+"""Settings of a run: frozen dataclasses, filled from a TOML file, then from the command line.
+
+Knows no model: a training script puts these sections and its model's own settings together in one dataclass.
+The comment behind a field is its help text.
+"""
+
+import contextlib
+import io
+import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+
+from shardrt.fsdp.strategy import ShardingStrategy
+from shardrt.optim import warmup_cosine
+from shardrt.train.errors import launched_rank
+
+Settings = TypeVar("Settings")
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """AdamW with linear warm-up and a cosine down to min_lr; no weight decay on biases and norms."""
+
+    lr: float = 1e-3  # learning rate at its highest
+    min_lr: float = 1e-4  # learning rate at the last step
+    warmup_steps: int = 50  # steps of linear warm-up
+    weight_decay: float = 0.1  # of weight matrices and embeddings
+    betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments
+    clip_norm: float = 1.0  # the global norm of the gradients is cut to this
+
+    def __post_init__(self) -> None:
+        _at_least("optimizer.lr", self.lr, 0)
+        _at_least("optimizer.min_lr", self.min_lr, 0)
+        _at_least("optimizer.warmup_steps", self.warmup_steps, 0)
+        _at_least("optimizer.weight_decay", self.weight_decay, 0)
+        if not all(0 <= beta < 1 for beta in self.betas):
+            raise ValueError(f"optimizer.betas must be in [0, 1), got {self.betas}")
+        if not self.clip_norm > 0:
+            raise ValueError(f"optimizer.clip_norm must be positive, got {self.clip_norm}; inf never clips")
+
+    def lr_at(self, step: int, total_steps: int) -> float:
+        """The learning rate of a step, counted from 0."""
+        return warmup_cosine(
+            step, lr=self.lr, min_lr=self.min_lr, warmup_steps=self.warmup_steps, total_steps=total_steps
+        )
+
+
+@dataclass(frozen=True)
+class FSDPConfig:
+    """How the parameters are sharded, one unit for each block."""
+
+    strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
+    prefetch: int = 1  # units gathered ahead of the one that computes
+
+    def __post_init__(self) -> None:
+        _at_least("fsdp.prefetch", self.prefetch, 0)
+
+
+@dataclass(frozen=True)
+class ReportConfig:
+    """What is printed and written to metrics.jsonl, and when; in steps."""
+
+    log_interval: int = 10  # steps from one progress line to the next
+    eval_interval: int = 100  # steps from one evaluation to the next
+    eval_windows: int = 128  # windows of held-out text for these; the last evaluation takes all
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _at_least(f"report.{field.name}", getattr(self, field.name), 1)
+
+
+@dataclass(frozen=True)
+class SampleConfig:
+    """The text that is generated at the end."""
+
+    prompt: str = "import "  # what it begins with
+    length: int = 300  # bytes to generate; 0 for none
+    temperature: float = 0.8  # 0 always takes the likeliest byte
+    top_k: int = 40  # draw from this many likeliest bytes; 0 for all
+
+    def __post_init__(self) -> None:
+        for field in ("length", "temperature", "top_k"):
+            _at_least(f"sample.{field}", getattr(self, field), 0)
+        if not self.prompt:
+            raise ValueError("sample.prompt must hold at least one byte")
+
+
+def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path, program: str) -> Settings:
+    """Settings of dataclass `kind` from the file behind --config (or `default`) and the other arguments.
+
+    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option, or the file and
+    the key; OSError if the file cannot be read.
+    """
+    import tyro
+
+    file = _config_file(arguments) or default
+    loaded = load(kind, file)
+
+    def command_line(
+        config: Path = file,  # TOML file with settings, over which the other options go
+        settings: Annotated[kind, tyro.conf.arg(name="")] = loaded,
+    ) -> Settings:
+        return settings
+
+    box = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(box):
+            return tyro.cli(
+                command_line,
+                args=list(arguments),
+                prog=program,
+                description=kind.__doc__,
+                console_outputs=launched_rank() == 0,
+                config=(tyro.conf.FlagConversionOff,),
+            )
+    except SystemExit as stop:
+        if not stop.code:
+            raise
+        raise ValueError(_unboxed(box.getvalue())) from None
+
+
+def load(kind: type[Settings], path: Path) -> Settings:
+    """Settings of dataclass `kind` from a TOML file; what it leaves out keeps its default.
+
+    Raises ValueError that names the file and the key which is unknown or has a wrong value; OSError.
+    """
+    try:
+        with open(path, "rb") as file:
+            return _built(kind, tomllib.load(file), "")
+    except (ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
+        raise ValueError(f"{path}: {error}") from None
+
+
+def dump(settings: Any, path: Path) -> None:
+    """Write the settings as TOML; `load` of the file gives them back."""
+    import tomli_w
+
+    path.write_text(tomli_w.dumps(_plain(settings)), encoding="utf-8")
+
+
+def _config_file(arguments: Sequence[str]) -> Path | None:
+    """What follows the last --config; None without one, or where nothing follows (which tyro will say)."""
+    found = None
+    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+        if argument == "--config":
+            found = following
+        elif argument.startswith("--config="):
+            found = argument.removeprefix("--config=")
+    return Path(found) if found else None
+
+
+def _unboxed(box: str) -> str:
+    """The message inside the frame that tyro draws: the first section, and what it suggests instead."""
+    sections = [[]]
+    for line in box.splitlines():
+        inner = line.strip("│ ")
+        if line.startswith("│") and inner.strip("─"):
+            sections[-1].append(inner)
+        elif line.startswith("│"):
+            sections.append([])
+    told = [" ".join(section) for section in sections[:-1]]  # the last one points to --help
+    return "; ".join(told) or "bad arguments, see --help"
+
+
+def _built(kind: Any, table: dict[str, Any], prefix: str) -> Any:
+    """A dataclass from a TOML table; keys that are absent keep their defaults."""
+    hints = get_type_hints(kind)
+    known = [field.name for field in fields(kind)]
+    for key in table:
+        if key not in known:
+            raise ValueError(f"unknown key {prefix + key!r}; known: {', '.join(known)}")
+    return kind(**{key: _converted(hints[key], value, prefix + key) for key, value in table.items()})
+
+
+def _converted(kind: Any, value: Any, key: str) -> Any:
+    """A TOML value as the type of its field. Raises ValueError that names the key."""
+    if is_dataclass(kind) and isinstance(value, dict):
+        return _built(kind, value, key + ".")
+    if get_origin(kind) is tuple and isinstance(value, list):
+        inner = get_args(kind)
+        kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
+        if len(kinds) == len(value):
+            return tuple(_converted(k, v, key) for k, v in zip(kinds, value, strict=True))
+    if (
+        isinstance(kind, type)
+        and issubclass(kind, Enum)
+        and isinstance(value, str)
+        and value in kind.__members__
+    ):
+        return kind[value]
+    if kind is Path and isinstance(value, str):
+        return Path(value)
+    if kind is float and type(value) in (int, float):
+        return float(value)
+    if type(value) is kind:
+        return value
+    raise ValueError(f"{key} must be {_described(kind)}, got {value!r}")
+
+
+def _described(kind: Any) -> str:
+    if _is_enum(kind):
+        return f"one of {', '.join(kind.__members__)}"
+    return getattr(kind, "__name__", str(kind)) if get_origin(kind) is None else str(kind)
+
+
+def _is_enum(kind: Any) -> bool:
+    return isinstance(kind, type) and issubclass(kind, Enum)
+
+
+def _plain(value: Any) -> Any:
+    """The same in TOML's types."""
+    if is_dataclass(value):
+        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+    if isinstance(value, tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, Enum):
+        return value.name
+    return str(value) if isinstance(value, Path) else value
+
+
+def _at_least(name: str, value: float, least: float) -> None:
+    if not value >= least:
+        raise ValueError(f"{name} must be at least {least}, got {value}")

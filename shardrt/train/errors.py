@@ -1,0 +1,68 @@
+"""Turns what is wrong with the user's input into one line on stderr and an exit code, once for all ranks.
+
+Only for input that is checked before training; an error inside the loop keeps its traceback.
+"""
+
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm import world as worlds
+from shardrt.comm.mesh import DeviceMesh
+
+USAGE = 2  # a setting or the command line
+DATA = 65  # a data file; EX_DATAERR of sysexits.h
+
+
+@contextmanager
+def one_line(
+    code: int, mesh: DeviceMesh | None = None, kinds: tuple = (ValueError, OSError)
+) -> Iterator[None]:
+    """A block in which an exception of `kinds` ends the run with its message and exit code `code`.
+
+    Without a mesh (MPI has not started), every rank is taken to fail alike, and rank 0 speaks. With one, the
+    block is collective: all ranks learn at its end whether one failed, the lowest of those speaks, all exit.
+    SHARDRT_DEBUG shows the traceback as well.
+    """
+    failure = None
+    try:
+        yield
+    except kinds as error:
+        failure = error
+    speaker = _speaker(failure is not None, mesh)
+    if speaker is None:
+        return
+    rank = launched_rank() if mesh is None else mesh.rank
+    if rank == speaker:
+        if os.environ.get("SHARDRT_DEBUG"):
+            traceback.print_exception(failure)
+        message = " ".join(_text(failure).split())
+        print(f"error: {message}", file=sys.stderr, flush=True)
+    sys.exit(code)
+
+
+def launched_rank() -> int:
+    """This process's rank by the launcher's environment, without MPI; 0 where there is no launcher."""
+    launch = worlds.launch()
+    return launch.rank if launch is not None else 0
+
+
+def _speaker(failed: bool, mesh: DeviceMesh | None) -> int | None:
+    """The lowest rank that failed; None if no rank did."""
+    if mesh is None or mesh.size == 1:
+        return 0 if failed else None
+    lowest = np.array([mesh.rank if failed else mesh.size], np.int64)
+    stream = device.current().current_stream
+    mesh.communicator("control").all_reduce(lowest, op="min", stream=stream)
+    return int(lowest[0]) if lowest[0] < mesh.size else None
+
+
+def _text(error: BaseException | None) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return str(error)

@@ -1,0 +1,114 @@
+"""What a run leaves behind: its directory, metrics.jsonl with one JSON object per line, the loss curve.
+
+Everything that shows a run reads metrics.jsonl. Only rank 0 writes.
+"""
+
+import json
+import time
+from collections.abc import Iterator
+from itertools import count
+from math import log
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+
+RUNS = Path("runs")
+METRICS = "metrics.jsonl"
+BITS = 1 / log(2)  # bits in a nat
+
+
+def new_run_directory(name: str) -> Path:
+    """Make runs/`name`; with an empty name runs/<date and time>, and a number behind it if that exists.
+
+    Raises FileExistsError for a name that is taken, ValueError for one that leads out of runs/.
+    """
+    if name:
+        if Path(name).name != name:
+            raise ValueError(f"name {name!r} must be a plain folder name: the run goes to {RUNS}/NAME")
+        directory = RUNS / name
+        if directory.exists():
+            raise FileExistsError(f"{directory} exists already: give another --name, or remove it")
+        directory.mkdir(parents=True)
+        return directory
+    RUNS.mkdir(exist_ok=True)
+    for directory in _default_names():
+        try:
+            directory.mkdir()
+        except FileExistsError:  # a run that began in the same second
+            continue
+        return directory
+
+
+class RunLog:
+    """What rank 0 prints and writes to the run's directory; where `directory` is None, it does neither.
+
+    metrics.jsonl holds the records, loss.png their curves.
+    """
+
+    def __init__(self, directory: Path | None) -> None:
+        self.directory = directory
+        self._metrics = open(directory / METRICS, "x", encoding="utf-8") if directory else None
+
+    def say(self, line: str) -> None:
+        """Print a line."""
+        if self.directory:
+            print(line, flush=True)
+
+    def write(self, kind: str, record: dict[str, Any]) -> None:
+        """Add {"kind": kind, **record} to metrics.jsonl, at once. ValueError for NaN, which JSON has not."""
+        if self._metrics:
+            self._metrics.write(json.dumps({"kind": kind, **record}, allow_nan=False) + "\n")
+            self._metrics.flush()
+
+    def finish(self, record: dict[str, Any]) -> None:
+        """Write the last record and the picture."""
+        self.write("end", record)
+        if self._metrics:
+            self._metrics.close()
+            plot_losses(read_metrics(self.directory / METRICS), self.directory / "loss.png")
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """The records of a metrics.jsonl."""
+    with open(path, encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
+
+
+def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
+    """A PNG with the training and the held-out loss over the steps."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    for kind, key, style, label in (
+        ("step", "loss", "-", "training (one batch)"),
+        ("evaluation", "held_out_loss", "o-", "held-out text"),
+    ):
+        chosen = [record for record in records if record["kind"] == kind]
+        axes.plot([r["step"] for r in chosen], [r[key] for r in chosen], style, label=label, markersize=4)
+    axes.set(xlabel="step", ylabel="loss (nats per byte)")
+    bits = axes.secondary_yaxis("right", functions=(lambda nats: nats * BITS, lambda value: value / BITS))
+    bits.set_ylabel("bits per byte")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    figure.savefig(path)
+
+
+def over_ranks(mesh: DeviceMesh, op: str, *values: float) -> tuple[float, ...]:
+    """The "sum", "max" or "min" of each value over all ranks, the same on each. Collective."""
+    numbers = np.array(values, np.float64)
+    mesh.communicator("control").all_reduce(numbers, op=op, stream=device.current().current_stream)
+    return tuple(numbers.tolist())
+
+
+def _default_names() -> Iterator[Path]:
+    stamp = time.strftime("%Y-%m-%d_%H-%M-%S")
+    yield RUNS / stamp
+    for number in count(2):
+        yield RUNS / f"{stamp}_{number}"

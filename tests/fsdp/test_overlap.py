@@ -1,0 +1,135 @@
+"""Communication runs beside compute, and every wait that makes that safe is needed."""
+
+import time
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import nn
+from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import fully_shard, units
+from shardrt.fsdp.schedule import Schedule
+from tests.fsdp.nets import Block, Net, batches, loss_of, shard
+
+BLOCKS = 6
+COMPUTE = 0.02  # seconds that a block computes, forward and again backward
+MESSAGE = 0.02  # seconds that a collective takes longer
+
+
+class Slow(shardrt.autograd.Function):
+    """The identity, COMPUTE seconds long in either direction. Sleeping leaves the core to other ranks."""
+
+    def forward(self, x):
+        time.sleep(COMPUTE)
+        return x
+
+    def backward(self, dy):
+        time.sleep(COMPUTE)
+        return dy
+
+
+class SlowBlock(Block):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+
+
+class SlowNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SlowBlock() for _ in range(BLOCKS))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def step_seconds(prefetch, serial):
+    """Median time of a step whose gathers and reductions each take MESSAGE seconds."""
+    shardrt.manual_seed(3)
+    model = SlowNet()
+    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, MESSAGE))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh, prefetch=prefetch)
+    x = shardrt.Tensor(np.ones((4, 7), np.float32))
+    schedule = units(model)[0].schedule
+    if serial:  # one stream for everything: what the step costs without overlap
+        schedule.gather_stream = schedule.reduce_stream = schedule.compute
+    times = []
+    for _ in range(4):
+        start = time.perf_counter()
+        model(x).sum().backward()
+        times.append(time.perf_counter() - start)
+    return float(np.median(times[1:]))
+
+
+def test_a_step_with_overlap_takes_less_than_seven_tenths_of_the_serial_step():
+    serial = max(thread.run(2, step_seconds, 1, True))
+    overlapped = max(thread.run(2, step_seconds, 1, False))
+    assert serial > BLOCKS * (2 * COMPUTE + 3 * MESSAGE)
+    assert overlapped < 0.7 * serial, f"{overlapped:.3f} s against {serial:.3f} s"
+
+
+def test_without_prefetch_the_gathers_are_exposed():
+    ahead = max(thread.run(2, step_seconds, 1, False))
+    behind = max(thread.run(2, step_seconds, 0, False))
+    assert behind > ahead + BLOCKS * MESSAGE
+
+
+def losses_with_late_gathers(forget_to_wait):
+    """Losses of three steps where gathers come late and released slots are poisoned."""
+    shardrt.manual_seed(3)
+    model = Net()
+    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, 0.005))
+    shard(model, mesh)
+    for unit in units(model):
+        unit.parameter_arena.poison = True
+    if forget_to_wait:
+        schedule = units(model)[0].schedule
+        schedule.compute = _Hasty(schedule.compute)
+    return [float(loss_of(model, tokens, targets).item()) for tokens, targets in batches(3, size=4)]
+
+
+class _Hasty:
+    """A compute stream that waits for nothing."""
+
+    def __init__(self, stream):
+        self._stream = stream
+        self.name = stream.name
+
+    def wait(self, event):
+        pass
+
+    def record(self, event):
+        self._stream.record(event)
+
+
+def test_late_gathers_and_poisoned_slots_change_nothing():
+    losses = thread.run(2, losses_with_late_gathers, False)[0]
+    assert np.isfinite(losses).all()
+
+
+def test_a_missing_wait_is_found():
+    losses = thread.run(2, losses_with_late_gathers, True)[0]
+    assert not np.isfinite(losses).all()
+
+
+@pytest.mark.parametrize("late", ["gather", "reduce"])
+def test_slow_communication_gives_the_same_weights(late):
+    from tests.fsdp.nets import train_on
+
+    expected = train_on(3, Net)[1]
+    original = Schedule.__init__
+
+    def slowed(self, mesh, units, prefetch):
+        original(self, mesh, units, prefetch)
+        setattr(self, late, DelayedCommunicator(getattr(self, late), 0.004))
+
+    Schedule.__init__ = slowed
+    try:
+        found = train_on(3, Net)[1]
+    finally:
+        Schedule.__init__ = original
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)

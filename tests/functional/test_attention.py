@@ -1,0 +1,127 @@
+"""functional/attention.py: gradients against differences, causality, the packed form, equality with torch."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt import functional as F
+from tests.gradcheck import LAYOUTS, check_direction, check_gradients, leaf, normal
+
+SHAPES = [(2, 3, 4, 5), (1, 1, 1, 1), (1, 2, 7, 3), (2, 1, 5, 1)]  # batch, heads, time, head_dim
+
+
+def qkv(shape, keys=None):
+    batch, heads, time, head_dim = shape
+    return normal(*shape), *(normal(batch, heads, keys or time, head_dim, seed=s) for s in (1, 2))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(shape, causal, layout):
+    inputs = [leaf(layout(a)) for a in qkv(shape)]
+    check_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), *inputs)
+
+
+@pytest.mark.parametrize("keys", [1, 3, 9])
+def test_gradients_with_another_number_of_keys(keys):
+    inputs = [leaf(a) for a in qkv((2, 2, 4, 3), keys)]
+    check_gradients(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, scale=0.3), *inputs)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_of_odd_sizes(causal):
+    inputs = [leaf(a) for a in qkv((1, 2, 131, 33))]
+    check_direction(lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=causal), *inputs)
+
+
+def test_gradients_of_views_of_a_packed_tensor():
+    def views(x):
+        q, k, v = F.split(x.reshape(2, 5, 3, 2, 4), 1, axis=2)
+        return F.scaled_dot_product_attention(*(a.squeeze(2).transpose(1, 2) for a in (q, k, v)))
+
+    check_gradients(views, leaf(normal(2, 5, 24)))
+
+
+def test_one_tensor_as_query_key_and_value():
+    check_gradients(
+        lambda x: F.scaled_dot_product_attention(x, x, x, is_causal=True), leaf(normal(1, 2, 4, 3))
+    )
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 4), (1, 1, 1, 1), (3, 7, 2, 1)], ids=str)
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_packed_gradients(sizes, causal, layout):
+    batch, time, heads, head_dim = sizes
+    x = layout(normal(batch, time, 3 * heads * head_dim))
+    check_gradients(lambda x: F.self_attention(x, heads, is_causal=causal), leaf(x))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_the_packed_form_gives_what_the_three_tensors_give(causal):
+    batch, time, heads, head_dim = 2, 17, 3, 8
+    packed = normal(batch, time, 3 * heads * head_dim)
+    q, k, v = packed.reshape(batch, time, 3, heads, head_dim).transpose(2, 0, 3, 1, 4)
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    expected = y.transpose(1, 2).reshape(batch, time, heads * head_dim)
+    actual = F.self_attention(packed, heads, is_causal=causal)
+    np.testing.assert_allclose(actual.data, expected.data, rtol=1e-12, atol=1e-14)
+
+
+def test_a_causal_output_does_not_depend_on_later_times():
+    packed = normal(1, 9, 24)
+    before = F.self_attention(packed, 2).data.copy()
+    packed[:, 5:] += 1
+    after = F.self_attention(packed, 2).data
+    np.testing.assert_array_equal(before[:, :5], after[:, :5])
+    assert not np.allclose(before[:, 5:], after[:, 5:])
+
+
+def test_the_first_causal_output_is_the_first_value():
+    q, k, v = qkv((2, 3, 4, 5))
+    y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    np.testing.assert_allclose(y.data[:, :, 0], v[:, :, 0], rtol=1e-14)
+
+
+def test_large_scores_do_not_overflow():
+    q, k, v = (a.astype(np.float32) * 100 for a in qkv((1, 1, 6, 8)))
+    assert np.isfinite(F.scaled_dot_product_attention(q, k, v, scale=1.0).data).all()
+
+
+@pytest.mark.parametrize(
+    "shapes, causal",
+    [
+        (((2, 3, 4), (2, 3, 4), (2, 3, 4)), False),
+        (((1, 2, 4, 3), (1, 1, 4, 3), (1, 1, 4, 3)), False),
+        (((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 4, 3)), False),
+        (((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 3)), True),
+    ],
+)
+def test_shapes_that_do_not_fit_are_an_error(shapes, causal):
+    with pytest.raises(ValueError, match="scaled_dot_product_attention: q"):
+        F.scaled_dot_product_attention(*(normal(*s) for s in shapes), is_causal=causal)
+
+
+def test_a_packed_width_that_the_heads_do_not_divide_is_an_error():
+    with pytest.raises(ValueError, match="a multiple of 5 heads; got"):
+        F.self_attention(normal(2, 3, 24), 5)
+    with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
+        F.self_attention(normal(2, 3, 24), 0)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_to_torch(causal):
+    torch = pytest.importorskip("torch")
+    arrays = [a.astype(np.float32) for a in qkv((2, 3, 67, 32))]
+    ours = [Tensor(a, requires_grad=True) for a in arrays]
+    theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
+    y = F.scaled_dot_product_attention(*ours, is_causal=causal)
+    their_y = torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=causal)
+    dy = normal(2, 3, 67, 32, seed=5).astype(np.float32)
+    y.backward(dy)
+    their_y.backward(torch.tensor(dy))
+    np.testing.assert_allclose(y.data, their_y.detach().numpy(), rtol=1e-4, atol=1e-5)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=1e-4, atol=2e-5)

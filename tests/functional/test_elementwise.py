@@ -1,0 +1,131 @@
+"""functional/elementwise.py: gradients against differences, broadcasting, dtypes."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt import functional as F
+from tests.gradcheck import LAYOUTS, check_gradients, contiguous, leaf, normal, sliced, transposed
+
+BINARY = [F.add, F.sub, F.mul, F.div, F.maximum]
+PAIRS = [((3, 5), (3, 5)), ((2, 3, 5), (5,)), ((2, 1, 5), (3, 1)), ((), (3, 5)), ((1,), (1, 1)), ((), ())]
+UNARY = {
+    "neg": F.neg,
+    "exp": F.exp,
+    "tanh": F.tanh,
+    "log": F.log,
+    "sqrt": F.sqrt,
+    "square": lambda x: F.pow(x, 2),
+    "cube": lambda x: F.pow(x, 3.0),
+    "inverse": lambda x: F.pow(x, -1),
+    "root": lambda x: F.pow(x, 0.5),
+    "constant": lambda x: F.pow(x, 0),
+}
+
+
+def away_from_zero(array):
+    """Positive: fit to divide by and to take the logarithm of."""
+    return np.abs(array) + 0.5
+
+
+@pytest.mark.parametrize("op", BINARY)
+@pytest.mark.parametrize("shapes", PAIRS, ids=str)
+def test_binary_gradients_are_summed_back_to_the_shape_of_each_input(op, shapes):
+    for one, other in (shapes, shapes[::-1]):
+        check_gradients(op, leaf(normal(*one)), leaf(away_from_zero(normal(*other, seed=1))))
+
+
+@pytest.mark.parametrize("op", BINARY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_binary_gradients_of_any_layout(op, layout):
+    check_gradients(op, leaf(layout(normal(3, 5))), leaf(contiguous(away_from_zero(normal(3, 5, seed=1)))))
+
+
+@pytest.mark.parametrize("op", BINARY)
+def test_one_tensor_as_both_inputs_gets_both_gradients(op):
+    x = leaf(away_from_zero(normal(4, 3)))
+    op(x, x).sum().backward()
+    expected = {F.add: 2.0, F.sub: 0.0, F.mul: 2 * x.data, F.div: 0.0, F.maximum: 1.0}[op]
+    np.testing.assert_allclose(x.grad, np.broadcast_to(expected, x.shape), atol=1e-15)
+
+
+@pytest.mark.parametrize("op", BINARY)
+def test_only_the_input_that_needs_a_gradient_gets_one(op):
+    for needs in ((True, False), (False, True)):
+        x, y = (Tensor(away_from_zero(normal(2, 3, seed=i)), requires_grad=n) for i, n in enumerate(needs))
+        check_gradients(op, x, y)
+        assert [x.grad is not None, y.grad is not None] == list(needs)
+
+
+@pytest.mark.parametrize("name", UNARY)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3, 5), (2, 1, 7), (1,), ()], ids=str)
+def test_unary_gradients(name, layout, shape):
+    check_gradients(UNARY[name], leaf(layout(away_from_zero(normal(*shape)))))
+
+
+def test_power_of_a_negative_number_has_a_gradient():
+    check_gradients(lambda x: F.pow(x, 2), leaf(-away_from_zero(normal(5))))
+
+
+def test_zeroth_power_has_gradient_zero_at_zero():
+    x = leaf([0.0, 1.0])
+    F.pow(x, 0).sum().backward()
+    assert x.grad.tolist() == [0, 0]
+
+
+def test_equal_inputs_of_maximum_share_the_gradient():
+    x, y = leaf([1.0, 2.0, 3.0]), leaf([1.0, 0.0, 5.0])
+    F.maximum(x, y).sum().backward()
+    assert (x.grad.tolist(), y.grad.tolist()) == ([0.5, 1, 0], [0.5, 0, 1])
+
+
+@pytest.mark.parametrize("op", BINARY)
+@pytest.mark.parametrize("scalar", [2, 2.5, np.float64(2.5), np.float32(2.5), np.int64(2)], ids=repr)
+def test_scalars_keep_the_dtype_of_the_tensor(op, scalar):
+    for dtype in (np.float32, np.float64):
+        x = Tensor(np.ones((2, 3), dtype), requires_grad=True)
+        for y in (op(x, scalar), op(scalar, x)):
+            assert y.dtype == dtype
+            x.grad = None
+            y.sum().backward()
+            assert x.grad.dtype == dtype
+        check_gradients(lambda x: op(x, scalar), leaf(away_from_zero(normal(3))))  # noqa: B023
+        check_gradients(lambda x: op(scalar, x), leaf(away_from_zero(normal(3))))  # noqa: B023
+
+
+def test_integers_beside_floats_take_their_dtype():
+    x = Tensor(np.ones(3, np.float32))
+    for integers in (np.arange(3), Tensor(np.arange(3)), np.array([True, False, True])):
+        assert F.mul(x, integers).dtype == np.float32
+    assert F.add(np.arange(3), 1).dtype == np.int64
+    assert F.add(np.arange(3), 0.5).dtype == np.float32
+    assert F.div(np.arange(3), 2).data.tolist() == [0, 0.5, 1]
+    assert F.exp(np.arange(3)).dtype == np.float32
+
+
+def test_two_float_dtypes_do_not_mix():
+    with pytest.raises(TypeError, match="add: float32 with float64"):
+        F.add(np.ones(3, np.float32), np.ones(3))
+
+
+def test_shapes_that_do_not_broadcast_are_an_error():
+    with pytest.raises(ValueError, match=r"\(2, 3\).*\(4,\)"):
+        F.mul(normal(2, 3), normal(4))
+
+
+def test_power_takes_only_numbers():
+    with pytest.raises(TypeError, match="exponent must be a number, got Tensor"):
+        F.pow(leaf([1.0]), leaf([1.0]))
+
+
+def test_what_backward_does_not_need_is_not_saved():
+    x = leaf(normal(3))
+    assert F.mul(x, 2.0).node.saved[0] is None
+    assert F.mul(x, normal(3)).node.saved[0] is None
+    assert F.div(x, 2.0).node.saved[0] is None
+
+
+def test_results_are_contiguous_whatever_the_inputs_are():
+    for layout in (transposed, sliced):
+        assert F.add(layout(normal(3, 5)), layout(normal(3, 5))).data.flags.c_contiguous

@@ -1,0 +1,129 @@
+"""functional/linear.py: gradients against differences; where the weight's gradient goes."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt import functional as F
+from shardrt.autograd import WRITTEN
+from tests.gradcheck import LAYOUTS, check_direction, check_gradients, contiguous, leaf, normal
+
+SHAPES = [(3, 5, 2), (1, 1, 1), (7, 1, 3), (2, 9, 1)]  # rows, inputs, outputs
+
+
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients(sizes, layout):
+    rows, inputs, outputs = sizes
+    x, weight, bias = normal(rows, inputs), normal(outputs, inputs, seed=1), normal(outputs)
+    check_gradients(F.linear, leaf(layout(x)), leaf(contiguous(weight)), leaf(bias))
+    check_gradients(F.linear, leaf(contiguous(x)), leaf(layout(weight)), leaf(layout(bias)))
+
+
+@pytest.mark.parametrize("shape", [(5,), (2, 3, 5), (1, 1, 1, 5)], ids=str)
+def test_x_may_have_any_number_of_dimensions(shape):
+    check_gradients(F.linear, leaf(normal(*shape)), leaf(normal(4, 5)))
+
+
+def test_gradients_of_odd_sizes():
+    check_direction(F.linear, leaf(normal(3, 19, 33)), leaf(normal(65, 33)), leaf(normal(65)))
+
+
+def test_weight_and_bias_may_be_results_of_ops():
+    check_gradients(
+        lambda x, w, b: F.linear(x, (w * 2).T, b[1:] * 3),
+        leaf(normal(3, 5)),
+        leaf(normal(5, 2)),
+        leaf(normal(3)),
+    )
+
+
+def test_a_weight_used_twice_gets_both_gradients():
+    check_gradients(
+        lambda x, w, b: F.linear(F.linear(x, w, b), w, b),
+        leaf(normal(3, 4)),
+        leaf(normal(4, 4)),
+        leaf(normal(4)),
+    )
+
+
+def test_a_result_used_twice_as_weight_gets_both_gradients():
+    def twice(x, w):
+        product = w * w
+        return F.linear(F.linear(x, product), product)
+
+    check_gradients(twice, leaf(normal(3, 4)), leaf(normal(4, 4)))
+
+
+def test_one_tensor_as_input_and_weight():
+    check_gradients(lambda w: F.linear(w, w), leaf(normal(3, 4)))
+
+
+def test_a_weight_that_also_goes_through_other_ops():
+    check_gradients(lambda x, w: F.linear(x, w) * (w * w).sum(), leaf(normal(3, 4)), leaf(normal(2, 4)))
+
+
+def test_gradients_add_up_over_backwards():
+    x, weight, bias = normal(3, 4), leaf(normal(2, 4)), leaf(normal(2))
+    F.linear(x, weight, bias).sum().backward()
+    first = weight.grad.copy(), bias.grad.copy()
+    F.linear(x, weight, bias).sum().backward()
+    np.testing.assert_allclose(weight.grad, 2 * first[0], rtol=1e-14)
+    np.testing.assert_allclose(bias.grad, 2 * first[1], rtol=1e-14)
+
+
+def test_a_weights_gradient_is_written_where_it_belongs():
+    """No array of its size is made: backward gives the token, and `grad` is what was there before."""
+    weight = leaf(normal(2, 4))
+    y = F.linear(normal(3, 4), weight)
+    assert y.node.backward(np.ones((3, 2))) == (None, WRITTEN, None)
+    before = weight.grad
+    F.linear(normal(3, 4), weight).sum().backward()
+    assert weight.grad is before
+
+
+@pytest.mark.parametrize("trained", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 0, 1), (0, 1, 1)], ids=str)
+def test_gradients_that_nobody_wants_are_not_made(trained):
+    arrays = normal(3, 4), normal(2, 4), normal(2)
+    inputs = [Tensor(a, requires_grad=bool(t)) for a, t in zip(arrays, trained, strict=True)]
+    check_gradients(F.linear, *inputs)
+    assert [x.grad is not None for x in inputs] == [bool(t) for t in trained]
+
+
+def test_a_frozen_weight_saves_no_input():
+    y = F.linear(leaf(normal(3, 4)), Tensor(normal(2, 4)))
+    assert y.node.saved[0] is None
+
+
+@pytest.mark.parametrize(
+    "x, weight, bias, text",
+    [
+        ((3, 5), (2, 4), None, r"x must be \(\.\.\., 4\) for weight \(2, 4\), got \(3, 5\)"),
+        ((3, 4), (4,), None, "weight must be"),
+        ((3, 4), (2, 4), (4,), r"bias must be \(2,\)"),
+        ((), (2, 4), None, "x must be"),
+    ],
+)
+def test_sizes_that_do_not_fit_are_an_error(x, weight, bias, text):
+    with pytest.raises(ValueError, match=text):
+        F.linear(normal(*x), normal(*weight), None if bias is None else normal(*bias))
+
+
+def test_dtypes_do_not_mix():
+    with pytest.raises(TypeError, match="x float32, weight float64"):
+        F.linear(normal(3, 4).astype(np.float32), normal(2, 4))
+
+
+@pytest.mark.torch
+def test_equal_to_torch():
+    torch = pytest.importorskip("torch")
+    arrays = [normal(*s).astype(np.float32) for s in ((3, 33, 65), (129, 65), (129,))]
+    ours = [Tensor(a, requires_grad=True) for a in arrays]
+    theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
+    y, their_y = F.linear(*ours), torch.nn.functional.linear(*theirs)
+    dy = normal(3, 33, 129, seed=1).astype(np.float32)
+    y.backward(dy)
+    their_y.backward(torch.tensor(dy))
+    np.testing.assert_allclose(y.data, their_y.detach().numpy(), rtol=1e-4, atol=1e-4)
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=1e-4, atol=1e-4)

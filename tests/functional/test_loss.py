@@ -1,0 +1,122 @@
+"""functional/loss.py: gradients against differences, targets that are ignored, the gradient in place."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt import functional as F
+from tests.gradcheck import LAYOUTS, check_direction, check_gradients, leaf, normal
+
+REDUCTIONS = ["mean", "sum", "none"]
+
+
+def targets_for(shape, vocab, seed=0):
+    return np.random.default_rng(seed).integers(0, vocab, shape)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(4, 5), (2, 3, 7), (1, 1), (1, 1, 3), (5,)], ids=str)
+def test_gradients(reduction, layout, shape):
+    targets = targets_for(shape[:-1], shape[-1])
+    check_gradients(lambda x: F.cross_entropy(x, targets, reduction=reduction), leaf(layout(normal(*shape))))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_gradients_with_ignored_targets(reduction, inplace):
+    targets = np.array([[1, -100, 0], [-100, -100, 4]])
+    check_gradients(
+        lambda x: F.cross_entropy(x * 2, targets, reduction=reduction, inplace=inplace), leaf(normal(2, 3, 5))
+    )
+
+
+def test_gradients_of_odd_sizes():
+    targets = targets_for((37,), 1031)
+    check_direction(lambda x: F.cross_entropy(x, targets), leaf(normal(37, 1031)))
+
+
+def test_an_ignored_index_that_is_a_class():
+    targets = np.array([0, 1, 2])
+    x = leaf(normal(3, 3))
+    check_gradients(lambda x: F.cross_entropy(x, targets, ignore_index=1), x)
+    assert (x.grad[1] == 0).all()
+
+
+def test_all_targets_ignored_give_no_number_but_gradient_zero():
+    x = leaf(normal(2, 3))
+    loss = F.cross_entropy(x, [-100, -100])
+    loss.backward()
+    assert np.isnan(loss.item()) and (x.grad == 0).all()
+    assert F.cross_entropy(x, [-100, -100], reduction="sum").item() == 0
+
+
+def test_losses_are_minus_the_logarithm_of_softmax():
+    x, targets = normal(4, 5), targets_for((4,), 5)
+    losses = F.cross_entropy(x, targets, reduction="none").data
+    np.testing.assert_allclose(losses, -F.log_softmax(x).data[np.arange(4), targets], rtol=1e-13)
+    assert F.cross_entropy(x, targets).item() == pytest.approx(losses.mean(), rel=1e-14)
+
+
+def test_in_place_the_gradient_takes_the_memory_of_the_logits():
+    x = leaf(normal(2, 3))
+    logits = x * 1.0
+    F.cross_entropy(logits, [0, 1], inplace=True).backward()
+    np.testing.assert_array_equal(logits.data, x.grad)
+
+
+def test_in_place_backward_runs_once():
+    logits = leaf(normal(2, 3)) * 1.0
+    loss = F.cross_entropy(logits, [0, 1], inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="CrossEntropy"):
+        loss.backward()
+
+
+def test_in_place_is_an_error_for_a_leaf():
+    with pytest.raises(ValueError, match="inplace"):
+        F.cross_entropy(leaf(normal(2, 3)), [0, 1], inplace=True)
+
+
+@pytest.mark.parametrize("dtype", [np.int32, np.uint16, np.int64])
+def test_targets_of_any_integer_type(dtype):
+    x, targets = normal(2, 3, 5), targets_for((2, 3), 5)
+    expected = F.cross_entropy(x, targets).item()
+    assert F.cross_entropy(x, targets.astype(dtype)).item() == expected
+    assert F.cross_entropy(x, Tensor(targets.astype(dtype))).item() == expected
+    assert F.cross_entropy(x, np.asfortranarray(targets)).item() == expected
+
+
+def test_the_first_target_out_of_range_is_named():
+    with pytest.raises(ValueError, match=r"targets\[1, 0\] is 5, not in \[0, 5\)"):
+        F.cross_entropy(normal(2, 2, 5), [[0, -100], [5, 7]])
+    with pytest.raises(ValueError, match=r"targets\[0\] is -1"):
+        F.cross_entropy(normal(1, 5), [-1])
+
+
+def test_what_does_not_fit_is_an_error():
+    with pytest.raises(ValueError, match=r"got \(2, 5\) and \(3,\)"):
+        F.cross_entropy(normal(2, 5), [0, 1, 2])
+    with pytest.raises(ValueError, match="reduction"):
+        F.cross_entropy(normal(2, 5), [0, 1], reduction="average")
+    with pytest.raises(TypeError, match="targets must be integers"):
+        F.cross_entropy(normal(2, 5), [0.0, 1.0])
+    with pytest.raises(TypeError, match="logits int64"):
+        F.cross_entropy(np.ones((2, 5), int), [0, 1])
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_equal_to_torch(reduction):
+    torch = pytest.importorskip("torch")
+    values = normal(33, 515).astype(np.float32) * 5
+    targets = targets_for((33,), 515)
+    targets[::7] = -100
+    x, theirs = Tensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
+    loss = F.cross_entropy(x, targets, reduction=reduction)
+    their_loss = torch.nn.functional.cross_entropy(theirs, torch.tensor(targets), reduction=reduction)
+    dy = np.asarray(normal(*loss.shape), np.float32)
+    loss.backward(dy)
+    their_loss.backward(torch.tensor(dy))
+    np.testing.assert_allclose(loss.data, their_loss.detach().numpy(), rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(x.grad, theirs.grad.numpy(), rtol=1e-4, atol=1e-6)

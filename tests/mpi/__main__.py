@@ -1,0 +1,13 @@
+"""`mpirun -n N python -m tests.mpi`: pytest on every rank. A rank whose test fails ends the job."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from shardrt.comm import world
+
+world.of_mpi()  # installs the hooks that end the job when this rank exits with an error
+tests = str(Path(__file__).parent / "test_backends.py")
+# -s: output that pytest keeps back would be lost when another rank ends the job.
+sys.exit(pytest.main(["-x", "-q", "-s", "-p", "no:cacheprovider", tests, *sys.argv[1:]]))

@@ -1,0 +1,6 @@
+"""Tests in this folder need mpirun: a plain `pytest` leaves them to tests/test_comm.py, which starts it."""
+
+from shardrt.comm import world
+
+launched = world.launch()
+collect_ignore = [] if launched is not None else ["test_backends.py"]

@@ -1,0 +1,335 @@
+"""What every communicator must do: one class, with a thin subclass per backend that says how ranks run.
+
+A body is what each rank does, with the communicator of its world. Expected values come from the reference
+pass over the data of all ranks, which any rank can make, and must be met to the bit.
+"""
+
+import hashlib
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm.protocol import DTYPES, CollectiveMismatch
+from shardrt.comm.reduction import combine
+
+COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
+SUMMED = ("float32", "float64", "int32", "int64", "uint8")
+CPU = device.get("cpu")
+INLINE = CPU.current_stream
+_GOLDEN = np.uint64(11400714819323198485)
+
+
+def values(rank, count, dtype, salt=0, part=None):
+    """The data of one rank, or a part of it: element i is a function of (rank, i, salt)."""
+    index = np.arange(count, dtype=np.uint64)[part or slice(None)]
+    with np.errstate(over="ignore"):
+        mixed = (index * np.uint64(2654435761) + np.uint64(rank * 40503 + salt * 9973 + 1)) * _GOLDEN
+    if np.dtype(dtype).kind == "f":
+        return ((mixed >> np.uint64(11)) * 2.0**-52 - 1.0).astype(dtype)
+    return (mixed >> np.uint64(58)).astype(dtype)
+
+
+def total(size, count, dtype, part, *, output=None, scale=1.0, op="sum"):
+    """The reference: one pass over all ranks' data in rank order."""
+    parts = [values(rank, count, dtype, part=part) for rank in range(size)]
+    result = np.empty(parts[0].size, dtype) if output is None else output.copy()
+    combine(result, parts, scale, output is not None, op)
+    return result
+
+
+def own(comm, n):
+    return slice(comm.rank * n, (comm.rank + 1) * n)
+
+
+def same(actual, expected):
+    np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
+
+
+class Contract:
+    """Subclasses give `run(body, *args)`: call body(communicator, *args) on every rank."""
+
+    compares_calls = True  # whether ranks that differ get an error rather than MPI's own behaviour
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("n", COUNTS)
+    def test_all_gather_collects_every_slice(self, dtype, n):
+        def body(comm):
+            everything = np.concatenate([values(r, n, dtype) for r in range(comm.size)])
+            for buffer in (
+                np.zeros(comm.size * n, dtype),
+                comm.allocate(comm.size * n, dtype, shared=False),
+                comm.allocate(comm.size * n, dtype, shared=True),
+            ):
+                buffer[own(comm, n)] = values(comm.rank, n, dtype)
+                comm.all_gather(buffer, stream=INLINE)
+                same(buffer, everything)
+
+        self.run(body)
+
+    @pytest.mark.parametrize("shared", [False, True])
+    def test_all_gather_reuses_a_part_of_an_allocation(self, shared):
+        def body(comm):
+            n, offset = 1000, 100
+            buffer = comm.allocate(offset + comm.size * n + 5, np.float32, shared=shared)
+            part = buffer[offset : offset + comm.size * n]
+            for step in range(20):
+                comm.barrier(stream=INLINE)  # peers may still read what the last step gathered
+                part[own(comm, n)] = values(comm.rank, n, np.float32, step)
+                comm.all_gather(part, stream=INLINE)
+                same(part, np.concatenate([values(r, n, np.float32, step) for r in range(comm.size)]))
+            assert not buffer[:offset].any() and not buffer[offset + comm.size * n :].any()
+
+        self.run(body)
+
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_reduce_scatter_sums_in_rank_order(self, dtype, n, accumulate):
+        def body(comm):
+            count = comm.size * n
+            scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
+            mine = values(comm.rank, count, dtype)
+            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                buffer[:] = mine
+                output = values(99, n, dtype)
+                before = output if accumulate else None
+                expected = total(comm.size, count, dtype, own(comm, n), output=before, scale=scale)
+                comm.reduce_scatter(output, buffer, stream=INLINE, scale=scale, accumulate=accumulate)
+                same(output, expected)
+                same(buffer, mine)
+
+        self.run(body)
+
+    def test_reduce_scatter_into_its_own_slice(self):
+        def body(comm):
+            for n in (5, 300_001):
+                mine = values(comm.rank, comm.size * n, np.float32)
+                for buffer in (mine.copy(), comm.allocate(mine.size, np.float32, shared=False)):
+                    buffer[:] = mine
+                    comm.reduce_scatter(buffer[own(comm, n)], buffer, stream=INLINE)
+                    mine[own(comm, n)] = total(comm.size, mine.size, np.float32, own(comm, n))
+                    same(buffer, mine)
+                    mine = values(comm.rank, comm.size * n, np.float32)
+
+        self.run(body)
+
+    def test_a_reduced_buffer_may_be_overwritten_at_once(self):
+        def body(comm):
+            n = 20_000
+            buffer = comm.allocate(comm.size * n, np.float32, shared=False)
+            output = np.empty(n, np.float32)
+            for step in range(30):
+                buffer[:] = step + comm.rank
+                comm.reduce_scatter(output, buffer, stream=INLINE)
+                buffer[:] = np.nan
+                assert (output == comm.size * step + sum(range(comm.size))).all()
+
+        self.run(body)
+
+    @pytest.mark.parametrize("op", ["sum", "max", "min"])
+    @pytest.mark.parametrize("dtype", SUMMED)
+    @pytest.mark.parametrize("count", [0, 1, 7, 100_003])
+    def test_all_reduce_gives_every_rank_the_same_bits(self, op, dtype, count):
+        def body(comm):
+            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                buffer[:] = values(comm.rank, count, dtype)
+                comm.all_reduce(buffer, op=op, stream=INLINE)
+                same(buffer, total(comm.size, count, dtype, slice(None), op=op))
+
+        self.run(body)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("count", [0, 1, 300_001])
+    def test_broadcast_from_every_root(self, dtype, count):
+        def body(comm):
+            for root in range(comm.size):
+                buffer = values(comm.rank, count, dtype)
+                comm.broadcast(buffer, root=root, stream=INLINE)
+                same(buffer, values(root, count, dtype))
+
+        self.run(body)
+
+    def test_broadcast_on_shared_memory_is_what_root_wrote(self):
+        def body(comm):
+            buffer = comm.allocate(1000, np.float64, shared=True)
+            if comm.rank == comm.size - 1:
+                buffer[:] = 7
+            comm.broadcast(buffer, root=comm.size - 1, stream=INLINE)
+            assert (buffer == 7).all()
+
+        self.run(body)
+
+    @pytest.mark.parametrize("dtype", DTYPES)
+    @pytest.mark.parametrize("n", COUNTS)
+    def test_all_to_all_transposes(self, dtype, n):
+        def body(comm):
+            count = comm.size * n
+            output = np.zeros(count, dtype)
+            comm.all_to_all(output, values(comm.rank, count, dtype), stream=INLINE)
+            same(
+                output, np.concatenate([values(r, count, dtype, part=own(comm, n)) for r in range(comm.size)])
+            )
+
+        self.run(body)
+
+    @pytest.mark.parametrize("count", [0, 1, 300_001])
+    def test_messages_between_two_ranks_keep_their_order(self, count):
+        def body(comm):
+            if comm.size == 1:
+                return
+            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            sending = CPU.new_stream("send")  # a send may wait for its receiver
+            for salt in range(3):
+                comm.send(values(comm.rank, count, np.float32, salt), peer=right, stream=sending)
+            for salt in range(3):
+                received = np.zeros(count, np.float32)
+                comm.recv(received, peer=left, stream=INLINE)
+                same(received, values(left, count, np.float32, salt))
+            sending.synchronize()
+
+        self.run(body)
+
+    def test_barrier_lets_nobody_pass_before_the_last_arrives(self):
+        def body(comm):
+            time.sleep(0.02 * comm.rank)
+            times = np.zeros((comm.size, 2))
+            times[comm.rank, 0] = time.monotonic()
+            comm.barrier(stream=INLINE)
+            times[comm.rank, 1] = time.monotonic()
+            comm.all_gather(times.reshape(-1), stream=INLINE)
+            assert times[:, 0].max() <= times[:, 1].min()
+
+        self.run(body)
+
+    def test_split_makes_groups_in_the_order_of_their_keys(self):
+        def body(comm):
+            part = comm.split(comm.rank % 2, -comm.rank)
+            members = [r for r in reversed(range(comm.size)) if r % 2 == comm.rank % 2]
+            assert (part.rank, part.size) == (members.index(comm.rank), len(members))
+            buffer = part.allocate(part.size * 3, np.int64, shared=True)
+            buffer[own(part, 3)] = comm.rank
+            part.all_gather(buffer, stream=INLINE)
+            assert buffer.tolist() == np.repeat(members, 3).tolist()
+            gradient = np.full(part.size * 3, comm.rank, np.float64)
+            output = np.zeros(3)
+            part.reduce_scatter(output, gradient, stream=INLINE)
+            assert (output == sum(members)).all()
+            part.close()
+
+        self.run(body)
+
+    def test_split_without_a_colour_gives_none(self):
+        def body(comm):
+            part = comm.split(None if comm.rank == 0 else 5, comm.rank)
+            assert (part is None) == (comm.rank == 0)
+            if part is not None:
+                one = np.ones(1)
+                part.all_reduce(one, stream=INLINE)
+                assert one[0] == part.size == comm.size - 1
+                part.close()
+
+        self.run(body)
+
+    def test_a_duplicate_runs_beside_its_origin_in_another_stream(self):
+        def body(comm):
+            twin = comm.duplicate()
+            streams = [CPU.new_stream("gather"), CPU.new_stream("reduce")]
+            n = 5000
+            gathered = [comm.allocate(comm.size * n, np.float32, shared=False) for _ in range(20)]
+            gradients = [twin.allocate(comm.size * n, np.float32, shared=False) for _ in range(20)]
+            outputs = np.zeros((20, n), np.float32)
+            for i, (full, gradient) in enumerate(zip(gathered, gradients, strict=True)):
+                full[own(comm, n)] = i + comm.rank
+                gradient[:] = i * (comm.rank + 1)
+            calls = [
+                lambda: [comm.all_gather(full, stream=streams[0]) for full in gathered],
+                lambda: [
+                    twin.reduce_scatter(output, gradient, stream=streams[1])
+                    for output, gradient in zip(outputs, gradients, strict=True)
+                ],
+            ]
+            for call in calls if comm.rank % 2 else reversed(calls):  # ranks differ in which comes first
+                call()
+            for stream in streams:
+                stream.synchronize()
+            for i in range(20):
+                assert gathered[i].tolist() == np.repeat(np.arange(comm.size) + i, n).tolist()
+                assert (outputs[i] == i * sum(range(1, comm.size + 1))).all()
+            twin.close()
+
+        self.run(body)
+
+    def test_a_call_returns_before_its_work_is_done(self):
+        def body(comm):
+            stream, gate = CPU.new_stream("late"), threading.Event()
+            stream.submit(gate.wait)
+            buffer = np.full(comm.size, -1, np.int64)
+            comm.broadcast(buffer, root=0, stream=INLINE)
+            buffer[comm.rank] = comm.rank
+            comm.all_gather(buffer, stream=stream)
+            assert (np.delete(buffer, comm.rank) == -1).all()
+            gate.set()
+            stream.synchronize()
+            assert buffer.tolist() == list(range(comm.size))
+
+        self.run(body)
+
+    def test_ranks_that_differ_get_an_error_that_names_the_two_calls(self):
+        if not self.compares_calls:
+            pytest.skip("plain MPI compares nothing")
+
+        def body(comm):
+            if comm.size == 1:
+                return
+            twin = comm.duplicate()
+            with pytest.raises(CollectiveMismatch) as caught:
+                if comm.rank == 1:
+                    twin.broadcast(np.zeros(8), root=0, stream=INLINE)
+                else:
+                    twin.all_gather(np.zeros(comm.size, np.float32), stream=INLINE)
+            for word in ("rank 1 called broadcast(", "called all_gather(", "float32", "float64"):
+                assert word in str(caught.value)
+
+        self.run(body)
+
+    def test_shared_memory_is_one_buffer_where_the_backend_says_so(self):
+        def body(comm):
+            shared = comm.allocate(comm.size, np.int64, shared=True)
+            private = comm.allocate(comm.size, np.int64, shared=False)
+            assert not shared.any() and not private.any() and shared.flags.c_contiguous
+            comm.barrier(stream=INLINE)
+            shared[comm.rank] = private[comm.rank] = 1
+            comm.barrier(stream=INLINE)
+            neighbours = shared.sum()
+            comm.barrier(stream=INLINE)
+            assert private.sum() == 1
+            assert (neighbours > 1) == (comm.shares_memory and comm.size > 1)
+
+        self.run(body)
+
+    def test_an_array_outlives_its_communicator(self):
+        def body(comm):
+            twin = comm.duplicate()
+            buffer = twin.allocate(1000, np.float32, shared=False)
+            twin.close()
+            buffer[:] = 3
+            assert buffer.sum() == 3000
+
+        self.run(body)
+
+
+def digest(comm):
+    """A hash of what float32 sums give on this rank: equal for every backend at one world size."""
+    result = hashlib.sha256()
+    for n in (3, 70_001):
+        buffer = comm.allocate(comm.size * n, np.float32, shared=False)
+        buffer[:] = values(comm.rank, buffer.size, np.float32)
+        output = values(5, n, np.float32)
+        comm.reduce_scatter(output, buffer, stream=INLINE, scale=0.7, accumulate=True)
+        result.update(output.tobytes())
+        comm.all_reduce(buffer, stream=INLINE)
+        result.update(buffer.tobytes())
+    return result.hexdigest()

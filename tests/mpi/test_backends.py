@@ -1,0 +1,91 @@
+"""The contract for the backends of MPI, under mpirun: tests/test_comm.py starts `python -m tests.mpi`."""
+
+import sys
+import warnings
+
+import pytest
+
+from shardrt.comm import create, hierarchical, world
+from shardrt.comm.hierarchical import HierarchicalCommunicator
+from shardrt.comm.mpi import MPICommunicator
+from shardrt.comm.shm import ShmCommunicator
+from shardrt.comm.single import SingleCommunicator
+from tests.mpi.contract import Contract, digest
+
+SIZE = world.of_mpi().size
+
+
+class OverMPI(Contract):
+    """Every rank runs the same tests in the same order, each with a communicator of its own."""
+
+    def run(self, body):
+        made = self.make()
+        body(made)
+        made.close()
+
+    def test_its_bits(self):
+        made = self.make()
+        sys.stdout.write(f"digest {made.rank} {digest(made)}\n")  # one write: ranks must not mix
+
+
+class TestMPI(OverMPI):
+    compares_calls = False
+
+    @staticmethod
+    def make():
+        made = create("mpi")
+        assert type(made) is MPICommunicator
+        return made
+
+
+class TestShm(OverMPI):
+    @staticmethod
+    def make():
+        made = create("shm")
+        assert type(made) is ShmCommunicator
+        return made
+
+    def test_is_chosen_on_one_node(self):
+        assert type(create("auto")) is (ShmCommunicator if SIZE > 1 else SingleCommunicator)
+
+
+def on_nodes(*nodes):
+    """A communicator whose ranks are told which node they are on."""
+    root = world.of_mpi().root
+    return hierarchical.create(root.Dup(), nodes[root.rank])
+
+
+@pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
+class TestBlocksOfNodes(OverMPI):
+    compares_calls = False
+
+    @staticmethod
+    def make():
+        made = on_nodes(0, 0, 1, 1)
+        assert type(made) is HierarchicalCommunicator
+        return made
+
+
+@pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
+class TestNodesInTurn(OverMPI):
+    compares_calls = False
+
+    @staticmethod
+    def make():
+        made = on_nodes(1, 0, 0, 1)
+        assert type(made) is HierarchicalCommunicator
+        return made
+
+
+@pytest.mark.skipif(SIZE != 3, reason="a node of two and a node of one")
+def test_uneven_nodes_fall_back_to_mpi_and_say_why():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        made = on_nodes(0, 0, 1)
+    assert type(made) is MPICommunicator
+    assert [str(w.message) for w in caught if "nodes hold [1, 2] ranks" in str(w.message)] or made.rank != 0
+
+
+@pytest.mark.skipif(SIZE != 2, reason="two nodes of one")
+def test_nodes_of_one_rank_need_no_shared_memory():
+    assert type(on_nodes(0, 1)) is MPICommunicator

@@ -1,0 +1,49 @@
+"""How tests get several ranks: as threads of this process, or as processes under mpirun."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shardrt.comm import thread
+
+ROOT = Path(__file__).parent.parent
+_LAUNCHERS = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_", "HYDRA_", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+
+
+def run_ranks(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+    """Results by rank of `function(*args, **kwargs)` on `size` threads, each a rank of one world."""
+    return thread.run(size, function, *args, **kwargs)
+
+
+def mpirun_path() -> str:
+    """The mpirun beside this Python, or else of the system; skips the test where there is none at all."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    if found is None:
+        pytest.skip("no mpirun: pip install mpich")
+    return found
+
+
+def clean_environment(**variables: str) -> dict[str, str]:
+    """This environment without what a launcher has put there, with the repository on the path."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
+
+
+def mpirun(
+    size: int, args: list[str], timeout: float = 120, **variables: str
+) -> subprocess.CompletedProcess[str]:
+    """`mpirun -n size python *args` with its output as text; `variables` are added to the environment."""
+    launcher = mpirun_path()
+    command = [launcher, "-n", str(size), sys.executable, *args]
+    environment = clean_environment(**variables)
+    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, env=environment)
+    if "Open MPI" in version.stdout:  # refuses root and more ranks than cores unless it is told
+        command[1:1] = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)

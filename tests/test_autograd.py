@@ -1,0 +1,389 @@
+"""autograd.py: the order of the tape, what is recorded, and where gradients go."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor, autograd, enable_grad, is_grad_enabled, no_grad
+from shardrt import functional as F
+from shardrt.autograd import WRITTEN, Function, Variable
+from tests.gradcheck import check_direction, check_gradients, leaf, normal
+
+
+class Noted(Function):
+    """The identity; notes in `log` when its backward runs."""
+
+    __slots__ = ()
+
+    def forward(self, x, name, log):
+        self.saved = (name, log)
+        return x.copy()
+
+    def backward(self, dy):
+        name, log = self.saved
+        log.append(name)
+        return dy, None, None
+
+
+class Scale(Function):
+    """x times a scale that it takes as a handle, with the scale's gradient written where it belongs."""
+
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(self, x, scale):
+        assert isinstance(scale, Variable)
+        self.saved = (x, scale)
+        return x * scale.data
+
+    def backward(self, dy):
+        x, scale = self.saved
+        dscale, accumulate, token = scale.gradient_target()
+        if not accumulate:
+            dscale[...] = 0
+        dscale += (x * dy).sum()
+        return dy * scale.data, token
+
+
+# -- order
+
+
+def test_backward_runs_newest_first_whatever_the_shape_of_the_graph():
+    log = []
+    x = leaf([1.0])
+    a = Noted.apply(x, "a", log)
+    b = Noted.apply(a, "b", log)
+    c = Noted.apply(x, "c", log)
+    d = Noted.apply(a, "d", log)
+    (c + (d + b)).backward()
+    assert log == ["d", "c", "b", "a"]
+    assert x.grad.tolist() == [3]
+
+
+def test_a_node_runs_once_after_all_that_used_its_output():
+    log = []
+    x = leaf([2.0])
+    y = Noted.apply(x, "y", log)
+    z = y
+    for _ in range(10):
+        z = z + z * y
+    z.backward()
+    assert log == ["y"]
+    expected = 3.0**10 + 2 * 10 * 3.0**9  # z = y (1 + y)^10
+    assert x.grad[0] == pytest.approx(expected, rel=1e-12)
+
+
+def test_diamonds_on_diamonds_add_up():
+    """2^40 paths, 80 nodes."""
+    x = leaf([1.0])
+    y = x
+    for _ in range(40):
+        y = y + y
+    y.backward()
+    assert x.grad[0] == 2.0**40
+
+
+def test_what_does_not_lead_to_the_result_does_not_run():
+    log = []
+    x = leaf([1.0])
+    y = Noted.apply(x, "used", log)
+    Noted.apply(y, "not used", log)
+    y.backward()
+    assert log == ["used"]
+
+
+def test_upcoming_tells_the_rest_of_the_order():
+    seen = []
+
+    class Look(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            return x.copy()
+
+        def backward(self, dy):
+            seen.append([n.sequence for n in autograd.running().upcoming(Look)])
+            return dy
+
+    y = leaf([1.0])
+    for _ in range(3):
+        y = Look.apply(y)
+    last = y.node.sequence
+    y.backward()
+    assert seen == [[last - 1, last - 2], [last - 2], []]
+    assert autograd.running() is None
+
+
+def test_at_end_runs_once_after_the_last_node():
+    log = []
+
+    class Ask(Noted):
+        __slots__ = ()
+
+        def backward(self, dy):
+            autograd.running().at_end(finish)
+            return super().backward(dy)
+
+    def finish():
+        log.append("end")
+
+    x = leaf([1.0])
+    Ask.apply(Ask.apply(x, "first", log), "second", log).backward()
+    assert log == ["second", "first", "end"]
+
+
+# -- what is recorded
+
+
+def test_nothing_is_recorded_without_an_input_that_requires_a_gradient():
+    y = Tensor([1.0]) * 2 + 1
+    assert y.node is None and not y.requires_grad
+    with pytest.raises(RuntimeError, match="nothing that requires a gradient"):
+        y.backward()
+
+
+def test_no_grad_and_enable_grad_nest():
+    x = leaf([1.0])
+    with no_grad():
+        assert not is_grad_enabled() and (x * 2).node is None
+        with enable_grad():
+            assert (x * 2).node is not None
+        assert not is_grad_enabled()
+    assert is_grad_enabled()
+
+
+def test_no_grad_ends_with_an_error_too():
+    with pytest.raises(KeyError), no_grad():
+        raise KeyError
+    assert is_grad_enabled()
+
+
+def test_no_grad_decorates():
+    @no_grad()
+    def double(x):
+        return x * 2
+
+    x = leaf([1.0])
+    assert double(x).node is None and double(x).node is None
+    assert is_grad_enabled()
+
+
+def test_an_op_that_is_not_recorded_saves_nothing():
+    seen = []
+
+    class Look(Noted):
+        __slots__ = ()
+
+        def wrap(self, result, recorded):
+            y = super().wrap(result, recorded)
+            seen.append(self.saved)
+            return y
+
+    Look.apply(Tensor([1.0]), "x", [])
+    assert seen == [()]
+
+
+def test_needs_tells_which_gradients_are_wanted():
+    assert F.mul(leaf([1.0]), Tensor(np.ones(1))).node.needs == (True, False)
+
+
+# -- where gradients go
+
+
+def test_gradients_add_up_until_they_are_cleared():
+    x = leaf([1.0, 2.0])
+    for _ in range(3):
+        (x * x).sum().backward()
+    assert x.grad.tolist() == [6, 12]
+    x.grad = None
+    (x * x).sum().backward()
+    assert x.grad.tolist() == [2, 4]
+
+
+def test_a_gradient_of_a_leaf_is_its_own_array():
+    """Add hands one array to both of its inputs."""
+    x, y = leaf([1.0]), leaf([2.0])
+    dy = np.ones(1)
+    (x + y).backward(dy)
+    assert not np.shares_memory(x.grad, y.grad) and not np.shares_memory(x.grad, dy)
+
+
+def test_results_of_ops_keep_no_gradient():
+    x = leaf([1.0])
+    y = x * 2
+    (y * 3).backward()
+    assert y.grad is None and x.grad.tolist() == [6]
+
+
+def test_a_leaf_may_be_the_root():
+    x = leaf([1.0, 2.0])
+    x.backward([3.0, 4.0])
+    assert x.grad.tolist() == [3, 4]
+
+
+def test_outputs_that_nothing_used_have_no_gradient_in_backward():
+    received = []
+
+    class Two(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            return x * 1, x * 2
+
+        def backward(self, *dy):
+            received.append([None if d is None else d.tolist() for d in dy])
+            return sum(d for d in dy if d is not None)
+
+    x = leaf([1.0])
+    Two.apply(x)[1].backward()
+    one, two = Two.apply(x)
+    (one + two).backward()
+    assert received == [[None, [1.0]], [[1.0], [1.0]]]
+
+
+def test_a_gradient_that_is_none_stops_there():
+    log = []
+
+    class Stop(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            return x.copy()
+
+        def backward(self, dy):
+            return None
+
+    x = leaf([1.0])
+    (Stop.apply(Noted.apply(x, "before", log)) + Noted.apply(x, "beside", log)).backward()
+    assert log == ["beside"] and x.grad.tolist() == [1]
+
+
+# -- handles and WRITTEN
+
+
+def test_a_handle_that_is_a_leaf_is_written_and_then_added_to():
+    scale = leaf(np.asarray(2.0))
+    y = Scale.apply(Scale.apply(Tensor([3.0]), scale), scale)  # 3 s^2
+    y.backward()
+    assert scale.grad == 12
+    before = scale.grad
+    Scale.apply(Tensor([3.0]), scale).backward()
+    assert scale.grad == 15 and scale.grad is before
+
+
+def test_a_handle_that_is_a_result_passes_its_gradient_on():
+    x = leaf(np.asarray(3.0))
+    scale = x * x
+    Scale.apply(Scale.apply(Tensor([1.0]), scale), scale).backward()  # x^4
+    assert x.grad == 4 * 27
+
+
+def test_written_runs_the_node_behind_the_edge_without_a_gradient_for_it():
+    log = []
+
+    class Source(Function):
+        """Stands for a unit's Unshard: no inputs, no outputs, a backward that must run last."""
+
+        __slots__ = ()
+
+        def backward(self):
+            log.append("source")
+            return ()
+
+    source = Source()
+    source.saved = source.edges = source.needs = ()
+    source.outputs = 0
+    source.enter_tape()
+
+    class Sharded(Tensor):
+        __slots__ = ("target",)
+
+        def edge(self):
+            return autograd.Edge(source, 0, self)
+
+        def gradient_target(self):
+            return self.target, False, WRITTEN
+
+    scale = Sharded(np.asarray(2.0), requires_grad=True)
+    scale.target = np.zeros(())
+    x = leaf([3.0])
+    Noted.apply(Scale.apply(Noted.apply(x, "before", log), scale), "after", log).backward()
+    assert log == ["after", "before", "source"]
+    assert (scale.target, x.grad.tolist(), scale.grad) == (3, [2], None)
+
+
+def test_arrays_are_contiguous_for_an_op_that_is_not_strided():
+    seen = []
+
+    class Look(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            seen.append(x.flags.c_contiguous)
+            return x.copy()
+
+        def backward(self, dy):
+            seen.append(dy.flags.c_contiguous)
+            return dy
+
+    F.permute(Look.apply(leaf(normal(2, 3)).T), (1, 0)).backward(normal(2, 3))
+    assert seen == [True, True]
+
+
+# -- the check of gradients itself
+
+
+@pytest.mark.parametrize("check", [check_gradients, check_direction])
+@pytest.mark.parametrize("factor", [1 + 1e-5, 0.0, -1.0])
+def test_the_check_finds_a_wrong_gradient(check, factor):
+    class Wrong(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            self.saved = (x,)
+            return x * x
+
+        def backward(self, dy):
+            (x,) = self.saved
+            return 2 * x * dy * factor
+
+    with pytest.raises(AssertionError, match="off, relative"):
+        check(Wrong.apply, leaf(normal(3, 4)))
+
+
+# -- errors
+
+
+def test_a_gradient_is_needed_for_more_than_one_element():
+    with pytest.raises(ValueError, match=r"gradient is needed for shape \(2,\)"):
+        (leaf([1.0, 2.0]) * 2).backward()
+
+
+def test_a_gradient_of_another_shape_is_an_error():
+    with pytest.raises(ValueError, match=r"gradient has shape \(3,\), the tensor \(2,\)"):
+        (leaf([1.0, 2.0]) * 2).backward(np.ones(3))
+
+
+def test_a_backward_that_forgets_an_input_is_an_error_that_names_the_op():
+    class Wrong(Function):
+        __slots__ = ()
+
+        def forward(self, x, y):
+            return x + y
+
+        def backward(self, dy):
+            return dy
+
+    with pytest.raises(RuntimeError, match="Wrong.backward gave 1 gradients for 2 inputs"):
+        Wrong.apply(leaf([1.0]), leaf([1.0])).backward()
+
+
+def test_an_error_in_backward_leaves_no_run_behind():
+    class Fails(Noted):
+        __slots__ = ()
+
+        def backward(self, dy):
+            raise ArithmeticError("no gradient here")
+
+    with pytest.raises(ArithmeticError):
+        Fails.apply(leaf([1.0]), "x", []).backward()
+    assert autograd.running() is None

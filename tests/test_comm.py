@@ -1,0 +1,394 @@
+"""Communicators keep one contract on every backend; the mesh and the world say who communicates."""
+
+import re
+import subprocess
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm import (
+    CountedCommunicator,
+    DelayedCommunicator,
+    PeerFailed,
+    create,
+    init_device_mesh,
+    world,
+)
+from shardrt.comm.single import SingleCommunicator
+from tests.mpi.contract import Contract, digest
+from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
+
+INLINE = device.get("cpu").current_stream
+
+
+class TestSingle(Contract):
+    compares_calls = False
+
+    def run(self, body):
+        body(SingleCommunicator())
+
+
+class OnThreads(Contract):
+    size = 0
+
+    def run(self, body):
+        run_ranks(self.size, lambda: body(create("thread")))
+
+
+class TestOneThread(OnThreads):
+    size = 1
+
+
+class TestTwoThreads(OnThreads):
+    size = 2
+
+
+class TestThreeThreads(OnThreads):
+    size = 3
+
+
+class TestFourThreads(OnThreads):
+    size = 4
+
+
+class TestEightThreads(OnThreads):
+    size = 8
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_backends_of_mpi_keep_the_contract_with_the_bits_of_threads(size):
+    done = mpirun(size, ["-m", "tests.mpi"], timeout=200)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+    digests = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", done.stdout))
+    expected = run_ranks(size, lambda: digest(create()))
+    assert digests == {(str(rank), bits) for rank, bits in enumerate(expected)}
+
+
+def test_a_gather_of_128_ranks():
+    def body():
+        comm = create()
+        buffer = np.zeros(128, np.int64)
+        buffer[comm.rank] = comm.rank
+        comm.all_gather(buffer, stream=INLINE)
+        return buffer.sum()
+
+    assert run_ranks(128, body) == [127 * 64] * 128
+
+
+# Ranks as threads
+
+
+def test_a_failing_rank_wakes_the_others_and_is_named():
+    woken = []
+
+    def body():
+        comm = create()
+        if comm.rank == 2:
+            time.sleep(0.05)  # let the others get out of create()
+            raise KeyError("lost")
+        with pytest.raises(PeerFailed, match="rank 2 failed: KeyError"):
+            if comm.rank == 0:
+                comm.recv(np.zeros(1), peer=1, stream=INLINE)
+            else:
+                comm.barrier(stream=INLINE)
+        woken.append(comm.rank)
+
+    before = threading.active_count()
+    with pytest.raises(KeyError, match="lost") as caught:
+        run_ranks(4, body)
+    assert caught.value.__notes__ == ["on rank 2 of 4 (thread world)"]
+    assert sorted(woken) == [0, 1, 3]
+    assert threading.active_count() == before
+
+
+def test_a_failure_in_a_rank_wakes_streams_of_the_others():
+    def body():
+        comm, stream = create(), device.get("cpu").new_stream("gather")
+        if comm.rank == 1:
+            raise RuntimeError("first")
+        comm.all_gather(np.zeros(4), stream=stream)
+        stream.synchronize()
+
+    with pytest.raises(RuntimeError, match="first"):
+        run_ranks(2, body)
+
+
+def test_results_come_by_rank_and_the_world_ends_with_the_run():
+    assert run_ranks(3, lambda factor: world.current().rank * factor, 10) == [0, 10, 20]
+    assert world.current().kind == "single"
+
+
+# Arguments
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "call"),
+    [
+        (TypeError, "stream must be", lambda c: c.all_gather(np.zeros(4), stream=None)),
+        (TypeError, "buffer must be an array, got list", lambda c: c.all_gather([1.0], stream=INLINE)),
+        (ValueError, r"1-D.*\(2, 2\)", lambda c: c.all_gather(np.zeros((2, 2)), stream=INLINE)),
+        (ValueError, "contiguous", lambda c: c.all_gather(np.zeros(8)[::2], stream=INLINE)),
+        (
+            TypeError,
+            "dtype float16; known are",
+            lambda c: c.broadcast(np.zeros(2, "f2"), root=0, stream=INLINE),
+        ),
+        (ValueError, "root is 3.*0 to 0", lambda c: c.broadcast(np.zeros(2), root=3, stream=INLINE)),
+        (ValueError, "op is 'mean'", lambda c: c.all_reduce(np.zeros(2), op="mean", stream=INLINE)),
+        (TypeError, "uint16 holds bits", lambda c: c.all_reduce(np.zeros(2, np.uint16), stream=INLINE)),
+        (ValueError, "peer is 0, this rank itself", lambda c: c.send(np.zeros(2), peer=0, stream=INLINE)),
+        (
+            TypeError,
+            "output is float32, buffer is float64",
+            lambda c: c.reduce_scatter(np.zeros(4, np.float32), np.zeros(4), stream=INLINE),
+        ),
+        (
+            ValueError,
+            "output has 3 elements, so buffer needs 3; it has 4",
+            lambda c: c.reduce_scatter(np.zeros(3), np.zeros(4), stream=INLINE),
+        ),
+        (
+            TypeError,
+            "can only be summed with scale 1",
+            lambda c: c.reduce_scatter(np.zeros(2, int), np.zeros(2, int), scale=0.5, stream=INLINE),
+        ),
+    ],
+)
+def test_a_wrong_argument_is_refused_in_the_caller(error, message, call):
+    with pytest.raises(error, match=message):
+        call(SingleCommunicator())
+
+
+def test_a_buffer_that_does_not_divide_is_refused_by_all():
+    def body():
+        with pytest.raises(ValueError, match="7 elements, not a multiple of the 2 ranks"):
+            create().all_gather(np.zeros(7), stream=INLINE)
+
+    run_ranks(2, body)
+
+
+def test_output_may_lie_in_buffer_only_as_the_own_slice():
+    def body():
+        comm = create()
+        buffer = np.ones(4)
+        with pytest.raises(ValueError, match="overlaps buffer other than"):
+            comm.reduce_scatter(buffer[1:3], buffer, stream=INLINE)
+        with pytest.raises(ValueError, match="overlaps buffer"):
+            comm.all_to_all(buffer, buffer, stream=INLINE)
+
+    run_ranks(2, body)
+
+
+# Wrappers
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_counted_bytes_are_the_formulas(size):
+    def body():
+        comm = CountedCommunicator(create())
+        full, part = np.zeros(size * 10, np.float32), np.zeros(10, np.float32)
+        comm.all_gather(full, stream=INLINE)
+        comm.reduce_scatter(part, full, stream=INLINE)
+        comm.reduce_scatter(part, full, stream=INLINE)
+        comm.all_reduce(full, stream=INLINE)
+        comm.barrier(stream=INLINE)
+        return comm.calls, comm.bytes
+
+    for calls, sent in run_ranks(size, body):
+        assert calls == {"all_gather": 1, "reduce_scatter": 2, "all_reduce": 1, "barrier": 1}
+        slices = (size - 1) * 10 * 4
+        expected = {"all_gather": slices, "reduce_scatter": 2 * slices, "all_reduce": 2 * slices}
+        assert +sent == {name: count for name, count in expected.items() if count}
+
+
+def test_a_delay_is_spent_in_the_stream_and_not_in_the_caller():
+    stream = device.get("cpu").new_stream("gather")
+    comm = DelayedCommunicator(SingleCommunicator(), 0.1)
+    start = time.perf_counter()
+    comm.all_gather(np.zeros(4), stream=stream)
+    assert time.perf_counter() - start < 0.05
+    stream.synchronize()
+    assert time.perf_counter() - start >= 0.1
+
+
+class TestWrapped(Contract):
+    """A wrapper is a communicator as well."""
+
+    def run(self, body):
+        run_ranks(2, lambda: body(CountedCommunicator(DelayedCommunicator(create(), 0.0))))
+
+
+# Mesh
+
+
+def test_a_mesh_of_one_axis_is_the_world():
+    def body():
+        mesh = init_device_mesh()
+        comm = mesh.communicator("gather")
+        assert comm is mesh.communicator("gather", 0)
+        assert comm is not mesh.communicator("reduce")
+        return mesh.rank, mesh.size, mesh.shape, (comm.rank, comm.size)
+
+    assert run_ranks(3, body) == [(rank, 3, (3,), (rank, 3)) for rank in range(3)]
+
+
+def test_groups_are_slices_of_the_array_of_ranks():
+    def body():
+        mesh = init_device_mesh("cpu", (2, 3), mesh_dim_names=("replicate", "shard"))
+        found = []
+        for dim in ("replicate", "shard", None):
+            comm = mesh.communicator("control", dim)
+            members = np.zeros(comm.size, np.int64)
+            members[comm.rank] = mesh.rank
+            comm.all_gather(members, stream=mesh.device.current_stream)
+            found.append(members.tolist())
+        return found
+
+    expected = [[[r % 3, r % 3 + 3], [r // 3 * 3 + i for i in range(3)], list(range(6))] for r in range(6)]
+    assert run_ranks(6, body) == expected
+
+
+def test_a_mesh_wraps_each_communicator_it_makes():
+    mesh = init_device_mesh("cpu", wrap=CountedCommunicator)
+    mesh.communicator("gather").all_gather(np.zeros(4), stream=mesh.device.current_stream)
+    assert mesh.communicator("gather").calls == {"all_gather": 1}
+    assert not mesh.communicator("reduce").calls
+
+
+@pytest.mark.parametrize(
+    ("error", "message", "args"),
+    [
+        (ValueError, r"shape \(2, 2\) needs 4 ranks, but 1 rank is running.*mpirun -n 4", ("cpu", (2, 2))),
+        (ValueError, "one name for each axis", ("cpu", (1,), ("a", "b"))),
+        (ValueError, "one name for each axis", ("cpu", (1, 1), ("a", "a"))),
+        (ValueError, "'abacus'", ("abacus",)),
+    ],
+)
+def test_a_mesh_that_cannot_be_says_why(error, message, args):
+    with pytest.raises(error, match=message):
+        init_device_mesh(*args)
+
+
+def test_an_axis_that_is_not_there_is_named():
+    with pytest.raises(ValueError, match="'pipeline' is not an axis"):
+        init_device_mesh("cpu").communicator("gather", "pipeline")
+
+
+def test_a_communicator_that_does_not_fit_is_refused():
+    with pytest.raises(ValueError, match="'telepathy' is unknown; known are auto"):
+        create("telepathy")
+    with pytest.raises(ValueError, match="'thread' does not fit"):
+        create("thread")
+
+
+def test_cuda_without_cupy_is_one_clear_error(monkeypatch):
+    monkeypatch.setattr("shardrt.comm.mesh.find_spec", lambda name: None)
+    with pytest.raises(RuntimeError, match="needs CuPy and a GPU"):
+        init_device_mesh("cuda")
+
+
+# World
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, None),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"}, (1, 4, 1, 2)),
+        (
+            {
+                "OMPI_COMM_WORLD_RANK": "3",
+                "OMPI_COMM_WORLD_SIZE": "4",
+                "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+                "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+            },
+            (3, 4, 1, 2),
+        ),
+        (
+            {
+                "SLURM_PROCID": "5",
+                "SLURM_STEP_NUM_TASKS": "8",
+                "SLURM_LOCALID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            (5, 8, 1, 4),
+        ),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not a task of srun
+    ],
+)
+def test_a_launcher_is_known_by_its_environment(environment, expected):
+    launch = world.launch(environment)
+    found = launch and (launch.rank, launch.size, launch.local_rank, launch.local_size)
+    assert found == expected
+
+
+def python(code, **variables):
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=ROOT,
+        env=clean_environment(**variables),
+    )
+
+
+def test_a_plain_script_needs_no_mpi():
+    code = "import sys; from shardrt.comm import init_device_mesh as m; m(); print('mpi4py' in sys.modules)"
+    assert python(code).stdout.split() == ["False"]
+
+
+@pytest.mark.parametrize(
+    ("variables", "message"),
+    [
+        ({"WORLD_SIZE": "2", "RANK": "0"}, "WORLD_SIZE=2 says 2 ranks.*mpirun -n 2"),
+        (
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "0"},
+            "OMPI_COMM_WORLD_SIZE=2, but MPI here sees 1 rank.*use the mpirun beside this python",
+        ),
+    ],
+)
+def test_told_of_ranks_that_are_not_there_is_one_clear_error(variables, message):
+    pytest.importorskip("mpi4py")
+    done = python("from shardrt.comm import init_device_mesh; init_device_mesh()", **variables)
+    assert done.returncode == 1
+    assert re.search(message, done.stderr.splitlines()[-1])
+
+
+@pytest.mark.mpi
+def test_an_ordinary_array_longer_than_a_message_is_sent_in_pieces():
+    done = mpirun(2, ["-c", PIECES])
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("right") == 2
+
+
+PIECES = """
+import numpy as np
+from shardrt import device
+from shardrt.comm import create, mpi
+from tests.mpi.contract import own, same, values
+mpi._MESSAGE, mpi._CHUNK = 1000, 512
+comm, stream = create("mpi"), device.get("cpu").current_stream
+n = 2501
+everything = np.concatenate([values(r, n, np.float32) for r in range(2)])
+buffer = np.zeros(2 * n, np.float32)
+buffer[own(comm, n)] = values(comm.rank, n, np.float32)
+comm.all_gather(buffer, stream=stream)
+same(buffer, everything)
+output = np.zeros(n, np.float32)
+comm.reduce_scatter(output, buffer, stream=stream)
+same(output, 2 * everything[own(comm, n)])
+comm.all_to_all(output := np.zeros(2 * n, np.float32), buffer, stream=stream)
+same(output, np.tile(everything[own(comm, n)], 2))
+if comm.rank == 0:
+    comm.send(everything, peer=1, stream=stream)
+else:
+    comm.recv(output, peer=0, stream=stream)
+    same(output, everything)
+print("right", flush=True)
+"""

@@ -1,0 +1,138 @@
+"""A rank that fails ends the job: at once, with one traceback that names it, and an exit code."""
+
+import re
+import time
+
+import pytest
+
+from tests.ranks import mpirun
+
+pytestmark = pytest.mark.mpi
+
+# Three ranks meet; then rank 1 runs the case while the others wait for it in a collective.
+SCRIPT = """
+import sys, threading, time
+import numpy as np
+from shardrt.comm import init_device_mesh
+
+mesh = init_device_mesh("cpu", communicator=sys.argv[1])
+comm, stream = mesh.communicator("control"), mesh.device.current_stream
+gather = mesh.device.new_stream("gather")
+numbers = np.zeros(4)
+comm.all_reduce(numbers, stream=stream)
+
+def fail():
+    raise ValueError("boo")
+
+def leave():
+    try:
+        sys.exit(3)
+    finally:
+        pass
+
+def stay():
+    try:
+        sys.exit(3)
+    except SystemExit:
+        pass
+
+if mesh.rank == 1:
+    print("raised at", time.time(), flush=True)
+    {case}
+{everyone}
+comm.all_reduce(numbers, stream=stream)
+print("done", flush=True)
+"""
+
+
+def run(case, communicator="shm", everyone="", size=3):
+    """How `mpirun` ended, and how many seconds after rank 1 raised."""
+    done = mpirun(size, ["-c", SCRIPT.format(case=case, everyone=everyone), communicator], timeout=30)
+    ended = time.time()
+    raised = re.search(r"raised at ([\d.]+)", done.stdout)
+    return done, ended - float(raised[1]) if raised else None
+
+
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
+@pytest.mark.parametrize(
+    ("case", "where"),
+    [
+        ("fail()", "main thread"),
+        ("gather.submit(fail); gather.synchronize()", "main thread"),
+        ("threading.Thread(target=fail, name='loader').start(); time.sleep(20)", "thread loader"),
+    ],
+    ids=["main", "stream", "thread"],
+)
+def test_a_rank_that_raises_ends_the_job_with_its_traceback(communicator, case, where):
+    done, seconds = run(case, communicator)
+    assert done.returncode == 1
+    assert seconds < 2
+    assert re.findall(r"^rank \d of \d failed.*", done.stderr, re.M) == [
+        f"rank 1 of 3 failed in its {where}:"
+    ]
+    assert done.stderr.count("ValueError: boo\n") == 1
+    assert done.stdout.count("done") == 0
+
+
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
+def test_ranks_that_all_raise_print_one_traceback(communicator):
+    done, _ = run("pass", communicator, everyone="raise ValueError(f'on rank {mesh.rank}')")
+    assert done.returncode == 1
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert len(re.findall(r"failed in its main thread:", done.stderr)) == 1
+
+
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
+def test_sys_exit_on_one_rank_ends_the_job_with_its_code(communicator):
+    done, seconds = run("leave()", communicator)
+    assert done.returncode == 3
+    assert seconds < 2
+    assert done.stderr.count("rank 1 of 3 called sys.exit(3)") == 1
+    assert "Traceback" not in done.stderr
+
+
+def test_sys_exit_on_all_ranks_stops_nobody():
+    done, _ = run("pass", everyone="time.sleep(0.2 * mesh.rank); sys.exit(75)")
+    assert done.returncode == 75
+    assert "called sys.exit" not in done.stderr
+
+
+def test_sys_exit_that_is_caught_is_no_exit():
+    done, _ = run("stay()")
+    assert (done.returncode, done.stdout.count("done")) == (0, 3)
+
+
+def test_an_interrupted_rank_ends_the_job():
+    done, seconds = run("raise KeyboardInterrupt")
+    assert done.returncode == 130
+    assert seconds < 2
+    assert done.stderr.count("rank 1 of 3 was interrupted") == 1
+
+
+@pytest.mark.parametrize("case", ["raise SystemExit(3)", "sys.exit(0)"])
+def test_on_one_node_a_rank_that_just_ends_is_missed_by_those_who_wait(case):
+    done, seconds = run(case)
+    assert done.returncode == 1
+    assert seconds < 2
+    assert "rank 1 has left; rank" in done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1
+
+
+def test_a_bad_argument_on_one_rank_ends_the_job():
+    done, seconds = run("comm.all_reduce(numbers[::2], stream=stream)")
+    assert done.returncode == 1
+    assert seconds < 2
+    assert "ValueError: all_reduce: buffer must be 1-D and contiguous" in done.stderr
+
+
+def test_ranks_may_end_at_different_times():
+    done, _ = run("pass", everyone="threading.Timer(0.1 * mesh.rank, print).start()")
+    assert (done.returncode, done.stdout.count("done")) == (0, 3)
+
+
+def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
+    maps = "print(''.join(line for line in open('/proc/self/maps') if 'mpich_shm_' in line), flush=True)"
+    done, _ = run(f"{maps}; fail()")
+    left = [line for line in done.stdout.splitlines() if "mpich_shm_" in line and "(deleted)" not in line]
+    assert done.returncode == 1
+    assert not left

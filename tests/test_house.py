@@ -1,0 +1,202 @@
+"""The house: who may import whom. DESIGN in one list; a module may import only from rooms below its own."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+# From the bottom up. A module belongs to the room with the longest name that begins its own.
+ROOMS = [
+    ["shardrt._environment"],
+    ["shardrt.kernels"],
+    ["shardrt.device"],
+    ["shardrt.comm"],
+    ["shardrt.random"],
+    ["shardrt.autograd"],
+    ["shardrt.functional"],
+    ["shardrt.tensor"],
+    ["shardrt.nn"],
+    ["shardrt.optim"],
+    ["shardrt.fsdp"],
+    ["shardrt.checkpoint"],
+    ["shardrt.train"],
+    ["shardrt"],  # the package itself: the public names
+    ["models", "bench"],
+]
+LEVEL = {room: level for level, rooms in enumerate(ROOMS) for room in rooms}
+
+FOLDERS = {"shardrt": "shardrt", "kernels": "shardrt.kernels", "models": "models", "bench": "bench"}
+
+
+def sources():
+    """(module name, path) of every source file; the links kernels and models inside shardrt not followed."""
+    for folder, package in FOLDERS.items():
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            relative = path.relative_to(ROOT / folder)
+            if folder == "shardrt" and relative.parts[0] in ("kernels", "models"):
+                continue
+            parts = [package, *relative.with_suffix("").parts]
+            yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts), path
+
+
+def imports_of(name, path):
+    """Full names of the modules of this project that a file imports, anywhere in it."""
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            for alias in node.names:
+                yield f"{base}.{alias.name}"
+
+
+def room_of(name):
+    parts = name.split(".")
+    for length in range(len(parts), 0, -1):
+        if ".".join(parts[:length]) in LEVEL:
+            return ".".join(parts[:length])
+    return None
+
+
+MODULES = dict(sources())
+
+
+def module_of(name):
+    """The module that a dotted name of an import lies in, or None for other packages."""
+    while name and name not in MODULES:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def type_checking_only(path):
+    """Names imported under `if TYPE_CHECKING:`, which never run."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING":
+            for inner in ast.walk(node):
+                if isinstance(inner, ast.ImportFrom):
+                    names |= {f"{inner.module}.{alias.name}" for alias in inner.names}
+    return names
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_imports_go_down(name):
+    path = MODULES[name]
+    own = room_of(name)
+    for imported in set(imports_of(name, path)) - type_checking_only(path):
+        room = room_of(imported)
+        if room is None or room == own or imported.partition(".")[0] not in ("shardrt", "models", "bench"):
+            continue
+        assert LEVEL[room] < LEVEL[own], f"{name} ({own}) imports {imported} ({room}), which is above it"
+
+
+def test_no_circle_when_modules_are_imported():
+    graph = {}
+    for name, path in MODULES.items():
+        top = ast.parse(path.read_text()).body
+        edges = set()
+        for node in top:
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                small = ast.Module([node], [])
+                edges |= set(_names(name, path, small))
+        graph[name] = {module_of(e) for e in edges} - {None, name}
+    state = {}
+
+    def visit(name, trail):
+        state[name] = "open"
+        for below in graph[name]:
+            # A package's own __init__ gathers its modules; importing a module loads it first: no circle.
+            if name.startswith(below + "."):
+                continue
+            assert state.get(below) != "open", f"circle: {' -> '.join([*trail, name, below])}"
+            if below not in state:
+                visit(below, [*trail, name])
+        state[name] = "done"
+
+    for name in graph:
+        if name not in state:
+            visit(name, [])
+
+
+def _names(name, path, tree):
+    package = name if path.name == "__init__.py" else name.rpartition(".")[0]
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        else:
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, base]).rstrip(".")
+            yield from (f"{base}.{alias.name}" for alias in node.names)
+
+
+def test_nobody_imports_the_bare_name_kernels():
+    """It belongs to another package on PyPI; ours is shardrt.kernels."""
+    for path in [*MODULES.values(), *(ROOT / "tests").rglob("*.py"), *(ROOT / "docs").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module]
+            assert not any(n.split(".")[0] == "kernels" for n in names), f"{path}:{node.lineno}"
+
+
+def test_kernels_and_models_are_links_and_kernels_is_no_package():
+    assert (ROOT / "shardrt" / "kernels").readlink() == Path("../kernels")
+    assert (ROOT / "shardrt" / "models").readlink() == Path("../models")
+    assert not (ROOT / "kernels" / "__init__.py").exists()
+
+
+def test_cupy_is_imported_in_no_place_that_runs_without_a_gpu():
+    allowed = {"shardrt.device.cuda", "shardrt.comm.nccl", "shardrt.kernels.cuda"}
+    for name, path in MODULES.items():
+        if any(name == place or name.startswith(place + ".") for place in allowed):
+            continue
+        for imported in imports_of(name, path):
+            assert imported.split(".")[0] not in ("cupy", "cupyx"), f"{name} imports {imported}"
+
+
+def test_kernels_know_no_tensor_and_no_rank():
+    for name, path in MODULES.items():
+        if name.startswith("shardrt.kernels"):
+            for imported in imports_of(name, path):
+                assert not imported.startswith("shardrt") or imported.startswith("shardrt.kernels"), name
+
+
+def _python(code, **environment):
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=120).stdout
+
+
+def test_import_loads_neither_numba_nor_mpi():
+    loaded = _python("import shardrt, sys; print(*sorted(m for m in sys.modules if '.' not in m))").split()
+    assert "numpy" in loaded
+    assert not {"numba", "mpi4py", "matplotlib", "safetensors", "torch"} & set(loaded)
+
+
+def test_import_takes_less_than_a_quarter_of_a_second():
+    code = "import time; t = time.perf_counter(); import shardrt; print(time.perf_counter() - t)"
+    seconds = min(float(_python(code)) for _ in range(5))
+    assert seconds < 0.25, f"import shardrt took {seconds:.3f} s"
+
+
+def test_public_names_of_the_readme_are_there():
+    _python(
+        "import shardrt\n"
+        "from shardrt import Tensor, no_grad, nn, optim, functional as F\n"
+        "from shardrt.comm import init_device_mesh\n"
+        "from shardrt.fsdp import fully_shard, ShardingStrategy\n"
+        "from shardrt.checkpoint import save, load, full_state_dict\n"
+        "from models.gpt import GPT, GPTConfig\n"
+        "from shardrt.models.gpt import GPT as Installed\n"
+    )

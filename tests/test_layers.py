@@ -1,0 +1,144 @@
+"""nn/layers.py and nn/init.py: gradients of whole layers, what parameters start as, errors."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, nn, random
+from shardrt import functional as F
+from tests.gradcheck import check_gradients, leaf, normal
+
+LAYERS = {
+    "Linear": lambda: nn.Linear(5, 3, dtype=np.float64),
+    "Linear without bias": lambda: nn.Linear(5, 3, bias=False, dtype=np.float64),
+    "LayerNorm": lambda: nn.LayerNorm(5, dtype=np.float64),
+    "LayerNorm without bias": lambda: nn.LayerNorm(5, bias=False, dtype=np.float64),
+    "RMSNorm": lambda: nn.RMSNorm(5, dtype=np.float64),
+    "GELU": lambda: nn.GELU("tanh"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_gradient_of_the_input_and_of_every_parameter(name):
+    layer = LAYERS[name]()
+    check_gradients(layer, leaf(normal(2, 4, 5)))
+    layer.zero_grad()
+    x, dy = normal(2, 4, 5), None
+    y = layer(leaf(x))
+    dy = normal(*y.shape, seed=1)
+    y.backward(dy)
+    for parameter in layer.parameters():
+        for index in np.ndindex(parameter.shape):
+            values = []
+            for step in (1e-5, -1e-5):
+                parameter.data[index] += step
+                values.append((layer(Tensor(x)).data * dy).sum())
+                parameter.data[index] -= step
+            assert parameter.grad[index] == pytest.approx((values[0] - values[1]) / 2e-5, rel=1e-6, abs=1e-8)
+
+
+def test_embedding_takes_rows_and_gives_their_gradients():
+    layer = nn.Embedding(7, 3)
+    tokens = np.array([[1, 4], [4, 0]])
+    y = layer(tokens)
+    np.testing.assert_array_equal(y.data, layer.weight.data[tokens])
+    y.sum().backward()
+    assert layer.weight.grad[:, 0].tolist() == [1, 1, 0, 0, 2, 0, 0]
+
+
+def test_dropout_acts_in_training_only():
+    layer, x = nn.Dropout(0.5), Tensor(np.ones(1000, np.float32))
+    assert (layer(x).data == 0).any()
+    assert layer.eval()(x) is x
+
+
+def test_layers_are_the_functions_of_their_parameters():
+    x = Tensor(normal(4, 6).astype(np.float32))
+    linear, norm, rms = nn.Linear(6, 3), nn.LayerNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)
+    np.testing.assert_array_equal(linear(x), F.linear(x, linear.weight, linear.bias))
+    np.testing.assert_array_equal(norm(x), F.layer_norm(x, norm.weight, norm.bias, 1e-3))
+    np.testing.assert_array_equal(rms(x), F.rms_norm(x, rms.weight, 1e-3))
+    np.testing.assert_array_equal(nn.GELU()(x), F.gelu(x))
+
+
+def test_parameters_start_as_in_torch():
+    shardrt.manual_seed(1)
+    linear, table = nn.Linear(400, 300), nn.Embedding(300, 400)
+    bound = 1 / 20
+    for parameter in (linear.weight, linear.bias):
+        assert -bound <= parameter.data.min() < -0.98 * bound and 0.98 * bound < parameter.data.max() <= bound
+        assert parameter.data.std() == pytest.approx(bound / np.sqrt(3), rel=0.05)
+    assert table.weight.data.mean() == pytest.approx(0, abs=0.02)
+    assert table.weight.data.std() == pytest.approx(1, rel=0.02)
+    norm = nn.LayerNorm(4)
+    assert norm.weight.data.tolist() == [1] * 4 and norm.bias.data.tolist() == [0] * 4
+
+
+def test_a_chosen_start_leaves_the_bias_at_zero():
+    linear = nn.Linear(50, 40, init=nn.init.Normal(0.0, 0.02))
+    assert linear.weight.data.std() == pytest.approx(0.02, rel=0.1)
+    assert (linear.bias.data == 0).all()
+
+
+SPECIFICATIONS = [
+    nn.init.Normal(1.0, 2.0),
+    nn.init.Uniform(-3.0, -1.0),
+    nn.init.Constant(4.0),
+    nn.init.Zeros(),
+    nn.init.Ones(),
+]
+
+
+@pytest.mark.parametrize("init", SPECIFICATIONS, ids=str)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_pieces_have_the_bits_of_the_whole(init, dtype):
+    key = random.name_key("blocks.3.weight")
+    whole = np.empty(1001, dtype)
+    init.fill(whole, 3, key, 0)
+    for cuts in ([0, 1, 2, 5, 500, 1001], [0, 333, 1001], [0, 64, 128, 1000, 1001]):
+        for start, stop in zip(cuts, cuts[1:], strict=False):
+            piece = np.empty(stop - start, dtype)
+            init.fill(piece, 3, key, start)
+            np.testing.assert_array_equal(piece, whole[start:stop])
+
+
+def test_specifications_have_their_moments():
+    out = np.empty(100_000)
+    nn.init.Normal(1.0, 2.0).fill(out, 0, 1, 0)
+    assert (out.mean(), out.std()) == (pytest.approx(1, abs=0.03), pytest.approx(2, rel=0.02))
+    nn.init.Uniform(-3.0, -1.0).fill(out, 0, 1, 0)
+    assert out.min() >= -3 and out.max() <= -1
+    assert (out.mean(), out.std()) == (pytest.approx(-2, abs=0.01), pytest.approx(2 / 12**0.5, rel=0.02))
+
+
+def test_seed_and_name_change_the_values():
+    init, values = nn.init.Normal(), []
+    for seed, key in ((0, 1), (0, 2), (1, 1), (2**63, 2**64 - 1)):
+        out = np.empty(10)
+        init.fill(out, seed, key, 0)
+        values.append(out.tobytes())
+    assert len(set(values)) == 4
+
+
+def test_specifications_are_values():
+    assert nn.init.Normal(0.0, 0.02) == nn.init.Normal(0.0, 0.02)
+    assert "std=0.02" in repr(nn.init.Normal(0.0, 0.02))
+
+
+@pytest.mark.parametrize(
+    "make, text",
+    [
+        (lambda: nn.Linear(0, 3), "Linear: in_features must be at least 1, got 0"),
+        (lambda: nn.Linear(3, -1), "out_features"),
+        (lambda: nn.Embedding(0, 3), "num_embeddings"),
+        (lambda: nn.LayerNorm(0), "LayerNorm: width"),
+        (lambda: nn.RMSNorm(0), "RMSNorm: width"),
+        (lambda: nn.Dropout(1.0), "p must be in"),
+        (lambda: nn.GELU("erf"), "'none' or 'tanh'"),
+        (lambda: nn.init.Normal(0.0, -1.0), "std must not be negative"),
+        (lambda: nn.init.Uniform(1.0, 0.0), "low must not be above high"),
+    ],
+)
+def test_what_does_not_fit_is_an_error(make, text):
+    with pytest.raises(ValueError, match=text):
+        make()
