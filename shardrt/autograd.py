@@ -98,6 +98,10 @@ class Variable:
         """True if no op made this variable."""
         return self.node is None
 
+    def value(self) -> Array:
+        """The array that an op reads, and may save for backward."""
+        return self.data
+
     def edge(self) -> "Edge":
         """Where the gradient of this variable goes, as the graph stands now."""
         return Edge(self.node, self.index, self if self.node is None else None)
@@ -188,7 +192,7 @@ class Function:
     def _raw(self, position: int, argument: Any) -> Any:
         if not isinstance(argument, Variable) or position in self.handles:
             return argument
-        return argument.data if self.strided else contiguous(argument.data)
+        return argument.value() if self.strided else contiguous(argument.value())
 
     def enter_tape(self) -> None:
         """Take the next sequence number."""

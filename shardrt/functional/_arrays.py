@@ -77,6 +77,16 @@ def flat(x: Array) -> Array:
     return x.reshape(-1)
 
 
+def broadcast(x: Array, shape: tuple[int, ...]) -> Array:
+    """A view of x in a larger shape.
+
+    NumPy makes it read-only even where it repeats nothing and is contiguous; kernels compiled for ordinary
+    arrays would have to be compiled again for that.
+    """
+    view = np.broadcast_to(x, shape)
+    return x.reshape(shape) if view.size == x.size else view
+
+
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
     """The adjoint of broadcasting from `shape`: sums over the dimensions that were added or stretched."""
     if gradient.shape == shape:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt.autograd import Function
-from shardrt.functional._arrays import empty_like, floating, tensor
+from shardrt.functional._arrays import broadcast, empty_like, floating, tensor
 from shardrt.functional.elementwise import div
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ class Sum(Function):
 
     def backward(self, dy: Array) -> tuple:
         shape, axes = self.saved
-        return np.broadcast_to(dy.reshape(_kept(shape, axes)), shape), None, None
+        return broadcast(dy.reshape(_kept(shape, axes)), shape), None, None
 
 
 def sum(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt.autograd import Function, Variable
-from shardrt.functional._arrays import empty, sum_to, tensor
+from shardrt.functional._arrays import broadcast, empty, sum_to, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -90,7 +90,7 @@ class Expand(Function):
 
     def forward(self, x: Array, shape: tuple[int, ...]) -> Array:
         self.saved = (x.shape,)
-        return np.broadcast_to(x, shape)
+        return broadcast(x, shape)
 
     def backward(self, dy: Array) -> tuple:
         (shape,) = self.saved

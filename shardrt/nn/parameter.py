@@ -89,6 +89,13 @@ class Parameter(Tensor):
     def data(self, values: Any) -> None:
         self.storage.full(self)[...] = values
 
+    def value(self) -> Array:
+        """For ops that take arrays, not handles: a copy where the storage lends its memory only for a while.
+
+        Such an op may save the array, or a view of it, beyond the time for which the unit is gathered.
+        """
+        return self.data if isinstance(self.storage, LocalStorage) else self.data.copy()
+
     @property
     def shard(self) -> Array:
         """What this rank holds of it: a 1-D view (possibly empty) of its storage."""

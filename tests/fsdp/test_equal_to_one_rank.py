@@ -4,10 +4,19 @@ import numpy as np
 import pytest
 
 from shardrt import optim
+from tests.fsdp.nets import (
+    CalledTwice,
+    Frozen,
+    Nested,
+    Net,
+    NeverCalled,
+    PartlyUsed,
+    TiedInside,
+    Viewed,
+    train_on,
+)
 
-from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, NeverCalled, PartlyUsed, TiedInside, train_on
-
-MODELS = [Net, CalledTwice, NeverCalled, TiedInside, Nested, Frozen]
+MODELS = [Net, CalledTwice, NeverCalled, TiedInside, Nested, Frozen, Viewed]
 
 
 def assert_same_training(found, expected, tolerance=2e-5):

@@ -78,6 +78,12 @@ def test_an_expanded_tensor_may_go_into_any_op():
     check_gradients(lambda x: F.gelu(F.expand(x, (1, 5))), x)
 
 
+def test_no_array_that_a_kernel_gets_is_read_only():
+    """A Numba kernel would be compiled a second time for it."""
+    assert F.expand(leaf(normal(5)), (1, 1, 5)).data.flags.writeable
+    assert F.sum(leaf(normal(3, 1)), 1).node.backward(np.ones(3))[0].flags.writeable
+
+
 @pytest.mark.parametrize(
     "call, text",
     [

@@ -1,0 +1,90 @@
+"""How kernels are compiled: three decorators, and exp and erf that vectorise.
+
+All release the interpreter lock and are cached on disk. The wheel of llvmlite has no vector math library, so
+exp and erf of float32 are polynomials here (relative error of exp 2e-7, absolute error of erf 2e-7);
+float64, which gradient checks use, takes the ones of libm.
+"""
+
+import math
+
+import numpy as np
+from llvmlite import ir
+from numba import njit, types
+from numba.extending import intrinsic, overload
+
+_COMMON = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+# The same bits however a range is cut: no reordering, no fused multiply-add.
+exact = njit(**_COMMON)
+# Elementwise work: fused multiply-adds allowed, sums not reordered.
+fused = njit(fastmath={"contract", "arcp", "nsz"}, **_COMMON)
+# Sums and maxima over a row may be reordered, which is what makes them vectorise.
+reordered = njit(fastmath={"reassoc", "contract", "arcp", "nsz", "nnan"}, **_COMMON)
+
+
+@intrinsic
+def _float_of_bits(typing_context, bits):
+    """The float32 with these 32 bits."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(arguments[0], ir.FloatType())
+
+    return types.float32(types.int32), generate
+
+
+def exp(x):
+    """e to the power x, for kernels: dispatched by type below."""
+    raise NotImplementedError("only inside kernels")
+
+
+def erf(x):
+    """The error function, for kernels: dispatched by type below."""
+    raise NotImplementedError("only inside kernels")
+
+
+_f = np.float32
+_LOG2E, _LN2_HIGH, _LN2_LOW = _f(1.44269504088896), _f(0.693359375), _f(-2.12194440e-4)
+_LOWEST, _HIGHEST, _ZERO, _HALF, _ONE = _f(-87.3), _f(88.3), _f(0), _f(0.5), _f(1)
+# exp(r) on |r| <= ln(2) / 2 (Moshier, Cephes, expf).
+_E0, _E1, _E2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
+_E3, _E4, _E5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
+
+
+@overload(exp, jit_options={"fastmath": {"contract"}}, inline="never")
+def _exp(x):
+    if x == types.float64:
+        return lambda x: math.exp(x)
+
+    def exp32(x):
+        given = x
+        x = min(max(x, _LOWEST), _HIGHEST)
+        n = math.floor(x * _LOG2E + _HALF)
+        r = x - n * _LN2_HIGH - n * _LN2_LOW
+        p = ((((_E0 * r + _E1) * r + _E2) * r + _E3) * r + _E4) * r + _E5
+        y = p * r * r + r + _ONE
+        y *= _float_of_bits(np.int32((np.int32(n) + np.int32(127)) << np.int32(23)))
+        if given >= _LOWEST:
+            return y
+        return _ZERO if given == given else given  # 0 where it underflows; nan stays nan
+
+    return exp32
+
+
+# erf, Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26.
+_P = _f(0.3275911)
+_A1, _A2, _A3 = _f(0.254829592), _f(-0.284496736), _f(1.421413741)
+_A4, _A5 = _f(-1.453152027), _f(1.061405429)
+
+
+@overload(erf, jit_options={"fastmath": {"contract"}}, inline="never")
+def _erf(x):
+    if x == types.float64:
+        return lambda x: math.erf(x)
+
+    def erf32(x):
+        a = abs(x)
+        t = _ONE / (_ONE + _P * a)
+        y = _ONE - ((((_A5 * t + _A4) * t + _A3) * t + _A2) * t + _A1) * t * exp(-a * a)
+        return y if x >= 0 else -y
+
+    return erf32

@@ -1,0 +1,55 @@
+"""Compiles, or loads from the cache, what training in float32 needs, by calling it on tiny arrays.
+
+One rank of a node does this first; the others then find everything in the cache.
+"""
+
+import numpy as np
+
+from shardrt.kernels.cpu import (
+    activation,
+    adamw,
+    attention,
+    cross_entropy,
+    dropout,
+    embedding,
+    layer_norm,
+    linear,
+    philox,
+    reduce,
+    rms_norm,
+    sgd,
+    softmax,
+)
+
+
+def warm_up() -> None:
+    """Call every kernel once in float32."""
+    x, y, z = np.ones((3, 2, 4), np.float32)
+    weight, bias, row = np.ones((3, 4), np.float32)
+    one, two = np.ones((2, 2), np.float32)
+    index = np.zeros(2, np.int64)
+    for name in ("gelu_tanh", "gelu_erf", "silu"):
+        getattr(activation, f"{name}_forward")(x.reshape(-1), y.reshape(-1))
+        getattr(activation, f"{name}_backward")(z.reshape(-1), x.reshape(-1), y.reshape(-1))
+    layer_norm.forward(x, weight, bias, y, one, two, 1e-5)
+    layer_norm.backward(z, x, weight, one, two, y, row, bias, False)
+    rms_norm.forward(x, weight, y, one, 1e-5)
+    rms_norm.backward(z, x, weight, one, y, row, False)
+    softmax.forward(x, y)
+    softmax.backward(z, x, y)
+    cross_entropy.forward(x, index, one, two, -100)
+    cross_entropy.backward(x, index, two, y, 1.0, -100)
+    embedding.forward(index, x, y)
+    embedding.backward(index, y, x)
+    philox.uniform(row, 1, 2, 0)
+    philox.normal(row, 1, 2, 0, 0.0, 1.0)
+    dropout.forward(row, bias, 0.5, 1, 2, 0)
+    linear.backward_bias(x, row, False)
+    reduce.sum_into(row, [bias, weight], 1.0, False)
+    reduce.square_sum(row)
+    starts, stops, rates = np.array([0]), np.array([4]), np.array([0.1])
+    adamw.step(row, bias, weight, x[0], starts, stops, rates, rates, 0.9, 0.99, 1e-8, 1, 1.0)
+    sgd.step(row, bias, None, starts, stops, rates, rates, 0.0, 0.0, False, True)
+    sgd.step(row, bias, weight, starts, stops, rates, rates, 0.9, 0.0, False, True)
+    q = np.ones((1, 2, 1, 1, 4), np.float32).transpose(1, 0, 2, 3, 4)[0]
+    attention.forward(q, q, q, np.empty_like(q), np.empty((1, 1, 1), np.float32), causal=True, scale=1.0)

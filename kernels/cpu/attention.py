@@ -1,0 +1,146 @@
+"""Attention in tiles that stay in cache: matrix products by BLAS, the softmax between them fused.
+
+(Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
+that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
+exponentials; backward makes the scores again from it.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cpu._jit import exp, reordered
+from shardrt.kernels.cpu._threads import run_rows, threads
+from shardrt.kernels.cpu.matmul import matmul, set_blas_threads
+
+Array = Any
+
+TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB
+
+
+def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
+    """y = softmax(q k^T scale) v per head.
+
+    q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
+    dimension. lse (batch, heads, time). causal: query t sees keys up to t.
+    """
+    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale)
+
+
+def backward(
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
+    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale)
+
+
+def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
+    """Bytes of forward: q, k, v, y."""
+    return 4 * batch * heads * time * head_dim * itemsize
+
+
+def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True) -> int:
+    """Operations of forward's two products; backward has five."""
+    return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
+
+
+def _over_heads(kernel: Any, q: Array, k: Array, arrays: tuple, causal: bool, scale: float) -> None:
+    """Run `kernel` for every head of every sequence, on all threads of this rank."""
+    batch, heads, time, _ = q.shape
+    split = threads() > 1
+    if split:
+        set_blas_threads(1)  # heads go to threads, not pieces of small products
+    work = batch * heads * time * k.shape[2]
+    run_rows(kernel, batch * heads, work, heads, arrays, causal, q.dtype.type(scale))
+    if split:
+        set_blas_threads(threads())
+
+
+def _tiles(time: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
+    """(first query, one past the last, keys that they see) of every tile."""
+    starts = range(0, time, TILE)
+    return [(i, min(i + TILE, time), min(i + TILE, time) if causal else keys) for i in starts]
+
+
+def _forward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
+    time, keys = arrays[0].shape[2], arrays[1].shape[2]
+    memory = np.empty(min(TILE, time) * keys, arrays[0].dtype)
+    for head in range(start, stop):
+        q, k, v, y, lse = (array[head // heads, head % heads] for array in arrays)
+        for low, high, seen in _tiles(time, keys, causal):
+            scores = memory[: (high - low) * seen].reshape(high - low, seen)
+            np.matmul(q[low:high], k[:seen].T, out=scores)
+            _softmax(scores, lse[low:high], scale, low if causal else keys)
+            np.matmul(scores, v[:seen], out=y[low:high])
+
+
+def _backward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
+    time, keys = arrays[1].shape[2], arrays[2].shape[2]
+    dtype = arrays[1].dtype
+    memory, dmemory = np.empty((2, min(TILE, time) * keys), dtype)
+    for head in range(start, stop):
+        dy, q, k, v, y, lse, dq, dk, dv = (array[head // heads, head % heads] for array in arrays)
+        # From the last tile, which sees all keys and writes their gradients; the others add.
+        for low, high, seen in reversed(_tiles(time, keys, causal)):
+            scores = memory[: (high - low) * seen].reshape(high - low, seen)
+            dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
+            np.matmul(q[low:high], k[:seen].T, out=scores)
+            np.matmul(dy[low:high], v[:seen].T, out=dscores)
+            first = low if causal else keys
+            _softmax_backward(scores, dscores, dy[low:high], y[low:high], lse[low:high], scale, first)
+            add = high < time
+            matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
+            matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
+            np.matmul(dscores, k[:seen], out=dq[low:high])
+
+
+@reordered
+def _softmax(scores, lse, scale, first):
+    """Scores become probabilities in place. Query i sees keys up to first + i."""
+    for i in range(scores.shape[0]):
+        line = scores[i]
+        seen = min(first + i + 1, line.size)
+        near, far = line[:seen], line[seen:]
+        highest = near[0] * scale
+        for j in range(near.size):
+            highest = max(highest, near[j] * scale)
+        total = scores.dtype.type(0)
+        for j in range(near.size):
+            value = exp(near[j] * scale - highest)
+            near[j] = value
+            total += value
+        factor = scores.dtype.type(1) / total
+        for j in range(near.size):
+            near[j] *= factor
+        far[:] = 0
+        lse[i] = highest + np.log(total)
+
+
+@reordered
+def _softmax_backward(scores, dscores, dy, y, lse, scale, first):
+    """In place: scores become probabilities, dscores the gradient of the scores before scaling."""
+    for i in range(scores.shape[0]):
+        line, dline, upper, out = scores[i], dscores[i], dy[i], y[i]
+        seen = min(first + i + 1, line.size)
+        dot = scores.dtype.type(0)
+        for j in range(out.size):
+            dot += upper[j] * out[j]
+        near, dnear = line[:seen], dline[:seen]
+        shift = lse[i]
+        for j in range(near.size):
+            probability = exp(near[j] * scale - shift)
+            near[j] = probability
+            dnear[j] = probability * (dnear[j] - dot) * scale
+        line[seen:] = 0
+        dline[seen:] = 0

@@ -1,0 +1,64 @@
+"""Cross entropy from logits: the loss of every row, and the gradient of the logits."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cpu._jit import exp, reordered
+from shardrt.kernels.cpu._threads import run_rows
+
+Array = Any
+
+
+def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
+    """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
+
+    logits (rows, vocab); targets int64, losses, lse (rows,).
+    """
+    run_rows(_forward, logits.shape[0], logits.size, logits, targets, losses, lse, ignore_index)
+
+
+def backward(
+    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: float, ignore_index: int
+) -> None:
+    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself."""
+    factor = logits.dtype.type(scale)
+    run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, factor, ignore_index)
+
+
+def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:
+    """Bytes of forward: a row stays in cache between its two passes. Backward moves twice as many."""
+    return rows * vocab * itemsize
+
+
+def flops(rows: int, vocab: int) -> int:
+    """Operations of forward, about, an exponential counted as ten."""
+    return 13 * rows * vocab
+
+
+@reordered
+def _forward(start, stop, logits, targets, losses, lse, ignore_index):
+    for row in range(start, stop):
+        line = logits[row]
+        highest = line[0]
+        for j in range(line.size):
+            highest = max(highest, line[j])
+        total = logits.dtype.type(0)
+        for j in range(line.size):
+            total += exp(line[j] - highest)
+        lse[row] = highest + np.log(total)
+        target = targets[row]
+        losses[row] = 0 if target == ignore_index else lse[row] - line[target]
+
+
+@reordered
+def _backward(start, stop, logits, targets, lse, dlogits, scale, ignore_index):
+    for row in range(start, stop):
+        line, out, target = logits[row], dlogits[row], targets[row]
+        if target == ignore_index:
+            out[:] = 0
+            continue
+        shift = lse[row]
+        for j in range(line.size):
+            out[j] = exp(line[j] - shift) * scale
+        out[target] -= scale

@@ -1,0 +1,47 @@
+"""Dropout whose mask is a function of (seed, call, element): backward makes it again, nothing is stored."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cpu._jit import exact
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.philox import words
+
+Array = Any
+
+
+def forward(x: Array, y: Array, p: float, seed: int, call: int, offset: int) -> None:
+    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays."""
+    threshold = np.uint64(p * 2.0**32)
+    scale = x.dtype.type(0 if p == 1 else 1 / (1 - p))
+    keys = np.uint64(seed), np.uint64(call), np.uint64(offset)
+    run_rows(_apply, x.size, x.size, x, y, threshold, scale, *keys)
+
+
+def backward(dy: Array, dx: Array, p: float, seed: int, call: int, offset: int) -> None:
+    """dx from dy, by the mask of forward."""
+    forward(dy, dx, p, seed, call, offset)
+
+
+def bytes_moved(count: int, itemsize: int = 4) -> int:
+    """Bytes of forward, and of backward."""
+    return 2 * count * itemsize
+
+
+def flops(count: int) -> int:
+    """Integer operations, about."""
+    return 25 * count
+
+
+@exact
+def _apply(start, stop, x, y, threshold, scale, seed, call, offset):
+    four = np.uint64(4)
+    first, last = offset + np.uint64(start), offset + np.uint64(stop)
+    for block in range(first // four, (last + np.uint64(3)) // four):
+        numbers = words(seed, call, np.uint64(block))
+        for lane in range(4):
+            element = np.uint64(block) * four + np.uint64(lane)
+            if first <= element < last:
+                i = np.int64(element - offset)
+                y[i] = x[i] * scale if numbers[lane] >= threshold else x.dtype.type(0)

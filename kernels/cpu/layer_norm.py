@@ -1,0 +1,99 @@
+"""Layer norm over the last dimension (Ba et al., Layer Normalization, 2016)."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cpu._jit import reordered
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
+
+Array = Any
+
+
+def forward(
+    x: Array, weight: Array, bias: Array | None, y: Array, mean: Array, rstd: Array, eps: float
+) -> None:
+    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward."""
+    shift = np.zeros_like(weight) if bias is None else bias
+    run_rows(_forward, x.shape[0], x.size, x, weight, shift, y, mean, rstd, x.dtype.type(eps))
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    dx: Array | None,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> None:
+    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted."""
+    rows, width = x.shape
+    blocks = -(-rows // ROWS)
+    dweights, dbiases = np.empty((blocks, width), x.dtype), np.empty((blocks, width), x.dtype)
+    wanted, target = dx is not None, dy if dx is None else dx
+    run_rows(_backward, blocks, x.size, dy, x, weight, mean, rstd, target, wanted, dweights, dbiases)
+    if dweight is not None:
+        combine_blocks(dweights, dweight, accumulate)
+    if dbias is not None:
+        combine_blocks(dbiases, dbias, accumulate)
+
+
+def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of forward: x read, y written. Backward: dy and x read, dx written, half as much again."""
+    return 2 * rows * width * itemsize
+
+
+def flops(rows: int, width: int) -> int:
+    """Operations of forward, about."""
+    return 8 * rows * width
+
+
+@reordered
+def _forward(start, stop, x, weight, bias, y, mean, rstd, eps):
+    width = x.shape[1]
+    one = x.dtype.type(1)
+    scale = one / x.dtype.type(width)
+    for row in range(start, stop):
+        line, out = x[row], y[row]
+        total = x.dtype.type(0)
+        for j in range(width):
+            total += line[j]
+        centre = total * scale
+        squares = x.dtype.type(0)
+        for j in range(width):
+            squares += (line[j] - centre) * (line[j] - centre)
+        factor = one / np.sqrt(squares * scale + eps)
+        for j in range(width):
+            out[j] = (line[j] - centre) * factor * weight[j] + bias[j]
+        mean[row], rstd[row] = centre, factor
+
+
+@reordered
+def _backward(start, stop, dy, x, weight, mean, rstd, dx, wanted, dweights, dbiases):
+    width = x.shape[1]
+    scale = x.dtype.type(1) / x.dtype.type(width)
+    for block in range(start, stop):
+        dweight, dbias = dweights[block], dbiases[block]
+        dweight[:] = 0
+        dbias[:] = 0
+        for row in range(block * ROWS, min((block + 1) * ROWS, x.shape[0])):
+            line, upper, out = x[row], dy[row], dx[row]
+            centre, factor = mean[row], rstd[row]
+            first = x.dtype.type(0)
+            second = x.dtype.type(0)
+            for j in range(width):
+                normal = (line[j] - centre) * factor
+                first += upper[j] * weight[j]
+                second += upper[j] * weight[j] * normal
+                dweight[j] += upper[j] * normal
+                dbias[j] += upper[j]
+            if wanted:
+                first *= scale
+                second *= scale
+                for j in range(width):
+                    normal = (line[j] - centre) * factor
+                    out[j] = factor * (upper[j] * weight[j] - first - normal * second)

@@ -1,0 +1,112 @@
+"""Matrix product by NumPy's own OpenBLAS, bound by ctypes: it can add to what is there (beta = 1).
+
+np.matmul cannot, and a weight gradient that is added to another needs just that: no temporary, no second
+pass. Transposed and strided views are passed on as they are. Without the symbol np.matmul takes over.
+"""
+
+import ctypes
+from functools import cache
+from typing import Any
+
+import numpy as np
+from threadpoolctl import threadpool_info
+
+Array = Any
+
+_ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
+
+
+def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
+    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched."""
+    if a.ndim == 2:
+        gemm = _gemm(a.dtype.char)
+        if gemm is not None and min(*a.shape, *b.shape) > 1:
+            plain = _plain(out)
+            if plain is not None and not plain[0]:
+                _call(gemm, a, b, out, plain[1], accumulate)
+                return
+    if accumulate:
+        out += np.matmul(a, b)
+    else:
+        np.matmul(a, b, out=out)
+
+
+def set_blas_threads(count: int) -> None:
+    """Change the number of threads that BLAS uses, where the library is known."""
+    library, prefix, suffix = _library()
+    if library is not None:
+        getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(ctypes.c_int(count))
+
+
+def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:
+    """Bytes of both factors and the result of an (m, k) x (k, n) product, each touched once."""
+    return (m * k + k * n + m * n) * itemsize
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Multiplications and additions of an (m, k) x (k, n) product."""
+    return 2 * m * n * k
+
+
+def _call(gemm: Any, a: Array, b: Array, out: Array, ldc: int, accumulate: bool) -> None:
+    (m, k), n = a.shape, b.shape[1]
+    order_a, order_b = _plain(a), _plain(b)
+    if order_a is None:
+        a = np.ascontiguousarray(a)
+        order_a = _plain(a)
+    if order_b is None:
+        b = np.ascontiguousarray(b)
+        order_b = _plain(b)
+    gemm(
+        _ROW_MAJOR,
+        _TRANSPOSED if order_a[0] else _PLAIN,
+        _TRANSPOSED if order_b[0] else _PLAIN,
+        m,
+        n,
+        k,
+        1.0,
+        a.__array_interface__["data"][0],
+        order_a[1],
+        b.__array_interface__["data"][0],
+        order_b[1],
+        1.0 if accumulate else 0.0,
+        out.__array_interface__["data"][0],
+        ldc,
+    )
+
+
+def _plain(a: Array) -> tuple[bool, int] | None:
+    """(transposed, leading dimension) of a matrix that BLAS can read where it lies, else None."""
+    item = a.itemsize
+    (rows, columns), (down, right) = a.shape, a.strides
+    if right == item and down % item == 0 and down >= columns * item:
+        return False, down // item
+    if down == item and right % item == 0 and right >= rows * item:
+        return True, right // item
+    return None
+
+
+@cache
+def _library() -> tuple[Any, str, str]:
+    """(NumPy's OpenBLAS, prefix and suffix of its symbols), or (None, "", "")."""
+    for found in threadpool_info():
+        if found["internal_api"] != "openblas" or "numpy" not in found["filepath"]:
+            continue
+        library = ctypes.CDLL(found["filepath"])
+        for prefix, suffix in (("scipy_", "64_"), ("", "64_")):  # with 64-bit integers
+            if hasattr(library, f"{prefix}cblas_sgemm{suffix}"):
+                return library, prefix, suffix
+    return None, "", ""
+
+
+@cache
+def _gemm(char: str) -> Any:
+    library, prefix, suffix = _library()
+    if library is None or char not in "fd":
+        return None
+    function = getattr(library, f"{prefix}cblas_{'s' if char == 'f' else 'd'}gemm{suffix}")
+    real = ctypes.c_float if char == "f" else ctypes.c_double
+    size, pointer, flag = ctypes.c_int64, ctypes.c_void_p, ctypes.c_int
+    function.argtypes = [flag] * 3 + [size] * 3 + [real, pointer, size, pointer, size, real, pointer, size]
+    function.restype = None
+    return function

@@ -1,0 +1,80 @@
+"""RMS norm over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019)."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cpu._jit import reordered
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
+
+Array = Any
+
+
+def forward(x: Array, weight: Array, y: Array, rstd: Array, eps: float) -> None:
+    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward."""
+    run_rows(_forward, x.shape[0], x.size, x, weight, y, rstd, x.dtype.type(eps))
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    rstd: Array,
+    dx: Array | None,
+    dweight: Array | None,
+    accumulate: bool,
+) -> None:
+    """dx written; dweight (width,) written or added to. None where one is not wanted."""
+    rows, width = x.shape
+    blocks = -(-rows // ROWS)
+    dweights = np.empty((blocks, width), x.dtype)
+    wanted, target = dx is not None, dy if dx is None else dx
+    run_rows(_backward, blocks, x.size, dy, x, weight, rstd, target, wanted, dweights)
+    if dweight is not None:
+        combine_blocks(dweights, dweight, accumulate)
+
+
+def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of forward: x read, y written."""
+    return 2 * rows * width * itemsize
+
+
+def flops(rows: int, width: int) -> int:
+    """Operations of forward, about."""
+    return 4 * rows * width
+
+
+@reordered
+def _forward(start, stop, x, weight, y, rstd, eps):
+    width = x.shape[1]
+    one = x.dtype.type(1)
+    for row in range(start, stop):
+        line, out = x[row], y[row]
+        squares = x.dtype.type(0)
+        for j in range(width):
+            squares += line[j] * line[j]
+        factor = one / np.sqrt(squares / x.dtype.type(width) + eps)
+        for j in range(width):
+            out[j] = line[j] * factor * weight[j]
+        rstd[row] = factor
+
+
+@reordered
+def _backward(start, stop, dy, x, weight, rstd, dx, wanted, dweights):
+    width = x.shape[1]
+    for block in range(start, stop):
+        dweight = dweights[block]
+        dweight[:] = 0
+        for row in range(block * ROWS, min((block + 1) * ROWS, x.shape[0])):
+            line, upper, out = x[row], dy[row], dx[row]
+            factor = rstd[row]
+            dot = x.dtype.type(0)
+            for j in range(width):
+                normal = line[j] * factor
+                dot += upper[j] * weight[j] * normal
+                dweight[j] += upper[j] * normal
+            if wanted:
+                dot /= x.dtype.type(width)
+                for j in range(width):
+                    out[j] = factor * (upper[j] * weight[j] - line[j] * factor * dot)
