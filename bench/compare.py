@@ -178,6 +178,7 @@ def table(result: dict) -> str:
             f"{entry['contestant']:<22} {entry['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
             f"{entry['tokens_per_s']:9.0f} {entry['peak_rss_mb']:8.0f}  {spread}"
         )
+    lines.append(f"shardrt's matrix products: {entries[0]['versions']['blas']}")
     lines.append(f"losses agree to {result['loss_difference']:.1e} of their size (limit {TOLERANCE:.0e})")
     return "\n".join(lines)
 

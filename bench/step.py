@@ -9,10 +9,10 @@ largest rank's) and what they belong to.
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
-import os
 import time
 
 import numpy as np
+from threadpoolctl import threadpool_info
 
 import shardrt.checkpoint
 from bench import workload as w
@@ -87,6 +87,7 @@ def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> Non
 
     ranks = gathered([*seconds[options.warmup :], w.process_peak_mb(), *losses], mesh)
     if mesh.rank == 0:
+        blas = next(library for library in threadpool_info() if library["user_api"] == "blas")
         result = w.figures(
             workload,
             contestant=f"shardrt {options.strategy}",
@@ -98,12 +99,15 @@ def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> Non
                 "strategy": options.strategy,
                 "prefetch": options.prefetch,
                 "communicator": type(mesh.communicator("control")).__name__,
-                "threads_per_rank": int(os.environ["OPENBLAS_NUM_THREADS"]),
-                "OPENBLAS_CORETYPE": os.environ.get("OPENBLAS_CORETYPE", ""),
+                "threads_per_rank": blas["num_threads"],
                 "warmup": options.warmup,
                 "clip": options.clip,
             },
-            versions={"shardrt": shardrt.__version__},
+            versions={
+                "shardrt": shardrt.__version__,
+                # The kernels that it chose decide more than anything else here: AVX-512 or not.
+                "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}",
+            },
         )
         w.show(result, options)
 

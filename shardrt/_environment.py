@@ -27,32 +27,11 @@ def threads_per_rank() -> int:
     return max(1, cores if bound else cores // ranks)
 
 
-def openblas_core() -> str | None:
-    """The OpenBLAS kernels to ask for by name, where its own choice is known to be wrong, else None.
-
-    OpenBLAS up to 0.3.31 does not know AMD family 26 (Zen 5) and falls back to its AVX2 kernels; the
-    AVX-512 ones are twice as fast there (117 against 230 GFLOP/s in fp32).
-    """
-    try:
-        with open("/proc/cpuinfo", encoding="ascii", errors="replace") as file:
-            head = file.read(4096)
-    except OSError:
-        return None
-    fields = dict(line.split(":", 1) for line in head.split("\n\n", 1)[0].splitlines() if ":" in line)
-    fields = {key.strip(): value.strip() for key, value in fields.items()}
-    zen5 = fields.get("vendor_id") == "AuthenticAMD" and fields.get("cpu family") == "26"
-    features = set(fields.get("flags", "").split())
-    return "SkylakeX" if zen5 and {"avx512f", "avx512bw", "avx512dq", "avx512vl"} <= features else None
-
-
 def prepare() -> None:
     """Set the variables that are not set yet; called once, on the import of shardrt."""
     threads = str(threads_per_rank())
     for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
         os.environ.setdefault(name, threads)
-    core = openblas_core()
-    if core:
-        os.environ.setdefault("OPENBLAS_CORETYPE", core)
     if "numpy" in sys.modules:  # too late for the variables; the count, at least, can still be changed
         from threadpoolctl import threadpool_limits
 

@@ -113,7 +113,7 @@ def fake(milliseconds, losses=(2.0, 1.0)):
         peak_rss_mb=[10.0, 20.0],
         parameters=5,
         settings={},
-        versions={},
+        versions={"blas": "none"},
     )
 
 

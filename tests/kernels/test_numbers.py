@@ -1,0 +1,176 @@
+"""Kernels against NumPy in float64, with poisoned outputs, and the promises that no op test sees.
+
+Forward and backward of every op are held against finite differences and PyTorch in tests/functional.
+"""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels import cpu as K
+from shardrt.kernels.cpu import _jit
+
+DTYPES = [np.float32, np.float64]
+TOLERANCE = {np.float32: 2e-6, np.float64: 1e-12}
+
+
+@pytest.fixture(params=[1, 2])
+def kernel_threads(request):
+    before = K.threads()
+    K.set_threads(request.param)
+    yield request.param
+    K.set_threads(before)
+
+
+def normal(shape, dtype, seed=0):
+    return np.random.default_rng(seed).standard_normal(shape).astype(dtype)
+
+
+def poisoned(shape, dtype):
+    return np.full(shape, np.nan, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_exp_is_accurate_over_its_whole_range(dtype):
+    x = np.linspace(-87, 88, 100_001).astype(dtype)
+    y = poisoned(x.shape, dtype)
+    _apply_exp(x, y)
+    exact = np.exp(x.astype(np.float64))
+    assert (np.abs(y - exact) <= 3 * np.finfo(dtype).eps * exact).all()
+
+
+def test_exp_underflows_to_zero_and_keeps_nan():
+    x = np.array([-100, -np.inf, np.nan], np.float32)
+    y = poisoned(3, np.float32)
+    _apply_exp(x, y)
+    assert y[0] == 0 and y[1] == 0 and np.isnan(y[2])
+
+
+@_jit.fused
+def _apply_exp(x, y):
+    for i in range(x.size):
+        y[i] = _jit.exp(x[i])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (2, 3, 5), (7, 1, 4), (33, 65, 17), (64, 64, 64)])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_matmul_of_every_kind_of_view(dtype, shape, accumulate):
+    m, n, k = shape
+    plain_a, plain_b = normal((m, k), dtype), normal((k, n), dtype, 1)
+    spaced_a, spaced_b = normal((m, 2 * k), dtype)[:, :k], normal((2 * k, n), dtype, 1)[::2]
+    for a in (plain_a, np.asfortranarray(plain_a), spaced_a, normal((k, m), dtype).T, plain_a[:, ::-1]):
+        for b in (plain_b, np.asfortranarray(plain_b), spaced_b, normal((n, k), dtype).T):
+            room = normal((m, n + 3), dtype, 2) if accumulate else poisoned((m, n + 3), dtype)
+            out = room[:, :n]
+            expected = a.astype(np.float64) @ b + (out if accumulate else 0)
+            K.matmul.matmul(a, b, out, accumulate=accumulate)
+            np.testing.assert_allclose(out, expected, rtol=0, atol=20 * k * TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("parts", [1, 2, 3, 5])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("into", ["other", "own part"])
+def test_sum_into_adds_in_rank_order_and_may_be_cut_anywhere(dtype, parts, accumulate, into, kernel_threads):
+    size = 40_003
+    buffers = [normal(size, dtype, seed) for seed in range(parts)]
+    out = buffers[-1] if into == "own part" else normal(size, dtype, 99)
+    total = buffers[0].copy()
+    for part in buffers[1:]:
+        total = total + part
+    expected = dtype(0.5) * total
+    if accumulate:
+        expected = out + expected
+    cut = out.copy()
+    for low, high in ((0, 17), (17, 20_000), (20_000, size)):
+        pieces = [cut[low:high] if part is out else part[low:high] for part in buffers]
+        K.reduce.sum_into(cut[low:high], pieces, 0.5, accumulate)
+    K.reduce.sum_into(out, buffers, 0.5, accumulate)
+    assert np.array_equal(out, expected)
+    assert np.array_equal(cut, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", ["uniform", "normal"])
+def test_random_numbers_are_the_same_bits_in_any_pieces(dtype, kind, kernel_threads):
+    def fill(out, offset):
+        numbers = (0.5, 2.0) if kind == "normal" else ()
+        getattr(K.philox, kind)(out, 7, 2**63 + 5, offset, *numbers)
+        return out
+
+    whole = fill(poisoned(40_007, dtype), 1)
+    edges = [0, 1, 2, 3, 5, 8, 1000, 1001, 30_002, 40_007]
+    for low, high in zip(edges, edges[1:], strict=False):
+        assert np.array_equal(fill(poisoned(high - low, dtype), 1 + low), whole[low:high])
+
+
+def test_philox_gives_the_published_numbers():
+    """Known answers of Random123 for philox4x32-10: counter and key all zero, and all ones."""
+    zero = K.philox.words(np.uint64(0), np.uint64(0), np.uint64(0))
+    ones = K.philox.words(np.uint64(2**64 - 1), np.uint64(2**64 - 1), np.uint64(2**64 - 1))
+    assert [int(w) for w in zero] == [0x6627E8D5, 0xE169C58D, 0xBC57AC4C, 0x9B00DBD8]
+    assert [int(w) for w in ones] == [0x408F276D, 0x41C83B0E, 0xA20BC7C6, 0x6D5451FD]
+
+
+def test_random_numbers_have_their_distribution():
+    x = np.empty(200_000, np.float64)
+    K.philox.uniform(x, 3, 4, 0)
+    assert 0 <= x.min() and x.max() < 1
+    assert abs(x.mean() - 0.5) < 0.003 and abs(x.var() - 1 / 12) < 0.001
+    K.philox.normal(x, 3, 4, 0, 1.0, 2.0)
+    assert abs(x.mean() - 1) < 0.02 and abs(x.std() - 2) < 0.02
+    assert abs(((x - 1) ** 4).mean() / 16 - 3) < 0.1
+    assert abs(np.corrcoef(x[:-1], x[1:])[0, 1]) < 0.01
+
+
+def outputs_of_all(dtype):
+    """What the kernels with reductions and tiles write for one larger input each."""
+    x, dy = normal((300, 200), dtype), normal((300, 200), dtype, 1)
+    weight = normal(200, dtype, 2)
+    y, dx = poisoned((2, 300, 200), dtype)
+    mean, rstd, lse, losses = poisoned((4, 300), dtype)
+    dweight, dbias = poisoned((2, 200), dtype)
+    found = []
+    K.layer_norm.forward(x, weight, weight, y, mean, rstd, 1e-5)
+    K.layer_norm.backward(dy, x, weight, mean, rstd, dx, dweight, dbias, False)
+    found += [y.copy(), dx.copy(), dweight.copy(), dbias.copy()]
+    K.rms_norm.forward(x, weight, y, rstd, 1e-5)
+    K.rms_norm.backward(dy, x, weight, rstd, dx, dweight, False)
+    found += [y.copy(), dx.copy(), dweight.copy()]
+    K.linear.backward_bias(x, dbias, False)
+    targets = np.arange(300, dtype=np.int64) % 200
+    K.cross_entropy.forward(x, targets, losses, lse, -100)
+    K.cross_entropy.backward(x, targets, lse, dx, 0.25, -100)
+    found += [dbias.copy(), losses, lse, dx.copy(), np.array(K.reduce.square_sum(x.reshape(-1)))]
+    q = normal((2, 150, 3, 3, 8), dtype)  # batch, time, (q, k, v), heads, head_dim
+    q, k, v = (q[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
+    out, weights = poisoned((2, 3, 150, 8), dtype), poisoned((2, 3, 150), dtype)
+    gradients = poisoned((3, 2, 3, 150, 8), dtype)
+    K.attention.forward(q, k, v, out, weights, causal=True, scale=0.3)
+    K.attention.backward(out, q, k, v, out, weights, *gradients, causal=True, scale=0.3)
+    return [*found, out, weights, gradients]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_number_of_threads_changes_no_bit(dtype):
+    before = K.threads()
+    results = []
+    for count in (1, 2, 3):
+        K.set_threads(count)
+        results.append(outputs_of_all(dtype))
+    K.set_threads(before)
+    for alone, two, three in zip(*results, strict=True):
+        assert np.isfinite(alone).all()
+        assert np.array_equal(alone, two) and np.array_equal(alone, three)
+
+
+def test_a_norm_is_summed_in_float64():
+    x = np.full(1 << 20, 1e-3, np.float32)
+    assert K.reduce.square_sum(x) == pytest.approx((1 << 20) * float(np.float32(1e-3)) ** 2, rel=1e-12)
+
+
+def test_every_op_says_what_it_costs():
+    for name in K.__all__:
+        module = getattr(K, name)
+        if hasattr(module, "__file__"):
+            assert callable(module.bytes_moved) and callable(module.flops), name
