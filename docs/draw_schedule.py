@@ -78,7 +78,7 @@ def draw(spans: list[timeline.Span], path: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     handles = [Patch(color=colour, label=NAMES.get(name, name)) for name, colour in COLOURS.items()]
     axes.legend(handles=handles, ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(path, metadata={"Date": None})
+    figure.savefig(path, metadata={"Date": None} if path.endswith(".svg") else None)
 
 
 if __name__ == "__main__":

@@ -148,6 +148,9 @@ class CPUDevice(Device):
             self._kernels = importlib.import_module("shardrt.kernels.cpu")
         return self._kernels
 
+    def warm_up(self) -> None:
+        self.kernels.warm_up()
+
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._pool.empty(shape, np.dtype(dtype))
 

@@ -65,6 +65,10 @@ class Device(ABC):
         """The kernel package: one module per op (shardrt.kernels.<name>)."""
 
     @abstractmethod
+    def warm_up(self) -> None:
+        """Compile the kernels that training needs, or load them from the cache on disk."""
+
+    @abstractmethod
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         """An uninitialised C-contiguous array, from a pool that gives memory back without a system call."""
 

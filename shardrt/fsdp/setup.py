@@ -9,6 +9,7 @@ from functools import partial
 
 import numpy as np
 
+from shardrt.comm import world as worlds
 from shardrt.device.arena import Arena
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.schedule import GRADIENT_SLOTS, Schedule
@@ -34,6 +35,7 @@ def build(unit: Unit) -> None:
     schedule = Schedule(mesh, units, units[0].settings.prefetch)
     layouts = {u: Layout.plan([(p.name, p.shape) for p in u.parameters], mesh.size) for u in units}
     _check_same_on_all_ranks(schedule, units, layouts)
+    _compile_once(schedule)
     for u in units:
         u.reshard_after_forward = _reshards(u, is_root=u is units[0])
     _make_arenas(schedule, units, layouts)
@@ -41,6 +43,15 @@ def build(unit: Unit) -> None:
         _make_shard(schedule, u, layouts[u])
     # A rank may read another's shard as soon as it gathers: all must be filled.
     schedule.control.barrier(stream=schedule.compute)
+
+
+def _compile_once(schedule: Schedule) -> None:
+    """One rank of each node compiles the kernels; the others then find them in the cache."""
+    world = worlds.current()
+    if world.kind == "mpi":
+        if world.local_rank == 0:
+            schedule.device.warm_up()
+        schedule.control.barrier(stream=schedule.compute)
 
 
 def _outermost(module: Module) -> Module:
