@@ -9,11 +9,13 @@ tokens; so the losses must agree, or the times mean nothing. Ratios are taken wi
 import argparse
 import json
 import os
+import resource
 import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +24,7 @@ from bench import workload as w
 from bench.peers.launch import launch, one_thread
 
 TOLERANCE = 1e-4  # of the losses, relative, over all steps
+DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are doubtful
 
 
 @dataclass(frozen=True)
@@ -104,10 +107,33 @@ def compare(
         arguments = [*common, "--steps", str(options.steps), "--warmup", "2"]
         rounds = []
         for number in range(options.repeats):
-            rounds.append([contestant.run(arguments, options.ranks) for contestant in contestants])
+            rounds.append([watched(contestant, arguments, options.ranks) for contestant in contestants])
             figures = ", ".join(f"{run['step_ms_median']:.0f}" for run in rounds[-1])
             print(f"round {number + 1} of {options.repeats}: {figures} ms per step", file=sys.stderr)
         return rounds
+
+
+def watched(contestant: Contestant, arguments: list[str], ranks: int) -> dict:
+    """The figures of one run, with `other_load`: the cores that other processes used meanwhile."""
+    start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
+    figures = contestant.run(arguments, ranks)
+    others = (busy_seconds() - busy) - (children_seconds() - own)
+    return figures | {"other_load": max(0.0, others / (time.monotonic() - start))}
+
+
+def busy_seconds() -> float:
+    """Processor time that all processes of this machine have used, over all cores."""
+    with open("/proc/stat", encoding="ascii") as file:
+        user, nice, system, _idle, _wait, irq, softirq, *_ = (
+            int(word) for word in file.readline().split()[1:]
+        )
+    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+
+
+def children_seconds() -> float:
+    """Processor time that this process's children, now ended, have used."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def mpirun(words: list[str], ranks: int, environment: dict[str, str], timeout: float = 1800) -> str:
@@ -139,6 +165,7 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
                 "peak_rss_mb": statistics.median(run["peak_rss_mb"] for run in runs),
                 "ratio": statistics.median(ratios),
                 "ratios": ratios,
+                "other_load": max(run["other_load"] for run in runs),
                 "losses": runs[0]["losses"],
                 "settings": runs[0]["settings"],
                 "versions": runs[0]["versions"],
@@ -180,6 +207,9 @@ def table(result: dict) -> str:
         )
     lines.append(f"shardrt's matrix products: {entries[0]['versions']['blas']}")
     lines.append(f"losses agree to {result['loss_difference']:.1e} of their size (limit {TOLERANCE:.0e})")
+    disturbed = [entry["contestant"] for entry in entries if entry["other_load"] > DISTURBED]
+    if disturbed:
+        lines.append(f"doubtful, other processes were busy meanwhile: {', '.join(disturbed)}")
     return "\n".join(lines)
 
 

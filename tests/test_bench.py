@@ -104,7 +104,7 @@ def test_a_rank_that_fails_ends_the_launch_with_its_error():
         launch(["-c", program], 2, one_thread(), timeout=30)
 
 
-def fake(milliseconds, losses=(2.0, 1.0)):
+def fake(milliseconds, losses=(2.0, 1.0), other_load=0.0):
     return workload.figures(
         TINY,
         contestant="fake",
@@ -114,7 +114,7 @@ def fake(milliseconds, losses=(2.0, 1.0)):
         parameters=5,
         settings={},
         versions={"blas": "none"},
-    )
+    ) | {"other_load": other_load}
 
 
 def test_the_slowest_rank_and_the_largest_memory_count():
@@ -138,6 +138,22 @@ def test_losses_that_differ_show_unless_a_contestant_trained_alone():
     for strategy, expected in (("fsdp2", 0.1 / 1.1), ("NONE", 0.0)):
         contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", strategy)]
         assert compare.summary(contestants, rounds)["loss_difference"] == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("other_load", "doubtful"), [(0.01, False), (0.5, True)])
+def test_a_run_beside_busy_processes_is_called_doubtful(other_load, doubtful):
+    contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", "fsdp2")]
+    rounds = [[fake(10), fake(20)], [fake(10), fake(20, other_load=other_load)]]
+    assert ("doubtful" in compare.table(compare.summary(contestants, rounds))) == doubtful
+
+
+def test_the_load_of_other_processes_is_seen(monkeypatch):
+    program = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
+    contestant = compare.Contestant("idle", "", "FULL_SHARD")
+    monkeypatch.setattr(compare.Contestant, "run", lambda *_: subprocess.run(["sleep", "1"]) and {})
+    other = subprocess.Popen([sys.executable, "-c", program])
+    assert compare.watched(contestant, [], 1)["other_load"] > 0.3
+    other.wait()
 
 
 def test_compare_overwrites_nothing(tmp_path):
