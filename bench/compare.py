@@ -16,9 +16,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from ctypes.util import find_library
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from bench import workload as w
 from bench.peers.launch import launch, one_thread
@@ -62,6 +64,13 @@ def main() -> None:
         "--tcmalloc", nargs="?", const="", metavar="LIBRARY", help="PyTorch under tcmalloc as well"
     )
     parser.add_argument("--unsharded", action="store_true", help="shardrt unsharded as well, same threads")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=60,
+        metavar="SECONDS",
+        help="per run, to wait for an idle machine and repeat what others disturbed (60)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to FILE as well")
     options = parser.parse_args()
@@ -107,18 +116,37 @@ def compare(
         arguments = [*common, "--steps", str(options.steps), "--warmup", "2"]
         rounds = []
         for number in range(options.repeats):
-            rounds.append([watched(contestant, arguments, options.ranks) for contestant in contestants])
+            rounds.append(
+                [
+                    watched(contestant, arguments, options.ranks, options.patience)
+                    for contestant in contestants
+                ]
+            )
             figures = ", ".join(f"{run['step_ms_median']:.0f}" for run in rounds[-1])
             print(f"round {number + 1} of {options.repeats}: {figures} ms per step", file=sys.stderr)
         return rounds
 
 
-def watched(contestant: Contestant, arguments: list[str], ranks: int) -> dict:
-    """The figures of one run, with `other_load`: the cores that other processes used meanwhile."""
+def watched(contestant: Contestant, arguments: list[str], ranks: int, patience: float) -> dict:
+    """The figures of one run, with `other_load`: the cores that other processes used meanwhile.
+
+    Waits for the machine to be idle and repeats a run that was disturbed, for up to `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    while True:
+        while time.monotonic() < end and load_of_others(lambda: time.sleep(1))[0] > DISTURBED:
+            pass
+        load, figures = load_of_others(lambda: contestant.run(arguments, ranks))
+        if load <= DISTURBED or time.monotonic() >= end:
+            return figures | {"other_load": load}
+
+
+def load_of_others(action: Callable[[], Any]) -> tuple[float, Any]:
+    """(cores that processes other than this one's children used during `action`, its result)."""
     start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
-    figures = contestant.run(arguments, ranks)
+    result = action()
     others = (busy_seconds() - busy) - (children_seconds() - own)
-    return figures | {"other_load": max(0.0, others / (time.monotonic() - start))}
+    return max(0.0, others / (time.monotonic() - start)), result
 
 
 def busy_seconds() -> float:

@@ -2,8 +2,8 @@
 
     mpirun -n 2 python docs/draw_schedule.py docs/schedule.svg
 
-The bars are spans that shardrt.device.timeline recorded on rank 0, of a model of six equal blocks. Ranks talk
-through plain MPI here, which really copies; between ranks that share memory a gather would be too short to see.
+The bars are spans that shardrt.device.timeline recorded on rank 0, of a model of six equal blocks. Ranks
+talk through plain MPI here, which really copies; where they share memory a gather is too short to see.
 """
 
 import sys

@@ -24,6 +24,7 @@ class GPTConfig:
     vocab_size: int = 50304
     dropout: float = 0.0
     bias: bool = True
+    init_std: float = 0.02  # of the initial weights; narrow models learn faster with more
 
     def __post_init__(self) -> None:
         for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
@@ -31,6 +32,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if not self.init_std > 0:
+            raise ValueError(f"init_std must be positive, got {self.init_std}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
@@ -82,8 +85,9 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.config = config
-        self.wte = nn.Embedding(config.vocab_size, config.n_embd, init=nn.init.Normal(0.0, 0.02))
-        self.wpe = nn.Embedding(config.block_size, config.n_embd, init=nn.init.Normal(0.0, 0.02))
+        start = nn.init.Normal(0.0, config.init_std)
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd, init=start)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd, init=start)
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
@@ -100,12 +104,11 @@ class GPT(nn.Module):
 
 
 def linear(config: GPTConfig, inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer that starts as GPT-2's do: N(0, 0.02), zero bias."""
-    return nn.Linear(inputs, outputs, bias=config.bias, init=nn.init.Normal(0.0, 0.02))
+    """A linear layer that starts as GPT-2's do: N(0, init_std), zero bias."""
+    return nn.Linear(inputs, outputs, bias=config.bias, init=nn.init.Normal(0.0, config.init_std))
 
 
 def residual_linear(config: GPTConfig, inputs: int) -> nn.Linear:
     """One that adds to the residual stream: smaller by the root of how many of them add up."""
-    return nn.Linear(
-        inputs, config.n_embd, bias=config.bias, init=nn.init.Normal(0.0, 0.02 / sqrt(2 * config.n_layer))
-    )
+    start = nn.init.Normal(0.0, config.init_std / sqrt(2 * config.n_layer))
+    return nn.Linear(inputs, config.n_embd, bias=config.bias, init=start)

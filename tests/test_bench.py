@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -147,13 +148,21 @@ def test_a_run_beside_busy_processes_is_called_doubtful(other_load, doubtful):
     assert ("doubtful" in compare.table(compare.summary(contestants, rounds))) == doubtful
 
 
-def test_the_load_of_other_processes_is_seen(monkeypatch):
+def test_the_load_of_other_processes_is_seen():
     program = "import time; end = time.time() + 1.5\nwhile time.time() < end: pass"
-    contestant = compare.Contestant("idle", "", "FULL_SHARD")
-    monkeypatch.setattr(compare.Contestant, "run", lambda *_: subprocess.run(["sleep", "1"]) and {})
     other = subprocess.Popen([sys.executable, "-c", program])
-    assert compare.watched(contestant, [], 1)["other_load"] > 0.3
+    load, _ = compare.load_of_others(lambda: time.sleep(1))
     other.wait()
+    assert load > 0.3
+
+
+def test_a_disturbed_run_is_repeated_while_patience_lasts(monkeypatch):
+    loads = iter([0.5, 0.0, 0.7, 0.0, 0.02])  # wait, wait, disturbed run, wait, run
+    monkeypatch.setattr(compare, "load_of_others", lambda action: (next(loads), {"run": 1}))
+    contestant = compare.Contestant("a", "", "FULL_SHARD")
+    assert compare.watched(contestant, [], 1, patience=60) == {"run": 1, "other_load": 0.02}
+    loads = iter([0.7])
+    assert compare.watched(contestant, [], 1, patience=0) == {"run": 1, "other_load": 0.7}
 
 
 def test_compare_overwrites_nothing(tmp_path):

@@ -17,8 +17,8 @@ def program():
 
 
 def test_the_loop_is_about_25_lines():
-    code = [line for line in program().splitlines() if line.strip() and not line.startswith(("import", "from"))]
-    assert len(code) <= 25
+    lines = [line for line in program().splitlines() if line.strip()]
+    assert len([line for line in lines if not line.startswith(("import", "from"))]) <= 25
 
 
 @pytest.mark.mpi

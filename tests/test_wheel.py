@@ -45,10 +45,10 @@ def _run(*command, **options):
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
-    """A wheel built from what git knows, in a copy, so that nothing is left in the checkout."""
+    """A wheel built in a copy of the sources, so that nothing is left in the checkout."""
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    ignored = shutil.ignore_patterns(".venv", ".git", "runs", "__pycache__", "*.egg-info", "build", "dist", ".*")
+    ignored = shutil.ignore_patterns(".*", "runs", "__pycache__", "*.egg-info", "build", "dist")
     shutil.copytree(ROOT, source, symlinks=True, ignore=ignored)
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     _run(sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, source, env=environment)

@@ -40,7 +40,8 @@ def step_line(record: dict, total_steps: int) -> str:
     width = len(str(total_steps))
     return (
         f"step {record['step']:{width}}/{total_steps}  loss {record['loss']:7.4f}  "
-        f"norm {record['norm']:7.3f}  lr {record['lr']:.2e}  {record['ms']:8.1f} ms  {record['tokens_per_s']:8.0f} tok/s  "
+        f"norm {record['norm']:7.3f}  lr {record['lr']:.2e}  "
+        f"{record['ms']:8.1f} ms  {record['tokens_per_s']:8.0f} tok/s  "
         f"{record['memory_mb']:6.0f} MB  ETA {clock(record['eta_s']):>7}"
     )
 
