@@ -4,9 +4,9 @@
 ranks. Each byte costs a forward over the whole window: there is no cache of keys and values here.
 """
 
-import argparse
 import sys
-import tomllib
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,27 @@ from shardrt import nn, no_grad
 from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
-from shardrt.train.config import SampleConfig
+from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY
 from shardrt.train.errors import USAGE, one_line
 
 from .gpt import GPT, GPTConfig
 
 
-def generate(model: nn.Module, config: SampleConfig, *, block_size: int, seed: int) -> bytes:
+@dataclass(frozen=True, kw_only=True)
+class Config(settings.SampleConfig):
+    """Generate text from a byte-level model that models.train has left."""
+
+    run: Path  # the directory of the run
+    seed: int = 0  # of the draws
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.seed < 0:
+            raise ValueError(f"seed must be at least 0, got {self.seed}")
+
+
+def generate(model: nn.Module, config: settings.SampleConfig, *, block_size: int, seed: int) -> bytes:
     """The prompt and `config.length` bytes after it, the same on every rank. Collective.
 
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
@@ -49,32 +62,22 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
     return int(order[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
 
 
-def main() -> None:
+def main(arguments: Sequence[str]) -> None:
     """The command line."""
-    defaults = SampleConfig()
-    parser = argparse.ArgumentParser(prog="models.generate", description=__doc__.partition("\n")[0])
-    parser.add_argument("run", type=Path, help="the directory of a run of models.train")
-    parser.add_argument("--prompt", default=defaults.prompt, help="what the text begins with")
-    parser.add_argument("--length", type=int, default=defaults.length, help="bytes to generate")
-    parser.add_argument("--temperature", type=float, default=defaults.temperature, help="0: likeliest byte")
-    parser.add_argument("--top-k", type=int, default=defaults.top_k, help="of so many bytes; 0 for all")
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    with one_line(USAGE):
-        sample = SampleConfig(options.prompt, options.length, options.temperature, options.top_k)
-        with open(options.run / "config.toml", "rb") as file:
-            config = GPTConfig(**tomllib.load(file)["model"])
+    with one_line(USAGE, kinds=(ValueError, OSError, RuntimeError)):
+        config = settings.command_line(Config, arguments, program="models.generate")
+        shape = settings.load(GPTConfig, config.run / "config.toml", section="model")
         mesh = init_device_mesh("auto")
-    model = GPT(config)
+    model = GPT(shape)
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
     with one_line(USAGE, mesh):
-        load(options.run / "checkpoint", model)
-    text = generate(model, sample, block_size=config.block_size, seed=options.seed)
+        fully_shard(model, mesh=mesh)
+        load(config.run / "checkpoint", model)
+    text = generate(model, config, block_size=shape.block_size, seed=config.seed)
     if mesh.rank == 0:
         print(text.decode(errors="replace"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main(sys.argv[1:])

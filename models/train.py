@@ -46,11 +46,12 @@ class Config:
     sample: settings.SampleConfig = settings.SampleConfig()
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size) < 1 or self.seed < 0:
+        if min(self.steps, self.batch_size) < 1:
             raise ValueError(
-                "steps and batch_size must be at least 1, seed at least 0; "
-                f"got {self.steps}, {self.batch_size} and {self.seed}"
+                f"steps and batch_size must be at least 1, got {self.steps} and {self.batch_size}"
             )
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
         if self.model.vocab_size < VOCABULARY:
             raise ValueError(f"model.vocab_size must be at least {VOCABULARY}, got {self.model.vocab_size}")
 

@@ -7,7 +7,7 @@ The comment behind a field is its help text.
 import contextlib
 import io
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
 from pathlib import Path
@@ -99,22 +99,38 @@ def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path, prog
     file = _config_file(arguments) or default
     loaded = load(kind, file)
 
-    def command_line(
+    def from_both(
         config: Path = file,  # TOML file with settings, over which the other options go
         settings: Annotated[kind, tyro.conf.arg(name="")] = loaded,
     ) -> Settings:
         return settings
 
+    return command_line(from_both, arguments, program=program, description=kind.__doc__)
+
+
+def command_line(
+    function: Callable[..., Settings],
+    arguments: Sequence[str],
+    *,
+    program: str,
+    description: str | None = None,
+) -> Settings:
+    """What `function`, a dataclass say, makes of the arguments; a field without a default is positional.
+
+    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option.
+    """
+    import tyro
+
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
             return tyro.cli(
-                command_line,
+                function,
                 args=list(arguments),
                 prog=program,
-                description=kind.__doc__,
+                description=description,
                 console_outputs=launched_rank() == 0,
-                config=(tyro.conf.FlagConversionOff,),
+                config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
             )
     except SystemExit as stop:
         if not stop.code:
@@ -122,14 +138,15 @@ def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path, prog
         raise ValueError(_unboxed(box.getvalue())) from None
 
 
-def load(kind: type[Settings], path: Path) -> Settings:
-    """Settings of dataclass `kind` from a TOML file; what it leaves out keeps its default.
+def load(kind: type[Settings], path: Path, *, section: str = "") -> Settings:
+    """Settings of dataclass `kind` from a TOML file, or a section of it; what is left out keeps its default.
 
     Raises ValueError that names the file and the key which is unknown or has a wrong value; OSError.
     """
     try:
         with open(path, "rb") as file:
-            return _built(kind, tomllib.load(file), "")
+            table = tomllib.load(file)
+        return _built(kind, table.get(section, {}) if section else table, section and section + ".")
     except (ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
         raise ValueError(f"{path}: {error}") from None
 
@@ -161,8 +178,8 @@ def _unboxed(box: str) -> str:
             sections[-1].append(inner)
         elif line.startswith("│"):
             sections.append([])
-    told = [" ".join(section) for section in sections[:-1]]  # the last one points to --help
-    return "; ".join(told) or "bad arguments, see --help"
+    told = "; ".join(" ".join(section) for section in sections[:-1])  # the last one points to --help
+    return told.removeprefix("Error parsing ").removeprefix("settings.") or "bad arguments, see --help"
 
 
 def _built(kind: Any, table: dict[str, Any], prefix: str) -> Any:

@@ -122,7 +122,7 @@ def _windows(text: np.ndarray, starts: Sequence[int], block_size: int) -> tuple[
 @lru_cache(2)
 def _epoch(seed: int, epoch: int, count: int, offset_range: int) -> tuple[int, np.ndarray]:
     """(offset, order of the windows), from raw Philox words: the same in every version of NumPy."""
-    words = np.random.Philox(key=[seed, epoch]).random_raw(count + 1)
+    words = np.random.Philox(key=np.array([seed, epoch], np.uint64)).random_raw(count + 1)
     return int(words[0] % offset_range), np.argsort(words[1:], kind="stable")
 
 

@@ -27,7 +27,7 @@ def new_run_directory(name: str) -> Path:
     Raises FileExistsError for a name that is taken, ValueError for one that leads out of runs/.
     """
     if name:
-        if Path(name).name != name:
+        if Path(name).name != name or name == "..":
             raise ValueError(f"name {name!r} must be a plain folder name: the run goes to {RUNS}/NAME")
         directory = RUNS / name
         if directory.exists():
