@@ -182,33 +182,10 @@ def _barrier(parameters: Iterable[Parameter]) -> None:
         communicator.barrier(stream=device.current().current_stream)
 
 
-class Sequential(Module):
-    """Modules called one after the other."""
-
-    def __init__(self, *modules: Module) -> None:
-        super().__init__()
-        for index, module in enumerate(modules):
-            setattr(self, str(index), module)
-
-    def forward(self, x: Any) -> Any:
-        for module in self.children():
-            x = module(x)
-        return x
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Module]:
-        return self.children()
-
-    def __getitem__(self, index: int) -> Module:
-        return list(self.children())[index]
-
-
 class ModuleList(Module):
     """Modules by index; called by whoever holds the list."""
 
-    def __init__(self, modules: Any = ()) -> None:
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
         super().__init__()
         for module in modules:
             self.append(module)
@@ -225,3 +202,15 @@ class ModuleList(Module):
 
     def __getitem__(self, index: int) -> Module:
         return list(self.children())[index]
+
+
+class Sequential(ModuleList):
+    """Modules called one after the other."""
+
+    def __init__(self, *modules: Module) -> None:
+        super().__init__(modules)
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = module(x)
+        return x

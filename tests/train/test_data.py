@@ -33,9 +33,7 @@ def test_batches_depend_on_seed_and_step_only():
 
 def test_held_out_text_counts_every_target_once_at_every_world_size():
     for size in (1, 2, 3):
-        targets = [
-            t for rank in range(size) for _, t in held_out_batches(TEXT, 4, 16, rank=rank, size=size)
-        ]
+        targets = [t for rank in range(size) for _, t in held_out_batches(TEXT, 4, 16, rank=rank, size=size)]
         assert sum(int((t != IGNORED).sum()) for t in targets) == (TEXT.size - 1) // 16 * 16
         counts = [len(list(held_out_batches(TEXT, 4, 16, rank=rank, size=size))) for rank in range(size)]
         assert len(set(counts)) == 1
