@@ -31,8 +31,12 @@ def mpirun_path() -> str:
 
 
 def clean_environment(**variables: str) -> dict[str, str]:
-    """This environment without what a launcher has put there, with the repository on the path."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(_LAUNCHERS)}
+    """This environment with the repository on the path, and nothing a launcher or `import shardrt` put there.
+
+    (Thread counts: this process has all cores, each rank of a child its share.)
+    """
+    dropped = (name for name in os.environ if name.startswith(_LAUNCHERS) or name.endswith("_NUM_THREADS"))
+    kept = {name: os.environ[name] for name in os.environ.keys() - set(dropped)}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
 
 
