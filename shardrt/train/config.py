@@ -102,7 +102,7 @@ def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path, prog
     def from_both(
         config: Path = file,  # TOML file with settings, over which the other options go
         settings: Annotated[kind, tyro.conf.arg(name="")] = loaded,
-    ) -> Settings:
+    ) -> kind:
         return settings
 
     return command_line(from_both, arguments, program=program, description=kind.__doc__)
@@ -135,7 +135,7 @@ def command_line(
     except SystemExit as stop:
         if not stop.code:
             raise
-        raise ValueError(_unboxed(box.getvalue())) from None
+        raise ValueError(_unboxed(box.getvalue(), function.__name__)) from None
 
 
 def load(kind: type[Settings], path: Path, *, section: str = "") -> Settings:
@@ -161,7 +161,7 @@ def dump(settings: Any, path: Path) -> None:
 def _config_file(arguments: Sequence[str]) -> Path | None:
     """What follows the last --config; None without one, or where nothing follows (which tyro will say)."""
     found = None
-    for argument, following in zip(arguments, [*arguments[1:], None], strict=True):
+    for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         if argument == "--config":
             found = following
         elif argument.startswith("--config="):
@@ -169,8 +169,8 @@ def _config_file(arguments: Sequence[str]) -> Path | None:
     return Path(found) if found else None
 
 
-def _unboxed(box: str) -> str:
-    """The message inside the frame that tyro draws: the first section, and what it suggests instead."""
+def _unboxed(box: str, outermost: str) -> str:
+    """What stands in the frame that tyro draws, without the names of things in this file."""
     sections = [[]]
     for line in box.splitlines():
         inner = line.strip("│ ")
@@ -179,7 +179,9 @@ def _unboxed(box: str) -> str:
         elif line.startswith("│"):
             sections.append([])
     told = "; ".join(" ".join(section) for section in sections[:-1])  # the last one points to --help
-    return told.removeprefix("Error parsing ").removeprefix("settings.") or "bad arguments, see --help"
+    for ours in ("Error parsing ", "settings.", f"{outermost}: "):
+        told = told.removeprefix(ours)
+    return told or "bad arguments, see --help"
 
 
 def _built(kind: Any, table: dict[str, Any], prefix: str) -> Any:

@@ -1,121 +1,284 @@
-"""`python -m models.train` as a user runs it: what it leaves, and what it says to bad input."""
+"""`models.train` and `models.generate` as a user starts them, in a folder that is not the checkout."""
 
 import json
+import re
 import subprocess
 import sys
-from pathlib import Path
+from dataclasses import replace
 
-import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
+from models import generate, train
+from models.gpt import GPT, GPTConfig
+from models.train import Config
+from shardrt.checkpoint import save
+from shardrt.comm import init_device_mesh, thread
+from shardrt.train import config as settings
+from shardrt.train.errors import DATA, USAGE
 from tests.ranks import clean_environment, mpirun_path
 
-SMALL = (
-    "--steps 3 --batch-size 4 --model.n-layer 2 --model.n-head 2 --model.n-embd 16 --model.block-size 32 "
-    "--sample.length 5 --report.log-interval 1"
-).split()
+TINY = Config(
+    steps=3,
+    batch_size=4,
+    model=GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256),
+    report=settings.ReportConfig(log_interval=1, eval_interval=2, eval_windows=8),
+    sample=settings.SampleConfig(length=20),
+)
+# Open MPI refuses root, and more ranks than cores, unless it is told; MPICH knows none of these.
+OPEN_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+}
+STEP_LINE = re.compile(
+    r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  lr \d\.\d\de-\d\d +"
+    r"\d+\.\d ms +\d+ tok/s +\d+ MB  ETA +\d+:\d\d"
+)
+
+# What is wrong, on two ranks: the arguments, the exit code, what the one line says.
+BAD_INPUT = {
+    "a missing data file": (["--data", "none.txt"], DATA, "data: none.txt does not exist"),
+    "an empty data file": (["--data", "empty.txt"], DATA, "data: empty.txt is empty"),
+    "a data file that is too short": (["--data", "short.txt"], DATA, "short.txt has 6 bytes, too short"),
+    "a width that the heads do not divide": (
+        ["--model.n-head", "3"],
+        USAGE,
+        "n_embd must be a multiple of n_head, got 16 and 3",
+    ),
+    "a run directory that exists": (["--name", "taken"], USAGE, "runs/taken exists already"),
+    "a batch that the ranks cannot share": (
+        ["--batch-size", "3"],
+        USAGE,
+        "batch_size 3 cannot be shared equally by 2 ranks",
+    ),
+    "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
+    "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
+    "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),
+    "an unknown key": (["--config", "unknown.toml"], USAGE, "unknown.toml: unknown key 'stepps'"),
+}
+ALONE = {what: case for what, case in BAD_INPUT.items() if what != "a batch that the ranks cannot share"}
+
+
+def furnish(folder):
+    """A folder with settings, text, and things that may not be overwritten."""
+    settings.dump(TINY, folder / "tiny.toml")
+    (folder / "unknown.toml").write_text("stepps = 3\n")
+    (folder / "text.txt").write_text(
+        "All the world's a stage, and all the men and women merely players.\n" * 40
+    )
+    (folder / "empty.txt").touch()
+    (folder / "short.txt").write_text("short\n")
+    (folder / "runs" / "taken").mkdir(parents=True)
+    (folder / "runs" / "taken" / "metrics.jsonl").write_text("kept")
+    (folder / "runs" / "untrained").mkdir()
+    settings.dump(TINY, folder / "runs" / "untrained" / "config.toml")
+    return folder
 
 
 @pytest.fixture
-def place(tmp_path):
-    """A folder to run in, with a text file of 4,000 bytes."""
-    (tmp_path / "text.txt").write_bytes(b"the quick brown fox jumps over the lazy dog. " * 90)
+def folder(tmp_path, monkeypatch):
+    """The current directory of a test in this process."""
+    monkeypatch.chdir(furnish(tmp_path))
     return tmp_path
 
 
-def run(place, ranks, *arguments, **variables):
-    """The command in `place`, without mpirun for ranks = 0."""
-    launcher = [mpirun_path(), "-n", str(ranks)] if ranks else []
-    command = [*launcher, sys.executable, "-m", "models.train", *arguments]
-    environment = clean_environment(**variables)
-    return subprocess.run(command, cwd=place, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A folder in which one, two and alone have been trained: on 1 and 2 ranks, and without mpirun."""
+    folder = furnish(tmp_path_factory.mktemp("trained"))
+    outputs = {
+        "one": start("models.train", *arguments("--name", "one"), ranks=1, cwd=folder),
+        "two": start("models.train", *arguments("--name", "two"), ranks=2, cwd=folder),
+        "alone": start("models.train", *arguments("--name", "alone"), cwd=folder),
+    }
+    for name, done in outputs.items():
+        assert done.returncode == 0, f"{name}: {done.stderr}"
+    return folder, outputs
 
 
-def records(place, name):
-    lines = (place / "runs" / name / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+def arguments(*more):
+    """Those of a run of the tiny model; what comes later goes over what came before."""
+    return ["--config", "tiny.toml", "--data", "text.txt", *more]
 
 
-@pytest.mark.mpi
-def test_a_run_leaves_all_it_promises_and_is_the_same_on_two_ranks(place):
-    for ranks in (0, 2):
-        done = run(place, ranks, *SMALL, "--data", "text.txt", "--name", f"r{ranks}")
-        assert done.returncode == 0, done.stderr
-        lines = done.stdout.splitlines()
-        assert sum(line.startswith("step") and "tok/s" in line for line in lines) == 3
-        assert any("bits per byte; gzip -9 needs" in line for line in lines)
-        assert "--- sample ---" in lines
-        folder = place / "runs" / f"r{ranks}"
-        assert sorted(p.name for p in folder.iterdir()) == [
-            "checkpoint",
-            "config.toml",
-            "loss.png",
-            "metrics.jsonl",
-        ]
-        assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    one, two = records(place, "r0"), records(place, "r2")
-    for kind, key in (("step", "loss"), ("step", "norm"), ("evaluation", "held_out_loss")):
-        ours, theirs = ([r[key] for r in found if r["kind"] == kind] for found in (one, two))
-        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    weights = [load_file(place / "runs" / name / "checkpoint" / "model.safetensors") for name in ("r0", "r2")]
-    assert weights[0].keys() == weights[1].keys() and "wte.weight" in weights[0]
-    for name in weights[0]:
-        np.testing.assert_allclose(weights[0][name], weights[1][name], atol=2e-5)
+def start(module, *args, ranks=None, cwd, **variables):
+    """`python -m module args` in `cwd`, under mpirun if `ranks` is given."""
+    launcher = [] if ranks is None else [mpirun_path(), "-n", str(ranks)]
+    return subprocess.run(
+        [*launcher, sys.executable, "-m", module, *args],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=cwd,
+        env=clean_environment(**OPEN_MPI, **variables),
+    )
 
 
-@pytest.mark.mpi
-def test_help_is_printed_once_with_and_without_mpirun():
-    here = Path(__file__).parent
-    for ranks in (0, 2):
-        done = run(here, ranks, "--help")
-        assert done.returncode == 0 and done.stdout.count("usage:") == 1, done.stdout + done.stderr
-        assert "--optimizer.lr" in done.stdout and "--fsdp.strategy" in done.stdout
+def contents(folder):
+    """Every path below a folder, with what a file holds and when it was written."""
+    return {p: (p.is_file() and p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*")}
 
 
-def assert_one_line(done, said, code=None):
-    lines = [line for line in done.stderr.splitlines() if line.strip()]
-    assert len(lines) == 1, done.stderr
-    assert said in lines[0]
-    assert done.returncode != 0 and code in (None, done.returncode)
-
-
-WRONG = {
-    "missing file": (["--data", "nowhere.txt"], "nowhere.txt does not exist", 65),
-    "empty file": (["--data", "empty.txt"], "empty.txt is empty", 65),
-    "short file": (["--data", "short.txt"], "too short", 65),
-    "heads": (["--data", "text.txt", "--model.n-head", "3"], "n_embd must be a multiple of n_head", 2),
-    "batch": (["--data", "text.txt", "--batch-size", "3"], "cannot be shared equally by 2 ranks", 2),
-    "strategy": (["--fsdp.strategy", "FULL"], "FULL", 2),
-    "option": (["--optimiser.lr", "1"], "optimi", 2),
-    "config": (["--config", "nowhere.toml"], "nowhere.toml", 2),
-}
+def records(folder, name, kind):
+    lines = (folder / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 @pytest.mark.mpi
-@pytest.mark.parametrize("case", WRONG)
-def test_bad_input_gets_one_line_on_two_ranks_and_nothing_is_written(place, case):
-    arguments, said, code = WRONG[case]
-    (place / "empty.txt").write_bytes(b"")
-    (place / "short.txt").write_bytes(b"short")
-    done = run(place, 2, *SMALL, *arguments)
-    assert_one_line(done, said)
-    assert not (place / "runs").exists()
-    if case != "batch":  # an error on one rank as well
-        assert_one_line(run(place, 0, *SMALL, *arguments), said, code)
+@pytest.mark.parametrize("name", ["one", "two", "alone"])
+def test_a_run_leaves_its_settings_metrics_picture_and_weights(runs, name):
+    directory = runs[0] / "runs" / name
+    assert sorted(str(p.relative_to(directory)) for p in directory.rglob("*")) == [
+        "checkpoint",
+        "checkpoint/model.safetensors",
+        "config.toml",
+        "loss.png",
+        "metrics.jsonl",
+    ]
+    assert (directory / "loss.png").read_bytes().startswith(b"\x89PNG")
+    config = settings.load(Config, directory / "config.toml")
+    assert config == replace(TINY, name=name, data=config.data)
+    assert [record["step"] for record in records(runs[0], name, "step")] == [1, 2, 3]
+    assert [record["step"] for record in records(runs[0], name, "evaluation")] == [2, 3]
 
 
 @pytest.mark.mpi
-def test_a_run_that_exists_is_not_overwritten(place):
-    (place / "runs" / "taken").mkdir(parents=True)
-    (place / "runs" / "taken" / "metrics.jsonl").write_text("precious")
-    done = run(place, 2, *SMALL, "--data", "text.txt", "--name", "taken")
-    assert_one_line(done, "runs/taken exists already")
-    assert [p.name for p in (place / "runs" / "taken").iterdir()] == ["metrics.jsonl"]
-    assert (place / "runs" / "taken" / "metrics.jsonl").read_text() == "precious"
+@pytest.mark.parametrize(("name", "ranks"), [("one", 1), ("two", 2), ("alone", 1)])
+def test_a_run_is_on_the_ranks_that_were_started(runs, name, ranks):
+    (record,) = records(runs[0], name, "run")
+    assert record["ranks"] == ranks
 
 
-def test_a_world_size_without_mpirun_is_refused(place):
-    done = run(place, 0, *SMALL, "--data", "text.txt", WORLD_SIZE="2", RANK="0")
-    assert_one_line(done, "mpirun -n 2", 2)
-    assert not (place / "runs").exists()
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["two", "alone"])
+def test_the_losses_are_those_of_one_rank(runs, name):
+    for kind, key in (("step", "loss"), ("evaluation", "held_out_loss")):
+        losses = [[record[key] for record in records(runs[0], each, kind)] for each in ("one", name)]
+        assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("name", ["one", "two", "alone"])
+def test_progress_lines_are_whole_and_there_once(runs, name):
+    output = runs[1][name]
+    told = [line for line in output.stdout.splitlines() if line.startswith("step ")]
+    assert [bool(STEP_LINE.fullmatch(line)) for line in told] == [True, True, False, True, False], told
+    assert output.stdout.count("held-out text: ") == output.stdout.count("--- sample ---") == 1
+    assert output.stderr == ""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [None, 2])
+def test_generate_writes_the_sample_again_from_the_checkpoint(runs, ranks):
+    folder, _ = runs
+    (end,) = records(folder, "one", "end")
+    done = start("models.generate", "runs/one", "--length", "20", ranks=ranks, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    line_ends = end["sample"].replace("\r\n", "\n").replace("\r", "\n")  # as text=True reads them
+    assert done.stdout == line_ends + "\n"
+
+
+@pytest.mark.mpi
+def test_help_is_printed_once(tmp_path):
+    for module, option in (("models.train", "--optimizer.lr FLOAT"), ("models.generate", "--top-k INT")):
+        done = start(module, "--help", ranks=2, cwd=tmp_path)
+        assert (done.returncode, done.stderr) == (0, "")
+        assert done.stdout.count(option) == 1
+
+
+def test_help_needs_no_mpirun(capfd):
+    for main in (train.main, generate.main):
+        with pytest.raises(SystemExit) as stop:
+            main(["--help"])
+        assert not stop.value.code
+        assert capfd.readouterr().out.count("show this help message") == 1
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("what", BAD_INPUT)
+def test_bad_input_gets_one_line_from_two_ranks(tmp_path, what):
+    args, code, told = BAD_INPUT[what]
+    before = contents(furnish(tmp_path))
+    done = start("models.train", *arguments(*args), ranks=2, cwd=tmp_path)
+    assert done.returncode == code
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert done.stdout == ""
+    assert contents(tmp_path) == before
+
+
+@pytest.mark.parametrize("what", ALONE)
+def test_bad_input_gets_one_line_from_one_rank(folder, what, capfd):
+    args, code, told = ALONE[what]
+    before = contents(folder)
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments(*args))
+    assert stop.value.code == code
+    out, err = capfd.readouterr()
+    (line,) = err.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert out == ""
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize(
+    ("module", "args"), [("models.train", arguments()), ("models.generate", ["runs/untrained"])]
+)
+def test_a_world_size_without_mpirun_is_told(tmp_path, module, args):
+    before = contents(furnish(tmp_path))
+    done = start(module, *args, cwd=tmp_path, WORLD_SIZE="2")
+    assert done.returncode == USAGE
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: WORLD_SIZE=2") and "mpirun -n 2" in line
+    assert contents(tmp_path) == before
+
+
+def test_more_ranks_than_elements_are_told_once_the_batch_can_be_shared(capfd):
+    smallest = GPTConfig(n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=256, bias=False)
+
+    def shard(batch_size):
+        train.sharded_model(replace(TINY, model=smallest, batch_size=batch_size), init_device_mesh())
+
+    with pytest.raises(ValueError, match="batch_size 4 cannot be shared equally by 300 ranks"):
+        thread.run(300, shard, 4)
+    with pytest.raises(ValueError, match="272 parameter elements, too few for 300 ranks"):
+        thread.run(300, shard, 300)
+
+
+@pytest.mark.parametrize(
+    ("width", "told"),
+    [
+        (16, "runs/untrained/checkpoint/model.safetensors"),
+        (24, "parameter 'wte.weight' has shape (256, 24), the values (256, 16)"),
+        (25, "untrained/config.toml: n_embd must be a multiple of n_head, got 25 and 2"),
+    ],
+)
+def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, told):
+    directory = folder / "runs" / "untrained"
+    settings_file = directory / "config.toml"
+    settings_file.write_text(settings_file.read_text().replace("n_embd = 16", f"n_embd = {width}"))
+    if width == 24:
+        save(directory / "checkpoint", GPT(TINY.model))
+    with pytest.raises(SystemExit) as stop:
+        generate.main(["runs/untrained"])
+    assert stop.value.code == USAGE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+
+
+@pytest.mark.parametrize(
+    ("args", "told"),
+    [
+        ([], "PATH"),
+        (["runs/none"], "runs/none/config.toml: No such file"),
+        (["runs/taken", "--lenght", "3"], "--lenght"),
+        (["runs/taken", "--seed", "-1"], "seed must be at least 0, got -1"),
+        (["runs/taken", "--prompt", ""], "prompt must hold at least one byte"),
+    ],
+)
+def test_generate_tells_what_is_wrong_with_its_options(folder, capfd, args, told):
+    with pytest.raises(SystemExit) as stop:
+        generate.main(args)
+    assert stop.value.code == USAGE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line

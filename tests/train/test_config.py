@@ -1,47 +1,151 @@
-"""Settings from TOML, then from the command line; what is wrong is named."""
+"""Settings: from the file, then from the command line; what is unknown or wrong is named."""
+
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from models.train import DEFAULT, Config
-from shardrt.fsdp import ShardingStrategy
+from models import train
+from models.gpt import GPTConfig
+from models.train import Config
+from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
+
+CONFIGS = sorted((Path(train.__file__).parent / "configs").glob("*.toml"))
+
+
+@pytest.fixture
+def file(tmp_path):
+    return tmp_path / "settings.toml"
 
 
 def parse(*arguments):
-    return settings.parse(Config, arguments, default=DEFAULT, program="models.train")
+    return settings.parse(Config, arguments, default=train.DEFAULT, program="models.train")
 
 
-def test_the_command_line_goes_over_the_file(tmp_path):
-    file = tmp_path / "x.toml"
-    file.write_text("steps = 7\n[optimizer]\nlr = 0.5\n[model]\nn_layer = 2\nn_head = 2\nn_embd = 8\n")
-    config = parse("--config", str(file), "--optimizer.lr", "0.25", "--fsdp.strategy", "SHARD_GRAD_OP")
-    assert (config.steps, config.optimizer.lr, config.model.n_layer) == (7, 0.25, 2)
+def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(file):
+    file.write_text("steps = 7\nseed = 3\n[optimizer]\nlr = 0.5\nmin_lr = 0.25\n")
+    config = parse("--config", str(file), "--seed", "4", "--optimizer.lr", "0.125")
+    assert (config.steps, config.seed) == (7, 4)
+    assert (config.optimizer.lr, config.optimizer.min_lr) == (0.125, 0.25)
+    assert config.batch_size == Config.batch_size
+
+
+def test_without_a_file_the_settings_are_those_of_the_default_one():
+    assert parse() == settings.load(Config, train.DEFAULT)
+
+
+def test_the_last_of_two_files_is_taken(file, tmp_path):
+    file.write_text("steps = 7\n")
+    other = tmp_path / "other.toml"
+    other.write_text("steps = 8\n")
+    assert parse("--config", str(file), f"--config={other}").steps == 8
+
+
+def test_the_command_line_takes_lists_names_and_truth_values():
+    config = parse(
+        *("--data", "a.txt", "b.txt", "--optimizer.betas", "0.8", "0.9"),
+        *("--fsdp.strategy", "SHARD_GRAD_OP", "--model.bias", "False"),
+    )
+    assert config.data == (Path("a.txt"), Path("b.txt"))
+    assert config.optimizer.betas == (0.8, 0.9)
     assert config.fsdp.strategy is ShardingStrategy.SHARD_GRAD_OP
+    assert config.model.bias is False
 
 
-def test_what_is_written_is_what_was_read(tmp_path):
-    config = parse("--steps", "3", "--data", "a", "b")
-    settings.dump(config, tmp_path / "config.toml")
-    assert settings.load(Config, tmp_path / "config.toml") == config
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_the_configurations_that_come_along_load(path):
+    settings.load(Config, path)
 
 
-@pytest.mark.parametrize("name", ["default", "gpt-small", "gpt2"])
-def test_the_configurations_that_come_along_are_valid(name):
-    settings.load(Config, DEFAULT.with_name(f"{name}.toml"))
+def test_what_is_dumped_loads_as_it_was(file):
+    config = Config(
+        name='a "name"',
+        data=(Path("x y.txt"), Path("/z")),
+        seed=2**63 - 1,
+        model=GPTConfig(n_layer=2, dropout=0.5, bias=False),
+        optimizer=settings.OptimizerConfig(lr=1e-30, clip_norm=float("inf"), betas=(0.0, 0.5)),
+        fsdp=settings.FSDPConfig(strategy=ShardingStrategy.SHARD_GRAD_OP, prefetch=0),
+        sample=settings.SampleConfig(prompt="é\n\t\\"),
+    )
+    settings.dump(config, file)
+    assert settings.load(Config, file) == config
+
+
+def test_a_section_of_a_file_loads_alone(file):
+    settings.dump(Config(model=GPTConfig(n_layer=3)), file)
+    assert settings.load(GPTConfig, file, section="model") == GPTConfig(n_layer=3)
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "told"),
     [
-        ("[optimizer]\nlrr = 1\n", "unknown key 'optimizer.lrr'"),
-        ("steps = 'many'\n", "steps must be int"),
-        ("[fsdp]\nstrategy = 'FULL'\n", "fsdp.strategy must be one of FULL_SHARD, SHARD_GRAD_OP"),
-        ("[model]\nn_embd = 10\nn_head = 3\n", "n_embd must be a multiple of n_head"),
-        ("steps = \n", "Invalid value"),
+        ("stepps = 3", "unknown key 'stepps'; known: name, data,"),
+        ("[fsdp]\nstrat = 1", "unknown key 'fsdp.strat'; known: strategy, prefetch"),
+        ("steps = 'a'", "steps must be int, got 'a'"),
+        ("steps = true", "steps must be int, got True"),
+        ("data = 'a.txt'", "data must be tuple"),
+        ("optimizer = 3", "optimizer must be OptimizerConfig, got 3"),
+        ("[optimizer]\nbetas = [0.9]", "optimizer.betas must be"),
+        ("[optimizer]\nlr = -1", "optimizer.lr must be at least 0, got -1"),
+        ("[optimizer]\nlr = nan", "optimizer.lr must be at least 0, got nan"),
+        ("[fsdp]\nstrategy = 'HALF'", "fsdp.strategy must be one of FULL_SHARD, SHARD_GRAD_OP, got 'HALF'"),
+        ("[model]\nn_embd = 10\nn_head = 3", "n_embd must be a multiple of n_head, got 10 and 3"),
+        ("[model]\nvocab_size = 255", "model.vocab_size must be at least 256, got 255"),
+        ("[fsdp", "Expected ']'"),
     ],
 )
-def test_a_wrong_file_is_named_with_its_key(tmp_path, text, said):
-    file = tmp_path / "wrong.toml"
+def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, told):
     file.write_text(text)
-    with pytest.raises(ValueError, match=f"wrong.toml: .*{said}"):
-        parse("--config", str(file))
+    with pytest.raises(ValueError) as error:
+        settings.load(Config, file)
+    assert str(error.value).startswith(f"{file}: ")
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--stepps", "3"], "--stepps"),
+        (["--steps", "a"], "--steps: "),
+        (["--steps", "0"], "steps and batch_size must be at least 1, got 0 and 16"),
+        (["--seed", "-1"], "seed must be at least 0"),
+        (["--seed", str(2**64)], "seed must be at least 0 and below 2^64"),
+        (["--config"], "--config"),
+        (["--fsdp.strategy", "HALF"], "'HALF' for argument '--fsdp.strategy'"),
+        (["--fsdp.prefetch", "-1"], "fsdp.prefetch must be at least 0, got -1"),
+        (["--model.n-embd", "10", "--model.n-head", "3"], "model: n_embd must be a multiple of n_head"),
+        (["--optimizer.betas", "0.9", "1"], "optimizer.betas must be in [0, 1)"),
+        (["--report.log-interval", "0"], "report.log_interval must be at least 1, got 0"),
+        (["--sample.prompt", ""], "sample.prompt must hold at least one byte"),
+    ],
+)
+def test_what_is_wrong_on_the_command_line_is_told_with_the_option(arguments, told, capfd):
+    with pytest.raises(ValueError) as error:
+        parse(*arguments)
+    assert told in str(error.value)
+    assert "settings" not in str(error.value), "a name that the user never gave"
+    assert capfd.readouterr() == ("", ""), "the one who catches the error speaks"
+
+
+@pytest.mark.parametrize(("rank", "times"), [(0, 1), (1, 0)])
+def test_help_is_printed_by_rank_0_only(rank, times, monkeypatch, capfd):
+    monkeypatch.setenv("PMI_RANK", str(rank))
+    monkeypatch.setenv("PMI_SIZE", "2")
+    with pytest.raises(SystemExit) as stop:
+        parse("--help")
+    assert not stop.value.code
+    assert capfd.readouterr().out.count("--optimizer.lr FLOAT") == times
+
+
+def test_the_rate_warms_up_and_comes_down():
+    config = settings.OptimizerConfig(lr=1.0, min_lr=0.1, warmup_steps=4)
+    rates = [config.lr_at(step, 20) for step in range(20)]
+    assert rates[:4] == pytest.approx([0.25, 0.5, 0.75, 1.0])
+    assert rates[4:] == sorted(rates[4:], reverse=True)
+    assert rates[-1] == pytest.approx(0.1, abs=0.02)
+
+
+def test_settings_are_checked_when_they_are_replaced():
+    with pytest.raises(ValueError, match="clip_norm must be positive"):
+        replace(settings.OptimizerConfig(), clip_norm=0)

@@ -1,53 +1,163 @@
-"""Text as bytes: batches are functions of (seed, step), equal at every world size, disjoint between ranks."""
+"""Text as bytes: where it comes from, how it is cut, and which rank sees what."""
+
+import hashlib
+import subprocess
+import sys
+import sysconfig
 
 import numpy as np
 import pytest
 
-from shardrt.train.data import IGNORED, held_out_batches, load_corpus, training_batch
+from shardrt.train.data import (
+    HELD_OUT,
+    IGNORED,
+    held_out_batches,
+    load_corpus,
+    training_batch,
+    window_start,
+)
+from tests.ranks import clean_environment
 
-TEXT = (np.arange(5000) % 251).astype(np.uint8)
-
-
-def batch(step, rank=0, size=1, seed=1):
-    return training_batch(TEXT, step, 12, 16, seed=seed, rank=rank, size=size)
-
-
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_the_global_batch_is_the_same_at_every_world_size(size):
-    for step in (0, 7, 40):
-        parts = [batch(step, rank, size) for rank in range(size)]
-        for which in (0, 1):
-            assert np.array_equal(np.concatenate([part[which] for part in parts]), batch(step)[which])
+TEXT = np.arange(1000)  # every "byte" is its own position
+BLOCK = 16
 
 
-def test_targets_are_the_next_bytes():
-    tokens, targets = batch(3)
-    assert np.array_equal(tokens[:, 1:], targets[:, :-1])
+def batch(step=0, batch_size=8, text=TEXT, seed=0, **place):
+    return training_batch(text, step, batch_size, BLOCK, seed=seed, **place)
 
 
-def test_batches_depend_on_seed_and_step_only():
-    assert np.array_equal(batch(3)[0], batch(3)[0])
-    assert not np.array_equal(batch(3)[0], batch(4)[0])
-    assert not np.array_equal(batch(3)[0], batch(3, seed=2)[0])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_all_ranks_together_have_the_batch_of_one_rank(size):
+    for step in (0, 5, 100):
+        parts = [batch(step, rank=rank, size=size) for rank in range(size)]
+        for together, alone in zip(zip(*parts, strict=True), batch(step), strict=True):
+            np.testing.assert_array_equal(np.concatenate(together), alone)
 
 
-def test_held_out_text_counts_every_target_once_at_every_world_size():
-    for size in (1, 2, 3):
-        targets = [t for rank in range(size) for _, t in held_out_batches(TEXT, 4, 16, rank=rank, size=size)]
-        assert sum(int((t != IGNORED).sum()) for t in targets) == (TEXT.size - 1) // 16 * 16
-        counts = [len(list(held_out_batches(TEXT, 4, 16, rank=rank, size=size))) for rank in range(size)]
-        assert len(set(counts)) == 1
+def test_no_byte_is_on_two_ranks_in_one_step():
+    for step in range(4):
+        seen = np.concatenate([batch(step, rank=rank, size=4)[0].ravel() for rank in range(4)])
+        assert np.unique(seen).size == seen.size == 8 * BLOCK
 
 
-def test_the_held_out_end_is_never_trained_on(tmp_path):
+def test_a_target_is_the_byte_after_its_token():
+    tokens, targets = batch()
+    assert tokens.shape == targets.shape == (8, BLOCK)
+    assert tokens.dtype == targets.dtype == np.int64
+    np.testing.assert_array_equal(targets, tokens + 1)
+
+
+def test_a_batch_is_a_function_of_seed_and_step():
+    first = {(seed, step): batch(step, seed=seed)[0] for seed in (0, 1, 2**64 - 1) for step in (0, 1, 50)}
+    for (seed, step), tokens in reversed(first.items()):  # in another order
+        np.testing.assert_array_equal(batch(step, seed=seed)[0], tokens)
+    assert len({tokens.tobytes() for tokens in first.values()}) == len(first)
+
+
+def test_samples_do_not_depend_on_the_batch_size():
+    small = np.concatenate([batch(step, batch_size=4)[0] for step in range(6)])
+    large = np.concatenate([batch(step, batch_size=12)[0] for step in range(2)])
+    np.testing.assert_array_equal(small, large)
+
+
+def test_an_epoch_takes_every_window_once():
+    count = (TEXT.size - BLOCK) // BLOCK
+    starts = np.array([window_start(TEXT.size, sample, BLOCK, 0) for sample in range(2 * count)])
+    for epoch in (starts[:count], starts[count:]):
+        np.testing.assert_array_equal(np.diff(np.sort(epoch)), BLOCK)
+        assert 0 <= epoch.min() and epoch.max() + BLOCK + 1 <= TEXT.size
+    assert starts[0] % BLOCK != starts[count] % BLOCK, "another epoch cuts elsewhere"
+
+
+def test_the_order_of_the_samples_is_for_ever():
+    assert [window_start(1000, sample, 16, 7) for sample in (0, 1, 2, 61, 1000)] == [532, 580, 116, 445, 454]
+
+
+def test_the_shortest_text_has_one_window():
+    tokens, _ = batch(batch_size=2, text=np.arange(BLOCK + 1))
+    np.testing.assert_array_equal(tokens, [np.arange(BLOCK)] * 2)
+
+
+def test_a_batch_that_the_ranks_cannot_share_is_refused():
+    with pytest.raises(ValueError, match="batch_size 8 cannot be divided by 3 ranks"):
+        batch(size=3)
+
+
+def test_held_out_text_is_the_end_and_nothing_of_it_is_trained_on(tmp_path):
+    text = np.random.default_rng(0).integers(0, 256, 10_000, np.uint8)
+    (tmp_path / "a").write_bytes(text[:3000].tobytes())
+    (tmp_path / "b").write_bytes(text[3000:].tobytes())
+    corpus = load_corpus([tmp_path / "a", tmp_path / "b"], block_size=BLOCK)
+    assert corpus.held_out.size == 10_000 // HELD_OUT
+    np.testing.assert_array_equal(np.concatenate([corpus.train, corpus.held_out]), text)
+    assert corpus.sha256 == hashlib.sha256(text).hexdigest()
+    assert corpus.source == f"{tmp_path / 'a'}, {tmp_path / 'b'}"
+    assert corpus.gzip_bits_per_byte() == pytest.approx(8, rel=0.1), "noise cannot be compressed"
+
+
+def test_the_standard_library_is_the_same_text_in_another_process(tmp_path):
+    program = "from shardrt.train.data import load_corpus; print(load_corpus(block_size=1).sha256)"
+    process = subprocess.run(
+        [sys.executable, "-c", program], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
+    )
+    corpus = load_corpus(block_size=1)
+    assert process.stdout.strip() == corpus.sha256
+    assert corpus.train.size > 5_000_000
+
+
+def test_what_is_installed_beside_the_standard_library_does_not_change_the_text(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    write(tmp_path / "json" / "decoder.py", "x = 1\n" * 100)
+    write(tmp_path / "abc.py", "y = 2\n" * 100)
+    before = load_corpus(block_size=4)
+    assert before.train.tobytes().startswith(b"y = 2\n"), "sorted by name"
+    for name in ("site-packages/numpy.py", "test/x.py", "json/tests/x.py", "abc.txt", "__pycache__/abc.pyc"):
+        write(tmp_path / name, "z")
+    write(tmp_path / "_sysconfigdata_linux.py", "z")
+    assert load_corpus(block_size=4).sha256 == before.sha256
+
+
+def test_a_python_without_sources_is_told(tmp_path, monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match="give text files with --data FILE"):
+        load_corpus(block_size=4)
+
+
+@pytest.mark.parametrize(
+    ("bytes_", "enough"), [(HELD_OUT * (BLOCK + 1) - 1, False), (HELD_OUT * (BLOCK + 1), True)]
+)
+def test_the_error_for_a_short_text_says_how_much_is_needed(tmp_path, bytes_, enough):
     file = tmp_path / "text"
-    file.write_bytes(bytes(range(200)) * 10)
-    corpus = load_corpus([file], block_size=16)
-    assert corpus.train.tobytes() + corpus.held_out.tobytes() == file.read_bytes()
-    assert corpus.held_out.size == 100
+    file.write_bytes(b"a" * bytes_)
+    if enough:
+        assert load_corpus([file], block_size=BLOCK).held_out.size == BLOCK + 1
+    else:
+        with pytest.raises(ValueError, match=rf"text has {bytes_} bytes, too short.*need {bytes_ + 1}"):
+            load_corpus([file], block_size=BLOCK)
 
 
-def test_the_library_of_python_is_text_that_every_machine_has():
-    corpus = load_corpus(block_size=16)
-    assert corpus.train.size > 1_000_000 and b"import" in corpus.train.tobytes()
-    assert corpus.sha256 == load_corpus(block_size=16).sha256
+@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("windows", [None, 1, 7, 1000])
+def test_held_out_windows_are_each_on_one_rank_once(size, windows):
+    count = (TEXT.size - 1) // BLOCK
+    expected = count if windows is None else min(windows, count)
+    place = [
+        list(held_out_batches(TEXT, 3, BLOCK, windows=windows, rank=rank, size=size)) for rank in range(size)
+    ]
+    assert len({len(batches) for batches in place}) == 1, "every rank takes part in every forward"
+    assert all(tokens.shape == (3, BLOCK) for batches in place for tokens, _ in batches)
+    targets = np.concatenate([targets.ravel() for batches in place for _, targets in batches])
+    taken = np.sort(targets[targets != IGNORED])
+    assert taken.size == np.unique(taken).size == expected * BLOCK
+    if windows is None:
+        np.testing.assert_array_equal(taken, np.arange(1, count * BLOCK + 1))
+
+
+def test_a_part_of_the_held_out_text_is_spread_over_it():
+    ((tokens, _),) = held_out_batches(TEXT, 4, BLOCK, windows=4)
+    np.testing.assert_array_equal(tokens[:, 0], np.arange(4) * 62 // 4 * BLOCK)
+
+
+def write(path, text):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text)

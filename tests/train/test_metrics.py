@@ -1,0 +1,160 @@
+"""What a run leaves behind, and the lines that it prints."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from shardrt.comm import init_device_mesh, thread
+from shardrt.train import metrics, progress
+from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, plot_losses, read_metrics
+from shardrt.train.progress import Stopwatch, clock, evaluation_line, memory_mb, step_line
+
+STEP = {
+    "step": 1,
+    "loss": 5.5,
+    "norm": 1.25,
+    "lr": 1e-3,
+    "ms": 12.5,
+    "tokens_per_s": 1e5,
+    "memory_mb": 150.0,
+    "eta_s": 61.0,
+}
+EVALUATION = {"step": 1, "held_out_loss": 2.0, "held_out_bits_per_byte": 2.885, "held_out_bytes": 240}
+
+
+@pytest.fixture(autouse=True)
+def _away(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_every_line_of_the_metrics_is_json_and_there_at_once(tmp_path):
+    run = RunLog(tmp_path)
+    records = [("run", {"data": 'a "file"\nü'}), ("step", STEP), ("evaluation", EVALUATION)]
+    for number, (kind, record) in enumerate(records, 1):
+        run.write(kind, record)
+        lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        assert len(lines) == number
+        assert json.loads(lines[-1]) == {"kind": kind, **record}
+    run.finish({"seconds": 1.0})
+    assert [record["kind"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [
+        *("run", "step", "evaluation", "end")
+    ]
+    assert (tmp_path / "loss.png").exists()
+
+
+def test_a_number_that_json_has_not_is_refused(tmp_path):
+    with pytest.raises(ValueError):
+        RunLog(tmp_path).write("step", {"loss": float("nan")})
+    assert not (tmp_path / "metrics.jsonl").read_text()
+
+
+def test_metrics_are_never_overwritten(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text("kept")
+    with pytest.raises(FileExistsError):
+        RunLog(tmp_path)
+    assert (tmp_path / "metrics.jsonl").read_text() == "kept"
+
+
+def test_a_rank_without_a_directory_prints_and_writes_nothing(tmp_path, capfd):
+    run = RunLog(None)
+    run.say("line")
+    run.write("step", STEP)
+    run.finish({})
+    assert capfd.readouterr() == ("", "")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "records",
+    [[], [{"kind": "step", **STEP}], [{"kind": "step", **STEP}, {"kind": "evaluation", **EVALUATION}]],
+)
+def test_the_picture_is_a_png(tmp_path, records):
+    from matplotlib.image import imread
+
+    plot_losses(records, tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    assert imread(tmp_path / "loss.png").shape == (540, 960, 4)
+
+
+def test_a_run_goes_to_the_folder_of_its_name(tmp_path):
+    assert new_run_directory("mine").resolve() == tmp_path / "runs" / "mine"
+    assert (tmp_path / "runs" / "mine").is_dir()
+
+
+def test_runs_without_a_name_that_begin_in_one_second_have_a_folder_each(monkeypatch):
+    monkeypatch.setattr(metrics.time, "strftime", lambda form: "now")
+    assert [new_run_directory("").name for _ in range(3)] == ["now", "now_2", "now_3"]
+
+
+def test_a_name_that_is_taken_is_refused(tmp_path):
+    new_run_directory("mine")
+    with pytest.raises(FileExistsError, match="runs/mine exists already: give another --name"):
+        new_run_directory("mine")
+
+
+@pytest.mark.parametrize("name", [".", "..", "a/b", "../a", "/a", "a/"])
+def test_a_name_that_is_no_folder_name_is_refused(tmp_path, name):
+    with pytest.raises(ValueError, match="must be a plain folder name"):
+        new_run_directory(name)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("op", "expected"), [("sum", (3.0, 30.0)), ("max", (2.0, 20.0)), ("min", (0.0, 0.0))]
+)
+def test_numbers_are_combined_over_ranks(op, expected):
+    def combined():
+        mesh = init_device_mesh()
+        return over_ranks(mesh, op, mesh.rank, 10 * mesh.rank)
+
+    assert thread.run(3, combined) == [expected] * 3
+
+
+def test_step_lines_are_whole_and_aligned():
+    records = [STEP, STEP | {"step": 1000, "loss": 12.25, "norm": 100.0, "ms": 1e4, "eta_s": 3600.0}]
+    lines = [step_line(record, 1000) for record in records]
+    assert lines[0] == (
+        "step    1/1000  loss  5.5000  norm   1.250  lr 1.00e-03      12.5 ms    100000 tok/s  "
+        "   150 MB  ETA    1:01"
+    )
+    assert len({len(line) for line in lines}) == 1
+    for part in ("/1000", "loss", "norm", "lr", "ms", "tok/s", "MB", "ETA"):
+        assert len({line.index(part) for line in lines}) == 1, part
+
+
+def test_an_evaluation_has_one_line():
+    line = evaluation_line(EVALUATION, 1000)
+    assert line == "step    1/1000  held-out loss 2.0000, 2.8850 bits per byte over 240 bytes"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (61, "1:01"), (3599.4, "59:59"), (3600, "1:00:00"), (90061, "25:01:01")],
+)
+def test_times_read_as_a_clock(seconds, text):
+    assert clock(seconds) == text
+
+
+def test_the_stopwatch_gives_the_mean_since_it_was_read_and_leaves_evaluations_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    stopwatch = Stopwatch(total_steps=10, tokens_per_step=50)
+    now[0] += 4
+    assert stopwatch.read(2) == {"ms": 2000.0, "tokens_per_s": 25.0, "eta_s": 16.0}
+    now[0] += 100  # an evaluation
+    stopwatch.restart(2)
+    now[0] += 8
+    assert stopwatch.read(10) == {"ms": 1000.0, "tokens_per_s": 50.0, "eta_s": 0.0}
+
+
+def test_memory_is_that_of_this_process():
+    before = memory_mb()
+    block = np.ones(25_000_000)
+    assert memory_mb() - before == pytest.approx(block.nbytes / 1e6, rel=0.1)
+
+
+def test_said_lines_end_at_once(tmp_path, capfd):
+    RunLog(tmp_path).say("step 1")
+    assert re.fullmatch("step 1\n", capfd.readouterr().out)
