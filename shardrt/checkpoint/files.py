@@ -38,13 +38,17 @@ def load(directory: str | Path, model: Module) -> int:
     """Set the model's weights from `directory`/model.safetensors; gives their step. Collective.
 
     Every rank reads the file and keeps its pieces, one parameter at a time. Raises FileNotFoundError, or
-    ValueError for names or shapes that differ from the model's.
+    ValueError for a damaged file, or names or shapes that differ from the model's.
     """
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    with safe_open(Path(directory) / WEIGHTS, "np") as file:
-        model.load_state_dict(_Tensors(file))
-        return int((file.metadata() or {}).get("step", "0"))
+    path = Path(directory) / WEIGHTS
+    try:
+        with safe_open(path, "np") as file:
+            model.load_state_dict(_Tensors(file))
+            return int((file.metadata() or {}).get("step", "0"))
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
 
 
 class _Tensors(Mapping):

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from models import generate, train
 from models.gpt import GPT, GPTConfig
@@ -54,6 +56,7 @@ BAD_INPUT = {
     "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
     "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
     "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),
+    "an option spelt wrong": (["--optimiser.lr", "1"], USAGE, "--optimiser.lr"),
     "an unknown key": (["--config", "unknown.toml"], USAGE, "unknown.toml: unknown key 'stepps'"),
 }
 ALONE = {what: case for what, case in BAD_INPUT.items() if what != "a batch that the ranks cannot share"}
@@ -151,10 +154,15 @@ def test_a_run_is_on_the_ranks_that_were_started(runs, name, ranks):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["two", "alone"])
-def test_the_losses_are_those_of_one_rank(runs, name):
-    for kind, key in (("step", "loss"), ("evaluation", "held_out_loss")):
-        losses = [[record[key] for record in records(runs[0], each, kind)] for each in ("one", name)]
-        assert losses[1] == pytest.approx(losses[0], abs=1e-4)
+def test_losses_norms_and_weights_are_those_of_one_rank(runs, name):
+    for kind, key in (("step", "loss"), ("step", "norm"), ("evaluation", "held_out_loss")):
+        curves = [[record[key] for record in records(runs[0], each, kind)] for each in ("one", name)]
+        np.testing.assert_allclose(curves[1], curves[0], rtol=1e-5, err_msg=key)
+    files = [runs[0] / "runs" / each / "checkpoint" / "model.safetensors" for each in ("one", name)]
+    weights = [load_file(file) for file in files]
+    assert weights[0].keys() == weights[1].keys() and "wte.weight" in weights[0]
+    for key in weights[0]:
+        np.testing.assert_allclose(weights[1][key], weights[0][key], atol=2e-5, err_msg=key)
 
 
 @pytest.mark.mpi
@@ -164,6 +172,7 @@ def test_progress_lines_are_whole_and_there_once(runs, name):
     told = [line for line in output.stdout.splitlines() if line.startswith("step ")]
     assert [bool(STEP_LINE.fullmatch(line)) for line in told] == [True, True, False, True, False], told
     assert output.stdout.count("held-out text: ") == output.stdout.count("--- sample ---") == 1
+    assert len(re.findall(r"\d bits per byte; gzip -9 needs \d", output.stdout)) == 1
     assert output.stderr == ""
 
 

@@ -26,11 +26,11 @@ def batch(step=0, batch_size=8, text=TEXT, seed=0, **place):
     return training_batch(text, step, batch_size, BLOCK, seed=seed, **place)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_all_ranks_together_have_the_batch_of_one_rank(size):
     for step in (0, 5, 100):
-        parts = [batch(step, rank=rank, size=size) for rank in range(size)]
-        for together, alone in zip(zip(*parts, strict=True), batch(step), strict=True):
+        parts = [batch(step, 12, rank=rank, size=size) for rank in range(size)]
+        for together, alone in zip(zip(*parts, strict=True), batch(step, 12), strict=True):
             np.testing.assert_array_equal(np.concatenate(together), alone)
 
 
@@ -102,7 +102,7 @@ def test_the_standard_library_is_the_same_text_in_another_process(tmp_path):
     )
     corpus = load_corpus(block_size=1)
     assert process.stdout.strip() == corpus.sha256
-    assert corpus.train.size > 5_000_000
+    assert corpus.train.size > 1_000_000 and b"import" in corpus.train.tobytes()
 
 
 def test_what_is_installed_beside_the_standard_library_does_not_change_the_text(tmp_path, monkeypatch):
@@ -136,7 +136,7 @@ def test_the_error_for_a_short_text_says_how_much_is_needed(tmp_path, bytes_, en
             load_corpus([file], block_size=BLOCK)
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
 @pytest.mark.parametrize("windows", [None, 1, 7, 1000])
 def test_held_out_windows_are_each_on_one_rank_once(size, windows):
     count = (TEXT.size - 1) // BLOCK
