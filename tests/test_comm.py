@@ -26,8 +26,6 @@ INLINE = device.get("cpu").current_stream
 
 
 class TestSingle(Contract):
-    compares_calls = False
-
     def run(self, body):
         body(SingleCommunicator())
 
@@ -157,11 +155,40 @@ def test_results_come_by_rank_and_the_world_ends_with_the_run():
             "can only be summed with scale 1",
             lambda c: c.reduce_scatter(np.zeros(2, int), np.zeros(2, int), scale=0.5, stream=INLINE),
         ),
+        (
+            TypeError,
+            "uint16 holds bits.*kind='bfloat16'",
+            lambda c: c.reduce_scatter(np.zeros(2, np.uint16), np.zeros(2, np.uint16), stream=INLINE),
+        ),
+        (ValueError, "kind is 'float8'; known are bfloat16, float16", lambda c: of_kind(c, "float8")),
+        (
+            TypeError,
+            "buffer is float32; with kind='float16' it must be uint16",
+            lambda c: of_kind(c, "float16", buffer=np.zeros(2, np.float32)),
+        ),
+        (
+            TypeError,
+            "output is uint16; with kind='bfloat16' it must be float32",
+            lambda c: of_kind(c, "bfloat16", output=np.zeros(2, np.uint16)),
+        ),
+        (
+            ValueError,
+            "output has 3 elements, so buffer needs 3; it has 2",
+            lambda c: of_kind(c, "bfloat16", output=np.zeros(3, np.float32)),
+        ),
+        (TypeError, "what must be a name, got 3", lambda c: c.barrier(stream=INLINE, what=3)),
     ],
 )
 def test_a_wrong_argument_is_refused_in_the_caller(error, message, call):
     with pytest.raises(error, match=message):
         call(SingleCommunicator())
+
+
+def of_kind(comm, kind, *, output=None, buffer=None):
+    output = np.zeros(2, np.float32) if output is None else output
+    comm.reduce_scatter(
+        output, np.zeros(2, np.uint16) if buffer is None else buffer, kind=kind, stream=INLINE
+    )
 
 
 def test_a_buffer_that_does_not_divide_is_refused_by_all():
@@ -180,6 +207,9 @@ def test_output_may_lie_in_buffer_only_as_the_own_slice():
             comm.reduce_scatter(buffer[1:3], buffer, stream=INLINE)
         with pytest.raises(ValueError, match="overlaps buffer"):
             comm.all_to_all(buffer, buffer, stream=INLINE)
+        bits = np.zeros(8, np.uint16)
+        with pytest.raises(ValueError, match="overlaps buffer; give it memory of its own"):
+            comm.reduce_scatter(bits.view(np.float32), bits, kind="bfloat16", stream=INLINE)
 
     run_ranks(2, body)
 
@@ -204,6 +234,15 @@ def test_counted_bytes_are_the_formulas(size):
         slices = (size - 1) * 10 * 4
         expected = {"all_gather": slices, "reduce_scatter": 2 * slices, "all_reduce": 2 * slices}
         assert +sent == {name: count for name, count in expected.items() if count}
+
+
+def test_counted_bytes_of_a_16_bit_reduction_are_half():
+    def body():
+        comm = CountedCommunicator(create())
+        comm.reduce_scatter(np.zeros(10, np.float32), np.zeros(20, np.uint16), kind="float16", stream=INLINE)
+        return comm.bytes["reduce_scatter"]
+
+    assert run_ranks(2, body) == [10 * 2] * 2
 
 
 def test_a_delay_is_spent_in_the_stream_and_not_in_the_caller():

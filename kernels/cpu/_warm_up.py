@@ -9,8 +9,10 @@ from shardrt.kernels.cpu import (
     activation,
     adamw,
     attention,
+    cast,
     cross_entropy,
     dropout,
+    elementwise,
     embedding,
     layer_norm,
     linear,
@@ -45,8 +47,16 @@ def warm_up() -> None:
     philox.normal(row, 1, 2, 0, 0.0, 1.0)
     dropout.forward(row, bias, 0.5, 1, 2, 0)
     linear.backward_bias(x, row, False)
+    bits = np.zeros(4, np.uint16)
+    for kind in ("bfloat16", "float16"):
+        cast.round_to(row, bias, kind)
+        cast.pack(row, bits, kind)
+        cast.unpack(bits, bias, kind)
     reduce.sum_into(row, [bias, weight], 1.0, False)
-    reduce.square_sum(row)
+    reduce.sum_into(row, [bias, weight, bias], 1.0, False)
+    reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
+    reduce.power_sums(row, 2.0)
+    elementwise.unscale_(row, 1.0)
     starts, stops, rates = np.array([0]), np.array([4]), np.array([0.1])
     adamw.step(row, bias, weight, x[0], starts, stops, rates, rates, 0.9, 0.99, 1e-8, 1, 1.0)
     sgd.step(row, bias, None, starts, stops, rates, rates, 0.0, 0.0, False, True)

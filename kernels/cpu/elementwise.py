@@ -4,7 +4,12 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cpu._jit import exact
+from shardrt.kernels.cpu._threads import run_rows
+
 Array = Any
+
+_BLOCK = 65536  # elements for which one answer is kept
 
 
 def add(first: Array, second: Array, out: Array) -> None:
@@ -15,6 +20,29 @@ def add(first: Array, second: Array, out: Array) -> None:
 def scale_(x: Array, factor: float) -> None:
     """x *= factor."""
     np.multiply(x, x.dtype.type(factor), out=x)
+
+
+def unscale_(x: Array, factor: float) -> bool:
+    """x *= factor, in one pass with the answer: whether every element was finite before."""
+    wrong = np.empty(-(-x.size // _BLOCK), np.int64)
+    run_rows(_unscale_blocks, wrong.size, x.size, x, x.dtype.type(factor), wrong)
+    return not wrong.any()
+
+
+@exact
+def _unscale_blocks(start, stop, x, factor, wrong):
+    for block in range(start, stop):
+        piece = x[block * _BLOCK : min((block + 1) * _BLOCK, x.size)]
+        count = 0
+        for i in range(piece.size):
+            count += not np.isfinite(piece[i])
+            piece[i] *= factor
+        wrong[block] = count
+
+
+def clamp_(x: Array, limit: float) -> None:
+    """x = min(max(x, -limit), limit); nan stays nan."""
+    np.clip(x, -x.dtype.type(limit), x.dtype.type(limit), out=x)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

@@ -1,38 +1,71 @@
-"""Sums: over ranks' buffers, over rows, of squares. Fixed order, so the same bits every time."""
+"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
 
 from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exact, reordered
+from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.cast import check_kind, unpack_bfloat16, unpack_float16
 
 Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
-_BLOCK = 4096  # elements of a partial sum in norms
-_CHUNK = 16384  # elements that stay in cache while more than two buffers are summed
+_FAN = 4  # parts that one pass sums
+_LANES = 256  # sums that run side by side in a norm
+_PIECE = 65536  # elements of a partial sum in norms
+_BLOCK = 1024  # elements that stay in the first cache between two loops
+_CHUNK = 131072  # elements that stay in the second cache while groups of parts are summed
 
 
 def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
-    """out = (out if accumulate) + scale * (parts[0] + parts[1] + ...), added in that order.
+    """out = (out if accumulate) + scale * sum of `parts`, added as a tree of neighbours: (0+1) + (2+3), ...
+
+    Bottom up; a last part without a neighbour goes up as it is: of three it is (0+1) + 2. So aligned groups
+    of 2, 4, 8, ... parts may be summed first, elsewhere, and their sums here.
 
     1-D arrays of one length and float dtype; `out` may be one of the parts. Each element depends on its own
     elements only: an array may be cut into any pieces.
     """
-    factor = out.dtype.type(scale)
-    first, second = parts[0], parts[1] if len(parts) == 2 else parts[0]
-    if len(parts) <= 2:
-        run_rows(_sum_two, out.size, out.size, out, first, second, len(parts), factor, accumulate)
+    work = (out, parts, out.dtype.type(scale), accumulate, None)
+    run_rows(_sum_range, out.size, out.size * len(parts) // 2, *work)
+
+
+def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:
+    """As sum_into of parts that are uint16, the bits of `kind` ("bfloat16" or "float16"); `out` is float32.
+
+    The same bits as unpacking the parts (cast.unpack) and summing them with sum_into.
+    """
+    check_kind(kind)
+    work = (out, parts, np.float32(scale), accumulate, kind)
+    run_rows(_sum_range, out.size, out.size * len(parts) // 2, *work)
+
+
+def _sum_range(start, stop, out, parts, scale, accumulate, kind):
+    """More than _FAN parts: sums of aligned groups, in cache, then the sum of those; it is the same tree."""
+    if len(parts) <= _FAN:
+        _sum_few(start, stop, out, parts, scale, accumulate, kind)
         return
-    total = np.empty(min(_CHUNK, out.size), out.dtype)
-    for start in range(0, out.size, _CHUNK):
-        piece = slice(start, min(start + _CHUNK, out.size))
-        sums = total[: piece.stop - start]
-        np.add(parts[0][piece], parts[1][piece], out=sums)
-        for part in parts[2:]:
-            np.add(sums, part[piece], out=sums)
-        _sum_two(0, sums.size, out[piece], sums, sums, 1, factor, accumulate)
+    groups = [parts[first : first + _FAN] for first in range(0, len(parts), _FAN)]
+    chunk = min(max(_BLOCK, _CHUNK // len(groups)), max(1, stop - start))
+    sums = list(np.empty((len(groups), chunk), out.dtype))
+    for low in range(start, stop, chunk):
+        high = min(low + chunk, stop)
+        for group, total in zip(groups, sums, strict=True):
+            pieces = [part[low:high] for part in group]
+            _sum_few(0, high - low, total, pieces, out.dtype.type(1), False, kind)
+        _sum_range(0, high - low, out[low:high], sums, scale, accumulate, None)
+
+
+def _sum_few(start, stop, out, parts, scale, accumulate, kind):
+    if kind is None and len(parts) <= 2:
+        _sum_two(start, stop, out, parts[0], parts[-1], len(parts), scale, accumulate)
+        return
+    four = (*parts, *parts[:1] * (_FAN - len(parts)))
+    if kind is None:
+        _sum_blocks(start, stop, out, *four, len(parts), scale, accumulate)
+    else:
+        _sum_packed_blocks(start, stop, out, *four, len(parts), scale, accumulate, kind == "bfloat16")
 
 
 @exact
@@ -50,6 +83,57 @@ def _sum_two(start, stop, out, first, second, count, scale, accumulate):
     else:
         for i in range(out.size):
             out[i] = scale * first[i]
+
+
+@exact
+def _sum_blocks(start, stop, out, a, b, c, d, count, scale, accumulate):
+    total = np.empty(_BLOCK, out.dtype)  # `out` may be a part: loops that write it would not be vectorised
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        _tree(total, a[low:high], b[low:high], c[low:high], d[low:high], count)
+        _finish(out[low:high], total, scale, accumulate)
+
+
+@exact
+def _sum_packed_blocks(start, stop, out, a, b, c, d, count, scale, accumulate, bfloat16):
+    numbers = np.empty((5, _BLOCK), np.float32)
+    for low in range(start, stop, _BLOCK):
+        high = min(low + _BLOCK, stop)
+        size = high - low
+        for i, part in enumerate((a, b, c, d)):
+            if i < count and bfloat16:
+                unpack_bfloat16(0, size, part[low:high], numbers[i, :size])
+            elif i < count:
+                unpack_float16(0, size, part[low:high], numbers[i, :size])
+        total = numbers[4]
+        _tree(total, numbers[0, :size], numbers[1, :size], numbers[2, :size], numbers[3, :size], count)
+        _finish(out[low:high], total, scale, accumulate)
+
+
+@exact
+def _tree(total, a, b, c, d, count):
+    if count == 1:
+        for i in range(a.size):
+            total[i] = a[i]
+    elif count == 2:
+        for i in range(a.size):
+            total[i] = a[i] + b[i]
+    elif count == 3:
+        for i in range(a.size):
+            total[i] = (a[i] + b[i]) + c[i]
+    else:
+        for i in range(a.size):
+            total[i] = (a[i] + b[i]) + (c[i] + d[i])
+
+
+@exact
+def _finish(out, total, scale, accumulate):
+    if accumulate:
+        for i in range(out.size):
+            out[i] = out[i] + scale * total[i]
+    else:
+        for i in range(out.size):
+            out[i] = scale * total[i]
 
 
 def column_sum(x: Array, out: Array, accumulate: bool) -> None:
@@ -82,22 +166,67 @@ def combine_blocks(partials, out, accumulate):
             out[j] += line[j]
 
 
-def square_sum(x: Array) -> float:
-    """Sum of the squares of a 1-D array, in float64 and in fixed blocks."""
-    partials = np.zeros(-(-x.size // _BLOCK), np.float64)
-    run_rows(_square_blocks, partials.size, x.size, x, partials)
-    return float(partials.sum())
+def power_sums(x: Array, p: float) -> Array:
+    """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
+
+    So math.fsum of the pairs of all pieces of an array gives the same bits however it was cut. (The exception
+    needs an exact sum within 2**-40 or so of the middle between two floats: once in 10**12 sums.) Where
+    there is infinity or nan, it is in `high`, and `low` is 0.
+    """
+    partials = np.empty((-(-x.size // _PIECE), 2), np.float64)
+    run_rows(_power_pieces, len(partials), x.size, x, float(p), partials)
+    return partials
 
 
-@reordered
-def _square_blocks(start, stop, x, partials):
-    for block in range(start, stop):
-        piece = x[block * _BLOCK : min((block + 1) * _BLOCK, x.size)]
-        total = 0.0
-        for i in range(piece.size):
-            value = np.float64(piece[i])
-            total += value * value
-        partials[block] = total
+@exact
+def _power_pieces(start, stop, x, p, partials):
+    high, low, terms = np.empty(_LANES), np.empty(_LANES), np.empty(_LANES)
+    for piece in range(start, stop):
+        high[:] = 0
+        low[:] = 0
+        end = min((piece + 1) * _PIECE, x.size)
+        for row in range(piece * _PIECE, end, _LANES):
+            line = x[row : min(row + _LANES, end)]
+            _powers(line, p, terms)
+            _add_exactly(high, low, terms[: line.size])
+        width = _LANES
+        while width > 1:  # fold the upper half of the lanes into the lower
+            width //= 2
+            _add_exactly(high, low, high[width : 2 * width])
+            for j in range(width):
+                low[j] += low[width + j]
+        partials[piece, 0] = high[0]
+        partials[piece, 1] = low[0] if np.isfinite(high[0]) else 0.0
+
+
+@exact
+def _powers(x, p, terms):
+    """In float64, where the square of a float32 is exact."""
+    if p == 2:
+        for j in range(x.size):
+            value = np.float64(x[j])
+            terms[j] = value * value
+    elif p == 1:
+        for j in range(x.size):
+            terms[j] = abs(np.float64(x[j]))
+    elif p == 3:
+        for j in range(x.size):
+            value = abs(np.float64(x[j]))
+            terms[j] = value * value * value
+    else:
+        for j in range(x.size):
+            terms[j] = abs(np.float64(x[j])) ** p
+
+
+@exact
+def _add_exactly(high, low, terms):
+    """high + low += terms, lane by lane: the rounding error of each sum goes to `low` (Knuth's TwoSum)."""
+    for j in range(terms.size):
+        before, term = high[j], terms[j]
+        total = before + term
+        added = total - before
+        low[j] += (before - (total - added)) + (term - added)
+        high[j] = total
 
 
 def abs_max(x: Array) -> float:

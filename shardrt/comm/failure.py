@@ -104,6 +104,7 @@ class _Job:
         timer.daemon = True
         timer.start()
         self._mpi.Abort(code)
+        timer.join()  # Abort may return before the job has ended: going on would tell the others that we left
 
 
 class _Exit(SystemExit):

@@ -14,20 +14,19 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch, PeerFailed
+from shardrt.comm.calls import WORDS, Call, Names, mismatch
+from shardrt.comm.protocol import PeerFailed
 
 
 class SharedMemoryUnavailable(RuntimeError):
     """These ranks cannot share memory. Raised on all of them."""
 
 
-Call = tuple[int, int, int, int]  # what a rank called: collective and dtype, count, op or root, place
-
 READY, DONE, _LEFT, _CALLS = 0, 1, 2, 8  # columns of a rank's row
-_ROW = 16  # int64 words: two cache lines, the second for the calls
+_LINE = 8  # int64 words of a cache line
+_ROW = 3 * _LINE  # one line for the counters, one each for what the last two calls were
 _LOOKS = 50  # before a rank sleeps; about 10 us
 _NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case a peer has left
-_NAMES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 
 # The number of the system call futex(2).
 _FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
@@ -81,24 +80,20 @@ class Flags:
 
     def describe(self, sequence: int, call: Call) -> None:
         """Say what this rank's collective number `sequence` is; before it is published."""
-        start = self._own + _CALLS + 4 * (sequence % 2)
+        start = self._own + _CALLS + _LINE * (sequence % 2)
         for word, value in enumerate(call, start):
             self._words[word] = value
 
-    def compare(self, sequence: int, call: Call) -> None:
+    def compare(self, sequence: int, names: Names) -> None:
         """Raise CollectiveMismatch unless all ranks described this collective alike.
 
         Two places suffice: a rank describes s + 2 only after it has seen everyone arrive at s + 1, and then
         everyone has compared s.
         """
-        for rank in range(self.size):
-            start = rank * _ROW + _CALLS + 4 * (sequence % 2)
-            theirs = tuple(self._words[start : start + 4])
-            if theirs != call:
-                raise CollectiveMismatch(
-                    f"ranks differ in collective {sequence} of this communicator: rank {self.rank} called "
-                    f"{_text(call)}, rank {rank} called {_text(theirs)}"
-                )
+        starts = range(_CALLS + _LINE * (sequence % 2), self.size * _ROW, _ROW)
+        calls = [self._words[start : start + WORDS].tolist() for start in starts]
+        if calls.count(calls[0]) < self.size:
+            raise mismatch(sequence, [tuple(call) for call in calls], names)
 
     def leave(self) -> None:
         """Tell the others that this rank's program ends: whoever waits for it would wait forever."""
@@ -136,18 +131,3 @@ class _Time(ctypes.Structure):
 def _leave() -> None:
     for flags in list(_open):
         flags.leave()
-
-
-def encode(name: str, array: np.ndarray | None, detail: int | str, place: int) -> Call:
-    """A call as four words that ranks can compare and print. `detail` is a root or an op."""
-    if array is None:
-        return (_NAMES.index(name) << 8, 0, 0, 0)
-    word = OPS.index(detail) if isinstance(detail, str) else detail
-    return (_NAMES.index(name) << 8 | DTYPE_CODES[array.dtype], array.size, word, place)
-
-
-def _text(call: Call) -> str:
-    name = _NAMES[call[0] >> 8]
-    if name == "barrier":
-        return "barrier()"
-    return f"{name}({call[1]} of {DTYPES[call[0] & 255]}, {call[2]}, memory {call[3]:#x})"

@@ -1,16 +1,20 @@
 """Ranks as MPI processes, arrays in host memory, over mpi4py.
 
-Every collective first waits politely until all ranks have arrived: a blocking MPI call spins, and a rank
-that spins for a late peer takes a core from the ranks that compute. The reduce-scatter is our own: MPI's
-takes twice as long on large arrays, and sums in an order of its own.
+Every collective first tells all ranks what this one calls, and waits politely until they have said it too:
+what differs is an error here rather than a hang in MPI, and a blocking MPI call spins, which takes a core
+from the ranks that compute. The reduce-scatter is our own: MPI's takes twice as long on large arrays, and
+sums in an order of its own.
 """
 
 import time
+from array import array as array_of
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm.calls import WORDS, Names, encode, mismatch
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 
@@ -24,29 +28,45 @@ _SLEEP = 1e-3  # seconds, the longest sleep between two polls
 class MPICommunicator(Communicator):
     """A group of MPI processes."""
 
-    def __init__(self, mpi: MPI.Intracomm) -> None:
-        """`mpi` is used by nobody else: this object's collectives and messages have it for themselves."""
+    def __init__(self, mpi: MPI.Intracomm, names: Names | None = None) -> None:
+        """`mpi` is used by nobody else: this object's collectives and messages have it for themselves.
+
+        `names`: of the communicator that this one was made from.
+        """
         self._mpi = mpi
         self.rank = mpi.rank
         self.size = mpi.size
+        self._names = names or Names()
+        self._sequence = 0  # of the collectives of this communicator, the latest
         self._scratch = np.empty(0, np.uint8)
+        self._calls = array_of("q", [0] * (WORDS * mpi.size))  # what each rank calls
+        self._own_call = array_of("q", [0] * WORDS)
+        self._exchange = [self._own_call, WORDS, MPI.INT64_T], [self._calls, WORDS, MPI.INT64_T]
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MPICommunicator(mpi)
+        return None if color is None else MPICommunicator(mpi, self._names)
 
     def close(self) -> None:
         self._mpi.Free()
 
-    def _meet(self, call: str, array: np.ndarray | None = None, detail: int | str = 0) -> None:
+    def register_names(self, names: Iterable[str]) -> None:
+        self._names.register(names)
+
+    def _meet(self, collective: str, *facts: Any) -> None:
         """Return when every rank has come to this call, leaving the core to others meanwhile.
 
-        MPI compares nothing; a backend that can compare what the ranks called overrides this.
+        `facts` (see calls.encode) describe it. Raises CollectiveMismatch, on all ranks, where they differ.
         """
-        wait(self._mpi.Ibarrier())
+        self._sequence += 1
+        self._own_call[:] = array_of("q", encode(self._names, collective, *facts))
+        wait(self._mpi.Iallgather(*self._exchange))
+        if self._calls != self._own_call * self.size:
+            calls = [tuple(self._calls[start : start + WORDS]) for start in range(0, len(self._calls), WORDS)]
+            raise mismatch(self._sequence, calls, self._names)
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
-        self._meet("all_gather", buffer)
+    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
+        self._meet("all_gather", buffer, 0, what)
         n = buffer.size // self.size
         if buffer.size <= _MESSAGE:
             self._mpi.Allgather(MPI.IN_PLACE, buffer)
@@ -55,12 +75,19 @@ class MPICommunicator(Communicator):
                 self._broadcast_pieces(buffer[rank * n : (rank + 1) * n], rank)
 
     def _reduce_scatter(
-        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        scale: float,
+        accumulate: bool,
+        op: str,
+        kind: str,
+        what: str,
     ) -> None:
-        self._meet("reduce_scatter", buffer, op)
+        self._meet("reduce_scatter", buffer, op, what, kind)
         n = output.size
-        chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // output.itemsize)
-        theirs = self._scratch_array(self.size * min(chunk, n), output.dtype).reshape(self.size, -1)
+        chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // buffer.itemsize)
+        theirs = self._scratch_array(self.size * min(chunk, n), buffer.dtype).reshape(self.size, -1)
         for start in range(0, n, chunk):
             stop = min(start + chunk, n)
             parts = [theirs[rank, : stop - start] for rank in range(self.size)]
@@ -69,24 +96,24 @@ class MPICommunicator(Communicator):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 piece = buffer[to * n + start : to * n + stop]
                 self._mpi.Sendrecv(piece, to, recvbuf=parts[source], source=source)
-            combine(output[start:stop], parts, scale, accumulate, op)
+            combine(output[start:stop], parts, scale, accumulate, op, kind)
 
-    def _all_reduce_small(self, buffer: np.ndarray, op: str) -> None:
-        self._meet("all_reduce", buffer, op)
+    def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
+        self._meet("all_reduce", buffer, op, what)
         everyone = self._scratch_array(self.size * buffer.size, buffer.dtype).reshape(self.size, -1)
         self._mpi.Allgather(buffer, everyone)
         combine(buffer, list(everyone), op=op)
 
-    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
-        self._meet("broadcast", buffer, root)
+    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
+        self._meet("broadcast", buffer, root, what)
         self._broadcast_pieces(buffer, root)
 
     def _broadcast_pieces(self, buffer: np.ndarray, root: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
-    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray) -> None:
-        self._meet("all_to_all", buffer)
+    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
+        self._meet("all_to_all", buffer, 0, what)
         n = buffer.size // self.size
         for step in range(self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
@@ -105,8 +132,8 @@ class MPICommunicator(Communicator):
         for start in range(0, buffer.size, _MESSAGE):
             wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer))
 
-    def _barrier(self) -> None:
-        self._meet("barrier")
+    def _barrier(self, what: str) -> None:
+        self._meet("barrier", None, 0, what)
 
     def _scratch_array(self, count: int, dtype: Any) -> np.ndarray:
         """Memory that the next call may take again; it grows to the largest that was asked for."""

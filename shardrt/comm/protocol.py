@@ -6,18 +6,22 @@ or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
+from shardrt import dtypes
+
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
 DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}  # dtype.name is slow
+_BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 OPS = ("sum", "max", "min")
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks entered one collective with different operations, dtypes or sizes."""
+    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names."""
 
 
 class PeerFailed(RuntimeError):
@@ -27,79 +31,117 @@ class PeerFailed(RuntimeError):
 class Communicator(ABC):
     """Collectives over a group of ranks.
 
-    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits: it is moved, never summed). A call
-    returns None at once: its work is in order in `stream`, and is seen through the stream's events. Every
-    rank of the group makes the same calls in the same order. One communicator serves one stream at a time;
-    `duplicate()` gives an independent one for another. Sums go in rank order: the same bits on every
-    backend, every rank, every run.
+    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits, which only `reduce_scatter` sums, told
+    what they are). A call returns None at once: its work is in order in `stream`, and is seen through the
+    stream's events. One communicator serves one stream at a time; `duplicate()` gives an independent one.
+
+    Every rank of the group makes the same collective calls in the same order, with equal `what`: the name of
+    the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who
+    called what.
+
+    Sums go by a fixed binary tree over the ranks, adjacent pairs first: (0 + 1) + 2, (0 + 1) + (2 + 3). So
+    the bits are the same on every backend, every rank, every run.
     """
 
     rank: int
     size: int
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
 
-    def all_gather(self, buffer: Any, *, stream: Any) -> None:
+    def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
         """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
 
         On a buffer from `allocate(shared=True)` where `shares_memory`, nothing is copied: the call waits
         until every rank has written its slice. Such a buffer is read by peers until they have moved on:
         put a `barrier` before writing new values into it.
         """
-        _check_array("all_gather", "buffer", buffer, stream)
+        _check_call("all_gather", stream, what)
+        _check_array("all_gather", "buffer", buffer)
         _check_divisible("all_gather", "buffer", buffer, self.size)
-        stream.submit(self._all_gather, buffer, label="all_gather")
+        stream.submit(self._all_gather, buffer, what, label="all_gather")
 
     def reduce_scatter(
-        self, output: Any, buffer: Any, *, stream: Any, scale: float = 1.0, accumulate: bool = False
+        self,
+        output: Any,
+        buffer: Any,
+        *,
+        stream: Any,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        kind: str = "",
+        what: str = "",
     ) -> None:
         """`output` (n,) = (output if accumulate) + scale * sum of every rank's buffer[rank*n : (rank+1)*n].
 
         `output` may be this rank's own slice of `buffer`; the rest of `buffer` (size * n,) is left as it
         is. On completion nobody reads `buffer` any more.
+
+        kind="bfloat16" or "float16" says what the bits of a uint16 `buffer` are. They are sent as they are
+        and summed in float32, the dtype of `output`: the bytes of a 16-bit exchange, no rounding on the way.
         """
-        _check_array("reduce_scatter", "output", output, stream)
-        _check_array("reduce_scatter", "buffer", buffer, stream)
-        _check_same("reduce_scatter", output, buffer, output.size * self.size)
-        _check_sums("reduce_scatter", buffer, "sum", scale)
-        _check_overlap("reduce_scatter", output, buffer, self.rank * output.nbytes)
-        stream.submit(self._reduce_scatter, output, buffer, scale, accumulate, label="reduce_scatter")
+        _check_call("reduce_scatter", stream, what)
+        _check_array("reduce_scatter", "output", output)
+        _check_array("reduce_scatter", "buffer", buffer)
+        if kind:
+            _check_bits("reduce_scatter", output, buffer, kind)
+        else:
+            _check_same("reduce_scatter", output, buffer)
+            _check_sums("reduce_scatter", buffer, "sum", scale)
+        _check_count("reduce_scatter", output, buffer, output.size * self.size)
+        _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.nbytes)
+        stream.submit(
+            self._reduce_scatter, output, buffer, scale, accumulate, "sum", kind, what, label="reduce_scatter"
+        )
 
-    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any) -> None:
+    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max" or "min" over the ranks, the same bits on each."""
-        _check_array("all_reduce", "buffer", buffer, stream)
+        _check_call("all_reduce", stream, what)
+        _check_array("all_reduce", "buffer", buffer)
         _check_sums("all_reduce", buffer, op, 1.0)
-        stream.submit(self._all_reduce, buffer, op, label="all_reduce")
+        stream.submit(self._all_reduce, buffer, op, what, label="all_reduce")
 
-    def broadcast(self, buffer: Any, *, root: int, stream: Any) -> None:
+    def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""
-        _check_array("broadcast", "buffer", buffer, stream)
+        _check_call("broadcast", stream, what)
+        _check_array("broadcast", "buffer", buffer)
         _check_rank("broadcast", "root", root, self.size)
-        stream.submit(self._broadcast, buffer, root, label="broadcast")
+        stream.submit(self._broadcast, buffer, root, what, label="broadcast")
 
-    def all_to_all(self, output: Any, buffer: Any, *, stream: Any) -> None:
+    def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
-        _check_array("all_to_all", "output", output, stream)
-        _check_array("all_to_all", "buffer", buffer, stream)
-        _check_same("all_to_all", output, buffer, output.size)
+        _check_call("all_to_all", stream, what)
+        _check_array("all_to_all", "output", output)
+        _check_array("all_to_all", "buffer", buffer)
+        _check_same("all_to_all", output, buffer)
+        _check_count("all_to_all", output, buffer, output.size)
         _check_divisible("all_to_all", "buffer", buffer, self.size)
         _check_overlap("all_to_all", output, buffer, None)
-        stream.submit(self._all_to_all, output, buffer, label="all_to_all")
+        stream.submit(self._all_to_all, output, buffer, what, label="all_to_all")
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Send `buffer` to rank `peer`, which receives an array of the same size and dtype."""
-        _check_array("send", "buffer", buffer, stream)
+        _check_call("send", stream)
+        _check_array("send", "buffer", buffer)
         _check_rank("send", "peer", peer, self.size, self.rank)
         stream.submit(self._send, buffer, peer, label="send")
 
     def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
-        _check_array("recv", "buffer", buffer, stream)
+        _check_call("recv", stream)
+        _check_array("recv", "buffer", buffer)
         _check_rank("recv", "peer", peer, self.size, self.rank)
         stream.submit(self._recv, buffer, peer, label="recv")
 
-    def barrier(self, *, stream: Any) -> None:
+    def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
-        stream.submit(self._barrier, label="barrier")
+        _check_call("barrier", stream, what)
+        stream.submit(self._barrier, what, label="barrier")
+
+    def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has nobody to name)
+        """Say beforehand which `what` will come, so that an error can print the one a peer gave.
+
+        Not collective. Names that were used in a call are known without it; those of a communicator are
+        known to its duplicates and splits.
+        """
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> "Communicator | None":
@@ -126,14 +168,14 @@ class Communicator(ABC):
     # What a backend implements. Blocking, run by the stream; arguments have been checked.
 
     @abstractmethod
-    def _all_gather(self, buffer: Any) -> None: ...
+    def _all_gather(self, buffer: Any, what: str) -> None: ...
 
     @abstractmethod
     def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str = "sum"
+        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None: ...
 
-    def _all_reduce(self, buffer: Any, op: str) -> None:
+    def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
         """Reduce-scatter and all-gather of what divides by size; the rest, or little, goes to everyone."""
         even = buffer.size - buffer.size % self.size
         if buffer.nbytes * self.size <= _SMALL:
@@ -141,19 +183,19 @@ class Communicator(ABC):
         if even:
             n = even // self.size
             own = buffer[self.rank * n : (self.rank + 1) * n]
-            self._reduce_scatter(own, buffer[:even], 1.0, False, op)
-            self._all_gather(buffer[:even])
+            self._reduce_scatter(own, buffer[:even], 1.0, False, op, "", what)
+            self._all_gather(buffer[:even], what)
         if even < buffer.size:
-            self._all_reduce_small(buffer[even:], op)
+            self._all_reduce_small(buffer[even:], op, what)
 
     @abstractmethod
-    def _all_reduce_small(self, buffer: Any, op: str) -> None: ...
+    def _all_reduce_small(self, buffer: Any, op: str, what: str) -> None: ...
 
     @abstractmethod
-    def _broadcast(self, buffer: Any, root: int) -> None: ...
+    def _broadcast(self, buffer: Any, root: int, what: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, output: Any, buffer: Any) -> None: ...
+    def _all_to_all(self, output: Any, buffer: Any, what: str) -> None: ...
 
     @abstractmethod
     def _send(self, buffer: Any, peer: int) -> None: ...
@@ -162,7 +204,7 @@ class Communicator(ABC):
     def _recv(self, buffer: Any, peer: int) -> None: ...
 
     @abstractmethod
-    def _barrier(self) -> None: ...
+    def _barrier(self, what: str) -> None: ...
 
 
 def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
@@ -173,9 +215,14 @@ def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
     return raw[start : start + nbytes].view(dtype)
 
 
-def _check_array(call: str, name: str, array: Any, stream: Any) -> None:
+def _check_call(call: str, stream: Any, what: str = "") -> None:
     if not hasattr(stream, "submit"):
         raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
+    if not isinstance(what, str):
+        raise TypeError(f"{call}: what must be a name, got {what!r}")
+
+
+def _check_array(call: str, name: str, array: Any) -> None:
     if not hasattr(array, "flags") or not hasattr(array, "dtype"):
         raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}")
     if array.ndim != 1 or not array.flags.c_contiguous:
@@ -191,9 +238,21 @@ def _check_divisible(call: str, name: str, array: Any, size: int) -> None:
         raise ValueError(f"{call}: {name} has {array.size} elements, not a multiple of the {size} ranks")
 
 
-def _check_same(call: str, output: Any, buffer: Any, count: int) -> None:
+def _check_same(call: str, output: Any, buffer: Any) -> None:
     if output.dtype != buffer.dtype:
         raise TypeError(f"{call}: output is {output.dtype}, buffer is {buffer.dtype}; they must be the same")
+
+
+def _check_bits(call: str, output: Any, buffer: Any, kind: str) -> None:
+    if kind not in dtypes.LOW:
+        raise ValueError(f"{call}: kind is {kind!r}; known are {', '.join(dtypes.LOW)}")
+    if buffer.dtype != _BITS:
+        raise TypeError(f"{call}: buffer is {buffer.dtype}; with kind={kind!r} it must be uint16, the bits")
+    if output.dtype != _FLOAT32:
+        raise TypeError(f"{call}: output is {output.dtype}; with kind={kind!r} it must be float32, the sums")
+
+
+def _check_count(call: str, output: Any, buffer: Any, count: int) -> None:
     if buffer.size != count:
         raise ValueError(
             f"{call}: output has {output.size} elements, so buffer needs {count}; it has {buffer.size}"
@@ -203,14 +262,19 @@ def _check_same(call: str, output: Any, buffer: Any, count: int) -> None:
 def _check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
     if op not in OPS:
         raise ValueError(f"{call}: op is {op!r}; known are {', '.join(OPS)}")
-    if buffer.dtype.name == "uint16":
-        raise TypeError(f"{call}: uint16 holds bits and can only be moved; reduce in float32")
+    if buffer.dtype == _BITS:
+        raise TypeError(
+            f"{call}: uint16 holds bits, which are not numbers to add; reduce in float32, or use "
+            f"reduce_scatter with kind='bfloat16' or 'float16'"
+        )
     if scale != 1.0 and buffer.dtype.kind != "f":
         raise TypeError(f"{call}: scale is {scale}, but {buffer.dtype} can only be summed with scale 1")
 
 
 def _check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
     """`output` may lie in `buffer` only `allowed` bytes from its start."""
+    if isinstance(output, np.ndarray) and not np.may_share_memory(output, buffer):
+        return  # the usual case, without the addresses, which NumPy takes a microsecond to tell
     start = _address(output) - _address(buffer)
     apart = start >= buffer.nbytes or start <= -output.nbytes
     if not apart and start != allowed:

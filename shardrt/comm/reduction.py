@@ -1,6 +1,8 @@
-"""Sums over ranks in rank order: the one place that decides the bits of every host backend.
+"""Sums over ranks by one fixed tree: the one place that decides the bits of every host backend.
 
-Floats go through the kernel of the CPU device (a fused pass, no temporary); integers through NumPy.
+Floats go through the kernel of the CPU device, which adds neighbours, bottom up: (0+1) + (2+3), (0+1) + 2. So
+a sum over groups of 2, 4, 8, ... ranks and then over the groups has the bits of one over all ranks. Integers
+go through NumPy.
 """
 
 from functools import cache, reduce
@@ -13,16 +15,24 @@ _PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def combine(
-    output: np.ndarray, parts: list[np.ndarray], scale: float = 1.0, accumulate: bool = False, op: str = "sum"
+    output: np.ndarray,
+    parts: list[np.ndarray],
+    scale: float = 1.0,
+    accumulate: bool = False,
+    op: str = "sum",
+    kind: str = "",
 ) -> None:
-    """output = (output if accumulate) + scale * (parts[0] + parts[1] + ...); with "max" and "min" likewise.
+    """output = (output if accumulate) + scale * sum of parts; with "max" and "min" likewise.
 
+    `kind`: "bfloat16" or "float16" where the parts are uint16, the bits of such values; `output` is float32.
     `output` may be one of `parts`. Every element depends only on its own elements of the parts, so an array
     may be combined in any pieces with the same result.
     """
     if output.size == 0:
         return
-    if op == "sum" and output.dtype.kind == "f":
+    if kind:
+        _kernels().sum_packed(output, parts, scale, accumulate, kind)
+    elif op == "sum" and output.dtype.kind == "f":
         _kernels().sum_into(output, parts, scale, accumulate)
     else:
         total = reduce(_PAIRWISE[op], parts)

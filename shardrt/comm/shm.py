@@ -2,7 +2,8 @@
 
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
-reads my slice from every rank's buffer, in rank order, and writes the sum. Other arrays go through MPI.
+reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Other arrays go
+through MPI.
 """
 
 from typing import Any
@@ -10,7 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.flags import DONE, READY, Flags, encode
+from shardrt.comm.calls import Names, encode
+from shardrt.comm.flags import DONE, READY, Flags
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Place, Segments
@@ -21,19 +23,23 @@ class ShmCommunicator(MPICommunicator):
 
     shares_memory = True
 
-    def __init__(self, mpi: MPI.Intracomm, segments: Segments | None = None) -> None:
-        """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks."""
-        super().__init__(mpi)
+    def __init__(
+        self, mpi: MPI.Intracomm, segments: Segments | None = None, names: Names | None = None
+    ) -> None:
+        """Collective over `mpi`. `segments`: the memory of another communicator over the same ranks.
+
+        `names`: of the communicator that this one was made from.
+        """
+        super().__init__(mpi, names)
         self._flags = Flags(mpi)
         self._segments = segments or Segments(mpi)
-        self._sequence = 0
 
     def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else ShmCommunicator(mpi)
+        return None if color is None else ShmCommunicator(mpi, None, self._names)
 
     def duplicate(self) -> "ShmCommunicator":
-        return ShmCommunicator(self._mpi.Dup(), self._segments)
+        return ShmCommunicator(self._mpi.Dup(), self._segments, self._names)
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
         return self._segments.allocate(self._mpi, count, dtype, shared)
@@ -42,27 +48,27 @@ class ShmCommunicator(MPICommunicator):
         self._flags.close()
         super().close()
 
-    def _meet(
-        self, call: str, array: np.ndarray | None = None, detail: int | str = 0, place: Place | None = None
-    ) -> None:
-        """Return when every rank has come to this call and what it wrote before is seen here."""
-        self._sequence += 1
-        words = encode(call, array, detail, place.word if place else 0)
-        self._flags.describe(self._sequence, words)
-        self._flags.publish(READY, self._sequence)
-        self._flags.wait(READY, self._sequence, call)
-        self._flags.compare(self._sequence, words)
+    def _meet(self, collective: str, *facts: Any) -> None:
+        """Return when every rank has come to this call and what it wrote before is seen here.
 
-    def _part(self, call: str) -> None:
+        As in MPICommunicator, but without MPI.
+        """
+        self._sequence += 1
+        self._flags.describe(self._sequence, encode(self._names, collective, *facts))
+        self._flags.publish(READY, self._sequence)
+        self._flags.wait(READY, self._sequence, collective)
+        self._flags.compare(self._sequence, self._names)
+
+    def _part(self, collective: str) -> None:
         """Return when every rank is done with the memory of the others in this call."""
         self._flags.publish(DONE, self._sequence)
-        self._flags.wait(DONE, self._sequence, call)
+        self._flags.wait(DONE, self._sequence, collective)
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         place = self._segments.find(buffer)
         if place is None:
-            return super()._all_gather(buffer)
-        self._meet("all_gather", buffer, place=place)
+            return super()._all_gather(buffer, what)
+        self._meet("all_gather", buffer, 0, what, "", place.word)
         if place.segment.shared:
             return None  # everyone's slice is written, here
         n = buffer.size // self.size
@@ -72,27 +78,47 @@ class ShmCommunicator(MPICommunicator):
         return self._part("all_gather")
 
     def _reduce_scatter(
-        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        scale: float,
+        accumulate: bool,
+        op: str,
+        kind: str,
+        what: str,
     ) -> None:
         place = self._segments.find(buffer)
         if place is None:
-            return super()._reduce_scatter(output, buffer, scale, accumulate, op)
+            return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
         _refuse_shared("reduce_scatter", place)
-        self._meet("reduce_scatter", buffer, op, place)
+        self._meet("reduce_scatter", buffer, op, what, kind, place.word)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op)
+        combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op, kind)
         return self._part("reduce_scatter")
 
-    def _all_reduce(self, buffer: np.ndarray, op: str) -> None:
+    def _all_reduce(self, buffer: np.ndarray, op: str, what: str) -> None:
         _refuse_shared("all_reduce", self._segments.find(buffer))
-        super()._all_reduce(buffer, op)
+        super()._all_reduce(buffer, op, what)
 
-    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
+    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
         place = self._segments.find(buffer)
         if place is None or not place.segment.shared:
-            super()._broadcast(buffer, root)
+            super()._broadcast(buffer, root, what)
         else:  # what root wrote is already here
-            self._meet("broadcast", buffer, root, place)
+            self._meet("broadcast", buffer, root, what, "", place.word)
+
+    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
+        place = self._segments.find(buffer)
+        if place is None:
+            return super()._all_to_all(output, buffer, what)
+        _refuse_shared("all_to_all", place)
+        self._meet("all_to_all", buffer, 0, what, "", place.word)
+        n = buffer.size // self.size
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        for step in range(self.size):  # each rank begins with another peer
+            peer = (self.rank + step) % self.size
+            output[peer * n : (peer + 1) * n] = place.of(peer, buffer)[own]
+        return self._part("all_to_all")
 
 
 def _refuse_shared(call: str, place: Place | None) -> None:

@@ -16,24 +16,24 @@ class SingleCommunicator(Communicator):
     def split(self, color: int | None, key: int) -> "SingleCommunicator | None":
         return None if color is None else SingleCommunicator()
 
-    def _all_gather(self, buffer: Any) -> None:
+    def _all_gather(self, buffer: Any, what: str) -> None:
         pass
 
     def _reduce_scatter(
-        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str = "sum"
+        self, output: Any, buffer: Any, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None:
-        combine(output, [buffer], scale, accumulate, op)
+        combine(output, [buffer], scale, accumulate, op, kind)
 
-    def _all_reduce(self, buffer: Any, op: str) -> None:
+    def _all_reduce(self, buffer: Any, op: str, what: str) -> None:
         pass
 
-    def _all_reduce_small(self, buffer: Any, op: str) -> None:
+    def _all_reduce_small(self, buffer: Any, op: str, what: str) -> None:
         pass
 
-    def _broadcast(self, buffer: Any, root: int) -> None:
+    def _broadcast(self, buffer: Any, root: int, what: str) -> None:
         pass
 
-    def _all_to_all(self, output: Any, buffer: Any) -> None:
+    def _all_to_all(self, output: Any, buffer: Any, what: str) -> None:
         output[...] = buffer
 
     def _send(self, buffer: Any, peer: int) -> None:
@@ -42,5 +42,5 @@ class SingleCommunicator(Communicator):
     def _recv(self, buffer: Any, peer: int) -> None:
         raise AssertionError("a world of one has no peer")
 
-    def _barrier(self) -> None:
+    def _barrier(self, what: str) -> None:
         pass

@@ -6,13 +6,14 @@ breaks every barrier of its world, so the others raise instead of hanging. Not f
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
 from shardrt.comm import world
+from shardrt.comm.calls import Call, Names, describe, encode, mismatch
 from shardrt.comm.protocol import CollectiveMismatch, Communicator, PeerFailed
 from shardrt.comm.reduction import combine
 
@@ -63,6 +64,7 @@ class _World:
     def __init__(self, size: int) -> None:
         self.size = size
         self.failure: tuple[int, BaseException] | None = None
+        self.names = Names()  # of all ranks: any of them can print what any called
         self._lock = threading.Lock()
         self._groups: list[_Group] = []
         self.everyone = _Group(self, list(range(size)))
@@ -90,7 +92,7 @@ class _Group:
         self.world = ranks
         self.members = members  # ranks in the world, by rank in the group
         self.size = len(members)
-        self.calls: list[tuple] = [()] * self.size
+        self.calls: list[Call] = [(0, 0, 0, 0, 0)] * self.size
         self.offers: list[Any] = [None] * self.size
         self.rounds = [0] * self.size
         self.mail: dict[tuple[int, int], queue.SimpleQueue] = {}
@@ -107,13 +109,10 @@ class _Group:
 
     def _compare(self) -> None:
         """Run by one thread when all have entered: every rank must have made the same call."""
-        for rank, call in enumerate(self.calls):
-            if call != self.calls[0]:
-                self._mismatch = (
-                    f"ranks differ: rank 0 called {_describe(self.calls[0])}, "
-                    f"rank {rank} called {_describe(call)}"
-                )
-                raise CollectiveMismatch(self._mismatch)
+        if self.calls.count(self.calls[0]) < self.size:
+            error = mismatch(self.rounds[0], self.calls, self.world.names)
+            self._mismatch = str(error)
+            raise error
 
     def reason(self, rank: int) -> Exception:
         """Why a wait of `rank` ended without its peers."""
@@ -123,12 +122,8 @@ class _Group:
             failed, error = self.world.failure
             return PeerFailed(f"rank {failed} failed: {error!r}")
         missing = [self.members[r] for r in range(self.size) if self.rounds[r] < self.rounds[rank]]
-        return PeerFailed(f"{_describe(self.calls[rank])}: no sign of ranks {missing} in {_PATIENCE:.0f} s")
-
-
-def _describe(call: tuple) -> str:
-    name, *facts = call
-    return f"{name}({', '.join(str(fact) for fact in facts)})"
+        call = describe(self.calls[rank], self.world.names)
+        return PeerFailed(f"{call}: no sign of ranks {missing} in {_PATIENCE:.0f} s")
 
 
 class ThreadCommunicator(Communicator):
@@ -140,21 +135,28 @@ class ThreadCommunicator(Communicator):
         self.size = group.size
 
     def split(self, color: int | None, key: int) -> "ThreadCommunicator | None":
-        with self._meet(("split",), (color, key)) as offers:
+        with self._meet((color, key), "split") as offers:
             mine = sorted((k, r) for r, (c, k) in enumerate(offers) if c == color)
         members = [r for _, r in mine]
         group = None
         if color is not None and self.rank == members[0]:
             group = _Group(self._group.world, [self._group.members[r] for r in members])
-        with self._meet(("split",), group) as groups:
+        with self._meet(group, "split") as groups:
             group = groups[members[0]]
         return None if color is None else ThreadCommunicator(group, members.index(self.rank))
 
+    def register_names(self, names: Iterable[str]) -> None:
+        self._group.world.names.register(names)
+
     @contextmanager
-    def _meet(self, call: tuple, offer: Any) -> Iterator[list[Any]]:
-        """Offer something, read what everyone offers, and go on only when everyone has read."""
+    def _meet(self, offer: Any, collective: str, *facts: Any) -> Iterator[list[Any]]:
+        """Offer something, read what everyone offers, and go on only when everyone has read.
+
+        `facts` (see calls.encode) describe the call.
+        """
         group, rank = self._group, self.rank
-        group.calls[rank], group.offers[rank] = call, offer
+        group.calls[rank] = encode(group.world.names, collective, *facts)
+        group.offers[rank] = offer
         group.rounds[rank] += 1
         self._wait(group.enter)
         try:
@@ -170,33 +172,40 @@ class ThreadCommunicator(Communicator):
         except threading.BrokenBarrierError:
             raise self._group.reason(self.rank) from None
 
-    def _all_gather(self, buffer: np.ndarray) -> None:
+    def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         n = buffer.size // self.size
-        with self._meet(("all_gather", buffer.dtype, buffer.size), buffer) as buffers:
+        with self._meet(buffer, "all_gather", buffer, 0, what) as buffers:
             for rank, theirs in enumerate(buffers):
                 if rank != self.rank:
                     buffer[rank * n : (rank + 1) * n] = theirs[rank * n : (rank + 1) * n]
 
     def _reduce_scatter(
-        self, output: np.ndarray, buffer: np.ndarray, scale: float, accumulate: bool, op: str = "sum"
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        scale: float,
+        accumulate: bool,
+        op: str,
+        kind: str,
+        what: str,
     ) -> None:
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        with self._meet(("reduce_scatter", buffer.dtype, buffer.size, op), buffer) as buffers:
-            combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op)
+        with self._meet(buffer, "reduce_scatter", buffer, op, what, kind) as buffers:
+            combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op, kind)
 
-    def _all_reduce_small(self, buffer: np.ndarray, op: str) -> None:
-        with self._meet(("all_reduce", buffer.dtype, buffer.size, op), buffer.copy()) as copies:
+    def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
+        with self._meet(buffer.copy(), "all_reduce", buffer, op, what) as copies:
             combine(buffer, copies, op=op)
 
-    def _broadcast(self, buffer: np.ndarray, root: int) -> None:
-        with self._meet(("broadcast", buffer.dtype, buffer.size, root), buffer) as buffers:
+    def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
+        with self._meet(buffer, "broadcast", buffer, root, what) as buffers:
             if self.rank != root:
                 buffer[...] = buffers[root]
 
-    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray) -> None:
+    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
         n = buffer.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
-        with self._meet(("all_to_all", buffer.dtype, buffer.size), buffer) as buffers:
+        with self._meet(buffer, "all_to_all", buffer, 0, what) as buffers:
             for rank, theirs in enumerate(buffers):
                 output[rank * n : (rank + 1) * n] = theirs[own]
 
@@ -222,6 +231,6 @@ class ThreadCommunicator(Communicator):
     def _box(self, source: int, destination: int) -> queue.SimpleQueue:
         return self._group.mail.setdefault((source, destination), queue.SimpleQueue())
 
-    def _barrier(self) -> None:
-        with self._meet(("barrier",), None):
+    def _barrier(self, what: str) -> None:
+        with self._meet(None, "barrier", None, 0, what):
             pass

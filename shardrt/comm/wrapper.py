@@ -1,5 +1,6 @@
 """A communicator that does something before each call of another one, with the same protocol."""
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -24,27 +25,37 @@ class Wrapper(Communicator):
         """The same wrapper around a communicator made from `inner`."""
         raise NotImplementedError
 
-    def all_gather(self, buffer: Any, *, stream: Any) -> None:
+    def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
         self._before("all_gather", buffer, stream)
-        self.inner.all_gather(buffer, stream=stream)
+        self.inner.all_gather(buffer, stream=stream, what=what)
 
     def reduce_scatter(
-        self, output: Any, buffer: Any, *, stream: Any, scale: float = 1.0, accumulate: bool = False
+        self,
+        output: Any,
+        buffer: Any,
+        *,
+        stream: Any,
+        scale: float = 1.0,
+        accumulate: bool = False,
+        kind: str = "",
+        what: str = "",
     ) -> None:
         self._before("reduce_scatter", buffer, stream)
-        self.inner.reduce_scatter(output, buffer, stream=stream, scale=scale, accumulate=accumulate)
+        self.inner.reduce_scatter(
+            output, buffer, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=what
+        )
 
-    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any) -> None:
+    def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         self._before("all_reduce", buffer, stream)
-        self.inner.all_reduce(buffer, op=op, stream=stream)
+        self.inner.all_reduce(buffer, op=op, stream=stream, what=what)
 
-    def broadcast(self, buffer: Any, *, root: int, stream: Any) -> None:
+    def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         self._before("broadcast", buffer, stream)
-        self.inner.broadcast(buffer, root=root, stream=stream)
+        self.inner.broadcast(buffer, root=root, stream=stream, what=what)
 
-    def all_to_all(self, output: Any, buffer: Any, *, stream: Any) -> None:
+    def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
         self._before("all_to_all", buffer, stream)
-        self.inner.all_to_all(output, buffer, stream=stream)
+        self.inner.all_to_all(output, buffer, stream=stream, what=what)
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
         self._before("send", buffer, stream)
@@ -54,9 +65,12 @@ class Wrapper(Communicator):
         self._before("recv", buffer, stream)
         self.inner.recv(buffer, peer=peer, stream=stream)
 
-    def barrier(self, *, stream: Any) -> None:
+    def barrier(self, *, stream: Any, what: str = "") -> None:
         self._before("barrier", None, stream)
-        self.inner.barrier(stream=stream)
+        self.inner.barrier(stream=stream, what=what)
+
+    def register_names(self, names: Iterable[str]) -> None:
+        self.inner.register_names(names)
 
     def split(self, color: int | None, key: int) -> "Wrapper | None":
         inner = self.inner.split(color, key)

@@ -67,6 +67,10 @@ class Arena:
         self.peak_in_use = max(self.peak_in_use, self.in_use)
         return slot
 
+    def put_back(self, slot: Slot) -> None:
+        """Take back a slot that was acquired and not used: it is the next one to be lent."""
+        self._available.insert(0, slot)
+
     def release(self, slot: Slot) -> None:
         """Take a slot back. `slot.free` must have been recorded in the stream that used it last."""
         self._available.append(slot)

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt import dtypes
 from shardrt.device import timeline
 from shardrt.device.memory import Pool
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
@@ -148,6 +149,9 @@ class CPUDevice(Device):
             self._kernels = importlib.import_module("shardrt.kernels.cpu")
         return self._kernels
 
+    def compute_dtype(self, name: str) -> np.dtype:
+        return np.dtype(dtypes.float32 if name in dtypes.LOW else name)  # no arithmetic in 16 bits
+
     def warm_up(self) -> None:
         self.kernels.warm_up()
 
@@ -182,3 +186,6 @@ class CPUDevice(Device):
 
     def peak_bytes(self) -> int:
         return self._pool.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._pool.reset_peak()

@@ -68,6 +68,11 @@ class Pool:
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
         return np.asarray(_Block(self, region or _Region(size), shape, dtype))
 
+    def reset_peak(self) -> None:
+        """Count the peak anew, from what is held now."""
+        with self._lock:
+            self.peak_bytes = self.held_bytes
+
     def _give_back(self, region: _Region) -> None:
         with self._lock:
             self.held_bytes -= region.size

@@ -65,6 +65,10 @@ class Device(ABC):
         """The kernel package: one module per op (shardrt.kernels.<name>)."""
 
     @abstractmethod
+    def compute_dtype(self, name: str) -> np.dtype:
+        """What arrays of the type `name` (see shardrt.dtypes) are computed in on this device."""
+
+    @abstractmethod
     def warm_up(self) -> None:
         """Compile the kernels that training needs, or load them from the cache on disk."""
 
@@ -107,3 +111,7 @@ class Device(ABC):
     @abstractmethod
     def peak_bytes(self) -> int:
         """Largest number of bytes that arrays from `empty` and `zeros` have held at once."""
+
+    @abstractmethod
+    def reset_peak(self) -> None:
+        """Count peak_bytes anew, from what is held now."""

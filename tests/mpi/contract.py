@@ -1,19 +1,19 @@
 """What every communicator must do: one class, with a thin subclass per backend that says how ranks run.
 
-A body is what each rank does, with the communicator of its world. Expected values come from the reference
-pass over the data of all ranks, which any rank can make, and must be met to the bit.
+A body is what each rank does, with the communicator of its world. Expected values come from NumPy on the data
+of all ranks, which any rank can make, and must be met to the bit.
 """
 
 import hashlib
+import re
 import threading
 import time
 
 import numpy as np
 import pytest
 
-from shardrt import device
+from shardrt import device, dtypes
 from shardrt.comm.protocol import DTYPES, CollectiveMismatch
-from shardrt.comm.reduction import combine
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
@@ -33,11 +33,36 @@ def values(rank, count, dtype, salt=0, part=None):
 
 
 def total(size, count, dtype, part, *, output=None, scale=1.0, op="sum"):
-    """The reference: one pass over all ranks' data in rank order."""
+    """The reference: all ranks' data, added as the protocol says."""
     parts = [values(rank, count, dtype, part=part) for rank in range(size)]
-    result = np.empty(parts[0].size, dtype) if output is None else output.copy()
-    combine(result, parts, scale, output is not None, op)
-    return result
+    return added(tree(parts, {"sum": np.add, "max": np.maximum, "min": np.minimum}[op]), scale, output)
+
+
+def tree(parts, pairwise=np.add):
+    """Neighbours first, from the bottom up: (0 + 1) + 2, (0 + 1) + (2 + 3)."""
+    while len(parts) > 1:
+        pairs = [pairwise(*parts[i : i + 2]) for i in range(0, len(parts) - 1, 2)]
+        parts = pairs + parts[2 * len(pairs) :]
+    return parts[0]
+
+
+def added(result, scale, output):
+    if result.dtype.kind == "f":
+        result = result.dtype.type(scale) * result
+    return result if output is None else output + result
+
+
+def packed(numbers, kind):
+    """float32 as the bits of a 16-bit type. bfloat16 is cut off, not rounded: any bits will do here."""
+    if kind == "bfloat16":
+        return (numbers.view(np.uint32) >> 16).astype(np.uint16)
+    return numbers.astype(np.float16).view(np.uint16)
+
+
+def unpacked(bits, kind):
+    if kind == "bfloat16":
+        return (bits.astype(np.uint32) << 16).view(np.float32)
+    return bits.view(np.float16).astype(np.float32)
 
 
 def own(comm, n):
@@ -48,10 +73,50 @@ def same(actual, expected):
     np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
+CALLS = {  # as an error prints them
+    "all_gather(840 of float32, unit blocks.3)": lambda comm: comm.all_gather(
+        np.zeros(840, np.float32), stream=INLINE, what="blocks.3"
+    ),
+    "all_gather(840 of float32, unit blocks.4)": lambda comm: comm.all_gather(
+        np.zeros(840, np.float32), stream=INLINE, what="blocks.4"
+    ),
+    "all_gather(840 of float32)": lambda comm: comm.all_gather(np.zeros(840, np.float32), stream=INLINE),
+    "all_gather(1680 of float32)": lambda comm: comm.all_gather(np.zeros(1680, np.float32), stream=INLINE),
+    "all_gather(840 of float64)": lambda comm: comm.all_gather(np.zeros(840), stream=INLINE),
+    "all_to_all(840 of float64)": lambda comm: comm.all_to_all(np.ones(840), np.ones(840), stream=INLINE),
+    "all_reduce(840 of float64, sum)": lambda comm: comm.all_reduce(np.zeros(840), stream=INLINE),
+    "all_reduce(840 of float64, max)": lambda comm: comm.all_reduce(np.zeros(840), op="max", stream=INLINE),
+    "broadcast(840 of float64, root 0)": lambda comm: comm.broadcast(np.zeros(840), root=0, stream=INLINE),
+    "broadcast(840 of float64, root 1)": lambda comm: comm.broadcast(np.zeros(840), root=1, stream=INLINE),
+    "reduce_scatter(840 of float32, sum)": lambda comm: comm.reduce_scatter(
+        np.zeros(840 // comm.size, np.float32), np.zeros(840, np.float32), stream=INLINE
+    ),
+    "reduce_scatter(840 of bfloat16, sum)": lambda comm: comm.reduce_scatter(
+        np.zeros(840 // comm.size, np.float32), np.zeros(840, np.uint16), kind="bfloat16", stream=INLINE
+    ),
+    "reduce_scatter(840 of float16, sum)": lambda comm: comm.reduce_scatter(
+        np.zeros(840 // comm.size, np.float32), np.zeros(840, np.uint16), kind="float16", stream=INLINE
+    ),
+    "barrier(unit blocks.3)": lambda comm: comm.barrier(stream=INLINE, what="blocks.3"),
+    "barrier(unit blocks.4)": lambda comm: comm.barrier(stream=INLINE, what="blocks.4"),
+}
+
+DIFFERENCES = {
+    "name": ("all_gather(840 of float32, unit blocks.3)", "all_gather(840 of float32, unit blocks.4)"),
+    "no name": ("all_gather(840 of float32, unit blocks.3)", "all_gather(840 of float32)"),
+    "size": ("all_gather(840 of float32)", "all_gather(1680 of float32)"),
+    "dtype": ("all_gather(840 of float32)", "all_gather(840 of float64)"),
+    "order": ("reduce_scatter(840 of float32, sum)", "all_gather(840 of float32)"),
+    "call": ("all_to_all(840 of float64)", "broadcast(840 of float64, root 0)"),
+    "op": ("all_reduce(840 of float64, sum)", "all_reduce(840 of float64, max)"),
+    "root": ("broadcast(840 of float64, root 0)", "broadcast(840 of float64, root 1)"),
+    "kind": ("reduce_scatter(840 of bfloat16, sum)", "reduce_scatter(840 of float16, sum)"),
+    "barrier": ("barrier(unit blocks.3)", "barrier(unit blocks.4)"),
+}
+
+
 class Contract:
     """Subclasses give `run(body, *args)`: call body(communicator, *args) on every rank."""
-
-    compares_calls = True  # whether ranks that differ get an error rather than MPI's own behaviour
 
     @pytest.mark.parametrize("dtype", DTYPES)
     @pytest.mark.parametrize("n", COUNTS)
@@ -87,7 +152,7 @@ class Contract:
     @pytest.mark.parametrize("dtype", SUMMED)
     @pytest.mark.parametrize("n", COUNTS)
     @pytest.mark.parametrize("accumulate", [False, True])
-    def test_reduce_scatter_sums_in_rank_order(self, dtype, n, accumulate):
+    def test_reduce_scatter_sums_by_a_tree_over_the_ranks(self, dtype, n, accumulate):
         def body(comm):
             count = comm.size * n
             scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
@@ -100,6 +165,26 @@ class Contract:
                 comm.reduce_scatter(output, buffer, stream=INLINE, scale=scale, accumulate=accumulate)
                 same(output, expected)
                 same(buffer, mine)
+
+        self.run(body)
+
+    @pytest.mark.parametrize("kind", dtypes.LOW)
+    @pytest.mark.parametrize("n", [0, 7, 300_001])
+    @pytest.mark.parametrize("accumulate", [False, True])
+    def test_reduce_scatter_sums_the_bits_of_a_16_bit_type_in_float32(self, kind, n, accumulate):
+        def body(comm):
+            count = comm.size * n
+            sent = [packed(values(rank, count, np.float32), kind) for rank in range(comm.size)]
+            parts = [unpacked(bits[own(comm, n)], kind) for bits in sent]
+            for buffer in (np.empty(count, np.uint16), comm.allocate(count, np.uint16, shared=False)):
+                buffer[:] = sent[comm.rank]
+                output = values(99, n, np.float32)
+                expected = added(tree(parts), 0.3, output if accumulate else None)
+                comm.reduce_scatter(
+                    output, buffer, stream=INLINE, scale=0.3, accumulate=accumulate, kind=kind
+                )
+                same(output, expected)
+                same(buffer, sent[comm.rank])
 
         self.run(body)
 
@@ -116,16 +201,20 @@ class Contract:
 
         self.run(body)
 
-    def test_a_reduced_buffer_may_be_overwritten_at_once(self):
+    def test_a_buffer_that_was_read_may_be_overwritten_at_once(self):
         def body(comm):
             n = 20_000
             buffer = comm.allocate(comm.size * n, np.float32, shared=False)
-            output = np.empty(n, np.float32)
+            output, exchanged = np.empty(n, np.float32), np.empty(comm.size * n, np.float32)
             for step in range(30):
                 buffer[:] = step + comm.rank
                 comm.reduce_scatter(output, buffer, stream=INLINE)
                 buffer[:] = np.nan
                 assert (output == comm.size * step + sum(range(comm.size))).all()
+                buffer[:] = step + comm.rank
+                comm.all_to_all(exchanged, buffer, stream=INLINE)
+                buffer[:] = np.nan
+                assert (exchanged.reshape(comm.size, n).T == step + np.arange(comm.size)).all()
 
         self.run(body)
 
@@ -167,11 +256,13 @@ class Contract:
     def test_all_to_all_transposes(self, dtype, n):
         def body(comm):
             count = comm.size * n
-            output = np.zeros(count, dtype)
-            comm.all_to_all(output, values(comm.rank, count, dtype), stream=INLINE)
-            same(
-                output, np.concatenate([values(r, count, dtype, part=own(comm, n)) for r in range(comm.size)])
-            )
+            expected = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
+            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                buffer[:] = values(comm.rank, count, dtype)
+                output = np.zeros(count, dtype)
+                comm.all_to_all(output, buffer, stream=INLINE)
+                same(output, np.concatenate(expected))
+                same(buffer, values(comm.rank, count, dtype))
 
         self.run(body)
 
@@ -277,21 +368,65 @@ class Contract:
 
         self.run(body)
 
-    def test_ranks_that_differ_get_an_error_that_names_the_two_calls(self):
-        if not self.compares_calls:
-            pytest.skip("plain MPI compares nothing")
+    @pytest.mark.parametrize("difference", DIFFERENCES)
+    def test_ranks_that_differ_all_get_an_error_that_names_them_and_their_calls(self, difference):
+        def body(comm):
+            if comm.size == 1:
+                return
+            others, odd = DIFFERENCES[difference]
+            twin = comm.duplicate()
+            twin.register_names(["blocks.3", "blocks.4"])
+            twin.barrier(stream=INLINE)
+            start = time.monotonic()
+            with pytest.raises(CollectiveMismatch, match="collective 2 of this communicator") as caught:
+                CALLS[odd if comm.rank == 1 else others](twin)
+            assert time.monotonic() - start < 5
+            message = str(caught.value)
+            assert f"rank 1 called {odd}" in message
+            everyone_else = "rank 0" if comm.size == 2 else r"ranks 0, 2[^a-z]*(and \d more)?"
+            assert re.search(f"{everyone_else} called {re.escape(others)}", message)
+            twin.close()
 
+        self.run(body)
+
+    def test_a_call_on_shared_memory_is_compared_as_well(self):
         def body(comm):
             if comm.size == 1:
                 return
             twin = comm.duplicate()
-            with pytest.raises(CollectiveMismatch) as caught:
-                if comm.rank == 1:
-                    twin.broadcast(np.zeros(8), root=0, stream=INLINE)
-                else:
-                    twin.all_gather(np.zeros(comm.size, np.float32), stream=INLINE)
-            for word in ("rank 1 called broadcast(", "called all_gather(", "float32", "float64"):
-                assert word in str(caught.value)
+            twin.register_names(["blocks.3", "blocks.4"])
+            buffer = twin.allocate(comm.size * 5, np.float32, shared=True)
+            with pytest.raises(CollectiveMismatch, match=r"unit blocks\.3\).*unit blocks\.4\)"):
+                twin.all_gather(buffer, stream=INLINE, what="blocks.4" if comm.rank == 1 else "blocks.3")
+            twin.close()
+
+        self.run(body)
+
+    def test_names_are_known_to_duplicates_and_splits_and_else_are_another_unit(self):
+        def body(comm):
+            if comm.size == 1:
+                return
+            name = "told to none" if comm.rank == 1 else "blocks.3"
+            for made in (comm.duplicate(), comm.split(0, comm.rank)):
+                with pytest.raises(CollectiveMismatch) as caught:
+                    made.barrier(stream=INLINE, what=name)
+                assert f"barrier(unit {name})" in str(caught.value)
+                assert re.search(
+                    r"rank 1 called barrier\((unit told to none|another unit)\)", str(caught.value)
+                )
+                made.close()
+            comm.register_names(["told to none", "blocks.3"])
+            for made in (comm.duplicate(), comm.split(0, comm.rank)):
+                with pytest.raises(CollectiveMismatch, match=r"unit blocks\.3\).*unit told to none\)"):
+                    made.barrier(stream=INLINE, what=name)
+                made.close()
+
+        self.run(body)
+
+    def test_ranks_that_agree_may_use_any_names(self):
+        def body(comm):
+            for step in range(20):
+                comm.barrier(stream=INLINE, what=f"blocks.{step // 3}")
 
         self.run(body)
 

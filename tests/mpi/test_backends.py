@@ -3,14 +3,15 @@
 import sys
 import warnings
 
+import numpy as np
 import pytest
 
-from shardrt.comm import create, hierarchical, world
+from shardrt.comm import CollectiveMismatch, create, hierarchical, world
 from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
-from tests.mpi.contract import Contract, digest
+from tests.mpi.contract import INLINE, Contract, digest
 
 SIZE = world.of_mpi().size
 
@@ -29,8 +30,6 @@ class OverMPI(Contract):
 
 
 class TestMPI(OverMPI):
-    compares_calls = False
-
     @staticmethod
     def make():
         made = create("mpi")
@@ -45,6 +44,25 @@ class TestShm(OverMPI):
         assert type(made) is ShmCommunicator
         return made
 
+    def test_ranks_that_mean_different_memory_are_told_where(self):
+        if SIZE == 1:
+            return
+        made = self.make()
+        buffer = made.allocate(8 * SIZE, np.float32, shared=True)
+        part = buffer[SIZE:] if made.rank == 1 else buffer[:-SIZE]
+        with pytest.raises(CollectiveMismatch, match=r"rank 1 called all_gather\(.*, memory 0x\w+\)"):
+            made.all_gather(part, stream=INLINE)
+        made.close()
+
+    @pytest.mark.parametrize("call", ["reduce_scatter", "all_reduce", "all_to_all"])
+    def test_one_memory_for_all_ranks_cannot_hold_a_value_of_each(self, call):
+        made = self.make()
+        buffer = made.allocate(SIZE, np.float32, shared=True)
+        outputs = {"reduce_scatter": [np.zeros(1, "f4")], "all_to_all": [np.zeros(SIZE, "f4")]}.get(call, [])
+        with pytest.raises(ValueError, match=f"{call}: .*shared=False"):
+            getattr(made, call)(*outputs, buffer, stream=INLINE)
+        made.close()
+
     def test_is_chosen_on_one_node(self):
         assert type(create("auto")) is (ShmCommunicator if SIZE > 1 else SingleCommunicator)
 
@@ -57,8 +75,6 @@ def on_nodes(*nodes):
 
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
 class TestBlocksOfNodes(OverMPI):
-    compares_calls = False
-
     @staticmethod
     def make():
         made = on_nodes(0, 0, 1, 1)
@@ -68,8 +84,6 @@ class TestBlocksOfNodes(OverMPI):
 
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
 class TestNodesInTurn(OverMPI):
-    compares_calls = False
-
     @staticmethod
     def make():
         made = on_nodes(1, 0, 0, 1)

@@ -1,0 +1,107 @@
+"""What a rank calls, as a few integers that ranks exchange at the cost of a barrier, compare and print.
+
+Two ranks are in the same call when all words agree. What a call is for goes in as a hash of its name; `Names`
+knows the way back. Nothing here communicates: flags.py, mpi.py and thread.py bring the words together.
+"""
+
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch
+
+Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
+WORDS = 5
+
+_COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
+_ELEMENTS = (*DTYPES, *dtypes.LOW)
+_COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
+_KIND_CODES = {kind: _ELEMENTS.index(kind) for kind in dtypes.LOW}
+_OP_CODES = {op: code for code, op in enumerate(OPS)}
+_SHOWN = 6  # ranks, or different calls, that a message lists one by one
+
+
+class Names:
+    """Names that calls are made for, and the 63 bits that stand for each; the same bits in every process."""
+
+    def __init__(self) -> None:
+        self._codes = {"": 0}
+        self._names = {0: ""}
+
+    def register(self, names: Iterable[str]) -> None:
+        """Know these names, so that they can be printed when a peer's call holds one of them."""
+        for name in names:
+            self.code(name)
+
+    def code(self, name: str) -> int:
+        """The bits of a name, which is known from then on."""
+        code = self._codes.get(name)
+        if code is None:
+            code = int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+            self._codes[name], self._names[code] = code, name
+        return code
+
+    def text(self, code: int) -> str:
+        """What a message says of a call with this code."""
+        return f"unit {self._names[code]}" if code in self._names else "another unit"
+
+
+def encode(
+    names: Names,
+    collective: str,
+    array: np.ndarray | None = None,
+    detail: int | str = 0,
+    what: str = "",
+    kind: str = "",
+    memory: int = 0,
+) -> Call:
+    """A call as words.
+
+    detail: an op or a root. kind: what the bits of a uint16 array are, if summed. memory: where an array lies
+    that ranks share (segments.Place.word).
+    """
+    first, name = _COLLECTIVE_CODES[collective], names.code(what)
+    if array is None:
+        return first, 0, 0, 0, name
+    element = _KIND_CODES[kind] if kind else DTYPE_CODES[array.dtype]
+    word = _OP_CODES[detail] if isinstance(detail, str) else detail
+    return first | element, array.size, word, memory, name
+
+
+def describe(call: Call, names: Names, memory: bool = False) -> str:
+    """A call as its caller would write it: all_gather(1024 of float32, unit blocks.3)."""
+    collective = _COLLECTIVES[call[0] >> 8]
+    facts = []
+    if collective not in ("barrier", "split"):
+        facts.append(f"{call[1]} of {_ELEMENTS[call[0] & 255]}")
+    if collective in ("reduce_scatter", "all_reduce"):
+        facts.append(OPS[call[2]])
+    elif collective == "broadcast":
+        facts.append(f"root {call[2]}")
+    if memory:
+        facts.append(f"memory {call[3]:#x}")
+    if call[4]:
+        facts.append(names.text(call[4]))
+    return f"{collective}({', '.join(facts)})"
+
+
+def mismatch(number: int, calls: Sequence[Call], names: Names) -> CollectiveMismatch:
+    """The error for ranks whose `calls` differ: it says who called what, in the same words on every rank."""
+    callers: dict[Call, list[int]] = {}
+    for rank, call in enumerate(calls):
+        callers.setdefault(call, []).append(rank)
+    alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # but for the memory
+    said = [f"{_ranks(ranks)} called {describe(call, names, alike)}" for call, ranks in callers.items()]
+    more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
+    return CollectiveMismatch(
+        f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}"
+    )
+
+
+def _ranks(ranks: list[int]) -> str:
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    more = f" and {len(ranks) - _SHOWN} more" if len(ranks) > _SHOWN else ""
+    return f"ranks {', '.join(map(str, ranks[:_SHOWN]))}{more}"

@@ -1,0 +1,138 @@
+"""kernels/cpu/reduce.py: the tree of sums over ranks, in 32 and 16 bits, and sums of powers, to the bit."""
+
+from math import fsum, inf, isnan, nan
+
+import numpy as np
+import pytest
+
+from shardrt.kernels import cpu as K
+
+SIZE = 40_003
+CUTS = [(0, 17), (17, 17), (17, 20_000), (20_000, SIZE)]
+
+
+@pytest.fixture(params=[1, 2])
+def kernel_threads(request):
+    before = K.threads()
+    K.set_threads(request.param)
+    yield request.param
+    K.set_threads(before)
+
+
+def normal(size, dtype, seed=0):
+    return np.random.default_rng(seed).standard_normal(size).astype(dtype)
+
+
+def tree(parts):
+    """The reference: neighbours added, level by level; a last one without a neighbour goes up as it is."""
+    while len(parts) > 1:
+        parts = [parts[i] + parts[i + 1] if i + 1 < len(parts) else parts[i] for i in range(0, len(parts), 2)]
+    return parts[0]
+
+
+def in_pieces(sum_up, out, parts):
+    """The same sum, made piece by piece."""
+    cut = out.copy()
+    for low, high in CUTS:
+        sum_up(cut[low:high], [cut[low:high] if part is out else part[low:high] for part in parts])
+    return cut
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("parts", [*range(1, 10), 16, 23])
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("own", [None, 0, -1])
+def test_a_sum_is_the_tree_of_neighbours_and_may_be_cut_anywhere(
+    dtype, parts, accumulate, own, kernel_threads
+):
+    buffers = [normal(SIZE, dtype, seed) for seed in range(parts)]
+    out = normal(SIZE, dtype, 99) if own is None else buffers[own]
+    expected = dtype(0.3) * tree(buffers)
+    if accumulate:
+        expected = out + expected
+
+    def sum_up(out, parts):
+        K.reduce.sum_into(out, parts, 0.3, accumulate)
+
+    cut = in_pieces(sum_up, out, buffers)
+    sum_up(out, buffers)
+    assert np.array_equal(out, expected)
+    assert np.array_equal(cut, expected)
+
+
+def test_longer_than_the_cache_too(kernel_threads):
+    buffers = [normal(300_007, np.float32, seed) for seed in range(6)]
+    out = np.empty(300_007, np.float32)
+    K.reduce.sum_into(out, buffers, 1.0, False)
+    assert np.array_equal(out, tree(buffers))
+
+
+@pytest.mark.parametrize("group", [2, 4, 8])
+def test_groups_may_be_summed_before_groups_are(group):
+    """What a reduction within nodes and then across them does."""
+    buffers = [normal(1000, np.float32, seed) for seed in range(16)]
+    sums = []
+    for first in range(0, 16, group):
+        sums.append(np.empty(1000, np.float32))
+        K.reduce.sum_into(sums[-1], buffers[first : first + group], 1.0, False)
+    expected, out = np.empty((2, 1000), np.float32)
+    K.reduce.sum_into(expected, buffers, 0.3, False)
+    K.reduce.sum_into(out, sums, 0.3, False)
+    assert np.array_equal(out, expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("parts", range(1, 10))
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_a_packed_sum_is_the_sum_of_the_unpacked(kind, parts, accumulate, kernel_threads):
+    packed, unpacked = np.empty((parts, SIZE), np.uint16), np.empty((parts, SIZE), np.float32)
+    for i in range(parts):
+        K.cast.pack(normal(SIZE, np.float32, i) * np.float32(1e-3), packed[i], kind)
+        K.cast.unpack(packed[i], unpacked[i], kind)
+    out = normal(SIZE, np.float32, 99)
+    expected = out.copy()
+    K.reduce.sum_into(expected, list(unpacked), 0.3, accumulate)
+
+    def sum_up(out, parts):
+        K.reduce.sum_packed(out, parts, 0.3, accumulate, kind)
+
+    cut = in_pieces(sum_up, out, list(packed))
+    sum_up(out, list(packed))
+    assert np.array_equal(out, expected)
+    assert np.array_equal(cut, expected)
+
+
+def power_sum(x, p, cuts=((None, None),)):
+    return fsum(value for low, high in cuts for value in K.reduce.power_sums(x[low:high], p).ravel())
+
+
+@pytest.mark.parametrize("p", [1, 2, 3, 0.5, 2.5])
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_sum_of_powers_has_the_same_bits_however_it_is_cut(p, dtype, kernel_threads):
+    size = 200_001
+    x = normal(size, dtype) * np.exp(2 * normal(size, dtype, 1))  # over ten orders of magnitude
+    whole = power_sum(x, p)
+    for pieces in (2, 3, 7, 64):
+        edges = [size * i // pieces for i in range(pieces + 1)]
+        assert power_sum(x, p, zip(edges, edges[1:], strict=False)) == whole
+    assert power_sum(x[::-1].copy(), p) == whole
+
+
+def test_a_sum_of_squares_is_the_exact_one_rounded_once():
+    x = normal(100_003, np.float32) * np.exp(2 * normal(100_003, np.float32, 1))
+    squares = x.astype(np.float64) ** 2  # exact
+    assert power_sum(x, 2) == fsum(squares)
+    assert np.cumsum(squares)[-1] != fsum(squares)
+
+
+def test_infinity_and_nan_come_out_of_a_sum_of_powers():
+    for p in (1, 2, 3, 2.5):
+        x = np.ones(70_000, np.float32)
+        x[69_000] = -inf
+        assert power_sum(x, p) == inf
+        x[3] = nan
+        assert isnan(power_sum(x, p))
+
+
+def test_a_sum_of_powers_of_nothing_is_zero():
+    assert power_sum(np.zeros(0, np.float32), 2) == 0
