@@ -9,9 +9,10 @@ gradient where it belongs returns WRITTEN for it: the edge then carries order, b
 """
 
 import threading
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,6 +39,7 @@ class _State(threading.local):
         self.sequence = 0
         self.running: Backward | None = None
         self.modules: list = []  # the layers whose forward runs now, outermost first
+        self.keeper: Keeper | None = None
 
 
 _state = _State()
@@ -72,6 +74,32 @@ def no_grad() -> Any:
 def enable_grad() -> Any:
     """Record ops inside a with block, even inside `no_grad` (also a decorator)."""
     return set_grad_enabled(True)
+
+
+def newest() -> int:
+    """The sequence number of the newest node: what is recorded from now on has a greater one."""
+    return _state.sequence
+
+
+class Keeper(Protocol):
+    """Computes expensive ops in their place: to keep their results, or to take results that were kept."""
+
+    def result_of(self, node: "Function", raw: list) -> Any: ...
+
+
+@contextmanager
+def keeping(keeper: Keeper | None) -> Iterator[None]:
+    """Let `keeper` compute the expensive ops inside a with block (None: as usual)."""
+    before, _state.keeper = _state.keeper, keeper
+    try:
+        yield
+    finally:
+        _state.keeper = before
+
+
+def keeper() -> Keeper | None:
+    """Who computes expensive ops now, if somebody does."""
+    return _state.keeper
 
 
 class Variable:
@@ -161,15 +189,27 @@ class Function:
     write into dy, which other nodes may hold.
 
     Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
+
+    An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
+    returned after forward, `resume` takes, and leaves the op as forward would have.
     """
 
     __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "__weakref__")
 
     handles: tuple[int, ...] = ()
     strided = False
+    expensive = False
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.forward")
+
+    def keep(self, result: Any) -> tuple[Array, ...]:
+        """Called after forward, of an expensive op: the arrays that only forward can compute."""
+        return (result,)
+
+    def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
+        """In place of forward: set `self.saved`, return the result."""
+        raise NotImplementedError(f"{type(self).__name__}.resume")
 
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.backward")
@@ -186,7 +226,10 @@ class Function:
         if recorded:
             node.edges = tuple(a.edge() if n else None for a, n in zip(args, needs, strict=True))
             node.enter_tape()
-        result = node.forward(*raw)
+        if cls.expensive and _state.keeper is not None:
+            result = _state.keeper.result_of(node, raw)
+        else:
+            result = node.forward(*raw)
         return node.wrap(result, recorded)
 
     def _raw(self, position: int, argument: Any) -> Any:
@@ -222,44 +265,72 @@ def contiguous(array: Array) -> Array:
 
 
 class Backward:
-    """One run of backward: the nodes in the order in which they run, and where it stands."""
+    """One run of backward: the nodes in the order in which they run, and where it stands.
 
-    def __init__(self, root: Function) -> None:
-        self.nodes = _reachable(root)
+    A piece of the graph that a node records while it runs has a run of its own, with the other as `outer`:
+    it runs the nodes newer than `since`. What it finds for older ones goes to the outer run, whose turn for
+    them is to come, so gradients add up in the same order as if the piece had always been there.
+    """
+
+    def __init__(
+        self, roots: Iterable[Function], retain_graph: bool, since: int = 0, outer: "Backward | None" = None
+    ) -> None:
+        self.nodes = reachable(roots, since)
         self.position = 0
+        self.retain_graph = retain_graph
+        self.since = since
+        self.outer = outer
+        self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self._at_end: list = []
 
-    def upcoming(self, kind: type[Function]) -> Iterator[Function]:
+    def upcoming(self, kind: type[Function] | tuple[type[Function], ...]) -> Iterator[Function]:
         """The nodes of one kind that run after the present one, in order: what prefetch looks ahead to."""
         for position in range(self.position + 1, len(self.nodes)):
             if isinstance(self.nodes[position], kind):
                 yield self.nodes[position]
+        if self.outer is not None:
+            yield from self.outer.upcoming(kind)
 
     def at_end(self, function: Any) -> None:
-        """Call `function()` once, when the last node has run."""
-        if function not in self._at_end:
+        """Call `function()` once, when the last node of the outermost run has run."""
+        if self.outer is not None:
+            self.outer.at_end(function)
+        elif function not in self._at_end:
             self._at_end.append(function)
 
-    def run(self, gradients: dict[Function, list], retain_graph: bool) -> None:
+    def is_to_come(self, node: Function) -> bool:
+        """Whether `node` runs after the present one, in this run or in one around it."""
+        run = self
+        while node.sequence <= run.since and run.outer is not None:
+            run = run.outer
+        place = bisect_left(run.nodes, -node.sequence, key=lambda other: -other.sequence)
+        return run.position < place < len(run.nodes) and run.nodes[place] is node
+
+    def run(self) -> None:
         """Run the nodes. A node whose gradient nobody has produced is passed over."""
-        for position, node in enumerate(self.nodes):
-            self.position = position
-            received = gradients.pop(node, None)
-            if received is None:
-                continue
-            if node.saved is None:
-                raise RuntimeError(
-                    f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
-                    "call that one with retain_graph=True"
-                )
-            if not node.strided:
-                received = [None if dy is None else contiguous(dy) for dy in received]
-            results = node.backward(*received)
-            _distribute(node, results, gradients)
-            if node.saved and not retain_graph:
-                node.saved = None
-        for function in self._at_end:
-            function()
+        before, _state.running = _state.running, self
+        try:
+            for position, node in enumerate(self.nodes):
+                self.position = position
+                received = self.gradients.pop(node, None)
+                if received is not None:
+                    self._run(node, received)
+            for function in self._at_end:
+                function()
+        finally:
+            _state.running = before
+
+    def _run(self, node: Function, received: list) -> None:
+        if node.saved is None:
+            raise RuntimeError(
+                f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
+                "call that one with retain_graph=True"
+            )
+        if not node.strided:
+            received = [None if dy is None else contiguous(dy) for dy in received]
+        _distribute(node, node.backward(*received), self.gradients)
+        if node.saved and not self.retain_graph:
+            node.saved = None
 
 
 def backward(variable: Variable, gradient: Array | None = None, retain_graph: bool = False) -> None:
@@ -280,14 +351,34 @@ def backward(variable: Variable, gradient: Array | None = None, retain_graph: bo
     if variable.node is None:
         variable.accumulate_gradient(gradient)
         return
-    run = Backward(variable.node)
-    received = [None] * variable.node.outputs
-    received[variable.index] = gradient
-    before, _state.running = _state.running, run
-    try:
-        run.run({variable.node: received}, retain_graph)
-    finally:
-        _state.running = before
+    run = Backward([variable.node], retain_graph)
+    _deliver(variable.edge(), gradient, run.gradients)
+    run.run()
+
+
+def backward_of_piece(outputs: Iterable[Variable], gradients: Iterable[Array | None], since: int) -> None:
+    """Inside the backward of a node: differentiate what was recorded since the sequence number `since`.
+
+    outputs, gradients: the results of the piece, and the gradient of each (None where nothing used it).
+    Gradients of what went into the piece are left to the backward that is running.
+
+    Raises RuntimeError if the piece uses the result of an op that this backward does not come to after the
+    present node: the gradient would be lost.
+    """
+    outer = _state.running
+    wanted = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
+    run = Backward({v.node for v, _ in wanted if v.node is not None}, False, since, outer)
+    edges = [v.edge() for v, _ in wanted] + [e for node in run.nodes for e in node.edges if e is not None]
+    for node in {edge.node for edge in edges if edge.node is not None and edge.node.sequence <= since}:
+        if not outer.is_to_come(node):
+            present = describe(outer.nodes[outer.position])
+            raise RuntimeError(
+                f"backward: what {present} runs again uses the result of {describe(node)}, whose gradient "
+                "would be lost, since it is not among its inputs; pass it as an argument"
+            )
+    for variable, gradient in wanted:
+        _deliver(variable.edge(), gradient, run.gradients)
+    run.run()
 
 
 def running() -> Backward | None:
@@ -300,14 +391,16 @@ def describe(node: Function) -> str:
     return type(node).__name__ + (f" of {node.module.name}" if node.module is not None else "")
 
 
-def _reachable(root: Function) -> list[Function]:
-    seen = {root}
-    stack = [root]
+def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
+    """The nodes newer than `since` to which edges lead from `roots` along such nodes, newest first."""
+    seen = {root for root in roots if root.sequence > since}
+    stack = list(seen)
     while stack:
         for edge in stack.pop().edges:
-            if edge is not None and edge.node is not None and edge.node not in seen:
-                seen.add(edge.node)
-                stack.append(edge.node)
+            if edge is None or edge.node is None or edge.node in seen or edge.node.sequence <= since:
+                continue
+            seen.add(edge.node)
+            stack.append(edge.node)
     return sorted(seen, key=lambda node: node.sequence, reverse=True)
 
 
@@ -320,16 +413,20 @@ def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -
             f"{describe(node)}.backward gave {len(results)} gradients for {len(node.edges)} inputs"
         )
     for edge, gradient in zip(node.edges, results, strict=True):
-        if edge is None or gradient is None:
-            continue
-        if edge.leaf is not None and gradient is not WRITTEN:
-            edge.leaf.accumulate_gradient(gradient)
-        if edge.node is None:
-            continue
-        received = gradients.setdefault(edge.node, [None] * edge.node.outputs)
-        if edge.leaf is None and gradient is not WRITTEN:
-            before = received[edge.index]
-            received[edge.index] = gradient if before is None else _sum(before, gradient)
+        if edge is not None and gradient is not None:
+            _deliver(edge, gradient, gradients)
+
+
+def _deliver(edge: Edge, gradient: Any, gradients: dict[Function, list]) -> None:
+    """Put a gradient, or the token that it is where it belongs, to the end of an edge."""
+    if edge.leaf is not None and gradient is not WRITTEN:
+        edge.leaf.accumulate_gradient(gradient)
+    if edge.node is None:
+        return
+    received = gradients.setdefault(edge.node, [None] * edge.node.outputs)
+    if edge.leaf is None and gradient is not WRITTEN:
+        before = received[edge.index]
+        received[edge.index] = gradient if before is None else _sum(before, gradient)
 
 
 def _sum(first: Array, second: Array) -> Array:

@@ -7,6 +7,8 @@ same at every world size.
 
 import threading
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 
 class _State(threading.local):
@@ -38,6 +40,22 @@ def next_call() -> tuple[int, int]:
     """(seed, call): the key of one use of random numbers, another one each time."""
     _state.calls += 1
     return _state.seed, (_state.step << 20) + _state.calls
+
+
+def state() -> tuple[int, int, int]:
+    """Where this thread stands: (seed, step, uses of random numbers in it)."""
+    return _state.seed, _state.step, _state.calls
+
+
+@contextmanager
+def at(earlier: tuple[int, int, int]) -> Iterator[None]:
+    """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
+    before = state()
+    _state.seed, _state.step, _state.calls = earlier
+    try:
+        yield
+    finally:
+        _state.seed, _state.step, _state.calls = before
 
 
 def name_key(name: str) -> int:

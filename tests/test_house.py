@@ -12,14 +12,18 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A module belongs to the room with the longest name that begins its own.
 ROOMS = [
     ["shardrt._environment"],
+    ["shardrt.dtypes"],
     ["shardrt.kernels"],
     ["shardrt.device"],
     ["shardrt.comm"],
     ["shardrt.random"],
     ["shardrt.autograd"],
+    ["shardrt.nest"],
     ["shardrt.functional"],
     ["shardrt.tensor"],
     ["shardrt.nn"],
+    ["shardrt.recompute"],
+    ["shardrt.activation_offload"],
     ["shardrt.optim"],
     ["shardrt.fsdp"],
     ["shardrt.checkpoint"],

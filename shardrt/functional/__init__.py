@@ -6,6 +6,7 @@ below it. The numbers are computed by kernels.
 
 from shardrt.functional.activation import gelu, relu, silu
 from shardrt.functional.attention import scaled_dot_product_attention, self_attention
+from shardrt.functional.cast import cast
 from shardrt.functional.dropout import dropout
 from shardrt.functional.elementwise import (
     add,
@@ -43,6 +44,7 @@ from shardrt.functional.softmax import log_softmax, softmax
 
 __all__ = [
     "add",
+    "cast",
     "chunk",
     "concatenate",
     "cross_entropy",

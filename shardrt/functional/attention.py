@@ -17,6 +17,7 @@ Array = Any
 class Attention(Function):
     __slots__ = ()
     strided = True  # the kernel takes any strides but in the last dimension
+    expensive = True
 
     def forward(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
         q, k, v = _inner_unit(q), _inner_unit(k), _inner_unit(v)
@@ -24,6 +25,14 @@ class Attention(Function):
         lse = empty(q.shape[:-1], q.dtype)
         kernels().attention.forward(q, k, v, y, lse, causal=causal, scale=scale)
         self.saved = (q, k, v, y, lse, causal, scale)
+        return y
+
+    def keep(self, y: Array) -> tuple:
+        return y, self.saved[4]  # and lse
+
+    def resume(self, kept: tuple, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
+        y, lse = kept
+        self.saved = (_inner_unit(q), _inner_unit(k), _inner_unit(v), y, lse, causal, scale)
         return y
 
     def backward(self, dy: Array) -> tuple:
@@ -58,6 +67,7 @@ def scaled_dot_product_attention(
 
 class SelfAttention(Function):
     __slots__ = ()
+    expensive = True
 
     def forward(self, qkv: Array, heads: int, causal: bool, scale: float) -> Array:
         batch, time, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
@@ -65,6 +75,14 @@ class SelfAttention(Function):
         lse = empty((batch, heads, time), qkv.dtype)
         (y_heads,) = _heads(y, 1, heads)
         kernels().attention.forward(*_heads(qkv, 3, heads), y_heads, lse, causal=causal, scale=scale)
+        self.saved = (qkv, y, lse, heads, causal, scale)
+        return y
+
+    def keep(self, y: Array) -> tuple:
+        return y, self.saved[2]  # and lse
+
+    def resume(self, kept: tuple, qkv: Array, heads: int, causal: bool, scale: float) -> Array:
+        y, lse = kept
         self.saved = (qkv, y, lse, heads, causal, scale)
         return y
 

@@ -14,6 +14,7 @@ Array = Any
 class Linear(Function):
     __slots__ = ()
     handles = (1, 2)
+    expensive = True
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         self.saved = (x if self.needs[1] else None, weight, bias)
@@ -21,6 +22,10 @@ class Linear(Function):
         bias_data = None if bias is None else contiguous(bias.data)
         kernels().linear.forward(rows(x), contiguous(weight.data), bias_data, rows(y))
         return y
+
+    def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
+        self.saved = (x if self.needs[1] else None, weight, bias)
+        return kept[0]
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias = self.saved

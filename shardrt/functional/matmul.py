@@ -19,10 +19,15 @@ class MatMul(Function):
     __slots__ = ()
     handles = (0, 1)
     strided = True  # BLAS reads a transposed matrix as it is
+    expensive = True
 
     def forward(self, x: Variable, y: Variable) -> Array:
         self.saved = (x if self.needs[1] else None, y if self.needs[0] else None, x.shape, y.shape)
         return _product(x.data, y.data)
+
+    def resume(self, kept: tuple, x: Variable, y: Variable) -> Array:
+        self.saved = (x if self.needs[1] else None, y if self.needs[0] else None, x.shape, y.shape)
+        return kept[0]
 
     def backward(self, dz: Array) -> tuple:
         x, y, x_shape, y_shape = self.saved

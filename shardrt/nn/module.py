@@ -1,12 +1,14 @@
-"""Module: a tree of layers with named parameters, and the one seam where sharding attaches.
+"""Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
 `Module.__call__` asks `self.boundary` once on entry and once on exit; that is all that a layer knows of
-FSDP. Modules know their parent, so a parameter's full name, which its initial values depend on, can be told
-as soon as the tree stands.
+FSDP. Inside, `self.recomputation` and `self.offload` may run the forward in their own way. Modules know
+their parent, so a parameter's full name, which its initial values depend on, can be told as soon as the tree
+stands.
 """
 
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial, wraps
 from typing import Any, Protocol
 
 import numpy as np
@@ -18,11 +20,17 @@ from shardrt.nn.parameter import Parameter
 class Boundary(Protocol):
     """What may be attached to a module to act when its forward begins and ends."""
 
-    def enter(self) -> None: ...
+    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]: ...
 
     def leave(self, output: Any) -> Any: ...
 
     def abandon(self) -> None: ...
+
+
+class Around(Protocol):
+    """What may be attached to a module to run its forward, and decide what is kept for backward."""
+
+    def run(self, module: "Module", forward: Callable, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Module:
@@ -35,7 +43,9 @@ class Module:
         state["_parent"] = None
         state["_attribute"] = ""
         state["training"] = True
-        state["boundary"] = None
+        state["boundary"]: Boundary | None = None
+        state["recomputation"]: Around | None = None  # see shardrt.recompute
+        state["offload"]: Around | None = None  # see shardrt.activation_offload
 
     # -- the tree
 
@@ -116,14 +126,33 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._enter(self._forward, args, kwargs)
+
+    def entered_around(self, method: Callable) -> Callable:
+        """`method` as another entry beside forward: the boundary is asked around each call."""
+
+        @wraps(method)
+        def entry(*args: Any, **kwargs: Any) -> Any:
+            return self._enter(method, args, kwargs)
+
+        return entry
+
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        forward = self.forward
+        for around in (self.recomputation, self.offload):
+            if around is not None:
+                forward = partial(around.run, self, forward)
+        return forward(*args, **kwargs)
+
+    def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         running = autograd.modules()
         running.append(self)
         try:
             if self.boundary is None:
-                return self.forward(*args, **kwargs)
-            self.boundary.enter()
+                return method(*args, **kwargs)
+            args, kwargs = self.boundary.enter(args, kwargs)
             try:
-                output = self.forward(*args, **kwargs)
+                output = method(*args, **kwargs)
             except BaseException:
                 self.boundary.abandon()
                 raise

@@ -123,6 +123,7 @@ class Parameter(Tensor):
             )
         start, stop, first = self.storage.range_of(self)
         self.storage.shard[start:stop] = np.asarray(values).reshape(-1)[first : first + stop - start]
+        self.storage.modified()
 
     def edge(self) -> Edge:
         return self.storage.edge(self)

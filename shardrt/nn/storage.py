@@ -6,11 +6,15 @@ contiguous 1-D piece. The optimizer, clipping and state dicts see only this cont
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from shardrt import device, random
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
+from shardrt.device.protocol import Event
 
 if TYPE_CHECKING:
     from shardrt.nn.parameter import Parameter
@@ -18,13 +22,55 @@ if TYPE_CHECKING:
 Array = Any
 
 
+@dataclass(frozen=True)
+class Placement:
+    """Where the arrays of a storage live between uses: on the device (False) or in pinned host memory (True).
+
+    step: "device" brings what an update needs to the device, piece by piece; "host" updates with the host's
+    kernels, where parameters, gradients and optimizer state all are on the host. directory: host arrays are
+    memory-mapped files there, for what is larger than host memory.
+    """
+
+    parameters: bool = False
+    gradients: bool = False
+    optimizer_state: bool = False
+    step: str = "device"
+    directory: Path | None = None
+
+    @property
+    def everything_on_device(self) -> bool:
+        """Whether an update needs nothing from the host."""
+        return not (self.parameters or self.gradients or self.optimizer_state)
+
+
 class Storage(ABC):
     """Values and gradient of one or more parameters, as flat 1-D arrays of what this rank holds.
 
-    `communicator` joins the ranks that hold the rest; None where this rank holds everything.
+    `communicator` joins the ranks that hold the rest; None where this rank holds everything. `placement` says
+    where shard, gradient and optimizer state live. `on_gradient`, if an optimizer has set it, is called when
+    backward has issued the last work on the gradient; the gradient is there when `gradient_ready` is reached.
     """
 
     communicator: Communicator | None = None
+    placement = Placement()
+    on_gradient: Callable[[], None] | None = None
+    gradient_ready: Event | None = None
+    applied = False  # an update during backward has used the gradient; the optimizer sets it
+
+    def refuse_applied(self, call: str) -> None:
+        """Raise RuntimeError if an update during backward has used the gradient that `call` would change."""
+        if self.applied:
+            raise RuntimeError(
+                f"{call}: the optimizer has in_backward=True and has applied these gradients already; "
+                "make it with in_backward=False to change gradients before the update"
+            )
+
+    def new_state(self, name: str) -> Array:
+        """Zeros as long as `shard`, for one array of optimizer state, where `placement` says."""
+        return device.current().buffer(self.shard.size, self.shard.dtype)
+
+    def modified(self) -> None:  # noqa: B027 (most storages keep no copy)
+        """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale."""
 
     @property
     @abstractmethod

@@ -1,47 +1,123 @@
 """Gradient norms and clipping over all parameters and all ranks."""
 
 from collections.abc import Iterable
-from math import sqrt
+from math import fsum, inf, isfinite, isinf, sqrt
 
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.protocol import Communicator
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import Storage
 
 
-def clip_grad_norm_(parameters: Iterable[Parameter], max_norm: float) -> float:
-    """Scale the gradients down so that their global 2-norm is at most `max_norm`; gives the norm before.
+def clip_grad_norm_(
+    parameters: Iterable[Parameter],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> float:
+    """Scale the gradients so that their global norm is at most `max_norm`; gives the norm before (grad_norm).
 
-    The norm is over all elements on all ranks, each counted once: local sums of squares in float64, one
-    all-reduce of one number. Call it on every rank. An infinite `max_norm` only measures.
+    Call it on every rank. An infinite `max_norm` only measures. As in PyTorch, a norm that is nan or infinite
+    makes gradients nan or 0, on every rank alike, unless error_if_nonfinite asks for a RuntimeError.
 
-    Raises ValueError if `max_norm` is not positive.
+    Raises ValueError if `max_norm` or `norm_type` is not positive.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}")
+    _check_norm_type("clip_grad_norm_", norm_type)
     pieces = list(_gradient_pieces(parameters))
-    norm = _norm(pieces)
-    if norm > max_norm:
-        factor = max_norm / (norm + 1e-6)
+    if not isinf(max_norm):
+        for storage, _ in pieces:
+            storage.refuse_applied("clip_grad_norm_")
+    norm = _norm(pieces, norm_type)
+    if error_if_nonfinite and not isfinite(norm):
+        raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm}")
+    factor = max_norm / (norm + 1e-6)
+    if not factor >= 1 and not isinf(max_norm):
         kernels = device.current().kernels
         for _, piece in pieces:
             kernels.elementwise.scale_(piece, factor)
     return norm
 
 
-def _norm(pieces: list[tuple[Storage, np.ndarray]]) -> float:
-    here = device.current()
-    sums: dict = {}
+def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
+    """The norm of all gradients on all ranks, seen as one vector: (sum |g| ** norm_type) ** (1 / norm_type).
+
+    norm_type: a positive number, or infinity for the largest |g|. Each element is counted once, however the
+    parameters are sharded; one all-reduce of a few numbers per communicator. The sum is carried to about 100
+    bits and rounded once, so the norm has the same bits at every world size if the gradients have. nan on
+    every rank if there is one anywhere. Call it on every rank.
+
+    Raises ValueError if `norm_type` is not positive.
+    """
+    _check_norm_type("grad_norm", norm_type)
+    return _norm(list(_gradient_pieces(parameters)), norm_type)
+
+
+def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None:
+    """Limit each element of the gradients to [-clip_value, clip_value]; nan stays nan. Needs no other rank.
+
+    Raises ValueError if `clip_value` is negative or nan.
+    """
+    if not clip_value >= 0:
+        raise ValueError(f"clip_grad_value_: clip_value must not be negative, got {clip_value}")
+    kernels = device.current().kernels
+    for storage, piece in _gradient_pieces(parameters):
+        storage.refuse_applied("clip_grad_value_")
+        kernels.elementwise.clamp_(piece, clip_value)
+
+
+def _check_norm_type(function: str, norm_type: float) -> None:
+    if not norm_type > 0:
+        raise ValueError(f"{function}: norm_type must be positive, or infinity; got {norm_type}")
+
+
+def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:
+    by_communicator: dict[Communicator | None, list[np.ndarray]] = {}
     for storage, piece in pieces:
-        sums.setdefault(storage.communicator, []).append(here.kernels.reduce.square_sum(piece))
-    total = 0.0
-    for communicator, values in sums.items():
-        value = np.array([sum(values)], np.float64)
+        by_communicator.setdefault(storage.communicator, []).append(piece)
+    if isinf(norm_type):
+        return _largest(by_communicator)
+    values = [value for item in by_communicator.items() for value in _power_sums(*item, norm_type)]
+    total = _rounded_sum(values)
+    return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
+
+
+def _power_sums(communicator: Communicator | None, pieces: list[np.ndarray], p: float) -> list[float]:
+    """Numbers whose exact sum is that of |g| ** p over all ranks: one (high, low) of each, not added yet."""
+    here = device.current()
+    values = [
+        value for piece in pieces for value in here.kernels.reduce.power_sums(piece, p).ravel().tolist()
+    ]
+    if communicator is None:
+        return values
+    high = _rounded_sum(values)
+    low = _rounded_sum([*values, -high]) if isfinite(high) else 0.0
+    everyone = np.zeros((communicator.size, 2), np.float64)
+    everyone[communicator.rank] = high, low
+    communicator.all_reduce(everyone.reshape(-1), op="sum", stream=here.current_stream)
+    return everyone.ravel().tolist()
+
+
+def _rounded_sum(values: list[float]) -> float:
+    """The exact sum, rounded once; infinity where it is too large."""
+    try:
+        return fsum(values)
+    except OverflowError:
+        return inf
+
+
+def _largest(by_communicator: dict[Communicator | None, list[np.ndarray]]) -> float:
+    here = device.current()
+    largest = np.zeros(1, np.float64)
+    for communicator, pieces in by_communicator.items():
+        value = np.array([0.0, *(here.kernels.reduce.abs_max(piece) for piece in pieces)]).max(keepdims=True)
         if communicator is not None:
-            communicator.all_reduce(value, op="sum", stream=here.current_stream)
-        total += float(value[0])
-    return sqrt(total)
+            communicator.all_reduce(value, op="max", stream=here.current_stream)
+        np.maximum(largest, value, out=largest)  # nan wins, unlike in Python's max
+    return float(largest[0])
 
 
 def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage, np.ndarray]]:
@@ -53,6 +129,8 @@ def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage,
             ranges.setdefault(parameter.storage, []).append((start, stop))
     for storage, pieces in ranges.items():
         gradient = storage.gradient
+        if storage.gradient_ready is not None:
+            device.current().current_stream.wait(storage.gradient_ready)  # backward may still be reducing it
         if gradient is None:
             gradient, pieces = np.zeros(0, np.float32), []
         # A rank that holds nothing of a storage still joins its all-reduce, with an empty piece.

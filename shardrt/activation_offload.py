@@ -1,0 +1,370 @@
+"""Activation offload: what a module saves for backward waits in pinned host memory.
+
+It is copied out in a stream of its own while the next module computes, and back in another, in backward,
+while the module before computes. (Rhu et al., vDNN, 2016.) Works on what ops have saved and knows no op; with
+shardrt.recompute on the same module only the kept inputs travel. docs/activation_offload.md has the costs.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from enum import Enum
+from typing import Any
+
+import numpy as np
+
+from shardrt import autograd, device, nest
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.device import Device
+from shardrt.functional._arrays import broadcast
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
+
+Array = Any
+ALIGNMENT = 64  # bytes, of each array in its host buffer
+
+
+def offload_activations(module: Module) -> Module:
+    """Keep what `module` saves for backward in host memory until backward comes to it; gives `module` back.
+
+    For modules that run one after the other, such as the blocks of a transformer: the copies of one overlap
+    the computing of the next. Parameters stay where they are, and gradients are the same to the bit.
+
+    Raises TypeError if `module` is no Module, ValueError if it is offloaded already.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(
+            f"offload_activations: module must be a shardrt.nn.Module, got {type(module).__name__}"
+        )
+    if module.offload is not None:
+        raise ValueError(f"offload_activations: {module.name or type(module).__name__} is offloaded already")
+    module.offload = Offload()
+    return module
+
+
+class Offload:
+    """What `offload_activations` attaches to a module."""
+
+    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Forward; then what the ops in it have saved departs."""
+        since = autograd.newest()
+        output = forward(*args, **kwargs)
+        results = [tensor for tensor in nest.tensors(output) if tensor.node is not None]
+        cargo = Cargo(_lanes(), module)
+        for node in autograd.reachable({tensor.node for tensor in results}, since):
+            if node.saved and not isinstance(node.saved, Away):
+                node.saved = cargo.pack(node.saved)
+        if not cargo.parcels:
+            return output
+        cargo.depart()
+        return Marker.mark(output, results, cargo)
+
+
+class Marker(Function):
+    """The outputs of an offloaded module, unchanged; its backward has what the module saved brought back."""
+
+    __slots__ = ("cargo",)
+    strided = True
+
+    @classmethod
+    def mark(cls, output: Any, results: list[Variable], cargo: "Cargo") -> Any:
+        """The same output with a Marker behind its tensors: newer than all nodes of the module."""
+        node = cls()
+        node.saved, node.cargo = (), cargo
+        node.needs = (True,) * len(results)
+        node.edges = tuple(tensor.edge() for tensor in results)
+        node.enter_tape()
+        return nest.exchanged(output, results, node.wrap(tuple(t.data for t in results), True))
+
+    def backward(self, *dy: Array) -> tuple:
+        self.cargo.arrive()
+        following = next(autograd.running().upcoming(Marker), None)
+        if following is not None:
+            following.cargo.fetch()
+        return dy
+
+
+class State(Enum):
+    """Where the arrays of a cargo are."""
+
+    LOADING = "on the device"
+    LEAVING = "on the device, and being copied to the host"
+    AWAY = "on the host"
+    COMING = "on the host, and being copied to the device"
+    HOME = "on the device again"
+
+
+class Cargo:
+    """The arrays that one call of a module has saved, each once. They travel together."""
+
+    def __init__(self, lanes: "Lanes", module: Module) -> None:
+        self.label = module.name or type(module).__name__
+        self.state = State.LOADING
+        self.parcels: list[Parcel] = []
+        self._lanes = lanes
+        self._known: dict[tuple, Parcel] = {}
+        self._stay = _addresses_of_parameters(module)
+        self._loan: Loan | None = None
+
+    def pack(self, saved: tuple) -> "Away | tuple":
+        """A stand-in for the saved tuple of a node whose arrays become parcels; itself if it has none."""
+        template = self._pack(saved)
+        return saved if template is saved else Away(self, template)
+
+    def _pack(self, item: Any) -> Any:
+        if isinstance(item, tuple):
+            packed = tuple(self._pack(inner) for inner in item)
+            return item if all(a is b for a, b in zip(packed, item, strict=True)) else packed
+        if isinstance(item, Variable):
+            if isinstance(item, Parameter) or (item.is_leaf and item.requires_grad):
+                return item
+            place = self._pack(item.data)
+            if place is not item.data:
+                place.tensor = nest.hollow(item)
+                return place
+        elif _is_array(item) and _address(item) not in self._stay:
+            return self._place(item)
+        return item
+
+    def _place(self, array: Array) -> "Place":
+        """Where `array` is to be found. Views of the same memory are one parcel, if none leaves out any."""
+        dense, axes = _dense(array)
+        if dense.flags.c_contiguous:
+            key = (_address(dense), dense.nbytes, dense.dtype)
+        else:
+            key = (_address(dense), dense.shape, dense.strides, dense.dtype)
+        parcel = self._known.get(key)
+        if parcel is None:
+            parcel = self._known[key] = Parcel(contiguous(dense).reshape(-1))
+            self.parcels.append(parcel)
+        return Place(parcel, dense.shape, axes, array.shape)
+
+    def depart(self) -> None:
+        """Issue the copies to the host. The device arrays are dropped when the next cargo departs."""
+        lanes = self._lanes
+        lanes.free_last()
+        self._known.clear()
+        starts, total = _lay_out([parcel.array.nbytes for parcel in self.parcels])
+        self._loan = lanes.pool.lend(total)
+        host = self._loan.buffer
+        for parcel, start in zip(self.parcels, starts, strict=True):
+            parcel.host = host.array[start : start + parcel.array.nbytes].view(parcel.array.dtype)
+        lanes.compute.record(host.ready)
+        lanes.offload.wait(host.ready)  # the ops have computed what is copied
+        lanes.offload.wait(host.read)  # the cargo that had the buffer before has been copied from it
+        pairs = [(parcel.host, parcel.array) for parcel in self.parcels]
+        lanes.offload.submit(_copy, lanes.device, pairs, label=f"offload {self.label}")
+        lanes.offload.record(host.written)
+        self.state = State.LEAVING
+        lanes.last = weakref.ref(self)
+
+    def free(self) -> None:
+        """Drop the arrays on the device, when they have been copied."""
+        if self.state is State.LEAVING:
+            self._lanes.compute.wait(self._loan.buffer.written)  # the copy reads the arrays until then
+            for parcel in self.parcels:
+                parcel.array = None
+            self.state = State.AWAY
+
+    def fetch(self) -> None:
+        """Issue the copies to the device, unless the arrays have not left it yet."""
+        if self.state is State.LEAVING:
+            self._settle()
+        elif self.state is State.AWAY:
+            lanes, host = self._lanes, self._loan.buffer
+            for parcel in self.parcels:
+                parcel.array = lanes.device.empty((parcel.host.size,), parcel.host.dtype)
+            lanes.compute.record(host.ready)
+            lanes.fetch.wait(host.ready)  # ops may use the memory until here; and the copy out has ended
+            pairs = [(parcel.array, parcel.host) for parcel in self.parcels]
+            lanes.fetch.submit(_copy, lanes.device, pairs, label=f"fetch {self.label}")
+            lanes.fetch.record(host.read)
+            self.state = State.COMING
+
+    def arrive(self) -> None:
+        """Have the arrays on the device, as far as the compute stream is concerned."""
+        self.fetch()
+        if self.state is State.COMING:
+            self._lanes.compute.wait(self._loan.buffer.read)  # the copies have filled the arrays
+            self._settle()
+
+    def _settle(self) -> None:
+        """From now on the arrays belong to the nodes alone, which free them as backward goes."""
+        self.state = State.HOME
+        self.parcels, self._loan = [], None
+
+
+class Parcel:
+    """One array: 1-D and on the device, or None while it is on the host alone."""
+
+    __slots__ = ("array", "host")
+
+    def __init__(self, array: Array) -> None:
+        self.array = array
+        self.host: np.ndarray | None = None
+
+
+class Place:
+    """In place of an array in a saved tuple: the parcel with its elements, and how they lie there."""
+
+    __slots__ = ("parcel", "dense", "axes", "shape", "tensor")
+
+    def __init__(self, parcel: Parcel, dense: tuple, axes: tuple | None, shape: tuple) -> None:
+        self.parcel = parcel
+        self.dense = dense  # shape in memory order, repetitions left out
+        self.axes = axes  # in memory order; None if that is their own order
+        self.shape = shape
+        self.tensor: Variable | None = None  # hollow, if the op has saved a tensor
+
+    def value(self) -> Any:
+        """The array, or tensor, with the strides that it had."""
+        array = self.parcel.array.reshape(self.dense)
+        if self.axes is not None:
+            array = array.transpose(sorted(range(len(self.axes)), key=self.axes.__getitem__))
+        if array.shape != self.shape:
+            array = broadcast(array, self.shape)
+        return array if self.tensor is None else nest.filled(self.tensor, array)
+
+
+class Away:
+    """In place of a saved tuple: unpacks like it, having waited for its arrays if nobody has."""
+
+    __slots__ = ("_cargo", "_template")
+
+    def __init__(self, cargo: Cargo, template: tuple) -> None:
+        self._cargo = cargo
+        self._template = template
+
+    def __iter__(self) -> Iterator:
+        self._cargo.arrive()
+        return iter(_unpacked(self._template))
+
+
+def _unpacked(item: Any) -> Any:
+    if isinstance(item, tuple):
+        return tuple(map(_unpacked, item))
+    return item.value() if isinstance(item, Place) else item
+
+
+class Lanes:
+    """The streams and host buffers of one thread on one device."""
+
+    def __init__(self, here: Device) -> None:
+        self.device = here
+        self.compute = here.current_stream
+        self.offload = here.new_stream("offload")
+        self.fetch = here.new_stream("fetch")
+        self.pool = HostPool(here)
+        self.last: weakref.ref[Cargo] | None = None  # the one that departed last
+
+    def free_last(self) -> None:
+        """Have the cargo that departed last off the device: one is on its way at a time."""
+        cargo = self.last() if self.last is not None else None
+        if cargo is not None:
+            cargo.free()
+
+
+class HostBuffer:
+    """Pinned memory and the events of whoever has it: source ready, buffer written, buffer read."""
+
+    __slots__ = ("array", "ready", "written", "read")
+
+    def __init__(self, here: Device, nbytes: int) -> None:
+        self.array = here.pinned(nbytes, np.uint8)
+        self.ready, self.written, self.read = here.new_event(), here.new_event(), here.new_event()
+
+
+class HostPool:
+    """Host buffers, lent by size and used again; never more bytes than were lent at once."""
+
+    def __init__(self, here: Device) -> None:
+        self._device = here
+        self._free: list[HostBuffer] = []  # the one returned last at the end
+        self._lock = threading.RLock()  # a loan may end inside lend(), in the same thread
+        self.lent_bytes = self.peak_bytes = 0
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all buffers, lent or not."""
+        return self.lent_bytes + sum(buffer.array.nbytes for buffer in self._free)
+
+    def lend(self, nbytes: int) -> "Loan":
+        """A buffer of that size, until the loan dies. `read` is to be waited for before writing to it."""
+        with self._lock:
+            self.lent_bytes += nbytes
+            self.peak_bytes = max(self.peak_bytes, self.lent_bytes)
+            for position in reversed(range(len(self._free))):
+                if self._free[position].array.nbytes == nbytes:
+                    return Loan(self, self._free.pop(position))
+            while self._free and self.held_bytes > self.peak_bytes:
+                self._free.pop(0)
+        return Loan(self, HostBuffer(self._device, nbytes))
+
+    def take_back(self, buffer: HostBuffer) -> None:
+        """A loan has ended."""
+        with self._lock:
+            self.lent_bytes -= buffer.array.nbytes
+            self._free.append(buffer)
+
+
+class Loan:
+    """A buffer lent by the pool; goes back when this object dies."""
+
+    __slots__ = ("buffer", "_pool")
+
+    def __init__(self, pool: HostPool, buffer: HostBuffer) -> None:
+        self.buffer = buffer
+        self._pool = pool
+
+    def __del__(self) -> None:
+        self._pool.take_back(self.buffer)
+
+
+_state = threading.local()  # ranks that are threads of one process have lanes of their own
+
+
+def _lanes() -> Lanes:
+    here = device.current()
+    lanes = _state.__dict__.setdefault("lanes", {})
+    if here not in lanes:
+        lanes[here] = Lanes(here)
+    return lanes[here]
+
+
+def _copy(here: Device, pairs: list[tuple[Array, Array]]) -> None:
+    for target, source in pairs:
+        here.copy(target, source)
+
+
+def _lay_out(sizes: list[int]) -> tuple[list[int], int]:
+    """Where pieces of these sizes in bytes start, one after the other, and where the last one ends."""
+    starts, total = [], 0
+    for size in sizes:
+        starts.append(total)
+        total += -(-size // ALIGNMENT) * ALIGNMENT
+    return starts, total
+
+
+def _dense(array: Array) -> tuple[Array, tuple[int, ...] | None]:
+    """A view without repetitions, with its axes in the order of memory, and that order (None: as it was)."""
+    if array.flags.c_contiguous:
+        return array, None
+    once = array[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in array.strides)]
+    axes = tuple(sorted(range(once.ndim), key=lambda axis: -abs(once.strides[axis])))
+    return once.transpose(axes), axes
+
+
+def _is_array(item: Any) -> bool:
+    return isinstance(item, np.ndarray) or hasattr(item, "__cuda_array_interface__")
+
+
+def _address(array: Array) -> int:
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return interface["data"][0]
+
+
+def _addresses_of_parameters(module: Module) -> set[int]:
+    """Of whole parameters: an op may have saved one as an array. They are no activations."""
+    storages = {p.storage for p in module.parameters() if isinstance(p.storage, LocalStorage)}
+    return {_address(storage.array()) for storage in storages if storage.materialised}

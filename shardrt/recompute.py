@@ -1,0 +1,229 @@
+"""Recomputation: a module keeps only its inputs for backward, and runs again there to have the rest.
+
+(Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; also called activation checkpointing.) The
+forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
+tape and differentiates that. Random numbers are a function of where they were asked for, so the second run
+is the first one to the bit, dropout included. Knows nothing of sharding; docs/recomputation.md has the costs.
+"""
+
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from shardrt import autograd, nest, random
+from shardrt.autograd import Function, Variable
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+
+Array = Any
+
+POLICIES = ("full", "matmul")
+
+
+def checkpoint(module: Module, policy: str = "full") -> Module:
+    """Recompute `module` in backward instead of keeping what its forward computes; gives `module` back.
+
+    policy: "full" keeps the module's inputs and nothing else; "matmul" keeps the results of matrix products
+    and attention besides, and recomputes only what is cheap.
+
+    The module stays the same object with the same parameter names, and its gradients the same to the bit. Its
+    forward must do the same when it runs again: tensors that carry a gradient must be arguments, arguments
+    must not be written to.
+
+    Raises TypeError if `module` is no Module, ValueError for another policy or if it is recomputed already.
+    """
+    if not isinstance(module, Module):
+        raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
+    if policy not in POLICIES:
+        raise ValueError(f"checkpoint: policy must be 'full' or 'matmul', got {policy!r}")
+    if module.recomputation is not None:
+        raise ValueError(f"checkpoint: {module.name or type(module).__name__} is recomputed already")
+    module.recomputation = Recomputation(policy)
+    return module
+
+
+def checkpoint_blocks(modules: Iterable[Module], every: int = 1, policy: str = "full") -> None:
+    """`checkpoint` the first of `modules` and every k-th after it: part of the memory for part of the time.
+
+    Raises ValueError if `every` is less than 1, and as `checkpoint`.
+    """
+    if every < 1:
+        raise ValueError(f"checkpoint_blocks: every must be at least 1, got {every}")
+    for module in list(modules)[::every]:
+        checkpoint(module, policy)
+
+
+class _State(threading.local):
+    """Of this thread: ranks that are threads of one process each have their own."""
+
+    def __init__(self) -> None:
+        self.pieces: list[Recompute] = []  # whose forward runs without a tape now, outermost first
+        self.again = 0  # recomputations that run now, one inside the other
+
+
+_state = _State()
+
+
+def current() -> "Recompute | None":
+    """The node whose forward runs without a tape now; None outside of one."""
+    return _state.pieces[-1] if _state.pieces else None
+
+
+def recomputing() -> bool:
+    """Whether a forward runs now for the second time, for backward."""
+    return _state.again > 0
+
+
+class Recomputation:
+    """What `checkpoint` attaches to a module."""
+
+    def __init__(self, policy: str) -> None:
+        self.policy = policy
+
+    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Forward, without a tape if there is something to keep for backward."""
+        inputs = [tensor for tensor in nest.tensors((args, kwargs)) if tensor.requires_grad]
+        wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())
+        if not autograd.is_grad_enabled() or not wanted:
+            return forward(*args, **kwargs)
+        node = Recompute(module, forward, (args, kwargs))
+        keeper = _Keep(autograd.keeper()) if self.policy == "matmul" else autograd.keeper()
+        _state.pieces.append(node)
+        try:
+            with autograd.no_grad(), autograd.keeping(keeper):
+                output = forward(*args, **kwargs)
+        finally:
+            _state.pieces.pop()
+        return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
+
+
+class Recompute(Function):
+    """One call of a recomputed module.
+
+    units: for the schedule of sharded units, which appends those that the forward enters, in order.
+    """
+
+    __slots__ = ("units", "_forward", "_call", "_arrays", "_modes", "_random", "_shapes")
+    strided = True
+
+    def __init__(self, module: Module, forward: Callable, call: tuple) -> None:
+        self.units: list = []
+        self.module = module
+        self._forward = forward
+        self._arrays: list[Array] = []
+        self._call = nest.replaced(call, self._set_aside)
+        self._modes = [below.training for below in module.modules()]
+        self._random = random.state()
+
+    def _set_aside(self, tensor: Variable) -> Variable:
+        """A stand-in for an argument, whose array goes to `saved`; see _stays."""
+        if _stays(tensor):
+            return tensor
+        self._arrays.append(tensor.value())
+        return nest.hollow(tensor)
+
+    def mark(self, output: Any, inputs: list[Variable], kept: tuple | None) -> Any:
+        """The output of forward with this node behind its floating tensors."""
+        tensors = _floating(output)
+        self.saved = (tuple(self._arrays), kept)
+        self._arrays = []
+        self._shapes = [tensor.data.shape for tensor in tensors]
+        self.needs = (True,) * len(inputs)
+        self.edges = tuple(tensor.edge() for tensor in inputs)
+        self.enter_tape()
+        return nest.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
+
+    def backward(self, *dy: Array) -> tuple:
+        since = autograd.newest()
+        outputs = self._again()
+        autograd.backward_of_piece(outputs, dy, since)
+        return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
+
+    def _again(self) -> list[Variable]:
+        """Run the forward once more, as it ran then, and give its floating outputs."""
+        arrays, kept = self.saved
+        if not autograd.running().retain_graph:
+            self.saved = None  # from now on the fresh tape has them, and frees them as it goes
+        rest = iter(arrays)
+        del arrays
+        args, kwargs = nest.replaced(self._call, lambda tensor: _restored(tensor, rest))
+        running = autograd.modules()
+        running.append(self.module)
+        _state.again += 1
+        try:
+            with ExitStack() as stack:
+                stack.enter_context(_training(self.module, self._modes))
+                stack.enter_context(random.at(self._random))
+                stack.enter_context(autograd.enable_grad())
+                stack.enter_context(autograd.keeping(None if kept is None else _Resume(kept)))
+                del kept
+                outputs = _floating(self._forward(*args, **kwargs))
+        finally:
+            _state.again -= 1
+            running.pop()
+        if [tensor.data.shape for tensor in outputs] != self._shapes:
+            raise RuntimeError(
+                f"checkpoint: the forward of {self.module.name or type(self.module).__name__} gave shapes "
+                f"{self._shapes} and then, run again, {[tensor.data.shape for tensor in outputs]}"
+            )
+        return outputs
+
+
+class _Keep:
+    """Computes expensive ops as usual and keeps what they computed, in order."""
+
+    def __init__(self, around: autograd.Keeper | None) -> None:
+        self.kept: list[tuple[Array, ...]] = []
+        self._around = around  # of a recomputed module that this one is inside
+
+    def result_of(self, node: Function, raw: list) -> Any:
+        result = node.forward(*raw) if self._around is None else self._around.result_of(node, raw)
+        self.kept.append(node.keep(result))
+        return result
+
+
+class _Resume:
+    """Gives expensive ops, in the same order, what was kept."""
+
+    def __init__(self, kept: tuple[tuple[Array, ...], ...]) -> None:
+        self._kept = list(reversed(kept))
+
+    def result_of(self, node: Function, raw: list) -> Any:
+        if not self._kept:
+            raise RuntimeError(
+                f"checkpoint: {autograd.describe(node)} runs again, but did not run the first time; with "
+                "policy='matmul' a forward must run the same ops again"
+            )
+        return node.resume(self._kept.pop(), *raw)
+
+
+def _floating(output: Any) -> list[Variable]:
+    """The floating tensors in what a forward returned, each once, in order."""
+    return [tensor for tensor in nest.tensors(output) if tensor.data.dtype.kind == "f"]
+
+
+def _stays(tensor: Variable) -> bool:
+    """Whether an argument is kept as it is: its gradient has a place of its own, its memory an owner."""
+    return isinstance(tensor, Parameter) or (tensor.requires_grad and tensor.is_leaf)
+
+
+def _restored(stand_in: Variable, arrays: Iterator[Array]) -> Variable:
+    """The argument that the stand-in stands for: with its place in the graph, where its gradient goes."""
+    if _stays(stand_in):
+        return stand_in
+    return nest.filled(stand_in, next(arrays))
+
+
+@contextmanager
+def _training(module: Module, modes: list[bool]) -> Iterator[None]:
+    """Switch `module` and all below it to training or evaluation, as they were, inside a with block."""
+    modules = list(module.modules())
+    before = [below.training for below in modules]
+    try:
+        for below, mode in zip(modules, modes, strict=True):
+            below.training = mode
+        yield
+    finally:
+        for below, mode in zip(modules, before, strict=True):
+            below.training = mode

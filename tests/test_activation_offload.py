@@ -1,0 +1,493 @@
+"""activation_offload.py: what is saved travels to the host and back, beside compute, and arrives in time."""
+
+import gc
+import threading
+import time
+import weakref
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, autograd, device, nn, no_grad
+from shardrt import functional as F
+from shardrt.activation_offload import ALIGNMENT, Away, HostPool, Marker, _lanes, offload_activations
+from shardrt.autograd import Function
+from shardrt.device import StreamError, timeline
+from shardrt.device.cpu import CPUDevice, InlineStream
+from shardrt.recompute import checkpoint
+from tests.gradcheck import leaf, normal, sliced
+from tests.test_recompute import TOKENS, Layer, assert_same_bits, gpt, gradients, hidden, peak_of_step, step
+
+
+def offload_blocks(model, policy=None):
+    for block in model.blocks:
+        offload_activations(block if policy is None else checkpoint(block, policy))
+
+
+# -- the same gradients
+
+
+@pytest.mark.parametrize("policy", [None, "full", "matmul"])
+def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(policy):
+    plain, offloaded = gpt(), gpt()
+    offload_blocks(offloaded, policy)
+    for _ in range(3):
+        (loss, expected), (loss_again, found) = step(plain), step(offloaded)
+        assert loss == loss_again
+        assert_same_bits(expected, found)
+
+
+def test_modules_may_be_offloaded_inside_one_another_and_inside_one_that_is_recomputed():
+    expected = step(gpt())
+    model = gpt()
+    offload_blocks(model)
+    for block in model.blocks:
+        offload_activations(block.mlp)
+    offload_activations(checkpoint(model))
+    found = step(model)
+    assert expected[0] == found[0]
+    assert_same_bits(expected[1], found[1])
+
+
+def test_two_graphs_may_be_alive_at_once():
+    plain, offloaded = gpt(dropout=0.0), gpt(dropout=0.0)
+    offload_blocks(offloaded)
+    results = []
+    for model in (plain, offloaded):
+        first = F.cross_entropy(model(TOKENS), TOKENS)
+        second = F.cross_entropy(model(TOKENS[:2]), TOKENS[:2])
+        first.backward()
+        second.backward()
+        results.append(gradients(model))
+    assert_same_bits(*results)
+
+
+class Saves(Function):
+    """x + 1; saves whatever it is told, and notes in backward what it finds."""
+
+    __slots__ = ()
+
+    def forward(self, x, *saved):
+        self.saved = saved
+        return x + 1
+
+    def backward(self, dy):
+        FOUND.append(tuple(self.saved))
+        return dy, *[None] * (len(self.edges) - 1)
+
+
+FOUND = []
+
+
+def through_the_host(*saved):
+    """What an op finds in backward that has saved this, and the bytes that travelled."""
+    FOUND.clear()
+    layer = offload_activations(Layer(lambda x, weight: Saves.apply(x, *saved)))
+    x = leaf(normal(3))
+    y = layer(x)
+    assert isinstance(y.node, Marker)
+    nbytes = _lanes().pool.lent_bytes
+    offload_activations(Layer(lambda x, weight: x * x))(x)  # departs next: the other is on the host alone now
+    assert y.node.cargo.state.name == "AWAY"
+    y.sum().backward()
+    return FOUND[0], nbytes
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda x: x,
+        lambda x: x.T,
+        lambda x: x.transpose(1, 2, 0),
+        lambda x: x[:, 1],
+        lambda x: x[1:, ::2],
+        lambda x: x[::-1],
+        lambda x: np.broadcast_to(x[:, :1], (3, 7, 5)),
+        lambda x: np.broadcast_to(x[0], (6, 4, 5)).transpose(2, 0, 1),
+        lambda x: x[:0],
+        lambda x: x[1, 1, 1:2].reshape(()),
+        lambda x: sliced(x),
+    ],
+)
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int64", "bool"])
+def test_any_view_comes_back_with_its_values_and_the_order_of_its_axes(view, dtype):
+    array = view((10 * normal(3, 4, 5)).astype(dtype))
+    (found,), _ = through_the_host(array)
+    np.testing.assert_array_equal(found, array, strict=True)
+    assert not np.shares_memory(found, array)
+    if 0 not in array.shape and array.ndim > 1 and min(array.strides) > 0:
+        assert np.argsort(found.strides).tolist() == np.argsort(array.strides).tolist()
+
+
+def test_views_of_the_same_memory_travel_once():
+    array = normal(8, 16)
+    views = (array, array.reshape(4, 32), array.T, np.broadcast_to(array, (5, 8, 16)), array[:])
+    found, nbytes = through_the_host(*views)
+    assert nbytes == array.nbytes
+    for expected, view in zip(views, found, strict=True):
+        np.testing.assert_array_equal(view, expected)
+        assert np.shares_memory(view, found[0])
+
+
+def test_what_is_no_array_stays_what_it_is():
+    saved = (3, 2.5, "text", None, (4, (5, normal(3))), slice(1, 2))
+    found, nbytes = through_the_host(*saved)
+    assert found[:4] == saved[:4] and found[5] == saved[5] and found[4][0] == 4 and found[4][1][0] == 5
+    np.testing.assert_array_equal(found[4][1][1], saved[4][1][1])
+    assert nbytes == ALIGNMENT
+
+
+def test_parameters_do_not_travel_however_they_were_saved():
+    layer = offload_activations(Layer(lambda x, weight: F.exp(x) * weight @ weight.T))
+    x = leaf(normal(4, 4))
+    y = layer(x)
+    # x, exp(x), and exp(x) * weight, each of 128 bytes; weight and weight.T not
+    assert _lanes().pool.lent_bytes == 2 * 128
+    y.sum().backward()
+    assert np.isfinite(layer.weight.grad).all()
+
+
+# -- memory
+
+
+def test_memory_on_the_device_falls_to_two_blocks():
+    plain, plain_peak = peak_of_step(lambda model: None)
+    offloaded, peak = peak_of_step(offload_blocks)
+    block = (plain - offloaded) / 5  # after forward, the last of six has not left yet
+    assert offloaded < 2 * block
+    assert peak < 3 * block < plain_peak / 2
+
+
+def test_with_recomputation_only_the_inputs_travel():
+    lanes = _lanes()
+    model = gpt(width=64)
+    offload_blocks(model, "full")
+    loss = F.cross_entropy(model(TOKENS), TOKENS)
+    assert lanes.pool.lent_bytes == 3 * TOKENS.size * 64 * 4
+    loss.backward()
+    assert lanes.pool.lent_bytes == 0
+
+
+def test_host_buffers_are_used_again_in_the_next_step():
+    model = gpt()
+    offload_blocks(model)
+    pool = _lanes().pool
+    step(model)
+    held, buffers = pool.held_bytes, {id(buffer) for buffer in pool._free}
+    for _ in range(3):
+        step(model)
+    assert pool.held_bytes == held and {id(buffer) for buffer in pool._free} == buffers
+
+
+def test_host_buffers_never_hold_more_than_was_lent_at_once():
+    pool = HostPool(device.get("cpu"))
+    for size in range(100, 200):  # another size each time
+        loans = [pool.lend(size), pool.lend(size)]
+        assert pool.lent_bytes == 2 * size
+        del loans
+    assert pool.lent_bytes == 0 and pool.held_bytes <= 2 * 199
+
+
+def test_arrays_are_freed_as_backward_goes_through_the_module():
+    alive = []
+
+    class Look(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            self.saved = (x,)
+            return x + 1
+
+        def backward(self, dy):
+            (x,) = self.saved
+            alive.append(device.get("cpu")._pool.held_bytes)
+            return dy
+
+    def function(x, weight):
+        for _ in range(5):
+            x = Look.apply(x * 2.0)
+        return x
+
+    x = leaf(np.zeros((200, 200)))
+    y = offload_activations(Layer(function))(x * 1.0)
+    other = offload_activations(Layer(lambda x, weight: x * x))(y)
+    other.sum().backward()
+    assert alive[0] - alive[-1] >= 3 * x.data.nbytes
+
+
+def test_a_graph_that_is_dropped_gives_its_buffers_back_without_the_garbage_collector():
+    model = gpt()
+    offload_blocks(model)
+    gc.collect()
+    gc.disable()
+    try:
+        logits = model(TOKENS)
+        cargo = weakref.ref(next(n for n in autograd.reachable([logits.node]) if isinstance(n, Marker)).cargo)
+        assert cargo() is not None and _lanes().pool.lent_bytes > 0
+        del logits
+        assert cargo() is None and _lanes().pool.lent_bytes == 0
+    finally:
+        gc.enable()
+
+
+# -- when
+
+
+@pytest.fixture
+def slow_copies(monkeypatch):
+    """A function that makes each copy take so many seconds longer."""
+    original = CPUDevice.copy
+
+    def set_delay(seconds):
+        def slow(self, target, source):
+            time.sleep(seconds)
+            original(self, target, source)
+
+        monkeypatch.setattr(CPUDevice, "copy", slow)
+
+    return set_delay
+
+
+class Slow(Function):
+    """x * x, 20 ms long in either direction; draws itself."""
+
+    __slots__ = ()
+
+    def forward(self, x, name):
+        self.saved = (x, name)
+        with timeline.span("compute", f"forward {name}"):
+            time.sleep(0.02)
+        return x * x
+
+    def backward(self, dy):
+        x, name = self.saved
+        with timeline.span("compute", f"backward {name}"):
+            time.sleep(0.02)
+        return 2 * x * dy, None
+
+
+def chain(count, wrap=offload_activations):
+    """That many modules which double the logarithm of what they get."""
+
+    class Link(nn.Module):
+        def __init__(self, index):
+            super().__init__()
+            self.index = index
+
+        def forward(self, x):
+            return Slow.apply(x, self.index)
+
+    links = nn.ModuleList(wrap(Link(index)) for index in range(count))
+
+    def run(x):
+        for link in links:
+            x = link(x)
+        return x
+
+    run.links = links
+    return run
+
+
+def test_copies_run_beside_the_module_that_computes(slow_copies):
+    slow_copies(0.01)
+    run = chain(5)
+    with timeline.record() as spans:
+        run(leaf([1.01])).backward()
+    times = {span.label: span for span in spans}
+
+    def overlap(first, second):
+        a, b = times[first], times[second]
+        return min(a.stop, b.stop) - max(a.start, b.start)
+
+    for index in range(4):
+        assert overlap(f"offload {index}", f"forward {index + 1}") > 0.005
+    for index in range(3, 0, -1):
+        assert overlap(f"fetch {index - 1}", f"backward {index}") > 0.005
+    assert "fetch 4" not in times  # it had not left yet
+
+
+def test_one_module_at_a_time_is_leaving():
+    x, markers = leaf([1.01]), []
+    for link in chain(6).links:
+        x = link(x)
+        markers.append(x.node)
+        states = [marker.cargo.state.name for marker in markers]
+        assert states == ["AWAY"] * (len(markers) - 1) + ["LEAVING"]
+
+
+def test_the_next_module_is_fetched_when_the_backward_of_one_begins(monkeypatch):
+    run = chain(4)
+    y = run(leaf([1.01]))
+    markers = [n for n in autograd.reachable([y.node]) if isinstance(n, Marker)][::-1]
+    seen = []
+    original = Slow.backward
+
+    def look(self, dy):
+        seen.append([marker.cargo.state.name for marker in markers])
+        return original(self, dy)
+
+    monkeypatch.setattr(Slow, "backward", look)
+    y.backward()
+    assert seen == [
+        ["AWAY", "AWAY", "COMING", "HOME"],
+        ["AWAY", "COMING", "HOME", "HOME"],
+        ["COMING", "HOME", "HOME", "HOME"],
+        ["HOME", "HOME", "HOME", "HOME"],
+    ]
+
+
+@pytest.fixture
+def poisoned(monkeypatch):
+    """New arrays are full of NaN."""
+    original = CPUDevice.empty
+
+    def poisoned(self, shape, dtype):
+        array = original(self, shape, dtype)
+        if array.dtype.kind == "f":
+            array.fill(np.nan)
+        return array
+
+    monkeypatch.setattr(CPUDevice, "empty", poisoned)
+
+
+def test_arrays_are_not_read_before_they_have_arrived(slow_copies, poisoned):
+    slow_copies(0.05)
+    x = leaf([1.01])
+    chain(5)(x).backward()
+    assert x.grad[0] == pytest.approx(32 * 1.01**31)
+
+
+def test_without_the_wait_for_the_fetch_they_would_be(slow_copies, poisoned, monkeypatch):
+    """So the test above can fail."""
+    slow_copies(0.05)
+    x = leaf([1.01])
+    y = chain(5)(x)
+    monkeypatch.setattr(InlineStream, "wait", lambda self, event: None)
+    y.backward()
+    assert not np.isfinite(x.grad).all()
+
+
+def test_arrays_stay_on_the_device_until_the_host_has_them(slow_copies):
+    """Without the wait in `free`, they would be dropped under a copy that may still run."""
+    slow_copies(0.05)
+    with timeline.record() as spans:
+        chain(3)(leaf([1.01]))
+        forward_ended = time.perf_counter()
+    ended = [span.stop for span in spans if span.label in ("offload 0", "offload 1")]
+    assert len(ended) == 2 and max(ended) < forward_ended
+
+
+def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(monkeypatch):
+    raised = []
+
+    def fail(self, target, source):
+        raise MemoryError("no more")
+
+    def work():
+        monkeypatch.setattr(CPUDevice, "copy", fail)
+        try:
+            chain(3)(leaf([1.01]))
+        except StreamError as error:
+            raised.append(error)
+
+    thread = threading.Thread(target=work)  # a stream that failed stays so: not that of the other tests
+    thread.start()
+    thread.join()
+    assert "no more" in str(raised[0])
+
+
+# -- uses
+
+
+def test_a_tensor_that_escapes_from_the_module_has_its_gradient():
+    results = []
+    for offloaded in (False, True):
+        layer = Layer(lambda x, weight: x @ weight)
+
+        def function(x, weight, layer=layer):
+            layer.aside = F.exp(x)
+            return layer.aside @ weight
+
+        layer.function = function
+        shardrt.manual_seed(5)
+        layer.weight.data = normal(4, 4)
+        if offloaded:
+            offload_activations(layer)
+        x = leaf(normal(4, 4))
+        y = layer(x)
+        aside = layer.aside
+        layer(x)
+        (aside * aside).sum().backward(retain_graph=True)  # does not come through the module's output
+        y.sum().backward()
+        results.append((x.grad, layer.weight.grad))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    np.testing.assert_array_equal(results[0][1], results[1][1])
+
+
+def test_tensors_that_ops_saved_keep_their_place_in_the_graph():
+    """A product's factors are saved as tensors, and one may be the result of another op."""
+    results = []
+    for wrap in (lambda layer: layer, offload_activations):
+        shardrt.manual_seed(5)
+        layer = wrap(Layer(lambda x, weight: F.linear(x, F.exp(weight), None) @ F.tanh(x)))
+        x = leaf(normal(4, 4))
+        y = layer(x)
+        wrap(Layer(lambda x, weight: x * x))(x)
+        y.sum().backward()
+        results.append((x.grad, layer.weight.grad))
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(expected, found)
+
+
+def test_attention_of_views_finds_them_again():
+    results = []
+    for wrap in (lambda layer: layer, offload_activations):
+        shardrt.manual_seed(5)
+        layer = wrap(Layer(lambda x, weight: F.scaled_dot_product_attention(*x, is_causal=True) @ weight))
+        following = wrap(Layer(lambda x, weight: x * x))
+        x = leaf(normal(2, 5, 3, 2, 4))
+        heads = F.permute(x * 1.0, (2, 0, 3, 1, 4))  # q, k, v: (batch, heads, time, head_dim)
+        following(layer([heads[0], heads[1], heads[2]])).sum().backward()
+        results.append((x.grad, layer.weight.grad))
+    for expected, found in zip(*results, strict=True):
+        np.testing.assert_array_equal(expected, found)
+
+
+def test_a_graph_that_is_retained_can_be_gone_through_again():
+    model = gpt()
+    offload_blocks(model)
+    loss = F.cross_entropy(model(TOKENS), TOKENS)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        np.testing.assert_allclose(gradient, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_without_a_tape_nothing_travels():
+    model = gpt()
+    offload_blocks(model)
+    with no_grad():
+        model(TOKENS)
+    x = Tensor(np.ones(3))
+    assert offload_activations(Layer(lambda x, weight: x))(x) is x
+    assert _lanes().pool.lent_bytes == 0
+
+
+def test_a_second_backward_is_an_error():
+    block = offload_activations(gpt().blocks[0])
+    y = block(hidden(1, 4, 16))
+    assert any(isinstance(node.saved, Away) for node in autograd.reachable([y.node]))
+    y.sum().backward()
+    with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
+        y.sum().backward()
+
+
+def test_what_cannot_be_offloaded_is_refused():
+    with pytest.raises(TypeError, match="module must be a shardrt.nn.Module, got list"):
+        offload_activations([])
+    model = gpt()
+    offload_blocks(model)
+    with pytest.raises(ValueError, match="blocks.0 is offloaded already"):
+        offload_activations(model.blocks[0])

@@ -1,0 +1,589 @@
+"""recompute.py: gradients are the same to the bit, and only what was asked for is kept."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, autograd, device, nn, no_grad
+from shardrt import functional as F
+from shardrt import random as shardrt_random
+from shardrt.autograd import Function
+from shardrt.functional.attention import SelfAttention
+from shardrt.functional.linear import Linear
+from shardrt.functional.matmul import MatMul
+from shardrt.models.gpt import GPT, Block, GPTConfig
+from shardrt.recompute import Recompute, checkpoint, checkpoint_blocks, current, recomputing
+from tests.gradcheck import leaf, normal
+
+TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
+
+
+def gpt(width=16, layers=3, dropout=0.2):
+    shardrt.manual_seed(5)
+    return GPT(
+        GPTConfig(n_layer=layers, n_head=2, n_embd=width, block_size=64, vocab_size=31, dropout=dropout)
+    )
+
+
+def step(model, tokens=TOKENS):
+    """(loss, name -> gradient) of one step of a language model, whose dropout is the same every time."""
+    shardrt.manual_seed(7)
+    loss = F.cross_entropy(model(tokens), tokens)
+    loss.backward()
+    return loss.item(), gradients(model)
+
+
+def hidden(*shape):
+    """What goes into a block."""
+    return Tensor(normal(*shape).astype(np.float32), requires_grad=True)
+
+
+def gradients(model):
+    return {name: p.grad.copy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(a, b):
+    assert a.keys() == b.keys()
+    for name in a:
+        np.testing.assert_array_equal(a[name], b[name], err_msg=name, strict=True)
+
+
+class Layer(nn.Module):
+    """A module from a function of (x, weight)."""
+
+    def __init__(self, function, width=4):
+        super().__init__()
+        self.weight = nn.Parameter((width, width), nn.init.Normal(0.0, 0.5), dtype=np.float64)
+        self.function = function
+
+    def forward(self, *args, **kwargs):
+        return self.function(*args, **kwargs, weight=self.weight)
+
+
+def both(function, use):
+    """What `use` gives with the layer of `function` as it is, and recomputed under either policy."""
+    results = []
+    for policy in (None, "full", "matmul"):
+        shardrt.manual_seed(5)
+        layer = Layer(function)
+        results.append(use(layer if policy is None else checkpoint(layer, policy)))
+    return results
+
+
+# -- the same gradients
+
+
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+@pytest.mark.parametrize("every", [1, 2])
+def test_gradients_of_a_gpt_with_dropout_are_the_same_to_the_bit(policy, every):
+    plain, recomputed = gpt(), gpt()
+    checkpoint_blocks(recomputed.blocks, every, policy)
+    for _ in range(2):
+        (loss, expected), (loss_again, found) = step(plain), step(recomputed)
+        assert loss == loss_again
+        assert_same_bits(expected, found)
+
+
+def test_a_whole_model_may_be_recomputed_and_its_parts_again_inside():
+    expected = step(gpt())
+    for inner in ("full", "matmul"):
+        for outer in ("full", "matmul"):
+            model = gpt()
+            checkpoint_blocks(model.blocks, policy=inner)
+            checkpoint(model.blocks[1].mlp, inner)
+            found = step(checkpoint(model, outer))
+            assert expected[0] == found[0]
+            assert_same_bits(expected[1], found[1])
+
+
+def test_gradients_add_up_in_the_same_order_where_an_input_is_used_inside_and_outside():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        y = x * 3.0
+        z = F.exp(y) + layer(y) + y * y  # y gets gradients from outside, from within twice, from outside
+        (z * normal(4, 4, seed=1)).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda x, weight: x @ weight + F.tanh(x), use)
+    for found in others:
+        np.testing.assert_array_equal(plain[0], found[0])
+        np.testing.assert_array_equal(plain[1], found[1])
+
+
+def test_a_module_called_twice_is_recomputed_for_each_call():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        layer(F.tanh(layer(x))).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda x, weight: x @ weight, use)
+    for found in others:
+        np.testing.assert_array_equal(plain[0], found[0])
+        np.testing.assert_array_equal(plain[1], found[1])
+
+
+def test_tensors_may_be_anywhere_in_arguments_and_results():
+    def function(pair, weight, *, rest):
+        first, (second, scale) = pair
+        product = F.matmul(first, weight) * scale
+        return {"sum": product + second, "more": [product * rest["factor"], "text", first.detach()]}
+
+    def use(layer):
+        x, y, factor = leaf(normal(4, 4)), leaf(normal(4, 4, seed=1)), leaf(normal(4, seed=2))
+        out = layer((x * 1.0, (y, 2.0)), rest={"factor": factor * 1.0, "none": None})
+        assert out["more"][1] == "text"
+        (out["sum"].sum() + (out["more"][0] * normal(4, 4, seed=3)).sum()).backward()
+        return x.grad, y.grad, factor.grad, layer.weight.grad
+
+    plain, *others = both(function, use)
+    for found in others:
+        for expected, gradient in zip(plain, found, strict=True):
+            np.testing.assert_array_equal(expected, gradient)
+
+
+def test_products_and_attention_of_views_are_taken_up_from_what_was_kept():
+    def function(x, weight):
+        q, k, v = F.split(F.linear(x, F.concatenate([weight, weight * 2.0, weight @ weight])), 4, axis=-1)
+        heads = [F.permute(t.reshape(2, 5, 2, 2), (0, 2, 1, 3)) for t in (q, k, v)]
+        y = F.scaled_dot_product_attention(*heads, is_causal=True)
+        return F.permute(y, (0, 2, 1, 3)).reshape(2, 5, 4) @ weight.T + x[0] @ x[1].T @ x[1]
+
+    def use(layer):
+        x = leaf(normal(2, 5, 4))
+        (layer(x * 1.0) * normal(2, 5, 4, seed=1)).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(function, use)
+    for found in others:
+        np.testing.assert_array_equal(plain[0], found[0])
+        np.testing.assert_array_equal(plain[1], found[1])
+
+
+def test_a_result_that_nothing_used_gets_no_gradient():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        layer(x)[1].sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda x, weight: (F.exp(x), x @ weight), use)
+    for found in others:
+        np.testing.assert_array_equal(plain[0], found[0])
+
+
+def test_a_module_may_return_what_it_got():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        y = x * 2.0
+        same, other = layer(y)
+        (same * normal(4, 4) + other).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda x, weight: (x, x @ weight), use)
+    for found in others:
+        np.testing.assert_array_equal(plain[0], found[0])
+
+
+def test_an_argument_that_is_not_used_gets_no_gradient():
+    used, unused = leaf(normal(4, 4)), leaf(normal(4, 4))
+    layer = checkpoint(Layer(lambda x, y, weight: x @ weight))
+    layer(used * 1.0, unused * 1.0).sum().backward()
+    assert used.grad is not None and unused.grad is None
+
+
+def test_parameters_get_gradients_where_no_argument_needs_one():
+    layer = checkpoint(Layer(lambda x, weight: x @ weight))
+    layer(Tensor(np.ones((2, 4)))).sum().backward()
+    np.testing.assert_array_equal(layer.weight.grad, np.full((4, 4), 2.0))
+
+
+def test_a_parameter_of_another_module_may_be_an_argument():
+    head, body = (
+        Layer(lambda x, weight: x @ weight),
+        checkpoint(Layer(lambda x, other, weight: x @ other @ weight)),
+    )
+    (body(Tensor(np.eye(4)), head.weight) + head(Tensor(np.eye(4)))).sum().backward()
+    expected = np.ones((4, 4)) @ body.weight.data.T + np.ones((4, 4))
+    np.testing.assert_allclose(head.weight.grad, expected, rtol=1e-12)
+
+
+def test_frozen_parameters_stay_without_a_gradient():
+    model = gpt()
+    for parameter in model.blocks[1].parameters():
+        parameter.requires_grad = False
+    checkpoint_blocks(model.blocks)
+    _, found = step(model)
+    assert not any(name.startswith("blocks.1.") for name in found) and any(
+        "blocks.0." in name for name in found
+    )
+
+
+# -- what is kept
+
+
+def saved_arrays(node):
+    kept = [node.saved]
+    arrays = []
+    while kept:
+        item = kept.pop()
+        if isinstance(item, tuple | list):
+            kept.extend(item)
+        elif isinstance(item, np.ndarray):
+            arrays.append(item)
+    return arrays
+
+
+def test_a_recomputed_module_is_one_node_that_keeps_its_input_alone():
+    block = checkpoint(gpt().blocks[0])
+    x = hidden(2, 8, 16)
+    y = block(x * 1.0)
+    assert isinstance(y.node, Recompute)
+    (only,) = saved_arrays(y.node)
+    assert only.shape == x.shape
+
+
+def test_policy_matmul_keeps_products_and_attention_and_computes_none_of_them_again(monkeypatch):
+    calls = []
+    for op in (Linear, MatMul, SelfAttention):
+        original = op.forward
+
+        def counted(self, *args, original=original):
+            calls.append(type(self).__name__)
+            return original(self, *args)
+
+        monkeypatch.setattr(op, "forward", counted)
+    block = checkpoint(gpt().blocks[0], "matmul")
+    y = block(hidden(2, 8, 16))
+    kept = [array.shape for array in saved_arrays(y.node)]
+    assert sorted(kept) == sorted([(2, 8, 48), (2, 8, 16), (2, 2, 8), (2, 8, 16), (2, 8, 64), (2, 8, 16)])
+    in_forward = len(calls)
+    y.sum().backward()
+    assert in_forward == len(calls) == 5
+
+
+def peak_of_step(prepare):
+    """(bytes held after forward, peak of the step) in a model of six blocks, beyond what was there before."""
+    model = gpt(width=64, layers=6)
+    prepare(model)
+    here = device.get("cpu")
+    tokens = np.random.default_rng(0).integers(0, 31, (8, 64))
+    loss_of = lambda: F.cross_entropy(model(tokens), tokens)  # noqa: E731
+    loss_of().backward()  # gradients have their memory
+    before = here._pool.held_bytes
+    here._pool.peak_bytes = before
+    loss = loss_of()
+    held = here._pool.held_bytes - before
+    loss.backward()
+    return held, here.peak_bytes() - before
+
+
+def test_memory_falls_to_the_inputs_of_the_blocks_and_one_block():
+    plain, plain_peak = peak_of_step(lambda model: None)
+    full, full_peak = peak_of_step(lambda model: checkpoint_blocks(model.blocks))
+    half, half_peak = peak_of_step(lambda model: checkpoint_blocks(model.blocks, every=2))
+    matmul, matmul_peak = peak_of_step(lambda model: checkpoint_blocks(model.blocks, policy="matmul"))
+    entry = 8 * 64 * 64 * 4  # bytes of a block's input
+    block = (plain - full) / 6 + entry  # what a block saves, its input included
+    assert block > 10 * entry
+    assert full < 10 * entry  # six inputs, and what the embedding and the head save
+    assert abs(half - (plain + full) / 2) < entry
+    assert full < matmul < plain
+    assert full_peak < full + 1.5 * block
+    assert half_peak < plain_peak - 2.5 * (block - entry) and matmul_peak < plain_peak - block / 2
+
+
+def test_a_piece_is_freed_as_backward_goes_on_like_any_graph():
+    class Look(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            self.saved = (x,)
+            return x + 1  # NumPy's own memory
+
+        def backward(self, dy):
+            alive.append(device.get("cpu")._pool.held_bytes)
+            return dy
+
+    def function(x, weight):
+        for _ in range(6):
+            x = Look.apply(x @ weight)
+        return x
+
+    freed = []
+    for policy in (None, "full", "matmul"):
+        alive = []
+        layer = Layer(function, width=200)
+        if policy is not None:
+            checkpoint(layer, policy)
+        layer(leaf(np.zeros((200, 200))) * 1.0).sum().backward()
+        freed.append(alive[0] - alive[-1])
+    assert freed[0] == freed[1] == freed[2] > 0
+
+
+# -- the same run
+
+
+def test_training_and_evaluation_are_as_they_were_in_forward():
+    def use(switch):
+        model = gpt()
+        checkpoint_blocks(model.blocks)
+        model.blocks[1].dropout.eval()
+        loss = F.cross_entropy(model(TOKENS), TOKENS)
+        if switch:
+            model.eval()
+            model.blocks[1].dropout.train()
+        modes = [module.training for module in model.modules()]
+        loss.backward()
+        assert modes == [module.training for module in model.modules()]
+        return gradients(model)
+
+    assert_same_bits(use(False), use(True))
+
+
+def test_random_numbers_after_backward_are_those_without_recomputation():
+    states = []
+    for recomputed in (False, True):
+        model = gpt()
+        if recomputed:
+            checkpoint_blocks(model.blocks)
+        step(model)
+        states.append(shardrt_random.state())
+    assert states[0] == states[1] and states[0][2] > 0
+
+
+def test_a_seed_set_between_forward_and_backward_changes_nothing():
+    def use(seed):
+        model = gpt()
+        checkpoint_blocks(model.blocks)
+        loss = F.cross_entropy(model(TOKENS), TOKENS)
+        shardrt.manual_seed(seed)
+        loss.backward()
+        return gradients(model)
+
+    assert_same_bits(use(1), use(2))
+
+
+def test_without_a_tape_forward_is_forward():
+    model = checkpoint(gpt())
+    with no_grad():
+        logits = model(TOKENS)
+    assert logits.node is None
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    assert model(TOKENS).node is None
+
+
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+def test_a_graph_that_is_retained_can_be_gone_through_again(policy):
+    model = gpt()
+    checkpoint_blocks(model.blocks, policy=policy)
+    loss = F.cross_entropy(model(TOKENS), TOKENS)
+    loss.backward(retain_graph=True)
+    once = gradients(model)
+    loss.backward()
+    for name, gradient in gradients(model).items():
+        np.testing.assert_allclose(gradient, 2 * once[name], rtol=1e-5, atol=1e-7)
+
+
+def test_a_second_backward_is_an_error_that_names_the_module():
+    model = gpt()
+    checkpoint_blocks(model.blocks)
+    y = model.blocks[0](hidden(1, 4, 16))
+    y.sum().backward(retain_graph=False)
+    with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
+        y.sum().backward()
+
+
+def test_names_and_state_are_those_of_the_plain_model():
+    plain, recomputed = gpt(), gpt()
+    checkpoint_blocks(recomputed.blocks)
+    assert [n for n, _ in plain.named_parameters()] == [n for n, _ in recomputed.named_parameters()]
+    recomputed.load_state_dict(plain.state_dict())
+
+
+# -- the run of backward
+
+
+class Look(Function):
+    """The identity; tells in backward what runs after it."""
+
+    __slots__ = ()
+
+    def forward(self, x, name, log):
+        self.saved = (name, log)
+        return x * 1
+
+    def backward(self, dy):
+        name, log = self.saved
+        following = [node.saved[0] for node in autograd.running().upcoming(Look)]
+        log.append((name, following))
+        autograd.running().at_end(log.end)
+        return dy, None, None
+
+
+class Log(list):
+    def end(self):
+        self.append("end")
+
+
+def test_a_piece_is_followed_by_the_rest_and_the_end_comes_once():
+    log = Log()
+
+    def function(x, weight):
+        return Look.apply(Look.apply(x, "inside 1", log), "inside 2", log)
+
+    x = leaf(np.ones(4))
+    y = Look.apply(checkpoint(Layer(function))(Look.apply(x, "before", log)), "after", log)
+    y.sum().backward()
+    assert log == [
+        ("after", ["before"]),
+        ("inside 2", ["inside 1", "before"]),
+        ("inside 1", ["before"]),
+        ("before", []),
+        "end",
+    ]
+
+
+def test_nodes_that_are_older_than_the_piece_run_when_their_turn_comes():
+    """Of a unit around the module: its Unshard node must wait for all of its gradients."""
+    log = Log()
+
+    class Source(Function):
+        __slots__ = ()
+
+        def backward(self):
+            log.append("source")
+            return ()
+
+    source = Source()
+    source.saved = source.edges = source.needs = ()
+    source.outputs = 0
+    source.enter_tape()
+
+    class Sharded(Tensor):
+        __slots__ = ()
+
+        def edge(self):
+            return autograd.Edge(source, 0, self)
+
+        def gradient_target(self):
+            return np.zeros(4), False, autograd.WRITTEN
+
+    class UseHandle(Look):
+        __slots__ = ()
+        handles = (3,)
+
+        def forward(self, x, name, log, handle):
+            return super().forward(x, name, log)
+
+        def backward(self, dy):
+            return *super().backward(dy), autograd.WRITTEN
+
+    handle = Sharded(np.ones(4), requires_grad=True)
+
+    def function(x, weight):
+        return UseHandle.apply(x, "inside", log, handle)
+
+    x = leaf(np.ones(4))
+    before = UseHandle.apply(Look.apply(x, "first", log), "before", log, handle)
+    checkpoint(Layer(function))(before).sum().backward()
+    assert [entry if entry in ("source", "end") else entry[0] for entry in log] == [
+        "inside",
+        "before",
+        "first",
+        "source",
+        "end",
+    ]
+
+
+def test_a_gradient_that_would_be_lost_is_an_error():
+    x = leaf(normal(4, 4))
+    elsewhere = leaf(normal(4, 4)) * 2.0
+    layer = checkpoint(Layer(lambda x, weight: x @ weight + elsewhere))
+    with pytest.raises(
+        RuntimeError, match="result of Mul, whose gradient would be lost.*pass it as an argument"
+    ):
+        layer(x * 1.0).sum().backward()
+
+
+def test_a_tensor_that_is_no_argument_is_right_where_backward_comes_to_it_anyway():
+    def use(layer):
+        x = leaf(normal(4, 4))
+        layer.outside = x * 2.0
+        (layer(x * 1.0) + layer.outside).sum().backward()
+        return x.grad
+
+    def function(x, weight):
+        return x @ weight + function.layer.outside * 3.0
+
+    results = []
+    for policy in (None, "full"):
+        function.layer = layer = Layer(function)
+        results.append(use(layer if policy is None else checkpoint(layer, policy)))
+    np.testing.assert_array_equal(*results)
+
+
+def test_the_node_whose_forward_runs_and_that_one_runs_again_can_be_told():
+    seen = []
+
+    def function(x, weight):
+        seen.append((current(), recomputing(), autograd.is_grad_enabled()))
+        return x @ weight
+
+    layer = checkpoint(Layer(function))
+    y = layer(leaf(normal(4, 4)))
+    y.sum().backward()
+    assert seen == [(y.node, False, False), (None, True, True)]
+    assert current() is None and not recomputing()
+    assert y.node.units == []
+
+
+def test_an_error_in_forward_or_backward_leaves_nothing_behind():
+    def function(x, weight):
+        if recomputing() == function.fails_again:
+            raise ArithmeticError
+        return x @ weight
+
+    for function.fails_again in (False, True):
+        with pytest.raises(ArithmeticError):
+            checkpoint(Layer(function), "matmul")(leaf(normal(4, 4))).sum().backward()
+    assert current() is None and not recomputing() and autograd.modules() == []
+    assert autograd.is_grad_enabled() and autograd.keeper() is None and autograd.running() is None
+
+
+# -- errors
+
+
+def test_what_cannot_be_recomputed_is_refused():
+    with pytest.raises(TypeError, match="module must be a shardrt.nn.Module, got list"):
+        checkpoint([])
+    with pytest.raises(ValueError, match="policy must be 'full' or 'matmul', got 'half'"):
+        checkpoint(gpt(), "half")
+    model = gpt()
+    checkpoint_blocks(model.blocks)
+    with pytest.raises(ValueError, match="blocks.0 is recomputed already"):
+        checkpoint(model.blocks[0])
+    with pytest.raises(ValueError, match="every must be at least 1, got 0"):
+        checkpoint_blocks(model.blocks, every=0)
+
+
+def test_every_kth_block_is_recomputed():
+    model = gpt(layers=5)
+    checkpoint_blocks(model.blocks, every=2)
+    assert [block.recomputation is not None for block in model.blocks] == [True, False, True, False, True]
+    assert all(isinstance(block, Block) for block in model.blocks)
+
+
+def test_a_forward_that_does_something_else_the_second_time_is_an_error():
+    def function(x, weight):
+        return x @ weight if recomputing() else x[:2] @ weight
+
+    with pytest.raises(
+        RuntimeError, match=r"Layer gave shapes \[\(2, 4\)\] and then, run again, \[\(4, 4\)\]"
+    ):
+        checkpoint(Layer(function))(leaf(normal(4, 4))).sum().backward()
+
+    def more(x, weight):
+        return x @ weight @ weight if recomputing() else x @ weight
+
+    with pytest.raises(RuntimeError, match="runs again, but did not run the first time"):
+        checkpoint(Layer(more), "matmul")(leaf(normal(4, 4))).sum().backward()
