@@ -2,7 +2,8 @@
 
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.optimizer import Optimizer, decay_groups
+from shardrt.optim.scaler import GradScaler
 from shardrt.optim.schedule import warmup_cosine
 from shardrt.optim.sgd import SGD
 
-__all__ = ["AdamW", "Optimizer", "SGD", "decay_groups", "warmup_cosine"]
+__all__ = ["AdamW", "GradScaler", "Optimizer", "SGD", "decay_groups", "warmup_cosine"]

@@ -1,13 +1,11 @@
 """AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithm 2)."""
 
 from collections.abc import Iterable
-from typing import Any
+from types import ModuleType
 
-from shardrt import device
 from shardrt.nn.parameter import Parameter
-from shardrt.optim.optimizer import Optimizer, Slice
-
-Array = Any
+from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.slices import Update
 
 
 class AdamW(Optimizer):
@@ -15,7 +13,7 @@ class AdamW(Optimizer):
 
     lr: learning rate per step. betas: decay of the two moments, each in [0, 1). eps: added to the root of the
     second moment. weight_decay: multiplied by lr and taken off the weights. The moments are float32 arrays
-    of the shard's length: 8 bytes per element that this rank holds.
+    of the shard's length: 8 bytes per element that this rank holds. in_backward: see Optimizer.
     """
 
     def __init__(
@@ -25,32 +23,27 @@ class AdamW(Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 1e-2,
+        *,
+        in_backward: bool = False,
     ) -> None:
         if not all(0 <= beta < 1 for beta in betas):
             raise ValueError(f"AdamW: betas must be in [0, 1), got {betas}")
-        super().__init__(params, lr=lr, weight_decay=weight_decay)
+        super().__init__(params, lr=lr, weight_decay=weight_decay, state=("m", "v"), in_backward=in_backward)
         self.betas = betas
         self.eps = eps
-        here = device.current()
-        for piece in self.slices:
-            shard = piece.storage.shard
-            piece.state = {
-                "m": here.buffer(shard.size, shard.dtype),
-                "v": here.buffer(shard.size, shard.dtype),
-            }
 
-    def update(self, piece: Slice, gradient: Array, lrs: Array, decays: Array) -> None:
-        device.current().kernels.adamw.step(
-            piece.storage.shard,
-            gradient,
-            piece.state["m"],
-            piece.state["v"],
-            piece.starts,
-            piece.stops,
-            lrs,
-            decays,
+    def update(self, kernels: ModuleType, update: Update) -> None:
+        kernels.adamw.step(
+            update.arrays["shard"],
+            update.arrays["gradient"],
+            update.arrays["m"],
+            update.arrays["v"],
+            update.starts,
+            update.stops,
+            update.lrs,
+            update.decays,
             *self.betas,
             self.eps,
-            piece.steps,
+            update.steps,
             1.0,
         )

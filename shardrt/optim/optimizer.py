@@ -1,21 +1,21 @@
 """Optimizer: parameter groups over flat storages. What an update computes is in sgd.py and adamw.py.
 
-An optimizer never sees a parameter's shape. Each storage (a sharded unit, or one plain parameter) is a flat
-1-D array of which every group owns some ranges; one fused kernel pass updates all of them.
+An optimizer never sees a parameter's shape. Each storage (a sharded unit's, or one plain parameter's) is a
+flat 1-D array of which every group owns some ranges; one fused kernel pass updates all of them: here, or, for
+storages on the host and during backward, in the streams of offload.py.
 """
 
+import weakref
 from collections.abc import Iterable
 from fnmatch import fnmatch
-from typing import Any
+from functools import partial
+from types import ModuleType
 
-import numpy as np
-
+from shardrt import autograd, device
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import Storage
-from shardrt.nn.utils import merged
-
-Array = Any
+from shardrt.optim.offload import Updates
+from shardrt.optim.slices import Slice, Update, slices_of
 
 NO_DECAY = ("*bias", "*norm*")
 
@@ -31,37 +31,46 @@ def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] 
     return [group for group in groups if group["params"]]
 
 
-class Slice:
-    """What an optimizer keeps for one storage: its ranges by group, its state arrays, its step count."""
-
-    __slots__ = ("storage", "starts", "stops", "groups", "state", "steps")
-
-    def __init__(self, storage: Storage, ranges: list[tuple[int, int, int]]) -> None:
-        self.storage = storage
-        self.starts = np.array([start for start, _, _ in ranges], np.int64)
-        self.stops = np.array([stop for _, stop, _ in ranges], np.int64)
-        self.groups = [group for _, _, group in ranges]
-        self.state: dict[str, Array] = {}
-        self.steps = 0
-
-
 class Optimizer:
     """Base class: groups, zero_grad, step.
 
     params: Parameters, or dicts with "params" and settings of their own ("lr", "weight_decay"). Build it
     after fully_shard. `param_groups` is the list of groups; schedules change its "lr".
+    state: names of the arrays, as long as each shard, that an update keeps.
+    in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
+    its group has then; step() only waits. Not together with anything that needs all gradients before the
+    first update: clipping, GradScaler. Plain parameters are updated in step().
 
-    Raises ValueError for no parameters, a parameter in two groups, or an unknown or negative setting.
+    Raises ValueError for no parameters, a parameter in two groups, an unknown or negative setting, or an
+    update on the host of what is not all there.
     """
 
-    def __init__(self, params: Iterable[Parameter | dict], *, lr: float, weight_decay: float) -> None:
+    def __init__(
+        self,
+        params: Iterable[Parameter | dict],
+        *,
+        lr: float,
+        weight_decay: float,
+        state: tuple[str, ...] = (),
+        in_backward: bool = False,
+    ) -> None:
         given = list(params)
         if not given:
             raise ValueError(f"{type(self).__name__}: params is empty")
         defaults = {"lr": lr, "weight_decay": weight_decay}
         grouped = given if isinstance(given[0], dict) else [{"params": given}]
         self.param_groups = [_group({**defaults, **group}) for group in grouped]
-        self.slices = _slices(self.param_groups)
+        self.slices = slices_of(self.param_groups)
+        self.in_backward = in_backward
+        self._device = device.current()
+        for piece in self.slices:
+            piece.state = {name: piece.storage.new_state(name) for name in state}
+        on_device = all(piece.storage.placement.everything_on_device for piece in self.slices)
+        self.updates = None if on_device and not in_backward else Updates(self._device, self.slices)
+        if in_backward:
+            for index, piece in enumerate(self.slices):
+                # Weak, and by index: a storage must not keep an optimizer and its state alive.
+                piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
 
     def zero_grad(self) -> None:
         """Forget the gradients."""
@@ -69,19 +78,57 @@ class Optimizer:
             piece.storage.zero_grad()
 
     def step(self) -> None:
-        """Update every storage that has a gradient."""
+        """Update every storage that has a gradient, if backward has not done it already."""
+        here = []
         for piece in self.slices:
-            gradient = piece.storage.gradient
-            if gradient is None:
+            if piece.applied:
+                piece.applied = piece.storage.applied = False
+            elif piece.storage.gradient is None:
                 continue
-            piece.steps += 1
-            lrs = np.array([self.param_groups[g]["lr"] for g in piece.groups], np.float64)
-            decays = np.array([self.param_groups[g]["weight_decay"] for g in piece.groups], np.float64)
-            self.update(piece, gradient, lrs, decays)
+            elif piece.storage.placement.everything_on_device:
+                here.append(piece)
+            else:
+                self._issue(piece)
+        for piece in here:  # beside those that were issued
+            if piece.storage.gradient_ready is not None:
+                self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
+            self.update(self._device.kernels, self._next_update(piece))
+            piece.storage.modified()
+        if self.updates is not None:
+            self.updates.settle()
 
-    def update(self, piece: Slice, gradient: Array, lrs: Array, decays: Array) -> None:
-        """Update one storage; lrs and decays hold one number per range of `piece`."""
+    def update(self, kernels: ModuleType, update: Update) -> None:
+        """Run the kernel of this optimizer."""
         raise NotImplementedError
+
+    def _next_update(self, piece: Slice) -> Update:
+        piece.steps += 1
+        return piece.update(piece.storage.gradient, self.param_groups)
+
+    def _issue(self, piece: Slice) -> None:
+        self.updates.issue(piece, self._next_update(piece), self.update)
+        piece.storage.modified()
+
+    def _on_gradient(self, piece: Slice) -> None:
+        """Backward has issued the last work on the gradient of `piece`."""
+        if piece.applied:
+            raise RuntimeError(
+                f"{type(self).__name__}(in_backward=True): a second backward has come to the gradient of "
+                f"{piece.name!r} before step(), and the first has updated the parameters with it already; "
+                "accumulate with no_sync for all but the last micro-batch"
+            )
+        piece.applied = piece.storage.applied = True
+        self._issue(piece)
+        run = autograd.running()
+        if run is not None:
+            run.at_end(self.updates.settle)  # what comes after backward finds the new parameters
+
+
+def _apply_now(optimizer: weakref.ref, index: int) -> None:
+    """The hook of a storage: nothing if the optimizer that set it is gone."""
+    alive = optimizer()
+    if alive is not None:
+        alive._on_gradient(alive.slices[index])
 
 
 def _group(group: dict) -> dict:
@@ -93,21 +140,3 @@ def _group(group: dict) -> dict:
             raise ValueError(f"optimizer: {name} must not be negative, got {group[name]}")
     group["params"] = list(group["params"])
     return group
-
-
-def _slices(groups: list[dict]) -> list[Slice]:
-    owned: dict[Storage, dict[int, list[tuple[int, int]]]] = {}
-    seen: set[int] = set()
-    for index, group in enumerate(groups):
-        for parameter in group["params"]:
-            if id(parameter) in seen:
-                raise ValueError(f"optimizer: parameter {parameter.name!r} is given twice")
-            seen.add(id(parameter))
-            if parameter.requires_grad:
-                start, stop, _ = parameter.storage.range_of(parameter)
-                owned.setdefault(parameter.storage, {}).setdefault(index, []).append((start, stop))
-    slices = []
-    for storage, by_group in owned.items():
-        ranges = [(start, stop, g) for g, pieces in by_group.items() for start, stop in merged(pieces)]
-        slices.append(Slice(storage, sorted(ranges)))
-    return slices

@@ -1,0 +1,216 @@
+"""GradScaler: dynamic loss scaling for float16, with PyTorch's names and meaning (Micikevicius et al., 2018).
+
+The loss is multiplied so that small gradients survive in float16; before the update the gradients are divided
+again, and a step whose gradients have overflowed is left out, on all ranks or on none.
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.utils import merged
+from shardrt.optim.optimizer import Optimizer, Slice
+from shardrt.tensor import Tensor
+
+_NO_GRADIENT, _FINITE, _OVERFLOW = 0.0, 1.0, 2.0  # in this order: ranks take the largest
+_UNSCALED, _STEPPED = "unscaled", "stepped"
+
+
+class _Progress:
+    """How far an optimizer is since the last update()."""
+
+    __slots__ = ("stage", "found")
+
+    def __init__(self, found: float) -> None:
+        self.stage = _UNSCALED
+        self.found = found
+
+
+class GradScaler:
+    """Scales the loss, unscales the gradients, skips steps that overflowed, and adapts the scale.
+
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)  # only to clip or read the gradients before the step
+        scaler.step(optimizer)
+        scaler.update()
+
+    The scale is multiplied by `backoff_factor` after a skipped step, and by `growth_factor` after
+    `growth_interval` steps in a row that were not. enabled=False: everything is passed through.
+
+    Raises ValueError for factors on the wrong side of 1, or a scale or interval that is not positive.
+    """
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 2000,
+        enabled: bool = True,
+    ) -> None:
+        if not init_scale > 0:
+            raise ValueError(f"GradScaler: init_scale must be positive, got {init_scale}")
+        if not growth_factor > 1:
+            raise ValueError(f"GradScaler: growth_factor must be more than 1, got {growth_factor}")
+        if not 0 < backoff_factor < 1:
+            raise ValueError(f"GradScaler: backoff_factor must be between 0 and 1, got {backoff_factor}")
+        if not growth_interval > 0:
+            raise ValueError(f"GradScaler: growth_interval must be positive, got {growth_interval}")
+        self.growth_factor = growth_factor
+        self.backoff_factor = backoff_factor
+        self.growth_interval = growth_interval
+        self._enabled = enabled
+        self._scale = _float32(init_scale)
+        self._growth_tracker = 0  # steps in a row that were not skipped
+        self._has_scaled = False
+        self._progress: dict[Optimizer, _Progress] = {}
+
+    def is_enabled(self) -> bool:
+        """Whether it does anything."""
+        return self._enabled
+
+    def get_scale(self) -> float:
+        """What the loss is multiplied by now."""
+        return self._scale if self._enabled else 1.0
+
+    def scale(self, outputs: Tensor | Iterable[Tensor]) -> Any:
+        """A tensor, or a list or tuple of tensors, times the scale. Raises TypeError for anything else."""
+        if not self._enabled:
+            return outputs
+        self._has_scaled = True
+        if isinstance(outputs, Tensor):
+            return outputs * self._scale
+        if isinstance(outputs, list | tuple):
+            return type(outputs)(self.scale(output) for output in outputs)
+        raise TypeError(f"GradScaler.scale: outputs must be tensors, got {type(outputs).__name__}")
+
+    def unscale_(self, optimizer: Optimizer) -> None:
+        """Divide the gradients of `optimizer` by the scale; one pass, which finds out whether all are finite.
+
+        One all-reduce of one number per communicator: every rank knows the same. Call it on every rank.
+
+        Raises RuntimeError if `scale` was never called, or this was, or `step` was, since `update`.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("unscale_")
+        if optimizer in self._progress:
+            before = {_UNSCALED: "unscale_() was called for", _STEPPED: "step() was called for"}
+            raise RuntimeError(
+                f"GradScaler.unscale_: {before[self._progress[optimizer].stage]} this optimizer already; "
+                "call update() at the end of the step"
+            )
+        factor = _float32(1.0 / self._scale)
+        found = max((_unscale(piece, factor) for piece in optimizer.slices), default=_NO_GRADIENT)
+        self._progress[optimizer] = _Progress(_agreed(optimizer.slices, found))
+
+    def step(self, optimizer: Optimizer) -> None:
+        """`unscale_`, if it was not called, then optimizer.step(), unless a gradient was infinite or nan.
+
+        Raises RuntimeError if `scale` was never called, `step` was since `update`, or there is no gradient.
+        """
+        if not self._enabled:
+            return optimizer.step()
+        self._check_scaled("step")
+        if optimizer not in self._progress:
+            self.unscale_(optimizer)
+        progress = self._progress[optimizer]
+        if progress.stage == _STEPPED:
+            raise RuntimeError("GradScaler.step: step() was called already; call update() after it")
+        if progress.found == _NO_GRADIENT:
+            raise RuntimeError("GradScaler.step: no parameter of this optimizer has a gradient")
+        progress.stage = _STEPPED
+        return optimizer.step() if progress.found == _FINITE else None
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Adapt the scale, or set it to `new_scale`; at the end of a step, after all optimizers.
+
+        Raises RuntimeError if no gradients were checked since the last update.
+        """
+        if not self._enabled:
+            return
+        self._check_scaled("update")
+        found = [progress.found for progress in self._progress.values() if progress.found != _NO_GRADIENT]
+        if new_scale is not None:
+            self._scale = _float32(new_scale)
+        elif not found:
+            raise RuntimeError("GradScaler.update: call step() or unscale_() first, with gradients")
+        elif _OVERFLOW in found:
+            self._scale = _float32(self._scale * self.backoff_factor)
+            self._growth_tracker = 0
+        else:
+            self._grow()
+        self._progress = {}
+
+    def _grow(self) -> None:
+        self._growth_tracker += 1
+        if self._growth_tracker == self.growth_interval:
+            self._growth_tracker = 0
+            larger = self._scale * self.growth_factor
+            if larger <= float(np.finfo(np.float32).max):
+                self._scale = _float32(larger)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Scale, settings and how long it has not been changed; empty if not enabled."""
+        if not self._enabled:
+            return {}
+        return {
+            "scale": self._scale,
+            "growth_factor": self.growth_factor,
+            "backoff_factor": self.backoff_factor,
+            "growth_interval": self.growth_interval,
+            "_growth_tracker": self._growth_tracker,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what `state_dict` gave. Raises ValueError if that is empty: of a scaler not enabled."""
+        if not self._enabled:
+            return
+        if not state_dict:
+            raise ValueError(
+                "GradScaler.load_state_dict: state_dict is empty, from a scaler with enabled=False"
+            )
+        self._scale = _float32(state_dict["scale"])
+        self.growth_factor = state_dict["growth_factor"]
+        self.backoff_factor = state_dict["backoff_factor"]
+        self.growth_interval = state_dict["growth_interval"]
+        self._growth_tracker = state_dict["_growth_tracker"]
+
+    def _check_scaled(self, method: str) -> None:
+        if not self._has_scaled:
+            raise RuntimeError(f"GradScaler.{method}: call scale(loss) first, and backward on the result")
+
+
+def _unscale(piece: Slice, factor: float) -> float:
+    """Multiply the gradients of one storage, where this optimizer owns them."""
+    gradient, ready = piece.storage.gradient, piece.storage.gradient_ready
+    if gradient is None:
+        return _NO_GRADIENT
+    piece.storage.refuse_applied("GradScaler.unscale_")
+    here = device.current()
+    if ready is not None:
+        here.current_stream.wait(ready)  # backward may still be reducing it
+    finite = [
+        here.kernels.elementwise.unscale_(gradient[start:stop], factor)
+        for start, stop in merged(zip(piece.starts.tolist(), piece.stops.tolist(), strict=True))
+    ]
+    return _FINITE if all(finite) else _OVERFLOW
+
+
+def _agreed(slices: list[Slice], found: float) -> float:
+    """The worst that any rank has found; each communicator passes on what those before it said."""
+    communicators: dict[Communicator, None] = dict.fromkeys(
+        piece.storage.communicator for piece in slices if piece.storage.communicator is not None
+    )
+    value = np.array([found])
+    for communicator in communicators:
+        communicator.all_reduce(value, op="max", stream=device.current().current_stream)
+    return float(value[0])
+
+
+def _float32(value: float) -> float:
+    """As PyTorch, whose scale is a float32 tensor."""
+    return float(np.float32(value))
