@@ -6,7 +6,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import world as worlds
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.group import Group
+from shardrt.fsdp.whole import full_unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 
@@ -26,16 +27,16 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 def _gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once."""
     here = device.current()
-    parameters = list(model.parameters())
+    first = worlds.current().rank == 0
+    wanted = {id(parameter) for parameter in model.parameters()}
     done: set[int] = set()
-    for parameter in parameters:
+    for parameter in model.parameters():
         storage = parameter.storage
-        if not isinstance(storage, Unit):
+        if not isinstance(storage, Group):
             yield parameter, here.to_numpy(parameter.data)
-        elif id(storage) not in done:
-            done.add(id(storage))
-            schedule = storage.schedule
-            with schedule.gathered(storage):
-                if schedule.rank == 0:
-                    for member in storage.parameters:
+        elif id(storage.unit) not in done:
+            done.add(id(storage.unit))
+            with full_unit(storage.unit):
+                for member in storage.unit.parameters if first else ():
+                    if id(member) in wanted:
                         yield member, here.to_numpy(member.data)

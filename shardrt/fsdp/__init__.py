@@ -1,6 +1,34 @@
-"""Fully sharded data parallelism. Read in this order: strategy, layout, unit, ops, schedule, setup, api."""
+"""Fully sharded data parallelism.
 
-from shardrt.fsdp.api import fully_shard, set_gradient_divide_factor, units
+Read in this order: strategy, policy, layout, team, group, unit, ops, collectives, plan, schedule, buffers,
+setup, api.
+"""
+
+from shardrt.fsdp.api import (
+    fully_shard,
+    no_sync,
+    register_forward_method,
+    set_gradient_divide_factor,
+    units,
+)
+from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
+from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
+from shardrt.fsdp.whole import full_parameters, reshard, unshard
 
-__all__ = ["ShardingStrategy", "fully_shard", "set_gradient_divide_factor", "units"]
+__all__ = [
+    "CPUOffloadPolicy",
+    "MemoryPlan",
+    "MixedPrecisionPolicy",
+    "ShardingStrategy",
+    "explain",
+    "full_parameters",
+    "fully_shard",
+    "memory_plan",
+    "no_sync",
+    "register_forward_method",
+    "reshard",
+    "set_gradient_divide_factor",
+    "units",
+    "unshard",
+]

@@ -4,57 +4,103 @@
 PyTorch's FSDP2.) The model stays the same object with the same parameter names.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
-from typing import Any
 
-from shardrt.autograd import Variable
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.world import World
-from shardrt.fsdp.setup import unit_of
+from shardrt.fsdp.boundary import UnitBoundary
+from shardrt.fsdp.group import Kind
+from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardrt.fsdp.setup import own_gradient_slots, unit_of, units_below
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
+from shardrt.fsdp.whole import built_units
 from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage, Placement
 
 
 def fully_shard(
-    module: Module,
+    module: Module | Sequence[Module],
     *,
     mesh: DeviceMesh | None = None,
-    strategy: ShardingStrategy | str = ShardingStrategy.FULL_SHARD,
+    strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
     prefetch: int = 1,
-) -> Module:
+    mp_policy: MixedPrecisionPolicy | None = None,
+    offload_policy: CPUOffloadPolicy | None = None,
+    ignored: Iterable[Module | Parameter] = (),
+) -> Module | Sequence[Module]:
     """Shard the parameters of `module` over the ranks of `mesh`, as one unit; gives `module` back.
 
     Call it on the parts first (each transformer block), then on the whole: a unit takes all parameters below
     it that no unit has yet. Each rank keeps 1/N of a unit; the whole is gathered before the unit's forward
-    and backward and released after. Make the optimizer afterwards. Gradients are the mean over ranks (see
-    set_gradient_divide_factor).
+    and backward and released after. Make the optimizer afterwards, freeze parameters before. Gradients are
+    the mean over ranks (see set_gradient_divide_factor).
 
-    mesh: one axis of ranks; all ranks of the job if None.
-    strategy: a ShardingStrategy or its name.
+    module: one, or several that are gathered and reduced as one unit (a tied embedding and head).
+    mesh: all ranks of the job on one axis if None; two axes are (copies, shards).
+    strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes.
     reshard_after_forward: release the parameters between forward and backward; None leaves it to the
         strategy, except that the outermost unit is kept, since backward needs it first.
     prefetch: how many units are gathered ahead of the one that computes; the outermost unit's counts.
+    mp_policy, offload_policy: see those classes.
+    ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
-    Raises TypeError if `module` is no Module, ValueError for an unknown strategy, a negative prefetch, a
-    module that is a unit already or a mesh with more than one axis.
+    Raises TypeError if `module` is no Module, ValueError for settings that do not fit together.
     """
-    if not isinstance(module, Module):
-        raise TypeError(f"fully_shard: module must be a shardrt.nn.Module, got {type(module).__name__}")
-    if unit_of(module) is not None:
-        raise ValueError(f"fully_shard: {module.name or type(module).__name__} is sharded already")
+    modules = list(module) if isinstance(module, list | tuple) else [module]
+    for each in modules:
+        if not isinstance(each, Module):
+            raise TypeError(f"fully_shard: module must be a shardrt.nn.Module, got {type(each).__name__}")
+        if unit_of(each) is not None:
+            raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
+    if not modules:
+        raise ValueError("fully_shard: the list of modules is empty")
     if prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = _default_mesh() if mesh is None else mesh
-    if len(mesh.shape) != 1:
-        raise ValueError(f"fully_shard: mesh must have one axis, got shape {mesh.shape}")
-    taken = {id(p) for below in module.modules() if (u := unit_of(below)) for p in u.parameters}
-    parameters = [parameter for parameter in module.parameters() if id(parameter) not in taken]
-    settings = Settings(mesh, ShardingStrategy.parse(strategy), reshard_after_forward, prefetch)
-    module.boundary = UnitBoundary(Unit(module, parameters, settings))
+    if len(mesh.shape) > 2:
+        raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}")
+    settings = Settings(
+        mesh,
+        ShardingStrategy.parse(strategy, len(mesh.shape)),
+        reshard_after_forward,
+        prefetch,
+        mp_policy or MixedPrecisionPolicy(),
+        offload_policy.placement if offload_policy is not None else Placement(),
+    )
+    unit = Unit(modules, _untaken(modules, settings, ignored), settings)
+    for each in modules:
+        each.boundary = UnitBoundary(unit, each)
     return module
+
+
+def _untaken(
+    modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
+) -> list[tuple[Parameter, Kind]]:
+    """The parameters of `modules` that no unit has and that are not ignored, each with its kind."""
+    skipped: set[int] = set()
+    for item in ignored:
+        skipped.update(id(p) for p in (item.parameters() if isinstance(item, Module) else [item]))
+    found: dict[int, tuple[Parameter, Kind]] = {}
+    for below in (below for module in modules for below in module.modules()):
+        for parameter in below._parameters.values():
+            if id(parameter) in skipped or not isinstance(parameter.storage, LocalStorage):
+                continue
+            own = parameter.dtype.name
+            types = settings.precision.types_of(below, own)
+            kind = Kind(parameter.requires_grad, own, *types)
+            known = found.setdefault(id(parameter), (parameter, kind))
+            if known[1] != kind:
+                raise ValueError(
+                    f"fully_shard: parameter {parameter.name!r} is tied between modules of which only some "
+                    "are full_precision; name both classes or neither"
+                )
+    return list(found.values())
 
 
 @cache
@@ -75,59 +121,43 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    for unit in units(module):
+    for unit in built_units(module):
         unit.divide_factor = float(factor)
+
+
+@contextmanager
+def no_sync(module: Module) -> Iterator[None]:
+    """Backward inside the with block leaves its gradients where they are, unreduced; later ones add to them.
+
+    For all micro-batches of a step but the last, whose backward outside the block reduces the sum. Saves
+    the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
+    Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit.
+    """
+    units = units_below(module)
+    if not units:
+        raise ValueError(f"no_sync: {type(module).__name__} has no sharded unit; call fully_shard first")
+    for unit in units:
+        unit.sync = False
+    try:
+        own_gradient_slots(units)
+        yield
+    finally:
+        for unit in units:
+            unit.sync = True
+
+
+def register_forward_method(module: Module, name: str) -> None:
+    """Make the method `name` of a sharded module an entry like forward: gathered around each call.
+
+    Raises ValueError if `module` is no unit, AttributeError if it has no such method.
+    """
+    if unit_of(module) is None:
+        raise ValueError(
+            f"register_forward_method: {type(module).__name__} is no unit; call fully_shard first"
+        )
+    object.__setattr__(module, name, module.entered_around(getattr(module, name)))
 
 
 def units(module: Module) -> list[Unit]:
     """The units of `module` and below, outer ones first, built. Raises ValueError if there is none."""
-    found = [unit for below in module.modules() if (unit := unit_of(below)) is not None]
-    if not found:
-        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
-    for unit in found:
-        unit.schedule  # noqa: B018  builds it
-    return found
-
-
-class UnitBoundary:
-    """What fully_shard attaches to a module: tells the schedule when its forward begins and ends."""
-
-    def __init__(self, unit: Unit) -> None:
-        self.unit = unit
-
-    def enter(self) -> None:
-        self.unit.schedule.enter(self.unit)
-
-    def leave(self, output: Any) -> Any:
-        tensors: list[Variable] = []
-        _collect(output, tensors)
-        marked = iter(self.unit.schedule.leave(self.unit, tensors))
-        return _replaced(output, marked)
-
-    def abandon(self) -> None:
-        self.unit.schedule.abandon()
-
-
-def _collect(output: Any, tensors: list[Variable]) -> None:
-    """The tensors in a nest of tuples, lists and dicts, in order."""
-    if isinstance(output, Variable):
-        tensors.append(output)
-    elif isinstance(output, tuple | list):
-        for item in output:
-            _collect(item, tensors)
-    elif isinstance(output, dict):
-        for item in output.values():
-            _collect(item, tensors)
-
-
-def _replaced(output: Any, tensors: Any) -> Any:
-    """The same nest with its tensors replaced, one by one, by `tensors`."""
-    if isinstance(output, Variable):
-        return next(tensors)
-    if isinstance(output, tuple) and hasattr(output, "_fields"):
-        return type(output)(*(_replaced(item, tensors) for item in output))
-    if isinstance(output, tuple | list):
-        return type(output)(_replaced(item, tensors) for item in output)
-    if isinstance(output, dict):
-        return {key: _replaced(item, tensors) for key, item in output.items()}
-    return output
+    return built_units(module)

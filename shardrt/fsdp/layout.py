@@ -39,14 +39,19 @@ class Layout:
     shard_size: int
 
     @classmethod
-    def plan(cls, named_shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int) -> "Layout":
-        """Lay the parameters out one after the other, in the order given."""
+    def plan(
+        cls, named_shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int, copies: int = 1
+    ) -> "Layout":
+        """Lay the parameters out one after the other, in the order given.
+
+        copies: how many ranks hold each shard; a shard can be cut evenly among them.
+        """
         entries = []
         end = 0
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), end))
             end = _aligned(entries[-1].stop)
-        shard_size = _aligned(-(-end // world_size))
+        shard_size = _aligned(-(-end // (world_size * copies))) * copies
         return cls(tuple(entries), world_size, shard_size)
 
     @property

@@ -7,7 +7,8 @@ however often the unit was called and whether or not its inputs need a gradient.
 
 Exit is the identity on what a unit's forward returns. Its node is newer than everything in the unit, so its
 backward comes first: the moment to gather again. It also leads to Unshard by an edge that only carries order,
-so a unit in which nothing was used still takes part in its reduction on every rank.
+so a unit in which nothing was used still takes part in its reduction on every rank. A unit that this rank
+passed by, while others may use it, has an Exit without outputs, to which the outermost Exit leads.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -48,17 +49,35 @@ class Exit(Function):
         self.saved = ()
 
     @classmethod
-    def mark(cls, unit: "Unit", outputs: list[Variable]) -> list[Variable]:
-        """The same tensors with an Exit node behind them, where anything is recorded."""
-        if not autograd.is_grad_enabled() or not any(output.requires_grad for output in outputs):
+    def mark(cls, unit: "Unit", outputs: list[Variable], passed: "list[Exit]") -> list[Variable]:
+        """The same tensors with an Exit node behind them, if anything in them was recorded.
+
+        passed: Exits of units that were passed by, which must run as well.
+        """
+        if not recorded(outputs):
             return outputs
         node = cls(unit)
         node.needs = tuple(output.requires_grad for output in outputs)
-        edges = tuple(output.edge() if output.requires_grad else None for output in outputs)
-        node.edges = (*edges, Edge(unit.unshard_node(), 0, None))
+        edges = [output.edge() if output.requires_grad else None for output in outputs]
+        node.edges = (*edges, Edge(unit.unshard_node(), 0, None), *(Edge(exit, 0, None) for exit in passed))
         node.enter_tape()
         return list(node.wrap(tuple(output.data for output in outputs), True))
 
+    @classmethod
+    def passing(cls, unit: "Unit") -> "Exit":
+        """For a unit that was not called: gathered and reduced in backward like on ranks that called it."""
+        node = cls(unit)
+        node.needs = ()
+        node.outputs = 0
+        node.edges = (Edge(unit.unshard_node(), 0, None),)
+        node.enter_tape()
+        return node
+
     def backward(self, *dy: Array) -> tuple:
         self.unit.schedule.before_backward(self.unit)
-        return (*dy, WRITTEN)
+        return (*dy, *[WRITTEN] * (len(self.edges) - len(dy)))
+
+
+def recorded(outputs: list[Variable]) -> bool:
+    """Whether backward can come to one of these tensors."""
+    return autograd.is_grad_enabled() and any(output.requires_grad for output in outputs)

@@ -4,9 +4,9 @@
     backward   before_backward(k): wait until k is gathered, issue k-1, compute,
                after_backward(k): release k, hand its gradients to the reduce stream
 
-Three streams: compute (the ops), gather, reduce. The last two have a communicator each: in one, every gather
-would queue behind a reduction. Every decision here follows from the order of the program alone, never from
-how far a stream has got, so all ranks issue the same collectives in the same order.
+Compute is a stream, gathers are one, reductions are one, and the last two have a communicator each: in one,
+every gather would queue behind a reduction. Every decision here follows from the order of the program alone,
+never from how far a stream has got, so all ranks issue the same collectives in the same order.
 docs/fsdp.md walks through one step.
 """
 
@@ -14,95 +14,143 @@ import os
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any
 
-from shardrt import autograd
+from shardrt import autograd, recompute
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp.ops import Exit
-from shardrt.fsdp.unit import OpenGradient, State, Unit
-
-Array = Any
-
-GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
+from shardrt.fsdp import collectives
+from shardrt.fsdp.collectives import Lanes
+from shardrt.fsdp.group import Group, OpenGradient
+from shardrt.fsdp.ops import Exit, recorded
+from shardrt.fsdp.plan import Plan
+from shardrt.fsdp.unit import State, Unit
 
 
 class Schedule:
     """One step of one model, on one rank. Built by setup.build."""
 
-    def __init__(self, mesh: DeviceMesh, units: list[Unit], prefetch: int) -> None:
+    def __init__(self, mesh: DeviceMesh, units: list[Unit], prefetch: int, lanes: Lanes) -> None:
         self.mesh = mesh
-        self.rank = mesh.rank
-        self.device = mesh.device
         self.units = units
+        self.root = units[0]
         self.prefetch = prefetch
-        self.compute = self.device.current_stream
-        self.gather_stream = self.device.new_stream("gather")
-        self.reduce_stream = self.device.new_stream("reduce")
-        self.gather = mesh.communicator("gather")
-        self.reduce = mesh.communicator("reduce")
+        self.lanes = lanes
         self.control = mesh.communicator("control")
-        self.written = self.device.new_event()  # the optimizer has written the shards
-        self.reduced = self.device.new_event()  # the last reduction of a backward
-        self.order: list[Unit] = []  # units as the last forward entered them
-        self.place = 0  # where the present forward stands in it
-        self.drifts = 0  # forwards that left the recorded order
+        self.written = lanes.device.new_event()  # the optimizer has written the shards
+        self.plan = Plan(units)
         self.depth = 0  # units entered and not left, one inside the other
+        self._planned = False  # the present forward began with the outermost unit
+        self._passed: list[tuple[int, Exit]] = []  # units this rank did not call: place in the plan, node
         self._in_backward = False
+        self._reduced: list[Group] = []  # in the present backward
+        self._open: list[
+            object
+        ] = []  # the Unshard nodes of the units entered now, which nothing else may hold
         self._started: dict[Unit, float] = {}
+        self.control.register_names([group.label for unit in units for group in unit.groups])
 
     # -- forward
 
     def enter(self, unit: Unit) -> None:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
-        if self.depth == 0:
-            self._begin_forward()
+        again = recompute.recomputing()
+        if self.depth == 0 and not again:
+            self._begin_forward(unit)
         self.depth += 1
         unit.entered += 1
-        self._follow(unit)
+        if self._planned and not again:
+            self._pass_by(self.plan.passed_by(unit))
+            self.plan.advance(used=True)
         self.ensure(unit)
-        self._prefetch(self.order[self.place :])
-        if autograd.is_grad_enabled():
-            unit.unshard_node()
+        if self._planned and not again:
+            self._prefetch(self.plan.upcoming())
+        # Held until leave: where the unit's own module is recomputed, no node of the forward leads to it yet.
+        self._open.append(unit.unshard_node() if autograd.is_grad_enabled() else None)
+        piece = recompute.current()
+        if piece is not None:
+            piece.units.append(unit)
         self._started[unit] = time.perf_counter()
 
-    def leave(self, unit: Unit, outputs: list) -> list:
-        """The forward of `unit` ends: mark its outputs on the tape and release what backward won't need."""
+    def leave(self, unit: Unit, module: object, outputs: list) -> list:
+        """The forward of a module of `unit` ends: mark its outputs on the tape, release what can go."""
+        again = recompute.recomputing()
         self._draw("forward", unit)
-        outputs = Exit.mark(unit, outputs)
-        recorded = autograd.is_grad_enabled() and any(output.requires_grad for output in outputs)
+        if self._planned and not again:
+            self._pass_by(self.plan.remaining(unit))
+        unit.recorded = recorded(outputs)
+        outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
+        self._open.pop()
         unit.entered -= 1
-        if unit.entered == 0 and (unit.reshard_after_forward or not recorded):
-            self._release(unit)
+        unit.left.add(id(module))
+        self._release_after_forward(unit)
         self.depth -= 1
-        if self.depth == 0:
+        if self.depth == 0 and not again:
             self._drop_prefetched()
         return outputs
 
     def abandon(self) -> None:
         """A forward raised: forget where it was."""
         self.depth = 0
+        self._open.clear()
         self._reset()
 
-    def _begin_forward(self) -> None:
+    def _begin_forward(self, unit: Unit) -> None:
         if self._in_backward:  # the last backward raised
             self._reset()
-        self.place = 0
-        # The shards may have been written since the last gather: by the optimizer, or by a load.
-        self.compute.record(self.written)
-        self.gather_stream.wait(self.written)
+        self._planned = unit is self.root
+        if self._planned:
+            self.plan.begin()
+            self._passed = []
+            self._show("forward", unit)
+        for other in self.units:
+            other.left.clear()
+        self.refresh()
 
-    def _follow(self, unit: Unit) -> None:
-        """Compare with the order of the last forward; from where it differs, record anew."""
-        if self.place < len(self.order) and self.order[self.place] is not unit:
-            self.drifts += 1
-            _log(self.rank, f"order changes at {unit.label}: was {self.order[self.place].label}")
-            del self.order[self.place :]
-        if self.place == len(self.order):
-            self.order.append(unit)
-        self.place += 1
+    def refresh(self) -> None:
+        """The shards may have been written since the last gather: by the optimizer, or by a load."""
+        lanes = self.lanes
+        lanes.compute.record(self.written)
+        lanes.gather.wait(self.written)
+        if lanes.upload is not lanes.gather:
+            lanes.upload.wait(self.written)
+        for unit in self.units:
+            if unit.stale and unit.gathered and not unit.held:
+                self._release(unit)
+            unit.stale = False
+
+    def _pass_by(self, count: int) -> None:
+        """Do for the next `count` planned units what ranks do that call them, but for the computing."""
+        around: list[Unit] = []
+        for _ in range(count):
+            unit = self.plan.order[self.plan.place]
+            while around and around[-1] not in unit.inside:
+                self._release_after_forward(around.pop())
+            place = self.plan.advance(used=False)
+            self.ensure(unit)
+            self._prefetch(self.plan.upcoming())
+            if autograd.is_grad_enabled() and unit.recorded:
+                self._passed.append((place, Exit.passing(unit)))
+            unit.left.update(id(module) for module in unit.modules)
+            around.append(unit)
+        for unit in reversed(around):
+            self._release_after_forward(unit)
+
+    def _settle(self, unit: Unit) -> list[Exit]:
+        """At the end of the whole forward: the units that this rank passed by and others may have called."""
+        if not self._planned or unit is not self.root or self.depth > 1:
+            return []
+        unused = self.plan.settle(self.control, self.lanes.compute)
+        passed, self._passed = self._passed, []
+        return [node for place, node in passed if place not in unused]
+
+    def _release_after_forward(self, unit: Unit) -> None:
+        if unit.entered or not unit.gathered or unit.held or recompute.recomputing():
+            return  # what a recomputation gathers, backward needs at once
+        over = len(unit.left) == len(unit.modules) or self.depth <= 1
+        needed = not unit.reshard_after_backward or (unit.recorded and not unit.reshard_after_forward)
+        if over and not needed:
+            self._release(unit)
 
     # -- backward
 
@@ -113,111 +161,121 @@ class Schedule:
             self._in_backward = True
             run.at_end(self._end_backward)
         self.ensure(unit)
-        self._prefetch(node.unit for node in run.upcoming(Exit) if node.unit._schedule is self)
+        self._prefetch(self._next_in_backward(run))
         self._started.setdefault(unit, time.perf_counter())
 
-    def open_gradient(self, unit: Unit) -> OpenGradient:
-        """Memory for the full gradients of `unit`, which backward is about to write."""
-        slot = self._acquire(unit.gradient_arena)
-        self.compute.wait(slot.free)  # the reduction of the unit that had the slot has read it
-        unit.open_gradient = OpenGradient(slot, unit.views_of(slot))
-        return unit.open_gradient
+    def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
+        for node in run.upcoming((Exit, recompute.Recompute)):
+            for unit in (node.unit,) if isinstance(node, Exit) else node.units:
+                if unit._schedule is self:
+                    yield unit
+
+    def open_gradient(self, group: Group) -> OpenGradient:
+        """Memory for the full gradients of `group`, which backward is about to write."""
+        slot = self._acquire(group.arenas["gradients"])
+        self.lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
+        group.open_gradient = OpenGradient(slot, group.views_of(slot.array))
+        return group.open_gradient
+
+    def discard_gradient(self, group: Group) -> None:
+        """Give back the slot of gradients that are not wanted any more."""
+        slot, group.open_gradient = group.open_gradient.slot, None
+        self.lanes.compute.record(slot.free)
+        slot.arena.release(slot)
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
         self._draw("backward", unit)
-        if unit.state is State.GATHERED and unit.entered == 0:
+        if unit.gathered and not unit.entered and unit.reshard_after_backward and not unit.held:
             self._release(unit)
         unit.forget_node()
-        if unit.trainable:
-            self._reduce(unit)
+        for group in unit.groups:
+            if not group.trainable:
+                continue
+            opened = group.open_gradient or self.open_gradient(group)
+            if unit.sync:
+                self._reduce(group, opened)
 
-    def _reduce(self, unit: Unit) -> None:
-        opened = unit.open_gradient or self.open_gradient(unit)
-        _zero_unwritten(unit, opened)
-        slot, unit.open_gradient = opened.slot, None
-        self.compute.record(slot.ready)
-        self.reduce_stream.wait(slot.ready)  # compute has written the gradients
-        self.reduce.reduce_scatter(
-            unit._reduced,
-            slot.array[: unit.layout.total],
-            stream=self.reduce_stream,
-            scale=1.0 / unit.divide_factor,
-            accumulate=unit.has_gradient,
-        )
-        self.reduce_stream.record(slot.free)
-        self.reduce_stream.record(self.reduced)
+    def _reduce(self, group: Group, opened: OpenGradient) -> None:
+        _zero_unwritten(group, opened)
+        slot, group.open_gradient = opened.slot, None
+        self.lanes.compute.record(slot.ready)
+        collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
-        unit.has_gradient = True
-        _log(self.rank, f"reduce   {unit.label}")
+        group.has_gradient = True
+        self._reduced.append(group)
+        if group.on_gradient is not None:
+            group.on_gradient()
+        self._show("reduce", group.unit)
 
     def _end_backward(self) -> None:
         self._drop_prefetched()
-        for unit in self.units:  # gathered for a node that turned out to need no gradient
-            if unit.state is State.GATHERED:
-                self._release(unit)
-        self.compute.wait(self.reduced)  # the optimizer and clipping read the sharded gradients
+        for unit in self.units:
+            if unit.gathered and unit.reshard_after_backward and not unit.held:
+                self._release(unit)  # gathered for a node that turned out to need no gradient
+            for group in unit.groups:
+                if unit.sync and group.open_gradient is not None:
+                    self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
+        for group in self._reduced:
+            self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
+        self._reduced = []
         self._in_backward = False
 
     # -- gather and release
 
-    @contextmanager
-    def gathered(self, unit: Unit) -> Iterator[None]:
-        """The whole parameters of `unit`, to be read, inside a with block outside forward. Collective."""
+    def hold(self, unit: Unit) -> None:
+        """Have `unit` gathered until `let_go`. Collective."""
         if self.depth == 0:
-            self._begin_forward()
-        before = unit.state
+            self.refresh()
+        unit.held = True
         self.ensure(unit)
-        try:
-            yield
-        finally:
-            if before is State.SHARDED:
-                self._release(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        """Release `unit`, unless its forward is running."""
+        unit.held = False
+        if unit.gathered and not unit.entered:
+            self._release(unit)
 
     def ensure(self, unit: Unit) -> None:
         """Have the parameters of `unit` gathered, as far as the compute stream is concerned."""
         if unit.state is State.SHARDED:
-            self._gather(unit, self._acquire(unit.parameter_arena))
+            self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
         if unit.state is State.GATHERING:
-            self.compute.wait(unit.slot.ready)  # the all-gather has filled the slot
+            for group in unit.groups:
+                self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot
             unit.move(State.GATHERED)
 
     def _prefetch(self, upcoming: Iterable[Unit]) -> None:
         """Issue the gathers of the next `prefetch` units, as far as there are slots for them."""
         for unit in _first_distinct(upcoming, self.prefetch):
             if unit.state is State.SHARDED:
-                slot = unit.parameter_arena.acquire()
-                if slot is None:
+                slots = _acquire_all([group.arenas["gathered"] for group in unit.groups])
+                if slots is None:
                     return
-                self._gather(unit, slot)
+                self._gather(unit, slots)
 
-    def _gather(self, unit: Unit, slot: Slot) -> None:
+    def _gather(self, unit: Unit, slots: list[Slot]) -> None:
         unit.move(State.GATHERING)
-        unit.attach(slot)
-        layout, stream = unit.layout, self.gather_stream
-        stream.wait(slot.free)  # compute has finished with the unit that had the slot
-        start, stop = layout.shard_range(self.rank)
-        own = slot.array[start:stop]
-        if not unit.shard_in_slot:
-            stream.submit(self.device.copy, own, unit._shard, label="")
-        self.gather.all_gather(slot.array[: layout.total], stream=stream)
-        stream.record(slot.ready)
-        _log(self.rank, f"gather   {unit.label}")
+        for group, slot in zip(unit.groups, slots, strict=True):
+            group.attach(slot)
+            collectives.gather(group, slot, self.lanes)
+        self._show("gather", unit)
 
     def _release(self, unit: Unit) -> None:
         unit.move(State.SHARDED)
-        slot = unit.detach()
-        if slot.arena.poison:
-            slot.array.fill(float("nan"))
-        self.compute.record(slot.free)
-        slot.arena.release(slot)
-        _log(self.rank, f"release  {unit.label}")
+        for group in unit.groups:
+            slot = group.detach()
+            if slot.arena.poison:
+                slot.array.fill(float("nan"))
+            self.lanes.compute.record(slot.free)
+            slot.arena.release(slot)
+        self._show("release", unit)
 
     def _acquire(self, arena: Arena) -> Slot:
         """A slot for a unit that is needed now: a free one, one of an unused prefetch, or a new one."""
         slot = arena.acquire()
         if slot is None:
-            prefetched = [u for u in self.units if u.state is State.GATHERING and u.slot.arena is arena]
+            prefetched = [u for u in self.units if u.state is State.GATHERING and _uses(u, arena)]
             if prefetched:
                 self._drop(prefetched[-1])
             else:
@@ -231,13 +289,15 @@ class Schedule:
                 self._drop(unit)
 
     def _drop(self, unit: Unit) -> None:
-        """Give back the slot of a gather that nobody waited for. The gather itself still runs."""
-        self.compute.wait(unit.slot.ready)  # the release below is recorded in compute: after the gather
+        """Give back the slots of a gather that nobody waited for. The gather itself still runs."""
+        for group in unit.groups:
+            self.lanes.compute.wait(group.slot.ready)  # the release is recorded in compute: after the gather
         self._release(unit)
 
     def _reset(self) -> None:
         """After an error: give every slot back."""
         self._in_backward = False
+        self._reduced = []
         for unit in self.units:
             unit.entered = 0
             unit.forget_node()
@@ -245,17 +305,21 @@ class Schedule:
                 self._drop(unit)
             elif unit.state is State.GATHERED:
                 self._release(unit)
-            if unit.open_gradient is not None:
-                slot, unit.open_gradient = unit.open_gradient.slot, None
-                self.compute.record(slot.free)
-                slot.arena.release(slot)
+            for group in unit.groups:
+                if group.open_gradient is not None:
+                    self.discard_gradient(group)
 
     # -- for people
 
     def _draw(self, phase: str, unit: Unit) -> None:
         start = self._started.pop(unit, None)
         if start is not None:
-            timeline.add(self.compute.name, f"{phase} {unit.label}", start, time.perf_counter())
+            timeline.add(self.lanes.compute.name, f"{phase} {unit.label}", start, time.perf_counter())
+
+    def _show(self, what: str, unit: Unit) -> None:
+        """SHARDRT_DEBUG=1 prints the schedule as it runs."""
+        if _DEBUG:
+            print(f"[rank {self.mesh.rank}] {what:8} {unit.label}", file=sys.stderr, flush=True)
 
 
 def _first_distinct(units: Iterable[Unit], count: int) -> Iterator[Unit]:
@@ -268,9 +332,26 @@ def _first_distinct(units: Iterable[Unit], count: int) -> Iterator[Unit]:
             yield unit
 
 
-def _zero_unwritten(unit: Unit, opened: OpenGradient) -> None:
+def _acquire_all(arenas: list[Arena]) -> list[Slot] | None:
+    """A slot of each, or None, with nothing taken, if one has none left."""
+    slots: list[Slot] = []
+    for arena in arenas:
+        slot = arena.acquire()
+        if slot is None:
+            for taken in slots:
+                taken.arena.put_back(taken)
+            return None
+        slots.append(slot)
+    return slots
+
+
+def _uses(unit: Unit, arena: Arena) -> bool:
+    return any(group.slot.arena is arena for group in unit.groups)
+
+
+def _zero_unwritten(group: Group, opened: OpenGradient) -> None:
     """Slots are reused: clear the padding, and the gradients of parameters that nothing used."""
-    for start, stop in unit.layout.padding:
+    for start, stop in group.layout.padding:
         opened.slot.array[start:stop].fill(0)
     for position, view in enumerate(opened.views):
         if position not in opened.written:
@@ -278,9 +359,3 @@ def _zero_unwritten(unit: Unit, opened: OpenGradient) -> None:
 
 
 _DEBUG = os.environ.get("SHARDRT_DEBUG", "0") not in ("", "0")
-
-
-def _log(rank: int, text: str) -> None:
-    """SHARDRT_DEBUG=1 prints the schedule as it runs."""
-    if _DEBUG:
-        print(f"[rank {rank}] {text}", file=sys.stderr, flush=True)

@@ -10,9 +10,15 @@ from functools import partial
 import numpy as np
 
 from shardrt.comm import world as worlds
+from shardrt.device import Device
 from shardrt.device.arena import Arena
+from shardrt.fsdp import buffers
+from shardrt.fsdp.buffers import Facts, Spec
+from shardrt.fsdp.collectives import Lanes
+from shardrt.fsdp.group import Group, host_buffer
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.schedule import GRADIENT_SLOTS, Schedule
+from shardrt.fsdp.schedule import Schedule
+from shardrt.fsdp.team import Team, shape_of
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 
@@ -22,27 +28,120 @@ def unit_of(module: Module) -> Unit | None:
     return getattr(module.boundary, "unit", None)
 
 
+def units_below(*modules: Module) -> list[Unit]:
+    """The units of `modules` and below, outer ones first, each once."""
+    found = (unit_of(below) for module in modules for below in module.modules())
+    return list(dict.fromkeys(unit for unit in found if unit is not None))
+
+
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it.
 
     Raises ValueError for units that do not fit together (meshes, tied parameters, element types, more ranks
     than elements) or that differ between ranks; RuntimeError if a part was used before the whole was sharded.
     """
-    root = _outermost(unit.module)
-    units = [found for module in root.modules() if (found := unit_of(module)) is not None]
-    _check(root, units)
+    units = arranged(unit)
     mesh = units[0].settings.mesh
-    schedule = Schedule(mesh, units, units[0].settings.prefetch)
-    layouts = {u: Layout.plan([(p.name, p.shape) for p in u.parameters], mesh.size) for u in units}
+    layouts = lay_out(units)
+    schedule = Schedule(mesh, units, units[0].settings.prefetch, _lanes(units))
     _check_same_on_all_ranks(schedule, units, layouts)
     _compile_once(schedule)
+    teams = teams_of(units)
+    facts = facts_of(units, teams)
+    specs = buffers.plan(units, layouts, facts)
+    made: dict[Spec, Arena] = {}
     for u in units:
-        u.reshard_after_forward = _reshards(u, is_root=u is units[0])
-    _make_arenas(schedule, units, layouts)
-    for u in units:
-        _make_shard(schedule, u, layouts[u])
+        for group in u.groups:
+            group.layout, group.team = layouts[group], teams[u.settings.strategy.row.cut]
+            group.arenas = {
+                role: made.setdefault(spec, _arena(group, role, spec, facts.device, made.get(spec)))
+                for role, spec in specs[group].items()
+                if role not in ("shard", "reduced")
+            }
+            _make_shard(group, specs[group], facts)
+        u.belongs_to(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
-    schedule.control.barrier(stream=schedule.compute)
+    schedule.control.barrier(stream=schedule.lanes.compute)
+
+
+def arranged(unit: Unit) -> list[Unit]:
+    """The outermost unit above `unit` and all units below that, checked, each told where it stands."""
+    module = unit.modules[0]
+    while module is not None:
+        unit = unit_of(module) or unit
+        module = module.parent
+    units = units_below(*unit.modules)
+    _check(units)
+    _arrange(units)
+    return units
+
+
+def _arrange(units: list[Unit]) -> None:
+    """Tell every unit what contains it, and what of it stays gathered when."""
+    below = {unit: {id(m) for top in unit.modules for m in top.modules()} for unit in units}
+    for unit in units:
+        own = [id(module) for module in unit.modules]
+        unit.inside = frozenset(
+            other for other in units if other is not unit and any(i in below[other] for i in own)
+        )
+        row = unit.settings.strategy.row
+        asked = unit.settings.reshard_after_forward
+        # The outermost unit stays gathered from forward to backward, which needs it at once, unless told.
+        kept = row.keep_after_forward or unit is units[0]
+        unit.reshard_after_forward = not kept if asked is None else asked
+        unit.reshard_after_backward = not row.keep_after_backward
+
+
+def lay_out(units: list[Unit]) -> dict[Group, Layout]:
+    """Where the parameters of every group lie."""
+    layouts = {}
+    for unit in units:
+        shards, copies = shape_of(unit.settings.mesh, unit.settings.strategy.row.cut)
+        for group in unit.groups:
+            layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
+    return layouts
+
+
+def teams_of(units: list[Unit]) -> dict[str, Team]:
+    """The team of every cut that these units use. Collective."""
+    cuts = sorted({unit.settings.strategy.row.cut for unit in units})
+    return {cut: Team.of(units[0].settings.mesh, cut) for cut in cuts}
+
+
+def facts_of(units: list[Unit], teams: dict[str, Team], no_sync: bool = False) -> Facts:
+    """What the plan of the buffers depends on."""
+    shared = all(team.gather.shares_memory for cut, team in teams.items() if cut != "none")
+    tops = units[0].modules
+    recomputed = [module for top in tops for module in top.modules() if module.recomputation is not None]
+    return Facts(
+        device=units[0].settings.mesh.device,
+        prefetch=units[0].settings.prefetch,
+        sharers=worlds.current().local_size if shared else 0,
+        together=max((len(units_below(module)) for module in recomputed), default=1),
+        no_sync=no_sync or not all(unit.sync for unit in units),
+    )
+
+
+def own_gradient_slots(units: list[Unit]) -> None:
+    """Give every group of `units` a slot for full gradients that it shares with no other. Collective."""
+    schedule = units[0].schedule
+    everyone = [
+        group.arenas["gradients"] for unit in schedule.units for group in unit.groups if group.trainable
+    ]
+    for group in (group for unit in units for group in unit.groups if group.trainable):
+        arena = group.arenas["gradients"]
+        if everyone.count(arena) > 1 and group.open_gradient is None:
+            spec = Spec("gradients", group.layout.total, arena.slots[0].array.dtype)
+            group.arenas["gradients"] = _arena(group, "gradients", spec, schedule.lanes.device, None)
+
+
+def _lanes(units: list[Unit]) -> Lanes:
+    device = units[0].settings.mesh.device
+    gather, reduce = device.new_stream("gather"), device.new_stream("reduce")
+    upload = download = None
+    if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
+        upload, download = device.new_stream("upload"), device.new_stream("download")
+    return Lanes(device, device.current_stream, gather, reduce, upload or gather, download or reduce)
 
 
 def _compile_once(schedule: Schedule) -> None:
@@ -50,93 +149,74 @@ def _compile_once(schedule: Schedule) -> None:
     world = worlds.current()
     if world.kind == "mpi":
         if world.local_rank == 0:
-            schedule.device.warm_up()
-        schedule.control.barrier(stream=schedule.compute)
+            schedule.lanes.device.warm_up()
+        schedule.control.barrier(stream=schedule.lanes.compute)
 
 
-def _outermost(module: Module) -> Module:
-    found = module
-    while (module := module.parent) is not None:
-        if unit_of(module) is not None:
-            found = module
-    return found
-
-
-def _reshards(unit: Unit, is_root: bool) -> bool:
-    """The outermost unit stays gathered from forward to backward, which needs it at once, unless told."""
-    asked = unit.settings.reshard_after_forward
-    return asked if asked is not None else unit.settings.strategy.reshard_after_forward and not is_root
-
-
-def _make_arenas(schedule: Schedule, units: list[Unit], layouts: dict[Unit, Layout]) -> None:
-    """Memory for gathered parameters and for full gradients.
-
-    Units that come and go one after the other share prefetch + 1 slots. A unit that stays gathered while
-    others are (it contains them, or is kept for backward) has a slot of its own. Where the ranks of a node
-    share memory, a gathered unit *is* its shards, side by side in one buffer, and every unit has that.
-    """
-    device, gather, reduce = schedule.device, schedule.gather, schedule.reduce
-    passing = [u for u in units if u.parameters and u.reshard_after_forward and not _contains_units(u)]
-    largest = max((layouts[u].total for u in passing), default=0)
-    dtype = units[0].dtype
-    pooled: dict[str, Arena] = {}
-    if passing:
-        make_gradient = partial(reduce.allocate, largest, dtype, shared=False)
-        pooled["gradients"] = Arena(device, make_gradient, min(GRADIENT_SLOTS, len(passing)))
-        if not gather.shares_memory:
-            make_gathered = partial(gather.allocate, largest, dtype, shared=True)
-            pooled["parameters"] = Arena(device, make_gathered, min(schedule.prefetch + 1, len(passing)))
-    for u in units:
-        total = layouts[u].total
-        if u in passing and "parameters" in pooled:
-            u.parameter_arena = pooled["parameters"]
-        else:
-            u.parameter_arena = Arena(device, partial(gather.allocate, total, dtype, shared=True), 1)
-        if u in passing:
-            u.gradient_arena = pooled["gradients"]
-        elif u.trainable:
-            u.gradient_arena = Arena(device, partial(reduce.allocate, total, dtype, shared=False), 1)
-
-
-def _make_shard(schedule: Schedule, unit: Unit, layout: Layout) -> None:
-    """This rank's part of the parameters: inside the gathered buffer where ranks share it, else apart."""
-    unit.shard_in_slot = schedule.gather.shares_memory
-    if unit.shard_in_slot:
-        start, stop = layout.shard_range(schedule.rank)
-        shard = unit.parameter_arena.slots[0].array[start:stop]
+def _arena(group: Group, role: str, spec: Spec, device: Device, made: Arena | None) -> Arena:
+    """The arena of a Spec. Collective where ranks share memory."""
+    if made is not None:
+        return made
+    team = group.team
+    if role in ("upload", "download"):
+        allocate = partial(device.buffer, spec.count, spec.dtype)
+    elif role in ("gathered", "wire"):
+        shared = spec.role == "shard" and team.size > 1
+        allocate = partial(team.gather.allocate, spec.count, spec.dtype, shared=shared)
     else:
-        shard = schedule.device.buffer(layout.shard_size, unit.dtype)
-    reduced = schedule.device.buffer(layout.shard_size, unit.dtype) if unit.trainable else None
-    unit.build(schedule, layout, shard, reduced)
+        reduce = team.copies if team.size == 1 and team.copies is not None else team.reduce
+        allocate = partial(reduce.allocate, spec.count, spec.dtype, shared=False)
+    return Arena(device, allocate, spec.slots)
 
 
-def _contains_units(unit: Unit) -> bool:
-    below = unit.module.modules()
-    next(below)  # the module itself comes first
-    return any(unit_of(module) is not None for module in below)
+def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
+    """This rank's part of the parameters: inside the gathered buffer where ranks share it, else apart."""
+    group.shard_in_slot = "shard" not in specs
+    if group.shard_in_slot:
+        start, stop = group.layout.shard_range(group.team.rank)
+        shard = group.arenas["gathered"].slots[0].array[start:stop]
+    else:
+        shard = _buffer(group, specs["shard"], facts)
+    group.build(facts.device, shard, _buffer(group, specs["reduced"], facts) if group.trainable else None)
 
 
-def _check(root: Module, units: list[Unit]) -> None:
+def _buffer(group: Group, spec: Spec, facts: Facts) -> np.ndarray:
+    if spec.host:
+        return np.asarray(host_buffer(facts.device, spec.count, spec.dtype, group.placement))
+    return facts.device.buffer(spec.count, spec.dtype)
+
+
+def _check(units: list[Unit]) -> None:
+    """Raise for units that cannot train together; see build."""
+    first = units[0]
     for u in units:
         if u.built:
             raise RuntimeError(
                 f"fully_shard: unit {u.label} was used before the model around it was sharded; call "
                 "fully_shard on the outermost module before the optimizer is made and the first forward runs"
             )
-        if u.settings.mesh is not units[0].settings.mesh:
-            raise ValueError(f"fully_shard: unit {u.label} has another mesh than {units[0].label}")
-    dtypes = {u.dtype for u in units if u.parameters}
+        if u.settings.mesh is not first.settings.mesh:
+            raise ValueError(f"fully_shard: unit {u.label} has another mesh than {first.label}")
+        for group in u.groups:
+            for parameter in group.parameters:
+                if parameter.requires_grad and not group.trainable:
+                    raise ValueError(
+                        f"fully_shard: parameter {parameter.name!r} was frozen when unit {u.label} was made "
+                        "and is not now; set requires_grad before fully_shard"
+                    )
+    dtypes = {p.dtype for u in units for p in u.parameters}
     if len(dtypes) > 1:
         raise ValueError(
             f"fully_shard: parameters of one model must have one dtype, found {sorted(map(str, dtypes))}"
         )
-    elements, ranks = sum(p.size for u in units for p in u.parameters), units[0].settings.mesh.size
+    elements, ranks = sum(p.size for u in units for p in u.parameters), first.settings.mesh.size
     if elements < ranks:
         raise ValueError(
             f"fully_shard: the model has {elements} parameter elements, too few for {ranks} ranks"
         )
     owners = {id(p): u for u in units for p in u.parameters}
-    _check_reachable(root, [], owners)
+    for module in first.modules:
+        _check_reachable(module, [], owners)
 
 
 def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:
@@ -148,30 +228,34 @@ def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]
         if owner is not None and owner not in around:
             raise ValueError(
                 f"fully_shard: parameter {parameter.name!r} of unit {owner.label} is tied to "
-                f"{module.name + '.' + name!r}, outside that unit; leave both to a unit that contains them"
+                f"{module.name + '.' + name!r}, outside that unit; leave both to a unit that contains both, "
+                "or make both modules one unit: fully_shard([first, second])"
             )
     for child in module.children():
         _check_reachable(child, around, owners)
 
 
-def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dict[Unit, Layout]) -> None:
+def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dict[Group, Layout]) -> None:
     """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
     described = [
         (
             u.label,
-            layouts[u].entries,
-            [p.seed for p in u.parameters],
             u.settings.strategy,
             u.settings.prefetch,
+            u.settings.placement.parameters,
+            u.settings.placement.gradients,
+            [(g.kind, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],
         )
         for u in units
     ]
-    checksums = np.zeros(schedule.mesh.size, np.int64)
-    checksums[schedule.rank] = zlib.crc32(repr(described).encode())
-    schedule.control.all_gather(checksums, stream=schedule.compute)
+    size, rank = schedule.mesh.size, schedule.mesh.rank
+    checksums = np.zeros(size, np.int64)
+    checksums[rank] = zlib.crc32(repr(described).encode())
+    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
     if (checksums != checksums[0]).any():
         differing = np.flatnonzero(checksums != checksums[0]).tolist()
+        seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
-            f"(rank {schedule.rank}: {len(units)} units, seed {described[0][2][:1]})"
+            f"(rank {rank}: {len(units)} units, seeds {seeds})"
         )

@@ -1,34 +1,68 @@
-"""What stays gathered when: one row per sharding strategy.
+"""What is cut over which ranks, and what stays gathered when: one row per sharding strategy.
 
-All strategies run the same schedule; they differ in the answers to the questions below.
-(Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section 5.)
+All strategies run the same schedule; they differ in the answers below, and give the same bits at one world
+size. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section
+5; Zhao et al., PyTorch FSDP, 2023, section 3.2.)
 """
 
+from dataclasses import dataclass
 from enum import Enum
 
 
-class ShardingStrategy(Enum):
-    """How the parameters of a unit are held between uses.
+@dataclass(frozen=True)
+class Row:
+    """The answers of one strategy.
 
-    FULL_SHARD (ZeRO-3): released after forward and after backward; gathered twice a step.
-    SHARD_GRAD_OP (ZeRO-2 in FSDP's sense): kept from forward to backward; gathered once a step.
+    cut: the ranks that a parameter is cut over: "all" of the mesh, the "group" along the last axis of a mesh
+    of two, or "none". Ranks beyond that hold copies, whose gradients are summed.
     """
 
-    FULL_SHARD = "FULL_SHARD"
-    SHARD_GRAD_OP = "SHARD_GRAD_OP"
+    cut: str
+    keep_after_forward: bool  # the gathered parameters stay until backward
+    keep_after_backward: bool  # and until the optimizer has changed them
+    keep_gradient: bool = False  # each rank has full gradients of its own, not a slot that units share
+
+
+class ShardingStrategy(Enum):
+    """How the parameters, gradients and optimizer state of a unit are held. P: bytes of all parameters.
+
+    NO_SHARD (DDP): every rank has everything; gradients are reduced. Traffic per step and rank 2P.
+    SHARD_OPT (ZeRO-1): parameters and gradients whole on every rank, optimizer state cut; 2P.
+    SHARD_GRAD_OP (ZeRO-2 in FSDP's sense): all cut; gathered from forward to backward; 2P.
+    FULL_SHARD (ZeRO-3): all cut; gathered for forward and again for backward; 3P.
+    HYBRID_SHARD: FULL_SHARD within the last axis of a two-axis mesh, copies along the first.
+    HYBRID_SHARD_GRAD_OP: SHARD_GRAD_OP likewise.
+    """
+
+    NO_SHARD = Row("none", True, True)
+    SHARD_OPT = Row("all", True, True, keep_gradient=True)
+    SHARD_GRAD_OP = Row("all", True, False)
+    FULL_SHARD = Row("all", False, False)
+    HYBRID_SHARD = Row("group", False, False)
+    HYBRID_SHARD_GRAD_OP = Row("group", True, False)
 
     @property
-    def reshard_after_forward(self) -> bool:
-        """Whether the gathered parameters are released between forward and backward."""
-        return self is ShardingStrategy.FULL_SHARD
+    def row(self) -> Row:
+        """The strategy's answers."""
+        return self.value
 
     @classmethod
-    def parse(cls, name: "str | ShardingStrategy") -> "ShardingStrategy":
-        """The strategy called `name`. Raises ValueError that lists the known ones."""
+    def parse(cls, name: "str | ShardingStrategy | None", axes: int) -> "ShardingStrategy":
+        """The strategy called `name` for a mesh of `axes` axes; None for the usual one of such a mesh.
+
+        Raises ValueError that lists the known ones, or says what mesh a hybrid strategy needs.
+        """
+        if name is None:
+            return cls.FULL_SHARD if axes == 1 else cls.HYBRID_SHARD
         if isinstance(name, cls):
-            return name
-        try:
-            return cls[str(name)]
-        except KeyError:
-            known = ", ".join(strategy.name for strategy in cls)
-            raise ValueError(f"strategy: unknown strategy {name!r}; known: {known}") from None
+            strategy = name
+        elif str(name) in cls.__members__:
+            strategy = cls[str(name)]
+        else:
+            raise ValueError(f"strategy: unknown strategy {name!r}; known: {', '.join(cls.__members__)}")
+        if strategy.row.cut == "group" and axes != 2:
+            raise ValueError(
+                f"strategy: {strategy.name} needs a mesh with two axes, copies and shards, such as "
+                f"init_device_mesh(shape=(2, 4)); this one has {axes}"
+            )
+        return strategy

@@ -105,14 +105,14 @@ def gather_order(prefetch):
     model = Distinct()
     mesh = init_device_mesh("auto", wrap=lambda communicator: Ordered(communicator, log))
     shard(model, mesh, prefetch=prefetch)
-    names = {unit.layout.total: unit.label for unit in units(model)}
+    names = {unit.groups[0].layout.total: unit.label for unit in units(model)}
     assert len(names) == 5
     log.clear()
     for tokens, targets in batches(2, size=4):
         log.clear()
         loss_of(model, tokens, targets).backward()
     order = [names[size] for size in log]
-    return order, units(model)[0].schedule.drifts
+    return order, units(model)[0].schedule.plan.deviations
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -147,8 +147,8 @@ def issued_at_entry(prefetch):
         ahead.clear()
         loss_of(model, tokens, targets).backward()
     schedule = units(model)[0].schedule
-    arena = units(model)[1].parameter_arena
-    return ahead, arena.peak_in_use, len(arena.slots), schedule.drifts
+    arena = units(model)[1].groups[0].arenas["gathered"]
+    return ahead, arena.peak_in_use, len(arena.slots), schedule.plan.deviations
 
 
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
@@ -172,7 +172,7 @@ def state_bytes():
         up = lambda n: -(-n // ALIGNMENT) * ALIGNMENT  # noqa: E731
         elements = sum(up(int(np.prod(p.shape))) for p in unit.parameters)
         expected += 16 * up(-(-elements // mesh.size))  # parameter, gradient, two moments
-    held = sum(unit.shard.nbytes + unit._reduced.nbytes for unit in units(model))
+    held = sum(g.shard.nbytes + g._reduced.nbytes for unit in units(model) for g in unit.groups)
     held += sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
     return held, expected
 

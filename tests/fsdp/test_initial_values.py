@@ -15,7 +15,7 @@ def initial_weights(seed):
     model = Net()
     mesh = init_device_mesh("auto")
     shard(model, mesh)
-    held = sum(unit.shard.size for unit in units(model))
+    held = sum(group.shard.size for unit in units(model) for group in unit.groups)
     return full_state_dict(model), held
 
 

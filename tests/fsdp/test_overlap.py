@@ -8,9 +8,9 @@ import pytest
 import shardrt
 from shardrt import nn
 from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp import fully_shard, units
-from shardrt.fsdp.schedule import Schedule
-from tests.fsdp.nets import Block, Net, batches, loss_of, shard
+from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train_on
 
 BLOCKS = 6
 COMPUTE = 0.02  # seconds that a block computes, forward and again backward
@@ -56,7 +56,7 @@ def step_seconds(prefetch, serial):
     x = shardrt.Tensor(np.ones((4, 7), np.float32))
     schedule = units(model)[0].schedule
     if serial:  # one stream for everything: what the step costs without overlap
-        schedule.gather_stream = schedule.reduce_stream = schedule.compute
+        schedule.lanes.gather = schedule.lanes.reduce = schedule.lanes.upload = schedule.lanes.compute
     times = []
     for _ in range(4):
         start = time.perf_counter()
@@ -85,10 +85,10 @@ def losses_with_late_gathers(forget_to_wait):
     mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, 0.005))
     shard(model, mesh)
     for unit in units(model):
-        unit.parameter_arena.poison = True
+        unit.groups[0].arenas["gathered"].poison = True
     if forget_to_wait:
-        schedule = units(model)[0].schedule
-        schedule.compute = _Hasty(schedule.compute)
+        lanes = units(model)[0].schedule.lanes
+        lanes.compute = _Hasty(lanes.compute)
     return [float(loss_of(model, tokens, targets).item()) for tokens, targets in batches(3, size=4)]
 
 
@@ -105,6 +105,9 @@ class _Hasty:
     def record(self, event):
         self._stream.record(event)
 
+    def submit(self, function, *args, label=""):
+        self._stream.submit(function, *args, label=label)
+
 
 def test_late_gathers_and_poisoned_slots_change_nothing():
     losses = thread.run(2, losses_with_late_gathers, False)[0]
@@ -117,19 +120,14 @@ def test_a_missing_wait_is_found():
 
 
 @pytest.mark.parametrize("late", ["gather", "reduce"])
-def test_slow_communication_gives_the_same_weights(late):
-    from tests.fsdp.nets import train_on
-
+def test_slow_communication_gives_the_same_weights(late, monkeypatch):
     expected = train_on(3, Net)[1]
-    original = Schedule.__init__
+    original = DeviceMesh.communicator
 
-    def slowed(self, mesh, units, prefetch):
-        original(self, mesh, units, prefetch)
-        setattr(self, late, DelayedCommunicator(getattr(self, late), 0.004))
+    def slowed(self, role, dim=None):
+        made = original(self, role, dim)
+        return DelayedCommunicator(made, 0.004) if role == late else made
 
-    Schedule.__init__ = slowed
-    try:
-        found = train_on(3, Net)[1]
-    finally:
-        Schedule.__init__ = original
+    monkeypatch.setattr(DeviceMesh, "communicator", slowed)
+    found = train_on(3, Net)[1]
     assert all(np.array_equal(found[name], expected[name]) for name in expected)

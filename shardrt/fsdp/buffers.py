@@ -1,0 +1,159 @@
+"""Which memory a model needs beside its activations: every buffer, decided before any is allocated.
+
+`plan` gives a Spec for each role of each group; setup allocates exactly these, and memory.py adds them up.
+Groups of units that come and go one after the other share slots. A unit that stays gathered while others are
+(it contains them, or is kept for backward) has a slot of its own. Where the ranks of a node share memory, a
+gathered unit *is* its shards, side by side in one buffer, and every unit has that.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.device import Device
+from shardrt.fsdp.group import Group
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.unit import Unit
+
+GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
+STAGING_SLOTS = 2  # one that is copied while the other is used
+
+
+@dataclass(frozen=True, eq=False)
+class Spec:
+    """`slots` buffers of `count` elements.
+
+    role: what for, see ROLES. sharers: how many ranks have it in common, each counting its part.
+    """
+
+    role: str
+    count: int
+    dtype: Any
+    slots: int = 1
+    host: bool = False
+    sharers: int = 1
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes per rank."""
+        return self.count * np.dtype(self.dtype).itemsize * self.slots // self.sharers
+
+
+ROLES = {
+    "shard": "sharded parameters",
+    "reduced": "sharded gradients",
+    "gathered": "gathered parameters",
+    "gradients": "full gradients",
+    "wire": "16-bit parameters on the way",
+    "reduce_wire": "16-bit gradients on the way",
+    "upload": "staging from the host",
+    "download": "staging to the host",
+}
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the plan depends on beside the units."""
+
+    device: Device
+    prefetch: int
+    sharers: int  # ranks of a node that share the memory of gathered units; 0 where none can
+    together: int = 1  # units that a recomputed module gathers at once, at most
+    no_sync: bool = False  # gradients are accumulated before they are reduced
+
+
+Specs = dict[Group, dict[str, Spec]]
+
+
+def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs:
+    """Group -> role -> Spec; groups that share slots have the same Spec."""
+    groups = [group for unit in units for group in unit.groups]
+    specs: Specs = {group: {} for group in groups}
+    for group in groups:
+        _own(group, layouts[group], specs[group], facts)
+    passing = [g for g in groups if g.unit.reshard_after_forward and not contains_units(g.unit, units)]
+    for members in _alike(g for g in passing if "gathered" not in specs[g]):
+        slots = min(max(facts.prefetch + 1, facts.together), len(members))
+        _share(specs, layouts, members, "gathered", _compute(members[0], facts), slots)
+    filling = [g for g in groups if "gradients" not in specs[g] and g.trainable]
+    for members in _alike(g for g in filling if not contains_units(g.unit, units)):
+        _share(
+            specs,
+            layouts,
+            members,
+            "gradients",
+            _compute(members[0], facts),
+            min(GRADIENT_SLOTS, len(members)),
+        )
+    for group in groups:
+        total = layouts[group].total
+        specs[group].setdefault("gathered", Spec("gathered", total, _compute(group, facts)))
+        if group.trainable:
+            specs[group].setdefault("gradients", Spec("gradients", total, _compute(group, facts)))
+    _transit(specs, layouts, groups, facts)
+    return specs
+
+
+def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
+    """What a group does not share with others."""
+    place, dtype = group.placement, group.kind.dtype
+    if in_slot(group, layout, facts):
+        sharers = min(layout.world_size, max(1, facts.sharers))
+        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
+    else:
+        roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
+    if group.trainable:
+        roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
+        if facts.no_sync or group.unit.settings.strategy.row.keep_gradient:
+            roles["gradients"] = Spec("gradients", layout.total, _compute(group, facts))
+
+
+def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
+    """What data passes through on its way: one buffer, or two slots, for all groups of a kind and cut."""
+    low = [g for g in groups if g.kind.param in dtypes.LOW and layouts[g].world_size > 1]
+    for members in _alike(low):
+        _share(specs, layouts, members, "wire", dtypes.storage(members[0].kind.param), 1)
+    low = [g for g in groups if g.trainable and g.kind.reduce in dtypes.LOW]
+    for members in _alike(low):
+        _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].kind.reduce), 1)
+    for members in _alike(g for g in groups if g.placement.parameters and g.kind.param in dtypes.LOW):
+        _share(specs, layouts, members, "upload", members[0].kind.dtype, STAGING_SLOTS)
+    for members in _alike(g for g in groups if g.placement.gradients and g.trainable):
+        _share(specs, layouts, members, "download", members[0].kind.dtype, STAGING_SLOTS)
+
+
+def _share(
+    specs: Specs, layouts: dict[Group, Layout], members: list[Group], role: str, dtype: Any, slots: int
+) -> None:
+    """One Spec, as long as the largest needs, for all `members`."""
+    whole = role not in ("upload", "download")
+    count = max(layouts[g].total if whole else layouts[g].shard_size for g in members)
+    spec = Spec(role, count, dtype, min(slots, len(members)))
+    for group in members:
+        specs[group][role] = spec
+
+
+def _alike(groups: Iterable[Group]) -> list[list[Group]]:
+    """Groups of one kind and one cut together."""
+    sorted_: dict[tuple, list[Group]] = {}
+    for group in groups:
+        sorted_.setdefault((group.kind, group.unit.settings.strategy.row.cut), []).append(group)
+    return list(sorted_.values())
+
+
+def in_slot(group: Group, layout: Layout, facts: Facts) -> bool:
+    """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
+    computed = np.dtype(group.kind.dtype) == _compute(group, facts) and group.kind.param not in dtypes.LOW
+    return computed and not group.placement.parameters and (facts.sharers > 0 or layout.world_size == 1)
+
+
+def _compute(group: Group, facts: Facts) -> np.dtype:
+    return facts.device.compute_dtype(group.kind.param)
+
+
+def contains_units(unit: Unit, units: list[Unit]) -> bool:
+    """Whether another unit lies inside this one."""
+    return any(unit in other.inside for other in units)

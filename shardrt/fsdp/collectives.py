@@ -1,0 +1,165 @@
+"""How the parameters of a group are gathered and its gradients reduced: what is moved, in which stream, after
+which event. When and whether it happens is the schedule's.
+
+    gather   [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
+    reduce   [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
+             -> added to the sharded gradient -> [device -> host]
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt import dtypes
+from shardrt.device import Device, Stream
+from shardrt.device.arena import Slot
+from shardrt.fsdp.group import Group
+
+Array = Any
+
+
+@dataclass
+class Lanes:
+    """The streams of one schedule. upload and download copy between host and device."""
+
+    device: Device
+    compute: Stream
+    gather: Stream
+    reduce: Stream
+    upload: Stream
+    download: Stream
+
+
+def gather(group: Group, slot: Slot, lanes: Lanes) -> None:
+    """Fill `slot` with the whole parameters; `slot.ready` is recorded when they are there."""
+    if group.shard_in_slot and group.team.size == 1:
+        return  # the slot is the parameters
+    full = slot.array[: group.layout.total]
+    if "wire" in group.arenas:
+        _gather_packed(group, slot, full, lanes)
+    elif group.kind.param in dtypes.LOW and group.team.size == 1:
+        _round(group, slot, full, lanes)
+    else:
+        _gather_plain(group, slot, full, lanes)
+    lanes.gather.record(slot.ready)
+
+
+def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+    """The shard has the type of the slot: it goes to its place, and the others' beside it."""
+    own = full[slice(*group.layout.shard_range(group.team.rank))]
+    stream = lanes.gather
+    if group.placement.parameters:
+        lanes.upload.wait(slot.free)  # compute has finished with the unit that had the slot
+        lanes.upload.submit(lanes.device.copy, own, group._shard, label=f"upload {group.label}")
+        lanes.upload.record(group.uploaded)
+        stream.wait(group.uploaded)  # this rank's part has come from the host
+    else:
+        stream.wait(slot.free)  # compute has finished with the unit that had the slot
+        if not group.shard_in_slot:
+            stream.submit(lanes.device.copy, own, group._shard)
+    if group.team.size > 1:
+        group.team.gather.all_gather(full, stream=stream, what=group.label)
+
+
+def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+    """The shard is rounded to 16 bits, which travel, and are widened where the device computes in more.
+
+    One buffer serves all groups: everything that touches it is in the gather stream, in order.
+    """
+    stream, cast, kind = lanes.gather, lanes.device.kernels.cast, group.kind.param
+    packed = group.arenas["wire"].slots[0].array[: group.layout.total]
+    own = packed[slice(*group.layout.shard_range(group.team.rank))]
+    source, staged = _on_device(group, lanes)
+    stream.submit(cast.pack, source, own, kind)
+    _return(staged, stream)
+    group.team.gather.all_gather(packed, stream=stream, what=group.label)
+    stream.wait(slot.free)  # compute has finished with the unit that had the slot
+    stream.submit(cast.unpack, packed, full, kind)
+
+
+def _round(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+    """As _gather_packed where this rank holds everything: nothing travels."""
+    source, staged = _on_device(group, lanes)
+    lanes.gather.wait(slot.free)  # compute has finished with the unit that had the slot
+    lanes.gather.submit(lanes.device.kernels.cast.round_to, source, full, group.kind.param)
+    _return(staged, lanes.gather)
+
+
+def _on_device(group: Group, lanes: Lanes) -> tuple[Array, Slot | None]:
+    """The shard as the gather stream may read it: itself, or a copy of the host's in a staging slot."""
+    if not group.placement.parameters:
+        return group._shard, None
+    staged = group.arenas["upload"].acquire()
+    array = staged.array[: group.layout.shard_size]
+    lanes.upload.wait(staged.free)  # the gather that used the slot before has read it
+    lanes.upload.submit(lanes.device.copy, array, group._shard, label=f"upload {group.label}")
+    lanes.upload.record(staged.ready)
+    lanes.gather.wait(staged.ready)  # the shard has come from the host
+    return array, staged
+
+
+def _return(staged: Slot | None, stream: Stream) -> None:
+    if staged is not None:
+        stream.record(staged.free)
+        staged.arena.release(staged)
+
+
+def reduce(group: Group, slot: Slot, lanes: Lanes) -> None:
+    """Sum the full gradients in `slot` over the ranks into the group's sharded gradient.
+
+    `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
+    """
+    stream = lanes.reduce
+    stream.wait(slot.ready)  # compute has written the gradients
+    if not group.placement.gradients:
+        _sum(group, slot, group._reduced, stream, lanes.device)
+        stream.record(slot.free)
+        stream.record(group.gradient_ready)
+        return
+    staged = group.arenas["download"].acquire()
+    array = staged.array[: group.layout.shard_size]
+    if group.has_gradient:  # what was accumulated so far comes back, so that the sum is the same to the bit
+        lanes.upload.wait(staged.free)  # the gradient that used the slot before is on the host
+        lanes.upload.wait(group.gradient_ready)  # so is this group's last one
+        lanes.upload.submit(lanes.device.copy, array, group._reduced, label=f"upload gradient {group.label}")
+        lanes.upload.record(staged.ready)
+        stream.wait(staged.ready)  # the sum so far has come from the host
+    else:
+        stream.wait(staged.free)  # the gradient that used the slot before is on the host
+    _sum(group, slot, array, stream, lanes.device)
+    stream.record(slot.free)
+    stream.record(staged.ready)
+    lanes.download.wait(staged.ready)  # the sum is complete
+    lanes.download.submit(lanes.device.copy, group._reduced, array, label=f"download {group.label}")
+    lanes.download.record(staged.free)
+    lanes.download.record(group.gradient_ready)
+    staged.arena.release(staged)
+
+
+def _sum(group: Group, slot: Slot, out: Array, stream: Stream, device: Device) -> None:
+    """out = (out if there is a gradient) + scale * sum over the ranks. The same bits for every strategy.
+
+    With copies, the shards are first summed within the team, then across copies, where a reduce-scatter and
+    an all-gather over the same memory make an all-reduce. Sums go by a binary tree over the ranks, so two
+    levels add up like one as long as a team's size is a power of two.
+    """
+    team, layout, accumulate = group.team, group.layout, group.has_gradient
+    scale = 1.0 / group.unit.divide_factor
+    full = slot.array[: layout.total]
+    wire, kind = full, ""
+    if "reduce_wire" in group.arenas:
+        wire, kind = group.arenas["reduce_wire"].slots[0].array[: layout.total], group.kind.reduce
+        stream.submit(device.kernels.cast.pack, full, wire, kind)
+    if team.copies is None:
+        team.reduce.reduce_scatter(
+            out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.label
+        )
+        return
+    own = full[slice(*layout.shard_range(team.rank))]
+    if team.size > 1:
+        team.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.label)
+        wire, kind = own, ""
+    count = own.size // team.copies.size
+    piece = own[team.copies.rank * count : (team.copies.rank + 1) * count]
+    team.copies.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.label)
+    team.copies.all_gather(own, stream=stream, what=group.label)
+    stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)

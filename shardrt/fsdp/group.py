@@ -1,0 +1,212 @@
+"""Group: the parameters of a unit that lie in one flat buffer, and the storage behind them.
+
+They have one element type and are all trained or all frozen: a frozen parameter costs no gradient memory and
+is never reduced. A group holds arrays and knows where things are; when anything happens to it is the
+schedule's, how it is moved stands in collectives.py.
+"""
+
+import tempfile
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import autograd, random
+from shardrt.autograd import WRITTEN, Edge
+from shardrt.device import Device
+from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.team import Team
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage, Placement, Storage
+
+if TYPE_CHECKING:
+    from shardrt.fsdp.unit import Unit
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What parameters must share to lie in one buffer."""
+
+    trainable: bool
+    dtype: str  # of the shard that the optimizer updates: float32, or float64 for gradient checks
+    param: str  # gathered and computed in
+    reduce: str  # gradients are sent in
+
+
+@dataclass
+class OpenGradient:
+    """Full gradients of a group while backward is filling them."""
+
+    slot: Slot
+    views: tuple[Array, ...]
+    written: set[int] = field(default_factory=set)  # positions of the parameters written so far
+
+
+class Group(Storage):
+    """One flat buffer of a unit."""
+
+    def __init__(self, unit: "Unit", kind: Kind, parameters: list[Parameter]) -> None:
+        self.unit = unit
+        self.kind = kind
+        self.parameters = parameters
+        self.placement: Placement = unit.settings.placement
+        self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
+        self._initial = [parameter.storage for parameter in parameters]  # until `build` has taken them over
+        for parameter in parameters:
+            parameter.storage = self
+        self.has_gradient = False
+        self.slot: Slot | None = None
+        self.views: tuple[Array, ...] = ()
+        self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
+        self.open_gradient: OpenGradient | None = None
+        # Set by setup.build, once the outermost unit is known:
+        self.layout: Layout
+        self.team: Team
+        self.arenas: dict[str, Arena]  # by role, see buffers.py
+        self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
+
+    def build(self, device: Device, shard: Array, reduced: Array | None) -> None:
+        """Take over the parameters: fill `shard` with this rank's piece of them.
+
+        reduced: memory for the sharded gradient, as long as the shard; None if nothing is trainable.
+        """
+        self._device = device
+        self.communicator = self.team.control
+        self.gradient_ready = device.new_event()
+        self.uploaded = device.new_event()  # the shard has come from the host
+        self._shard = shard
+        self._reduced = reduced
+        self._ranges = [self.layout.local(entry, self.team.rank) for entry in self.layout.entries]
+        for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
+            start, stop, first = held
+            _fill(parameter, storage, shard[start:stop], first)
+        self._initial = []
+
+    @property
+    def label(self) -> str:
+        """For messages and traces: the unit, and what tells this group from its others."""
+        if len(self.unit.groups) == 1:
+            return self.unit.label
+        return f"{self.unit.label} ({self.kind.param}{'' if self.kind.trainable else ', frozen'})"
+
+    @property
+    def trainable(self) -> bool:
+        """Whether it has gradients."""
+        return self.kind.trainable
+
+    # -- gathered parameters
+
+    def attach(self, slot: Slot) -> None:
+        """The parameters are, or will be, in this slot."""
+        self.slot = slot
+        self.views = self.views_of(slot.array)
+
+    def detach(self) -> Slot:
+        """The parameters are in no slot any more; gives the slot."""
+        slot, self.slot, self.views = self.slot, None, ()
+        return slot
+
+    def views_of(self, array: Array) -> tuple[Array, ...]:
+        """Each parameter's part of a flat buffer, in its shape."""
+        return tuple(array[entry.offset : entry.stop].reshape(entry.shape) for entry in self.layout.entries)
+
+    # -- the storage contract
+
+    def _built(self) -> "Group":
+        self.unit.schedule  # noqa: B018  builds it
+        return self
+
+    @property
+    def shard(self) -> Array:
+        return self._built()._shard
+
+    @property
+    def gradient(self) -> Array | None:
+        if self.open_gradient is not None and autograd.running() is None:
+            raise RuntimeError(
+                f"unit {self.unit.label}: its gradients were accumulated under no_sync and not reduced yet; "
+                "run the last backward of a step outside no_sync"
+            )
+        return self._reduced if self.has_gradient else None
+
+    def zero_grad(self) -> None:
+        self.has_gradient = False
+        if self.open_gradient is not None:
+            self.unit.schedule.discard_gradient(self)
+
+    def new_state(self, name: str) -> Array:
+        self._built()
+        if self.placement.optimizer_state:
+            return host_buffer(self._device, self.layout.shard_size, self._shard.dtype, self.placement)
+        return self._device.buffer(self.layout.shard_size, self._shard.dtype)
+
+    def modified(self) -> None:
+        self.unit.stale = True
+
+    def range_of(self, parameter: Parameter) -> tuple[int, int, int]:
+        return self._built()._ranges[self.position[id(parameter)]]
+
+    def full(self, parameter: Parameter) -> Array:
+        position = self.position[id(parameter)]
+        if self.whole is not None:
+            return self.whole[position]
+        if not self.unit.gathered:
+            if autograd.running() is None:
+                raise RuntimeError(
+                    f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
+                    "outside the forward of its unit. This rank's piece is parameter.shard; "
+                    "`with shardrt.fsdp.full_parameters(module)` lends all of it"
+                )
+            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Exit ran
+        return self.views[position]
+
+    def edge(self, parameter: Parameter) -> Edge:
+        return Edge(self.unit.unshard_node(), 0, parameter)
+
+    def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
+        opened = self.open_gradient or self._open(parameter)
+        position = self.position[id(parameter)]
+        accumulate = position in opened.written
+        opened.written.add(position)
+        return opened.views[position], accumulate, WRITTEN
+
+    def _open(self, parameter: Parameter) -> OpenGradient:
+        if not self.trainable:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} was frozen when its module was sharded and has no memory for "
+                "a gradient; set requires_grad before fully_shard"
+            )
+        return self.unit.schedule.open_gradient(self)
+
+
+def groups_of(unit: "Unit", parameters: list[tuple[Parameter, Kind]]) -> list[Group]:
+    """Parameters of one unit, sorted into groups by kind, in the order in which kinds appear."""
+    by_kind: dict[Kind, list[Parameter]] = {}
+    for parameter, kind in parameters:
+        by_kind.setdefault(kind, []).append(parameter)
+    return [Group(unit, kind, members) for kind, members in by_kind.items()]
+
+
+def host_buffer(device: Device, count: int, dtype: Any, placement: Placement) -> np.ndarray:
+    """Zeros in host memory: pinned, or a file of its own in `placement.directory`.
+
+    The file has no name once it is mapped, so it goes away with the process, however that ends.
+    """
+    if placement.directory is None or count == 0:
+        return device.pinned(count, dtype)
+    Path(placement.directory).mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryFile(dir=placement.directory) as file:
+        file.truncate(count * np.dtype(dtype).itemsize)
+        return np.memmap(file, dtype, "r+", shape=(count,))
+
+
+def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:
+    """Put elements [first, first + piece.size) of the parameter's values into `piece`."""
+    if isinstance(storage, LocalStorage) and storage.materialised:  # loaded before it was sharded
+        piece[...] = storage.shard[first : first + piece.size]
+    else:
+        parameter.init.fill(piece, parameter.seed, random.name_key(parameter.name), first)

@@ -1,0 +1,158 @@
+"""What a model will need, before the first step: bytes per rank by category, and a table of its units."""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from shardrt.fsdp import buffers
+from shardrt.fsdp.setup import arranged, facts_of, lay_out, teams_of, units_below
+from shardrt.nn.module import Module
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes per rank by category, on the device and on the host. str() of it is a table."""
+
+    device: dict[str, int]
+    host: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def device_bytes(self) -> int:
+        """All categories on the device together."""
+        return sum(self.device.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """All categories on the host together."""
+        return sum(self.host.values())
+
+    def __str__(self) -> str:
+        rows = []
+        for place, categories in (("device", self.device), ("host", self.host)):
+            if categories:
+                rows += [(place, name, _mb(nbytes)) for name, nbytes in categories.items()]
+                rows.append((place, "together", _mb(sum(categories.values()))))
+        return table(("place", "what", "MB per rank"), rows)
+
+
+def memory_plan(
+    model: Module,
+    *,
+    optimizer_states: int = 2,
+    no_sync: bool = False,
+) -> MemoryPlan:
+    """Bytes per rank that training `model` takes, beside its activations. Collective; allocates nothing.
+
+    optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum.
+    no_sync: some backwards will run under no_sync, and full gradients of all units live at once.
+
+    Where ranks of a node share the memory of gathered units, each counts its part. Raises ValueError if
+    `model` has no unit, and as the first forward would.
+    """
+    found = units_below(model)
+    if not found:
+        raise ValueError(f"memory_plan: {type(model).__name__} has no sharded unit; call fully_shard first")
+    units = found if found[0].built else arranged(found[0])
+    facts = facts_of(units, teams_of(units), no_sync=no_sync)
+    layouts = lay_out(units)
+    specs = buffers.plan(units, layouts, facts)
+    sums: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
+        _add(sums[spec.host], buffers.ROLES[spec.role], spec.nbytes)
+    for group, layout in layouts.items():
+        if group.trainable:
+            nbytes = optimizer_states * layout.shard_size * group.parameters[0].dtype.itemsize
+            _add(sums[group.placement.optimizer_state], "optimizer state", nbytes)
+    return MemoryPlan(sums[False], sums[True])
+
+
+def explain(model: Module) -> str:
+    """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
+
+    MB: of the parameters that this rank holds. prefetch: after which unit's start the gather is issued, as
+    the plan stands; it is the order of declaration until the first forward has recorded another. Raises
+    ValueError if `model` has no unit.
+    """
+    found = units_below(model)
+    if not found:
+        raise ValueError(f"explain: {type(model).__name__} has no sharded unit; call fully_shard first")
+    units = found if found[0].built else arranged(found[0])
+    layouts = lay_out(units)
+    planned = units[0].schedule.plan.order if units[0].built else units
+    order = {unit: place for place, unit in reversed(list(enumerate(planned)))}
+    rows = []
+    for unit in units:
+        for group in unit.groups or [None]:
+            rows.append(_row(unit, group, layouts, order, units[0].settings.prefetch, planned))
+    return table(
+        (
+            "unit",
+            "parameters",
+            "MB per rank",
+            "strategy",
+            "kept",
+            "computed",
+            "reduced",
+            "on host",
+            "gathered",
+        ),
+        rows,
+    )
+
+
+def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, planned: list) -> tuple[str, ...]:
+    place = order.get(unit)
+    before = planned[max(0, place - prefetch)] if place else None
+    when = "not used" if place is None else "at its start" if not before else f"with {before.label}"
+    kept = (
+        "always" if not unit.reshard_after_backward else "" if unit.reshard_after_forward else "to backward"
+    )
+    if group is None:
+        return unit.label, "0", "0.0", unit.settings.strategy.name, kept, "", "", "", when
+    on_host = group.placement
+    words = [
+        word
+        for word, on in (
+            ("parameters", on_host.parameters),
+            ("gradients", on_host.gradients and group.trainable),
+            ("optimizer", on_host.optimizer_state and group.trainable),
+        )
+        if on
+    ]
+    return (
+        unit.label,
+        f"{sum(p.size for p in group.parameters):,}" + ("" if group.trainable else " frozen"),
+        _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
+        unit.settings.strategy.name,
+        kept,
+        group.kind.param,
+        group.kind.reduce if group.trainable else "",
+        " ".join(words),
+        when,
+    )
+
+
+def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+    """Columns as wide as what is in them; numbers to the right."""
+    lines = [head, *rows]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(head))]
+    numeric = [all(_number(row[column]) for row in rows) for column in range(len(head))]
+    return "\n".join(
+        "  ".join(
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, numeric, strict=True)
+        ).rstrip()
+        for line in lines
+    )
+
+
+def _number(text: str) -> bool:
+    return text.replace(",", "").replace(".", "").isdigit()
+
+
+def _mb(nbytes: int) -> str:
+    return f"{nbytes / 1e6:.1f}"
+
+
+def _add(sums: dict[str, int], name: str, nbytes: int) -> None:
+    if nbytes:
+        sums[name] = sums.get(name, 0) + nbytes

@@ -1,0 +1,125 @@
+"""Plan: the order in which a forward enters the units, recorded once and followed from then on.
+
+Prefetch reads from it what comes next. A rank that passes a unit by, which others may be using, learns so
+here, and the schedule has it take part in that unit's collectives all the same: conditional layers may differ
+from rank to rank. Before anything was recorded the plan is the order in which the model declares its units;
+after the first forward the ranks compare, and what none of them used is struck out.
+"""
+
+import warnings
+import zlib
+from typing import Any
+
+import numpy as np
+
+from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.unit import Unit
+
+
+class Plan:
+    """The units as they are entered; a unit that is called twice stands there twice."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self.units = units
+        self.order = list(units)
+        self.used = [False] * len(units)
+        self.place = 0
+        self.settled = False  # the ranks have compared this order
+        self.deviations = 0  # forwards that did not follow the order
+        self._deviates = False
+        self._told = False
+
+    def begin(self) -> None:
+        """A forward of the outermost unit starts."""
+        self.place = 0
+        self.used = [False] * len(self.order)
+        self._deviates = False
+
+    def passed_by(self, unit: Unit) -> int:
+        """How many planned units stand before the place where `unit` is entered: 0 where all is as planned.
+
+        Where the plan has no such place, it is recorded anew from here.
+        """
+        for place in range(self.place, len(self.order)):
+            if self.order[place] is unit:
+                if place > self.place:
+                    self._deviate(f"{unit.label} was used where {self.order[self.place].label} came before")
+                return place - self.place
+        expected = self.order[self.place].label if self.place < len(self.order) else "the end"
+        self._deviate(f"{unit.label} was used where {expected} came before")
+        del self.order[self.place :], self.used[self.place :]
+        self.order.append(unit)
+        self.used.append(False)
+        self.settled = False
+        return 0
+
+    def remaining(self, inside: Unit) -> int:
+        """How many of the next planned units lie inside `inside`, which is being left."""
+        count = 0
+        while self.place + count < len(self.order) and inside in self.order[self.place + count].inside:
+            count += 1
+        if count:
+            self._deviate(f"{inside.label} ended where {self.order[self.place].label} came before")
+        return count
+
+    def advance(self, used: bool) -> int:
+        """Go on by one unit, which this rank uses or not; gives the place where it stands."""
+        self.used[self.place] |= used
+        self.place += 1
+        return self.place - 1
+
+    def upcoming(self) -> list[Unit]:
+        """The units that come next."""
+        return self.order[self.place :]
+
+    def settle(self, control: Communicator, stream: Any) -> set[int]:
+        """Compare with the other ranks and strike out what nobody used; gives the places that were.
+
+        Collective. Raises RuntimeError that names ranks and units if ranks have different orders.
+        """
+        if self.settled:
+            return set()
+        _compare([self.units.index(unit) for unit in self.order], self.units, control, stream)
+        used = np.array(self.used, np.int64)
+        control.all_reduce(used, op="max", stream=stream)
+        self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
+        self.used = [True] * len(self.order)
+        self.place = len(self.order)
+        self.settled = True
+        return {place for place, anybody in enumerate(used) if not anybody}
+
+    def _deviate(self, how: str) -> None:
+        """Count a forward that differs from the plan, and say so once, when the plan had been settled."""
+        if self._deviates or not self.settled:
+            return
+        self._deviates = True
+        self.deviations += 1
+        if not self._told:
+            self._told = True
+            warnings.warn(
+                f"fully_shard: the order of units differs from the recorded one: {how}. The result is right, "
+                "but parameters are gathered that nobody asked for, or later than they could be. Said once; "
+                "schedule.plan.deviations counts.",
+                stacklevel=2,
+            )
+
+
+def _compare(order: list[int], units: list[Unit], control: Communicator, stream: Any) -> None:
+    """Raise RuntimeError on every rank unless all ranks have the same order."""
+    facts = np.zeros((control.size, 2), np.int64)
+    facts[control.rank] = len(order), zlib.crc32(np.array(order, np.int64).tobytes())
+    flat = facts.reshape(-1)
+    control.all_gather(flat, stream=stream)
+    if (facts == facts[0]).all():
+        return
+    length = int(facts[:, 0].max())
+    orders = np.full((control.size, length), -1, np.int64)
+    orders[control.rank, : len(order)] = order
+    control.all_gather(orders.reshape(-1), stream=stream)
+    other = next(rank for rank in range(control.size) if (orders[rank] != orders[0]).any())
+    place = int(np.flatnonzero(orders[other] != orders[0])[0])
+    names = [units[i].label if i >= 0 else "no more" for i in orders[[0, other], place]]
+    raise RuntimeError(
+        f"fully_shard: ranks use units in different orders: number {place + 1} of rank 0 is {names[0]}, of "
+        f"rank {other} {names[1]}; a unit may be left out on some ranks, but not used out of order"
+    )

@@ -1,0 +1,83 @@
+"""What a user may choose for a unit besides its strategy: element types, and what lives on the host."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardrt import dtypes
+from shardrt.nn.module import Module
+from shardrt.nn.storage import Placement
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Element types of a unit: "float32", "bfloat16" or "float16". None changes nothing.
+
+    param_dtype: what parameters are gathered and computed in. The shards that the optimizer updates stay
+    float32, always. Where the device has no arithmetic of that type (the CPU), values are rounded to it,
+    stored and sent in it, and computed with in float32.
+    reduce_dtype: what gradients are sent in; param_dtype if None. Each rank's gradient is rounded once and
+    the sum is made in float32, so a 16-bit reduction costs the bytes but not the rounding of a ring.
+    output_dtype: what the floating outputs of the unit's forward are cast to.
+    cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype.
+    full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
+
+    (Micikevicius et al., Mixed Precision Training, 2018.) Raises ValueError for an unknown type.
+    """
+
+    param_dtype: str | None = None
+    reduce_dtype: str | None = None
+    output_dtype: str | None = None
+    cast_forward_inputs: bool = True
+    full_precision: tuple[type[Module], ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if value is not None:
+                dtypes.check(name, value)
+                if value == dtypes.float64:
+                    raise ValueError(f"{name}: float64 is no type of mixed precision; leave it None")
+
+    def types_of(self, module: Module, own: str) -> tuple[str, str]:
+        """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""
+        if own == dtypes.float64 or isinstance(module, self.full_precision):
+            return own, own
+        param = self.param_dtype or own
+        return param, self.reduce_dtype or param
+
+
+@dataclass(frozen=True)
+class CPUOffloadPolicy:
+    """What of a unit lives in host memory between uses. Frees 4 bytes per element each, 8 for AdamW's state.
+
+    parameters: the float32 shards; copied to the device before each gather.
+    gradients: the sharded gradients; copied to the host after each reduction.
+    optimizer_state: brought to the device piece by piece during the update, and back.
+    step: "device" updates on the device, with what is on the host streamed through; "host" with the host's
+    kernels, which needs all three on the host.
+    directory: host arrays are memory-mapped files there, one folder per rank, for models larger than host
+    memory. The files are removed when the program ends.
+
+    (Rajbhandari et al., ZeRO-Infinity, 2021.) Raises ValueError for settings that do not fit together.
+    """
+
+    parameters: bool = True
+    gradients: bool = True
+    optimizer_state: bool = True
+    step: str = "device"
+    directory: Path | str | None = None
+
+    def __post_init__(self) -> None:
+        if self.step not in ("device", "host"):
+            raise ValueError(f"CPUOffloadPolicy: step must be 'device' or 'host', got {self.step!r}")
+        everything = self.parameters and self.gradients and self.optimizer_state
+        if self.step == "host" and not everything:
+            raise ValueError(
+                "CPUOffloadPolicy: step='host' needs parameters, gradients and optimizer_state on the host"
+            )
+
+    @property
+    def placement(self) -> Placement:
+        """The same for a storage."""
+        directory = None if self.directory is None else Path(self.directory)
+        return Placement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)

@@ -1,0 +1,53 @@
+"""Team: the ranks among which a unit is cut, and those that hold copies of the same shard."""
+
+from dataclasses import dataclass
+
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.single import SingleCommunicator
+
+
+@dataclass(frozen=True)
+class Team:
+    """Communicators of one kind of cut.
+
+    gather, reduce, control: over the ranks that together hold one whole unit, one communicator per stream.
+    copies: over the ranks that hold the same shard as this one; None if no other does.
+    """
+
+    gather: Communicator
+    reduce: Communicator
+    control: Communicator
+    copies: Communicator | None
+
+    @property
+    def rank(self) -> int:
+        """This rank's place among those that together hold a unit."""
+        return self.gather.rank
+
+    @property
+    def size(self) -> int:
+        """How many shards a unit is cut into."""
+        return self.gather.size
+
+    @property
+    def copy_count(self) -> int:
+        """How many ranks hold each shard."""
+        return self.copies.size if self.copies is not None else 1
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh, cut: str) -> "Team":
+        """The team for strategy.Row.cut. Collective over the mesh."""
+        if cut == "none":
+            alone = SingleCommunicator()
+            return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)
+        dim = 1 if cut == "group" else None
+        copies = mesh.communicator("copies", 0) if cut == "group" and mesh.shape[0] > 1 else None
+        return cls(*(mesh.communicator(role, dim) for role in ("gather", "reduce", "control")), copies)
+
+
+def shape_of(mesh: DeviceMesh, cut: str) -> tuple[int, int]:
+    """(shards, copies of each) of a team, without making one."""
+    if cut == "none":
+        return 1, mesh.size
+    return (mesh.shape[1], mesh.shape[0]) if cut == "group" else (mesh.size, 1)

@@ -1,0 +1,91 @@
+"""Whole parameters outside forward: lent for a while, to be read or changed. unshard, reshard.
+
+full_parameters lends copies of the float32 values that the optimizer updates, whatever type they are computed
+in; unshard gathers what forward computes with, and keeps it until reshard.
+"""
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+
+from shardrt.fsdp.setup import units_below
+from shardrt.fsdp.unit import Unit
+from shardrt.nn.module import Module
+
+
+def unshard(module: Module) -> Module:
+    """Gather the units of `module` and below and keep them so until reshard. Collective.
+
+    Parameter.data is then the whole array as forward sees it, to be read only. Costs the bytes of the whole
+    parameters. Raises ValueError if `module` has no unit.
+    """
+    for unit in built_units(module):
+        unit.schedule.hold(unit)
+    return module
+
+
+def reshard(module: Module) -> Module:
+    """Release what unshard gathered, or a strategy keeps; the next use gathers anew, on every rank."""
+    for unit in built_units(module):
+        unit.schedule.let_go(unit)
+    return module
+
+
+@contextmanager
+def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Module]:
+    """Parameter.data of all of `module` is a whole array inside a with block. Collective.
+
+    The arrays are copies in the type of the shards (float32). writeback: at the end each rank takes over, of
+    what it has written, the part that it holds; write the same values on every rank. Costs the bytes of the
+    whole parameters of `module`; call it on one block after the other where that is too much. The plain
+    parameters of a module that is not sharded are simply there.
+    """
+    units = units_below(module)
+    with ExitStack() as stack:
+        for unit in units:
+            stack.enter_context(full_unit(unit))
+        yield module
+        if writeback:
+            for unit in units:
+                _take_back(unit)
+    for schedule in {unit.schedule for unit in units} if writeback else ():
+        schedule.control.barrier(stream=schedule.lanes.compute)  # a peer may read only what is written
+
+
+def built_units(module: Module) -> list[Unit]:
+    """The units of `module` and below, built. Raises ValueError if there is none."""
+    found = units_below(module)
+    if not found:
+        raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
+    for unit in found:
+        unit.schedule  # noqa: B018  builds it
+    return found
+
+
+@contextmanager
+def full_unit(unit: Unit) -> Iterator[None]:
+    """As full_parameters, read only, for one unit."""
+    lanes = unit.schedule.lanes
+    try:
+        for group in unit.groups:
+            layout, team = group.layout, group.team
+            whole = lanes.device.buffer(layout.total, group.kind.dtype)
+            start, stop = layout.shard_range(team.rank)
+            lanes.compute.submit(lanes.device.copy, whole[start:stop], group._shard)
+            if team.size > 1:
+                team.control.all_gather(whole, stream=lanes.compute, what=group.label)
+            group.whole = group.views_of(whole)
+        yield
+    finally:
+        for group in unit.groups:
+            group.whole = None
+
+
+def _take_back(unit: Unit) -> None:
+    lanes = unit.schedule.lanes
+    for group in unit.groups:
+        rank = group.team.rank
+        for entry, view in zip(group.layout.entries, group.whole, strict=True):
+            start, stop, first = group.layout.local(entry, rank)
+            piece = view.reshape(-1)[first : first + stop - start]
+            lanes.compute.submit(lanes.device.copy, group._shard[start:stop], piece)
+        group.modified()
