@@ -89,7 +89,11 @@ def test_a_section_of_a_file_loads_alone(file):
         ("[optimizer]\nbetas = [0.9]", "optimizer.betas must be"),
         ("[optimizer]\nlr = -1", "optimizer.lr must be at least 0, got -1"),
         ("[optimizer]\nlr = nan", "optimizer.lr must be at least 0, got nan"),
-        ("[fsdp]\nstrategy = 'HALF'", "fsdp.strategy must be one of FULL_SHARD, SHARD_GRAD_OP, got 'HALF'"),
+        (
+            "[fsdp]\nstrategy = 'HALF'",
+            "fsdp.strategy must be one of NO_SHARD, SHARD_OPT, SHARD_GRAD_OP, FULL_SHARD, HYBRID_SHARD, "
+            "HYBRID_SHARD_GRAD_OP, got 'HALF'",
+        ),
         ("[model]\nn_embd = 10\nn_head = 3", "n_embd must be a multiple of n_head, got 10 and 3"),
         ("[model]\nvocab_size = 255", "model.vocab_size must be at least 256, got 255"),
         ("[fsdp", "Expected ']'"),
