@@ -352,7 +352,7 @@ def poisoned(monkeypatch):
 
 
 def test_arrays_are_not_read_before_they_have_arrived(slow_copies, poisoned):
-    slow_copies(0.05)
+    slow_copies(0.15)
     x = leaf([1.01])
     chain(5)(x).backward()
     assert x.grad[0] == pytest.approx(32 * 1.01**31)
@@ -360,7 +360,7 @@ def test_arrays_are_not_read_before_they_have_arrived(slow_copies, poisoned):
 
 def test_without_the_wait_for_the_fetch_they_would_be(slow_copies, poisoned, monkeypatch):
     """So the test above can fail."""
-    slow_copies(0.05)
+    slow_copies(0.15)
     x = leaf([1.01])
     y = chain(5)(x)
     monkeypatch.setattr(InlineStream, "wait", lambda self, event: None)
@@ -370,7 +370,7 @@ def test_without_the_wait_for_the_fetch_they_would_be(slow_copies, poisoned, mon
 
 def test_arrays_stay_on_the_device_until_the_host_has_them(slow_copies):
     """Without the wait in `free`, they would be dropped under a copy that may still run."""
-    slow_copies(0.05)
+    slow_copies(0.15)
     with timeline.record() as spans:
         chain(3)(leaf([1.01]))
         forward_ended = time.perf_counter()
