@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
 Read in this order: strategy, policy, layout, team, group, unit, ops, collectives, plan, schedule, buffers,
-setup, api.
+setup, rehearsal, memory, whole, boundary, api.
 """
 
 from shardrt.fsdp.api import (

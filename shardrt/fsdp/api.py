@@ -14,7 +14,7 @@ from shardrt.comm.world import World
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import Kind
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import own_gradient_slots, unit_of, units_below
+from shardrt.fsdp.setup import unit_of, units_below
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
 from shardrt.fsdp.whole import built_units
@@ -139,7 +139,6 @@ def no_sync(module: Module) -> Iterator[None]:
     for unit in units:
         unit.sync = False
     try:
-        own_gradient_slots(units)
         yield
     finally:
         for unit in units:

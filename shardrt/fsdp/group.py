@@ -63,10 +63,10 @@ class Group(Storage):
         self.views: tuple[Array, ...] = ()
         self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
         self.open_gradient: OpenGradient | None = None
+        self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
         # Set by setup.build, once the outermost unit is known:
         self.layout: Layout
         self.team: Team
-        self.arenas: dict[str, Arena]  # by role, see buffers.py
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
 
     def build(self, device: Device, shard: Array, reduced: Array | None) -> None:

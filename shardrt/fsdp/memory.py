@@ -1,11 +1,17 @@
 """What a model will need, before the first step: bytes per rank by category, and a table of its units."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from shardrt.fsdp import buffers
+from shardrt.fsdp.group import Group
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.rehearsal import rehearse
 from shardrt.fsdp.setup import arranged, facts_of, lay_out, teams_of, units_below
 from shardrt.nn.module import Module
+from shardrt.nn.storage import LocalStorage
+from shardrt.optim.offload import SLOTS, slot_bytes
 
 
 @dataclass(frozen=True)
@@ -37,32 +43,58 @@ class MemoryPlan:
 def memory_plan(
     model: Module,
     *,
+    step: Callable[[], Any] | None = None,
     optimizer_states: int = 2,
     no_sync: bool = False,
 ) -> MemoryPlan:
-    """Bytes per rank that training `model` takes, beside its activations. Collective; allocates nothing.
+    """Bytes per rank that training `model` takes, before anything is allocated. Collective.
 
+    step: runs forward and backward of `model` as training will, without the optimizer. It is called once,
+    on a device that computes nothing, and what it holds at its peak is the plan's activations; None leaves
+    them out. It must not decide anything by the values of tensors, which are not there.
     optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum.
-    no_sync: some backwards will run under no_sync, and full gradients of all units live at once.
+    no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
+    does counts as well.
 
-    Where ranks of a node share the memory of gathered units, each counts its part. Raises ValueError if
-    `model` has no unit, and as the first forward would.
+    Where ranks of a node share the memory of gathered units, each counts its part. Arrays below 32 KiB are
+    not counted as activations. Raises ValueError if `model` has no unit, and as the first forward would.
     """
     found = units_below(model)
     if not found:
         raise ValueError(f"memory_plan: {type(model).__name__} has no sharded unit; call fully_shard first")
     units = found if found[0].built else arranged(found[0])
-    facts = facts_of(units, teams_of(units), no_sync=no_sync)
     layouts = lay_out(units)
+    taken = rehearse(model, units, layouts, step) if step is not None else None
+    facts = facts_of(units, teams_of(units), no_sync=no_sync or (taken is not None and taken.no_sync))
     specs = buffers.plan(units, layouts, facts)
-    sums: dict[bool, dict[str, int]] = {False: {}, True: {}}
+    device: dict[str, int] = {}
+    host: dict[str, int] = {}
     for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
-        _add(sums[spec.host], buffers.ROLES[spec.role], spec.nbytes)
+        _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes)
+    _add_optimizer(device, host, layouts, optimizer_states)
+    for parameter in model.parameters():
+        if isinstance(parameter.storage, LocalStorage):
+            nbytes = parameter.size * parameter.dtype.itemsize
+            _add(device, "ignored parameters", nbytes)
+            _add(device, "optimizer state", optimizer_states * nbytes * parameter.requires_grad)
+    if taken is not None:
+        _add(device, "activations", taken.device_bytes)
+        _add(host, "offloaded activations", taken.host_bytes)
+    return MemoryPlan(device, host)
+
+
+def _add_optimizer(
+    device: dict[str, int], host: dict[str, int], layouts: dict[Group, Layout], states: int
+) -> None:
+    """What the optimizer keeps for the units, and the slots through which it updates what is on the host."""
+    slot = 0
     for group, layout in layouts.items():
         if group.trainable:
-            nbytes = optimizer_states * layout.shard_size * group.parameters[0].dtype.itemsize
-            _add(sums[group.placement.optimizer_state], "optimizer state", nbytes)
-    return MemoryPlan(sums[False], sums[True])
+            itemsize = group.parameters[0].dtype.itemsize
+            on_host = group.placement.optimizer_state
+            _add(host if on_host else device, "optimizer state", states * layout.shard_size * itemsize)
+            slot = max(slot, slot_bytes(layout.shard_size, itemsize, group.placement, states))
+    _add(device, "staging of the optimizer", SLOTS * slot)
 
 
 def explain(model: Module) -> str:

@@ -13,7 +13,7 @@ docs/fsdp.md walks through one step.
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from shardrt import autograd, recompute
 from shardrt.comm.mesh import DeviceMesh
@@ -30,7 +30,14 @@ from shardrt.fsdp.unit import State, Unit
 class Schedule:
     """One step of one model, on one rank. Built by setup.build."""
 
-    def __init__(self, mesh: DeviceMesh, units: list[Unit], prefetch: int, lanes: Lanes) -> None:
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        units: list[Unit],
+        prefetch: int,
+        lanes: Lanes,
+        make_gradient_slots: Callable[[list[Unit]], None],
+    ) -> None:
         self.mesh = mesh
         self.units = units
         self.root = units[0]
@@ -40,6 +47,8 @@ class Schedule:
         self.written = lanes.device.new_event()  # the optimizer has written the shards
         self.plan = Plan(units)
         self.depth = 0  # units entered and not left, one inside the other
+        self._make_gradient_slots = make_gradient_slots
+        self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
         self._passed: list[tuple[int, Exit]] = []  # units this rank did not call: place in the plan, node
         self._in_backward = False
@@ -105,6 +114,8 @@ class Schedule:
             self._show("forward", unit)
         for other in self.units:
             other.left.clear()
+        if autograd.is_grad_enabled() or recompute.current() is not None:
+            self._have_gradient_slots()
         self.refresh()
 
     def refresh(self) -> None:
@@ -170,8 +181,18 @@ class Schedule:
                 if unit._schedule is self:
                     yield unit
 
+    def _have_gradient_slots(self) -> None:
+        """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
+        accumulates = not all(unit.sync for unit in self.units)
+        if self._accumulates is None or (accumulates and not self._accumulates):
+            self.lanes.reduce.synchronize()  # nothing reads the slots that go
+            self._make_gradient_slots(self.units)
+            self._accumulates = accumulates
+
     def open_gradient(self, group: Group) -> OpenGradient:
         """Memory for the full gradients of `group`, which backward is about to write."""
+        if self._accumulates is None:
+            self._have_gradient_slots()  # an op outside every forward
         slot = self._acquire(group.arenas["gradients"])
         self.lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
         group.open_gradient = OpenGradient(slot, group.views_of(slot.array))

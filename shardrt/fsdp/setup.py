@@ -5,6 +5,7 @@ then is it known which unit is the outermost, and so what every parameter is cal
 """
 
 import zlib
+from collections.abc import Iterable
 from functools import partial
 
 import numpy as np
@@ -13,7 +14,7 @@ from shardrt.comm import world as worlds
 from shardrt.device import Device
 from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers
-from shardrt.fsdp.buffers import Facts, Spec
+from shardrt.fsdp.buffers import Facts, Spec, Specs
 from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, host_buffer
 from shardrt.fsdp.layout import Layout
@@ -43,21 +44,18 @@ def build(unit: Unit) -> None:
     units = arranged(unit)
     mesh = units[0].settings.mesh
     layouts = lay_out(units)
-    schedule = Schedule(mesh, units, units[0].settings.prefetch, _lanes(units))
+    schedule = Schedule(mesh, units, units[0].settings.prefetch, _lanes(units), make_gradient_slots)
     _check_same_on_all_ranks(schedule, units, layouts)
     _compile_once(schedule)
     teams = teams_of(units)
     facts = facts_of(units, teams)
     specs = buffers.plan(units, layouts, facts)
-    made: dict[Spec, Arena] = {}
     for u in units:
         for group in u.groups:
             group.layout, group.team = layouts[group], teams[u.settings.strategy.row.cut]
-            group.arenas = {
-                role: made.setdefault(spec, _arena(group, role, spec, facts.device, made.get(spec)))
-                for role, spec in specs[group].items()
-                if role not in ("shard", "reduced")
-            }
+    _make_arenas(specs, facts.device, _AT_ONCE)
+    for u in units:
+        for group in u.groups:
             _make_shard(group, specs[group], facts)
         u.belongs_to(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
@@ -122,17 +120,20 @@ def facts_of(units: list[Unit], teams: dict[str, Team], no_sync: bool = False) -
     )
 
 
-def own_gradient_slots(units: list[Unit]) -> None:
-    """Give every group of `units` a slot for full gradients that it shares with no other. Collective."""
-    schedule = units[0].schedule
-    everyone = [
-        group.arenas["gradients"] for unit in schedule.units for group in unit.groups if group.trainable
-    ]
-    for group in (group for unit in units for group in unit.groups if group.trainable):
-        arena = group.arenas["gradients"]
-        if everyone.count(arena) > 1 and group.open_gradient is None:
-            spec = Spec("gradients", group.layout.total, arena.slots[0].array.dtype)
-            group.arenas["gradients"] = _arena(group, "gradients", spec, schedule.lanes.device, None)
+def make_gradient_slots(units: list[Unit]) -> None:
+    """Allocate the slots for full gradients of all units of a schedule. Collective.
+
+    When the first forward that needs them begins, not before: then it is known whether gradients are
+    accumulated, which takes a slot for each group. If that changes later, the slots are made anew.
+    """
+    layouts = {group: group.layout for unit in units for group in unit.groups}
+    facts = facts_of(units, teams_of(units))
+    for group in layouts:
+        group.arenas.pop("gradients", None)
+    _make_arenas(buffers.plan(units, layouts, facts), facts.device, ("gradients",))
+
+
+_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards are no arenas
 
 
 def _lanes(units: list[Unit]) -> Lanes:
@@ -153,10 +154,19 @@ def _compile_once(schedule: Schedule) -> None:
         schedule.control.barrier(stream=schedule.lanes.compute)
 
 
-def _arena(group: Group, role: str, spec: Spec, device: Device, made: Arena | None) -> Arena:
+def _make_arenas(specs: Specs, device: Device, roles: Iterable[str]) -> None:
+    """The arenas of these roles, one for each Spec. Collective."""
+    made: dict[Spec, Arena] = {}
+    for group, by_role in specs.items():
+        for role, spec in by_role.items():
+            if role in roles:
+                if spec not in made:
+                    made[spec] = _arena(group, role, spec, device)
+                group.arenas[role] = made[spec]
+
+
+def _arena(group: Group, role: str, spec: Spec, device: Device) -> Arena:
     """The arena of a Spec. Collective where ranks share memory."""
-    if made is not None:
-        return made
     team = group.team
     if role in ("upload", "download"):
         allocate = partial(device.buffer, spec.count, spec.dtype)

@@ -1,0 +1,88 @@
+"""A device that reserves every array and computes nothing: to learn what a step takes before it is run.
+
+Its kernels do nothing, its streams run at once, and its arrays are memory that nobody has touched yet, so a
+step that will hold many GB costs address space only. What NumPy itself computes (few ops, none that a
+transformer spends its time in) it does compute, on what happens to be there.
+"""
+
+from collections.abc import Callable
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shardrt.device.cpu import InlineStream
+from shardrt.device.memory import Pool
+from shardrt.device.protocol import Array, Device, Event, Stream
+
+
+class RehearsalDevice(Device):
+    """Stands for `real`: the same shapes, types and bytes, with NumPy arrays whatever `real` has."""
+
+    def __init__(self, real: Device) -> None:
+        self.name = real.name
+        self.current_stream = InlineStream("compute")
+        self.host_bytes = 0  # of pinned arrays
+        self._real = real
+        self._pool = Pool()
+        self._kernels = _Idle()
+
+    @property
+    def kernels(self) -> ModuleType:
+        return self._kernels
+
+    def compute_dtype(self, name: str) -> np.dtype:
+        return self._real.compute_dtype(name)
+
+    def warm_up(self) -> None:
+        pass
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._pool.empty(shape, np.dtype(dtype))
+
+    zeros = empty
+
+    def buffer(self, count: int, dtype: Any) -> Array:
+        return np.zeros(count, dtype)  # not touched: the system maps a page when it is first written
+
+    def pinned(self, count: int, dtype: Any) -> np.ndarray:
+        array = np.zeros(count, dtype)
+        self.host_bytes += array.nbytes
+        return array
+
+    def asarray(self, values: Any, dtype: Any = None) -> Array:
+        return np.asarray(values, dtype)
+
+    def copy(self, target: Array, source: Array) -> None:
+        pass
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return array
+
+    def new_stream(self, name: str) -> Stream:
+        return InlineStream(name)
+
+    def new_event(self) -> Event:
+        return self._real.new_event()
+
+    def peak_bytes(self) -> int:
+        return self._pool.peak_bytes
+
+    def reset_peak(self) -> None:
+        self._pool.reset_peak()
+
+
+class _Idle:
+    """A package of kernels, each of which does nothing and finds 0."""
+
+    def __getattr__(self, name: str) -> SimpleNamespace:
+        return _IdleModule()
+
+
+class _IdleModule:
+    def __getattr__(self, name: str) -> Callable:
+        return _nothing
+
+
+def _nothing(*args: Any, **kwargs: Any) -> float:
+    return 0.0

@@ -1,0 +1,119 @@
+"""A step of a sharded model without memory for its units: what its activations take, before the first step.
+
+The modules run as they are, on a device that computes nothing (device/rehearsal.py). The units have their
+whole parameters at hand, as addresses that nobody reads; nothing is gathered, reduced or built.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardrt import device, random
+from shardrt.device.rehearsal import RehearsalDevice
+from shardrt.fsdp.group import Group, OpenGradient
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.unit import Unit
+from shardrt.nn.module import Module
+from shardrt.nn.storage import LocalStorage
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Rehearsed:
+    """What a step took. no_sync: it accumulated gradients without reducing them."""
+
+    device_bytes: int
+    host_bytes: int
+    no_sync: bool
+
+
+def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], step: Callable) -> Rehearsed:
+    """Call `step()`, forward and backward of `model`, without computing; count the most it held at once.
+
+    Beside the units' own buffers, that is: activations, gradients on their way, and on the host what is
+    offloaded. Leaves the model, its units and the random numbers as they were.
+    """
+    here = RehearsalDevice(units[0].settings.mesh.device)
+    stage = Stage(here)
+    with ExitStack() as stack:
+        stack.enter_context(device.use(here))
+        stack.enter_context(random.at(random.state()))
+        stack.enter_context(np.errstate(all="ignore"))  # what is found in untouched memory means nothing
+        for unit in units:
+            stack.enter_context(_on(stage, unit, layouts))
+        for parameter in model.parameters():
+            if isinstance(parameter.storage, LocalStorage):
+                stack.enter_context(_untouched(parameter))
+        step()
+        return Rehearsed(here.peak_bytes(), here.host_bytes, stage.no_sync)
+
+
+class Stage:
+    """In place of a schedule: says yes to everything."""
+
+    def __init__(self, here: RehearsalDevice) -> None:
+        self._device = here
+        self.no_sync = False
+
+    def enter(self, unit: Unit) -> None:
+        """The parameters are there."""
+
+    def leave(self, unit: Unit, module: Module, outputs: list) -> list:
+        """Nothing to release."""
+        return outputs
+
+    def abandon(self) -> None:
+        """Nothing to forget."""
+
+    def open_gradient(self, group: Group) -> OpenGradient:
+        """Gradients that are written nowhere."""
+        self.no_sync |= not group.unit.sync
+        group.open_gradient = OpenGradient(None, group.whole)
+        return group.open_gradient
+
+    def discard_gradient(self, group: Group) -> None:
+        """They are not wanted any more."""
+        group.open_gradient = None
+
+    def after_backward(self, unit: Unit) -> None:
+        """All gradients of `unit` would be complete."""
+        unit.forget_node()
+        for group in unit.groups if unit.sync else ():
+            group.open_gradient = None
+
+
+@contextmanager
+def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None]:
+    """Put `unit` on the stage inside a with block."""
+    before = [(group, dict(vars(group))) for group in unit.groups]
+    state = dict(vars(unit))
+    unit._schedule, unit._unshard = stage, None
+    for group in unit.groups:
+        group.layout, group.open_gradient = layouts[group], None
+        whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.kind.param))
+        group.whole = group.views_of(whole)
+    try:
+        yield
+    finally:
+        vars(unit).clear()
+        vars(unit).update(state)
+        for group, attributes in before:
+            vars(group).clear()
+            vars(group).update(attributes)
+
+
+@contextmanager
+def _untouched(parameter: Any) -> Iterator[None]:
+    """A parameter that no unit has gets values that nobody has made, inside a with block."""
+    before, parameter.storage = parameter.storage, LocalStorage(parameter)
+    parameter.storage._array = (
+        device.current().buffer(parameter.size, parameter.dtype).reshape(parameter.shape)
+    )
+    try:
+        yield
+    finally:
+        parameter.storage = before

@@ -1,0 +1,150 @@
+"""memory_plan before the first step: it takes nothing, changes nothing, and says what it cannot know.
+
+That its numbers are right is held by tests/mpi/memory.py, where every rank is a process.
+"""
+
+import sys
+
+import numpy as np
+import psutil
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import CPUOffloadPolicy, fully_shard, memory_plan, no_sync
+from shardrt.recompute import checkpoint_blocks
+from tests.fsdp.nets import Net, loss_of, shard
+
+TOKENS = np.random.default_rng(0).integers(0, 11, (4, 16))
+
+
+def gpt(width=64, layers=2, vocab=64, dropout=0.0, **settings):
+    shardrt.manual_seed(1)
+    model = GPT(GPTConfig(layers, 2, width, 64, vocab, dropout))
+    for block in model.blocks:
+        fully_shard(block, **settings)
+    return fully_shard(model, **settings)
+
+
+def backward_of(model):
+    return lambda: F.cross_entropy(model(TOKENS), TOKENS).backward()
+
+
+def trained(model):
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for _ in range(2):
+        backward_of(model)()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def test_a_rehearsal_leaves_the_model_and_the_random_numbers_as_they_were():
+    plain = gpt(dropout=0.3)
+    expected = trained(plain)
+    rehearsed = gpt(dropout=0.3)
+    memory_plan(rehearsed, step=backward_of(rehearsed))
+    for name, values in trained(rehearsed).items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+def test_a_model_that_has_been_trained_can_be_planned_and_goes_on():
+    planned, plain = gpt(), gpt()
+    trained(plain), trained(planned)
+    fresh = gpt()
+    expected = memory_plan(fresh, step=backward_of(fresh))
+    assert memory_plan(planned, step=backward_of(planned)) == expected
+    expected = trained(plain)
+    for name, values in trained(planned).items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+def test_a_step_that_raises_leaves_the_model_usable():
+    model, plain = gpt(), gpt()
+
+    def fails():
+        backward_of(model)()
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        memory_plan(model, step=fails)
+    expected = trained(plain)
+    for name, values in trained(model).items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="how resident memory is counted")
+def test_planning_two_gigabytes_takes_a_few_megabytes():
+    model = gpt(width=1024, layers=8, vocab=8192)
+    tokens = np.zeros((8, 64), np.int64)
+    memory_plan(small := gpt(), step=backward_of(small))  # imports
+    before = psutil.Process().memory_info().rss
+    plan = memory_plan(model, step=lambda: F.cross_entropy(model(tokens), tokens).backward())
+    taken = psutil.Process().memory_info().rss - before
+    assert plan.device_bytes > 2e9 and taken < 60e6, (plan.device_bytes, taken)
+
+
+def test_categories_say_where_things_are():
+    offloaded = memory_plan(gpt(offload_policy=CPUOffloadPolicy()))
+    plain = memory_plan(gpt())
+    assert set(offloaded.host) == {"sharded parameters", "sharded gradients", "optimizer state"}
+    assert not plain.host
+    assert "staging of the optimizer" in offloaded.device and "staging of the optimizer" not in plain.device
+    assert "activations" not in plain.device
+
+
+def test_recomputation_shows_in_the_plan_before_anything_runs():
+    plain, recomputed = gpt(layers=6), gpt(layers=6)
+    checkpoint_blocks(recomputed.blocks)
+    tokens = np.zeros((8, 64), np.int64)
+
+    def activations(model):
+        step = lambda: F.cross_entropy(model(tokens), tokens).backward()  # noqa: E731
+        return memory_plan(model, step=step).device["activations"]
+
+    assert activations(recomputed) < activations(plain) / 2
+
+
+def test_accumulation_in_the_step_is_seen():
+    def accumulated(model):
+        with no_sync(model):
+            backward_of(model)()
+        backward_of(model)()
+
+    model = gpt(layers=4)
+    found = memory_plan(model, step=lambda: accumulated(model))
+    asked = memory_plan(gpt(layers=4), no_sync=True)
+    each = memory_plan(gpt(layers=4))
+    assert found.device["full gradients"] == asked.device["full gradients"] > each.device["full gradients"]
+
+
+def test_ignored_parameters_are_in_the_plan():
+    net = Net()
+    fully_shard(net, mesh=init_device_mesh("auto"), ignored=[net.blocks[0]])
+    nbytes = 4 * sum(p.size for p in net.blocks[0].parameters())
+    assert memory_plan(net).device["ignored parameters"] == nbytes
+    assert memory_plan(shard(Net(), init_device_mesh("auto"))).device.get("ignored parameters") is None
+
+
+def test_a_model_without_units_is_an_error():
+    with pytest.raises(ValueError, match="Net has no sharded unit; call fully_shard first"):
+        memory_plan(Net())
+
+
+def test_the_plan_is_readable():
+    text = str(memory_plan(gpt()))
+    assert text.splitlines()[0].split() == ["place", "what", "MB", "per", "rank"]
+    assert "device  optimizer state" in text and "together" in text
+
+
+def test_gradients_of_a_net_are_right_after_planning():
+    net, plain = shard(Net(), init_device_mesh("auto")), Net()
+    memory_plan(net, step=lambda: loss_of(net, TOKENS, TOKENS).backward())
+    loss_of(net, TOKENS, TOKENS).backward()
+    loss_of(plain, TOKENS, TOKENS).backward()
+    for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
+        np.testing.assert_array_equal(ours.grad.reshape(-1), theirs.grad.reshape(-1))

@@ -1,0 +1,172 @@
+"""What training holds is what memory_plan said before, for every combination; run under mpirun.
+
+Every allocation that lives longer than an op is counted where it is made, and the peak of the pool of the
+rest is read from the device. The plan is asked for before any of it exists.
+"""
+
+import gc
+import sys
+from itertools import product
+
+import numpy as np
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
+from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
+from shardrt.comm import init_device_mesh
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.shm import ShmCommunicator
+from shardrt.device.cpu import CPUDevice
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync
+from shardrt.recompute import checkpoint
+
+OFFLOADS = {
+    "on the device": None,
+    "parameters": CPUOffloadPolicy(gradients=False, optimizer_state=False),
+    "gradients": CPUOffloadPolicy(parameters=False, optimizer_state=False),
+    "optimizer": CPUOffloadPolicy(parameters=False, gradients=False),
+    "everything": CPUOffloadPolicy(),
+    "host step": CPUOffloadPolicy(step="host"),
+}
+PRECISIONS = {
+    "float32": None,
+    "bfloat16": MixedPrecisionPolicy("bfloat16"),
+    "float16, norms in float32": MixedPrecisionPolicy("float16", "float32", full_precision=(nn.LayerNorm,)),
+}
+ACCUMULATIONS = ("none", "reduce each time", "no_sync")
+SAVINGS = {
+    "nothing": lambda block: None,
+    "recompute": checkpoint,
+    "recompute but matmul": lambda block: checkpoint(block, "matmul"),
+    "offload": offload_activations,
+    "both": lambda block: offload_activations(checkpoint(block)),
+}
+TOKENS = np.random.default_rng(0).integers(0, 256, (4, 64))
+
+
+class Counted:
+    """Bytes by place, counted as they are allocated."""
+
+    def __init__(self):
+        self.device = self.host = 0
+        self._inside = False
+        self._replace(CPUDevice, "buffer", self._buffer)
+        self._replace(CPUDevice, "pinned", self._pinned)
+        self._replace(Communicator, "allocate", self._allocate)
+        self._replace(ShmCommunicator, "allocate", self._allocate)
+
+    def _replace(self, owner, name, counting):
+        original = getattr(owner, name)
+
+        def replacement(this, *args, **kwargs):
+            outer, self._inside = self._inside, True
+            try:
+                array = original(this, *args, **kwargs)
+            finally:
+                self._inside = outer
+            if not outer:
+                counting(this, array, **kwargs)
+            return array
+
+        setattr(owner, name, replacement)
+
+    def _buffer(self, this, array):
+        self.device += array.nbytes
+
+    def _pinned(self, this, array):
+        self.host += array.nbytes
+
+    def _allocate(self, this, array, shared):
+        self.device += array.nbytes // (this.size if shared and this.shares_memory else 1)
+
+    def reset(self):
+        self.device = self.host = 0
+
+
+def build(mesh, saving="nothing", **settings):
+    shardrt.manual_seed(1)
+    model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=256, dropout=0.1))
+    for block in model.blocks:
+        SAVINGS[saving](block)
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+def backward_of(model, accumulation):
+    """Forward and backward of a step, in two micro-batches where gradients are accumulated."""
+
+    def micro_batch(tokens):
+        F.cross_entropy(model(tokens), tokens).backward()
+
+    if accumulation == "none":
+        micro_batch(TOKENS)
+        return
+    if accumulation == "no_sync":
+        with no_sync(model):
+            micro_batch(TOKENS[:2])
+    else:
+        micro_batch(TOKENS[:2])
+    micro_batch(TOKENS[2:])
+
+
+def check(counted, mesh, accumulation, **settings):
+    model = build(mesh, **settings)
+    counted.reset()
+    plan = memory_plan(model, step=lambda: backward_of(model, accumulation))
+    counted.reset()  # what the plan itself took is gone
+    gc.collect()
+    here = device.get("cpu")
+    before = here._pool.held_bytes
+    here.reset_peak()
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        backward_of(model, accumulation)
+        optimizer.step()
+        optimizer.zero_grad()
+    planned = dict(plan.device)
+    activations = planned.pop("activations")
+    assert counted.device == sum(planned.values()), (counted.device, str(plan))
+    assert counted.host == plan.host_bytes, (counted.host, str(plan))
+    measured = here.peak_bytes() - before
+    assert abs(measured - activations) <= 0.05 * measured, (measured, activations)
+    return measured / activations
+
+
+def main(backend):
+    counted = Counted()
+    flat = init_device_mesh("auto", communicator=backend)
+    cases = list(product([flat], ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]))
+    if flat.size == 4:
+        pairs = init_device_mesh("auto", (2, 2), communicator=backend)
+        cases = list(product([pairs], ["HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"]))
+    ratios = []
+    for (mesh, strategy), offload, precision, accumulation in product(
+        cases, OFFLOADS, PRECISIONS, ACCUMULATIONS
+    ):
+        try:
+            ratio = check(
+                counted,
+                mesh,
+                accumulation,
+                strategy=strategy,
+                offload_policy=OFFLOADS[offload],
+                mp_policy=PRECISIONS[precision],
+            )
+        except AssertionError as error:
+            raise AssertionError(f"{strategy}, {offload}, {precision}, {accumulation}: {error}") from None
+        ratios.append(ratio)
+    for saving in SAVINGS:
+        try:
+            ratios.append(check(counted, flat, "none", saving=saving))
+        except AssertionError as error:
+            raise AssertionError(f"{saving}: {error}") from None
+    if flat.rank == 0:
+        print(
+            f"{len(ratios)} as planned; activations measured/planned {min(ratios):.3f} to {max(ratios):.3f}"
+        )
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
