@@ -57,7 +57,7 @@ class Communicator(ABC):
         _check_call("all_gather", stream, what)
         _check_array("all_gather", "buffer", buffer)
         _check_divisible("all_gather", "buffer", buffer, self.size)
-        stream.submit(self._all_gather, buffer, what, label="all_gather")
+        stream.submit(self._all_gather, buffer, what, label=f"all_gather {what}")
 
     def reduce_scatter(
         self,
@@ -88,9 +88,8 @@ class Communicator(ABC):
             _check_sums("reduce_scatter", buffer, "sum", scale)
         _check_count("reduce_scatter", output, buffer, output.size * self.size)
         _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.nbytes)
-        stream.submit(
-            self._reduce_scatter, output, buffer, scale, accumulate, "sum", kind, what, label="reduce_scatter"
-        )
+        label = f"reduce_scatter {what}"
+        stream.submit(self._reduce_scatter, output, buffer, scale, accumulate, "sum", kind, what, label=label)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max" or "min" over the ranks, the same bits on each."""
