@@ -5,7 +5,7 @@
     download  staging slot -> host        of chunk i - 1; then to its file, where the host array is one
 
 Only arrays on the host are staged, the others are used where they are. With placement.step "host" nothing is
-staged and the host's kernels run. Bits do not depend on any of this. docs/optimizer_offload.md has the costs.
+staged and the host's kernels run. Bits do not depend on any of this. docs/offload.md has the costs.
 """
 
 from collections.abc import Callable

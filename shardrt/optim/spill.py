@@ -1,7 +1,7 @@
 """Memory-mapped arrays: write pieces of them to their files, and drop the pages from memory.
 
 For optimizer state, shards and gradients that are larger than host memory. An array here is a np.memmap or a
-view of one; for any other array these functions do nothing. docs/optimizer_offload.md says why it is done so.
+view of one; for any other array these functions do nothing. docs/offload.md says why it is done so.
 """
 
 import mmap

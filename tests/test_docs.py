@@ -1,0 +1,52 @@
+"""Every example in docs/ runs as it stands: in a fresh interpreter, in an empty directory."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.ranks import ROOT, clean_environment
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+
+
+def blocks_of(page: Path) -> list[str]:
+    return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path):
+    file = tmp_path / "example.py"
+    file.write_text("\n".join(blocks_of(page)))
+    done = subprocess.run(
+        [sys.executable, str(file)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=tmp_path,
+        env=clean_environment(),
+    )
+    assert done.returncode == 0, done.stderr
+
+
+FEATURES = (
+    "strategies",
+    "wrapping",
+    "mixed_precision",
+    "accumulation",
+    "clipping",
+    "offload",
+    "activation_offload",
+    "recomputation",
+    "lora",
+    "memory",
+)
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_has_a_page_with_an_example_and_its_costs(feature):
+    page = ROOT / "docs" / f"{feature}.md"
+    assert blocks_of(page)
+    assert re.search(r"^## What it costs|^## How exact it is", page.read_text(), re.MULTILINE)
