@@ -59,7 +59,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.pieces: list[Recompute] = []  # whose forward runs without a tape now, outermost first
-        self.again = 0  # recomputations that run now, one inside the other
+        self.again: list[Recompute] = []  # whose forward runs now for the second time, outermost first
 
 
 _state = _State()
@@ -72,7 +72,12 @@ def current() -> "Recompute | None":
 
 def recomputing() -> bool:
     """Whether a forward runs now for the second time, for backward."""
-    return _state.again > 0
+    return bool(_state.again)
+
+
+def units_again() -> list:
+    """The units that the forward which now runs again had entered the first time, in order."""
+    return _state.again[-1].units if _state.again else []
 
 
 class Recomputation:
@@ -150,7 +155,7 @@ class Recompute(Function):
         args, kwargs = nest.replaced(self._call, lambda tensor: _restored(tensor, rest))
         running = autograd.modules()
         running.append(self.module)
-        _state.again += 1
+        _state.again.append(self)
         try:
             with ExitStack() as stack:
                 stack.enter_context(_training(self.module, self._modes))
@@ -160,7 +165,7 @@ class Recompute(Function):
                 del kept
                 outputs = _floating(self._forward(*args, **kwargs))
         finally:
-            _state.again -= 1
+            _state.again.pop()
             running.pop()
         if [tensor.data.shape for tensor in outputs] != self._shapes:
             raise RuntimeError(

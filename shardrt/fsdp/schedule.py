@@ -72,7 +72,9 @@ class Schedule:
             self._pass_by(self.plan.passed_by(unit))
             self.plan.advance(used=True)
         self.ensure(unit)
-        if self._planned and not again:
+        if again:
+            self._prefetch(u for u in recompute.units_again() if u.state is State.SHARDED)
+        elif self._planned:
             self._prefetch(self.plan.upcoming())
         # Held until leave: where the unit's own module is recomputed, no node of the forward leads to it yet.
         self._open.append(unit.unshard_node() if autograd.is_grad_enabled() else None)

@@ -5,7 +5,8 @@ import pytest
 
 from shardrt import nn
 from shardrt.activation_offload import offload_activations
-from shardrt.comm import thread
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import units
 from shardrt.recompute import checkpoint
 from tests.fsdp.nets import (
     Block,
@@ -17,6 +18,9 @@ from tests.fsdp.nets import (
     PartlyUsed,
     TiedInside,
     Viewed,
+    batches,
+    loss_of,
+    shard,
     train_on,
 )
 from tests.fsdp.test_counts import counts_of_one_step
@@ -101,3 +105,32 @@ def test_units_inside_a_recomputed_module_are_gathered_and_reduced_no_more_often
     assert plain == thread.run(
         2, counts_of_one_step, made(Nested, nn.Sequential, checkpoint), prefetch=prefetch
     )
+
+
+def order_of_events(prefetch):
+    """What the schedule did in one backward, and when blocks ran again, on this rank."""
+    events = []
+    model = Nested()
+    for stage in model.stages:
+        checkpoint(stage)
+    shard(model, init_device_mesh("auto"), prefetch=prefetch)
+    schedule = units(model)[0].schedule
+    schedule._show = lambda what, unit: events.append((what, unit.label))
+    original = Block.forward
+    try:
+        Block.forward = lambda block, x: events.append(("forward", block.name)) or original(block, x)
+        (tokens, targets), *_ = batches(1, size=4)
+        loss = loss_of(model, tokens, targets)
+        del events[:]
+        loss.backward()
+    finally:
+        Block.forward = original
+    return events
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_units_inside_a_recomputed_module_are_gathered_ahead(prefetch):
+    (events,) = thread.run(1, order_of_events, prefetch)
+    gathered = events.index(("gather", "stages.1.2"))
+    ran = events.index(("forward", "stages.1.0"))
+    assert (gathered < ran) == bool(prefetch)
