@@ -37,7 +37,10 @@ class _Region:
     __slots__ = ("memory", "address", "size")
 
     def __init__(self, size: int) -> None:
-        region = mmap.mmap(-1, size)
+        try:  # private, so that it counts as memory of this process, and gets huge pages
+            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no memory for an array of {size} bytes: {error.strerror}") from error
         if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE)
         self.memory = np.frombuffer(region, np.uint8)

@@ -13,6 +13,7 @@ from shardrt import dtypes
 from shardrt.device import Device, Stream
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import Group
+from shardrt.optim import spill
 
 Array = Any
 
@@ -49,7 +50,7 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
     stream = lanes.gather
     if group.placement.parameters:
         lanes.upload.wait(slot.free)  # compute has finished with the unit that had the slot
-        lanes.upload.submit(lanes.device.copy, own, group._shard, label=f"upload {group.label}")
+        lanes.upload.submit(_upload, lanes.device, own, group._shard, label=f"upload {group.label}")
         lanes.upload.record(group.uploaded)
         stream.wait(group.uploaded)  # this rank's part has come from the host
     else:
@@ -91,10 +92,16 @@ def _on_device(group: Group, lanes: Lanes) -> tuple[Array, Slot | None]:
     staged = group.arenas["upload"].acquire()
     array = staged.array[: group.layout.shard_size]
     lanes.upload.wait(staged.free)  # the gather that used the slot before has read it
-    lanes.upload.submit(lanes.device.copy, array, group._shard, label=f"upload {group.label}")
+    lanes.upload.submit(_upload, lanes.device, array, group._shard, label=f"upload {group.label}")
     lanes.upload.record(staged.ready)
     lanes.gather.wait(staged.ready)  # the shard has come from the host
     return array, staged
+
+
+def _upload(device: Device, target: Array, shard: Array) -> None:
+    """Copy, and where the shard is a mapped file let its pages go: they are not needed before the update."""
+    device.copy(target, shard)
+    spill.drop(shard)
 
 
 def _return(staged: Slot | None, stream: Stream) -> None:

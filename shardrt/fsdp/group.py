@@ -5,6 +5,7 @@ is never reduced. A group holds arrays and knows where things are; when anything
 schedule's, how it is moved stands in collectives.py.
 """
 
+import os
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,6 +21,7 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.team import Team
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement, Storage
+from shardrt.optim import spill
 
 if TYPE_CHECKING:
     from shardrt.fsdp.unit import Unit
@@ -84,6 +86,7 @@ class Group(Storage):
         for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
             start, stop, first = held
             _fill(parameter, storage, shard[start:stop], first)
+        spill.drop(shard)  # where it is a mapped file
         self._initial = []
 
     @property
@@ -194,14 +197,26 @@ def groups_of(unit: "Unit", parameters: list[tuple[Parameter, Kind]]) -> list[Gr
 def host_buffer(device: Device, count: int, dtype: Any, placement: Placement) -> np.ndarray:
     """Zeros in host memory: pinned, or a file of its own in `placement.directory`.
 
-    The file has no name once it is mapped, so it goes away with the process, however that ends.
+    The file has no name once it is mapped, so it goes away with the process, however that ends. Raises
+    OSError, naming the directory, where the disk has no room for it.
     """
     if placement.directory is None or count == 0:
         return device.pinned(count, dtype)
     Path(placement.directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=placement.directory) as file:
-        file.truncate(count * np.dtype(dtype).itemsize)
+        _reserve(file.fileno(), count * np.dtype(dtype).itemsize, placement.directory)
         return np.memmap(file, dtype, "r+", shape=(count,))
+
+
+def _reserve(file: int, nbytes: int, directory: Path) -> None:
+    """Take the room on the disk now: a mapped page for which there is none later ends the process."""
+    try:
+        os.posix_fallocate(file, 0, nbytes)
+    except OSError as error:
+        text = (
+            f"CPUOffloadPolicy: directory {directory} has no room for {nbytes} bytes more: {error.strerror}"
+        )
+        raise OSError(error.errno, text) from error
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

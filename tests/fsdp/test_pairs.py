@@ -1,0 +1,292 @@
+"""Where two features meet: every pair of them trains as it should, or is refused by an error that says why.
+
+A feature is a few options of `train`. Those that only move things (strategies, offload, recomputation, ...)
+must not change a bit: a pair gives what is left when they are taken away, on FULL_SHARD. A pair of features
+that both change numbers gives the same bits under NO_SHARD, where nothing is cut, and nearly the same losses
+on one rank with the whole batch.
+"""
+
+import warnings
+from contextlib import nullcontext
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.activation_offload import offload_activations
+from shardrt.checkpoint import full_state_dict, load, save
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, no_sync, register_forward_method
+from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
+from shardrt.recompute import checkpoint
+
+STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
+
+MOVES = {
+    **{name: {"strategy": name} for name in STRATEGIES},
+    "reshard": {"reshard_after_forward": True},
+    "keep": {"reshard_after_forward": False},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 2": {"prefetch": 2},
+    "offload parameters": {"offload": {"gradients": False, "optimizer_state": False}},
+    "offload gradients": {"offload": {"parameters": False, "optimizer_state": False}},
+    "offload optimizer": {"offload": {"parameters": False, "gradients": False}},
+    "offload all": {"offload": {}},
+    "step on host": {"offload": {"step": "host"}},
+    "files": {"offload": {"directory": "spill"}},
+    "recompute": {"recompute": "full"},
+    "recompute but matmul": {"recompute": "matmul"},
+    "recompute every second": {"recompute": "every second"},
+    "offload activations": {"offload_activations": True},
+    "in backward": {"in_backward": True},
+    "unit of two": {"unit_of_two": True},
+    "forward method": {"forward_method": True},
+    "save and load": {"save_and_load": True},
+}
+NUMBERS = {
+    "bf16": {"param_dtype": "bfloat16"},
+    "fp16, scaled": {"param_dtype": "float16", "scaler": True},
+    "fp32 reduce": {"reduce_dtype": "float32"},
+    "bf16 output": {"output_dtype": "bfloat16"},
+    "accumulate": {"micro_batches": ("reduce",)},
+    "no_sync": {"micro_batches": ("no_sync",)},
+    "clip norm": {"clip_norm": 0.1},
+    "clip value": {"clip_value": 0.01},
+    "SGD": {"sgd": True},
+    "frozen": {"frozen": True},
+    "ignored": {"ignored": True},
+    "unused units": {"unused": True},
+    "dropout": {"dropout": 0.3},
+}
+FEATURES = MOVES | NUMBERS
+BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
+LOW = {"bf16", "fp16, scaled", "bf16 output"}
+
+APPLIED = "the optimizer has in_backward=True and has applied these gradients already"
+REFUSED = {  # these gradients are used up, unit by unit, before all of them are there
+    ("in backward", "clip norm"): f"clip_grad_norm_: {APPLIED}",
+    ("in backward", "clip value"): f"clip_grad_value_: {APPLIED}",
+    ("in backward", "fp16, scaled"): f"GradScaler.unscale_: {APPLIED}",
+    ("in backward", "accumulate"): "a second backward .* accumulate with no_sync",
+}
+
+
+class Block(nn.Module):
+    """Linear, GELU, dropout, linear, with odd widths."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.up = nn.Linear(7, 13)
+        self.down = nn.Linear(13, 7)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x):
+        return x + self.down(self.dropout(F.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    """Embedding, blocks of which some may be left out, norm, and a head tied to the embedding."""
+
+    def __init__(self, dropout):
+        super().__init__()
+        self.embed = nn.Embedding(11, 7)
+        self.blocks = nn.ModuleList(Block(dropout) for _ in range(4))
+        self.norm = nn.LayerNorm(7)
+        self.left_out = None
+
+    def forward(self, tokens):
+        x = self.embed(tokens)
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index != self.left_out else x
+        return F.linear(self.norm(x), self.embed.weight)
+
+    def score(self, tokens):
+        return self.forward(tokens)
+
+
+def options_of(names):
+    """Option -> its values, one for each of the features that have it."""
+    options = {}
+    for name in names:
+        for key, value in FEATURES[name].items():
+            options.setdefault(key, []).append(value)
+    return options
+
+
+def of_unit(options, index, directory):
+    """Arguments of fully_shard. Of two values of an option, every other unit has one, the rest the other."""
+
+    def value(key, default=None):
+        values = options.get(key, [default])
+        return values[index % len(values)]
+
+    offload = value("offload")
+    if offload is not None and "directory" in offload:
+        offload = {"directory": directory}
+    return {
+        "strategy": value("strategy", "FULL_SHARD"),
+        "reshard_after_forward": value("reshard_after_forward"),
+        "prefetch": value("prefetch", 1),
+        "offload_policy": None if offload is None else CPUOffloadPolicy(**offload),
+        "mp_policy": MixedPrecisionPolicy(
+            param_dtype=value("param_dtype"),
+            reduce_dtype=value("reduce_dtype"),
+            output_dtype=value("output_dtype"),
+        ),
+    }
+
+
+def build(options, mesh, directory):
+    shardrt.manual_seed(3)
+    model = Net(*options.get("dropout", [0.0]))
+    if "frozen" in options:
+        for parameter in (*model.blocks[1].parameters(), model.blocks[0].up.bias):
+            parameter.requires_grad = False
+    recompute(model.blocks, options.get("recompute", []))
+    for block in model.blocks if "offload_activations" in options else ():
+        offload_activations(block)
+    parts = list(model.blocks)
+    if "unit_of_two" in options:
+        parts[:2] = [parts[:2]]
+    for index, part in enumerate(parts):
+        fully_shard(part, mesh=mesh, **of_unit(options, index, directory))
+    ignored = [model.norm] if "ignored" in options else []
+    fully_shard(model, mesh=mesh, ignored=ignored, **of_unit(options, len(parts), directory))
+    if "forward_method" in options:
+        register_forward_method(model, "score")
+    return model
+
+
+def recompute(blocks, policies):
+    """One policy for all blocks, or two in turns; "every second" leaves its others to the other policy."""
+    turns = sorted(policies)  # "every second" first
+    if turns and turns[0] == "every second":
+        turns = ["full", *(turns[1:] or [None])]
+    for index, block in enumerate(blocks):
+        if turns and turns[index % len(turns)]:
+            checkpoint(block, turns[index % len(turns)])
+
+
+def train(names, directory=None, strategy=None):
+    """(losses of three steps, weights on rank 0) of a model with the features `names`, on this rank."""
+    options = options_of(names) | ({"strategy": [strategy]} if strategy else {})
+    two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
+    mesh = init_device_mesh("auto", (2, 2) if two_axes else None)
+    model = build(options, mesh, directory)
+    kind = optim.SGD if "sgd" in options else optim.AdamW
+    settings = {"momentum": 0.9, "lr": 0.1} if "sgd" in options else {"lr": 1e-2}
+    optimizer = kind(model.parameters(), in_backward="in_backward" in options, **settings)
+    scaler = optim.GradScaler(init_scale=2.0**10, enabled="scaler" in options)
+    losses = []
+    for step, (tokens, targets) in enumerate(batches(mesh)):
+        if "unused" in options:  # at first all are used; then one rank leaves one out, then all do
+            model.left_out = {1: 1 if mesh.rank % 2 else None, 2: 2}.get(step)
+        losses.append(backward(model, options, scaler, tokens, targets))
+        average_ignored(model, mesh, options)
+        scaler.unscale_(optimizer)
+        for norm in options.get("clip_norm", ()):
+            clip_grad_norm_(model.parameters(), norm)
+        for value in options.get("clip_value", ()):
+            clip_grad_value_(model.parameters(), value)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        if step == 1 and "save_and_load" in options:
+            save_and_load(model, mesh, directory)
+    return losses, full_state_dict(model)
+
+
+def batches(mesh):
+    """This rank's rows of the whole batch of every step."""
+    random = np.random.default_rng(0)
+    rows = slice(12 * mesh.rank // mesh.size, 12 * (mesh.rank + 1) // mesh.size)
+    return [(random.integers(0, 11, (12, 3))[rows], random.integers(0, 11, (12, 3))[rows]) for _ in range(3)]
+
+
+def backward(model, options, scaler, tokens, targets):
+    """The loss of all micro-batches. The last of them reduces, whatever those before it do."""
+    ways = [way for values in options.get("micro_batches", ()) for way in values] + ["reduce"]
+    total = 0.0
+    parts = zip(np.array_split(tokens, len(ways)), np.array_split(targets, len(ways)), strict=True)
+    for way, (tokens, targets) in zip(ways, parts, strict=True):
+        with no_sync(model) if way == "no_sync" else nullcontext():
+            logits = model.score(tokens) if "forward_method" in options else model(tokens)
+            loss = F.cross_entropy(logits, targets) * (1 / len(ways))
+            scaler.scale(loss).backward()
+        total += float(loss.item())
+    return total
+
+
+def average_ignored(model, mesh, options):
+    """Nobody reduces the gradients of what is ignored, so whoever trains it must."""
+    for parameter in model.norm.parameters() if "ignored" in options else ():
+        gradient = parameter.grad
+        mesh.communicator("control").all_reduce(gradient, stream=mesh.device.current_stream)
+        gradient /= mesh.size
+
+
+def save_and_load(model, mesh, directory):
+    """Write a checkpoint, spoil the model, read it back."""
+    save(directory / "checkpoint", model)
+    for parameter in model.parameters():
+        parameter.shard.fill(7.0)
+        parameter.storage.modified()
+    mesh.communicator("control").barrier(stream=mesh.device.current_stream)
+    load(directory / "checkpoint", model)
+
+
+def train_on(ranks, names, *args):
+    """(losses by rank, weights)."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "fully_shard: the order of units differs")  # unused units do
+        results = thread.run(ranks, train, names, *args)
+    return [losses for losses, _ in results], results[0][1]
+
+
+@cache
+def reference(ranks, names, strategy="FULL_SHARD"):
+    """Without anything that only moves things."""
+    return train_on(ranks, names, None, strategy)
+
+
+def same_bits(found, expected):
+    assert found[0] == expected[0]
+    assert found[1].keys() == expected[1].keys()
+    for name, values in expected[1].items():
+        assert np.array_equal(found[1][name], values), name
+
+
+def readable(names):
+    return " + ".join(names)
+
+
+@pytest.mark.parametrize("names", list(combinations(FEATURES, 2)), ids=readable)
+def test_pair(names, tmp_path):
+    ranks = 4 if any(name.startswith("HYBRID") for name in names) else 2
+    if names in REFUSED:
+        with pytest.raises(RuntimeError, match=REFUSED[names]):
+            train_on(ranks, names, tmp_path)
+        return
+    found = train_on(ranks, names, tmp_path)
+    change = tuple(name for name in names if name in NUMBERS)
+    if len(change) < 2:
+        same_bits(found, reference(ranks, change))
+        return
+    same_bits(found, reference(ranks, change, "NO_SHARD"))
+    if not BY_RANK & set(names):
+        whole = reference(1, change)[0][0]
+        tolerance = 3e-2 if LOW & set(names) else 1e-4
+        assert np.allclose(np.mean(found[0], axis=0), whole, rtol=0, atol=tolerance)
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_what_is_said_to_change_numbers_does(name):
+    # Reducing in fp32, or by hand, is nothing new where all is fp32.
+    among = ("bf16",) if name in ("fp32 reduce", "ignored") else ()
+    _, plain = reference(2, among)
+    _, changed = reference(2, (*among, name))
+    assert any(not np.array_equal(plain[key], changed[key]) for key in plain)
