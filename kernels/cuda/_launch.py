@@ -1,0 +1,115 @@
+"""Launches kernels of the .cu files beside this one: what module, on what grid, with what arguments.
+
+What really launches is a backend: CuPy's (the default, imported when first needed), or in the tests one that
+runs the same sources on the CPU. Nothing else in this folder knows CuPy.
+"""
+
+from typing import Any, Protocol
+
+import numpy as np
+
+Array = Any
+
+# NumPy's name of an element type -> that of CUDA C++.
+TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+THREADS = 256
+
+
+class Backend(Protocol):
+    """What runs a kernel."""
+
+    multiprocessors: int
+
+    def launch(
+        self,
+        file: str,
+        defines: tuple[tuple[str, str], ...],
+        function: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: tuple,
+        shared: int,
+    ) -> None:
+        """Run `function` of FILE.cu, compiled with `defines`, in the current stream."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory that lives until the kernels launched so far have used it."""
+
+
+_backend: Backend | None = None
+
+
+def backend() -> Backend:
+    """The backend in use."""
+    global _backend
+    if _backend is None:
+        from shardrt.kernels.cuda._cupy import CuPyBackend
+
+        _backend = CuPyBackend()
+    return _backend
+
+
+def use(chosen: Backend | None) -> Backend | None:
+    """Replace the backend, None for the default; gives the one before."""
+    global _backend
+    before, _backend = _backend, chosen
+    return before
+
+
+def launch(
+    file: str,
+    function: str,
+    element: Any,
+    grid: int | tuple[int, ...],
+    args: tuple,
+    *,
+    threads: int = THREADS,
+    shared: int = 0,
+    **defines: str,
+) -> None:
+    """Run `function` of FILE.cu for the element type `element`.
+
+    grid: blocks, up to three axes. args: arrays, and NumPy scalars of the kernel's parameter types (a Python
+    int stands for int64, a bool for int). shared: bytes of dynamic shared memory. defines: further macros.
+    """
+    blocks = (grid,) if isinstance(grid, int) else grid
+    if min(blocks) < 1:
+        return  # nothing to do: CUDA refuses an empty grid
+    macros = (("ELEMENT", TYPES[np.dtype(element).name]), *sorted(defines.items()))
+    blocks = (*blocks, 1, 1)[:3]
+    backend().launch(file, macros, function, blocks, threads, tuple(map(_argument, args)), shared)
+
+
+def empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
+    """Scratch memory."""
+    return backend().empty((shape,) if isinstance(shape, int) else shape, np.dtype(dtype))
+
+
+def accumulator(dtype: Any) -> type:
+    """What a kernel computes in, as a scalar type: float64 for float64, else float32."""
+    return np.float64 if np.dtype(dtype) == np.float64 else np.float32
+
+
+def address(array: Array) -> int:
+    """Where an array begins."""
+    if isinstance(array, np.ndarray):
+        return array.ctypes.data
+    return array.data.ptr
+
+
+def vectors(*arrays: Array | None) -> bool:
+    """Whether all arrays begin at a multiple of 16 bytes, so that kernels may load 16 bytes at once."""
+    return all(address(array) % 16 == 0 for array in arrays if array is not None)
+
+
+def blocks_for(count: int, per_thread: int, threads: int = THREADS) -> int:
+    """Enough blocks for `count` elements, `per_thread` a turn, and not more than keep the GPU busy."""
+    return min(-(-count // (per_thread * threads)), 8 * backend().multiprocessors)
+
+
+def _argument(value: Any) -> Any:
+    if isinstance(value, bool):
+        return np.int32(value)
+    if isinstance(value, int):
+        return np.int64(value)
+    return value  # an array, a NumPy scalar, or None for a null pointer

@@ -1,0 +1,48 @@
+"""The few elementwise passes that the runtime itself makes, on flat arrays."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import accumulator, blocks_for, empty, launch, vectors
+
+Array = Any
+
+
+def add(first: Array, second: Array, out: Array) -> None:
+    """out = first + second."""
+    _run("add", out, (first, second, out))
+
+
+def scale_(x: Array, factor: float) -> None:
+    """x *= factor."""
+    _run("scale", x, (x, accumulator(x.dtype)(factor)))
+
+
+def unscale_(x: Array, factor: float) -> bool:
+    """x *= factor, in one pass with the answer: whether every element was finite before. Waits for it."""
+    wrong = empty(1, np.int32)
+    wrong.fill(0)
+    _run("unscale", x, (x, accumulator(x.dtype)(factor), wrong))
+    return not int(wrong[0])
+
+
+def clamp_(x: Array, limit: float) -> None:
+    """x = min(max(x, -limit), limit); nan stays nan."""
+    _run("clamp", x, (x, accumulator(x.dtype)(limit)))
+
+
+def bytes_moved(count: int, itemsize: int = 4) -> int:
+    """Bytes of add."""
+    return 3 * count * itemsize
+
+
+def flops(count: int) -> int:
+    """Operations of either."""
+    return count
+
+
+def _run(function: str, x: Array, args: tuple) -> None:
+    grid = blocks_for(x.size, 16 // x.dtype.itemsize)
+    arrays = [arg for arg in args if getattr(arg, "dtype", None) == x.dtype and getattr(arg, "ndim", 0)]
+    launch("elementwise", function, x.dtype, grid, (*args, x.size, vectors(*arrays)))

@@ -1,0 +1,152 @@
+"""Runs kernels/cuda on the CPU: a backend that compiles the same .cu files with g++ and calls them by ctypes.
+
+Arrays are NumPy's; bfloat16 is ml_dtypes'. Every launch is checked: as many arguments as the kernel has, of
+the types that it has, a grid and shared memory within CUDA's limits.
+"""
+
+import ctypes
+import hashlib
+import os
+import re
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cuda import _launch
+from shardrt.kernels.cuda._compile import HERE
+
+SHIM = Path(__file__).with_name("shim.h")
+_SCALARS = {
+    "int": np.int32,
+    "uint32": np.uint32,
+    "unsigned": np.uint32,
+    "int64": np.int64,
+    "uint64": np.uint64,
+    "float": np.float32,
+    "double": np.float64,
+}
+_WRAPPER = """
+extern "C" int launch_%s(const unsigned* grid, unsigned threads, size_t shared, char* message, %s) {
+    int failed = shim::launch(grid, threads, shared, [=] { %s(%s); });
+    if (failed) strcpy(message, shim::message);
+    return failed;
+}
+"""
+_NAMES = {"float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16"}
+
+
+class Emulator:
+    """A backend for kernels/cuda/_launch.py. `launches` counts what was run."""
+
+    multiprocessors = 2
+
+    def __init__(self) -> None:
+        self.launches: list[str] = []
+
+    def launch(self, file, defines, function, grid, threads, args, shared):
+        assert threads % 32 == 0 and 32 <= threads <= 1024, threads
+        assert shared <= 227 << 10, shared
+        assert grid[0] < 2**31 and max(grid[1:]) < 65536, grid
+        kernel, parameters = _kernels(file, defines)[function]
+        assert len(args) == len(parameters), f"{function} takes {parameters}, got {len(args)} arguments"
+        values = [_value(function, *pair) for pair in zip(parameters, args, strict=True)]
+        self.launches.append(function)
+        message = ctypes.create_string_buffer(200)
+        failed = kernel((ctypes.c_uint * 3)(*grid), threads, ctypes.c_size_t(shared), message, *values)
+        assert not failed, f"{file}.cu: {function}: {message.value.decode()}"
+
+    def empty(self, shape, dtype):
+        array = np.empty(shape, dtype)
+        array.view(np.uint8).fill(0xFF)  # not a number: nobody may count on zeros
+        return array
+
+
+@pytest.fixture
+def emulated():
+    """kernels/cuda launched on the CPU."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    emulator = Emulator()
+    before = _launch.use(emulator)
+    yield emulator
+    _launch.use(before)
+
+
+def _value(function, parameter, arg):
+    """An argument as ctypes passes it, checked against the parameter's type."""
+    kind, name = parameter
+    if kind.endswith("*"):
+        if arg is None:
+            return ctypes.c_void_p(None)
+        assert isinstance(arg, np.ndarray), f"{function}: {name} is no array"
+        wanted = kind.rstrip("* ").removeprefix("const ").strip()
+        wanted = _NAMES.get(wanted, wanted)
+        sizes = {"int": 4, "uint32": 4, "int64": 8, "uint64": 8, "uint16": 2, "unsigned char": 1}
+        if wanted in sizes:
+            assert arg.dtype.itemsize == sizes[wanted], f"{function}: {name} is {arg.dtype}, not {wanted}"
+        elif wanted != "void":
+            assert arg.dtype.name == wanted, f"{function}: {name} is {arg.dtype}, not {wanted}"
+        return ctypes.c_void_p(arg.ctypes.data)
+    scalar = _SCALARS[kind]
+    assert isinstance(arg, scalar), f"{function}: {name} is {type(arg).__name__}, not {scalar.__name__}"
+    return np.ctypeslib.as_ctypes_type(scalar)(arg.item())
+
+
+@cache
+def _kernels(file, defines):
+    """name -> (function, [(type, name)]) of a .cu file compiled with g++."""
+    source = (HERE / f"{file}.cu").read_text()
+    found = re.findall(
+        r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', source
+    )
+    assert found, f"{file}.cu has no kernel"
+    wrappers = []
+    for name, text in found:
+        declared = " ".join(text.split())
+        names = [parameter.split()[-1].lstrip("*") for parameter in declared.split(",")]
+        wrappers.append(_WRAPPER % (name, declared, name, ", ".join(names)))
+    code = f'#include "{SHIM}"\n#include "{HERE / file}.cu"\n' + "\n".join(wrappers)
+    library = ctypes.CDLL(str(_compiled(file, code, defines)))
+    return {
+        name: (getattr(library, f"launch_{name}"), _parameters(text, dict(defines))) for name, text in found
+    }
+
+
+def _parameters(text, defines):
+    """[(type, name)] with T, A and other macros replaced."""
+    element = defines["ELEMENT"]
+    types = {"T": element, "A": "double" if element == "double" else "float", **defines}
+    result = []
+    for parameter in " ".join(text.split()).replace("*", "* ").replace("__restrict__", "").split(","):
+        *kind, name = parameter.split()
+        words = [types.get(word.rstrip("*"), word.rstrip("*")) + "*" * word.count("*") for word in kind]
+        result.append((" ".join(words), name))
+    return result
+
+
+def _compiled(file, code, defines):
+    """The shared library of `code`, from a cache in the temporary directory."""
+    headers = "".join(path.read_text() for path in [SHIM, HERE / f"{file}.cu", *sorted(HERE.glob("*.cuh"))])
+    key = hashlib.sha256(repr((code, headers, defines)).encode()).hexdigest()[:20]
+    folder = Path(tempfile.gettempdir()) / f"shardrt-shim-{os.getuid()}"
+    folder.mkdir(exist_ok=True)
+    target = folder / f"{file}-{key}.so"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            source, library = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
+            source.write_text(code)
+            macros = [f"-D{name}={value}" for name, value in defines]
+            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
+            done = subprocess.run(
+                [*command, *macros, f"-I{HERE}", str(source), "-o", str(library)],
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{file}.cu under g++:\n{done.stderr[:4000]}"
+            os.replace(library, target)
+    return target
