@@ -1,6 +1,8 @@
 """Element types by name: what a parameter is stored, moved and computed in.
 
-NumPy has no bfloat16, so the 16-bit types are carried as the bits of a uint16; a name says which they are.
+NumPy has no bfloat16, so on a device without arithmetic in 16 bits these types are carried as the bits of a
+uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from another package (ml_dtypes), which
+NumPy counts among neither floats nor numbers.
 """
 
 import numpy as np
@@ -12,6 +14,16 @@ LOW = (bfloat16, float16)
 def storage(name: str) -> np.dtype:
     """The NumPy dtype that holds elements of type `name`: uint16 for the 16-bit types."""
     return np.dtype(np.uint16) if name in LOW else np.dtype(name)
+
+
+def floating(dtype: np.dtype) -> bool:
+    """Whether elements of `dtype` are floating-point numbers, bfloat16 included."""
+    return dtype.kind == "f" or dtype.name == bfloat16
+
+
+def exact(dtype: np.dtype) -> np.dtype:
+    """What sums and statistics of elements of `dtype` are kept in: float32 for the 16-bit types."""
+    return np.dtype(np.float32) if dtype.name in LOW else dtype
 
 
 def check(argument: str, name: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardrt import autograd, nest, random
+from shardrt import autograd, dtypes, nest, random
 from shardrt.autograd import Function, Variable
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -205,7 +205,7 @@ class _Resume:
 
 def _floating(output: Any) -> list[Variable]:
     """The floating tensors in what a forward returned, each once, in order."""
-    return [tensor for tensor in nest.tensors(output) if tensor.data.dtype.kind == "f"]
+    return [tensor for tensor in nest.tensors(output) if dtypes.floating(tensor.data.dtype)]
 
 
 def _stays(tensor: Variable) -> bool:

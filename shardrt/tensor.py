@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device
+from shardrt import autograd, device, dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
 
@@ -29,7 +29,7 @@ class Tensor(Variable):
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         array = _array(data, dtype)
-        if requires_grad and array.dtype.kind != "f":
+        if requires_grad and not dtypes.floating(array.dtype):
             raise TypeError(f"Tensor: only floats can require a gradient, got {array.dtype}")
         super().__init__(array, requires_grad)
 
@@ -280,11 +280,18 @@ def _array(data: Any, dtype: Any) -> Array:
         raise TypeError("Tensor: data is a Tensor already; x.detach() gives one without its past")
     own = hasattr(data, "dtype")
     array = device.current().asarray(data, dtype)
-    if array.dtype.kind not in "fiub":
+    if array.dtype.kind not in "fiub" and not dtypes.floating(array.dtype):
         raise TypeError(f"Tensor: data must be numbers, got {type(data).__name__} of {array.dtype}")
-    if dtype is None and array.dtype.kind == "f" and not (own and array.dtype == np.float64):
+    if dtype is None and array.dtype.kind == "f" and not (own and _kept(array.dtype)):
         array = device.current().asarray(array, np.float32)
     return array
+
+
+def _kept(dtype: np.dtype) -> bool:
+    """Whether an array of this float type stays as it is: float64, and 16 bits where the device has them."""
+    if dtype.name in dtypes.LOW:
+        return device.current().compute_dtype(dtype.name) == dtype
+    return dtype == np.float64
 
 
 def _raw(x: Any) -> Any:

@@ -12,8 +12,6 @@ from shardrt.autograd import Variable
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 
-_FLOATS = ("float32", "float64")
-
 
 class UnitBoundary:
     """One module of one unit."""
@@ -51,7 +49,7 @@ def _caster(dtype: str) -> Callable[[Variable], Variable]:
     """A function that casts floating tensors to `dtype`, or to what stands for it on the device."""
 
     def cast(tensor: Variable) -> Variable:
-        if tensor.data.dtype.name not in _FLOATS or tensor.data.dtype.name == dtype:
+        if not dtypes.floating(tensor.data.dtype) or tensor.data.dtype.name == dtype:
             return tensor
         return F.cast(tensor, dtype)
 

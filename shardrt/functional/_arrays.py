@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device
+from shardrt import device, dtypes
 from shardrt.autograd import Variable, contiguous
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def tensor(x: Any) -> "Tensor":
 def floating(x: Any) -> "Tensor":
     """As `tensor`; integers and booleans become float32."""
     x = tensor(x)
-    return x if x.dtype.kind == "f" else Variable.result_type(x.data.astype(np.float32))
+    return x if dtypes.floating(x.dtype) else Variable.result_type(x.data.astype(np.float32))
 
 
 def integers(op: str, name: str, values: Any) -> Array:
@@ -39,11 +39,21 @@ def integers(op: str, name: str, values: Any) -> Array:
 
 
 def check_floats(op: str, **tensors: "Tensor | None") -> None:
-    """Raise TypeError unless all of them, None left out, are float32 or all are float64."""
-    dtypes = {name: np.dtype(t.dtype).name for name, t in tensors.items() if t is not None}
-    if set(dtypes.values()) not in ({"float32"}, {"float64"}):
-        given = ", ".join(f"{name} {dtype}" for name, dtype in dtypes.items())
-        raise TypeError(f"{op}: all must be float32 or all float64, got {given}")
+    """Raise TypeError unless all of them, None left out, are float32 or all are float64.
+
+    Or of one 16-bit type, if the device computes in it.
+    """
+    given = {name: t.dtype for name, t in tensors.items() if t is not None}
+    kinds = set(given.values())
+    if len(kinds) != 1 or not _computed_in(next(iter(kinds))):
+        text = ", ".join(f"{name} {dtype.name}" for name, dtype in given.items())
+        raise TypeError(f"{op}: all must be float32 or all float64, got {text}")
+
+
+def _computed_in(dtype: np.dtype) -> bool:
+    if dtype.name in dtypes.LOW:
+        return device.current().compute_dtype(dtype.name) == dtype
+    return dtype.kind == "f" and dtype.itemsize >= 4
 
 
 def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | None = None) -> None:
@@ -60,6 +70,11 @@ def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array on the current device."""
     return device.current().empty(shape, dtype)
+
+
+def empty_exact(shape: tuple[int, ...], like: Array) -> Array:
+    """An uninitialised array for statistics of elements of `like`: float32 where they have 16 bits."""
+    return device.current().empty(shape, dtypes.exact(like.dtype))
 
 
 def empty_like(x: Array) -> Array:

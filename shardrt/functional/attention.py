@@ -6,7 +6,7 @@ from math import sqrt
 from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function
-from shardrt.functional._arrays import check_floats, empty, empty_like, kernels, tensor
+from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -22,7 +22,7 @@ class Attention(Function):
     def forward(self, q: Array, k: Array, v: Array, causal: bool, scale: float) -> Array:
         q, k, v = _inner_unit(q), _inner_unit(k), _inner_unit(v)
         y = empty_like(q)
-        lse = empty(q.shape[:-1], q.dtype)
+        lse = empty_exact(q.shape[:-1], q)
         kernels().attention.forward(q, k, v, y, lse, causal=causal, scale=scale)
         self.saved = (q, k, v, y, lse, causal, scale)
         return y
@@ -72,7 +72,7 @@ class SelfAttention(Function):
     def forward(self, qkv: Array, heads: int, causal: bool, scale: float) -> Array:
         batch, time, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
         y = empty((batch, time, width), qkv.dtype)
-        lse = empty((batch, heads, time), qkv.dtype)
+        lse = empty_exact((batch, heads, time), qkv)
         (y_heads,) = _heads(y, 1, heads)
         kernels().attention.forward(*_heads(qkv, 3, heads), y_heads, lse, causal=causal, scale=scale)
         self.saved = (qkv, y, lse, heads, causal, scale)

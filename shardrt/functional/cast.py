@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import dtypes
+from shardrt import device, dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import empty, flat, floating, kernels
 
@@ -44,20 +44,22 @@ def cast(x: "Tensor", dtype: str) -> "Tensor":
 
     float32 and float64 are converted into each other. "bfloat16" and "float16" give a float32 tensor whose
     values are rounded to the nearest of that type (ties to even; too large is infinity), and its gradient is
-    rounded likewise, as if it had been computed in that type. A cast of it to "float32" is the tensor itself.
+    rounded likewise, as if it had been computed in that type; a cast of it to "float32" is the tensor itself.
+    On a device that computes in 16 bits they are types like the others.
 
     Integers become float32 first. Raises ValueError for another dtype.
     """
     dtypes.check("cast: dtype", dtype)
     x = floating(x)
-    if dtype in dtypes.LOW:
+    if dtype in dtypes.LOW and device.current().compute_dtype(dtype).name != dtype:
         return Round.apply(cast(x, dtypes.float32), dtype)
-    return x if x.dtype == np.dtype(dtype) else Convert.apply(x, dtype)
+    dtype = device.current().compute_dtype(dtype)
+    return x if x.dtype == dtype else Convert.apply(x, dtype)
 
 
 def _convert(x: Array, dtype: Any) -> Array:
     y = empty(x.shape, dtype)
-    np.copyto(y, x, casting="same_kind")
+    np.copyto(y, x, casting="unsafe")  # bfloat16 is no kind that NumPy knows
     return y
 
 

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardrt import dtypes
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import empty, flat, floating, kernels, sum_to, tensor
 
@@ -255,7 +256,7 @@ def _operands(op: str, x: Operand, y: Operand, integers_as: Any = None) -> list:
     """Both as tensors of one dtype or Python numbers; no conversion if both are integers, unless asked."""
     operands = [_operand(x), _operand(y)]
     tensors = [operand for operand in operands if isinstance(operand, Variable)]
-    floats = {t.dtype for t in tensors if t.dtype.kind == "f"}
+    floats = {t.dtype for t in tensors if dtypes.floating(t.dtype)}
     if len(floats) > 1:
         given = " with ".join(str(t.dtype) for t in tensors)
         raise TypeError(f"{op}: {given}; two float dtypes do not mix, convert one of them")
@@ -264,12 +265,13 @@ def _operands(op: str, x: Operand, y: Operand, integers_as: Any = None) -> list:
     dtype = floats.pop() if floats else integers_as
     if dtype is None:
         return operands
-    return [
-        Variable.result_type(operand.data.astype(dtype))
-        if isinstance(operand, Variable) and operand.dtype != dtype
-        else operand
-        for operand in operands
-    ]
+    return [_converted(operand, dtype) for operand in operands]
+
+
+def _converted(operand: Any, dtype: np.dtype) -> Any:
+    if not isinstance(operand, Variable):  # a Python number, which NumPy fits to the types that it knows
+        return np.dtype(dtype).type(operand) if np.dtype(dtype).name == dtypes.bfloat16 else operand
+    return operand if operand.dtype == dtype else Variable.result_type(operand.data.astype(dtype))
 
 
 def _operand(x: Operand) -> Any:

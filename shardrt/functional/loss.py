@@ -9,7 +9,7 @@ from shardrt.autograd import Function
 from shardrt.functional._arrays import (
     check_floats,
     check_range,
-    empty,
+    empty_exact,
     empty_like,
     flat,
     integers,
@@ -31,14 +31,14 @@ class CrossEntropy(Function):
         self, logits: Array, targets: Array, ignore_index: int, reduction: str, inplace: bool
     ) -> Array:
         logits2 = rows(logits)  # (tokens, vocab)
-        losses, lse = empty((len(logits2),), logits.dtype), empty((len(logits2),), logits.dtype)
+        losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
         count = int((targets != ignore_index).sum()) if reduction == "mean" else 1
         self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
         if reduction == "none":
             return losses.reshape(targets.shape)
         total = losses.sum(dtype=np.float64) / count if count else nan
-        return np.asarray(total, logits.dtype)
+        return np.asarray(total, losses.dtype)
 
     def backward(self, dy: Array) -> tuple:
         logits, targets, lse, ignore_index, reduction, count, inplace = self.saved

@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, empty, empty_like, kernels, rows, tensor
+from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, rows, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -18,7 +18,7 @@ class LayerNorm(Function):
     def forward(self, x: Array, weight: Variable, bias: Variable | None, eps: float) -> Array:
         y = empty_like(x)
         x2 = rows(x)
-        mean, rstd = empty((len(x2),), x.dtype), empty((len(x2),), x.dtype)
+        mean, rstd = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
         bias_data = None if bias is None else contiguous(bias.data)
         kernels().layer_norm.forward(x2, contiguous(weight.data), bias_data, rows(y), mean, rstd, eps)
         self.saved = (x, weight, bias, mean, rstd)
@@ -58,7 +58,7 @@ class RMSNorm(Function):
     def forward(self, x: Array, weight: Variable, eps: float) -> Array:
         y = empty_like(x)
         x2 = rows(x)
-        rstd = empty((len(x2),), x.dtype)
+        rstd = empty_exact((len(x2),), x)
         kernels().rms_norm.forward(x2, contiguous(weight.data), rows(y), rstd, eps)
         self.saved = (x, weight, rstd)
         return y

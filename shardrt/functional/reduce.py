@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardrt import dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import broadcast, empty_like, floating, tensor
 from shardrt.functional.elementwise import div
@@ -23,7 +24,9 @@ class Sum(Function):
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
         self.saved = (x.shape, axes)
-        return np.asarray(x.sum(axis=axes, keepdims=keepdims))
+        low = x.dtype.name in dtypes.LOW
+        total = np.asarray(x.sum(axis=axes, keepdims=keepdims, dtype=np.float32 if low else None))
+        return total.astype(x.dtype) if low else total
 
     def backward(self, dy: Array) -> tuple:
         shape, axes = self.saved
