@@ -18,7 +18,8 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -151,6 +152,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.features", description="What each feature costs.")
     w.add_arguments(parser)
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these variants beside FULL_SHARD")
     options = parser.parse_args()
     mesh = init_device_mesh("auto", communicator=options.communicator)
@@ -160,7 +162,10 @@ def main() -> None:
     if mesh.rank == 0:
         if not options.json:
             print(as_table(results))
-        print(json.dumps({"world_size": mesh.size, "variants": results}), flush=True)
+        result = {"world_size": mesh.size, "workload": asdict(w.workload_of(options)), "variants": results}
+        print(json.dumps(result), flush=True)
+        if options.output is not None:
+            options.output.write_text(json.dumps(result, indent=1) + "\n")
 
 
 def run(chosen: list[Variant], options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
