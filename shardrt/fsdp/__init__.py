@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
 Read in this order: strategy, policy, layout, team, group, unit, ops, collectives, plan, schedule, buffers,
-setup, rehearsal, memory, whole, boundary, api.
+setup, rehearsal, memory, whole, boundary, api, wrap.
 """
 
 from shardrt.fsdp.api import (
@@ -15,12 +15,16 @@ from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.whole import full_parameters, reshard, unshard
+from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
 
 __all__ = [
     "CPUOffloadPolicy",
     "MemoryPlan",
     "MixedPrecisionPolicy",
     "ShardingStrategy",
+    "by_class",
+    "by_predicate",
+    "by_size",
     "explain",
     "full_parameters",
     "fully_shard",
@@ -31,4 +35,5 @@ __all__ = [
     "set_gradient_divide_factor",
     "units",
     "unshard",
+    "wrap",
 ]

@@ -1,0 +1,260 @@
+"""What a unit is made of, and reading and writing whole parameters outside forward."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    explain,
+    full_parameters,
+    fully_shard,
+    register_forward_method,
+    reshard,
+    units,
+    unshard,
+)
+from tests.fsdp.nets import Block, Net, batches, gradients, loss_of, shard
+
+TOKENS, TARGETS = batches(1)[0]
+
+
+def rows_of(mesh, array):
+    count = len(array) // mesh.size
+    return array[mesh.rank * count : (mesh.rank + 1) * count]
+
+
+def net():
+    shardrt.manual_seed(3)
+    return Net()
+
+
+# -- several modules as one unit
+
+
+def as_one_unit(prefetch):
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    model, mesh = net(), init_device_mesh("auto", wrap=counted)
+    fully_shard([model.blocks[0], model.blocks[2]], mesh=mesh)
+    fully_shard(model.blocks[1], mesh=mesh)
+    fully_shard(model, mesh=mesh, prefetch=prefetch)
+    for _ in range(2):
+        before = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+        loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
+        calls = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+    found = gradients(model)
+    return [unit.label for unit in units(model)], np.subtract(calls, before).tolist(), found
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_list_of_modules_is_one_unit_gathered_and_reduced_once(prefetch):
+    labels, (gathers, reductions), found = thread.run(2, as_one_unit, prefetch)[0]
+    assert labels == ["(root)", "blocks.0 + blocks.2", "blocks.1"]
+    assert gathers == 2 * 2 + 1 and reductions == 3
+    plain = net()
+    loss_of(plain, TOKENS, TARGETS).backward()
+    for name, parameter in plain.named_parameters():
+        np.testing.assert_allclose(found[name] / 2, parameter.grad, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+def test_an_empty_list_is_refused():
+    with pytest.raises(ValueError, match="the list of modules is empty"):
+        fully_shard([])
+
+
+# -- what is ignored
+
+
+def with_ignored():
+    model, mesh = net(), init_device_mesh("auto")
+    fully_shard(model.blocks[0], mesh=mesh, ignored=[model.blocks[0].up.bias])
+    fully_shard(model, mesh=mesh, ignored=[model.blocks[1], model.norm.weight, model.blocks[0].up.bias])
+    whole = [p.name for p in model.parameters() if p.grad is None and p.shard.size == p.size and _plain(p)]
+    loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
+    own = {p.name: p.grad.copy() for p in model.parameters() if _plain(p)}
+    optim.SGD(model.parameters(), lr=0.1).step()
+    return whole, own, full_state_dict(model)
+
+
+def _plain(parameter):
+    return getattr(parameter.storage, "unit", None) is None
+
+
+def test_what_is_ignored_stays_whole_is_reduced_by_nobody_and_is_trained_and_saved():
+    (whole, first, state), (_, second, _) = thread.run(2, with_ignored)
+    block = [f"blocks.1.{name}" for name, _ in Block().named_parameters()]
+    assert sorted(whole) == sorted(["norm.weight", "blocks.0.up.bias", *block])
+    plain = net()
+    loss_of(plain, TOKENS, TARGETS).backward()
+    for name, parameter in plain.named_parameters():
+        if name in first:  # each rank has the gradient of its own rows
+            assert not np.array_equal(first[name], second[name])
+            np.testing.assert_allclose((first[name] + second[name]) / 2, parameter.grad, rtol=1e-4, atol=1e-7)
+            np.testing.assert_allclose(state[name], parameter.data - 0.1 * first[name], rtol=1e-6)
+    assert state.keys() == dict(plain.named_parameters()).keys()
+
+
+# -- whole parameters outside forward
+
+
+def halved(policy, precision):
+    model, mesh = net(), init_device_mesh("auto")
+    shard(model, mesh, offload_policy=policy, mp_policy=precision)
+    with full_parameters(model):
+        seen = {name: p.data.copy() for name, p in model.named_parameters()}
+        for parameter in model.parameters():
+            parameter.data *= 7  # without writeback this is forgotten
+    with full_parameters(model.blocks, writeback=True):
+        for parameter in model.blocks.parameters():
+            parameter.data *= 0.5
+    loss = loss_of(model, TOKENS, TARGETS).item()
+    return seen, full_state_dict(model), loss
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("policy", [None, CPUOffloadPolicy()])
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16")])
+def test_full_parameters_are_read_and_written_back_in_float32(ranks, policy, precision):
+    results = thread.run(ranks, halved, policy, precision)
+    plain = net()
+    for name, parameter in plain.named_parameters():
+        for seen, _, _ in results:
+            np.testing.assert_array_equal(seen[name], parameter.data)
+        if name.startswith("blocks"):
+            parameter.data *= 0.5
+        np.testing.assert_array_equal(results[0][1][name], parameter.data)
+    if precision is None:
+        expected = loss_of(plain, TOKENS, TARGETS).item()
+        assert all(loss == pytest.approx(expected, rel=1e-6) for *_, loss in results)
+
+
+def held():
+    model, mesh = net(), init_device_mesh("auto")
+    shard(model, mesh)
+    unshard(model)
+    whole = {name: p.data.copy() for name, p in model.named_parameters()}
+    loss_of(model, TOKENS, TARGETS).backward()
+    states = [unit.gathered for unit in units(model)]
+    reshard(model)
+    with pytest.raises(RuntimeError, match=r"'embed\.weight' is sharded"):
+        model.embed.weight.data  # noqa: B018
+    return whole, states, gradients(model)
+
+
+def test_unshard_keeps_parameters_until_reshard():
+    plain = net()
+    loss_of(plain, TOKENS, TARGETS).backward()
+    for whole, states, found in thread.run(2, held):
+        assert states == [True] * 4
+        for name, parameter in plain.named_parameters():
+            np.testing.assert_array_equal(whole[name], parameter.data)
+            np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("call", [unshard, reshard])
+def test_a_model_without_units_has_nothing_to_unshard(call):
+    with pytest.raises(ValueError, match="Net has no sharded unit; call fully_shard first"):
+        call(Net())
+
+
+# -- other entries than forward
+
+
+class Scorer(Net):
+    def score(self, tokens):
+        return self(tokens).sum()
+
+    def embedded(self, tokens):
+        return self.embed(tokens)
+
+
+def scored():
+    shardrt.manual_seed(3)
+    model, mesh = Scorer(), init_device_mesh("auto")
+    shard(model, mesh)
+    with pytest.raises(RuntimeError, match=r"'embed\.weight' is sharded"):
+        model.embedded(TOKENS)
+    register_forward_method(model, "embedded")
+    (model.embedded(TOKENS) * 2.0).sum().backward()
+    return gradients(model)["embed.weight"], model.score(TOKENS).item()
+
+
+def test_a_registered_method_is_an_entry_like_forward():
+    shardrt.manual_seed(3)
+    plain = Scorer()
+    (plain.embedded(TOKENS) * 2.0).sum().backward()
+    expected = plain.score(TOKENS).item()
+    for gradient, value in thread.run(2, scored):
+        np.testing.assert_allclose(gradient, plain.embed.weight.grad, rtol=1e-6)
+        assert value == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_methods_of_units_can_be_registered():
+    with pytest.raises(ValueError, match="Net is no unit"):
+        register_forward_method(Net(), "run_blocks")
+    with pytest.raises(AttributeError, match="nothing"):
+        register_forward_method(fully_shard(Net()), "nothing")
+
+
+# -- explain
+
+
+def test_explain_says_what_is_where():
+    model = net()
+    model.blocks[2].up.bias.requires_grad = False
+    fully_shard(model.blocks[0], strategy="SHARD_OPT", mp_policy=MixedPrecisionPolicy("bfloat16", "float32"))
+    fully_shard([model.blocks[1], model.blocks[2]], offload_policy=CPUOffloadPolicy(gradients=False))
+    fully_shard(model, prefetch=2)
+    lines = [line.split("  ") for line in explain(model).splitlines()]
+    table = [[cell.strip() for cell in line if cell.strip()] for line in lines]
+    assert table[0][:4] == ["unit", "parameters", "MB per rank", "strategy"]
+    block = sum(p.size for p in Block().parameters())
+    rows = {row[0]: row for row in table[1:] if "frozen" not in row[1]}
+    assert rows["blocks.0"][1:] == [
+        f"{block}", "0.0", "SHARD_OPT", "always", "bfloat16", "float32", "with (root)",
+    ]  # fmt: skip
+    assert "parameters optimizer" in rows["blocks.1 + blocks.2"]
+    assert [row[1] for row in table if "frozen" in row[1]] == ["13 frozen"]
+
+
+def test_explain_needs_a_unit():
+    with pytest.raises(ValueError, match="explain: Net has no sharded unit"):
+        explain(Net())
+
+
+def test_the_recorded_order_is_explained_after_a_forward():
+    model = net()
+
+    def backwards(x):
+        for block in list(model.blocks)[::-1]:
+            x = block(x)
+        return x
+
+    model.run_blocks = backwards
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)
+    F.cross_entropy(model(TOKENS), TARGETS)
+    text = {line.split()[0]: line for line in explain(model).splitlines()}
+    assert text["blocks.2"].endswith("with (root)") and text["blocks.0"].endswith("with blocks.1")
+
+
+class Wide(nn.Module):
+    pass
+
+
+def test_what_is_no_module_is_refused():
+    with pytest.raises(TypeError, match=r"must be a shardrt\.nn\.Module, got str"):
+        fully_shard("blocks")
+    with pytest.raises(TypeError, match="got int"):
+        fully_shard([Wide(), 3])
