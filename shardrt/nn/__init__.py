@@ -2,6 +2,7 @@
 
 from shardrt.nn import init, utils
 from shardrt.nn.layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
 from shardrt.nn.module import Module, ModuleList, Sequential
 from shardrt.nn.parameter import Parameter
 
@@ -16,6 +17,9 @@ __all__ = [
     "Parameter",
     "RMSNorm",
     "Sequential",
+    "add_lora",
     "init",
+    "lora_parameters",
+    "merge_lora",
     "utils",
 ]

@@ -1,0 +1,135 @@
+"""LoRA: frozen linear layers with a small trainable product beside each (Hu et al., LoRA, 2021).
+
+y = x W^T + b + (alpha / rank) x A^T B^T, A (rank, inputs) random, B (outputs, rank) zero at the start, so the
+model begins as it was. The layers stay the same objects and W and b keep their names.
+"""
+
+from collections.abc import Callable
+from fnmatch import fnmatch
+from math import sqrt
+
+from shardrt import functional as F
+from shardrt.nn.init import Uniform, Zeros
+from shardrt.nn.layers import Linear
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
+from shardrt.tensor import Tensor
+
+Targets = tuple[str, ...] | Callable[[str, Linear], bool]  # paths of layers, or which of them
+
+
+class LoRALinear(Linear):
+    """What add_lora makes of a Linear: `lora_a`, `lora_b`, and a forward that adds their product."""
+
+    lora_a: Parameter
+    lora_b: Parameter
+    lora_scale: float
+    lora_dropout: float
+
+    def forward(self, x: Tensor) -> Tensor:
+        beside = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
+        small = F.linear(F.linear(beside, self.lora_a), self.lora_b)
+        return super().forward(x) + small * self.lora_scale
+
+
+def add_lora(
+    model: Module,
+    rank: int,
+    *,
+    alpha: float | None = None,
+    targets: Targets = ("*",),
+    dropout: float = 0.0,
+) -> Module:
+    """Freeze `model` and give its linear layers trainable adapters; gives `model` back.
+
+    rank: of the product, at most the smaller side of each layer. alpha: the product is scaled by
+    alpha / rank; 2 * rank if None. targets: shell patterns for the layers' paths ("*.qkv"), or a function of
+    (path, layer). dropout: of what goes into the adapters.
+
+    Load weights before and call fully_shard after: frozen parameters are then sharded and never reduced.
+    Raises ValueError if no layer is picked, for numbers that cannot be, or after fully_shard.
+    """
+    alpha = 2.0 * rank if alpha is None else alpha
+    if rank < 1 or not alpha > 0 or not 0 <= dropout < 1:
+        raise ValueError(
+            f"add_lora: rank must be at least 1, alpha positive and dropout in [0, 1); got {rank}, {alpha} "
+            f"and {dropout}"
+        )
+    layers = [module for path, module in model.named_modules() if _picked(path, module, targets)]
+    if not layers:
+        raise ValueError(f"add_lora: targets {targets!r} pick no Linear of {type(model).__name__}")
+    for layer in layers:
+        _check(layer, rank)
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+    for layer in layers:
+        _adapt(layer, rank, alpha / rank, dropout)
+    return model
+
+
+def lora_parameters(model: Module) -> list[Parameter]:
+    """The adapters' parameters: what the optimizer gets, and what is worth saving of a trained model."""
+    return [p for layer in _adapted(model) for p in (layer.lora_a, layer.lora_b)]
+
+
+def merge_lora(model: Module) -> Module:
+    """Add every adapter's product to its layer's weight; gives `model` back, which computes the same.
+
+    Adapters of a plain model are taken out, and its layers are as they were before add_lora, still frozen.
+    Those of a sharded model stay, with B zero; call it inside `with full_parameters(model, writeback=True)`.
+    Raises ValueError if there is no adapter, RuntimeError for sharded parameters outside of that.
+    """
+    layers = _adapted(model)
+    if not layers:
+        raise ValueError(f"merge_lora: {type(model).__name__} has no adapters; see add_lora")
+    for layer in layers:
+        weight, a, b = layer.weight.data, layer.lora_a.data, layer.lora_b.data
+        weight += (b @ a) * weight.dtype.type(layer.lora_scale)
+        b[...] = 0
+        for parameter in (layer.weight, layer.lora_b):
+            parameter.storage.modified()
+        if all(isinstance(p.storage, LocalStorage) for p in (layer.lora_a, layer.lora_b)):
+            _take_out(layer)
+    return model
+
+
+def _picked(path: str, module: Module, targets: Targets) -> bool:
+    if not isinstance(module, Linear):
+        return False
+    if callable(targets):
+        return bool(targets(path, module))
+    return any(fnmatch(path, pattern) for pattern in targets)
+
+
+def _check(layer: Linear, rank: int) -> None:
+    if isinstance(layer, LoRALinear):
+        raise ValueError(f"add_lora: {layer.name} has an adapter already")
+    if not isinstance(layer.weight.storage, LocalStorage):
+        raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
+    if rank > min(layer.weight.shape):
+        raise ValueError(f"add_lora: rank {rank} is more than {layer.name} has, {layer.weight.shape}")
+    if type(layer).forward is not Linear.forward:
+        raise ValueError(f"add_lora: {layer.name} is a {type(layer).__name__} with a forward of its own")
+
+
+def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:
+    """Same object, same names: whoever refers to the layer, or ties its weight, need not know."""
+    outputs, inputs = layer.weight.shape
+    bound = 1 / sqrt(inputs)
+    layer.__class__ = LoRALinear
+    layer.lora_a = Parameter((rank, inputs), Uniform(-bound, bound), dtype=layer.weight.dtype)
+    layer.lora_b = Parameter((outputs, rank), Zeros(), dtype=layer.weight.dtype)
+    layer.lora_scale, layer.lora_dropout = scale, dropout
+
+
+def _take_out(layer: LoRALinear) -> None:
+    for name in ("lora_a", "lora_b"):
+        del layer._parameters[name]
+    for name in ("lora_a", "lora_b", "lora_scale", "lora_dropout"):
+        delattr(layer, name)
+    layer.__class__ = Linear
+
+
+def _adapted(model: Module) -> list[LoRALinear]:
+    return [module for module in model.modules() if isinstance(module, LoRALinear)]

@@ -1,0 +1,161 @@
+"""LoRA: the model begins as it was, only adapters are trained and reduced, and merging changes nothing."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import full_parameters, fully_shard, memory_plan
+from shardrt.nn.lora import LoRALinear
+from tests.gradcheck import normal
+
+TOKENS = np.random.default_rng(0).integers(0, 31, (12, 16))
+QKV = ("*.qkv", "*.up")
+
+
+def gpt(lora=True, dropout=0.0):
+    shardrt.manual_seed(5)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=31))
+    return nn.add_lora(model, 4, targets=_targets, dropout=dropout) if lora else model
+
+
+def _targets(path, layer):
+    return "blocks" in path
+
+
+def loss_of(model, tokens=TOKENS):
+    return F.cross_entropy(model(tokens), tokens)
+
+
+def train(model, mesh=None, steps=4):
+    optimizer = optim.AdamW(nn.lora_parameters(model), lr=1e-2)
+    rows = slice(None)
+    if mesh is not None:
+        count = len(TOKENS) // mesh.size
+        rows = slice(mesh.rank * count, (mesh.rank + 1) * count)
+    for _ in range(steps):
+        loss_of(model, TOKENS[rows]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def test_the_model_begins_as_it_was_with_the_same_names():
+    plain, adapted = gpt(lora=False), gpt()
+    assert loss_of(plain).item() == loss_of(adapted).item()
+    names = [name for name, _ in adapted.named_parameters()]
+    assert [name for name in names if "lora" not in name] == [name for name, _ in plain.named_parameters()]
+    assert {name.rpartition(".")[2] for name in names if "lora" in name} == {"lora_a", "lora_b"}
+    assert [p for p in adapted.parameters() if p.requires_grad] == nn.lora_parameters(adapted)
+
+
+def test_forward_and_gradients_are_the_formula():
+    layer = nn.Linear(5, 3, dtype=np.float64)
+    holder = nn.Sequential(layer)
+    nn.add_lora(holder, 2, alpha=3.0)
+    layer.lora_b.data = normal(3, 2)
+    x, dy = normal(7, 5), normal(7, 3)
+    y = holder(shardrt.Tensor(x))
+    a, b, w = layer.lora_a.data, layer.lora_b.data, layer.weight.data
+    np.testing.assert_allclose(y.data, x @ w.T + layer.bias.data + 1.5 * x @ a.T @ b.T, rtol=1e-12)
+    (y * shardrt.Tensor(dy)).sum().backward()
+    np.testing.assert_allclose(layer.lora_a.grad, 1.5 * b.T @ dy.T @ x, rtol=1e-12)
+    np.testing.assert_allclose(layer.lora_b.grad, 1.5 * dy.T @ x @ a.T, rtol=1e-12)
+    assert layer.weight.grad is None and layer.bias.grad is None
+
+
+def test_training_changes_adapters_only_and_lowers_the_loss():
+    model = gpt()
+    before = {name: p.data.copy() for name, p in model.named_parameters()}
+    first = loss_of(model).item()
+    train(model, steps=20)
+    assert loss_of(model).item() < first - 0.03
+    for name, parameter in model.named_parameters():
+        assert np.array_equal(parameter.data, before[name]) == ("lora" not in name), name
+
+
+def test_dropout_acts_on_adapters_in_training_alone():
+    model = gpt(dropout=0.5)
+    for parameter in nn.lora_parameters(model):
+        parameter.data = np.full(parameter.shape, 0.1, np.float32)
+    first, second = (loss_of(model).item() for _ in range(2))
+    assert first != second
+    model.eval()
+    assert loss_of(model).item() == loss_of(model).item()
+
+
+def test_merging_changes_no_output_and_leaves_the_model_as_it_was_made():
+    model = gpt()
+    train(model)
+    expected = model(TOKENS).data
+    names = [name for name, _ in gpt(lora=False).named_parameters()]
+    nn.merge_lora(model)
+    np.testing.assert_allclose(model(TOKENS).data, expected, rtol=1e-5, atol=1e-5)
+    assert [name for name, _ in model.named_parameters()] == names
+    assert not any(isinstance(module, LoRALinear) for module in model.modules())
+
+
+def sharded(strategy=None):
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    model, mesh = gpt(), init_device_mesh("auto", wrap=counted)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy)
+    fully_shard(model, mesh=mesh, strategy=strategy)
+    plan = memory_plan(model)
+    train(model, mesh)
+    reduced = sum(c.bytes["reduce_scatter"] for c in made)
+    state = full_state_dict(model)
+    with full_parameters(model, writeback=True):
+        nn.merge_lora(model)
+    merged = loss_of(model).item()
+    return state, reduced, merged, plan
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT", "NO_SHARD"])
+def test_sharded_training_equals_that_of_one_rank(ranks, strategy):
+    plain = gpt()
+    train(plain)
+    results = thread.run(ranks, sharded, strategy)
+    for name, values in results[0][0].items():
+        np.testing.assert_allclose(values, plain.state_dict()[name], rtol=1e-4, atol=2e-6, err_msg=name)
+    expected = loss_of(plain).item()
+    assert all(merged == pytest.approx(expected, rel=1e-5) for _, _, merged, _ in results)
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_only_adapters_are_reduced(ranks):
+    state, reduced, _, plan = thread.run(ranks, sharded)[0]
+    adapters = 4 * sum(values.size for name, values in state.items() if "lora" in name)
+    padding = 4 * 2 * ranks * 64 * 4  # at most, over units and steps
+    wire = 4 * adapters * (ranks - 1) // ranks  # four steps
+    assert wire <= reduced <= wire + padding
+    assert plan.device["sharded gradients"] <= (adapters + padding) / ranks
+
+
+def test_what_is_wrong_is_said():
+    plain = gpt(lora=False)
+    for settings in ({"rank": 0}, {"rank": 2, "alpha": -1.0}, {"rank": 2, "dropout": 1.0}):
+        with pytest.raises(ValueError, match="add_lora: rank must be at least 1"):
+            nn.add_lora(plain, **settings)
+    with pytest.raises(ValueError, match=r"targets \('\*\.nothing',\) pick no Linear of GPT"):
+        nn.add_lora(plain, 2, targets=("*.nothing",))
+    with pytest.raises(ValueError, match="rank 99 is more than blocks"):
+        nn.add_lora(plain, 99)
+    with pytest.raises(ValueError, match="has an adapter already"):
+        nn.add_lora(gpt(), 2)
+    with pytest.raises(ValueError, match="GPT has no adapters"):
+        nn.merge_lora(plain)
+    model = fully_shard(gpt())
+    with pytest.raises(RuntimeError, match="is sharded"):
+        nn.merge_lora(model)
+    with pytest.raises(ValueError, match="is sharded already; call add_lora before"):
+        nn.add_lora(fully_shard(gpt(lora=False)), 2)
