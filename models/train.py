@@ -8,16 +8,19 @@ One loop, top to bottom. Leaves runs/NAME with config.toml, metrics.jsonl, loss.
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+
+import numpy as np
 
 import shardrt
 from shardrt import functional as F
 from shardrt import nn, no_grad, optim
 from shardrt.checkpoint import save
 from shardrt.comm import DeviceMesh, init_device_mesh
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import fully_shard, memory_plan, no_sync, set_gradient_divide_factor
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
 from shardrt.train.errors import DATA, USAGE, one_line
@@ -39,17 +42,27 @@ class Config:
     seed: int = 0  # of the initial weights, the order of the samples, dropout and the generated text
     steps: int = 1000  # updates of the weights
     batch_size: int = 16  # windows of text per step, over all ranks
+    micro_batches: int = 1  # parts of a step's batch that go through the model one after the other
+    reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
     model: GPTConfig = GPTConfig()
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
+    precision: settings.PrecisionConfig = settings.PrecisionConfig()
+    memory: settings.MemoryConfig = settings.MemoryConfig()
     report: settings.ReportConfig = settings.ReportConfig()
     sample: settings.SampleConfig = settings.SampleConfig()
 
     def __post_init__(self) -> None:
-        if min(self.steps, self.batch_size) < 1:
-            raise ValueError(
-                f"steps and batch_size must be at least 1, got {self.steps} and {self.batch_size}"
-            )
+        for name in ("steps", "batch_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.reduce_each and self.micro_batches == 1:
+            raise ValueError("reduce_each needs micro_batches above 1")
+        if self.optimizer.in_backward:
+            if self.precision.param is settings.Precision.float16:
+                raise ValueError("optimizer.in_backward updates before the loss scale is known to be right")
+            if self.reduce_each:
+                raise ValueError("optimizer.in_backward needs one reduction per step: leave reduce_each off")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
         if self.model.vocab_size < VOCABULARY:
@@ -57,12 +70,19 @@ class Config:
 
 
 def main(arguments: Sequence[str]) -> None:
-    """One run. What can be wrong with the input is found before anything is written."""
-    began = time.perf_counter()
+    """One run, as the command line says."""
     with one_line(USAGE):
         config = settings.parse(Config, arguments, default=DEFAULT, program="models.train")
+    launch(config)
+
+
+def launch(config: Config) -> None:
+    """One run, on every rank. What can be wrong with the input is found before anything is written."""
+    began = time.perf_counter()
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
         mesh = init_device_mesh("auto")
+    with one_line(USAGE, mesh):
+        mesh = init_device_mesh("auto", config.fsdp.shape(mesh.size)) if config.fsdp.copies > 1 else mesh
     with one_line(DATA, mesh):
         corpus = load_corpus(config.data, block_size=config.model.block_size)
     with one_line(USAGE, mesh):
@@ -86,19 +106,33 @@ def main(arguments: Sequence[str]) -> None:
 
 def sharded_model(config: Config, mesh: DeviceMesh) -> tuple[GPT, optim.Optimizer]:
     """A GPT with one unit per block and one for the rest, and its optimizer."""
-    if config.batch_size % mesh.size:
-        raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {mesh.size} ranks")
+    if config.batch_size % (mesh.size * config.micro_batches):
+        parts = f" and {config.micro_batches} micro-batches" * (config.micro_batches > 1)
+        sharers = f"{mesh.size} ranks{parts}"
+        raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {sharers}")
     shardrt.manual_seed(config.seed)
     model = GPT(config.model)
+    config.memory.prepare(model.blocks)
+    chosen = {
+        "mesh": mesh,
+        "strategy": config.fsdp.strategy,
+        "prefetch": config.fsdp.prefetch,
+        "mp_policy": config.precision.policy,
+        "offload_policy": config.memory.policy,
+    }
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, strategy=config.fsdp.strategy, prefetch=config.fsdp.prefetch)
-    fully_shard(model, mesh=mesh, strategy=config.fsdp.strategy, prefetch=config.fsdp.prefetch)
+        fully_shard(block, **chosen)
+    fully_shard(model, **chosen)
+    set_gradient_divide_factor(model, 1.0)  # the loss is divided by the tokens of all ranks instead
     groups = optim.decay_groups(model, config.optimizer.weight_decay)
-    return model, optim.AdamW(groups, lr=config.optimizer.lr, betas=config.optimizer.betas)
+    wanted = config.optimizer
+    return model, optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
 
 def introduce(run: RunLog, config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, gzip: float) -> None:
     """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
+    batch = batch_of(config, corpus, mesh, step=0)
+    plan = memory_plan(model, step=lambda: backward(config, model, *batch, optim.GradScaler(enabled=False)))
     parameters = sum(parameter.size for parameter in model.parameters())
     shape = f"{config.model.n_layer} x {config.model.n_embd}, T {config.model.block_size}"
     run.say(
@@ -109,6 +143,7 @@ def introduce(run: RunLog, config: Config, mesh: DeviceMesh, model: GPT, corpus:
         f"data: {corpus.source}, {corpus.train.size} bytes to train on and {corpus.held_out.size} held out "
         f"(gzip -9: {gzip:.3f} bits per byte), sha256 {corpus.sha256[:12]}"
     )
+    run.say(f"memory as planned, per rank:\n{plan}")
     run.say(f"run: {run.directory}")
     run.write(
         "run",
@@ -121,6 +156,8 @@ def introduce(run: RunLog, config: Config, mesh: DeviceMesh, model: GPT, corpus:
             "train_bytes": corpus.train.size,
             "held_out_bytes": corpus.held_out.size,
             "gzip_bits_per_byte": gzip,
+            "device_bytes": plan.device,
+            "host_bytes": plan.host,
         },
     )
 
@@ -129,33 +166,31 @@ def train(
     config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, optimizer: optim.Optimizer, run: RunLog
 ) -> float:
     """The loop; gives the bits per byte of the held-out text at its end. Only rank 0's `run` prints."""
-    steps, block_size, batch_size = config.steps, config.model.block_size, config.batch_size
-    stopwatch = Stopwatch(steps, tokens_per_step=batch_size * block_size)
+    steps = config.steps
+    stopwatch = Stopwatch(steps, tokens_per_step=config.batch_size * config.model.block_size)
+    scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
     for step in range(steps):
         shardrt.manual_seed(config.seed, step)
         lr = config.optimizer.lr_at(step, steps)
         for group in optimizer.param_groups:
             group["lr"] = lr
-        tokens, targets = training_batch(
-            corpus.train, step, batch_size, block_size, seed=config.seed, rank=mesh.rank, size=mesh.size
-        )  # (batch_size / ranks, block_size) each
-
-        loss = F.cross_entropy(model(tokens), targets)
-        loss.backward()
-        norm = nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.clip_norm)
-        optimizer.step()
+        tokens, targets = batch_of(config, corpus, mesh, step)
+        loss = backward(config, model, tokens, targets, scaler)
+        norm = clipped_norm(config, model, optimizer, scaler)
+        scaler.step(optimizer)
+        scaler.update()
         optimizer.zero_grad()
 
         done = step + 1
         if done % config.report.log_interval == 0 or done in (1, steps):
-            (mean_loss,) = over_ranks(mesh, "sum", float(loss) / mesh.size)
+            (mean_loss,) = over_ranks(mesh, "sum", loss)
             (memory,) = over_ranks(mesh, "max", memory_mb())
             record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
             record |= stopwatch.read(done)
             run.say(step_line(record, steps))
             if not isfinite(mean_loss):
                 raise FloatingPointError(f"the loss is {mean_loss} at step {done}: lower optimizer.lr")
-            run.write("step", record)
+            run.write("step", record | {"norm": norm if isfinite(norm) else None})  # JSON has no infinity
         if done % config.report.eval_interval == 0 or done == steps:
             windows = config.report.eval_windows if done < steps else None
             record = {"step": done} | evaluate(config, mesh, model, corpus, windows)
@@ -163,6 +198,41 @@ def train(
             run.write("evaluation", record)
             stopwatch.restart(done)
     return record["held_out_bits_per_byte"]
+
+
+def batch_of(config: Config, corpus: Corpus, mesh: DeviceMesh, step: int) -> tuple[np.ndarray, np.ndarray]:
+    """This rank's (tokens, targets) of a step, (batch_size / ranks, block_size) each."""
+    shape = config.batch_size, config.model.block_size
+    return training_batch(corpus.train, step, *shape, seed=config.seed, rank=mesh.rank, size=mesh.size)
+
+
+def backward(
+    config: Config, model: GPT, tokens: np.ndarray, targets: np.ndarray, scaler: optim.GradScaler
+) -> float:
+    """Forward and backward of this rank's part of a step; gives its share of the mean loss.
+
+    The loss of a micro-batch is divided by the tokens of the whole step, on all ranks: so gradients add up to
+    that of one large batch, however it is cut. (All windows are full, so the number is known.)
+    """
+    count = config.batch_size * config.model.block_size
+    total, parts = 0.0, len(tokens) // config.micro_batches
+    for first in range(0, len(tokens), parts):
+        last = first + parts == len(tokens)
+        with nullcontext() if last or config.reduce_each else no_sync(model):
+            x, y = tokens[first : first + parts], targets[first : first + parts]
+            loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / count)
+            scaler.scale(loss).backward()
+        total += float(loss)
+    return total
+
+
+def clipped_norm(config: Config, model: GPT, optimizer: optim.Optimizer, scaler: optim.GradScaler) -> float:
+    """The norm of the gradients, which are cut to clip_norm; not finite where loss scaling overflowed."""
+    scaler.unscale_(optimizer)
+    limit, kind = config.optimizer.clip_norm, config.optimizer.clip_type
+    if config.optimizer.in_backward:  # they have been applied already
+        return nn.utils.grad_norm(model.parameters(), kind)
+    return nn.utils.clip_grad_norm_(model.parameters(), limit, kind)
 
 
 def evaluate(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, windows: int | None) -> dict:

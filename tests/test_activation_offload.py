@@ -289,22 +289,53 @@ def chain(count, wrap=offload_activations):
     return run
 
 
-def test_copies_run_beside_the_module_that_computes(slow_copies):
-    slow_copies(0.03)
-    run = chain(5)
-    with timeline.record() as spans:
-        run(leaf([1.01])).backward()
-    times = {span.label: span for span in spans}
+class Meetings:
+    """Pairs that must run at the same time: each waits, once begun, until the other has begun too."""
 
-    def overlap(first, second):
-        a, b = times[first], times[second]
-        return min(a.stop, b.stop) - max(a.start, b.start)
+    def __init__(self):
+        self._begun = {}
+        self.alone = []  # those whose partner did not begin while they waited
 
-    for index in range(4):
-        assert overlap(f"offload {index}", f"forward {index + 1}") > 0.01
-    for index in range(3, 0, -1):
-        assert overlap(f"fetch {index - 1}", f"backward {index}") > 0.01
-    assert "fetch 4" not in times  # it had not left yet
+    def meet(self, name, partner):
+        self._event(name).set()
+        if not self._event(partner).wait(timeout=20):
+            self.alone.append(name)
+
+    def _event(self, name):
+        return self._begun.setdefault(name, threading.Event())
+
+
+def test_copies_run_beside_the_module_that_computes(monkeypatch):
+    """Offload i beside forward i + 1, and fetch i beside backward i + 1."""
+    last, meetings = 4, Meetings()
+    copy, forward, backward = CPUDevice.copy, Slow.forward, Slow.backward
+    coming = {"offload": iter(range(last)), "fetch": iter(range(last - 1, -1, -1))}  # the last never leaves
+
+    def meeting_copy(self, target, source):
+        lane = threading.current_thread().name
+        index = next(coming[lane], None)
+        if index is not None:
+            beside = "forward" if lane == "offload" else "backward"
+            meetings.meet(f"{lane} {index}", f"{beside} {index + 1}")
+        copy(self, target, source)
+
+    def meeting_forward(self, x, index):
+        if index > 0:
+            meetings.meet(f"forward {index}", f"offload {index - 1}")
+        return forward(self, x, index)
+
+    def meeting_backward(self, dy):
+        _, index = self.saved
+        if index > 0:
+            meetings.meet(f"backward {index}", f"fetch {index - 1}")
+        return backward(self, dy)
+
+    monkeypatch.setattr(CPUDevice, "copy", meeting_copy)
+    monkeypatch.setattr(Slow, "forward", meeting_forward)
+    monkeypatch.setattr(Slow, "backward", meeting_backward)
+    chain(last + 1)(leaf([1.01])).backward()
+    assert meetings.alone == []
+    assert all(next(left, None) is None for left in coming.values())  # all of them have met
 
 
 def test_one_module_at_a_time_is_leaving():

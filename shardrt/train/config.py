@@ -10,11 +10,17 @@ import tomllib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, is_dataclass
 from enum import Enum
+from math import inf
 from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
+from shardrt.activation_offload import offload_activations
+from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
+from shardrt.nn.layers import LayerNorm, RMSNorm
+from shardrt.nn.module import Module
 from shardrt.optim import warmup_cosine
+from shardrt.recompute import checkpoint_blocks
 from shardrt.train.errors import launched_rank
 
 Settings = TypeVar("Settings")
@@ -29,7 +35,9 @@ class OptimizerConfig:
     warmup_steps: int = 50  # steps of linear warm-up
     weight_decay: float = 0.1  # of weight matrices and embeddings
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments
-    clip_norm: float = 1.0  # the global norm of the gradients is cut to this
+    clip_norm: float = 1.0  # the global norm of the gradients is cut to this; inf never clips
+    clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
+    in_backward: bool = False  # update each unit as soon as its gradient is reduced; needs clip_norm = inf
 
     def __post_init__(self) -> None:
         _at_least("optimizer.lr", self.lr, 0)
@@ -40,6 +48,12 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.betas must be in [0, 1), got {self.betas}")
         if not self.clip_norm > 0:
             raise ValueError(f"optimizer.clip_norm must be positive, got {self.clip_norm}; inf never clips")
+        if not self.clip_type > 0:
+            raise ValueError(f"optimizer.clip_type must be positive, got {self.clip_type}")
+        if self.in_backward and self.clip_norm != inf:
+            raise ValueError(
+                "optimizer.in_backward updates before the norm is known; set optimizer.clip_norm to inf"
+            )
 
     def lr_at(self, step: int, total_steps: int) -> float:
         """The learning rate of a step, counted from 0."""
@@ -54,9 +68,109 @@ class FSDPConfig:
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
     prefetch: int = 1  # units gathered ahead of the one that computes
+    copies: int = 1  # of every shard, for the hybrid strategies: each is held by ranks / copies ranks
 
     def __post_init__(self) -> None:
         _at_least("fsdp.prefetch", self.prefetch, 0)
+        _at_least("fsdp.copies", self.copies, 1)
+        hybrid = self.strategy.row.cut == "group"
+        if hybrid != (self.copies > 1):
+            raise ValueError(
+                f"fsdp.copies must be {'above 1 with' if hybrid else '1 without'} a hybrid strategy, got "
+                f"{self.copies} with {self.strategy.name}"
+            )
+
+    def shape(self, ranks: int) -> tuple[int, ...]:
+        """The shape of the mesh. Raises ValueError if the copies do not share the ranks equally."""
+        if ranks % self.copies:
+            raise ValueError(f"fsdp.copies {self.copies} cannot share {ranks} ranks equally")
+        return (ranks,) if self.copies == 1 else (self.copies, ranks // self.copies)
+
+
+class Precision(Enum):
+    """Types of numbers."""
+
+    float32 = "float32"
+    bfloat16 = "bfloat16"
+    float16 = "float16"
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """What parameters are computed and gradients are sent in; the weights that are updated stay float32."""
+
+    param: Precision = Precision.float32  # parameters are gathered and computed in; float16 scales the loss
+    reduce: Precision = Precision.float32  # gradients are sent in
+    norms_in_float32: bool = True  # layer norms keep float32 parameters
+
+    @property
+    def policy(self) -> MixedPrecisionPolicy | None:
+        """The same for fully_shard; None if everything is float32."""
+        if self.param is self.reduce is Precision.float32:
+            return None
+        kept = (LayerNorm, RMSNorm) if self.norms_in_float32 else ()
+        return MixedPrecisionPolicy(self.param.value, self.reduce.value, "float32", full_precision=kept)
+
+
+class Recompute(Enum):
+    """What a recomputed block keeps for backward."""
+
+    none = "none"
+    full = "full"
+    matmul = "matmul"
+
+
+class Update(Enum):
+    """Where parameters on the host are updated."""
+
+    device = "device"
+    host = "host"
+
+
+@dataclass(frozen=True)
+class MemoryConfig:
+    """What saves memory, and costs time. None of it changes a bit of the result."""
+
+    recompute: Recompute = Recompute.none  # blocks in backward: full keeps their inputs, matmul products too
+    recompute_every: int = 1  # only each k-th block
+    offload_activations: bool = False  # what blocks save for backward waits on the host
+    offload_parameters: bool = False  # the shards wait on the host
+    offload_gradients: bool = False  # the sharded gradients wait on the host
+    offload_optimizer: bool = False  # the optimizer's state waits on the host
+    update_on: Update = Update.device  # host: update there, where all three are
+    directory: Path = Path()  # keep in files there what waits on the host; empty for memory
+
+    def __post_init__(self) -> None:
+        _at_least("memory.recompute_every", self.recompute_every, 1)
+        if self.update_on is Update.host and not self._all_on_host:
+            raise ValueError(
+                "memory.update_on = 'host' needs offload_parameters, offload_gradients and offload_optimizer"
+            )
+
+        if self.directory != Path() and self.policy is None:
+            raise ValueError(
+                "memory.directory keeps what waits on the host in files; choose something to offload"
+            )
+
+    @property
+    def _all_on_host(self) -> bool:
+        return self.offload_parameters and self.offload_gradients and self.offload_optimizer
+
+    @property
+    def policy(self) -> CPUOffloadPolicy | None:
+        """The same for fully_shard; None if nothing is on the host."""
+        if not (self.offload_parameters or self.offload_gradients or self.offload_optimizer):
+            return None
+        directory = self.directory if self.directory != Path() else None
+        on_host = (self.offload_parameters, self.offload_gradients, self.offload_optimizer)
+        return CPUOffloadPolicy(*on_host, step=self.update_on.value, directory=directory)
+
+    def prepare(self, blocks: Sequence[Module]) -> None:
+        """Attach recomputation and the offload of activations to `blocks`."""
+        if self.recompute is not Recompute.none:
+            checkpoint_blocks(blocks, every=self.recompute_every, policy=self.recompute.value)
+        for block in blocks if self.offload_activations else ():
+            offload_activations(block)
 
 
 @dataclass(frozen=True)

@@ -53,13 +53,23 @@ BAD_INPUT = {
         USAGE,
         "batch_size 3 cannot be shared equally by 2 ranks",
     ),
+    "micro-batches that the ranks cannot share": (
+        ["--micro-batches", "3"],
+        USAGE,
+        "batch_size 4 cannot be shared equally by 2 ranks and 3 micro-batches",
+    ),
+    "copies that the ranks cannot share": (
+        ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "3"],
+        USAGE,
+        "fsdp.copies 3 cannot share 2 ranks equally",
+    ),
     "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
     "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
     "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),
     "an option spelt wrong": (["--optimiser.lr", "1"], USAGE, "--optimiser.lr"),
     "an unknown key": (["--config", "unknown.toml"], USAGE, "unknown.toml: unknown key 'stepps'"),
 }
-ALONE = {what: case for what, case in BAD_INPUT.items() if what != "a batch that the ranks cannot share"}
+ALONE = {what: case for what, case in BAD_INPUT.items() if "2 ranks" not in case[2]}
 
 
 def furnish(folder):

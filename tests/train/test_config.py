@@ -112,7 +112,7 @@ def test_what_is_wrong_in_a_file_is_told_with_the_file_and_the_key(file, text, t
     [
         (["--stepps", "3"], "--stepps"),
         (["--steps", "a"], "--steps: "),
-        (["--steps", "0"], "steps and batch_size must be at least 1, got 0 and 16"),
+        (["--steps", "0"], "steps must be at least 1, got 0"),
         (["--seed", "-1"], "seed must be at least 0"),
         (["--seed", str(2**64)], "seed must be at least 0 and below 2^64"),
         (["--config"], "--config"),
