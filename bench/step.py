@@ -21,6 +21,7 @@ from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.fsdp import ShardingStrategy, fully_shard
+from shardrt.train.errors import USAGE, one_line
 
 
 def main() -> None:
@@ -39,11 +40,9 @@ def main() -> None:
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
     parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
     options = parser.parse_args()
-    try:
+    with one_line(USAGE):
         config = config_of(w.workload_of(options))
         mesh = init_device_mesh("auto", communicator=options.communicator)
-    except ValueError as error:
-        raise SystemExit(f"bench.step: {error}") from None
     run(options, config, mesh)
 
 
