@@ -65,6 +65,16 @@ class Emulator:
         array.view(np.uint8).fill(0xFF)  # not a number: nobody may count on zeros
         return array
 
+    def gemm(self, a, b, out, *, accumulate, bias=None):
+        assert a.dtype == b.dtype and out.dtype in (a.dtype, np.float32)
+        exact = np.float64 if a.dtype == np.float64 else np.float32
+        result = np.matmul(a.astype(exact), b.astype(exact))
+        if bias is not None:
+            result += bias.astype(exact)
+        if accumulate:
+            result += out.astype(exact)
+        out[...] = result
+
 
 @pytest.fixture
 def emulated():

@@ -1,0 +1,263 @@
+"""Matrix products by cublasLt, bound by ctypes: CuPy does not wrap it, and its own cuBLAS calls refuse a
+stream that is being captured.
+
+A product is described once per shape, layout and alignment; of the algorithms that cublasLt's heuristic
+proposes, each is timed on scratch memory and the fastest is kept (as in Karpathy's llm.c, and PyTorch's
+tuned GEMMs). cublasLt counts columns first, so out = a b is asked for as out^T = b^T a^T.
+"""
+
+import ctypes
+from collections.abc import Callable
+from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import Array, address
+
+WORKSPACE = 32 << 20  # bytes for each stream: NVIDIA's figure for Hopper
+CANDIDATES = 8
+
+# cublasLt.h and library_types.h
+_ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+_COMPUTE_32F, _COMPUTE_64F = 68, 70
+_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 4, 7, 8, 26
+_EPILOGUE_BIAS = 4
+_BATCH_COUNT, _BATCH_STRIDE = 5, 6
+_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # of A, B, C, D
+_TRANSPOSED = 1
+
+
+class Stage(Protocol):
+    """Where products run."""
+
+    def stream(self) -> int:
+        """The current stream's handle."""
+
+    def workspace(self) -> int:
+        """The address of WORKSPACE bytes that belong to the current stream."""
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory."""
+
+    def seconds(self, work: Callable[[], None]) -> float | None:
+        """How long `work` keeps the GPU busy; None where that can't be measured now (while capturing)."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """How the elements of an operand lie, counted as cublasLt counts: columns first."""
+
+    element: int
+    transposed: bool
+    rows: int
+    columns: int
+    leading: int
+    batch_stride: int
+    alignment: int
+
+    @staticmethod
+    def of(x: Array) -> "Matrix | None":
+        """The transpose of the last two dimensions of x, which costs nothing; None if neither is dense."""
+        item, (rows, columns), (down, right) = x.dtype.itemsize, x.shape[-2:], x.strides[-2:]
+        batch = x.strides[0] // item if x.ndim == 3 else 0
+        kind, aligned = _ELEMENTS[x.dtype.name], _alignment(address(x))
+        if columns == 1:
+            right = item
+        if rows == 1 and right == item:
+            down = columns * item
+        if right == item and down % item == 0 and down >= columns * item:
+            return Matrix(kind, False, columns, rows, down // item, batch, aligned)
+        if rows == 1:
+            down = item
+        if down == item and right % item == 0 and right >= rows * item:
+            return Matrix(kind, True, rows, columns, right // item, batch, aligned)
+        return None
+
+
+class CublasLt:
+    """The library, and a plan for every kind of product met so far."""
+
+    def __init__(self, library: ctypes.CDLL, stage: Stage) -> None:
+        self._library = library
+        self._stage = stage
+        self._plans: dict[tuple, Plan] = {}
+        self._handle = c_void_p()
+        library.cublasLtGetStatusString.restype = ctypes.c_char_p
+        self.call("cublasLtCreate", byref(self._handle))
+
+    def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
+        """out = a b (+ bias along the last axis) (+ out); 2-D, or 3-D as a batch.
+
+        a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
+        float64; out and bias may have a type of their own. Raises ValueError for strides it can't read.
+        """
+        first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
+        if first is None or second is None or result is None or result.transposed:
+            strides = (a.strides, b.strides, out.strides)
+            raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
+        batch = out.shape[0] if out.ndim == 3 else 1
+        added = None if bias is None else (_ELEMENTS[bias.dtype.name], _alignment(address(bias)))
+        key = (first, second, result, batch, accumulate, added)
+        plan = self._plans.get(key)
+        if plan is None:
+            plan = self._plans[key] = Plan(self, *key)
+        if plan.algorithm is None:
+            plan.choose(self._stage, a, b, out, bias)
+        plan.run(self._stage, plan.algorithm or plan.candidates[0], a, b, out, bias)
+
+    def call(self, name: str, *args: Any) -> None:
+        """Call a function of the library. Raises RuntimeError with the name of the status it gives."""
+        status = getattr(self._library, name)(*args)
+        if status:
+            told = self._library.cublasLtGetStatusString(c_int(status)).decode()
+            raise RuntimeError(f"{name}: {told} ({status})")
+
+    @property
+    def handle(self) -> c_void_p:
+        """What every call begins with."""
+        return self._handle
+
+
+class Heuristic(ctypes.Structure):
+    """cublasLtMatmulHeuristicResult_t: an algorithm and what it needs."""
+
+    _fields_ = [
+        ("algorithm", c_uint64 * 8),
+        ("workspace", c_size_t),
+        ("state", c_int),
+        ("waves", c_float),
+        ("reserved", c_int * 4),
+    ]
+
+
+class Plan:
+    """The descriptors of one kind of product, and its algorithm. They live as long as the process."""
+
+    def __init__(
+        self,
+        lt: CublasLt,
+        first: Matrix,
+        second: Matrix,
+        result: Matrix,
+        batch: int,
+        accumulate: bool,
+        bias: tuple[int, int] | None,
+    ) -> None:
+        self._lt = lt
+        double = result.element == _ELEMENTS["float64"]
+        scale = _ELEMENTS["float64" if double else "float32"]
+        number = ctypes.c_double if double else c_float
+        self._one, self._beta = number(1), number(1 if accumulate else 0)
+        self._product = c_void_p()
+        compute = _COMPUTE_64F if double else _COMPUTE_32F
+        lt.call("cublasLtMatmulDescCreate", byref(self._product), c_int(compute), c_int(scale))
+        self._describe(_TRANSPOSE_A, c_int32(_TRANSPOSED * first.transposed))
+        self._describe(_TRANSPOSE_B, c_int32(_TRANSPOSED * second.transposed))
+        if bias is not None:
+            self._describe(_EPILOGUE, c_uint32(_EPILOGUE_BIAS))
+            self._describe(_BIAS_TYPE, c_int32(bias[0]))
+            self._describe(_BIAS_POINTER, c_void_p(bias[1]))  # the heuristic looks at its alignment only
+        self._layouts = [_layout(lt, matrix, batch) for matrix in (first, second, result)]
+        self.candidates = self._propose(first, second, result)
+        self.algorithm: Heuristic | None = None if len(self.candidates) > 1 else self.candidates[0]
+
+    def choose(self, stage: Stage, a: Array, b: Array, out: Array, bias: Array | None) -> None:
+        """Keep the fastest candidate; none yet if it can't be measured now."""
+        scratch = stage.empty(out.shape, out.dtype)
+        twin, result = Matrix.of(scratch), Matrix.of(out)
+        if twin.leading != result.leading or twin.alignment < result.alignment:
+            self.algorithm = self.candidates[0]  # not to be measured on anything but a twin of out
+            return
+        times = []
+        for candidate in self.candidates:
+            seconds = stage.seconds(lambda c=candidate: self.run(stage, c, a, b, scratch, bias))
+            if seconds is None:
+                return
+            times.append(seconds)
+        self.algorithm = self.candidates[times.index(min(times))]
+
+    def run(
+        self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array, bias: Array | None
+    ) -> None:
+        """Launch the product in the current stream."""
+        if bias is not None:
+            self._describe(_BIAS_POINTER, c_void_p(address(bias)))
+        first, second, result = self._layouts
+        self._lt.call(
+            "cublasLtMatmul",
+            self._lt.handle,
+            self._product,
+            byref(self._one),
+            c_void_p(address(b)),
+            first,
+            c_void_p(address(a)),
+            second,
+            byref(self._beta),
+            c_void_p(address(out)),
+            result,
+            c_void_p(address(out)),
+            result,
+            byref(chosen.algorithm),
+            c_void_p(stage.workspace()),
+            c_size_t(WORKSPACE),
+            c_void_p(stage.stream()),
+        )
+
+    def _describe(self, attribute: int, value: Any) -> None:
+        size = c_size_t(ctypes.sizeof(value))
+        self._lt.call("cublasLtMatmulDescSetAttribute", self._product, c_int(attribute), byref(value), size)
+
+    def _propose(self, *matrices: Matrix) -> list[Heuristic]:
+        """What the heuristic thinks best, first first. Raises RuntimeError if it knows none."""
+        preference, found = c_void_p(), c_int()
+        self._lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
+        limits = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
+        wanted = [matrix.alignment for matrix in (*matrices, matrices[-1])]
+        limits += [(name, c_uint32(bytes)) for name, bytes in zip(_ALIGNMENTS, wanted, strict=True)]
+        for name, value in limits:
+            size = c_size_t(ctypes.sizeof(value))
+            self._lt.call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(name), byref(value), size)
+        results = (Heuristic * CANDIDATES)()
+        first, second, result = self._layouts
+        self._lt.call(
+            "cublasLtMatmulAlgoGetHeuristic",
+            self._lt.handle,
+            self._product,
+            first,
+            second,
+            result,
+            result,
+            preference,
+            c_int(CANDIDATES),
+            results,
+            byref(found),
+        )
+        self._lt.call("cublasLtMatmulPreferenceDestroy", preference)
+        usable = [candidate for candidate in results[: found.value] if candidate.state == 0]
+        if not usable:
+            raise RuntimeError(f"cublasLt knows no algorithm for {matrices}")
+        return usable
+
+
+def _layout(lt: CublasLt, matrix: Matrix, batch: int) -> c_void_p:
+    layout = c_void_p()
+    lt.call(
+        "cublasLtMatrixLayoutCreate",
+        byref(layout),
+        c_int(matrix.element),
+        c_uint64(matrix.rows),
+        c_uint64(matrix.columns),
+        c_int64(matrix.leading),
+    )
+    if batch > 1:
+        for name, value in ((_BATCH_COUNT, c_int32(batch)), (_BATCH_STRIDE, c_int64(matrix.batch_stride))):
+            size = c_size_t(ctypes.sizeof(value))
+            lt.call("cublasLtMatrixLayoutSetAttribute", layout, c_int(name), byref(value), size)
+    return layout
+
+
+def _alignment(place: int) -> int:
+    """The largest power of two, up to 256, that divides an address."""
+    return min(place & -place, 256) if place else 256

@@ -1,0 +1,80 @@
+"""Attention without the matrix of weights: the reference kernels of attention.cu, for every type and width."""
+
+from typing import Any
+
+from shardrt.kernels.cuda._launch import THREADS, accumulator, empty, launch
+
+Array = Any
+
+_WARPS, _TILE = 8, 32  # as in attention.cu
+WIDEST = 256  # elements of a head
+
+
+def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
+    """y = softmax(q k^T scale) v per head.
+
+    q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
+    dimension. lse (batch, heads, time). causal: query t sees keys up to t.
+    """
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    args = (q, k, v, y, lse, *_strides(q, k, v, y), *sizes, causal, accumulator(q.dtype)(scale))
+    _run("forward", q, q.shape[2], args, tiles=2, own=1)
+
+
+def backward(
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    causal: bool,
+    scale: float,
+) -> None:
+    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
+    sizes = q.shape[2], k.shape[2], q.shape[3]
+    delta = empty(q.shape[:3], lse.dtype)
+    batch, heads, time, width = q.shape
+    grid = -(-time // _WARPS), heads, batch
+    strides = _strides(dy, y)
+    launch("attention", "dots", q.dtype, grid, (dy, y, delta, *strides, time, width), DIM=_dim(width))
+    last = (*sizes, causal, accumulator(q.dtype)(scale))
+    args = (dy, q, k, v, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
+    _run("backward_queries", q, time, args, tiles=2, own=2)
+    args = (dy, q, k, v, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
+    _run("backward_keys", q, k.shape[2], args, tiles=2, own=2)
+
+
+def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
+    """Bytes of forward: q, k, v, y."""
+    return 4 * batch * heads * time * head_dim * itemsize
+
+
+def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True) -> int:
+    """Operations of forward's two products; backward has five."""
+    return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
+
+
+def _run(function: str, q: Array, rows: int, args: tuple, *, tiles: int, own: int) -> None:
+    """A block for each `_own` rows of a head. In shared memory: so many tiles, so many times its own rows."""
+    dim = int(_dim(q.shape[3]))
+    per_block = _WARPS * (2 if dim > 128 else 4)
+    shared = (tiles * _TILE * (dim + 1) + own * per_block * dim) * accumulator(q.dtype)().itemsize
+    grid = -(-rows // per_block), q.shape[1], q.shape[0]
+    launch("attention", function, q.dtype, grid, args, threads=THREADS, shared=shared, DIM=str(dim))
+
+
+def _dim(width: int) -> str:
+    """The width that the kernels are compiled for. Raises ValueError for one that is too large."""
+    if width > WIDEST:
+        raise ValueError(f"attention: head_dim is at most {WIDEST} on CUDA, got {width}")
+    return str(-(-width // 32) * 32)
+
+
+def _strides(*arrays: Array) -> list[int]:
+    """Of batch, head and time of each, in elements."""
+    return [stride // array.dtype.itemsize for array in arrays for stride in array.strides[:3]]

@@ -1,0 +1,34 @@
+"""Matrix products by cublasLt: sums in float32 (float64 for float64), added to what is there if asked for."""
+
+from typing import Any
+
+from shardrt.kernels.cuda import _launch
+
+Array = Any
+
+
+def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
+    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
+
+    out may be float32 where a and b have 16 bits, as gradients of parameters are.
+    """
+    if 0 in (*a.shape, *b.shape):
+        if not accumulate:
+            out.fill(0)
+        return
+    _launch.backend().gemm(readable(a), readable(b), out, accumulate=accumulate)
+
+
+def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:
+    """Bytes of both factors and the result of an (m, k) x (k, n) product, each touched once."""
+    return (m * k + k * n + m * n) * itemsize
+
+
+def flops(m: int, n: int, k: int) -> int:
+    """Multiplications and additions of an (m, k) x (k, n) product."""
+    return 2 * m * n * k
+
+
+def readable(x: Array) -> Array:
+    """x itself if one of its last two axes is dense, else a copy."""
+    return x if x.dtype.itemsize in x.strides[-2:] else x.copy()

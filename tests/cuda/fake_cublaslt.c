@@ -1,0 +1,120 @@
+// The part of cublasLt that kernels/cuda/_cublaslt.py calls, on the CPU: every argument is checked as the real
+// library would, then the product is made by three loops. A status other than 0 tells what was wrong.
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
+typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; } Product;
+typedef struct { int32_t type, batch; uint64_t rows, columns; int64_t leading, stride; } Layout;
+typedef struct { uint64_t workspace; uint32_t alignment[4]; } Preference;
+typedef struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int reserved[4]; } Heuristic;
+typedef struct { int64_t products, algorithm, workspace, stream, beta_is_one; } Record;
+
+Record fake_record;
+static int handle;
+
+const char* cublasLtGetStatusString(int status) { return status == 7 ? "invalid value" : "not supported"; }
+int cublasLtCreate(void** out) { *out = &handle; return 0; }
+int cublasLtMatmulDescCreate(void** out, int compute, int scale) {
+    Product product = {compute, scale, {0, 0}, 1, 0, -1};
+    *out = malloc(sizeof product);
+    memcpy(*out, &product, sizeof product);
+    return (compute == 68 && scale == F32) || (compute == 70 && scale == F64) ? 0 : 15;
+}
+int cublasLtMatmulDescSetAttribute(Product* product, int name, const void* value, size_t size) {
+    if (name == 3 || name == 4) { if (size != 4) return 7; memcpy(&product->transpose[name - 3], value, 4); return 0; }
+    if (name == 7) { if (size != 4) return 7; memcpy(&product->epilogue, value, 4); return 0; }
+    if (name == 8) { if (size != 8) return 7; memcpy(&product->bias, value, 8); return 0; }
+    if (name == 26) { if (size != 4) return 7; memcpy(&product->bias_type, value, 4); return 0; }
+    return 7;
+}
+int cublasLtMatrixLayoutCreate(void** out, int type, uint64_t rows, uint64_t columns, int64_t leading) {
+    Layout layout = {type, 1, rows, columns, leading, 0};
+    *out = malloc(sizeof layout);
+    memcpy(*out, &layout, sizeof layout);
+    return leading >= (int64_t)rows && rows && columns ? 0 : 7;
+}
+int cublasLtMatrixLayoutSetAttribute(Layout* layout, int name, const void* value, size_t size) {
+    if (name == 5 && size == 4) { memcpy(&layout->batch, value, 4); return 0; }
+    if (name == 6 && size == 8) { memcpy(&layout->stride, value, 8); return 0; }
+    return 7;
+}
+int cublasLtMatmulPreferenceCreate(void** out) { *out = calloc(1, sizeof(Preference)); return 0; }
+int cublasLtMatmulPreferenceDestroy(void* preference) { free(preference); return 0; }
+int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int name, const void* value, size_t size) {
+    if (name == 1 && size == 8) { memcpy(&preference->workspace, value, 8); return 0; }
+    if (name >= 5 && name <= 8 && size == 4) { memcpy(&preference->alignment[name - 5], value, 4); return 0; }
+    return 7;
+}
+static int fits(const Product* p, const Layout* a, const Layout* b, const Layout* d) {
+    uint64_t m = p->transpose[0] ? a->columns : a->rows, k = p->transpose[0] ? a->rows : a->columns;
+    uint64_t n = p->transpose[1] ? b->rows : b->columns, inner = p->transpose[1] ? b->columns : b->rows;
+    if (m != d->rows || n != d->columns || k != inner || a->batch != d->batch || b->batch != d->batch) return 7;
+    if (a->type != b->type) return 15;
+    if (d->type != a->type && !(d->type == F32 && (a->type == F16 || a->type == BF16))) return 15;
+    return (p->compute == 70) == (d->type == F64) ? 0 : 15;
+}
+int cublasLtMatmulAlgoGetHeuristic(void* h, Product* p, Layout* a, Layout* b, Layout* c, Layout* d,
+                                   Preference* preference, int wanted, Heuristic* results, int* found) {
+    if (h != &handle || c != d || fits(p, a, b, d)) return 7;
+    for (int i = 0; i < 4; i++)
+        if (!preference->alignment[i] || preference->alignment[i] > 256) return 7;
+    *found = wanted < 3 ? wanted : 3;
+    for (int i = 0; i < *found; i++) {
+        memset(&results[i], 0, sizeof results[i]);
+        results[i].algorithm[0] = 100 + i;
+        results[i].algorithm[1] = preference->alignment[0] | (uint64_t)preference->alignment[1] << 16 |
+                                  (uint64_t)preference->alignment[3] << 32;
+        results[i].workspace = preference->workspace;
+        results[i].state = i == 0 ? 15 : 0;  // the first is not usable
+    }
+    return 0;
+}
+static double get(const void* from, int64_t i, int type) {
+    if (type == F64) return ((const double*)from)[i];
+    if (type == F32) return ((const float*)from)[i];
+    uint16_t bits = ((const uint16_t*)from)[i];
+    if (type == BF16) { uint32_t wide = (uint32_t)bits << 16; float x; memcpy(&x, &wide, 4); return x; }
+    _Float16 x;
+    memcpy(&x, &bits, 2);
+    return x;
+}
+static void put(void* to, int64_t i, int type, double x) {
+    if (type == F64) { ((double*)to)[i] = x; return; }
+    if (type == F32) { ((float*)to)[i] = x; return; }
+    if (type == F16) { _Float16 y = x; memcpy((uint16_t*)to + i, &y, 2); return; }
+    float y = x;
+    uint32_t wide;
+    memcpy(&wide, &y, 4);
+    ((uint16_t*)to)[i] = (wide + 0x7fff + (wide >> 16 & 1)) >> 16;
+}
+static int aligned(const void* pointer, uint64_t to) { return (uintptr_t)pointer % to == 0; }
+int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout* la, const void* b, Layout* lb,
+                   const void* beta, const void* c, Layout* lc, void* d, Layout* ld, const uint64_t* algorithm,
+                   void* workspace, size_t workspace_size, void* stream) {
+    if (h != &handle || c != d || lc != ld || fits(p, la, lb, ld) || workspace_size != 32 << 20) return 7;
+    if (algorithm[0] < 101) return 15;  // not one that may be used
+    if (!aligned(a, algorithm[1] & 0xffff) || !aligned(b, algorithm[1] >> 16 & 0xffff) || !aligned(d, algorithm[1] >> 32))
+        return 14;  // a real kernel would fault
+    double one = get(alpha, 0, p->scale), add = get(beta, 0, p->scale);
+    if (one != 1 || (p->epilogue == 4) != (p->bias != 0)) return 7;
+    uint64_t m = ld->rows, n = ld->columns, k = p->transpose[0] ? la->rows : la->columns;
+    for (int batch = 0; batch < ld->batch; batch++)
+        for (uint64_t i = 0; i < m; i++)
+            for (uint64_t j = 0; j < n; j++) {
+                double sum = 0;
+                for (uint64_t l = 0; l < k; l++) {
+                    int64_t x = p->transpose[0] ? l + i * la->leading : i + l * la->leading;
+                    int64_t y = p->transpose[1] ? j + l * lb->leading : l + j * lb->leading;
+                    sum += get(a, x + batch * la->stride, la->type) * get(b, y + batch * lb->stride, lb->type);
+                }
+                int64_t at = i + j * ld->leading + batch * ld->stride;
+                if (p->epilogue == 4) sum += get(p->bias, i, p->bias_type);
+                if (add) sum += add * get(d, at, ld->type);
+                put(d, at, ld->type, sum);
+            }
+    fake_record = (Record){fake_record.products + 1, (int64_t)algorithm[0], (int64_t)workspace, (int64_t)stream, add == 1};
+    return 0;
+}
