@@ -12,8 +12,6 @@ from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, 
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from shardrt.kernels.cuda._launch import Array, address
 
 WORKSPACE = 32 << 20  # bytes for each stream: NVIDIA's figure for Hopper

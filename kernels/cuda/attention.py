@@ -1,4 +1,4 @@
-"""Attention without the matrix of weights: the reference kernels of attention.cu, for every type and width."""
+"""Attention without the matrix of weights: reference kernels (attention.cu), for every type and width."""
 
 from typing import Any
 

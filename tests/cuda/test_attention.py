@@ -18,7 +18,7 @@ CASES = [
 
 
 def heads_of(x, parts, heads):
-    """(batch, time, parts * width) as views (batch, heads, time, head_dim), as one linear layer makes them."""
+    """(batch, time, parts * width) as views (batch, heads, time, head_dim), as a linear layer makes them."""
     batch, time, width = x.shape
     x = x.reshape(batch, time, parts, heads, width // (parts * heads))
     return [x[:, :, part].transpose(0, 2, 1, 3) for part in range(parts)]
