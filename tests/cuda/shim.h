@@ -178,6 +178,24 @@ inline unsigned __ballot_sync(unsigned, int x) {
     for (unsigned i = 0; i < 32; i++) result |= (shim::exchange(unsigned(x != 0), (lane + i) & 31) << ((lane + i) & 31));
     return result;
 }
+// One exchange for all lanes: `of` is called with what each of them gave.
+template <class X, class Of> inline unsigned __vote(X x, Of of) {
+    auto& warp = shim::slots[shim::current->number / 32];
+    memcpy(&warp[shim::current->number % 32], &x, sizeof x);
+    shim::yield(shim::Status::in_warp);
+    unsigned result = 0;
+    for (unsigned lane = 0; lane < 32; lane++) {
+        X other;
+        memcpy(&other, &warp[lane], sizeof other);
+        result |= unsigned(of(other)) << lane;
+    }
+    shim::yield(shim::Status::in_warp);
+    return result;
+}
+inline unsigned __match_any_sync(unsigned, unsigned x) {
+    return __vote(x, [=](unsigned other) { return other == x; });
+}
+inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
 
 template <class X> inline X atomicAdd(X* to, X x) { X old = *to; *to = old + x; return old; }

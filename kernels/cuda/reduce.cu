@@ -1,0 +1,167 @@
+// Sums in a fixed order: over ranks' buffers, over rows, of powers.
+//
+// What is summed over buffers may be of another type than the sum (macro SOURCE), and so may the sum over rows
+// (macro GRADIENT).
+#include "ranges.cuh"
+
+#ifndef SOURCE
+#define SOURCE ELEMENT
+#endif
+#ifndef GRADIENT
+#define GRADIENT ELEMENT
+#endif
+
+// Not fused: the bits of the CPU, and the same on the path of vectors and on the other.
+__device__ __forceinline__ float scaled_sum(float base, float scale, float x) {
+    return __fadd_rn(base, __fmul_rn(scale, x));
+}
+__device__ __forceinline__ double scaled_sum(double base, double scale, double x) {
+    return __dadd_rn(base, __dmul_rn(scale, x));
+}
+
+constexpr int PARTS = 8;
+
+// out = (out if accumulate) + scale * (the first `parts` of a, b, ... added as a tree of neighbours).
+// The parts are of SOURCE; `out` may be one of them.
+extern "C" __global__ void sum_parts(T* out, const void* a, const void* b, const void* c, const void* d,
+                                     const void* e, const void* f, const void* g, const void* h, int parts, A scale,
+                                     int accumulate, int64 count, int vectors) {
+    const void* all[PARTS] = {a, b, c, d, e, f, g, h};
+    each_in<Widest<T, SOURCE>::value>(0, count, vectors, [&](int64 i, auto width) {
+        constexpr int W = decltype(width)::value;
+        Pack<SOURCE, W> sources[PARTS];
+#pragma unroll
+        for (int part = 0; part < PARTS; part++)
+            if (part < parts) sources[part] = load<W>(static_cast<const SOURCE*>(all[part]) + i);
+        Pack<T, W> result;
+        if (accumulate) result = load<W>(out + i);
+#pragma unroll
+        for (int k = 0; k < W; k++) {
+            A sums[PARTS];
+#pragma unroll
+            for (int part = 0; part < PARTS; part++) sums[part] = part < parts ? A(to_acc(sources[part][k])) : A(0);
+#pragma unroll
+            for (int step = 1; step < PARTS; step *= 2)
+#pragma unroll
+                for (int part = 0; part + step < PARTS; part += 2 * step)
+                    if (part + step < parts) sums[part] += sums[part + step];
+            result[k] = from_acc<T>(accumulate ? scaled_sum(to_acc(result[k]), scale, sums[0]) : scale * sums[0]);
+        }
+        store<W>(out + i, result);
+    });
+}
+
+// Columns of x (rows, columns): a block has ROWS rows, a thread some columns. partials (blocks, columns).
+constexpr int ROWS = 64, AHEAD = 4;  // rows that are loaded before the first is added
+
+template <int W> __device__ __forceinline__ void sum_columns(const T* x, A* partials, int64 rows, int64 columns) {
+    int64 column = (blockIdx.y * (int64)blockDim.x + threadIdx.x) * W;
+    if (column >= columns) return;
+    int64 begin = blockIdx.x * (int64)ROWS, end = min(begin + ROWS, rows);
+    Pack<A, W> total = {};
+    for (int64 row = begin; row < end; row += AHEAD) {
+        Pack<T, W> lines[AHEAD];
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++)
+            if (row + k < end) lines[k] = load<W>(x + (row + k) * columns + column);
+#pragma unroll
+        for (int k = 0; k < AHEAD; k++) {
+            if (row + k >= end) break;
+#pragma unroll
+            for (int j = 0; j < W; j++) total[j] += to_acc(lines[k][j]);
+        }
+    }
+    store<W>(partials + blockIdx.x * columns + column, total);
+}
+
+extern "C" __global__ void column_blocks(const T* x, A* partials, int64 rows, int64 columns, int vectors) {
+    if (vectors) sum_columns<Vector<T>::width>(x, partials, rows, columns);
+    else sum_columns<1>(x, partials, rows, columns);
+}
+
+// out = (out if accumulate) + the sum of the rows of partials (blocks, columns). A block of 256 threads has 32
+// columns; a warp sums every eighth row, then the warps are added in order.
+extern "C" __global__ void combine(const T* partials, GRADIENT* out, int64 blocks, int64 columns, int accumulate) {
+    constexpr int WARPS = 8;
+    __shared__ A sums[WARPS][WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int64 column = blockIdx.x * (int64)WARP + lane;
+    A total = 0;
+    if (column < columns) {
+#pragma unroll 4
+        for (int64 block = warp; block < blocks; block += WARPS) total += to_acc(partials[block * columns + column]);
+    }
+    sums[warp][lane] = total;
+    __syncthreads();
+    if (warp > 0 || column >= columns) return;
+    for (int other = 1; other < WARPS; other++) total += sums[other][lane];
+    out[column] = from_acc<GRADIENT>(accumulate ? A(to_acc(out[column])) + total : total);
+}
+
+// high + low += term: the rounding error of the sum goes to `low` (Knuth's TwoSum).
+__device__ __forceinline__ void add_exactly(double& high, double& low, double term) {
+    double total = high + term, added = total - high;
+    low += (high - (total - added)) + (term - added);
+    high = total;
+}
+
+__device__ __forceinline__ double power(double x, double p) {  // not fused with what follows: the error is exact
+    x = fabs(x);
+    if (p == 2) return __dmul_rn(x, x);
+    if (p == 1) return x;
+    if (p == 3) return __dmul_rn(__dmul_rn(x, x), x);
+    return pow(x, p);
+}
+
+// partials (pieces, 2): the sum of |x| ** p over a piece, a block's, as high + low.
+constexpr int PIECE = 65536;
+
+extern "C" __global__ void power_sums(const T* x, double p, double* partials, int64 count, int vectors) {
+    constexpr int MOST = 1024;
+    __shared__ double highs[MOST], lows[MOST];
+    constexpr int N = Vector<T>::width;
+    int64 begin = blockIdx.x * (int64)PIECE, end = min(begin + PIECE, count);
+    int64 whole = vectors ? begin + (end - begin) / N * N : begin;
+    double high = 0, low = 0;
+    for (int64 i = begin + threadIdx.x * N; i < whole; i += blockDim.x * N) {
+        Pack<T, N> line = load<N>(x + i);
+#pragma unroll
+        for (int k = 0; k < N; k++) add_exactly(high, low, power(to_acc(line[k]), p));
+    }
+    for (int64 i = whole + threadIdx.x; i < end; i += blockDim.x) add_exactly(high, low, power(to_acc(x[i]), p));
+
+    highs[threadIdx.x] = high;
+    lows[threadIdx.x] = low;
+    for (int half = blockDim.x / 2; half > 0; half /= 2) {  // blockDim.x is a power of two
+        __syncthreads();
+        if (threadIdx.x >= half) continue;
+        add_exactly(high, low, highs[threadIdx.x + half]);
+        low += lows[threadIdx.x + half];
+        highs[threadIdx.x] = high;
+        lows[threadIdx.x] = low;
+    }
+    if (threadIdx.x > 0) return;
+    partials[2 * blockIdx.x] = high;
+    partials[2 * blockIdx.x + 1] = high - high == 0 ? low : 0;
+}
+
+__device__ __forceinline__ A larger(A x, A other) { return other > x || other != other ? other : x; }  // nan wins
+
+// largest (blocks,): of the absolute values that each block saw.
+extern "C" __global__ void abs_max(const T* x, A* largest, int64 count, int vectors) {
+    __shared__ A shared[WARP];
+    A best = 0;
+    each_in<Vector<T>::width>(0, count, vectors, [&](int64 i, auto width) {
+        constexpr int W = decltype(width)::value;
+        Pack<T, W> line = load<W>(x + i);
+#pragma unroll
+        for (int k = 0; k < W; k++) best = larger(best, fabs(to_acc(line[k])));
+    });
+    for (int distance = WARP / 2; distance > 0; distance /= 2)
+        best = larger(best, __shfl_xor_sync(0xffffffffu, best, distance));
+    if (threadIdx.x % WARP == 0) shared[threadIdx.x / WARP] = best;
+    __syncthreads();
+    if (threadIdx.x > 0) return;
+    for (int warp = 1; warp < blockDim.x / WARP; warp++) best = larger(best, shared[warp]);
+    largest[blockIdx.x] = best;
+}

@@ -1,0 +1,112 @@
+"""Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import THREADS, TYPES, accumulator, blocks_for, empty, launch, vectors
+from shardrt.kernels.cuda.cast import type_of
+
+Array = Any
+
+ROWS = 64  # rows of a partial sum in column sums
+_FAN = 8  # parts that one pass sums
+_PIECE = 65536  # elements of a partial sum in norms
+_CHUNK = 1 << 20  # elements of which groups of parts are summed at once
+
+
+def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> None:
+    """out = (out if accumulate) + scale * sum of `parts`, added as a tree of neighbours: (0+1) + (2+3), ...
+
+    Bottom up; a last part without a neighbour goes up as it is: of three it is (0+1) + 2. So aligned groups
+    of 2, 4, 8, ... parts may be summed first, elsewhere, and their sums here.
+
+    1-D arrays of one length and float dtype; `out` may be one of the parts. 16-bit parts are summed in
+    float32 and rounded once. The same bits as on the CPU.
+    """
+    _sum(out, parts, parts[0].dtype, scale, accumulate)
+
+
+def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:
+    """As sum_into of parts that are uint16, the bits of `kind` ("bfloat16" or "float16"); `out` is float32.
+
+    The same bits as unpacking the parts (cast.unpack) and summing them with sum_into.
+    """
+    _sum(out, parts, type_of(kind), scale, accumulate)
+
+
+def column_sum(x: Array, out: Array, accumulate: bool) -> None:
+    """out (columns,) = sum over the rows of x (rows, columns), or plus it; by blocks of ROWS rows.
+
+    `out` may be of another type than x, which is summed in float32 (float64 in float64).
+    """
+    rows, columns = x.shape
+    blocks = -(-rows // ROWS)
+    partials = empty((blocks, columns), accumulator(x.dtype))
+    width = 16 // x.dtype.itemsize
+    wide = vectors(x, partials) and columns % width == 0
+    pieces = columns // width if wide else columns
+    threads = min(THREADS, -(-pieces // 32) * 32)
+    if rows and columns:
+        args, grid = (x, partials, rows, columns, wide), (blocks, -(-pieces // threads))
+        launch("reduce", "column_blocks", x.dtype, grid, args, threads=threads)
+    combine_blocks(partials, out, accumulate)
+
+
+def combine_blocks(partials: Array, out: Array, accumulate: bool) -> None:
+    """out = sum of the rows of `partials`, in an order that depends on their number only; or plus it."""
+    blocks, columns = partials.shape
+    args = (partials, out, blocks, columns, bool(accumulate))
+    launch("reduce", "combine", partials.dtype, -(-columns // 32), args, GRADIENT=TYPES[out.dtype.name])
+
+
+def power_sums(x: Array, p: float) -> Array:
+    """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
+
+    So math.fsum of the pairs of all pieces of an array gives the same bits however it was cut. (The exception
+    needs an exact sum within 2**-40 or so of the middle between two floats: once in 10**12 sums.) Where
+    there is infinity or nan, it is in `high`, and `low` is 0. For p other than 1, 2 and 3 the powers
+    themselves may differ from the CPU's in the last bit.
+    """
+    partials = empty((-(-x.size // _PIECE), 2), np.float64)
+    launch("reduce", "power_sums", x.dtype, len(partials), (x, np.float64(p), partials, x.size, vectors(x)))
+    return partials
+
+
+def abs_max(x: Array) -> float:
+    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan. Waits for it."""
+    if not x.size:
+        return 0.0
+    blocks = blocks_for(x.size, 16 // x.dtype.itemsize)
+    partials, largest = (empty(count, accumulator(x.dtype)) for count in (blocks, 1))
+    launch("reduce", "abs_max", x.dtype, blocks, (x, partials, x.size, vectors(x)))
+    launch("reduce", "abs_max", partials.dtype, 1, (partials, largest, blocks, vectors(partials)))
+    return float(largest[0])
+
+
+def bytes_moved(parts: int, count: int, itemsize: int = 4) -> int:
+    """Bytes of sum_into: the parts read, the sum written."""
+    return (parts + 1) * count * itemsize
+
+
+def flops(parts: int, count: int) -> int:
+    """Operations of sum_into."""
+    return parts * count
+
+
+def _sum(out: Array, parts: list[Array], source: Any, scale: float, accumulate: bool) -> None:
+    """More than _FAN parts: sums of aligned groups, then the sum of those; it is the same tree."""
+    real = accumulator(out.dtype)
+    if len(parts) <= _FAN:
+        given = (*parts, *[None] * (_FAN - len(parts)))
+        how = (np.int32(len(parts)), real(scale), bool(accumulate), out.size, vectors(out, *parts))
+        grid = blocks_for(out.size, 4)
+        launch("reduce", "sum_parts", out.dtype, grid, (out, *given, *how), SOURCE=TYPES[source.name])
+        return
+    groups = [parts[first : first + _FAN] for first in range(0, len(parts), _FAN)]
+    for low in range(0, out.size, _CHUNK):
+        piece = slice(low, min(low + _CHUNK, out.size))
+        sums = [empty(piece.stop - low, real) for _ in groups]
+        for group, total in zip(groups, sums, strict=True):
+            _sum(total, [part[piece] for part in group], source, 1.0, False)
+        _sum(out[piece], sums, sums[0].dtype, scale, accumulate)

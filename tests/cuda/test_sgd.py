@@ -1,0 +1,68 @@
+"""Gradient descent on a flat shard: the CPU's update, inside the ranges and nowhere else."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import sgd as cpu
+from shardrt.kernels.cuda import sgd as cuda
+from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
+
+COUNT = 1500
+WHOLE = ([0], [COUNT], [1e-2], [0.1])
+RANGES = ([0, 3, 37, 600], [1, 20, 37, COUNT], [1e-2, 1e-1, 1.0, 3e-2], [0.1, 0.0, 1.0, 0.5])
+RULES = [(0.9, 0.0, False, False), (0.9, 0.3, False, False), (0.9, 0.0, True, False), (0.9, 0.3, True, True)]
+
+
+def run_both(array, dtypes, ranges, rule, shift=0):
+    """(CUDA's arrays, the CPU's in float64) after an update; `dtypes` of param, grad and perhaps momentum."""
+    values = [normal(COUNT, seed=seed) for seed in range(len(dtypes))]
+    found = [array(v, shift, dtype_of(kind)) for v, kind in zip(values, dtypes, strict=True)]
+    expected = [v.astype(np.float64) for v in found]
+    none = [None] * (3 - len(dtypes))
+    ranges = [np.array(numbers) for numbers in ranges]
+    cuda.step(*found, *none, *ranges, *rule)
+    cpu.step(*expected, *none, *ranges, *rule)
+    return found, expected
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("ranges", [WHOLE, RANGES], ids=["whole", "ranges"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_without_momentum(emulated, element, ranges, shift):
+    with guarded(element) as array:
+        for found, expected in zip(*run_both(array, [element] * 2, ranges, RULES[0], shift), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shift", [0, 1])
+def test_with_momentum(emulated, element, rule, shift):
+    with guarded(element) as array:
+        for found, expected in zip(*run_both(array, [element] * 3, RANGES, rule, shift), strict=True):
+            assert_close(found, expected)
+
+
+@pytest.mark.parametrize("grad", ["bfloat16", "float16"])
+@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+def test_gradient_and_momentum_of_other_types(emulated, param, grad):
+    with guarded("float32") as array:
+        for found, expected in zip(*run_both(array, [param, grad, "float32"], RANGES, RULES[1]), strict=True):
+            assert_close(found, expected)
+
+
+def test_the_first_step_reads_no_momentum(emulated):
+    with guarded("float32") as array:
+        param, grad, momentum = array(normal(130)), array(normal(130)), array(np.full(130, np.nan))
+        ranges = [np.array(x) for x in ([0], [130], [0.1], [0.0])]
+        cuda.step(param, grad, momentum, *ranges, 0.9, 0.5, False, True)
+        np.testing.assert_array_equal(momentum, grad)
+        assert np.isfinite(param).all()
+
+
+def test_both_paths_have_the_same_bits(emulated):
+    with guarded("float32") as array:
+        aligned, _ = run_both(array, ["float32"] * 3, WHOLE, RULES[2])
+        others, _ = run_both(array, ["float32"] * 3, WHOLE, RULES[2], shift=1)
+        for one, other in zip(aligned, others, strict=True):
+            np.testing.assert_array_equal(one, other)
