@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.ranks import ROOT, clean_environment
+from tests.ranks import ROOT, clean_environment, mpirun_path
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -16,12 +16,14 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.mpi)])
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
-def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path):
+def test_the_examples_of_a_page_run_one_after_the_other(page, ranks, tmp_path):
     file = tmp_path / "example.py"
     file.write_text("\n".join(blocks_of(page)))
+    launcher = [] if ranks == 1 else [mpirun_path(), "-n", str(ranks)]
     done = subprocess.run(
-        [sys.executable, str(file)],
+        [*launcher, sys.executable, str(file)],
         capture_output=True,
         text=True,
         timeout=120,

@@ -14,7 +14,7 @@ from shardrt import device as devices
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device
+from shardrt.device import Device, Stream
 
 
 def init_device_mesh(
@@ -59,6 +59,7 @@ class DeviceMesh:
         self.coordinate = tuple(int(i) for i in np.argwhere(ranks == base.rank)[0])
         self._wrap = wrap
         self._communicators: dict[tuple[str, int | None], Communicator] = {}
+        self._streams: dict[str, Stream] = {}
         self._bases: dict[int | None, Communicator] = {None: base}
         if ranks.ndim > 1:  # now, by everyone: later an axis's group can make communicators on its own
             for axis in range(ranks.ndim):
@@ -79,6 +80,15 @@ class DeviceMesh:
             made = self._bases[axis].duplicate()
             self._communicators[role, axis] = self._wrap(made) if self._wrap else made
         return self._communicators[role, axis]
+
+    def stream(self, role: str) -> Stream:
+        """The stream in which the communicators for `role` are used, by all models on this mesh.
+
+        One for all: a communicator's calls must come in the order of the program, on every rank.
+        """
+        if role not in self._streams:
+            self._streams[role] = self.device.new_stream(role)
+        return self._streams[role]
 
     def size_of(self, dim: int | str) -> int:
         """The number of ranks along one axis."""

@@ -15,7 +15,7 @@ from typing import Any
 from shardrt.comm import failure
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root
 class World:
     """All ranks of this run. `root` is what communicators are made from: an MPI or a thread communicator."""
 

@@ -29,7 +29,7 @@ def fully_shard(
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy | str | None = None,
     reshard_after_forward: bool | None = None,
-    prefetch: int = 1,
+    prefetch: int | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     ignored: Iterable[Module | Parameter] = (),
@@ -46,7 +46,8 @@ def fully_shard(
     strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes.
     reshard_after_forward: release the parameters between forward and backward; None leaves it to the
         strategy, except that the outermost unit is kept, since backward needs it first.
-    prefetch: how many units are gathered ahead of the one that computes; the outermost unit's counts.
+    prefetch: how many units are gathered ahead of the one that computes: one number for the whole model, that
+        of the outermost unit (1 if None).
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
@@ -60,14 +61,20 @@ def fully_shard(
             raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
-    if prefetch < 0:
+    if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = _default_mesh() if mesh is None else mesh
     if len(mesh.shape) > 2:
         raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}")
+    chosen = ShardingStrategy.parse(strategy, len(mesh.shape))
+    if reshard_after_forward and chosen.row.keep_after_backward:
+        raise ValueError(
+            f"fully_shard: reshard_after_forward=True does not fit {chosen.name}, which keeps all parameters "
+            "gathered until the optimizer has changed them; take FULL_SHARD"
+        )
     settings = Settings(
         mesh,
-        ShardingStrategy.parse(strategy, len(mesh.shape)),
+        chosen,
         reshard_after_forward,
         prefetch,
         mp_policy or MixedPrecisionPolicy(),
@@ -121,7 +128,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    for unit in built_units(module):
+    for unit in _units_for("set_gradient_divide_factor", module):
         unit.divide_factor = float(factor)
 
 
@@ -133,16 +140,14 @@ def no_sync(module: Module) -> Iterator[None]:
     the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
     Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit.
     """
-    units = units_below(module)
-    if not units:
-        raise ValueError(f"no_sync: {type(module).__name__} has no sharded unit; call fully_shard first")
-    for unit in units:
+    before = [(unit, unit.sync) for unit in _units_for("no_sync", module)]
+    for unit, _ in before:
         unit.sync = False
     try:
         yield
     finally:
-        for unit in units:
-            unit.sync = True
+        for unit, sync in before:
+            unit.sync = sync
 
 
 def register_forward_method(module: Module, name: str) -> None:
@@ -155,6 +160,13 @@ def register_forward_method(module: Module, name: str) -> None:
             f"register_forward_method: {type(module).__name__} is no unit; call fully_shard first"
         )
     object.__setattr__(module, name, module.entered_around(getattr(module, name)))
+
+
+def _units_for(call: str, module: Module) -> list[Unit]:
+    found = units_below(module)
+    if not found:
+        raise ValueError(f"{call}: {type(module).__name__} has no sharded unit; call fully_shard first")
+    return found
 
 
 def units(module: Module) -> list[Unit]:

@@ -10,6 +10,7 @@ from shardrt import dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.fsdp.unit import Unit
+from shardrt.nest import replaced
 from shardrt.nn.module import Module
 
 
@@ -42,7 +43,7 @@ class UnitBoundary:
 
     def abandon(self) -> None:
         """Forward has raised."""
-        self.unit.schedule.abandon()
+        self.unit.schedule.abandon(self.unit)
 
 
 def _caster(dtype: str) -> Callable[[Variable], Variable]:
@@ -54,16 +55,3 @@ def _caster(dtype: str) -> Callable[[Variable], Variable]:
         return F.cast(tensor, dtype)
 
     return cast if dtype in (dtypes.float32, *dtypes.LOW) else lambda tensor: tensor
-
-
-def replaced(nest: Any, function: Callable[[Variable], Variable]) -> Any:
-    """The same nest of tuples, lists and dicts, with `function` applied to its tensors, in order."""
-    if isinstance(nest, Variable):
-        return function(nest)
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(replaced(item, function) for item in nest))
-    if isinstance(nest, tuple | list):
-        return type(nest)(replaced(item, function) for item in nest)
-    if isinstance(nest, dict):
-        return {key: replaced(item, function) for key, item in nest.items()}
-    return nest

@@ -156,4 +156,4 @@ def _compute(group: Group, facts: Facts) -> np.dtype:
 
 def contains_units(unit: Unit, units: list[Unit]) -> bool:
     """Whether another unit lies inside this one."""
-    return any(unit in other.inside for other in units)
+    return any(unit in other.ancestors for other in units)

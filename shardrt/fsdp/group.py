@@ -7,6 +7,7 @@ schedule's, how it is moved stands in collectives.py.
 
 import os
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -119,13 +120,10 @@ class Group(Storage):
 
     # -- the storage contract
 
-    def _built(self) -> "Group":
-        self.unit.schedule  # noqa: B018  builds it
-        return self
-
     @property
     def shard(self) -> Array:
-        return self._built()._shard
+        self.unit.ensure_built()
+        return self._shard
 
     @property
     def gradient(self) -> Array | None:
@@ -136,36 +134,56 @@ class Group(Storage):
             )
         return self._reduced if self.has_gradient else None
 
+    def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
+        """Each parameter with the storage that it had before it was sharded, until `build` has emptied it."""
+        return zip(self.parameters, self._initial, strict=True)
+
     def zero_grad(self) -> None:
         self.has_gradient = False
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)
 
     def new_state(self, name: str) -> Array:
-        self._built()
+        self.unit.ensure_built()
         if self.placement.optimizer_state:
             return host_buffer(self._device, self.layout.shard_size, self._shard.dtype, self.placement)
         return self._device.buffer(self.layout.shard_size, self._shard.dtype)
+
+    def before_write(self) -> None:
+        if self.shard_in_slot and self.team.size > 1:
+            self.unit.schedule.readers_done(self.unit)
 
     def modified(self) -> None:
         self.unit.stale = True
 
     def range_of(self, parameter: Parameter) -> tuple[int, int, int]:
-        return self._built()._ranges[self.position[id(parameter)]]
+        self.unit.ensure_built()
+        return self._ranges[self.position[id(parameter)]]
 
     def full(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
         if self.whole is not None:
             return self.whole[position]
-        if not self.unit.gathered:
-            if autograd.running() is None:
-                raise RuntimeError(
-                    f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
-                    "outside the forward of its unit. This rank's piece is parameter.shard; "
-                    "`with shardrt.fsdp.full_parameters(module)` lends all of it"
-                )
+        running = autograd.running() is not None
+        if running and not self.unit.gathered:
             self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Exit ran
-        return self.views[position]
+        if running or (self.unit.gathered and self.unit.schedule.depth > 0):
+            return self.views[position]
+        if self.unit.held and self.unit.gathered and not self.unit.stale:
+            return _read_only(self.views[position])
+        raise RuntimeError(
+            f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
+            "outside the forward of its unit. This rank's piece is parameter.shard; "
+            "`with shardrt.fsdp.full_parameters(module)` lends all of it"
+        )
+
+    def assign(self, parameter: Parameter, values: Any) -> None:
+        if self.whole is None:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} is sharded: change it inside "
+                "`with shardrt.fsdp.full_parameters(module, writeback=True)`, or by load_state_dict"
+            )
+        self.whole[self.position[id(parameter)]][...] = values
 
     def edge(self, parameter: Parameter) -> Edge:
         return Edge(self.unit.unshard_node(), 0, parameter)
@@ -217,6 +235,14 @@ def _reserve(file: int, nbytes: int, directory: Path) -> None:
             f"CPUOffloadPolicy: directory {directory} has no room for {nbytes} bytes more: {error.strerror}"
         )
         raise OSError(error.errno, text) from error
+
+
+def _read_only(array: Array) -> Array:
+    """A view that can't be written to, where the kind of array knows such."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

@@ -8,7 +8,8 @@ from shardrt.fsdp import buffers
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import arranged, facts_of, lay_out, teams_of, units_below
+from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, teams_of, units_below
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.offload import SLOTS, slot_bytes
@@ -56,13 +57,13 @@ def memory_plan(
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
     does counts as well.
 
-    Where ranks of a node share the memory of gathered units, each counts its part. Arrays below 32 KiB are
-    not counted as activations. Raises ValueError if `model` has no unit, and as the first forward would.
+    `model` may be a part: the units that it is sharded with count as well. Where ranks of a node share the
+    memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations. Raises ValueError if `model` has no unit, and as the first forward would.
     """
     found = units_below(model)
     if not found:
         raise ValueError(f"memory_plan: {type(model).__name__} has no sharded unit; call fully_shard first")
-    units = found if found[0].built else arranged(found[0])
+    units = _whole("memory_plan", found)
     layouts = lay_out(units)
     taken = rehearse(model, units, layouts, step) if step is not None else None
     facts = facts_of(units, teams_of(units), no_sync=no_sync or (taken is not None and taken.no_sync))
@@ -81,6 +82,18 @@ def memory_plan(
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
     return MemoryPlan(device, host)
+
+
+def _whole(call: str, found: list[Unit]) -> list[Unit]:
+    """All units that train with these. Raises ValueError unless one contains all the others."""
+    units = found[0].schedule.units if found[0].built else arranged(found[0])
+    apart = [unit for unit in found if unit not in units]
+    if apart:
+        raise ValueError(
+            f"{call}: unit {apart[0].label} is not inside {units[0].label}; call fully_shard on the module "
+            "around both as well"
+        )
+    return units
 
 
 def _add_optimizer(
@@ -107,14 +120,14 @@ def explain(model: Module) -> str:
     found = units_below(model)
     if not found:
         raise ValueError(f"explain: {type(model).__name__} has no sharded unit; call fully_shard first")
-    units = found if found[0].built else arranged(found[0])
+    units = _whole("explain", found)
     layouts = lay_out(units)
     planned = units[0].schedule.plan.order if units[0].built else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}
     rows = []
     for unit in units:
         for group in unit.groups or [None]:
-            rows.append(_row(unit, group, layouts, order, units[0].settings.prefetch, planned))
+            rows.append(_row(unit, group, layouts, order, prefetch_of(units), planned))
     return table(
         (
             "unit",

@@ -56,7 +56,7 @@ class Plan:
     def remaining(self, inside: Unit) -> int:
         """How many of the next planned units lie inside `inside`, which is being left."""
         count = 0
-        while self.place + count < len(self.order) and inside in self.order[self.place + count].inside:
+        while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1
         if count:
             self._deviate(f"{inside.label} ended where {self.order[self.place].label} came before")

@@ -66,7 +66,7 @@ class Stage:
         """Nothing to release."""
         return outputs
 
-    def abandon(self) -> None:
+    def abandon(self, unit: Unit) -> None:
         """Nothing to forget."""
 
     def open_gradient(self, group: Group) -> OpenGradient:

@@ -28,7 +28,7 @@ from shardrt.fsdp.unit import State, Unit
 
 
 class Schedule:
-    """One step of one model, on one rank. Built by setup.build."""
+    """What happens when, in every step of one model, on one rank. Built by setup.build."""
 
     def __init__(
         self,
@@ -100,11 +100,17 @@ class Schedule:
             self._drop_prefetched()
         return outputs
 
-    def abandon(self) -> None:
-        """A forward raised: forget where it was."""
-        self.depth = 0
-        self._open.clear()
-        self._reset()
+    def abandon(self, unit: Unit) -> None:
+        """The forward of `unit` raised: undo its `enter`. What is around it may catch that and go on."""
+        self._started.pop(unit, None)
+        self._open.pop()
+        unit.entered -= 1
+        self.depth -= 1
+        if self.depth == 0 and not recompute.recomputing():
+            self._drop_prefetched()
+            for other in self.units:
+                if other.gathered and not other.held and other.reshard_after_backward:
+                    self._release(other)
 
     def _begin_forward(self, unit: Unit) -> None:
         if self._in_backward:  # the last backward raised
@@ -128,16 +134,29 @@ class Schedule:
         if lanes.upload is not lanes.gather:
             lanes.upload.wait(self.written)
         for unit in self.units:
-            if unit.stale and unit.gathered and not unit.held:
+            if unit.stale and unit.gathered:
                 self._release(unit)
             unit.stale = False
+        for unit in self.units:
+            if unit.held:
+                self.ensure(unit)
+
+    def readers_done(self, unit: Unit) -> None:
+        """Wait until no rank reads the shard of `unit`, where ranks share memory; then it may be written.
+
+        The reduction of its gradients has waited for that, unless the unit was used again after it.
+        """
+        if unit.read:
+            self.control.barrier(stream=self.lanes.compute)
+            for other in self.units:
+                other.read = False
 
     def _pass_by(self, count: int) -> None:
         """Do for the next `count` planned units what ranks do that call them, but for the computing."""
         around: list[Unit] = []
         for _ in range(count):
             unit = self.plan.order[self.plan.place]
-            while around and around[-1] not in unit.inside:
+            while around and around[-1] not in unit.ancestors:
                 self._release_after_forward(around.pop())
             place = self.plan.advance(used=False)
             self.ensure(unit)
@@ -226,6 +245,7 @@ class Schedule:
         collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
         group.has_gradient = True
+        group.unit.read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
         if group.on_gradient is not None:
             group.on_gradient()
@@ -263,6 +283,7 @@ class Schedule:
         """Have the parameters of `unit` gathered, as far as the compute stream is concerned."""
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
+        unit.read = True
         if unit.state is State.GATHERING:
             for group in unit.groups:
                 self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot
@@ -318,7 +339,9 @@ class Schedule:
         self._release(unit)
 
     def _reset(self) -> None:
-        """After an error: give every slot back."""
+        """After an error in backward: give every slot back."""
+        self.depth = 0
+        self._open.clear()
         self._in_backward = False
         self._reduced = []
         for unit in self.units:
@@ -330,7 +353,7 @@ class Schedule:
                 self._release(unit)
             for group in unit.groups:
                 if group.open_gradient is not None:
-                    self.discard_gradient(group)
+                    self.discard_gradient(group)  # half written
 
     # -- for people
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 
+from shardrt import device, random
 from shardrt.comm import world as worlds
 from shardrt.device import Device
 from shardrt.device.arena import Arena
@@ -22,6 +23,8 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.team import Team, shape_of
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
 
 
 def unit_of(module: Module) -> Unit | None:
@@ -44,8 +47,9 @@ def build(unit: Unit) -> None:
     units = arranged(unit)
     mesh = units[0].settings.mesh
     layouts = lay_out(units)
-    schedule = Schedule(mesh, units, units[0].settings.prefetch, _lanes(units), make_gradient_slots)
+    schedule = Schedule(mesh, units, prefetch_of(units), _lanes(units), make_gradient_slots)
     _check_same_on_all_ranks(schedule, units, layouts)
+    _check_same_values(schedule, units)
     _compile_once(schedule)
     teams = teams_of(units)
     facts = facts_of(units, teams)
@@ -75,11 +79,11 @@ def arranged(unit: Unit) -> list[Unit]:
 
 
 def _arrange(units: list[Unit]) -> None:
-    """Tell every unit what contains it, and what of it stays gathered when."""
+    """Tell every unit which units contain it, and until when its parameters stay gathered."""
     below = {unit: {id(m) for top in unit.modules for m in top.modules()} for unit in units}
     for unit in units:
         own = [id(module) for module in unit.modules]
-        unit.inside = frozenset(
+        unit.ancestors = frozenset(
             other for other in units if other is not unit and any(i in below[other] for i in own)
         )
         row = unit.settings.strategy.row
@@ -88,6 +92,11 @@ def _arrange(units: list[Unit]) -> None:
         kept = row.keep_after_forward or unit is units[0]
         unit.reshard_after_forward = not kept if asked is None else asked
         unit.reshard_after_backward = not row.keep_after_backward
+
+
+def prefetch_of(units: list[Unit]) -> int:
+    """How many units are gathered ahead."""
+    return 1 if units[0].settings.prefetch is None else units[0].settings.prefetch
 
 
 def lay_out(units: list[Unit]) -> dict[Group, Layout]:
@@ -113,7 +122,7 @@ def facts_of(units: list[Unit], teams: dict[str, Team], no_sync: bool = False) -
     recomputed = [module for top in tops for module in top.modules() if module.recomputation is not None]
     return Facts(
         device=units[0].settings.mesh.device,
-        prefetch=units[0].settings.prefetch,
+        prefetch=prefetch_of(units),
         sharers=worlds.current().local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
         no_sync=no_sync or not all(unit.sync for unit in units),
@@ -137,12 +146,12 @@ _AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards a
 
 
 def _lanes(units: list[Unit]) -> Lanes:
-    device = units[0].settings.mesh.device
-    gather, reduce = device.new_stream("gather"), device.new_stream("reduce")
+    mesh = units[0].settings.mesh
+    here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
     upload = download = None
     if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
-        upload, download = device.new_stream("upload"), device.new_stream("download")
-    return Lanes(device, device.current_stream, gather, reduce, upload or gather, download or reduce)
+        upload, download = here.new_stream("upload"), here.new_stream("download")
+    return Lanes(here, here.current_stream, gather, reduce, upload or gather, download or reduce)
 
 
 def _compile_once(schedule: Schedule) -> None:
@@ -154,29 +163,29 @@ def _compile_once(schedule: Schedule) -> None:
         schedule.control.barrier(stream=schedule.lanes.compute)
 
 
-def _make_arenas(specs: Specs, device: Device, roles: Iterable[str]) -> None:
+def _make_arenas(specs: Specs, here: Device, roles: Iterable[str]) -> None:
     """The arenas of these roles, one for each Spec. Collective."""
     made: dict[Spec, Arena] = {}
     for group, by_role in specs.items():
         for role, spec in by_role.items():
             if role in roles:
                 if spec not in made:
-                    made[spec] = _arena(group, role, spec, device)
+                    made[spec] = _arena(group, role, spec, here)
                 group.arenas[role] = made[spec]
 
 
-def _arena(group: Group, role: str, spec: Spec, device: Device) -> Arena:
+def _arena(group: Group, role: str, spec: Spec, here: Device) -> Arena:
     """The arena of a Spec. Collective where ranks share memory."""
     team = group.team
     if role in ("upload", "download"):
-        allocate = partial(device.buffer, spec.count, spec.dtype)
+        allocate = partial(here.buffer, spec.count, spec.dtype)
     elif role in ("gathered", "wire"):
         shared = spec.role == "shard" and team.size > 1
         allocate = partial(team.gather.allocate, spec.count, spec.dtype, shared=shared)
     else:
         reduce = team.copies if team.size == 1 and team.copies is not None else team.reduce
         allocate = partial(reduce.allocate, spec.count, spec.dtype, shared=False)
-    return Arena(device, allocate, spec.slots)
+    return Arena(here, allocate, spec.slots)
 
 
 def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
@@ -207,6 +216,11 @@ def _check(units: list[Unit]) -> None:
             )
         if u.settings.mesh is not first.settings.mesh:
             raise ValueError(f"fully_shard: unit {u.label} has another mesh than {first.label}")
+        if u.settings.prefetch not in (None, prefetch_of(units)):
+            raise ValueError(
+                f"fully_shard: unit {u.label} has prefetch={u.settings.prefetch}, the outermost one "
+                f"{prefetch_of(units)}; it is one number for the whole model"
+            )
         for group in u.groups:
             for parameter in group.parameters:
                 if parameter.requires_grad and not group.trainable:
@@ -251,13 +265,15 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         (
             u.label,
             u.settings.strategy,
-            u.settings.prefetch,
+            (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor),
+            [module.recomputation is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
             [(g.kind, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],
         )
         for u in units
     ]
+    described.append((schedule.prefetch,))
     size, rank = schedule.mesh.size, schedule.mesh.rank
     checksums = np.zeros(size, np.int64)
     checksums[rank] = zlib.crc32(repr(described).encode())
@@ -269,3 +285,30 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
             f"(rank {rank}: {len(units)} units, seeds {seeds})"
         )
+
+
+def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:
+    """Values given before sharding must be the same on every rank: nobody broadcasts them."""
+    initial = [pair for u in units for group in u.groups for pair in group.initial()]
+    given = np.array([storage.materialised for _, storage in initial], np.int64)
+    schedule.control.all_reduce(given, op="max", stream=schedule.lanes.compute)
+    checksums = np.zeros((schedule.mesh.size, len(initial)), np.int64)
+    for place in np.flatnonzero(given):
+        checksums[schedule.mesh.rank, place] = _checksum(*initial[place])
+    if given.any():
+        schedule.control.all_gather(checksums.reshape(-1), stream=schedule.lanes.compute)
+    for place in np.flatnonzero((checksums != checksums[0]).any(axis=0)):
+        rank = int(np.flatnonzero(checksums[:, place] != checksums[0, place])[0])
+        raise ValueError(
+            f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {rank} than on rank "
+            "0; give every rank the same before sharding, or let manual_seed make them"
+        )
+
+
+def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
+    """Of the parameter's values, which may not have been made on this rank yet."""
+    if storage.materialised:
+        return zlib.crc32(device.current().to_numpy(storage.shard))
+    values = device.current().empty((parameter.size,), parameter.dtype)
+    parameter.init.fill(values, parameter.seed, random.name_key(parameter.name), 0)
+    return zlib.crc32(device.current().to_numpy(values))

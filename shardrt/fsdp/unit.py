@@ -64,6 +64,7 @@ class Unit:
         self.left: set[int] = set()  # its modules whose forward has ended in this forward
         self.held = False  # gathered until the user says reshard
         self.stale = False  # the shards have changed since the last gather
+        self.read = False  # gathered for use since the last reduction: peers may still read this rank's shard
         self.sync = True  # gradients are reduced at the end of backward; False under no_sync
         self.recorded = self.trainable  # whether the last forward left something for backward to do
         self.divide_factor = float(settings.mesh.size)
@@ -72,7 +73,7 @@ class Unit:
         # Set by setup.build:
         self.reshard_after_forward: bool
         self.reshard_after_backward: bool
-        self.inside: frozenset[Unit]  # the units whose modules contain this one's
+        self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
 
     @property
     def parameters(self) -> list[Parameter]:
@@ -97,11 +98,15 @@ class Unit:
     @property
     def schedule(self) -> "Schedule":
         """The schedule of the outermost unit; built, for all its units, when it is first asked for."""
+        self.ensure_built()
+        return self._schedule
+
+    def ensure_built(self) -> None:
+        """Build the schedule, and this rank's shards, if that has not been done. Collective."""
         if self._schedule is None:
             from shardrt.fsdp.setup import build
 
             build(self)
-        return self._schedule
 
     def belongs_to(self, schedule: "Schedule") -> None:
         """Setup is done: this schedule decides from now on."""

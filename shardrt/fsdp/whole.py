@@ -57,14 +57,17 @@ def built_units(module: Module) -> list[Unit]:
     if not found:
         raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
     for unit in found:
-        unit.schedule  # noqa: B018  builds it
+        unit.ensure_built()
     return found
 
 
 @contextmanager
 def full_unit(unit: Unit) -> Iterator[None]:
-    """As full_parameters, read only, for one unit."""
+    """As full_parameters, read only, for one unit. Where the whole is lent already, that is it."""
     lanes = unit.schedule.lanes
+    if all(group.whole is not None for group in unit.groups):
+        yield
+        return
     try:
         for group in unit.groups:
             layout, team = group.layout, group.team

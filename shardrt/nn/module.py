@@ -126,23 +126,24 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(self._forward, args, kwargs)
+        return self._enter(partial(self._run, self.forward), args, kwargs)
 
     def entered_around(self, method: Callable) -> Callable:
         """`method` as another entry beside forward: the boundary is asked around each call."""
 
         @wraps(method)
         def entry(*args: Any, **kwargs: Any) -> Any:
-            return self._enter(method, args, kwargs)
+            return self._enter(partial(self._run, method), args, kwargs)
 
         return entry
 
-    def _forward(self, *args: Any, **kwargs: Any) -> Any:
-        forward = self.forward
-        for around in (self.recomputation, self.offload):
+    def _run(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+        """Call `method`, recomputed and offloaded as this module is; not twice where one calls another."""
+        nested = autograd.modules().count(self) > 1
+        for around in () if nested else (self.recomputation, self.offload):
             if around is not None:
-                forward = partial(around.run, self, forward)
-        return forward(*args, **kwargs)
+                method = partial(around.run, self, method)
+        return method(*args, **kwargs)
 
     def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         running = autograd.modules()
@@ -179,14 +180,16 @@ class Module:
         """Name -> whole array, not copied. RuntimeError where parameters are sharded: see full_state_dict."""
         return {name: parameter.data for name, parameter in self.named_parameters()}
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+    def load_state_dict(self, state: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
         """Set every parameter from whole arrays; a rank takes its pieces, one parameter at a time.
 
+        strict=False leaves parameters that `state` does not have as they are: for adapters kept alone, say.
         Raises ValueError that lists the names that are missing or not expected, or a shape that differs.
         """
         parameters = dict(self.named_parameters())
-        missing = sorted(parameters.keys() - state.keys())
+        missing = sorted(parameters.keys() - state.keys()) if strict else []
         extra = sorted(state.keys() - parameters.keys())
+        parameters = {name: parameter for name, parameter in parameters.items() if name in state}
         if missing or extra:
             raise ValueError(f"load_state_dict: missing {missing[:10]}, not expected {extra[:10]}")
         _barrier(parameters.values())  # a peer may still read the old values where ranks share memory,

@@ -87,7 +87,7 @@ class Parameter(Tensor):
 
     @data.setter
     def data(self, values: Any) -> None:
-        self.storage.full(self)[...] = values
+        self.storage.assign(self, values)
 
     def value(self) -> Array:
         """For ops that take arrays, not handles: a copy where the storage lends its memory only for a while.

@@ -55,6 +55,7 @@ class Storage(ABC):
     placement = Placement()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
+    owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
     applied = False  # an update during backward has used the gradient; the optimizer sets it
 
     def refuse_applied(self, call: str) -> None:
@@ -68,6 +69,9 @@ class Storage(ABC):
     def new_state(self, name: str) -> Array:
         """Zeros as long as `shard`, for one array of optimizer state, where `placement` says."""
         return device.current().buffer(self.shard.size, self.shard.dtype)
+
+    def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
+        """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
 
     def modified(self) -> None:  # noqa: B027 (most storages keep no copy)
         """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale."""
@@ -89,6 +93,10 @@ class Storage(ABC):
     @abstractmethod
     def full(self, parameter: "Parameter") -> Array:
         """All values of the parameter in its shape. Raises RuntimeError, naming it, while it is sharded."""
+
+    def assign(self, parameter: "Parameter", values: Any) -> None:
+        """Set all values of the parameter. Raises RuntimeError, naming it, where that can't be done."""
+        self.full(parameter)[...] = values
 
     @abstractmethod
     def edge(self, parameter: "Parameter") -> Edge:

@@ -6,9 +6,10 @@ from math import fsum, inf, isfinite, isinf, sqrt
 import numpy as np
 
 from shardrt import device
+from shardrt.comm import world
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import Storage
+from shardrt.nn.storage import LocalStorage, Storage
 
 
 def clip_grad_norm_(
@@ -22,13 +23,16 @@ def clip_grad_norm_(
     Call it on every rank. An infinite `max_norm` only measures. As in PyTorch, a norm that is nan or infinite
     makes gradients nan or 0, on every rank alike, unless error_if_nonfinite asks for a RuntimeError.
 
-    Raises ValueError if `max_norm` or `norm_type` is not positive.
+    Raises ValueError if `max_norm` or `norm_type` is not positive, or for sharded parameters together with
+    ignored ones, whose gradients are each rank's own.
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}")
     _check_norm_type("clip_grad_norm_", norm_type)
+    parameters = list(parameters)
     pieces = list(_gradient_pieces(parameters))
     if not isinf(max_norm):
+        _refuse_mixed(parameters)
         for storage, _ in pieces:
             storage.refuse_applied("clip_grad_norm_")
     norm = _norm(pieces, norm_type)
@@ -72,6 +76,17 @@ def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None
 def _check_norm_type(function: str, norm_type: float) -> None:
     if not norm_type > 0:
         raise ValueError(f"{function}: norm_type must be positive, or infinity; got {norm_type}")
+
+
+def _refuse_mixed(parameters: list[Parameter]) -> None:
+    """Gradients that nobody reduces differ between ranks, and so would the norm, and the clipped rest."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    alone = [parameter for parameter in trained if isinstance(parameter.storage, LocalStorage)]
+    if world.current().size > 1 and 0 < len(alone) < len(trained):
+        raise ValueError(
+            f"clip_grad_norm_: parameter {alone[0].name!r} is not sharded, so its gradient is this rank's "
+            "own; clip such parameters in a call of their own"
+        )
 
 
 def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:

@@ -41,8 +41,9 @@ class Optimizer:
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
 
-    Raises ValueError for no parameters, a parameter in two groups, an unknown or negative setting, or an
-    update on the host of what is not all there.
+    Raises ValueError for no parameters, a parameter in two groups, an unknown or negative setting, other
+    parameters of a unit than those that another optimizer has, or an update on the host of what is not all
+    there.
     """
 
     def __init__(
@@ -61,6 +62,8 @@ class Optimizer:
         grouped = given if isinstance(given[0], dict) else [{"params": given}]
         self.param_groups = [_group({**defaults, **group}) for group in grouped]
         self.slices = slices_of(self.param_groups)
+        for piece in self.slices:
+            piece.claim(self)
         self.in_backward = in_backward
         self._device = device.current()
         for piece in self.slices:
@@ -81,6 +84,8 @@ class Optimizer:
         """Update every storage that has a gradient, if backward has not done it already."""
         here = []
         for piece in self.slices:
+            if not piece.applied and piece.storage.gradient is not None:
+                piece.storage.before_write()
             if piece.applied:
                 piece.applied = piece.storage.applied = False
             elif piece.storage.gradient is None:

@@ -3,11 +3,13 @@
 Parameters become ranges here; what follows (the kernels, offload) never sees a parameter's shape.
 """
 
+import weakref
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
+from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import Storage
 from shardrt.nn.utils import merged
 
@@ -17,24 +19,58 @@ Array = Any
 class Slice:
     """What an optimizer keeps for one storage: its ranges by group, its state arrays, its step count.
 
-    `name` is that of the first parameter in it, for messages. `applied`: backward has issued the update of
-    this step already.
+    members: (parameter, group) for each parameter in it. `applied`: backward has issued the update of this
+    step already.
     """
 
-    __slots__ = ("storage", "name", "starts", "stops", "groups", "state", "steps", "applied")
+    __slots__ = ("storage", "members", "starts", "stops", "groups", "state", "steps", "applied", "_trained")
 
-    def __init__(self, storage: Storage, name: str, ranges: list[tuple[int, int, int]]) -> None:
+    def __init__(self, storage: Storage, members: list[tuple[Parameter, int]]) -> None:
         self.storage = storage
-        self.name = name
-        self.starts = np.array([start for start, _, _ in ranges], np.int64)
-        self.stops = np.array([stop for _, stop, _ in ranges], np.int64)
-        self.groups = [group for _, _, group in ranges]
+        self.members = members
         self.state: dict[str, Array] = {}
         self.steps = 0
         self.applied = False
+        self._arrange()
+
+    @property
+    def name(self) -> str:
+        """That of the first parameter in it, for messages."""
+        return self.members[0][0].name
+
+    def claim(self, optimizer: Any) -> None:
+        """Note that `optimizer` updates this. Raises ValueError if another one updates other parts of it.
+
+        A storage has one gradient, which the first of the two to call zero_grad would forget for both.
+        """
+        own = {id(parameter) for parameter, _ in self.members}
+        others = [(owner, known) for owner, known in self.storage.owners if owner() is not None]
+        if any(not own & known for _, known in others):
+            raise ValueError(
+                f"{type(optimizer).__name__}: parameter {self.name!r} is in one unit with parameters that "
+                "another optimizer has; give both to one optimizer as groups, or make them units of their own"
+            )
+        self.storage.owners = [*others, (weakref.ref(optimizer), own)]
+
+    def _arrange(self) -> None:
+        """Find the ranges of the parameters that are trained now."""
+        self._trained = [parameter.requires_grad for parameter, _ in self.members]
+        by_group: dict[int, list[tuple[int, int]]] = {}
+        for (parameter, group), trained in zip(self.members, self._trained, strict=True):
+            if trained:
+                by_group.setdefault(group, []).append(self.storage.range_of(parameter)[:2])
+        ranges = sorted((start, stop, g) for g, pieces in by_group.items() for start, stop in merged(pieces))
+        self.starts = np.array([start for start, _, _ in ranges], np.int64)
+        self.stops = np.array([stop for _, stop, _ in ranges], np.int64)
+        self.groups = [group for _, _, group in ranges]
 
     def update(self, gradient: Array, groups: list[dict]) -> "Update":
-        """The next update of this slice, with the settings that `groups` have now."""
+        """The next update of this slice, with the settings that `groups` have now.
+
+        Leaves out what was frozen since the optimizer was made.
+        """
+        if any(p.requires_grad != was for (p, _), was in zip(self.members, self._trained, strict=True)):
+            self._arrange()
         return Update(
             arrays={"shard": self.storage.shard, "gradient": gradient, **self.state},
             starts=self.starts,
@@ -80,8 +116,7 @@ class Update:
 
 def slices_of(groups: list[dict]) -> list[Slice]:
     """One Slice per storage of the parameters in `groups`. Raises ValueError for a parameter given twice."""
-    owned: dict[Storage, dict[int, list[tuple[int, int]]]] = {}
-    names: dict[Storage, str] = {}
+    members: dict[Storage, list[tuple[Parameter, int]]] = {}
     seen: set[int] = set()
     for index, group in enumerate(groups):
         for parameter in group["params"]:
@@ -89,11 +124,6 @@ def slices_of(groups: list[dict]) -> list[Slice]:
                 raise ValueError(f"optimizer: parameter {parameter.name!r} is given twice")
             seen.add(id(parameter))
             if parameter.requires_grad:
-                start, stop, _ = parameter.storage.range_of(parameter)
-                owned.setdefault(parameter.storage, {}).setdefault(index, []).append((start, stop))
-                names.setdefault(parameter.storage, parameter.name)
-    slices = []
-    for storage, by_group in owned.items():
-        ranges = [(start, stop, g) for g, pieces in by_group.items() for start, stop in merged(pieces)]
-        slices.append(Slice(storage, names[storage], sorted(ranges)))
-    return slices
+                parameter.storage.range_of(parameter)  # builds it, if it is a unit's
+                members.setdefault(parameter.storage, []).append((parameter, index))
+    return [Slice(storage, pairs) for storage, pairs in members.items()]

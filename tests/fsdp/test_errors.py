@@ -1,13 +1,15 @@
 """What fully_shard refuses, and what it says."""
 
+from contextlib import nullcontext, suppress
+
 import numpy as np
 import pytest
 
 import shardrt
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import fully_shard
-from tests.fsdp.nets import Net, batches, loss_of, shard
+from shardrt.fsdp import explain, fully_shard, memory_plan, no_sync
+from tests.fsdp.nets import Net, batches, gradients, loss_of, shard
 
 
 def sharded():
@@ -141,3 +143,145 @@ def test_a_forward_that_raised_leaves_the_model_usable():
     losses = thread.run(2, fail_once)[0]
     assert losses[1] is None
     assert losses[0] == losses[2]
+
+
+def accumulate_around_an_error(failing):
+    """Gradients of two micro-batches, between which a forward raises."""
+    shardrt.manual_seed(3)
+    model = Raises()
+    shard(model, init_device_mesh("auto"))
+    tokens, targets = batches(1, size=4)[0]
+    model.failing = False
+    with no_sync(model):
+        loss_of(model, tokens, targets).backward()
+    model.failing = failing
+    with pytest.raises(ArithmeticError) if failing else nullcontext():
+        loss_of(model, tokens, targets)
+    model.failing = False
+    loss_of(model, tokens, targets).backward()
+    return gradients(model)
+
+
+def test_a_forward_that_raised_loses_no_accumulated_gradient():
+    found, expected = (thread.run(2, accumulate_around_an_error, failing)[0] for failing in (True, False))
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+class Catches(Net):
+    """Goes on without a block that fails."""
+
+    def run_blocks(self, x):
+        x = self.blocks[0](x)
+        with suppress(ValueError):
+            x = self.blocks[1](x[:, :, :3] if self.failing else x)
+        return self.blocks[2](x)
+
+
+def caught_inside():
+    shardrt.manual_seed(3)
+    model = Catches()
+    shard(model, init_device_mesh("auto"))
+    tokens, targets = batches(1, size=4)[0]
+    for model.failing in (False, True, False):
+        loss_of(model, tokens, targets).backward()
+    return gradients(model)
+
+
+def test_a_module_may_catch_the_error_of_one_inside_it():
+    found = thread.run(2, caught_inside)[0]
+    assert all(np.isfinite(gradient).all() for gradient in found.values())
+
+
+def other_values():
+    model, mesh = Net(), init_device_mesh("auto")
+    model.blocks[1].up.bias.data = np.full(13, float(mesh.rank), np.float32)
+    shard(model, mesh)
+    optim.AdamW(model.parameters())
+
+
+def test_values_that_differ_between_ranks_are_told():
+    with pytest.raises(ValueError, match=r"'blocks\.1\.up\.bias' has other values on rank 1 than on rank 0"):
+        thread.run(2, other_values)
+
+
+def read_on_one_rank():
+    model, mesh = Net(), init_device_mesh("auto")
+    if mesh.rank == 0:
+        model.blocks[1].up.weight.data  # noqa: B018  made on one rank only, and the same as anywhere
+    shard(model, mesh)
+    optim.AdamW(model.parameters())
+
+
+def test_values_may_be_made_early_on_some_ranks():
+    thread.run(2, read_on_one_rank)
+
+
+def other_settings(of_rank):
+    mesh = init_device_mesh("auto")
+    shard(Net(), mesh, **of_rank[mesh.rank]).parameters().__next__().shard  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    "of_rank",
+    [[{"reshard_after_forward": True}, {"reshard_after_forward": False}], [{"prefetch": 1}, {"prefetch": 2}]],
+)
+def test_settings_that_differ_between_ranks_are_told(of_rank):
+    with pytest.raises(ValueError, match=r"ranks \[1\] have another model, seed or sharding than rank 0"):
+        thread.run(2, other_settings, of_rank)
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT"])
+def test_releasing_what_a_strategy_keeps_is_refused(strategy):
+    with pytest.raises(ValueError, match=f"reshard_after_forward=True does not fit {strategy}"):
+        fully_shard(Net(), strategy=strategy, reshard_after_forward=True)
+
+
+def two_prefetches():
+    model = Net()
+    fully_shard(model.blocks[0], prefetch=3)
+    fully_shard(model)
+    optim.AdamW(model.parameters())
+
+
+def test_prefetch_is_one_number():
+    with pytest.raises(ValueError, match="unit blocks.0 has prefetch=3, the outermost one 1"):
+        thread.run(2, two_prefetches)
+
+
+@pytest.mark.parametrize("call", [memory_plan, explain])
+def test_a_plan_needs_a_unit_around_all(call):
+    model = Net()
+    for block in model.blocks:
+        fully_shard(block)
+    with pytest.raises(
+        ValueError, match="unit blocks.1 is not inside blocks.0; call fully_shard on the module"
+    ):
+        call(model)
+
+
+def test_the_plan_of_a_part_is_that_of_the_whole():
+    model = Net()
+    shard(model, init_device_mesh("auto"))
+    before = memory_plan(model.blocks[0])
+    optim.AdamW(model.parameters())
+    assert memory_plan(model.blocks[0]).device == before.device == memory_plan(model).device
+
+
+def two_optimizers(together):
+    model = nn.Sequential(nn.Linear(7, 7), nn.Linear(7, 7))
+    for layer in model if not together else ():
+        fully_shard(layer)
+    fully_shard(model)
+    return [optim.SGD(list(layer.parameters()), lr=0.1) for layer in model]
+
+
+def test_two_optimizers_share_no_unit():
+    two_optimizers(together=False)
+    with pytest.raises(ValueError, match="parameter '1.weight' is in one unit with parameters that another"):
+        two_optimizers(together=True)
+
+
+def test_an_optimizer_may_take_the_place_of_another():
+    model = fully_shard(Net())
+    first = optim.SGD(model.parameters(), lr=0.1)
+    assert optim.AdamW(model.parameters(), lr=0.1).slices and first.slices

@@ -9,7 +9,7 @@ import shardrt
 from shardrt import functional as F
 from shardrt import optim
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
-from shardrt.fsdp import no_sync, set_gradient_divide_factor
+from shardrt.fsdp import no_sync, set_gradient_divide_factor, units
 from tests.fsdp.nets import CalledTwice, Net, batches, gradients, loss_of, shard
 
 IGNORED = -100
@@ -117,3 +117,16 @@ def discarded():
 def test_zero_grad_forgets_what_was_accumulated():
     found, expected = thread.run(2, discarded)[0]
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+def nested():
+    model = Net()
+    shard(model, init_device_mesh("auto"))
+    with no_sync(model):
+        with no_sync(model.blocks[0]):
+            pass
+        return [unit.sync for unit in units(model)]
+
+
+def test_no_sync_inside_no_sync_ends_nothing():
+    assert nested() == [False] * 4

@@ -67,11 +67,18 @@ BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so on
 LOW = {"bf16", "fp16, scaled", "bf16 output"}
 
 APPLIED = "the optimizer has in_backward=True and has applied these gradients already"
-REFUSED = {  # these gradients are used up, unit by unit, before all of them are there
-    ("in backward", "clip norm"): f"clip_grad_norm_: {APPLIED}",
-    ("in backward", "clip value"): f"clip_grad_value_: {APPLIED}",
-    ("in backward", "fp16, scaled"): f"GradScaler.unscale_: {APPLIED}",
-    ("in backward", "accumulate"): "a second backward .* accumulate with no_sync",
+REFUSED = {
+    # These gradients are used up, unit by unit, before all of them are there.
+    ("in backward", "clip norm"): (RuntimeError, f"clip_grad_norm_: {APPLIED}"),
+    ("in backward", "clip value"): (RuntimeError, f"clip_grad_value_: {APPLIED}"),
+    ("in backward", "fp16, scaled"): (RuntimeError, f"GradScaler.unscale_: {APPLIED}"),
+    ("in backward", "accumulate"): (RuntimeError, "a second backward .* accumulate with no_sync"),
+    # These contradict each other.
+    ("NO_SHARD", "reshard"): (ValueError, "reshard_after_forward=True does not fit NO_SHARD"),
+    ("SHARD_OPT", "reshard"): (ValueError, "reshard_after_forward=True does not fit SHARD_OPT"),
+    ("prefetch 0", "prefetch 2"): (ValueError, "unit .* has prefetch=., the outermost one ."),
+    # Gradients of ignored parameters are each rank's own.
+    ("clip norm", "ignored"): (ValueError, "clip_grad_norm_: parameter .* is not sharded"),
 }
 
 
@@ -268,7 +275,8 @@ def readable(names):
 def test_pair(names, tmp_path):
     ranks = 4 if any(name.startswith("HYBRID") for name in names) else 2
     if names in REFUSED:
-        with pytest.raises(RuntimeError, match=REFUSED[names]):
+        kind, told = REFUSED[names]
+        with pytest.raises(kind, match=told):
             train_on(ranks, names, tmp_path)
         return
     found = train_on(ranks, names, tmp_path)

@@ -20,3 +20,10 @@ def test_training_holds_what_the_plan_said(size, backend):
     done = mpirun(size, ["-m", "tests.mpi.memory", backend])
     assert done.returncode == 0, done.stderr
     assert "as planned" in done.stdout
+
+
+@pytest.mark.parametrize("backend", ["shm", "mpi"])
+def test_late_readers_and_several_models_on_one_mesh(backend):
+    done = mpirun(2, ["-m", "tests.mpi.readers", backend], timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "all right" in done.stdout

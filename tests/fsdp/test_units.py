@@ -19,6 +19,7 @@ from shardrt.fsdp import (
     units,
     unshard,
 )
+from shardrt.recompute import checkpoint
 from tests.fsdp.nets import Block, Net, batches, gradients, loss_of, shard
 
 TOKENS, TARGETS = batches(1)[0]
@@ -161,6 +162,78 @@ def test_unshard_keeps_parameters_until_reshard():
             np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-4, atol=1e-7)
 
 
+def trained_while_held(precision):
+    model, mesh = net(), init_device_mesh("auto")
+    shard(model, mesh, mp_policy=precision)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    unshard(model)
+    loss_of(model, TOKENS, TARGETS).backward()
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="is sharded"):
+        model.embed.weight.data  # noqa: B018  gathered before the step
+    held = loss_of(model, TOKENS, TARGETS).item()
+    whole = model.embed.weight.data.copy()
+    reshard(model)
+    return held, loss_of(model, TOKENS, TARGETS).item(), whole
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16")])
+def test_what_is_held_follows_the_optimizer(precision):
+    for held, gathered_anew, whole in thread.run(2, trained_while_held, precision):
+        assert held == gathered_anew
+        assert not np.array_equal(whole, net().embed.weight.data)
+
+
+def changed_in_place():
+    model = net()
+    shard(model, init_device_mesh("auto"), strategy="SHARD_OPT")
+    loss_of(model, TOKENS, TARGETS)
+    with pytest.raises(RuntimeError, match="is sharded"):  # though SHARD_OPT keeps it gathered
+        model.embed.weight.data  # noqa: B018
+    unshard(model)
+    with pytest.raises(RuntimeError, match=r"full_parameters\(module, writeback=True\)"):
+        model.embed.weight.data = 0
+    with pytest.raises(ValueError, match="read-only"):
+        model.embed.weight.data *= 0
+
+
+def test_gathered_parameters_are_not_written_to_where_it_would_be_lost():
+    thread.run(2, changed_in_place)
+
+
+def saved_inside():
+    model = net()
+    shard(model, init_device_mesh("auto"))
+    with full_parameters(model, writeback=True):
+        for parameter in model.parameters():
+            parameter.data *= 0.5
+        with full_parameters(model.blocks[0]):
+            pass
+        return full_state_dict(model), full_state_dict(model)
+
+
+def test_loans_of_whole_parameters_may_lie_inside_one_another():
+    (inside, again), *_ = thread.run(2, saved_inside)
+    for name, parameter in net().named_parameters():
+        np.testing.assert_array_equal(inside[name], 0.5 * parameter.data)
+        np.testing.assert_array_equal(again[name], 0.5 * parameter.data)
+
+
+def partly_loaded():
+    model = net()
+    shard(model, init_device_mesh("auto"))
+    model.load_state_dict({"blocks.1.up.bias": np.full(13, 4.0, np.float32)}, strict=False)
+    return full_state_dict(model)
+
+
+def test_a_part_of_a_state_can_be_loaded():
+    loaded, *_ = thread.run(2, partly_loaded)
+    for name, parameter in net().named_parameters():
+        np.testing.assert_array_equal(loaded[name], 4.0 if name == "blocks.1.up.bias" else parameter.data)
+    with pytest.raises(ValueError, match=r"missing \[\], not expected \['blocks.9.up.bias'\]"):
+        net().load_state_dict({"blocks.9.up.bias": np.zeros(13, np.float32)}, strict=False)
+
+
 @pytest.mark.parametrize("call", [unshard, reshard])
 def test_a_model_without_units_has_nothing_to_unshard(call):
     with pytest.raises(ValueError, match="Net has no sharded unit; call fully_shard first"):
@@ -197,6 +270,30 @@ def test_a_registered_method_is_an_entry_like_forward():
     for gradient, value in thread.run(2, scored):
         np.testing.assert_allclose(gradient, plain.embed.weight.grad, rtol=1e-6)
         assert value == pytest.approx(expected, rel=1e-5)
+
+
+class CountedBlock(Block):
+    calls = 0
+
+    def forward(self, x):
+        return self.score(x)
+
+    def score(self, x):
+        type(self).calls += 1
+        return super().forward(x)
+
+
+def called_as(name):
+    shardrt.manual_seed(3)
+    block = fully_shard(checkpoint(CountedBlock()), mesh=init_device_mesh("auto"))
+    register_forward_method(block, "score")
+    CountedBlock.calls = 0
+    getattr(block, name)(shardrt.Tensor(np.ones((2, 7), np.float32))).sum().backward()
+    return CountedBlock.calls
+
+
+def test_a_registered_method_is_recomputed_like_forward():
+    assert called_as("__call__") == called_as("score") == 2
 
 
 def test_only_methods_of_units_can_be_registered():

@@ -1,0 +1,86 @@
+"""Late readers where ranks share memory, and several models on one mesh; run under mpirun."""
+
+import sys
+import time
+
+import numpy as np
+
+import shardrt
+from shardrt import nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import full_parameters, fully_shard
+
+WIDTH = 64
+X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
+
+
+class Layer(nn.Module):
+    """Linear; takes longer where it is told to."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        self.delay = 0.0
+
+    def forward(self, x):
+        time.sleep(self.delay)
+        return self.linear(x)
+
+
+def net(mesh=None, whole=True):
+    shardrt.manual_seed(0)
+    model = nn.Sequential(*(Layer() for _ in range(3)))
+    if mesh is not None:
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        if whole:
+            fully_shard(model, mesh=mesh)
+    return model
+
+
+def late_reader(mesh):
+    """Between backward and step, rank 1 is late in a forward: it must see the parameters before the step."""
+    model = net(mesh)
+    optimizer = optim.SGD(model.parameters(), lr=10.0)
+    y = model(X)
+    (y * y).mean().backward()
+    with shardrt.no_grad():
+        before = np.array(model(X))
+        for layer in model:
+            layer.delay = 0.3 * mesh.rank
+        again = np.array(model(X))
+    optimizer.step()
+    assert np.array_equal(before, again), f"rank {mesh.rank} saw {np.abs(before - again).max()} of the step"
+
+
+def side_by_side(mesh, models):
+    """Several models on one mesh train as they do unsharded."""
+    plain = [net() for _ in models]
+    all_models = [*models, *plain]
+    optimizers = [optim.SGD(model.parameters(), lr=1e-3) for model in all_models]
+    for _ in range(30):
+        for group in (models, plain):
+            y = X
+            for model in group:
+                y = model(y)
+            (y * y).mean().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for model, twin in zip(models, plain, strict=True):
+        with full_parameters(model):
+            for found, expected in zip(model.parameters(), twin.parameters(), strict=True):
+                np.testing.assert_allclose(found.data, expected.data, rtol=0, atol=1e-5)
+
+
+def main(backend):
+    mesh = init_device_mesh("auto", communicator=backend)
+    late_reader(mesh)
+    side_by_side(mesh, [net(mesh), net(mesh)])
+    side_by_side(mesh, [net(mesh, whole=False)])
+    if mesh.rank == 0:
+        print("all right")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,298 @@
+"""Runs a job in every way that test_features.py compares with, in PyTorch on gloo, one process per rank.
+
+python -m tests.parity.features_torch JOB.npz FOLDER, in as many processes as the largest number of ranks.
+Smaller numbers are groups of them: starting PyTorch takes longer than a run. FOLDER/N.npz is what N ranks
+made: NAME/losses, NAME/gradient/..., for each name in TWINS.
+
+No twin is FSDP1 with CPUOffload: "Cannot access accelerator device when none is available".
+"""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from math import inf
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.optim import ZeroRedundancyOptimizer
+from torch.distributed.tensor import DTensor
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+from bench.peers.torch_gpt import GPT, MLP, Attention, Block
+from bench.peers.torch_step import leave
+from tests.parity import features
+from tests.parity.job import Job, Notes, load
+
+Group = dist.ProcessGroup
+
+
+def main(source: str, folder: str) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    groups = {ranks: dist.new_group(range(ranks)) for ranks in features.RANKS}  # made by all
+    for ranks, group in groups.items():
+        if dist.get_rank() < ranks:
+            results = run_all(source, group)
+            if dist.get_rank() == 0:
+                np.savez(f"{folder}/{ranks}.npz", **results)
+    leave(dist)
+
+
+def run_all(source: str, group: Group) -> dict[str, np.ndarray]:
+    """What every twin makes of the job."""
+    job = load(source)
+    results = {}
+    for name, twin in TWINS.items():
+        if group.size() in twin.ranks:
+            results |= {f"{name}/{key}": values for key, values in run(twin, group, *job).items()}
+    return results
+
+
+# -- how a model is cut over the ranks of a group: each gives what is called
+
+
+def ddp(model: GPT, group: Group) -> nn.Module:
+    return DistributedDataParallel(model, process_group=group)
+
+
+def is_block(module: nn.Module) -> bool:
+    return isinstance(module, Block)
+
+
+def is_half(module: nn.Module) -> bool:
+    return isinstance(module, Attention | MLP)
+
+
+def fsdp2(model: GPT, group: Group, pick: Callable[[nn.Module], bool] = is_block, **settings) -> nn.Module:
+    """The picked modules and the whole are units."""
+    return cut(model, pick, mesh=DeviceMesh.from_group(group, "cpu"), **settings)
+
+
+def hsdp(model: GPT, group: Group, **settings) -> nn.Module:
+    """Two copies of two shards; on all processes."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
+    return cut(model, is_block, mesh=mesh, **settings)
+
+
+def low_precision(model: GPT, group: Group, policy: MixedPrecisionPolicy) -> nn.Module:
+    """The logits are cast to float32, blocks hand on what they compute."""
+    mesh = DeviceMesh.from_group(group, "cpu")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=policy)
+    return fully_shard(model, mesh=mesh, mp_policy=replace(policy, output_dtype=torch.float32))
+
+
+def cut(model: GPT, pick: Callable[[nn.Module], bool], **settings) -> nn.Module:
+    for module in model.modules():
+        if pick(module):
+            fully_shard(module, **settings)
+    return fully_shard(model, **settings)
+
+
+# -- what is done to a model before
+
+
+def freeze(model: GPT, patterns: tuple[str, ...]) -> None:
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not features.picked(name, patterns))
+
+
+def add_adapters(model: GPT) -> None:
+    """LoRA, written by hand."""
+    freeze(model, ("*",))
+    for path, layer in model.named_modules():
+        if features.picked(path, features.LORA_LAYERS):
+            outputs, inputs = layer.weight.shape
+            layer.lora_a = nn.Parameter(torch.empty(features.LORA_RANK, inputs))
+            layer.lora_b = nn.Parameter(torch.empty(outputs, features.LORA_RANK))
+            layer.forward = partial(adapted, layer)
+
+
+def adapted(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
+    beside = F.linear(F.linear(x, layer.lora_a), layer.lora_b)
+    return F.linear(x, layer.weight, layer.bias) + features.LORA_ALPHA / features.LORA_RANK * beside
+
+
+def around_blocks(model: GPT, wrapped: Callable) -> None:
+    """Each block's forward becomes `wrapped(forward, x)`."""
+    for block in model.blocks:
+        block.forward = partial(wrapped, block.forward)
+
+
+def recomputed(forward: Callable, x: torch.Tensor) -> torch.Tensor:
+    return checkpoint(forward, x, use_reentrant=False)
+
+
+def recomputed_from_products(forward: Callable, x: torch.Tensor) -> torch.Tensor:
+    aten = torch.ops.aten
+    kept = [aten.mm.default, aten.addmm.default, aten._scaled_dot_product_flash_attention_for_cpu.default]
+    return checkpoint(
+        forward, x, use_reentrant=False, context_fn=partial(create_selective_checkpoint_contexts, kept)
+    )
+
+
+def saved_on_the_host(forward: Callable, x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return forward(x)
+
+
+# -- the rest of a step
+
+
+def sgd(parameters, group: Group):
+    return torch.optim.SGD(parameters, **features.OPTIMIZERS["sgd"], foreach=True)
+
+
+def adamw(parameters, group: Group):
+    return torch.optim.AdamW(parameters, **features.OPTIMIZERS["adamw"], foreach=True)
+
+
+def zero(parameters, group: Group):
+    """SGD whose state is cut."""
+    return ZeroRedundancyOptimizer(
+        parameters, torch.optim.SGD, process_group=group, **features.OPTIMIZERS["sgd"]
+    )
+
+
+def clip_norm(model: GPT, group: Group, norm_type: float) -> float:
+    norm = nn.utils.clip_grad_norm_(model.parameters(), features.MAX_NORM[norm_type], norm_type)
+    return norm.full_tensor().item()
+
+
+def clip_value(model: GPT, group: Group) -> float:
+    """What there is to clip: the largest value."""
+    largest = torch.stack([p.grad.to_local().abs().max() for p in model.parameters()]).max()
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    nn.utils.clip_grad_value_(model.parameters(), features.CLIP_VALUE)
+    return largest.item()
+
+
+@dataclass(frozen=True)
+class Twin:
+    """One way to train; what is not said is FSDP2 by block, SGD with momentum, one batch per step."""
+
+    shard: Callable[[GPT, Group], nn.Module] = fsdp2
+    prepare: Callable[[GPT], None] = lambda model: None
+    optimizer: Callable = sgd
+    micro_batches: int = 1
+    reduce_each: bool = True
+    clip: Callable[[GPT, Group], float] | None = None
+    scaled: bool = False
+    ranks: tuple[int, ...] = features.RANKS
+
+
+# Collectives between processes are what a run takes time for, so where the cut is not the point there is one.
+one_unit = partial(fsdp2, pick=lambda module: False)
+BF16, FP16 = torch.bfloat16, torch.float16
+TWINS = {
+    "fsdp2": Twin(),
+    "fsdp2 adamw": Twin(optimizer=adamw),
+    "fsdp2 kept": Twin(partial(fsdp2, reshard_after_forward=False)),
+    "fsdp2 offloaded": Twin(partial(fsdp2, offload_policy=CPUOffloadPolicy(pin_memory=False))),
+    "fsdp2 one unit": Twin(one_unit),
+    "fsdp2 halves": Twin(partial(fsdp2, pick=is_half)),
+    "ddp": Twin(ddp),
+    "zero": Twin(ddp, optimizer=zero),
+    "hsdp": Twin(hsdp, ranks=(4,)),
+    "hsdp kept": Twin(partial(hsdp, reshard_after_forward=False), ranks=(4,)),
+    "reduced each": Twin(one_unit, micro_batches=features.MICRO_BATCHES),
+    "reduced last": Twin(one_unit, micro_batches=features.MICRO_BATCHES, reduce_each=False),
+    "ddp reduced last": Twin(ddp, micro_batches=features.MICRO_BATCHES, reduce_each=False),
+    **{f"clipped {p}": Twin(one_unit, clip=partial(clip_norm, norm_type=p)) for p in features.MAX_NORM},
+    "clipped values": Twin(one_unit, clip=clip_value),
+    "recomputed full": Twin(prepare=partial(around_blocks, wrapped=recomputed)),
+    "recomputed matmul": Twin(prepare=partial(around_blocks, wrapped=recomputed_from_products)),
+    "activations offloaded": Twin(prepare=partial(around_blocks, wrapped=saved_on_the_host)),
+    **{f"frozen {key}": Twin(prepare=partial(freeze, patterns=p)) for key, p in features.FROZEN.items()},
+    "lora": Twin(prepare=add_adapters),
+    "bfloat16 float32": Twin(partial(low_precision, policy=MixedPrecisionPolicy(BF16, torch.float32))),
+    "bfloat16 bfloat16": Twin(partial(low_precision, policy=MixedPrecisionPolicy(BF16, BF16))),
+    "float32 scaled": Twin(one_unit, scaled=True),
+    "float16 float32": Twin(
+        partial(low_precision, policy=MixedPrecisionPolicy(FP16, torch.float32)), scaled=True
+    ),
+    "float16 float16": Twin(partial(low_precision, policy=MixedPrecisionPolicy(FP16, FP16)), scaled=True),
+}
+
+
+def run(twin: Twin, group: Group, job: Job, weights: dict, tokens: np.ndarray, targets: np.ndarray) -> dict:
+    """Train as the twin says; the notes of all ranks together, on rank 0."""
+    model = GPT(layers=job.layers, heads=job.heads, width=job.width, time=job.time, vocab=job.vocab)
+    twin.prepare(model)
+    model.load_state_dict(
+        {name: torch.from_numpy(weights[name].copy()) for name, _ in model.named_parameters()}
+    )
+    called = twin.shard(model, group)
+    optimizer = twin.optimizer(model.parameters(), group)
+    scaler = torch.amp.GradScaler("cpu", **features.SCALER, enabled=twin.scaled)
+
+    rank, size = group.rank(), group.size()
+    notes = Notes()
+    for step in range(len(tokens)):
+        parts = features.parts_of(tokens[step], targets[step], twin.micro_batches, rank, size)
+        factor = inf if twin.scaled and features.overflows(step, rank, size) else 1.0
+        notes.losses.append(backward(twin, called, scaler, parts, factor))
+        if twin.scaled:
+            scaler.unscale_(optimizer)
+        if twin.clip is not None:
+            notes.add("number", {"clipped": twin.clip(model, group)})
+        notes.add("gradient", {n: held(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        notes.add("parameter", {n: held(p.detach()) for n, p in model.named_parameters()})
+        notes.add("number", {"scale": scaler.get_scale()})
+    return together(notes, group, model.wte.weight)
+
+
+def backward(
+    twin: Twin, called: nn.Module, scaler: torch.amp.GradScaler, parts: list, factor: float
+) -> float:
+    """Accumulate the gradients of the loss times `factor`; gives this rank's loss."""
+    total = 0.0
+    for index, (tokens, targets) in enumerate(parts):
+        x, y = torch.from_numpy(tokens), torch.from_numpy(targets)
+        with synchronized(called, twin.reduce_each or index == len(parts) - 1):
+            loss = F.cross_entropy(called(x).flatten(0, 1), y.flatten()) / len(parts)
+            scaler.scale(loss * factor).backward()
+        total += loss.item()
+    return total
+
+
+def synchronized(called: nn.Module, now: bool):
+    """A context in which backward reduces, or does not."""
+    if isinstance(called, FSDPModule):
+        called.set_requires_gradient_sync(now)
+        return nullcontext()
+    return nullcontext() if now else called.no_sync()
+
+
+def held(tensor: torch.Tensor) -> np.ndarray:
+    """What this rank has of it."""
+    return (tensor.to_local() if isinstance(tensor, DTensor) else tensor).numpy()
+
+
+def together(notes: Notes, group: Group, parameter: torch.Tensor) -> dict[str, np.ndarray]:
+    """One result of all ranks' notes, on rank 0: FSDP2 cuts along the first axis, in the order of ranks."""
+    results = [None] * group.size()
+    dist.gather_object(notes.result(), results if group.rank() == 0 else None, group=group)
+    if group.rank() != 0:
+        return {}
+    shards = parameter.device_mesh.size(-1) if isinstance(parameter, DTensor) else 1
+    whole = dict(results[0], losses=np.mean([result["losses"] for result in results], axis=0))
+    for key in whole:
+        if key.startswith(("gradient/", "parameter/")):
+            whole[key] = np.concatenate([result[key] for result in results[:shards]], axis=1)
+    return whole
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
