@@ -20,7 +20,7 @@ from shardrt import functional as F
 from shardrt import nn, no_grad, optim
 from shardrt.checkpoint import save
 from shardrt.comm import DeviceMesh, init_device_mesh
-from shardrt.fsdp import fully_shard, memory_plan, no_sync, set_gradient_divide_factor
+from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, no_sync, set_gradient_divide_factor
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
 from shardrt.train.errors import DATA, USAGE, one_line
@@ -86,14 +86,15 @@ def launch(config: Config) -> None:
     with one_line(DATA, mesh):
         corpus = load_corpus(config.data, block_size=config.model.block_size)
     with one_line(USAGE, mesh):
-        model, optimizer = sharded_model(config, mesh)
+        model = sharded_model(config, mesh)
+        plan = planned_memory(config, mesh, model, corpus)
         run = RunLog(new_run_directory(config.name) if mesh.rank == 0 else None)
 
     gzip = corpus.gzip_bits_per_byte()
     if run.directory:
         settings.dump(config, run.directory / "config.toml")
-    introduce(run, config, mesh, model, corpus, gzip)
-    held_out = train(config, mesh, corpus, model, optimizer, run)
+    introduce(run, config, mesh, model, corpus, plan, gzip)
+    held_out = train(config, mesh, corpus, model, optimizer_of(config, model), run)
     run.say(f"held-out text: {held_out:.3f} bits per byte; gzip -9 needs {gzip:.3f}")
     # Rank 0 gathers and writes; the others take part and need no directory.
     save(run.directory / "checkpoint" if run.directory else "", model, step=config.steps)
@@ -104,8 +105,8 @@ def launch(config: Config) -> None:
     run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
 
 
-def sharded_model(config: Config, mesh: DeviceMesh) -> tuple[GPT, optim.Optimizer]:
-    """A GPT with one unit per block and one for the rest, and its optimizer."""
+def sharded_model(config: Config, mesh: DeviceMesh) -> GPT:
+    """A GPT with one unit per block and one for the rest. Nothing of it is in memory yet."""
     if config.batch_size % (mesh.size * config.micro_batches):
         parts = f" and {config.micro_batches} micro-batches" * (config.micro_batches > 1)
         sharers = f"{mesh.size} ranks{parts}"
@@ -124,15 +125,32 @@ def sharded_model(config: Config, mesh: DeviceMesh) -> tuple[GPT, optim.Optimize
         fully_shard(block, **chosen)
     fully_shard(model, **chosen)
     set_gradient_divide_factor(model, 1.0)  # the loss is divided by the tokens of all ranks instead
+    return model
+
+
+def optimizer_of(config: Config, model: GPT) -> optim.Optimizer:
+    """AdamW. Makes this rank's shards, their gradients and the optimizer's state."""
     groups = optim.decay_groups(model, config.optimizer.weight_decay)
     wanted = config.optimizer
-    return model, optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
+    return optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
 
-def introduce(run: RunLog, config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, gzip: float) -> None:
+def planned_memory(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus) -> MemoryPlan:
+    """What training will take, learnt without taking it."""
+    batch, unscaled = batch_of(config, corpus, mesh, step=0), optim.GradScaler(enabled=False)
+    return memory_plan(model, step=lambda: backward(config, model, *batch, unscaled))
+
+
+def introduce(
+    run: RunLog,
+    config: Config,
+    mesh: DeviceMesh,
+    model: GPT,
+    corpus: Corpus,
+    plan: MemoryPlan,
+    gzip: float,
+) -> None:
     """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
-    batch = batch_of(config, corpus, mesh, step=0)
-    plan = memory_plan(model, step=lambda: backward(config, model, *batch, optim.GradScaler(enabled=False)))
     parameters = sum(parameter.size for parameter in model.parameters())
     shape = f"{config.model.n_layer} x {config.model.n_embd}, T {config.model.block_size}"
     run.say(

@@ -3,7 +3,8 @@
 (Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; also called activation checkpointing.) The
 forward runs without a tape and leaves one node, Recompute. Its backward runs the forward again under a fresh
 tape and differentiates that. Random numbers are a function of where they were asked for, so the second run
-is the first one to the bit, dropout included. Knows nothing of sharding; docs/recomputation.md has the costs.
+is the first one to the bit, dropout included. Of sharding it knows only which units a run
+entered; docs/recomputation.md has the costs.
 """
 
 import threading

@@ -32,7 +32,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of one unit: `total` = world_size * shard_size elements."""
+    """The flat buffer of one group: `total` = world_size * shard_size elements."""
 
     entries: tuple[Entry, ...]
     world_size: int

@@ -58,7 +58,8 @@ def memory_plan(
     does counts as well.
 
     `model` may be a part: the units that it is sharded with count as well. Where ranks of a node share the
-    memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations. Raises ValueError if `model` has no unit, and as the first forward would.
+    memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations.
+    Raises ValueError if `model` has no unit, or several and none around them, and as the first forward would.
     """
     found = units_below(model)
     if not found:

@@ -55,8 +55,8 @@ class CPUOffloadPolicy:
     optimizer_state: brought to the device piece by piece during the update, and back.
     step: "device" updates on the device, with what is on the host streamed through; "host" with the host's
     kernels, which needs all three on the host.
-    directory: host arrays are memory-mapped files there, one folder per rank, for models larger than host
-    memory. The files are removed when the program ends.
+    directory: host arrays are memory-mapped files there, for models larger than host memory. The files have
+    no names and are gone when the program ends, however it does.
 
     (Rajbhandari et al., ZeRO-Infinity, 2021.) Raises ValueError for settings that do not fit together.
     """

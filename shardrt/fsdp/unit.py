@@ -1,7 +1,7 @@
 """Unit: the parameters that are gathered and reduced together, and the one state that they are in.
 
-A unit is what one call of fully_shard made: one module or several, with one group of parameters per element
-type. It does not decide when anything happens; that is the schedule's.
+A unit is what one call of fully_shard made: one module or several, with one group of parameters for each
+kind (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
 """
 
 import weakref

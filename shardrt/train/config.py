@@ -138,7 +138,7 @@ class MemoryConfig:
     offload_gradients: bool = False  # the sharded gradients wait on the host
     offload_optimizer: bool = False  # the optimizer's state waits on the host
     update_on: Update = Update.device  # host: update there, where all three are
-    directory: Path = Path()  # keep in files there what waits on the host; empty for memory
+    directory: Path = Path()  # for files, instead of host memory, with offloaded states
 
     def __post_init__(self) -> None:
         _at_least("memory.recompute_every", self.recompute_every, 1)
@@ -149,7 +149,7 @@ class MemoryConfig:
 
         if self.directory != Path() and self.policy is None:
             raise ValueError(
-                "memory.directory keeps what waits on the host in files; choose something to offload"
+                "memory.directory needs offload_parameters, offload_gradients or offload_optimizer"
             )
 
     @property

@@ -256,7 +256,8 @@ def test_more_ranks_than_elements_are_told_once_the_batch_can_be_shared(capfd):
     smallest = GPTConfig(n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=256, bias=False)
 
     def shard(batch_size):
-        train.sharded_model(replace(TINY, model=smallest, batch_size=batch_size), init_device_mesh())
+        config = replace(TINY, model=smallest, batch_size=batch_size)
+        train.optimizer_of(config, train.sharded_model(config, init_device_mesh()))
 
     with pytest.raises(ValueError, match="batch_size 4 cannot be shared equally by 300 ranks"):
         thread.run(300, shard, 4)

@@ -118,7 +118,7 @@ def test_the_norm_is_the_one_that_was_asked_for(folder):
         (["--memory.update-on", "host"], "memory.update_on = 'host' needs offload_parameters"),
         (["--memory.recompute", "half"], "'half' for argument '--memory.recompute'"),
         (["--memory.recompute-every", "0"], "memory.recompute_every must be at least 1"),
-        (["--memory.directory", "spill"], "memory.directory keeps what waits on the host in files"),
+        (["--memory.directory", "spill"], "memory.directory needs offload_parameters, offload_gradients or"),
         (["--optimizer.in-backward", "True"], "set optimizer.clip_norm to inf"),
         (["--optimizer.clip-type", "0"], "optimizer.clip_type must be positive, got 0"),
         (["--precision.param", "float64"], "'float64' for argument '--precision.param'"),

@@ -1,0 +1,66 @@
+"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x.
+
+The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
+"""
+
+from typing import Any
+
+from shardrt.kernels.cuda._launch import blocks_for, launch, vectors
+
+Array = Any
+
+
+def gelu_tanh_forward(x: Array, y: Array) -> None:
+    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
+    _run("gelu_tanh_forward", x, y)
+
+
+def gelu_tanh_backward(dy: Array, x: Array, dx: Array) -> None:
+    """dx from dy and x."""
+    _run("gelu_tanh_backward", dy, x, dx)
+
+
+def gelu_erf_forward(x: Array, y: Array) -> None:
+    """y = x / 2 * (1 + erf(x / sqrt(2)))."""
+    _run("gelu_erf_forward", x, y)
+
+
+def gelu_erf_backward(dy: Array, x: Array, dx: Array) -> None:
+    """dx from dy and x."""
+    _run("gelu_erf_backward", dy, x, dx)
+
+
+def silu_forward(x: Array, y: Array) -> None:
+    """y = x * sigmoid(x)."""
+    _run("silu_forward", x, y)
+
+
+def silu_backward(dy: Array, x: Array, dx: Array) -> None:
+    """dx from dy and x."""
+    _run("silu_backward", dy, x, dx)
+
+
+def relu_forward(x: Array, y: Array) -> None:
+    """y = max(x, 0)."""
+    _run("relu_forward", x, y)
+
+
+def relu_backward(dy: Array, x: Array, dx: Array) -> None:
+    """dx from dy and x; 0 where x is 0."""
+    _run("relu_backward", dy, x, dx)
+
+
+def bytes_moved(count: int, itemsize: int = 4) -> int:
+    """Bytes of forward; backward moves half as much again."""
+    return 2 * count * itemsize
+
+
+def flops(count: int) -> int:
+    """Operations of forward, about, an exponential counted as ten."""
+    return 18 * count
+
+
+def _run(function: str, *arrays: Array) -> None:
+    x = arrays[0]
+    grid = blocks_for(x.size, 16 // x.dtype.itemsize)
+    launch("activation", function, x.dtype, grid, (*arrays, x.size, vectors(*arrays)))
