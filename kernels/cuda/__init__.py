@@ -1,0 +1,52 @@
+"""Kernels of the GPU: CUDA C++ compiled at run time, products by cublasLt. One module per op.
+
+The same functions as kernels/cpu, with the same signatures (tests/cuda/test_signatures.py). No module here
+needs CuPy or a GPU to be imported; the first launch does.
+"""
+
+from shardrt.kernels.cuda import (
+    _compile,
+    _launch,
+    activation,
+    adamw,
+    attention,
+    cast,
+    cross_entropy,
+    dropout,
+    elementwise,
+    embedding,
+    layer_norm,
+    linear,
+    matmul,
+    philox,
+    reduce,
+    rms_norm,
+    sgd,
+    softmax,
+)
+
+__all__ = [
+    "activation",
+    "adamw",
+    "attention",
+    "cast",
+    "cross_entropy",
+    "dropout",
+    "elementwise",
+    "embedding",
+    "layer_norm",
+    "linear",
+    "matmul",
+    "philox",
+    "reduce",
+    "rms_norm",
+    "sgd",
+    "softmax",
+    "warm_up",
+]
+
+
+def warm_up() -> None:
+    """Compile what training in float32 and bfloat16 will launch; a moment if the cache on disk has it."""
+    wanted = [(f, d) for f in _compile.files() for d in _compile.variants(f, ("float", "__nv_bfloat16"))]
+    _launch.backend().prepare(wanted)

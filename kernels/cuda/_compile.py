@@ -25,6 +25,22 @@ class Resources:
     stack_bytes: int
 
 
+def files() -> list[str]:
+    """The names of the sources in this folder, without .cu."""
+    return sorted(path.stem for path in HERE.glob("*.cu"))
+
+
+def variants(file: str, elements: tuple[str, ...]) -> list[Defines]:
+    """The macros that FILE.cu is usually compiled with: one of `elements` that it knows, and its defaults.
+
+    A file says `// ELEMENT: float double` if it knows only these, and `// Macro: NAME=value` for others.
+    """
+    text = (HERE / f"{file}.cu").read_text()
+    known = re.search(r"// ELEMENT: (.*)", text)
+    others = tuple(re.findall(r"// Macro: (\w+)=(\S+)", text))
+    return [(("ELEMENT", e), *others) for e in elements if known is None or e in known.group(1).split()]
+
+
 def compile(file: str, defines: Defines, arch: str) -> bytes:
     """The machine code of FILE.cu for `arch` ("sm_90"), from the cache if it is there.
 

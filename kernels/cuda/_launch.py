@@ -41,6 +41,9 @@ class Backend(Protocol):
         a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
         """
 
+    def prepare(self, wanted: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
+        """Have these files ready, each with its macros."""
+
 
 _backend: Backend | None = None
 

@@ -1,5 +1,27 @@
-"""The emulator, for every test of this folder."""
+"""What tests of the CUDA device share."""
 
-from tests.cuda.emulator import emulated
+import shutil
+import sys
 
-__all__ = ["emulated"]
+import pytest
+
+from shardrt import device
+from shardrt.kernels.cuda import _launch
+from tests.cuda import fake_cupy
+from tests.cuda.emulator import FakeDeviceEmulator, emulated
+
+__all__ = ["emulated", "fake_cuda"]
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """A device "cuda" made of the real sources, a stand-in for CuPy, and the emulator of kernels."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    monkeypatch.setitem(sys.modules, "cupy", fake_cupy.module())
+    device.get.cache_clear()
+    before = _launch.use(FakeDeviceEmulator())
+    yield device.get("cuda")
+    _launch.use(before)
+    device.set_current(device.get("cpu"))
+    device.get.cache_clear()

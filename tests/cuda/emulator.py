@@ -11,6 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
+import threading
 from functools import cache
 from pathlib import Path
 
@@ -19,7 +20,9 @@ import pytest
 
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._compile import HERE
+from tests.cuda import fake_cupy
 
+_ONE_AT_A_TIME = threading.Lock()
 SHIM = Path(__file__).with_name("shim.h")
 _SCALARS = {
     "int": np.int32,
@@ -57,13 +60,17 @@ class Emulator:
         values = [_value(function, *pair) for pair in zip(parameters, args, strict=True)]
         self.launches.append(function)
         message = ctypes.create_string_buffer(200)
-        failed = kernel((ctypes.c_uint * 3)(*grid), threads, ctypes.c_size_t(shared), message, *values)
+        with _ONE_AT_A_TIME:  # the stand-in for CUDA's language has one set of threads
+            failed = kernel((ctypes.c_uint * 3)(*grid), threads, ctypes.c_size_t(shared), message, *values)
         assert not failed, f"{file}.cu: {function}: {message.value.decode()}"
 
     def empty(self, shape, dtype):
         array = np.empty(shape, dtype)
         array.view(np.uint8).fill(0xFF)  # not a number: nobody may count on zeros
         return array
+
+    def prepare(self, wanted):
+        """Each is compiled when it is first launched."""
 
     def gemm(self, a, b, out, *, accumulate, bias=None):
         assert a.dtype == b.dtype and out.dtype in (a.dtype, np.float32)
@@ -74,6 +81,22 @@ class Emulator:
         if accumulate:
             result += out.astype(exact)
         out[...] = result
+
+
+class FakeDeviceEmulator(Emulator):
+    """The same for the arrays of fake_cupy, which it takes out of their wrappers."""
+
+    def launch(self, file, defines, function, grid, threads, args, shared):
+        assert not any(isinstance(arg, np.ndarray) for arg in args), f"{function} got an array of the host"
+        super().launch(file, defines, function, grid, threads, fake_cupy._inside(args), shared)
+
+    def empty(self, shape, dtype):
+        return fake_cupy.on_device(super().empty(shape, dtype))
+
+    def gemm(self, a, b, out, *, accumulate, bias=None):
+        super().gemm(
+            *map(fake_cupy._inside, (a, b, out)), accumulate=accumulate, bias=fake_cupy._inside(bias)
+        )
 
 
 @pytest.fixture

@@ -1,0 +1,113 @@
+"""Launches kernels on a GPU through CuPy: the one file of this folder that needs one.
+
+Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+"""
+
+import ctypes
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import cupy
+import numpy as np
+
+from shardrt.kernels.cuda import _compile
+from shardrt.kernels.cuda._cublaslt import WORKSPACE, CublasLt
+from shardrt.kernels.cuda._launch import Array
+
+_PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
+_ROUNDS = 3  # in which a product is timed
+_NULL = np.uint64(0)
+
+
+class CuPyBackend:
+    """The backend of _launch.py. Compiled kernels are kept for the life of the process."""
+
+    def __init__(self) -> None:
+        gpu = cupy.cuda.Device()
+        self.multiprocessors = gpu.attributes["MultiProcessorCount"]
+        self.architecture = f"sm_{gpu.compute_capability}"
+        self._modules: dict[tuple, Any] = {}
+        self._functions: dict[tuple, Any] = {}
+        self._shared: dict[tuple, int] = {}
+        self._workspaces: dict[int, Array] = {}
+        self._lt: CublasLt | None = None
+
+    def launch(
+        self,
+        file: str,
+        defines: _compile.Defines,
+        function: str,
+        grid: tuple[int, int, int],
+        threads: int,
+        args: tuple,
+        shared: int,
+    ) -> None:
+        """Run a kernel in CuPy's current stream."""
+        key = file, defines, function
+        kernel = self._functions.get(key)
+        if kernel is None:
+            kernel = self._functions[key] = self._module(file, defines).get_function(function)
+        if shared > self._shared.get(key, _PLENTY):
+            driver = cupy.cuda.driver
+            attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+            driver.funcSetAttribute(kernel.ptr, attribute, shared)
+            self._shared[key] = shared
+        kernel(grid, (threads, 1, 1), tuple(_NULL if arg is None else arg for arg in args), shared)
+
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """From CuPy's pool, which gives memory out again in the order of the stream."""
+        return cupy.empty(shape, dtype)
+
+    def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
+        """By cublasLt."""
+        if self._lt is None:
+            self._lt = CublasLt(_library(), self)
+        self._lt.gemm(a, b, out, accumulate=accumulate, bias=bias)
+
+    def prepare(self, wanted: Iterable[tuple[str, _compile.Defines]]) -> None:
+        """Compile these (file, macros), or load them from the cache on disk; several at a time."""
+        with ThreadPoolExecutor() as pool:  # NVRTC does not hold the interpreter's lock
+            list(pool.map(lambda each: _compile.compile(*each, self.architecture), wanted))
+
+    # -- for cublasLt
+
+    def stream(self) -> int:
+        """The current stream's handle."""
+        return cupy.cuda.get_current_stream().ptr
+
+    def workspace(self) -> int:
+        """One for each stream, because products in two streams may run at once."""
+        stream = self.stream()
+        if stream not in self._workspaces:
+            self._workspaces[stream] = cupy.empty(WORKSPACE, np.uint8)
+        return self._workspaces[stream].data.ptr
+
+    def seconds(self, work: Callable[[], None]) -> float | None:
+        """The least of a few rounds; None while the stream is being captured."""
+        stream = cupy.cuda.get_current_stream()
+        if stream.is_capturing():
+            return None
+        times = []
+        for _ in range(_ROUNDS):
+            start, stop = cupy.cuda.Event(), cupy.cuda.Event()
+            start.record(stream)
+            work()
+            stop.record(stream)
+            stop.synchronize()
+            times.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
+        return min(times)
+
+    def _module(self, file: str, defines: _compile.Defines) -> Any:
+        if (file, defines) not in self._modules:
+            module = cupy.cuda.function.Module()
+            module.load(_compile.compile(file, defines, self.architecture))
+            self._modules[file, defines] = module
+        return self._modules[file, defines]
+
+
+def _library() -> ctypes.CDLL:
+    """libcublasLt, of NVIDIA's wheels or of a toolkit."""
+    from cuda.pathfinder import load_nvidia_dynamic_lib
+
+    return ctypes.CDLL(load_nvidia_dynamic_lib("cublasLt").abs_path)

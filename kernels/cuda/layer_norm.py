@@ -1,0 +1,60 @@
+"""Layer norm over the last dimension (Ba et al., Layer Normalization, 2016)."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._rows import columns, split
+from shardrt.kernels.cuda.reduce import combine_blocks
+
+Array = Any
+
+
+def forward(
+    x: Array, weight: Array, bias: Array | None, y: Array, mean: Array, rstd: Array, eps: float
+) -> None:
+    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward.
+
+    mean and rstd are float32 for 16-bit x.
+    """
+    rows, width = x.shape
+    how = split(rows, width, x, y, weight, bias)
+    args = (x, weight, bias, y, mean, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
+    launch("layer_norm", f"forward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    mean: Array,
+    rstd: Array,
+    dx: Array | None,
+    dweight: Array | None,
+    dbias: Array | None,
+    accumulate: bool,
+) -> None:
+    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted.
+
+    dweight and dbias may be of another type than x: sums are float32 (float64 in float64), rounded once.
+    """
+    rows, width = x.shape
+    how, each = columns(rows, width, dy, x, weight, dx)
+    wanted = (dweight, dbias)
+    partials = [None if out is None else empty((how.grid, width), accumulator(x.dtype)) for out in wanted]
+    args = (dy, x, weight, mean, rstd, dx, *partials, rows, width, np.int32(each), how.vectors)
+    launch("layer_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
+    for partial, out in zip(partials, wanted, strict=True):
+        if out is not None:
+            combine_blocks(partial, out, accumulate)
+
+
+def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of forward: x read, y written. Backward: dy and x read, dx written, half as much again."""
+    return 2 * rows * width * itemsize
+
+
+def flops(rows: int, width: int) -> int:
+    """Operations of forward, about."""
+    return 8 * rows * width

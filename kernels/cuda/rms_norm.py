@@ -1,0 +1,51 @@
+"""RMS norm over the last dimension (Zhang and Sennrich, Root Mean Square Layer Normalization, 2019)."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import accumulator, empty, launch
+from shardrt.kernels.cuda._rows import columns, split
+from shardrt.kernels.cuda.reduce import combine_blocks
+
+Array = Any
+
+
+def forward(x: Array, weight: Array, y: Array, rstd: Array, eps: float) -> None:
+    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward, float32 for 16-bit x."""
+    rows, width = x.shape
+    how = split(rows, width, x, y, weight)
+    args = (x, weight, y, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
+    launch("rms_norm", f"forward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
+
+
+def backward(
+    dy: Array,
+    x: Array,
+    weight: Array,
+    rstd: Array,
+    dx: Array | None,
+    dweight: Array | None,
+    accumulate: bool,
+) -> None:
+    """dx written; dweight (width,) written or added to. None where one is not wanted.
+
+    dweight may be of another type than x: sums are float32 (float64 in float64), rounded once.
+    """
+    rows, width = x.shape
+    how, each = columns(rows, width, dy, x, weight, dx)
+    partials = None if dweight is None else empty((how.grid, width), accumulator(x.dtype))
+    args = (dy, x, weight, rstd, dx, partials, rows, width, np.int32(each), how.vectors)
+    launch("rms_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
+    if dweight is not None:
+        combine_blocks(partials, dweight, accumulate)
+
+
+def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of forward: x read, y written."""
+    return 2 * rows * width * itemsize
+
+
+def flops(rows: int, width: int) -> int:
+    """Operations of forward, about."""
+    return 4 * rows * width

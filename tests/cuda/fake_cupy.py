@@ -1,0 +1,295 @@
+"""A stand-in for CuPy: arrays that are strict about where they are, and the calls that shardrt makes.
+
+Its arrays hold NumPy ones and refuse what CuPy's refuse: to become a NumPy array without being asked, or to be
+mixed with one. Results of reductions are arrays, not numbers. Work is done when it is issued, so orders of
+streams are recorded, not tested: that is done on the CPU device, whose streams are threads.
+"""
+
+import ctypes
+import operator
+import threading
+from types import ModuleType, SimpleNamespace
+
+import numpy as np
+
+_BACK = (
+    "reshape",
+    "transpose",
+    "swapaxes",
+    "astype",
+    "view",
+    "copy",
+    "sum",
+    "max",
+    "min",
+    "any",
+    "all",
+    "ravel",
+)
+_PLAIN = ("shape", "dtype", "size", "strides", "ndim", "nbytes", "itemsize", "flags")
+
+
+class ndarray:
+    """cupy.ndarray."""
+
+    def __init__(self, shape, dtype=float, memptr=None):
+        if memptr is None:
+            self._host = np.empty(shape, dtype)
+        else:
+            count = int(np.prod(shape))
+            self._host = memptr.mem.bytes[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+
+    @property
+    def data(self):
+        return SimpleNamespace(ptr=self._host.ctypes.data)
+
+    @property
+    def T(self):
+        return on_device(self._host.T)
+
+    @property
+    def __cuda_array_interface__(self):
+        return self._host.__array_interface__
+
+    def get(self):
+        return self._host.copy()
+
+    def fill(self, value):
+        self._host.fill(value)
+
+    def item(self):
+        return self._host.item()
+
+    def tolist(self):
+        return self._host.tolist()
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+    def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        return on_device(getattr(ufunc, method)(*map(_checked, inputs), **_inside(kwargs)))
+
+    def __array_function__(self, function, types, args, kwargs):
+        if not all(issubclass(kind, ndarray) for kind in types):
+            raise TypeError(f"{function.__name__}: arrays of the host and of the device are mixed")
+        return on_device(function(*_inside(args), **_inside(kwargs)))
+
+    def __getitem__(self, index):
+        return on_device(self._host[_inside(index)])
+
+    def __setitem__(self, index, value):
+        self._host[_inside(index)] = _checked(value)
+
+    def __len__(self):
+        return len(self._host)
+
+    def __iter__(self):
+        return (on_device(item) for item in self._host)
+
+    def __bool__(self):
+        return bool(self._host)
+
+    def __int__(self):
+        return int(self._host)
+
+    def __float__(self):
+        return float(self._host)
+
+    def __index__(self):
+        return operator.index(self._host)
+
+    def __repr__(self):
+        return f"device {self._host!r}"
+
+    __hash__ = None
+
+
+def _method(name):
+    return lambda self, *args, **kwargs: on_device(
+        getattr(self._host, name)(*_inside(args), **_inside(kwargs))
+    )
+
+
+def _operator(name):
+    def apply(self, other):
+        result = getattr(self._host, name)(_checked(other))
+        return result if result is NotImplemented else on_device(result)
+
+    return apply
+
+
+for _name in _BACK:
+    setattr(ndarray, _name, _method(_name))
+for _name in _PLAIN:
+    setattr(ndarray, _name, property(lambda self, name=_name: getattr(self._host, name)))
+for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor"):
+    setattr(ndarray, f"__{_name}__", _operator(f"__{_name}__"))
+    setattr(ndarray, f"__r{_name}__", _operator(f"__r{_name}__"))
+    setattr(ndarray, f"__i{_name}__", _operator(f"__i{_name}__"))
+for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
+    setattr(ndarray, f"__{_name}__", _operator(f"__{_name}__"))
+for _name in ("neg", "invert", "abs"):
+    setattr(ndarray, f"__{_name}__", lambda self, name=_name: on_device(getattr(self._host, f"__{name}__")()))
+
+
+def on_device(host):
+    """NumPy's answers as the device would give them: arrays, also of no dimension."""
+    if isinstance(host, tuple | list):
+        return type(host)(map(on_device, host))
+    if isinstance(host, np.ndarray | np.generic):
+        array = ndarray.__new__(ndarray)
+        array._host = np.asarray(host)
+        return array
+    return host
+
+
+def _inside(nest):
+    """The NumPy arrays behind device arrays, in nests too."""
+    if isinstance(nest, ndarray):
+        return nest._host
+    if isinstance(nest, tuple | list):
+        return type(nest)(map(_inside, nest))
+    if isinstance(nest, dict):
+        return {key: _inside(value) for key, value in nest.items()}
+    return nest
+
+
+def _checked(value):
+    if isinstance(value, np.ndarray) and value.ndim:
+        raise TypeError(f"Unsupported type {type(value)}: arrays of the host and of the device are mixed")
+    return _inside(value)
+
+
+class Stream:
+    """cupy.cuda.Stream; work is done when it is issued."""
+
+    here = threading.local()
+
+    def __init__(self, non_blocking=False, priority=0):
+        assert non_blocking, "a stream that waits for the null stream"
+        self.ptr = id(self)
+        self._before = []
+
+    def use(self):
+        Stream.here.stream = self
+
+    def __enter__(self):
+        self._before.append(Stream.here.stream)
+        Stream.here.stream = self
+
+    def __exit__(self, *error):
+        Stream.here.stream = self._before.pop()
+
+    def record(self, event):
+        event.record(self)
+
+    def wait_event(self, event):
+        assert event.points, "a wait for an event that was never recorded"
+
+    def synchronize(self):
+        pass
+
+    def is_capturing(self):
+        return False
+
+
+class Event:
+    """cupy.cuda.Event."""
+
+    done = True
+
+    def __init__(self, disable_timing=False):
+        self.points = 0
+
+    def record(self, stream):
+        assert isinstance(stream, Stream)
+        self.points += 1
+
+    def synchronize(self):
+        assert self.points
+
+
+class Memory:
+    """cupy.cuda.Memory: raw, and not cleared."""
+
+    def __init__(self, size):
+        self.bytes = np.full(size + 256, 0xFF, np.uint8)
+        self.bytes = self.bytes[-self.bytes.ctypes.data % 256 :][:size]
+
+
+class MemoryPointer:
+    """cupy.cuda.MemoryPointer."""
+
+    def __init__(self, mem, offset):
+        self.mem, self.ptr = mem, mem.bytes.ctypes.data + offset
+
+    def memset_async(self, value, size, stream):
+        assert isinstance(stream, Stream)
+        ctypes.memset(self.ptr, value, size)
+
+
+class Runtime:
+    """cupy.cuda.runtime."""
+
+    hostAllocPortable, memcpyDefault = 1, 4
+
+    def __init__(self):
+        self.host = {}
+
+    def getDeviceCount(self):
+        return 1
+
+    def setDevice(self, index):
+        assert index == 0
+
+    def hostAlloc(self, size, flags):
+        memory = np.full(size, 0xFF, np.uint8)
+        self.host[memory.ctypes.data] = memory
+        return memory.ctypes.data
+
+    def freeHost(self, address):
+        del self.host[address]
+
+    def memcpyAsync(self, target, source, size, kind, stream):
+        assert kind == self.memcpyDefault and stream == Stream.here.stream.ptr
+        ctypes.memmove(target, source, size)
+
+
+class Pool:
+    """The default memory pool."""
+
+    def used_bytes(self):
+        return 0
+
+
+class MemoryHook:
+    """cupy.cuda.MemoryHook, which nobody calls here."""
+
+    def __enter__(self):
+        return self
+
+
+def module():
+    """A module that passes for cupy."""
+    cupy = ModuleType("cupy")
+    cupy.ndarray = ndarray
+    cupy.empty = lambda shape, dtype: ndarray(shape, dtype)
+    cupy.zeros = lambda shape, dtype: on_device(np.zeros(shape, dtype))
+
+    def asarray(values, dtype=None):
+        if isinstance(values, ndarray):
+            return values if dtype in (None, values.dtype) else values.astype(dtype)
+        return on_device(np.array(values, dtype))
+
+    cupy.asarray = asarray
+    cupy.get_default_memory_pool = Pool
+    cupy.cuda = SimpleNamespace(
+        Stream=Stream,
+        Event=Event,
+        Memory=Memory,
+        MemoryPointer=MemoryPointer,
+        MemoryHook=MemoryHook,
+        runtime=Runtime(),
+        get_current_stream=lambda: Stream.here.stream,
+    )
+    return cupy

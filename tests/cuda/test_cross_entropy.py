@@ -1,0 +1,115 @@
+"""Cross entropy: losses and gradients against the CPU's in float64; ignored rows; in place; odd numbers."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import cross_entropy as cpu
+from shardrt.kernels.cuda import cross_entropy as cuda
+from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
+
+SHAPES = [(1, 1), (3, 7), (5, 8), (6, 65), (3, 256), (2, 2051), (2, 4160)]
+IGNORE = -100
+
+
+def kept(element):
+    """The type of losses and lse."""
+    return dtype_of("float64" if element == "float64" else "float32")
+
+
+def targets_of(shape):
+    """Random ones; the last row is ignored if there are several."""
+    targets = np.random.default_rng(shape).integers(0, shape[1], shape[0])
+    if shape[0] > 1:
+        targets[-1] = IGNORE
+    return targets
+
+
+def exact_forward(logits, targets):
+    losses, lse = np.empty(len(targets)), np.empty(len(targets))
+    cpu.forward(logits.astype(np.float64), targets, losses, lse, IGNORE)
+    return losses, lse
+
+
+def exact_backward(logits, targets, lse, scale):
+    dlogits = np.empty(logits.shape)
+    cpu.backward(logits.astype(np.float64), targets, lse.astype(np.float64), dlogits, scale, IGNORE)
+    return dlogits
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_forward(emulated, element, shape, offset):
+    with guarded(element) as array:
+        logits, targets = array(3 * normal(*shape), offset), targets_of(shape)
+        losses, lse = (array(np.full(shape[0], np.nan), dtype=kept(element)) for _ in range(2))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        for found, expected in zip((losses, lse), exact_forward(logits, targets), strict=True):
+            if shape[1] > 1:  # else the loss is 0
+                assert_close(found, expected)
+        assert shape[0] == 1 or losses[-1] == 0
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("inplace", [False, True])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_backward(emulated, element, shape, inplace, offset):
+    with guarded(element) as array:
+        logits, targets = array(3 * normal(*shape), offset), targets_of(shape)
+        lse = array(exact_forward(logits, targets)[1], dtype=kept(element))
+        expected = exact_backward(logits, targets, lse, 0.25)
+        dlogits = logits if inplace else array(np.full(shape, np.nan), offset)
+        cuda.backward(logits, targets, lse, dlogits, 0.25, IGNORE)
+        if shape[1] > 1:  # else the gradient is 0 but for lse's rounding
+            assert_close(dlogits, expected)
+        assert shape[0] == 1 or (dlogits[-1] == 0).all()
+
+
+def test_arrays_of_different_alignment(emulated):
+    with guarded("bfloat16") as array:
+        logits, targets = array(normal(3, 40)), np.array([0, 39, 7])
+        lse = array(exact_forward(logits, targets)[1], dtype=np.float32)
+        dlogits = array(np.full((3, 40), np.nan), 1)
+        cuda.backward(logits, targets, lse, dlogits, 1.0, IGNORE)
+        assert_close(dlogits, exact_backward(logits, targets, lse, 1.0))
+
+
+@pytest.mark.parametrize("width", [8, 37, 3001])
+def test_large_numbers_and_minus_infinity(emulated, width):
+    values = normal(4, width)
+    values[0] += 1e4
+    values[1] -= 1e4
+    values[2, 1:] = -np.inf
+    values[3, :-1] = -np.inf
+    targets = np.array([1, 2, 0, width - 1])
+    with guarded("float32") as array:
+        logits = array(values)
+        losses, lse = array(np.full(4, np.nan)), array(np.full(4, np.nan))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        assert_close(lse, exact_forward(logits, targets)[1])
+        np.testing.assert_array_equal(losses[2:], 0)
+        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        np.testing.assert_array_equal(logits[2:], 0)
+
+
+@pytest.mark.parametrize("width", [8, 37, 3001])
+def test_nan_makes_the_loss_of_its_row_nan_and_no_gradient_of_an_ignored_one(emulated, width):
+    values = normal(3, width)
+    values[:2, width // 2] = np.nan
+    targets = np.array([1, IGNORE, 1])
+    with guarded("float32") as array:
+        logits, losses, lse = array(values), array(np.zeros(3)), array(np.zeros(3))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        np.testing.assert_array_equal(np.isnan(losses), [True, False, False])
+        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        assert np.isnan(logits[0]).all() and (logits[1] == 0).all() and np.isfinite(logits[2]).all()
+
+
+def test_each_reads_the_logits_in_one_launch(emulated):
+    with guarded("float16") as array:
+        logits, targets = array(normal(2, 64)), np.array([3, 5])
+        losses, lse = (array(np.zeros(2), dtype=np.float32) for _ in range(2))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        assert emulated.launches == ["forward", "backward"]

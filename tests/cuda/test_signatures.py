@@ -1,0 +1,37 @@
+"""kernels/cuda has the functions of kernels/cpu, with the same parameters."""
+
+import importlib
+import inspect
+
+import pytest
+
+from shardrt.kernels import cpu, cuda
+
+HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
+MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]
+
+
+def functions_of(package, module):
+    """Public name -> [(parameter, kind, default)] of the functions that a module defines for others."""
+    found = importlib.import_module(f"shardrt.kernels.{package}.{module}")
+    return {
+        name: [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
+        for name, function in vars(found).items()
+        if inspect.isfunction(function) and not name.startswith("_") and function.__module__ == found.__name__
+    }
+
+
+def test_every_module_has_its_twin():
+    assert set(cuda.__all__) == set(cpu.__all__) - HOST_ONLY
+    assert len(MODULES) == 16
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_functions_and_their_parameters_are_the_same(module):
+    on_cpu = functions_of("cpu", module)
+    on_cuda = functions_of("cuda", module)
+    for name in HOST_ONLY:
+        on_cpu.pop(name, None)
+    assert on_cpu
+    for name, parameters in on_cpu.items():
+        assert on_cuda.get(name) == parameters, name

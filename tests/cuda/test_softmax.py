@@ -1,0 +1,80 @@
+"""Softmax: rows that a warp keeps, a block keeps, or nobody; against the CPU's in float64."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import softmax as cpu
+from shardrt.kernels.cuda import softmax as cuda
+from tests.cuda.numbers import ELEMENTS, assert_close, guarded, normal
+
+SHAPES = [(1, 1), (3, 7), (5, 8), (9, 96), (2, 255), (3, 2048), (2, 2056), (3, 2051)]
+
+
+def exact(function, *arrays):
+    out = np.empty(arrays[0].shape)
+    function(*(array.astype(np.float64) for array in arrays), out)
+    return out
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("offset", [0, 1])
+def test_forward_and_backward(emulated, element, shape, offset):
+    with guarded(element) as array:
+        x, y = array(4 * normal(*shape), offset), array(np.full(shape, np.nan), offset)
+        cuda.forward(x, y)
+        assert_close(y, exact(cpu.forward, x))
+        dy, dx = array(normal(*shape, seed=1), offset), array(np.full(shape, np.nan), offset)
+        cuda.backward(dy, y, dx)
+        assert_close(dx, exact(cpu.backward, dy, y))
+
+
+@pytest.mark.parametrize(
+    ("element", "width", "offset", "form"),
+    [
+        ("bfloat16", 2048, 0, "warps"),
+        ("bfloat16", 2048, 1, "any"),
+        ("bfloat16", 2047, 0, "any"),
+        ("bfloat16", 2056, 0, "blocks"),
+        ("float32", 1024, 0, "warps"),
+        ("float32", 1028, 0, "blocks"),
+        ("float32", 8192, 0, "blocks"),
+        ("float32", 8196, 0, "any"),
+    ],
+)
+def test_the_form_is_that_of_the_width(emulated, element, width, offset, form):
+    with guarded(element) as array:
+        x, y = array(normal(2, width), offset), array(np.full((2, width), np.nan), offset)
+        cuda.forward(x, y)
+        cuda.backward(x, y, x)
+        assert emulated.launches == [f"forward_{form}", f"backward_{form}"]
+
+
+@pytest.mark.parametrize("width", [8, 2052, 17])
+def test_large_numbers_and_minus_infinity(emulated, width):
+    values = normal(3, width)
+    values[0] += 1e4
+    values[1] -= 1e4
+    values[2, :-1] = -np.inf
+    with guarded("float32") as array:
+        x, y = array(values), array(np.full(values.shape, np.nan))
+        cuda.forward(x, y)
+        assert_close(y, exact(cpu.forward, x))
+        np.testing.assert_array_equal(y[2], [0.0] * (width - 1) + [1.0])
+
+
+@pytest.mark.parametrize("width", [8, 2052, 17])
+def test_a_row_with_nan_is_nan(emulated, width):
+    values = normal(3, width)
+    values[1, width // 2] = np.nan
+    with guarded("float32") as array:
+        x, y = array(values), array(np.full(values.shape, 7.0))
+        cuda.forward(x, y)
+        np.testing.assert_array_equal(np.isnan(y).all(axis=1), [False, True, False])
+        assert np.isfinite(y[[0, 2]]).all()
+
+
+def test_nothing_is_launched_for_no_rows(emulated):
+    empty = np.empty((0, 5), np.float32)
+    cuda.forward(empty, empty)
+    assert not emulated.launches

@@ -1,0 +1,114 @@
+"""A GPT trained on the CUDA device, with CuPy and the GPU played by stand-ins, beside the CPU device.
+
+Whatever reads device memory from the host, or mixes the two, is an error here as it would be with CuPy.
+"""
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.generate import generate
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.activation_offload import offload_activations
+from shardrt.checkpoint import full_state_dict, load, save
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard, no_sync
+from shardrt.recompute import checkpoint
+from shardrt.train.config import SampleConfig
+
+CONFIG = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=8, vocab_size=29)
+STEPS = 3
+
+
+def train(
+    name, directory=None, *, prepare=None, dropout=0.0, scaled=False, parts=1, in_backward=False, **settings
+):
+    """[(loss, norm)] of every step and the parameters at the end."""
+    mesh = init_device_mesh(name)
+    shardrt.manual_seed(0)
+    model = GPT(GPTConfig(**{**vars(CONFIG), "dropout": dropout}))
+    for block in model.blocks:
+        if prepare is not None:
+            prepare(block)
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=in_backward)
+    scaler = optim.GradScaler(init_scale=8.0, enabled=scaled)
+    random, seen = np.random.default_rng(0), []
+    for step in range(STEPS):
+        shardrt.manual_seed(0, step)
+        text = random.integers(0, CONFIG.vocab_size, (4, CONFIG.block_size + 1))
+        rows = len(text) // mesh.size
+        mine = text[mesh.rank * rows : (mesh.rank + 1) * rows]
+        total = 0.0
+        for part in np.split(mine, parts):
+            loss = F.cross_entropy(model(part[:, :-1]), part[:, 1:])
+            if parts > 1 and part is not mine[-1:]:
+                with no_sync(model):
+                    pass
+            scaler.scale(loss).backward()
+            total += loss.item()
+        norm = 0.0
+        if not in_backward:
+            scaler.unscale_(optimizer)
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        seen.append((total, norm))
+    return seen, full_state_dict(model)
+
+
+def agree(found, expected, tolerance):
+    for (losses, weights), (other_losses, other_weights) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(losses, other_losses, rtol=tolerance)
+        for key, values in (other_weights or {}).items():
+            np.testing.assert_allclose(weights[key], values, rtol=0, atol=10 * tolerance, err_msg=key)
+
+
+VARIANTS = {
+    "float32": {},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy("bfloat16", "float32", "float32")},
+    "bfloat16 on the wire": {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16", "float32")},
+    "float16, scaled": {"mp_policy": MixedPrecisionPolicy("float16", "float32", "float32"), "scaled": True},
+    "SHARD_OPT": {"strategy": "SHARD_OPT"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+    "accumulation": {"parts": 2},
+    "dropout": {"dropout": 0.2},
+    "recomputation": {"prepare": checkpoint, "dropout": 0.2},
+    "activations on the host": {"prepare": offload_activations},
+    "all on the host": {"offload_policy": CPUOffloadPolicy()},
+    "updates on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
+    "updates in backward": {"in_backward": True},
+    "updates in backward, on the host": {"offload_policy": CPUOffloadPolicy(), "in_backward": True},
+}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_it_trains_as_on_the_cpu(fake_cuda, variant, ranks):
+    expected = thread.run(ranks, train, "cpu", **VARIANTS[variant])
+    found = thread.run(ranks, train, "cuda", **VARIANTS[variant])
+    agree(found, expected, 2e-2 if "16" in variant else 2e-5)
+
+
+def saved_and_loaded(name, directory):
+    mesh = init_device_mesh(name)
+    shardrt.manual_seed(1)
+    model = GPT(CONFIG)
+    fully_shard(model, mesh=mesh)
+    with full_parameters(model, writeback=True):
+        for parameter in model.parameters():
+            parameter.data *= 2
+    save(directory, model)
+    load(directory, model)
+    return generate(model, SampleConfig("a", 5, 0.8, 5), block_size=8, seed=0), full_state_dict(model)
+
+
+def test_weights_are_changed_saved_loaded_and_used_to_generate(fake_cuda, tmp_path):
+    on_cpu, on_cuda = (thread.run(1, saved_and_loaded, name, tmp_path / name) for name in ("cpu", "cuda"))
+    assert on_cpu[0][0] == on_cuda[0][0]
+    for key, values in on_cpu[0][1].items():
+        np.testing.assert_array_equal(on_cuda[0][1][key], values, err_msg=key)
