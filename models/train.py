@@ -118,12 +118,11 @@ def sharded_model(config: Config, mesh: DeviceMesh) -> GPT:
         "mesh": mesh,
         "strategy": config.fsdp.strategy,
         "prefetch": config.fsdp.prefetch,
-        "mp_policy": config.precision.policy,
         "offload_policy": config.memory.policy,
     }
     for block in model.blocks:
-        fully_shard(block, **chosen)
-    fully_shard(model, **chosen)
+        fully_shard(block, mp_policy=config.precision.policy(outermost=False), **chosen)
+    fully_shard(model, mp_policy=config.precision.policy(outermost=True), **chosen)
     set_gradient_divide_factor(model, 1.0)  # the loss is divided by the tokens of all ranks instead
     return model
 

@@ -55,6 +55,11 @@ class Tensor(Variable):
         """The type of the elements."""
         return self.data.dtype
 
+    @property
+    def value_dtype(self) -> np.dtype:
+        """The dtype of what an op gets: that of the data, but for a parameter that is computed in another."""
+        return self.data.dtype
+
     def __len__(self) -> int:
         return len(self.data)
 

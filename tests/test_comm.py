@@ -19,6 +19,7 @@ from shardrt.comm import (
     world,
 )
 from shardrt.comm.single import SingleCommunicator
+from shardrt.device import cuda
 from tests.mpi.contract import Contract, digest
 from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
 
@@ -326,9 +327,23 @@ def test_a_communicator_that_does_not_fit_is_refused():
 
 
 def test_cuda_without_cupy_is_one_clear_error(monkeypatch):
-    monkeypatch.setattr("shardrt.comm.mesh.find_spec", lambda name: None)
-    with pytest.raises(RuntimeError, match="needs CuPy and a GPU"):
+    monkeypatch.setitem(sys.modules, "cupy", None)
+    with pytest.raises(RuntimeError, match=r"device 'cuda' needs CuPy .*pip install 'shardrt\[cuda\]'"):
         init_device_mesh("cuda")
+
+
+def test_cuda_without_a_gpu_is_one_clear_error():
+    pytest.importorskip("cupy")
+    if cuda.count():
+        pytest.skip("there is a GPU")
+    with pytest.raises(RuntimeError, match="device 'cuda' needs a GPU, and finds none .*; use 'cpu'"):
+        init_device_mesh("cuda")
+
+
+@pytest.mark.parametrize("kind", ["staged", "nccl"])
+def test_what_is_for_gpus_is_refused_on_the_cpu(kind):
+    with pytest.raises(ValueError, match=f"communicator: '{kind}' is for GPUs, and the device is 'cpu'"):
+        init_device_mesh("cpu", communicator=kind)
 
 
 # World
@@ -409,6 +424,7 @@ def test_an_ordinary_array_longer_than_a_message_is_sent_in_pieces():
 PIECES = """
 import numpy as np
 from shardrt import device
+from shardrt.device import cuda
 from shardrt.comm import create, mpi
 from tests.mpi.contract import own, same, values
 mpi._MESSAGE, mpi._CHUNK = 1000, 512

@@ -1,18 +1,46 @@
 """Communicators by name. Each backend's module is imported only here, and only when it is chosen."""
 
+import numpy as np
+
 from shardrt.comm import world as worlds
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.single import SingleCommunicator
+from shardrt.comm.staged import StagedCommunicator
+from shardrt.device import Device, cuda
 
-KINDS = ("auto", "single", "thread", "mpi", "shm")
+KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl")
+DEVICE_KINDS = ("staged", "nccl")  # for arrays of a GPU; a host communicator is below them
+
+
+def for_device(host: Communicator, device: Device, kind: str, role: str) -> Communicator:
+    """The communicator of `device`'s arrays for a role, over the ranks of `host`, which it takes. Collective.
+
+    On the CPU `host` itself. On a GPU "staged" or "nccl"; "auto" takes NCCL where every rank has a GPU of its
+    own. What is for control carries host arrays and little else, so it is always staged.
+    """
+    if device.name == "cpu":
+        return host
+    if host.size == 1:
+        return SingleCommunicator(device)
+    if role == "control" or kind == "staged":
+        return StagedCommunicator(host, device)
+    if kind == "auto" and not _a_gpu_for_each(host):
+        return StagedCommunicator(host, device)
+    from shardrt.comm.nccl import NCCLCommunicator
+
+    return NCCLCommunicator(host, device)
 
 
 def create(kind: str = "auto") -> Communicator:
-    """A communicator over all ranks of the current world. Collective.
+    """A communicator of host arrays over all ranks of the current world. Collective.
 
     "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
-    shared memory combined with MPI on several (see hierarchical.py). Raises ValueError for a kind that is
-    unknown or does not fit this run.
+    shared memory combined with MPI on several (see hierarchical.py). "staged" and "nccl", which are for GPUs
+    (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown or does
+    not fit this run.
     """
+    if kind in DEVICE_KINDS:
+        kind = "auto"
     if kind not in KINDS:
         raise ValueError(f"communicator: {kind!r} is unknown; known are {', '.join(KINDS)}")
     if kind in ("mpi", "shm"):
@@ -24,8 +52,6 @@ def create(kind: str = "auto") -> Communicator:
         return _over_mpi(kind, world)
     if world.kind == "thread":
         return world.root.duplicate()
-    from shardrt.comm.single import SingleCommunicator
-
     return SingleCommunicator()
 
 
@@ -43,3 +69,10 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
     from shardrt.comm import hierarchical
 
     return hierarchical.create(world.root.Dup())
+
+
+def _a_gpu_for_each(host: Communicator) -> bool:
+    """Whether no two ranks share a GPU. Collective."""
+    enough = np.array([worlds.current().local_size <= cuda.count()], np.int64)
+    host._all_reduce(enough, "min", "")
+    return bool(enough[0])

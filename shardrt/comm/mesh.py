@@ -5,16 +5,15 @@ gathers never queue behind reductions. It does not say what is sharded along whi
 """
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from math import prod
 
 import numpy as np
 
 from shardrt import device as devices
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import create
+from shardrt.comm.backends import DEVICE_KINDS, create, for_device
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, Stream
+from shardrt.device import Device, Stream, cuda
 
 
 def init_device_mesh(
@@ -28,16 +27,19 @@ def init_device_mesh(
     """A mesh over all ranks. Collective.
 
     device: "auto", "cpu" or "cuda". shape: ranks per axis (default: one axis of all ranks). mesh_dim_names:
-    a name per axis. communicator: the backend (see `comm.create`). wrap: applied to every communicator that
-    the mesh makes. Raises ValueError where the shape does not hold exactly the ranks that run.
+    a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`). wrap: applied to
+    every communicator that the mesh makes. The device becomes the current one of this thread; "auto" is a GPU
+    where there is one. Raises ValueError where the shape does not hold exactly the ranks that run, or a
+    communicator does not fit the device; RuntimeError where a GPU is asked for that can't be used.
     """
-    place = _device(device)
     world = worlds.current()
+    place = _device(device, world.local_rank, communicator)
     shape = (world.size,) if shape is None else tuple(shape)
     _check(shape, mesh_dim_names, world.size)
     base = create(communicator)
     ranks = np.arange(base.size).reshape(shape)
-    return DeviceMesh(place, ranks, mesh_dim_names, base, wrap)
+    devices.set_current(place)
+    return DeviceMesh(place, ranks, mesh_dim_names, base, wrap, communicator)
 
 
 class DeviceMesh:
@@ -50,7 +52,9 @@ class DeviceMesh:
         mesh_dim_names: tuple[str, ...] | None,
         base: Communicator,
         wrap: Callable[[Communicator], Communicator] | None = None,
+        kind: str = "auto",
     ) -> None:
+        self._kind = kind
         self.device = device
         self.ranks = ranks
         self.mesh_dim_names = mesh_dim_names
@@ -77,7 +81,7 @@ class DeviceMesh:
         """
         axis = self._axis(dim)
         if (role, axis) not in self._communicators:
-            made = self._bases[axis].duplicate()
+            made = for_device(self._bases[axis].duplicate(), self.device, self._kind, role)
             self._communicators[role, axis] = self._wrap(made) if self._wrap else made
         return self._communicators[role, axis]
 
@@ -116,10 +120,16 @@ class DeviceMesh:
         return None if self.ranks.ndim == 1 else dim
 
 
-def _device(name: str) -> Device:
-    if name == "cuda" and find_spec("cupy") is None:
-        raise RuntimeError("device 'cuda' needs CuPy and a GPU: pip install 'shardrt[cuda]', or use 'cpu'")
-    return devices.get("cpu" if name == "auto" else name)
+def _device(name: str, local_rank: int, communicator: str) -> Device:
+    """The device called `name`; of several GPUs the one for this rank of the node."""
+    if name == "auto":
+        on_host = communicator not in ("auto", *DEVICE_KINDS)
+        name = "cpu" if on_host or not cuda.count() else "cuda"
+    if name == "cpu" and communicator in DEVICE_KINDS:
+        raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
+    if name == "cuda":
+        name = f"cuda:{local_rank % max(1, cuda.count())}"
+    return devices.get(name)
 
 
 def _check(shape: tuple[int, ...], names: tuple[str, ...] | None, size: int) -> None:

@@ -1,22 +1,27 @@
-"""Sums over ranks by one fixed tree: the one place that decides the bits of every host backend.
+"""Sums over ranks by one fixed tree: the one place that decides the bits of every backend.
 
-Floats go through the kernel of the CPU device, which adds neighbours, bottom up: (0+1) + (2+3), (0+1) + 2. So
-a sum over groups of 2, 4, 8, ... ranks and then over the groups has the bits of one over all ranks. Integers
-go through NumPy.
+Floats go through the kernel of the device where they are, which adds neighbours, bottom up: (0+1) + (2+3),
+(0+1) + 2. So a sum over groups of 2, 4, 8, ... ranks and then over the groups has the bits of one over all
+ranks. Integers go through NumPy, or CuPy.
 """
 
 from functools import cache, reduce
 from importlib import import_module
 from types import ModuleType
+from typing import Any
 
 import numpy as np
+
+from shardrt import device
+
+Array = Any
 
 _PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
 
 
 def combine(
-    output: np.ndarray,
-    parts: list[np.ndarray],
+    output: Array,
+    parts: list[Array],
     scale: float = 1.0,
     accumulate: bool = False,
     op: str = "sum",
@@ -31,14 +36,18 @@ def combine(
     if output.size == 0:
         return
     if kind:
-        _kernels().sum_packed(output, parts, scale, accumulate, kind)
+        _kernels(output).sum_packed(output, parts, scale, accumulate, kind)
     elif op == "sum" and output.dtype.kind == "f":
-        _kernels().sum_into(output, parts, scale, accumulate)
+        _kernels(output).sum_into(output, parts, scale, accumulate)
     else:
         total = reduce(_PAIRWISE[op], parts)
         output[...] = output + total if accumulate else total
 
 
 @cache
-def _kernels() -> ModuleType:
+def _on_host() -> ModuleType:
     return import_module("shardrt.kernels.cpu.reduce")  # imports Numba: not before it is needed
+
+
+def _kernels(array: Array) -> ModuleType:
+    return _on_host() if isinstance(array, np.ndarray) else device.current().kernels.reduce

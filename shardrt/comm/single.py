@@ -4,6 +4,7 @@ from typing import Any
 
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
+from shardrt.device import Device
 
 
 class SingleCommunicator(Communicator):
@@ -13,8 +14,17 @@ class SingleCommunicator(Communicator):
     size = 1
     shares_memory = True
 
+    def __init__(self, device: Device | None = None) -> None:
+        """`device`: where `allocate` gets memory; the host if None."""
+        self._device = device
+
     def split(self, color: int | None, key: int) -> "SingleCommunicator | None":
-        return None if color is None else SingleCommunicator()
+        return None if color is None else SingleCommunicator(self._device)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> Any:
+        if self._device is None:
+            return super().allocate(count, dtype, shared=shared)
+        return self._device.buffer(count, dtype)
 
     def _all_gather(self, buffer: Any, what: str) -> None:
         pass

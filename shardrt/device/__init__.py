@@ -5,37 +5,56 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 
+import numpy as np
+
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
-__all__ = ["Array", "Device", "Event", "Stream", "StreamError", "current", "get", "use"]
+__all__ = ["Array", "Device", "Event", "Stream", "StreamError", "current", "get", "of", "set_current", "use"]
 
 _state = threading.local()
 
 
 @cache
 def get(name: str) -> Device:
-    """The device called `name`: "cpu". One object per name and process.
+    """The device called `name`: "cpu", "cuda" or "cuda:1" (the second GPU). One object per name and process.
 
-    Raises ValueError for a name that is not known.
+    Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
     """
+    kind, _, index = name.partition(":")
     if name == "cpu":
         from shardrt.device.cpu import CPUDevice
 
         return CPUDevice()
-    raise ValueError(f"device: unknown device {name!r}; known: 'cpu'")
+    if kind == "cuda" and (name == "cuda" or index.isdigit()):
+        from shardrt.device.cuda import CUDADevice
+
+        return CUDADevice(int(index or 0))
+    raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
 
 
 def current() -> Device:
-    """The device on which this thread makes new arrays ("cpu" unless `use` says otherwise)."""
+    """The device on which this thread makes new arrays ("cpu" unless told otherwise)."""
     return getattr(_state, "device", None) or get("cpu")
+
+
+def of(array: Array) -> Device:
+    """Where an array lies: the CPU if it is NumPy's, else this thread's current device."""
+    return get("cpu") if isinstance(array, np.ndarray) else current()
+
+
+def set_current(device: Device) -> None:
+    """Make `device` the current one of this thread from now on."""
+    device.enter()
+    _state.device = device
 
 
 @contextmanager
 def use(device: Device) -> Iterator[Device]:
     """Make `device` the current one of this thread inside a with block."""
     before = getattr(_state, "device", None)
-    _state.device = device
+    set_current(device)
     try:
         yield device
     finally:
         _state.device = before
+        current().enter()

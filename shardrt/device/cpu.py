@@ -53,6 +53,10 @@ class CPUEvent(Event):
     def done(self) -> bool:
         return self.mark is None or not self.mark.lock.locked()
 
+    def synchronize(self) -> None:
+        if self.mark is not None:
+            self.mark.wait()
+
 
 class InlineStream(Stream):
     """The calling thread: work runs at once, so a record is reached when it is made."""
@@ -66,10 +70,10 @@ class InlineStream(Stream):
     def record(self, event: CPUEvent) -> None:
         event.mark = None
 
-    def wait(self, event: CPUEvent) -> None:
-        if event.mark is not None:
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CPUEvent) or event.mark is not None:
             with timeline.span(self.name, "wait"):
-                event.mark.wait()
+                event.synchronize()
 
     def synchronize(self) -> None:
         pass
@@ -92,9 +96,11 @@ class ThreadStream(Stream):
         event.mark = _Mark()
         self._queue.put((None, event.mark, ""))
 
-    def wait(self, event: CPUEvent) -> None:
-        if event.mark is not None:
-            self._queue.put((event.mark.wait, (), ""))
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CPUEvent):
+            self._queue.put((event.synchronize, (), ""))
+        elif event.mark is not None:
+            self._queue.put((event.mark.wait, (), ""))  # this mark, should the event be recorded again
 
     def synchronize(self) -> None:
         event = CPUEvent()
@@ -174,6 +180,9 @@ class CPUDevice(Device):
 
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
+
+    def wait_here(self) -> None:
+        pass
 
     def to_numpy(self, array: Array) -> np.ndarray:
         return array

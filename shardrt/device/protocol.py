@@ -27,6 +27,10 @@ class Event(ABC):
     def done(self) -> bool:
         """Whether the recorded point has been reached (True if never recorded)."""
 
+    @abstractmethod
+    def synchronize(self) -> None:
+        """Return when the recorded point has been reached (at once if never recorded)."""
+
 
 class Stream(ABC):
     """A queue of work that runs in order."""
@@ -43,7 +47,10 @@ class Stream(ABC):
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Run nothing submitted from now on before the point marked in `event` is reached."""
+        """Run nothing submitted from now on before the point marked in `event` is reached.
+
+        The event may be another device's: an update on the host waits for a gradient to come from a GPU.
+        """
 
     @abstractmethod
     def synchronize(self) -> None:
@@ -58,6 +65,9 @@ class Device(ABC):
 
     name: str
     current_stream: Stream
+
+    def enter(self) -> None:  # noqa: B027 (the CPU has nothing to do)
+        """This thread uses the device from now on."""
 
     @property
     @abstractmethod
@@ -95,6 +105,10 @@ class Device(ABC):
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Copy `source` into `target`, equally long, in the stream that runs this."""
+
+    @abstractmethod
+    def wait_here(self) -> None:
+        """Return when what came before in the stream that runs this has been done."""
 
     @abstractmethod
     def to_numpy(self, array: Array) -> np.ndarray:

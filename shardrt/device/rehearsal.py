@@ -56,6 +56,9 @@ class RehearsalDevice(Device):
     def copy(self, target: Array, source: Array) -> None:
         pass
 
+    def wait_here(self) -> None:
+        pass
+
     def to_numpy(self, array: Array) -> np.ndarray:
         return array
 

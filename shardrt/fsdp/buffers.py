@@ -85,14 +85,14 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
             layouts,
             members,
             "gradients",
-            _compute(members[0], facts),
+            _gradient(members[0], facts),
             min(GRADIENT_SLOTS, len(members)),
         )
     for group in groups:
         total = layouts[group].total
         specs[group].setdefault("gathered", Spec("gathered", total, _compute(group, facts)))
         if group.trainable:
-            specs[group].setdefault("gradients", Spec("gradients", total, _compute(group, facts)))
+            specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
     _transit(specs, layouts, groups, facts)
     return specs
 
@@ -108,13 +108,13 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
         if facts.no_sync or group.unit.settings.strategy.row.keep_gradient:
-            roles["gradients"] = Spec("gradients", layout.total, _compute(group, facts))
+            roles["gradients"] = Spec("gradients", layout.total, _gradient(group, facts))
 
 
 def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
     """What data passes through on its way: one buffer, or two slots, for all groups of a kind and cut."""
     low = [g for g in groups if g.kind.param in dtypes.LOW and layouts[g].world_size > 1]
-    for members in _alike(low):
+    for members in _alike(g for g in low if _compute(g, facts).name not in dtypes.LOW):
         _share(specs, layouts, members, "wire", dtypes.storage(members[0].kind.param), 1)
     low = [g for g in groups if g.trainable and g.kind.reduce in dtypes.LOW]
     for members in _alike(low):
@@ -152,6 +152,11 @@ def in_slot(group: Group, layout: Layout, facts: Facts) -> bool:
 
 def _compute(group: Group, facts: Facts) -> np.dtype:
     return facts.device.compute_dtype(group.kind.param)
+
+
+def _gradient(group: Group, facts: Facts) -> np.dtype:
+    """Gradients are added up in float32 even where they are computed in 16 bits."""
+    return dtypes.exact(_compute(group, facts))
 
 
 def contains_units(unit: Unit, units: list[Unit]) -> bool:

@@ -35,7 +35,9 @@ def gather(group: Group, slot: Slot, lanes: Lanes) -> None:
     if group.shard_in_slot and group.team.size == 1:
         return  # the slot is the parameters
     full = slot.array[: group.layout.total]
-    if "wire" in group.arenas:
+    if full.dtype.name in dtypes.LOW:
+        _gather_bits(group, slot, full, lanes)
+    elif "wire" in group.arenas:
         _gather_packed(group, slot, full, lanes)
     elif group.kind.param in dtypes.LOW and group.team.size == 1:
         _round(group, slot, full, lanes)
@@ -59,6 +61,18 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
             stream.submit(lanes.device.copy, own, group._shard)
     if group.team.size > 1:
         group.team.gather.all_gather(full, stream=stream, what=group.label)
+
+
+def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+    """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
+    bits, stream = full.view(dtypes.storage(group.kind.param)), lanes.gather
+    source, staged = _on_device(group, lanes)
+    stream.wait(slot.free)  # compute has finished with the unit that had the slot
+    own = bits[slice(*group.layout.shard_range(group.team.rank))]
+    stream.submit(lanes.device.kernels.cast.pack, source, own, group.kind.param)
+    _return(staged, stream)
+    if group.team.size > 1:
+        group.team.gather.all_gather(bits, stream=stream, what=group.label)
 
 
 def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:

@@ -177,6 +177,9 @@ class Group(Storage):
             "`with shardrt.fsdp.full_parameters(module)` lends all of it"
         )
 
+    def value_dtype(self, parameter: Parameter) -> np.dtype:
+        return parameter.dtype if not self.views else self.views[0].dtype
+
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.whole is None:
             raise RuntimeError(

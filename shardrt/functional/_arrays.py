@@ -43,7 +43,7 @@ def check_floats(op: str, **tensors: "Tensor | None") -> None:
 
     Or of one 16-bit type, if the device computes in it.
     """
-    given = {name: t.dtype for name, t in tensors.items() if t is not None}
+    given = {name: t.value_dtype for name, t in tensors.items() if t is not None}
     kinds = set(given.values())
     if len(kinds) != 1 or not _computed_in(next(iter(kinds))):
         text = ", ".join(f"{name} {dtype.name}" for name, dtype in given.items())
@@ -70,6 +70,11 @@ def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | 
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array on the current device."""
     return device.current().empty(shape, dtype)
+
+
+def asarray(values: Any, dtype: Any = None) -> Array:
+    """A result as an array of the current device: where CuPy has arrays without axes, NumPy has numbers."""
+    return device.current().asarray(values, dtype)
 
 
 def empty_exact(shape: tuple[int, ...], like: Array) -> Array:

@@ -17,8 +17,9 @@ class Embedding(Function):
 
     def forward(self, indices: Array, weight: Variable) -> Array:
         self.saved = (indices, weight)
-        y = empty((*indices.shape, weight.shape[1]), weight.dtype)
-        kernels().embedding.forward(flat(indices), contiguous(weight.data), rows(y))
+        table = contiguous(weight.data)
+        y = empty((*indices.shape, weight.shape[1]), table.dtype)
+        kernels().embedding.forward(flat(indices), table, rows(y))
         return y
 
     def backward(self, dy: Array) -> tuple:

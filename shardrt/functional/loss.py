@@ -7,6 +7,7 @@ import numpy as np
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import (
+    asarray,
     check_floats,
     check_range,
     empty_exact,
@@ -38,7 +39,7 @@ class CrossEntropy(Function):
         if reduction == "none":
             return losses.reshape(targets.shape)
         total = losses.sum(dtype=np.float64) / count if count else nan
-        return np.asarray(total, losses.dtype)
+        return asarray(total, losses.dtype)
 
     def backward(self, dy: Array) -> tuple:
         logits, targets, lse, ignore_index, reduction, count, inplace = self.saved

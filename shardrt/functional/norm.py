@@ -2,8 +2,10 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardrt import dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, rows, tensor
+from shardrt.functional.cast import cast
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -43,10 +45,13 @@ class LayerNorm(Function):
 def layer_norm(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps: float = 1e-5) -> "Tensor":
     """Each row minus its mean, over its deviation, times weight plus bias (Ba et al., 2016).
 
-    x: (..., width). weight: (width,). bias: (width,) or None. All float32 or all float64. eps is added to the
-    variance. Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    x: (..., width). weight: (width,). bias: (width,) or None. All float32 or all float64, or x in 16 bits
+    with float32 parameters: then computed in float32 and rounded. eps is added to the variance. Raises
+    ValueError for sizes that don't fit, TypeError for other dtypes.
     """
     x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
+    if _more_exact(x, weight):
+        return cast(layer_norm(cast(x, weight.value_dtype.name), weight, bias, eps), x.dtype.name)
     _check("layer_norm", x, weight=weight, bias=bias)
     return LayerNorm.apply(x, weight, bias, eps)
 
@@ -81,6 +86,8 @@ def rms_norm(x: "Tensor", weight: "Tensor", eps: float = 1e-6) -> "Tensor":
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
     x, weight = tensor(x), tensor(weight)
+    if _more_exact(x, weight):
+        return cast(rms_norm(cast(x, weight.value_dtype.name), weight, eps), x.dtype.name)
     _check("rms_norm", x, weight=weight)
     return RMSNorm.apply(x, weight, eps)
 
@@ -88,6 +95,11 @@ def rms_norm(x: "Tensor", weight: "Tensor", eps: float = 1e-6) -> "Tensor":
 def _target(handle: Variable | None, needed: bool) -> tuple[Array, bool, Any]:
     """As gradient_target; nothing where the gradient is not wanted."""
     return handle.gradient_target() if needed else (None, False, None)
+
+
+def _more_exact(x: "Tensor", weight: "Tensor") -> bool:
+    """Whether x has 16 bits and the weight, by a policy's exception for norms, has 32."""
+    return x.dtype.name in dtypes.LOW and weight.value_dtype.name not in dtypes.LOW
 
 
 def _check(op: str, x: "Tensor", **parameters: "Tensor | None") -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function
-from shardrt.functional._arrays import broadcast, empty_like, floating, tensor
+from shardrt.functional._arrays import asarray, broadcast, empty_like, floating, tensor
 from shardrt.functional.elementwise import div
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ class Sum(Function):
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
         self.saved = (x.shape, axes)
         low = x.dtype.name in dtypes.LOW
-        total = np.asarray(x.sum(axis=axes, keepdims=keepdims, dtype=np.float32 if low else None))
+        total = asarray(x.sum(axis=axes, keepdims=keepdims, dtype=np.float32 if low else None))
         return total.astype(x.dtype) if low else total
 
     def backward(self, dy: Array) -> tuple:
@@ -51,7 +51,7 @@ class Max(Function):
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-        y = np.asarray(x.max(axis=axes, keepdims=keepdims))
+        y = asarray(x.max(axis=axes, keepdims=keepdims))
         self.saved = (x, y, axes)
         return y
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt.autograd import Function, Variable
-from shardrt.functional._arrays import broadcast, empty, sum_to, tensor
+from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -192,7 +192,7 @@ class GetItem(Function):
 
     def forward(self, x: Array, index: Any) -> Array:
         self.saved = (x.shape, x.dtype, index)
-        return np.asarray(x[index])
+        return asarray(x[index])
 
     def backward(self, dy: Array) -> tuple:
         shape, dtype, index = self.saved

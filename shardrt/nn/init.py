@@ -32,7 +32,7 @@ class Normal:
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """As Initialiser.fill."""
-        device.current().kernels.philox.normal(out, seed, key, offset, self.mean, self.std)
+        device.of(out).kernels.philox.normal(out, seed, key, offset, self.mean, self.std)
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ class Uniform:
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """As Initialiser.fill."""
-        device.current().kernels.philox.uniform(out, seed, key, offset)
+        device.of(out).kernels.philox.uniform(out, seed, key, offset)
         out *= self.high - self.low
         out += self.low
 

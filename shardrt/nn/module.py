@@ -187,11 +187,12 @@ class Module:
         Raises ValueError that lists the names that are missing or not expected, or a shape that differs.
         """
         parameters = dict(self.named_parameters())
-        missing = sorted(parameters.keys() - state.keys()) if strict else []
-        extra = sorted(state.keys() - parameters.keys())
-        parameters = {name: parameter for name, parameter in parameters.items() if name in state}
+        given = set(state.keys())
+        missing = sorted(parameters.keys() - given) if strict else []
+        extra = sorted(given - parameters.keys())
         if missing or extra:
             raise ValueError(f"load_state_dict: missing {missing[:10]}, not expected {extra[:10]}")
+        parameters = {name: parameter for name, parameter in parameters.items() if name in given}
         _barrier(parameters.values())  # a peer may still read the old values where ranks share memory,
         for name, parameter in parameters.items():
             parameter.load(state[name])

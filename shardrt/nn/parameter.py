@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import random
+from shardrt import device, random
 from shardrt.autograd import Edge
 from shardrt.nn.init import Initialiser
 from shardrt.nn.storage import LocalStorage, Storage
@@ -81,6 +81,10 @@ class Parameter(Tensor):
         return int(np.prod(self._shape))
 
     @property
+    def value_dtype(self) -> np.dtype:
+        return self.storage.value_dtype(self)
+
+    @property
     def data(self) -> Array:
         """The whole array. RuntimeError, with the parameter's name, while it is sharded."""
         return self.storage.full(self)
@@ -122,7 +126,9 @@ class Parameter(Tensor):
                 f"parameter {self.name!r} has shape {self._shape}, the values {tuple(values.shape)}"
             )
         start, stop, first = self.storage.range_of(self)
-        self.storage.shard[start:stop] = np.asarray(values).reshape(-1)[first : first + stop - start]
+        shard = self.storage.shard[start:stop]
+        piece = np.ascontiguousarray(np.asarray(values).reshape(-1)[first : first + stop - start])
+        device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
 
     def edge(self) -> Edge:

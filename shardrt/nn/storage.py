@@ -94,6 +94,10 @@ class Storage(ABC):
     def full(self, parameter: "Parameter") -> Array:
         """All values of the parameter in its shape. Raises RuntimeError, naming it, while it is sharded."""
 
+    def value_dtype(self, parameter: "Parameter") -> Any:
+        """The dtype of what `full` gives."""
+        return parameter.dtype
+
     def assign(self, parameter: "Parameter", values: Any) -> None:
         """Set all values of the parameter. Raises RuntimeError, naming it, where that can't be done."""
         self.full(parameter)[...] = values

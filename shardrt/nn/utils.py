@@ -40,9 +40,8 @@ def clip_grad_norm_(
         raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm}")
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1 and not isinf(max_norm):
-        kernels = device.current().kernels
         for _, piece in pieces:
-            kernels.elementwise.scale_(piece, factor)
+            device.of(piece).kernels.elementwise.scale_(piece, factor)
     return norm
 
 
@@ -67,10 +66,9 @@ def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_grad_value_: clip_value must not be negative, got {clip_value}")
-    kernels = device.current().kernels
     for storage, piece in _gradient_pieces(parameters):
         storage.refuse_applied("clip_grad_value_")
-        kernels.elementwise.clamp_(piece, clip_value)
+        device.of(piece).kernels.elementwise.clamp_(piece, clip_value)
 
 
 def _check_norm_type(function: str, norm_type: float) -> None:
@@ -104,7 +102,9 @@ def _power_sums(communicator: Communicator | None, pieces: list[np.ndarray], p: 
     """Numbers whose exact sum is that of |g| ** p over all ranks: one (high, low) of each, not added yet."""
     here = device.current()
     values = [
-        value for piece in pieces for value in here.kernels.reduce.power_sums(piece, p).ravel().tolist()
+        value
+        for piece in pieces
+        for value in device.of(piece).kernels.reduce.power_sums(piece, p).ravel().tolist()
     ]
     if communicator is None:
         return values
@@ -128,7 +128,9 @@ def _largest(by_communicator: dict[Communicator | None, list[np.ndarray]]) -> fl
     here = device.current()
     largest = np.zeros(1, np.float64)
     for communicator, pieces in by_communicator.items():
-        value = np.array([0.0, *(here.kernels.reduce.abs_max(piece) for piece in pieces)]).max(keepdims=True)
+        value = np.array([0.0, *(device.of(piece).kernels.reduce.abs_max(piece) for piece in pieces)]).max(
+            keepdims=True
+        )
         if communicator is not None:
             communicator.all_reduce(value, op="max", stream=here.current_stream)
         np.maximum(largest, value, out=largest)  # nan wins, unlike in Python's max

@@ -194,7 +194,7 @@ def _unscale(piece: Slice, factor: float) -> float:
     if ready is not None:
         here.current_stream.wait(ready)  # backward may still be reducing it
     finite = [
-        here.kernels.elementwise.unscale_(gradient[start:stop], factor)
+        device.of(gradient).kernels.elementwise.unscale_(gradient[start:stop], factor)
         for start, stop in merged(zip(piece.starts.tolist(), piece.stops.tolist(), strict=True))
     ]
     return _FINITE if all(finite) else _OVERFLOW

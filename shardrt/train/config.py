@@ -103,13 +103,13 @@ class PrecisionConfig:
     reduce: Precision = Precision.float32  # gradients are sent in
     norms_in_float32: bool = True  # layer norms keep float32 parameters
 
-    @property
-    def policy(self) -> MixedPrecisionPolicy | None:
-        """The same for fully_shard; None if everything is float32."""
+    def policy(self, *, outermost: bool) -> MixedPrecisionPolicy | None:
+        """The same for fully_shard; None if all is float32. The outermost unit gives float32 logits."""
         if self.param is self.reduce is Precision.float32:
             return None
         kept = (LayerNorm, RMSNorm) if self.norms_in_float32 else ()
-        return MixedPrecisionPolicy(self.param.value, self.reduce.value, "float32", full_precision=kept)
+        output = "float32" if outermost else None
+        return MixedPrecisionPolicy(self.param.value, self.reduce.value, output, full_precision=kept)
 
 
 class Recompute(Enum):

@@ -1,8 +1,8 @@
 """A stand-in for CuPy: arrays that are strict about where they are, and the calls that shardrt makes.
 
-Its arrays hold NumPy ones and refuse what CuPy's refuse: to become a NumPy array without being asked, or to be
-mixed with one. Results of reductions are arrays, not numbers. Work is done when it is issued, so orders of
-streams are recorded, not tested: that is done on the CPU device, whose streams are threads.
+Its arrays hold NumPy ones and refuse what CuPy's refuse: to become a NumPy array without being asked, or to
+be mixed with one. Results of reductions are arrays, not numbers. Work is done when it is issued, so the order
+of streams is not tested here: that is done on the CPU device, whose streams are threads.
 """
 
 import ctypes

@@ -1,0 +1,129 @@
+"""NCCL by cupy.cuda.nccl, set up through a host communicator: for ranks with a GPU each.
+
+Gathers are NCCL's. Reductions are an exchange of slices (grouped sends and receives, the bytes of a ring's
+reduce-scatter) and a sum by our own kernel: in the fixed tree over ranks, so the bits are those of every
+other backend, and in float32 also where 16 bits travel, which a ring would round at every hop.
+
+Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
+from shardrt.device import Device
+
+Array = Any
+
+_TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float32": 7, "float64": 8}  # nccl.h
+_TYPES["uint16"] = 6  # float16: the bits travel as they are, and nobody adds them
+
+
+class NCCLCommunicator(Communicator):
+    """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
+
+    Made collectively: rank 0's id is broadcast. One communicator serves one stream.
+    """
+
+    def __init__(self, host: Communicator, device: Device) -> None:
+        from cupy.cuda import nccl
+
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+        self._device = device
+        self._nccl = nccl
+        self._scratch = device.buffer(0, np.uint8)
+        key = np.zeros(128, np.uint8)
+        if self.rank == 0:
+            key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+        host._broadcast(key, 0, "")
+        self._comm = nccl.NcclCommunicator(self.size, key.tobytes(), self.rank)
+
+    def split(self, color: int | None, key: int) -> "NCCLCommunicator | None":
+        host = self._host.split(color, key)
+        return None if host is None else NCCLCommunicator(host, self._device)
+
+    def duplicate(self) -> "NCCLCommunicator":
+        return NCCLCommunicator(self._host.duplicate(), self._device)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
+        return self._device.buffer(count, dtype)
+
+    def close(self) -> None:
+        """Collective. Explicit, because NCCL's own clean-up must not run after MPI's."""
+        self._comm.destroy()
+        self._host.close()
+
+    def check(self) -> None:
+        """Raise RuntimeError if a collective has failed on the GPU, which nothing else reports."""
+        state = self._comm.check_async_error()
+        if state:
+            self._comm.abort()
+            raise RuntimeError(f"NCCL failed on rank {self.rank}: status {state}")
+
+    @property
+    def _stream(self) -> int:
+        return self._device.stream_here()
+
+    def _all_gather(self, buffer: Array, what: str) -> None:
+        n, place = buffer.size // self.size, buffer.data.ptr
+        own = place + self.rank * n * buffer.itemsize
+        self._comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
+
+    def _reduce_scatter(
+        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
+    ) -> None:
+        received = self._space(buffer)
+        self._exchange(received, buffer)
+        n = buffer.size // self.size
+        parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
+        combine(output, parts, scale, accumulate, op, kind)
+
+    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
+        n = buffer.size
+        everyone = self._space(buffer, self.size * n)
+        self._device.copy(everyone[self.rank * n : (self.rank + 1) * n], buffer)
+        self._all_gather(everyone, what)
+        combine(buffer, [everyone[r * n : (r + 1) * n] for r in range(self.size)], op=op)
+
+    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+        place = buffer.data.ptr
+        self._comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
+
+    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
+        self._exchange(output, buffer)
+
+    def _send(self, buffer: Array, peer: int) -> None:
+        self._comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+
+    def _recv(self, buffer: Array, peer: int) -> None:
+        self._comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+
+    def _barrier(self, what: str) -> None:
+        one = self._space(np.empty(1, np.int32))
+        place = one.data.ptr
+        self._comm.allReduce(place, place, 1, _TYPES["int32"], self._nccl.NCCL_SUM, self._stream)
+
+    def _exchange(self, output: Array, buffer: Array) -> None:
+        """Slice r of `output` becomes slice `rank` of rank r's `buffer`."""
+        n, kind = buffer.size // self.size, _TYPES[buffer.dtype.name]
+        step = n * buffer.itemsize
+        self._nccl.groupStart()
+        try:
+            for peer in range(self.size):
+                self._comm.send(buffer.data.ptr + peer * step, n, kind, peer, self._stream)
+                self._comm.recv(output.data.ptr + peer * step, n, kind, peer, self._stream)
+        finally:
+            self._nccl.groupEnd()
+
+    def _space(self, like: Array, count: int | None = None) -> Array:
+        """Scratch of so many elements (as many as `like`), of its type, that only this stream uses."""
+        count = like.size if count is None else count
+        nbytes = count * like.itemsize
+        if nbytes > self._scratch.size:
+            self._device.wait_here()  # work that was issued may use the memory that goes
+            self._scratch = self._device.buffer(nbytes, np.uint8)
+        return self._scratch[:nbytes].view(like.dtype)

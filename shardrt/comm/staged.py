@@ -1,0 +1,115 @@
+"""Device arrays through pinned host memory and a host communicator: works wherever MPI does.
+
+Any number of ranks may share a GPU. Each call copies down, talks, and copies up, and waits for each of the
+three, so nothing overlaps: for tests, for control, and for machines where NCCL can't be had. Host arrays go
+straight to the host communicator. The bits are those of every other backend.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.comm.protocol import Communicator
+from shardrt.device import Device
+
+Array = Any
+
+
+class StagedCommunicator(Communicator):
+    """`host`: a communicator of NumPy arrays over the same ranks. `device`: whose arrays are staged."""
+
+    def __init__(self, host: Communicator, device: Device) -> None:
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+        self._device = device
+        self._memory = device.pinned(0, np.uint8)
+
+    def register_names(self, names: Any) -> None:
+        self._host.register_names(names)
+
+    def split(self, color: int | None, key: int) -> "StagedCommunicator | None":
+        host = self._host.split(color, key)
+        return None if host is None else StagedCommunicator(host, self._device)
+
+    def duplicate(self) -> "StagedCommunicator":
+        return StagedCommunicator(self._host.duplicate(), self._device)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
+        return self._device.buffer(count, dtype)
+
+    def close(self) -> None:
+        self._host.close()
+
+    def _stage(self, *arrays: Array) -> list[np.ndarray]:
+        """Pinned arrays of the same types and sizes, one behind the other; host arrays are themselves."""
+        sizes = [0 if isinstance(a, np.ndarray) else -(-a.nbytes // 64) * 64 for a in arrays]
+        if sum(sizes) > self._memory.size:
+            self._memory = self._device.pinned(sum(sizes), np.uint8)
+        staged, start = [], 0
+        for array, size in zip(arrays, sizes, strict=True):
+            piece = self._memory[start : start + array.nbytes].view(array.dtype)
+            staged.append(array if isinstance(array, np.ndarray) else piece)
+            start += size
+        return staged
+
+    def _copy(self, target: Array, source: Array) -> None:
+        """Copy, and wait: the host is about to read what the device has written, or to write it again."""
+        if target is not source:
+            self._device.copy(target, source)
+            self._device.wait_here()
+
+    def _all_gather(self, buffer: Array, what: str) -> None:
+        (host,) = self._stage(buffer)
+        n = buffer.size // self.size
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        if host is not buffer:
+            self._copy(host[own], buffer[own])
+        self._host._all_gather(host, what)
+        self._copy(buffer, host)
+
+    def _reduce_scatter(
+        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
+    ) -> None:
+        host_output, host_buffer = self._stage(output, buffer)
+        self._copy(host_buffer, buffer)
+        if accumulate:
+            self._copy(host_output, output)
+        self._host._reduce_scatter(host_output, host_buffer, scale, accumulate, op, kind, what)
+        self._copy(output, host_output)
+
+    def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
+        (host,) = self._stage(buffer)
+        self._copy(host, buffer)
+        self._host._all_reduce(host, op, what)
+        self._copy(buffer, host)
+
+    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
+        self._all_reduce(buffer, op, what)
+
+    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+        (host,) = self._stage(buffer)
+        if self.rank == root:
+            self._copy(host, buffer)
+        self._host._broadcast(host, root, what)
+        self._copy(buffer, host)
+
+    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
+        host_output, host_buffer = self._stage(output, buffer)
+        self._copy(host_buffer, buffer)
+        self._host._all_to_all(host_output, host_buffer, what)
+        self._copy(output, host_output)
+
+    def _send(self, buffer: Array, peer: int) -> None:
+        (host,) = self._stage(buffer)
+        self._copy(host, buffer)
+        self._host._send(host, peer)
+
+    def _recv(self, buffer: Array, peer: int) -> None:
+        (host,) = self._stage(buffer)
+        self._host._recv(host, peer)
+        self._copy(buffer, host)
+
+    def _barrier(self, what: str) -> None:
+        self._device.wait_here()
+        self._host._barrier(what)

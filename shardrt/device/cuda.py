@@ -1,0 +1,240 @@
+"""An NVIDIA GPU as a device, by CuPy: pooled arrays for ops, raw memory for what crosses streams.
+
+CuPy's pool gives a block back to the stream that allocated it when the last reference to it goes, without
+asking whether another stream still uses it. So only the compute stream allocates from it; shards, arenas and
+whatever else other streams touch are raw allocations that live as long as they are referred to.
+
+Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+"""
+
+import ctypes
+import importlib
+import threading
+import weakref
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
+
+_HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
+
+
+def count() -> int:
+    """How many GPUs this process sees; 0 where there is no CuPy, or no driver."""
+    try:
+        ctypes.CDLL("libcuda.so.1")  # the driver: asked for first, because CuPy takes a third of a second
+        import cupy
+
+        return cupy.cuda.runtime.getDeviceCount()
+    except Exception:  # CuPy raises errors of its own where the driver is missing
+        return 0
+
+
+class CUDAEvent(Event):
+    """A point in a stream; the same CUDA event again and again."""
+
+    __slots__ = ("handle", "_recorded")
+
+    def __init__(self, handle: Any) -> None:
+        self.handle = handle
+        self._recorded = False
+
+    def recorded(self) -> bool:
+        """Whether there is a point to wait for."""
+        return self._recorded
+
+    def record_in(self, stream: Any) -> None:
+        """Record in a CuPy stream."""
+        self.handle.record(stream)
+        self._recorded = True
+
+    def done(self) -> bool:
+        return not self._recorded or bool(self.handle.done)
+
+    def synchronize(self) -> None:
+        if self._recorded:
+            self.handle.synchronize()
+
+
+class CUDAStream(Stream):
+    """A CUDA stream. What is submitted is called at once with the stream current: it only launches work."""
+
+    def __init__(self, name: str, handle: Any) -> None:
+        self.name = name
+        self.handle = handle
+
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        with self.handle:
+            function(*args)
+
+    def record(self, event: Event) -> None:
+        event.record_in(self.handle)
+
+    def wait(self, event: Event) -> None:
+        if not isinstance(event, CUDAEvent):
+            event.synchronize()  # of the host: nothing may be launched before its point is reached
+        elif event.recorded():
+            self.handle.wait_event(event.handle)
+
+    def synchronize(self) -> None:
+        try:
+            self.handle.synchronize()
+        except RuntimeError as error:  # CUDARuntimeError: a kernel failed
+            raise StreamError(f"work in stream {self.name!r} failed: {error}") from error
+
+
+class CUDADevice(Device):
+    """One GPU. Raises RuntimeError that says what is missing where it can't be used."""
+
+    name = "cuda"
+
+    def __init__(self, index: int = 0) -> None:
+        self.index = index
+        self._cupy = _cupy(index)
+        self._here = threading.local()
+        self._kernels: ModuleType | None = None
+        self._usage: _Usage | None = None
+        self.enter()
+
+    def enter(self) -> None:
+        self._cupy.cuda.runtime.setDevice(self.index)
+        if not hasattr(self._here, "stream"):
+            # Not the null stream, which can't be captured and waits for others unasked.
+            handle = self._cupy.cuda.Stream(non_blocking=True)
+            self._here.stream = CUDAStream("compute", handle)
+        self._here.stream.handle.use()
+
+    @property
+    def current_stream(self) -> CUDAStream:
+        """This thread's compute stream."""
+        if not hasattr(self._here, "stream"):
+            self.enter()
+        return self._here.stream
+
+    @property
+    def kernels(self) -> ModuleType:
+        if self._kernels is None:
+            self._kernels = importlib.import_module("shardrt.kernels.cuda")
+        return self._kernels
+
+    def compute_dtype(self, name: str) -> np.dtype:
+        if name == dtypes.bfloat16:
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return np.dtype(name)
+
+    def warm_up(self) -> None:
+        self.kernels.warm_up()
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._cupy.empty(shape, dtype)
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        return self._cupy.zeros(shape, dtype)
+
+    def buffer(self, count: int, dtype: Any) -> Array:
+        nbytes = count * np.dtype(dtype).itemsize
+        memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(nbytes, 1)), 0)
+        memory.memset_async(0, nbytes, self.current_stream.handle)
+        self.current_stream.synchronize()  # other streams may use it at once
+        return self._cupy.ndarray((count,), dtype, memory)
+
+    def pinned(self, count: int, dtype: Any) -> np.ndarray:
+        """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two."""
+        runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
+        address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
+        memory = (ctypes.c_ubyte * max(nbytes, 1)).from_address(address)
+        weakref.finalize(memory, runtime.freeHost, address)
+        array = np.frombuffer(memory, np.uint8)[:nbytes].view(dtype)
+        array.fill(0)
+        return array
+
+    def asarray(self, values: Any, dtype: Any = None) -> Array:
+        return self._cupy.asarray(values, dtype)
+
+    def copy(self, target: Array, source: Array) -> None:
+        """In CuPy's current stream. Both contiguous, of one dtype, on the host or here."""
+        if target.dtype != source.dtype or target.size != source.size:
+            raise ValueError(
+                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+            )
+        runtime, stream = self._cupy.cuda.runtime, self._cupy.cuda.get_current_stream()
+        kind = runtime.memcpyDefault  # the addresses say where they are
+        runtime.memcpyAsync(_address(target), _address(source), target.nbytes, kind, stream.ptr)
+
+    def stream_here(self) -> int:
+        """The handle of the stream that runs this, for libraries that take one."""
+        return self._cupy.cuda.get_current_stream().ptr
+
+    def wait_here(self) -> None:
+        self._cupy.cuda.get_current_stream().synchronize()
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return array if isinstance(array, np.ndarray) else array.get()
+
+    def new_stream(self, name: str) -> Stream:
+        return CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
+
+    def new_event(self) -> Event:
+        return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
+
+    def peak_bytes(self) -> int:
+        return self._measured().peak
+
+    def reset_peak(self) -> None:
+        self._measured().reset()
+
+    def _measured(self) -> "_Usage":
+        if self._usage is None:
+            self._usage = _Usage(self._cupy)
+        return self._usage
+
+
+class _Usage:
+    """The most that CuPy's pool has lent at once since `reset`. Counted from the first question on."""
+
+    def __init__(self, cupy: ModuleType) -> None:
+        self._pool = cupy.get_default_memory_pool()
+        self.reset()
+        usage = self
+
+        class Watch(cupy.cuda.MemoryHook):
+            """Called by CuPy after each allocation from the pool."""
+
+            name = "shardrt peak"
+
+            def malloc_postprocess(self, **info: Any) -> None:
+                usage.peak = max(usage.peak, usage._pool.used_bytes())
+
+        self._watch = Watch()
+        self._watch.__enter__()
+
+    def reset(self) -> None:
+        self.peak = self._pool.used_bytes()
+
+
+def _address(array: Array) -> int:
+    return array.ctypes.data if isinstance(array, np.ndarray) else array.data.ptr
+
+
+def _cupy(index: int) -> ModuleType:
+    """CuPy, when it can use GPU `index`. Raises RuntimeError with one line on what is missing."""
+    try:
+        import cupy
+        import ml_dtypes  # noqa: F401  before CuPy, which else has no bfloat16
+    except ImportError as error:
+        raise RuntimeError(
+            f"device 'cuda' needs CuPy and ml_dtypes ({error}): pip install 'shardrt[cuda]', or use 'cpu'"
+        ) from error
+    try:
+        gpus = cupy.cuda.runtime.getDeviceCount()
+    except Exception as error:  # CuPy's own kinds, or an ImportError where the driver is missing
+        raise RuntimeError(f"device 'cuda' needs a GPU, and finds none ({error}); use 'cpu'") from error
+    if index >= gpus:
+        raise RuntimeError(f"device 'cuda:{index}' is not there: this machine has {gpus} GPU(s)")
+    return cupy
