@@ -18,7 +18,9 @@ def fake_cuda(monkeypatch):
     """A device "cuda" made of the real sources, a stand-in for CuPy, and the emulator of kernels."""
     if shutil.which("g++") is None:
         pytest.skip("no g++")
-    monkeypatch.setitem(sys.modules, "cupy", fake_cupy.module())
+    cupy = fake_cupy.module()
+    monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)
     device.get.cache_clear()
     before = _launch.use(FakeDeviceEmulator())
     yield device.get("cuda")

@@ -12,6 +12,8 @@ from types import ModuleType, SimpleNamespace
 
 import numpy as np
 
+from tests.cuda import fake_nccl
+
 _BACK = (
     "reshape",
     "transpose",
@@ -255,6 +257,52 @@ class Runtime:
         ctypes.memmove(target, source, size)
 
 
+class Device:
+    """cupy.cuda.Device: an H200."""
+
+    attributes = {"MultiProcessorCount": 132}  # noqa: RUF012
+    compute_capability = "90"
+
+
+class Driver:
+    """cupy.cuda.driver."""
+
+    CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+
+    def __init__(self):
+        self.limits = []
+
+    def funcSetAttribute(self, function, attribute, value):
+        assert attribute == 8
+        self.limits.append((function, value))
+
+
+class Module:
+    """cupy.cuda.function.Module: keeps what would have been launched."""
+
+    launched = []  # noqa: RUF012
+
+    def load(self, code):
+        assert code[:4] == b"\x7fELF", "machine code"
+        self.code = code
+
+    def get_function(self, name):
+        assert name.encode() in self.code, "not in this module"
+
+        def launch(grid, block, args, shared):
+            Module.launched.append((name, grid, block, args, shared))
+
+        return _Function(name, launch)
+
+
+class _Function:
+    def __init__(self, name, launch):
+        self.ptr, self._launch = id(self), launch
+
+    def __call__(self, *args):
+        self._launch(*args)
+
+
 class Pool:
     """The default memory pool."""
 
@@ -283,13 +331,19 @@ def module():
 
     cupy.asarray = asarray
     cupy.get_default_memory_pool = Pool
-    cupy.cuda = SimpleNamespace(
+    cupy.cuda = ModuleType("cupy.cuda")
+    vars(cupy.cuda).update(
         Stream=Stream,
         Event=Event,
         Memory=Memory,
         MemoryPointer=MemoryPointer,
         MemoryHook=MemoryHook,
+        Device=Device,
         runtime=Runtime(),
+        driver=Driver(),
+        function=SimpleNamespace(Module=Module),
+        nccl=fake_nccl.module(),
         get_current_stream=lambda: Stream.here.stream,
+        get_elapsed_time=lambda start, stop: 1.0,
     )
     return cupy

@@ -1,0 +1,128 @@
+"""Communicators of device arrays: the results of the contract, to the bit, on stand-ins for CuPy and NCCL."""
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm import init_device_mesh, thread
+from tests.mpi.contract import added, packed, tree, values
+
+COUNTS = (1, 7, 1000)
+PATTERN = pytest.mark.parametrize("kind", ["staged", "nccl"])
+SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+def on_ranks(size, kind, body):
+    """Run `body(communicator, device, stream)` on every rank; the communicator is that for gathers."""
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator=kind)
+        body(mesh.communicator("gather"), mesh.device, mesh.stream("gather"))
+
+    thread.run(size, rank)
+
+
+@SIZES
+@PATTERN
+@pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8", "uint16"])
+def test_all_gather(fake_cuda, kind, size, dtype):
+    def body(comm, here, stream):
+        for count in COUNTS:
+            buffer = comm.allocate(size * count, dtype, shared=True)
+            own = slice(comm.rank * count, (comm.rank + 1) * count)
+            here.copy(buffer[own], values(comm.rank, count, dtype))
+            comm.all_gather(buffer, stream=stream)
+            expected = np.concatenate([values(rank, count, dtype) for rank in range(size)])
+            np.testing.assert_array_equal(here.to_numpy(buffer), expected)
+
+    on_ranks(size, kind, body)
+
+
+@SIZES
+@PATTERN
+@pytest.mark.parametrize("bits", ["", "bfloat16", "float16"])
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_reduce_scatter_adds_by_the_tree(fake_cuda, kind, size, bits, accumulate):
+    def body(comm, here, stream):
+        for count in COUNTS:
+            own = slice(comm.rank * count, (comm.rank + 1) * count)
+            given = [values(rank, size * count, "float32") for rank in range(size)]
+            buffer, output = here.asarray(given[comm.rank]), here.asarray(np.full(count, 3, np.float32))
+            if bits:
+                buffer = here.asarray(packed(given[comm.rank], bits))
+                given = [widened(packed(part, bits), bits) for part in given]
+            comm.reduce_scatter(output, buffer, stream=stream, scale=0.5, accumulate=accumulate, kind=bits)
+            before = np.full(count, 3, np.float32) if accumulate else None
+            expected = added(tree([part[own] for part in given]), 0.5, before)
+            np.testing.assert_array_equal(here.to_numpy(output), expected)
+
+    on_ranks(size, kind, body)
+
+
+def widened(numbers, bits):
+    if bits == "bfloat16":
+        return (numbers.astype(np.uint32) << 16).view(np.float32)
+    return numbers.view(np.float16).astype(np.float32)
+
+
+@SIZES
+@PATTERN
+@pytest.mark.parametrize("count", [1, 7, 60_000])
+def test_all_reduce(fake_cuda, kind, size, count):
+    def body(comm, here, stream):
+        for op, pairwise in (("sum", np.add), ("max", np.maximum), ("min", np.minimum)):
+            buffer = here.asarray(values(comm.rank, count, "float32"))
+            comm.all_reduce(buffer, op=op, stream=stream)
+            expected = tree([values(rank, count, "float32") for rank in range(size)], pairwise)
+            np.testing.assert_array_equal(here.to_numpy(buffer), expected)
+
+    on_ranks(size, kind, body)
+
+
+@SIZES
+@PATTERN
+def test_broadcast_all_to_all_and_messages(fake_cuda, kind, size):
+    def body(comm, here, stream):
+        buffer = here.asarray(values(comm.rank, 5, "float32"))
+        comm.broadcast(buffer, root=size - 1, stream=stream)
+        np.testing.assert_array_equal(here.to_numpy(buffer), values(size - 1, 5, "float32"))
+        buffer = here.asarray(values(comm.rank, 3 * size, "int64"))
+        output = here.empty((3 * size,), np.int64)
+        comm.all_to_all(output, buffer, stream=stream)
+        own = slice(3 * comm.rank, 3 * comm.rank + 3)
+        expected = np.concatenate([values(rank, 3 * size, "int64")[own] for rank in range(size)])
+        np.testing.assert_array_equal(here.to_numpy(output), expected)
+        if size > 1 and comm.rank < 2:
+            if comm.rank == 0:
+                comm.send(buffer, peer=1, stream=stream)
+            else:
+                comm.recv(buffer, peer=0, stream=stream)
+                np.testing.assert_array_equal(here.to_numpy(buffer), values(0, 3 * size, "int64"))
+        comm.barrier(stream=stream)
+
+    on_ranks(size, kind, body)
+
+
+@PATTERN
+def test_groups_of_ranks(fake_cuda, kind):
+    def body(comm, here, stream):
+        group = comm.split(comm.rank % 2, comm.rank)
+        buffer = here.asarray(values(comm.rank, 4, "float32"))
+        group.all_reduce(buffer, stream=stream)
+        expected = values(comm.rank % 2, 4, "float32") + values(comm.rank % 2 + 2, 4, "float32")
+        np.testing.assert_array_equal(here.to_numpy(buffer), expected)
+        group.close()
+
+    on_ranks(4, kind, body)
+
+
+@PATTERN
+def test_control_carries_host_arrays(fake_cuda, kind):
+    def rank():
+        mesh = init_device_mesh("cuda", communicator=kind)
+        numbers = np.array([mesh.rank], np.int64)
+        control = mesh.communicator("control")
+        control.all_reduce(numbers, stream=device.current().current_stream)
+        assert numbers[0] == 3
+
+    thread.run(3, rank)
