@@ -340,7 +340,7 @@ def test_cuda_without_a_gpu_is_one_clear_error():
         init_device_mesh("cuda")
 
 
-@pytest.mark.parametrize("kind", ["staged", "nccl"])
+@pytest.mark.parametrize("kind", ["staged", "nccl", "ipc"])
 def test_what_is_for_gpus_is_refused_on_the_cpu(kind):
     with pytest.raises(ValueError, match=f"communicator: '{kind}' is for GPUs, and the device is 'cpu'"):
         init_device_mesh("cpu", communicator=kind)

@@ -1,10 +1,23 @@
-"""Whole weights in and out of a sharded model: state dicts in memory, safetensors files on disk.
+"""Checkpoints of a run, and whole weights in and out.
 
-What is saved are the weights under their full names, at no world size in particular: they load at any. The
-optimizer's state is not saved yet.
+Read in this order: disk, pieces, manifest, rankfile, store, talk, checkpoints; weights and state are about
+files and dicts of whole weights alone.
 """
 
-from shardrt.checkpoint.files import load, save
+from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardrt.checkpoint.manifest import Damaged
 from shardrt.checkpoint.state import full_state_dict
+from shardrt.checkpoint.store import Store, read_manifest, verify
+from shardrt.checkpoint.weights import load, save
 
-__all__ = ["full_state_dict", "load", "save"]
+__all__ = [
+    "CheckpointError",
+    "Checkpoints",
+    "Damaged",
+    "Store",
+    "full_state_dict",
+    "load",
+    "read_manifest",
+    "save",
+    "verify",
+]

@@ -8,15 +8,16 @@ from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import Device, cuda
 
-KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl")
-DEVICE_KINDS = ("staged", "nccl")  # for arrays of a GPU; a host communicator is below them
+KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
+DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
 
 
 def for_device(host: Communicator, device: Device, kind: str, role: str) -> Communicator:
     """The communicator of `device`'s arrays for a role, over the ranks of `host`, which it takes. Collective.
 
-    On the CPU `host` itself. On a GPU "staged" or "nccl"; "auto" takes NCCL where every rank has a GPU of its
-    own. What is for control carries host arrays and little else, so it is always staged.
+    On the CPU `host` itself. On a GPU "staged", "nccl" or "ipc" (the ranks of one node); "auto" takes NCCL
+    where every rank has a GPU of its own, else "staged". What is for control carries host arrays and little
+    else, so it is always staged.
     """
     if device.name == "cpu":
         return host
@@ -24,6 +25,10 @@ def for_device(host: Communicator, device: Device, kind: str, role: str) -> Comm
         return SingleCommunicator(device)
     if role == "control" or kind == "staged":
         return StagedCommunicator(host, device)
+    if kind == "ipc":
+        from shardrt.comm.ipc import IPCCommunicator
+
+        return IPCCommunicator(host, device)
     if kind == "auto" and not _a_gpu_for_each(host):
         return StagedCommunicator(host, device)
     from shardrt.comm.nccl import NCCLCommunicator
@@ -35,8 +40,8 @@ def create(kind: str = "auto") -> Communicator:
     """A communicator of host arrays over all ranks of the current world. Collective.
 
     "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
-    shared memory combined with MPI on several (see hierarchical.py). "staged" and "nccl", which are for GPUs
-    (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown or does
+    shared memory combined with MPI on several (see hierarchical.py). "staged", "nccl" and "ipc", which are for
+    GPUs (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown or does
     not fit this run.
     """
     if kind in DEVICE_KINDS:

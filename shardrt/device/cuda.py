@@ -171,6 +171,26 @@ class CUDADevice(Device):
         """The handle of the stream that runs this, for libraries that take one."""
         return self._cupy.cuda.get_current_stream().ptr
 
+    # Memory of other processes on this machine, for comm/ipc.py.
+
+    def export_memory(self, array: Array) -> bytes:
+        """What another process opens to see the whole of `array`, which is one from `buffer`."""
+        return self._cupy.cuda.runtime.ipcGetMemHandle(array.data.ptr)
+
+    def open_memory(self, handle: bytes) -> int:
+        """The address here of what another process has exported. Not in the exporting process itself."""
+        return self._cupy.cuda.runtime.ipcOpenMemHandle(handle)
+
+    def close_memory(self, address: int) -> None:
+        """Undo open_memory. Before the exporting process frees what it has exported."""
+        self._cupy.cuda.runtime.ipcCloseMemHandle(address)
+
+    def memory_at(self, address: int, nbytes: int) -> Array:
+        """Bytes at an address that somebody else keeps valid. They may lie on a peer GPU."""
+        # Told to be of this GPU, whatever it is of: CuPy else asks for its own kind of peer access.
+        memory = self._cupy.cuda.UnownedMemory(address, nbytes, None, self.index)
+        return self._cupy.ndarray((nbytes,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
+
     def wait_here(self) -> None:
         self._cupy.cuda.get_current_stream().synchronize()
 

@@ -6,8 +6,10 @@ of streams is not tested here: that is done on the CPU device, whose streams are
 """
 
 import ctypes
+import itertools
 import operator
 import threading
+import weakref
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -39,7 +41,8 @@ class ndarray:
             self._host = np.empty(shape, dtype)
         else:
             count = int(np.prod(shape))
-            self._host = memptr.mem.bytes[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
+            memory = memptr.mem.bytes[memptr.offset :]
+            self._host = memory[: count * np.dtype(dtype).itemsize].view(dtype).reshape(shape)
 
     @property
     def data(self):
@@ -214,16 +217,27 @@ class Event:
 class Memory:
     """cupy.cuda.Memory: raw, and not cleared."""
 
+    live = weakref.WeakValueDictionary()  # by address; what arrays keep alive is the memory behind `bytes`
+
     def __init__(self, size):
-        self.bytes = np.full(size + 256, 0xFF, np.uint8)
-        self.bytes = self.bytes[-self.bytes.ctypes.data % 256 :][:size]
+        memory = np.full(size + 256, 0xFF, np.uint8)
+        self.bytes = memory[-memory.ctypes.data % 256 :][:size]
+        Memory.live[self.bytes.ctypes.data] = memory
+
+
+class UnownedMemory:
+    """cupy.cuda.UnownedMemory."""
+
+    def __init__(self, ptr, size, owner, device_id=-1):
+        assert device_id == 0
+        self.bytes = np.frombuffer((ctypes.c_ubyte * size).from_address(ptr), np.uint8)
 
 
 class MemoryPointer:
     """cupy.cuda.MemoryPointer."""
 
     def __init__(self, mem, offset):
-        self.mem, self.ptr = mem, mem.bytes.ctypes.data + offset
+        self.mem, self.offset, self.ptr = mem, offset, mem.bytes.ctypes.data + offset
 
     def memset_async(self, value, size, stream):
         assert isinstance(stream, Stream)
@@ -237,6 +251,7 @@ class Runtime:
 
     def __init__(self):
         self.host = {}
+        self.ipc = Sharing()
 
     def getDeviceCount(self):
         return 1
@@ -255,6 +270,60 @@ class Runtime:
     def memcpyAsync(self, target, source, size, kind, stream):
         assert kind == self.memcpyDefault and stream == Stream.here.stream.ptr
         ctypes.memmove(target, source, size)
+
+    def ipcGetMemHandle(self, address):
+        return self.ipc.export(address)
+
+    def ipcOpenMemHandle(self, handle):
+        return self.ipc.open(handle)
+
+    def ipcCloseMemHandle(self, address):
+        self.ipc.close(address)
+
+
+class Sharing:
+    """CUDA IPC: a handle stands for an address of this process, and threads for processes."""
+
+    def __init__(self):
+        self.exported = {}  # handle -> (memory's address, thread)
+        self.opened = []  # (address, thread)
+        self.errors = []
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def export(self, address):
+        memory = Memory.live.get(address)
+        assert memory is not None, "not the beginning of an allocation"
+        assert (memory.size - 256) % (2 << 20) == 0, (
+            "others share the driver's page, and would be exported too"
+        )
+        with self._lock:
+            assert address not in [known for known, _ in self.exported.values() if known in Memory.live], (
+                "exported twice"
+            )
+            handle = next(self._numbers).to_bytes(64, "big")
+            self.exported[handle] = address, threading.get_ident()
+            weakref.finalize(memory, self._freed, address, handle)
+        return handle
+
+    def open(self, handle):
+        address, owner = self.exported[handle]
+        if owner == threading.get_ident():
+            raise RuntimeError("cudaErrorInvalidResourceHandle: opened in the exporting process")
+        assert address in Memory.live
+        with self._lock:
+            assert (address, threading.get_ident()) not in self.opened, "mapped twice"
+            self.opened.append((address, threading.get_ident()))
+        return address
+
+    def close(self, address):
+        with self._lock:
+            self.opened.remove((address, threading.get_ident()))
+
+    def _freed(self, address, handle):
+        if any(known == address for known, _ in self.opened):
+            self.errors.append("freed while others have it mapped")
+        self.exported.pop(handle, None)
 
 
 class Device:
@@ -336,6 +405,7 @@ def module():
         Stream=Stream,
         Event=Event,
         Memory=Memory,
+        UnownedMemory=UnownedMemory,
         MemoryPointer=MemoryPointer,
         MemoryHook=MemoryHook,
         Device=Device,

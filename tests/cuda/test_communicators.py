@@ -1,15 +1,23 @@
 """Communicators of device arrays: the results of the contract, to the bit, on stand-ins for CuPy and NCCL."""
 
+import threading
+
 import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh, ipc, thread
 from tests.mpi.contract import added, packed, tree, values
 
 COUNTS = (1, 7, 1000)
-PATTERN = pytest.mark.parametrize("kind", ["staged", "nccl"])
+PATTERN = pytest.mark.parametrize("kind", ["staged", "nccl", "ipc"])
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """For ipc, which has nothing to map where ranks are threads of one process, they pass for processes."""
+    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
 
 
 def on_ranks(size, kind, body):

@@ -1,0 +1,334 @@
+"""Saving and restoring a training run: parameters, optimizer, step, and whatever else the program wants back.
+
+    save      pieces -> a file per rank, hashed on the way -> manifest, last -> one rename
+    restore   manifest -> for each piece of this rank the saved ranges that overlap it, in verified blocks
+
+docs/checkpoints.md says what is promised when something fails in between.
+"""
+
+import secrets
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.checkpoint import rankfile, talk
+from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest, SavedFile, SavedParameter, SavedPiece
+from shardrt.checkpoint.pieces import PARAMETER, Piece, pieces_of, set_steps, steps_of
+from shardrt.checkpoint.store import Store, read_manifest
+from shardrt.comm import DeviceMesh
+from shardrt.nn.module import Module
+from shardrt.optim.optimizer import Optimizer
+
+
+class CheckpointError(RuntimeError):
+    """A checkpoint could not be written or restored, told to every rank. Training state is as it was."""
+
+
+class Checkpoints:
+    """The checkpoints of one run, in one folder. All calls are collective.
+
+    keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
+    """
+
+    def __init__(
+        self,
+        root: str | Path,
+        model: Module,
+        optimizer: Optimizer,
+        mesh: DeviceMesh,
+        *,
+        keep_last: int = 3,
+        keep_every: int = 0,
+        disk: Disk | None = None,
+    ) -> None:
+        if keep_last < 1 or keep_every < 0:
+            raise ValueError(
+                f"Checkpoints: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
+            )
+        self.store = Store(Path(root), disk)
+        self._model, self._optimizer, self._mesh = model, optimizer, mesh
+        self._control = mesh.communicator("control")
+        self._keep = keep_last, keep_every
+        self._pending: _Save | None = None
+
+    # -- saving
+
+    def save(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> Path:
+        """Write checkpoint `step` and wait until it is on the disk; gives its directory.
+
+        extra: JSON that `restore` gives back. best: a step that retention must keep. Raises CheckpointError,
+        which names ranks and files, if any rank failed; older checkpoints are then as they were.
+        """
+        self.settle()
+        self._begin(step, extra or {}, best, copy=False)
+        return self.settle()
+
+    def start(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> None:
+        """Take a copy of what checkpoint `step` is made of, and write it while training goes on.
+
+        Needs the bytes of this rank's pieces on the host, until it is written. Call `tick` in every step from
+        then on, and `settle` at the end. Waits for a save that is still under way. Raises CheckpointError
+        if that, or the copy, failed.
+        """
+        self.settle()
+        self._begin(step, extra or {}, best, copy=True)
+
+    def tick(self) -> Path | None:
+        """Publish the checkpoint that was started, once every rank has written it; gives its directory then.
+
+        Raises CheckpointError if a rank failed to write; the run may go on.
+        """
+        if self._pending is None:
+            return None
+        done = np.array([self._pending.done], np.int64)
+        self._control.all_reduce(done, op="min", stream=device.current().current_stream)
+        return self._publish() if done[0] else None
+
+    def settle(self) -> Path | None:
+        """Wait for a save that is under way, and publish it; gives its directory, None if there was none."""
+        if self._pending is None:
+            return None
+        self._pending.wait()
+        return self._publish()
+
+    def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
+        temporary, error = "", None
+        if self._mesh.rank == 0:
+            try:
+                temporary = str(self.store.begin(step, secrets.token_hex(4)))
+            except OSError as failed:
+                error = failed
+        self._agree(f"step {step} was not saved", error)
+        folder = Path(talk.from_first(self._control, temporary))
+        pieces, error = [], None
+        try:
+            pieces = _stable(list(pieces_of(self._model, self._optimizer, saving=True)), copy)
+        except MemoryError as failed:
+            error = failed
+        self._agree(f"step {step} was not saved", error, folder)
+        steps = steps_of(self._model, self._optimizer)
+        self._pending = _Save(self.store.disk, folder, step, extra, best, pieces, steps, self._mesh.rank)
+        self._pending.go(in_background=copy)
+
+    def _publish(self) -> Path:
+        pending, self._pending = self._pending, None
+        self._agree(f"step {pending.step} was not saved", pending.error, pending.folder)
+        everyone = talk.from_all(
+            self._control, [asdict(pending.file), [list(vars(p).values()) for p in pending.saved]]
+        )
+        path, error = "", None
+        if self._mesh.rank == 0:
+            try:
+                path = str(self.store.publish(pending.folder, self._manifest(pending, everyone)))
+            except OSError as failed:
+                error = failed
+        self._agree(f"step {pending.step} was not saved", error, pending.folder)
+        if self._mesh.rank == 0:
+            try:
+                self.store.prune(*self._keep, pending.best)
+            except OSError as failed:  # the new checkpoint is there; that an old one is too harms nobody
+                warnings.warn(f"an old checkpoint could not be removed: {failed}", stacklevel=3)
+        return Path(talk.from_first(self._control, path))
+
+    def _manifest(self, pending: "_Save", everyone: list) -> Manifest:
+        files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in everyone)
+        pieces = tuple(SavedPiece(*row) for _, rows in everyone for row in rows)
+        parameters = {
+            name: SavedParameter(parameter.shape, rankfile.kind_of(parameter.dtype))
+            for name, parameter in self._model.named_parameters()
+        }
+        return Manifest(pending.step, files, parameters, pieces, pending.steps, pending.extra)
+
+    def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
+        """Raise CheckpointError on every rank if any has an error; rank 0 removes what was begun."""
+        told = talk.failures(self._control, error)
+        if not told:
+            return
+        if folder is not None and self._mesh.rank == 0:
+            try:
+                self.store.disk.remove(folder)
+            except OSError:  # it goes at the next start
+                pass
+        raise CheckpointError(f"{what}: {'; '.join(told)}") from error
+
+    # -- restoring
+
+    def restore(
+        self, path: str | Path | None = None, *, weights_only: bool = False
+    ) -> tuple[int, dict[str, Any]]:
+        """Take over the checkpoint in directory `path`, else the newest that verifies; gives (step, extra).
+
+        Of several ranks each reads what it needs, at any world size, strategy and layout. Without a path,
+        (0, {}) if the folder has none; those passed over are warned of, with the reason. weights_only leaves
+        the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
+        """
+        if path is None and self._mesh.rank == 0:
+            self.store.clean()
+        candidates = [str(p) for _, p in self.store.checkpoints()] if path is None else [str(path)]
+        refused = []
+        for candidate in map(Path, talk.from_first(self._control, candidates)):
+            told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
+            if not told:
+                told, _ = self._attempt(self._load, candidate, manifest, weights_only)
+            if not told:
+                for passed in refused if self._mesh.rank == 0 else ():
+                    warnings.warn(f"passed over a checkpoint: {passed}", stacklevel=2)
+                return manifest.step, manifest.extra
+            refused.append("; ".join(sorted({text.partition(": ")[2] for text in told})))
+        if refused:
+            raise CheckpointError(f"no checkpoint could be restored: {'; '.join(refused)}")
+        return 0, {}
+
+    def _attempt(self, function: Callable, *args: Any) -> tuple[list[str], Any]:
+        """(what went wrong on any rank, what `function` gave here). All ranks have run it when it returns."""
+        result = error = None
+        try:
+            result = function(*args)
+        except (Damaged, OSError) as failed:
+            error = failed
+        return talk.failures(self._control, error), result
+
+    def _checked_manifest(self, folder: Path, weights_only: bool) -> Manifest:
+        manifest = read_manifest(folder)
+        _check_fits(self._model, manifest, folder)
+        _check_kinds(self._pieces(weights_only), manifest, folder)
+        return manifest
+
+    def _pieces(self, weights_only: bool) -> list[Piece]:
+        """What this rank restores."""
+        return list(pieces_of(self._model, None if weights_only else self._optimizer, saving=False))
+
+    def _load(self, folder: Path, manifest: Manifest, weights_only: bool) -> None:
+        """Fill this rank's pieces. Raises Damaged or OSError; what was filled until then stays."""
+        for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
+            reader = rankfile.Reader(folder, manifest.files[number])
+            try:
+                for saved, piece, first, count in transfers:
+                    _transfer(reader, saved, piece, first, count)
+            finally:
+                reader.close()
+        if not weights_only:
+            set_steps(self._model, self._optimizer, manifest.steps)
+        for parameter in self._model.parameters():
+            parameter.storage.modified()
+
+
+class _Save:
+    """One save on one rank: what is written, where, and how it went."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        folder: Path,
+        step: int,
+        extra: dict[str, Any],
+        best: int | None,
+        pieces: list[Piece],
+        steps: dict[str, int],
+        rank: int,
+    ) -> None:
+        self.folder, self.step, self.extra, self.best, self.steps = folder, step, extra, best, steps
+        self.error: BaseException | None = None
+        self.done = False
+        self.file = SavedFile("", 0, ())
+        self.saved: list[SavedPiece] = []
+        self._disk, self._pieces, self._rank = disk, pieces, rank
+        self._thread: threading.Thread | None = None
+
+    def go(self, in_background: bool) -> None:
+        """Write, in a thread of its own or at once."""
+        if in_background:
+            self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+            self._thread.start()
+        else:
+            self._write()
+
+    def wait(self) -> None:
+        """Return when it is written, or has failed."""
+        if self._thread is not None:
+            self._thread.join()
+
+    def _write(self) -> None:
+        try:
+            path = self.folder / f"rank-{self._rank:05d}.safetensors"
+            self.file, self.saved = rankfile.write(self._disk, path, self._pieces, self._rank)
+        except BaseException as error:  # told to all ranks by who waits
+            self.error = error
+        self._pieces = []
+        self.done = True
+
+
+def _stable(pieces: list[Piece], copy: bool) -> list[Piece]:
+    """The same pieces; copies on the host if asked for, which training can't change."""
+    if not copy:
+        return pieces
+    return [
+        Piece(p.kind, p.parameter, p.first, np.array(device.of(p.array).to_numpy(p.array), copy=True))
+        for p in pieces
+    ]
+
+
+def _transfers(
+    wanted: list[Piece], manifest: Manifest
+) -> dict[int, list[tuple[SavedPiece, Piece, int, int]]]:
+    """File number -> (saved piece, wanted piece, first element, count) of each overlap, in file order."""
+    saved: dict[tuple[str, str], list[SavedPiece]] = {}
+    for piece in manifest.pieces:
+        saved.setdefault((piece.kind, piece.parameter), []).append(piece)
+    found: dict[int, list[tuple[SavedPiece, Piece, int, int]]] = {}
+    for piece in wanted:
+        for other in saved[piece.kind, piece.parameter]:
+            first = max(piece.first, other.first)
+            count = min(piece.first + piece.array.size, other.first + other.count) - first
+            if count > 0:
+                found.setdefault(other.file, []).append((other, piece, first, count))
+    for transfers in found.values():
+        transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2] - transfer[0].first)
+    return found
+
+
+def _transfer(reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, count: int) -> None:
+    """Copy elements [first, first + count) of the parameter from the file to this rank's piece."""
+    itemsize = piece.array.dtype.itemsize
+    target = piece.array[first - piece.first : first - piece.first + count]
+    here = device.of(target)
+    step = max(1, rankfile.BLOCK // itemsize)
+    for start in range(0, count, step):
+        part = target[start : start + step]
+        offset = saved.offset + (first - saved.first + start) * itemsize
+        if isinstance(part, np.ndarray):
+            reader.read_into(part, offset, f"{saved.kind} {saved.parameter!r}")
+        else:
+            host = np.empty(part.size, part.dtype)
+            reader.read_into(host, offset, f"{saved.kind} {saved.parameter!r}")
+            here.copy(part, host)
+
+
+def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
+    """Raise Damaged unless names, shapes and types are those of the model."""
+    own = {name: (p.shape, p.dtype.name) for name, p in model.named_parameters()}
+    theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
+    if own.keys() != theirs.keys():
+        missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
+        raise Damaged(f"{folder}: it is of another model: missing {missing[:10]}, not expected {extra[:10]}")
+    for name in own:
+        if own[name] != theirs[name]:
+            raise Damaged(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
+
+
+def _check_kinds(wanted: list[Piece], manifest: Manifest, folder: Path) -> None:
+    """Raise Damaged if the optimizer keeps something that was not saved."""
+    there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
+    missing = sorted({(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER} - there)
+    if missing:
+        raise Damaged(
+            f"{folder}: it has no {missing[0][0]!r} of {missing[0][1]!r}: another optimizer, or parameters "
+            "that were frozen then; restore with weights_only"
+        )

@@ -1,0 +1,49 @@
+"""What a checkpoint does to a file system, one method for each operation, so that tests can stop at any.
+
+Nothing is buffered here: what `write` returned from is with the kernel; what `sync` returned from, on disk.
+"""
+
+import os
+import shutil
+from pathlib import Path
+
+
+class Disk:
+    """The real file system."""
+
+    def make_directory(self, path: Path) -> None:
+        """Make one directory, whose parent exists. Raises FileExistsError."""
+        os.mkdir(path)
+
+    def create(self, path: Path) -> int:
+        """Open a new file for writing; gives its descriptor. Raises FileExistsError."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+
+    def write(self, file: int, data: memoryview) -> None:
+        """Append all of `data`."""
+        while data:
+            data = data[os.write(file, data) :]
+
+    def sync(self, file: int) -> None:
+        """Wait until what was written is on the disk."""
+        os.fsync(file)
+
+    def close(self, file: int) -> None:
+        """Close a descriptor."""
+        os.close(file)
+
+    def sync_directory(self, path: Path) -> None:
+        """Wait until the names in a directory are on the disk."""
+        file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+    def rename(self, old: Path, new: Path) -> None:
+        """Give `old` another name, at once. `new` must not exist, or be an empty directory."""
+        os.rename(old, new)
+
+    def remove(self, path: Path) -> None:
+        """Remove a directory with all that is in it."""
+        shutil.rmtree(path)

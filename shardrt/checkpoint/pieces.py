@@ -1,0 +1,73 @@
+"""What of a model and its optimizer this rank saves and restores: pieces of parameters, not of flat buffers.
+
+A piece is a range of a parameter's elements, in memory order. How parameters lie in units, and where padding
+is, does not show; so a checkpoint loads into any layout, strategy and number of ranks.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt.comm import world as worlds
+from shardrt.fsdp.group import Group
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.optim.optimizer import Optimizer
+
+Array = Any
+PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """Elements [first, first + array.size) of a parameter, or of the optimizer's state for it.
+
+    kind: "parameter", or the name of the state ("m"). array: a 1-D view of where they live on this rank.
+    """
+
+    kind: str
+    parameter: str
+    first: int
+    array: Array
+
+
+def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
+    """The pieces that this rank holds, parameter by parameter; none of them empty.
+
+    saving: of what several ranks hold copies of, the first has it alone.
+    """
+    states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
+    for name, parameter in model.named_parameters():
+        start, stop, first = parameter.storage.range_of(parameter)
+        if start == stop or (saving and not _saves(parameter)):
+            continue
+        yield Piece(PARAMETER, name, first, parameter.storage.shard[start:stop])
+        if id(parameter) in states:
+            for kind, array in states[id(parameter)].state.items():
+                yield Piece(kind, name, first, array[start:stop])
+
+
+def _saves(parameter: Parameter) -> bool:
+    """Whether this rank is the first that holds these elements."""
+    storage = parameter.storage
+    if isinstance(storage, Group):
+        return storage.team.copies is None or storage.team.copies.rank == 0
+    return worlds.current().rank == 0
+
+
+def steps_of(model: Module, optimizer: Optimizer) -> dict[str, int]:
+    """How many updates each trained parameter has had."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    return {names[id(p)]: s.steps for s in optimizer.slices for p, _ in s.members if id(p) in names}
+
+
+def set_steps(model: Module, optimizer: Optimizer, steps: dict[str, int]) -> None:
+    """Take over what `steps_of` gave. Raises ValueError if parameters that are updated together differ."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    for piece in optimizer.slices:
+        found = {steps.get(names[id(p)], 0) for p, _ in piece.members}
+        if len(found) > 1:
+            raise ValueError(
+                f"parameters of the unit with {piece.name!r} had different numbers of updates: {found}"
+            )
+        piece.steps = found.pop()

@@ -1,0 +1,156 @@
+"""One rank's pieces as a safetensors file, written and hashed in one pass, read block by verified block.
+
+The writer is our own because the library's can't hash, sync, or take one array after the other. That the
+library takes the files for its own is tested.
+"""
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from shardrt import device
+from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.manifest import BLOCK, Damaged, SavedFile, SavedPiece
+from shardrt.checkpoint.pieces import Piece
+
+_NAMES = {"float32": "F32", "float64": "F64"}
+
+
+def kind_of(dtype: np.dtype) -> str:
+    """safetensors' name of an element type."""
+    return _NAMES[dtype.name]
+
+
+def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[SavedFile, list[SavedPiece]]:
+    """Write a new file with `pieces` and wait until it is on the disk; gives what the manifest needs.
+
+    number: this file's, in the manifest. Raises OSError.
+    """
+    header, saved = _lay_out(pieces, number)
+    file = disk.create(path)
+    try:
+        hasher = _Blocks()
+        for data in _chunks(header, pieces):
+            hasher.add(data)
+            disk.write(file, data)
+        disk.sync(file)
+    finally:
+        disk.close(file)
+    return SavedFile(path.name, hasher.bytes, tuple(hasher.finish())), saved
+
+
+def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]:
+    """The header with the length before it, and where each piece will lie in the file."""
+    entries, end = {}, 0
+    for piece in pieces:
+        stop = end + piece.array.nbytes
+        entries[f"{piece.kind}/{piece.parameter}"] = {
+            "dtype": kind_of(piece.array.dtype),
+            "shape": [piece.array.size],
+            "data_offsets": [end, stop],
+        }
+        end = stop
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    header, offset, saved = len(text).to_bytes(8, "little") + text, 8 + len(text), []
+    for piece in pieces:
+        size = piece.array.size
+        saved.append(SavedPiece(number, piece.kind, piece.parameter, piece.first, size, offset))
+        offset += piece.array.nbytes
+    return header, saved
+
+
+def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    """The bytes of the file, a block's worth at a time at most."""
+    yield memoryview(header)
+    for piece in pieces:
+        per_chunk = BLOCK // piece.array.dtype.itemsize
+        for start in range(0, piece.array.size, per_chunk):
+            host = device.of(piece.array).to_numpy(piece.array[start : start + per_chunk])
+            yield memoryview(np.ascontiguousarray(host)).cast("B")
+
+
+class _Blocks:
+    """XXH3-128 of each BLOCK bytes of a stream."""
+
+    def __init__(self) -> None:
+        from xxhash import xxh3_128
+
+        self._new, self._hash = xxh3_128, xxh3_128()
+        self._done: list[str] = []
+        self.bytes = 0
+
+    def add(self, data: memoryview) -> None:
+        """The next bytes."""
+        while data:
+            room = BLOCK - self.bytes % BLOCK
+            self._hash.update(data[:room])
+            self.bytes += min(room, len(data))
+            data = data[room:]
+            if self.bytes % BLOCK == 0:
+                self._next()
+
+    def finish(self) -> list[str]:
+        """The checksums, the last of a block that may be shorter."""
+        if self.bytes % BLOCK:
+            self._next()
+        return self._done
+
+    def _next(self) -> None:
+        self._done.append(self._hash.hexdigest())
+        self._hash = self._new()
+
+
+class Reader:
+    """Reads ranges of a saved file, each block of it verified before anything of it is given out.
+
+    Holds one block. Raises Damaged, naming the file, where the length or a checksum is not as saved; OSError.
+    """
+
+    def __init__(self, folder: Path, saved: SavedFile) -> None:
+        self.path = folder / saved.name
+        self._saved = saved
+        self._number = -1
+        self._block = b""
+        self._file = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        size = os.fstat(self._file).st_size
+        if size != saved.bytes:
+            self.close()
+            raise Damaged(f"{self.path}: it has {size} bytes, and {saved.bytes} were saved")
+
+    def read_into(self, target: np.ndarray, offset: int, what: str) -> None:
+        """Fill a 1-D array with the bytes from `offset` on. `what`: whose they are, for messages."""
+        out, done = target.view(np.uint8), 0
+        while done < out.size:
+            number, inside = divmod(offset + done, BLOCK)
+            block = self._verified(number, what)
+            count = min(out.size - done, len(block) - inside)
+            out[done : done + count] = np.frombuffer(block, np.uint8, count, inside)
+            done += count
+
+    def verify(self) -> None:
+        """Read every block."""
+        for number in range(len(self._saved.blocks)):
+            self._verified(number, "")
+
+    def close(self) -> None:
+        """Close the file."""
+        os.close(self._file)
+
+    def _verified(self, number: int, what: str) -> bytes:
+        if number != self._number:
+            from xxhash import xxh3_128_hexdigest
+
+            wanted = min(BLOCK, self._saved.bytes - number * BLOCK)
+            block = os.pread(self._file, wanted, number * BLOCK)
+            if len(block) != wanted or xxh3_128_hexdigest(block) != self._saved.blocks[number]:
+                of = f" of {what}" if what else ""
+                raise Damaged(
+                    f"{self.path}: bytes {number * BLOCK} to {number * BLOCK + wanted}{of} are damaged "
+                    "(wrong checksum)"
+                )
+            self._number, self._block = number, block
+        return self._block

@@ -1,0 +1,34 @@
+"""How ranks agree about a checkpoint: JSON to everyone, and whether all are well."""
+
+import json
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.protocol import Communicator
+
+
+def from_all(control: Communicator, value: Any) -> list[Any]:
+    """Everyone's `value`, as JSON has it, by rank. Collective."""
+    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    stream = device.current().current_stream
+    lengths = np.zeros(control.size, np.int64)
+    lengths[control.rank] = own.size
+    control.all_gather(lengths, stream=stream)
+    room = int(lengths.max())
+    table = np.zeros((control.size, room), np.uint8)
+    table[control.rank, : own.size] = own
+    control.all_gather(table.reshape(-1), stream=stream)
+    return [json.loads(bytes(row[:length])) for row, length in zip(table, lengths.tolist(), strict=True)]
+
+
+def from_first(control: Communicator, value: Any) -> Any:
+    """Rank 0's `value` for everyone. Collective."""
+    return from_all(control, value if control.rank == 0 else None)[0]
+
+
+def failures(control: Communicator, error: BaseException | None) -> list[str]:
+    """What went wrong, "rank 1: ..." for each rank that has an error. Collective."""
+    told = from_all(control, None if error is None else f"{type(error).__name__}: {error}")
+    return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]

@@ -1,0 +1,269 @@
+"""Ranks of one node that map each other's GPU memory (CUDA IPC): gathers by copy engines, sums by one kernel.
+
+Arrays from `allocate` are mapped by every rank when they are made. An all-gather then copies the slices of the
+peers straight out of their memory, by copy engines, which takes no processor from the kernels that compute; a
+reduce-scatter is one kernel that reads this rank's slice of every peer's buffer and adds them by the tree, so
+the bits are those of every other backend. Ranks may share a GPU. Other arrays, messages and what is small go
+through pinned host memory (staged.py).
+
+Ordering between ranks is the host's: a stream is waited for, then the ranks meet through the host communicator.
+So a call keeps the host until it is done, and nothing overlaps. Interprocess events (Event(interprocess=True),
+exported like memory and recorded after the last write and the last read) would let streams wait for streams
+of other processes: the host would only have to say that an event has been recorded, and could run ahead.
+
+Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+"""
+
+import os
+from bisect import bisect
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt.comm.calls import WORDS, Names, encode, mismatch
+from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
+from shardrt.comm.staged import StagedCommunicator
+from shardrt.device.cuda import CUDADevice
+
+Array = Any
+
+_PROCESS = os.urandom(16)  # a process id may be another process's in another container
+# What a rank tells the others of an allocation.
+_EXPORT = np.dtype([("process", "u1", 16), ("handle", "u1", 64), ("address", "u8")])
+_WHOLE = 2 << 20  # a handle stands for whole pages of the driver: what shares one must not be exported twice
+_MEMORY = 3  # the word of a call that says where its buffer lies
+
+
+class IPCCommunicator(Communicator):
+    """`host`: over the same ranks; it is this communicator's own from now on. Collective.
+
+    Raises ValueError where the ranks are on several nodes.
+    """
+
+    def __init__(
+        self,
+        host: Communicator,
+        device: CUDADevice,
+        memory: "_Memory | None" = None,
+        names: Names | None = None,
+    ) -> None:
+        """`memory`: of another communicator over the same ranks. `names`: of the one this was made from."""
+        self.rank = host.rank
+        self.size = host.size
+        self._host = host
+        self._device = device
+        self._staged = StagedCommunicator(host, device)
+        self._names = names or Names()
+        self._sequence = 0  # of the collectives of this communicator, the latest
+        if memory is None:
+            _check_one_node(host)
+        self._memory = memory or _Memory(device)
+        self._memory.users += 1
+
+    def register_names(self, names: Iterable[str]) -> None:
+        self._names.register(names)
+
+    def split(self, color: int | None, key: int) -> "IPCCommunicator | None":
+        host = self._host.split(color, key)
+        return None if host is None else IPCCommunicator(host, self._device, None, self._names)
+
+    def duplicate(self) -> "IPCCommunicator":
+        return IPCCommunicator(self._host.duplicate(), self._device, self._memory, self._names)
+
+    def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
+        return self._memory.allocate(self._host, count, dtype)
+
+    def close(self) -> None:
+        """Collective. Peers' memory is unmapped by everyone before anyone may free it."""
+        self._memory.users -= 1
+        if not self._memory.users:
+            self._memory.unmap()
+        self._host._barrier("")
+        if not self._memory.users:
+            self._memory.forget()
+        self._host.close()
+
+    def _meet(self, collective: str, buffer: Array, detail: int | str, what: str, kind: str = "") -> list:
+        """Every rank's counterpart of `buffer`, written and not yet changed; [] where a rank can't share it.
+
+        Returns when the streams of all ranks have come to this call. Raises CollectiveMismatch, on all ranks,
+        where they are in different calls.
+        """
+        self._device.wait_here()  # peers read what this stream was given to write before
+        self._sequence += 1
+        calls = np.zeros((self.size, WORDS), np.int64)
+        calls[self.rank] = encode(
+            self._names, collective, buffer, detail, what, kind, self._memory.place(buffer)
+        )
+        self._host._all_gather(calls.reshape(-1), "")
+        places = calls[:, _MEMORY].tolist()
+        calls[:, _MEMORY] = 0  # ranks may use buffers of different places
+        said = [tuple(call) for call in calls.tolist()]
+        if said.count(said[0]) < self.size:
+            raise mismatch(self._sequence, said, self._names)
+        if not all(places):
+            return []
+        return [self._memory.at(rank, place, buffer) for rank, place in enumerate(places)]
+
+    def _part(self) -> None:
+        """Return when no rank reads the memory of another for this call any more."""
+        self._device.wait_here()
+        self._host._barrier("")
+
+    def _from_each(self) -> Iterable[int]:
+        """The other ranks, the next one first, so that ranks do not all read from the same."""
+        return ((self.rank + step) % self.size for step in range(1, self.size))
+
+    def _all_gather(self, buffer: Array, what: str) -> None:
+        buffers = self._meet("all_gather", buffer, 0, what)
+        if not buffers:
+            return self._staged._all_gather(buffer, what)
+        n = buffer.size // self.size
+        for peer in self._from_each():
+            theirs = slice(peer * n, (peer + 1) * n)
+            self._device.copy(buffer[theirs], buffers[peer][theirs])
+        return self._part()
+
+    def _reduce_scatter(
+        self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
+    ) -> None:
+        buffers = self._meet("reduce_scatter", buffer, op, what, kind)
+        if not buffers:
+            return self._staged._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
+        own = slice(self.rank * output.size, (self.rank + 1) * output.size)
+        combine(output, [theirs[own] for theirs in buffers], scale, accumulate, op, kind)
+        return self._part()
+
+    def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
+        self._staged._all_reduce_small(buffer, op, what)
+
+    def _broadcast(self, buffer: Array, root: int, what: str) -> None:
+        buffers = self._meet("broadcast", buffer, root, what)
+        if not buffers:
+            return self._staged._broadcast(buffer, root, what)
+        if self.rank != root:
+            self._device.copy(buffer, buffers[root])
+        return self._part()
+
+    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
+        buffers = self._meet("all_to_all", buffer, 0, what)
+        if not buffers:
+            return self._staged._all_to_all(output, buffer, what)
+        n = buffer.size // self.size
+        own = slice(self.rank * n, (self.rank + 1) * n)
+        for peer in (*self._from_each(), self.rank):
+            self._device.copy(output[peer * n : (peer + 1) * n], buffers[peer][own])
+        return self._part()
+
+    def _send(self, buffer: Array, peer: int) -> None:
+        self._staged._send(buffer, peer)
+
+    def _recv(self, buffer: Array, peer: int) -> None:
+        self._staged._recv(buffer, peer)
+
+    def _barrier(self, what: str) -> None:
+        self._staged._barrier(what)
+
+
+class _Memory:
+    """What the ranks of one group have allocated: every rank's part of it, by allocation. Kept until forget."""
+
+    def __init__(self, device: CUDADevice) -> None:
+        self.users = 0  # communicators that know it: one and its duplicates
+        self._device = device
+        self._parts: list[list[Array]] = []  # by allocation, then by rank: uint8
+        self._starts: list[tuple[int, int]] = []  # (address of this rank's part, allocation), sorted
+        self._opened: list[int] = []
+
+    def allocate(self, host: Communicator, count: int, dtype: Any) -> Array:
+        """A 1-D array of zeros that every rank has mapped. Collective."""
+        nbytes = count * np.dtype(dtype).itemsize
+        own = self._device.buffer(-(-max(nbytes, 1) // _WHOLE) * _WHOLE, np.uint8)
+        exports = np.zeros(host.size, _EXPORT)
+        mine = exports[host.rank : host.rank + 1]
+        mine["process"], mine["address"] = np.frombuffer(_process(), np.uint8), own.data.ptr
+        with _together(host):
+            mine["handle"] = np.frombuffer(self._device.export_memory(own), np.uint8)
+        host._all_gather(exports.view(np.uint8), "")
+        with _together(host):
+            parts = [own if r == host.rank else self._map(exports[r], own.size) for r in range(host.size)]
+        self._starts.insert(bisect(self._starts, (own.data.ptr, 0)), (own.data.ptr, len(self._parts)))
+        self._parts.append(parts)
+        return own[:nbytes].view(dtype)
+
+    def place(self, array: Array) -> int:
+        """Where an array lies, as a number for `at`; 0 for memory that is not from here, and for no memory."""
+        if isinstance(array, np.ndarray) or not array.nbytes:
+            return 0
+        address = array.data.ptr
+        index = bisect(self._starts, (address, len(self._parts))) - 1
+        if index < 0:
+            return 0
+        start, allocation = self._starts[index]
+        offset = address - start
+        inside = offset + array.nbytes <= self._parts[allocation][0].size
+        return (allocation + 1) << 44 | offset if inside else 0
+
+    def at(self, rank: int, place: int, like: Array) -> Array:
+        """The array at a rank's place, as long as `like` and of its type."""
+        allocation, offset = (place >> 44) - 1, place & (1 << 44) - 1
+        return self._parts[allocation][rank][offset : offset + like.nbytes].view(like.dtype)
+
+    def unmap(self) -> None:
+        """Give back what is mapped of others. Own memory stays: others may have it mapped still."""
+        while self._opened:
+            self._device.close_memory(self._opened.pop())
+
+    def forget(self) -> None:
+        """Leave own memory to who holds arrays of it. When every rank has unmapped it."""
+        self._parts.clear()
+        self._starts.clear()
+
+    def _map(self, export: np.void, nbytes: int) -> Array:
+        """Memory of another rank. A process can't open what is its own: ranks that are threads share it."""
+        address = int(export["address"])
+        if export["process"].tobytes() != _process():
+            address = self._device.open_memory(export["handle"].tobytes())
+            self._opened.append(address)
+        return self._device.memory_at(address, nbytes)
+
+
+@contextmanager
+def _together(host: Communicator) -> Iterator[None]:
+    """What fails on one rank inside the block raises on every rank, after it."""
+    error = None
+    try:
+        yield
+    except RuntimeError as raised:
+        error = raised
+    fine = np.array([error is None], np.int64)
+    host._all_reduce(fine, "min", "")
+    if not fine[0]:
+        told = error or "another rank says why"
+        raise RuntimeError(
+            f"communicator: 'ipc' can't share GPU memory between these ranks ({told}); use 'nccl' or 'staged'"
+        ) from error
+
+
+def _check_one_node(host: Communicator) -> None:
+    nodes = np.zeros(host.size, np.int64)
+    nodes[host.rank] = _node()
+    host._all_gather(nodes, "")
+    if len(set(nodes.tolist())) > 1:
+        raise ValueError("communicator: 'ipc' needs all ranks on one node; use 'nccl' or 'staged'")
+
+
+def _node() -> int:
+    """A number that differs between machines."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
+    return int.from_bytes(blake2b(boot, digest_size=8).digest(), "little") >> 1
+
+
+def _process() -> bytes:
+    """16 bytes that differ between processes."""
+    return _PROCESS

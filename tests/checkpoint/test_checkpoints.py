@@ -1,0 +1,313 @@
+"""A run that is saved and resumed is the run that was not interrupted, on any ranks, in any layout."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import shardrt
+from shardrt import optim
+from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, verify
+from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.pieces import pieces_of, steps_of
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.fsdp.nets import Net, batches, loss_of, shard
+
+STEPS = 6
+BATCHES = batches(STEPS, size=24)
+
+
+def made(root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=None, **settings):
+    """(model, optimizer, checkpoints) of this rank."""
+    mesh = init_device_mesh("auto", shape)
+    shardrt.manual_seed(3)
+    model = shard(net(), mesh, **settings)
+    rate = {"lr": 0.1, "momentum": 0.9} if sgd else {"lr": 1e-2}
+    optimizer = (optim.SGD if sgd else optim.AdamW)(model.parameters(), **rate)
+    return (
+        model,
+        optimizer,
+        Checkpoints(root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, disk=disk),
+    )
+
+
+def train(model, optimizer, first, last):
+    """Steps first, ..., last - 1."""
+    mesh = init_device_mesh("auto")
+    for tokens, targets in BATCHES[first:last]:
+        rows = len(tokens) // mesh.size
+        mine = slice(mesh.rank * rows, (mesh.rank + 1) * rows)
+        loss_of(model, tokens[mine], targets[mine]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def everything(model, optimizer):
+    """(kind, parameter) -> this rank's ranges of it, and the numbers of updates."""
+    held = [
+        (p.kind, p.parameter, p.first, np.array(p.array)) for p in pieces_of(model, optimizer, saving=True)
+    ]
+    return held, steps_of(model, optimizer)
+
+
+def whole(results):
+    """Every (kind, parameter) as one array, from what all ranks hold."""
+    found = {}
+    for held, _ in results:
+        for kind, name, first, values in held:
+            found.setdefault((kind, name), []).append((first, values))
+    return {
+        key: np.concatenate([v for _, v in sorted(parts, key=lambda p: p[0])]) for key, parts in found.items()
+    }
+
+
+def same(found, expected):
+    assert found.keys() == expected.keys()
+    for key in expected:
+        np.testing.assert_array_equal(found[key], expected[key], err_msg=str(key))
+
+
+def save_after(root, last, asynchronous=False, **settings):
+    model, optimizer, checkpoints = made(root, **settings)
+    train(model, optimizer, 0, last)
+    if asynchronous:
+        checkpoints.start(last, {"note": "é"})
+        train(model, optimizer, last, STEPS)  # the copy must not follow
+        assert checkpoints.settle() is not None and checkpoints.settle() is None
+    else:
+        checkpoints.save(last, {"note": "é"})
+    return everything(model, optimizer)
+
+
+def resume(root, until=STEPS, **settings):
+    model, optimizer, checkpoints = made(root, **settings)
+    step, extra = checkpoints.restore()
+    train(model, optimizer, step, until)
+    return everything(model, optimizer), step, extra
+
+
+def uninterrupted(**settings):
+    model, optimizer, _ = made("nowhere", **settings)
+    train(model, optimizer, 0, STEPS)
+    return everything(model, optimizer)
+
+
+SETTINGS = {
+    "FULL_SHARD": {},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+    "SHARD_OPT": {"strategy": "SHARD_OPT"},
+    "bfloat16": {"mp_policy": MixedPrecisionPolicy("bfloat16")},
+    "on the host": {"offload_policy": CPUOffloadPolicy()},
+    "SGD": {"sgd": True},
+}
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_resumed_run_has_the_bits_of_the_uninterrupted_one(tmp_path, name, asynchronous):
+    settings = SETTINGS[name]
+    expected = thread.run(2, uninterrupted, **settings)
+    thread.run(2, save_after, tmp_path / "c", 3, asynchronous, **settings)
+    results = thread.run(2, resume, tmp_path / "c", **settings)
+    assert [(step, extra) for _, step, extra in results] == [(3, {"note": "é"})] * 2
+    same(whole([held for held, _, _ in results]), whole(expected))
+    assert [held[1] for held, _, _ in results] == [steps for _, steps in expected]
+
+
+@pytest.fixture(scope="module")
+def saved_at(tmp_path_factory):
+    """World size -> (folder with a checkpoint of step 2, everything in it)."""
+    made_by = {}
+    for size in (1, 2, 3, 4, 8):
+        root = tmp_path_factory.mktemp(f"saved-{size}") / "c"
+        made_by[size] = root, whole(thread.run(size, save_after, root, 2))
+    return made_by
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("saved", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD", "SHARD_GRAD_OP"])
+def test_it_loads_at_any_number_of_ranks_with_the_same_bits(saved_at, saved, size, strategy):
+    root, expected = saved_at[saved]
+    results = thread.run(size, resume, root, until=2, strategy=strategy)
+    same(whole([held for held, _, _ in results]), expected)
+    assert all(set(held[1].values()) == {2} for held, _, _ in results)
+
+
+def test_it_loads_into_a_hybrid_and_out_of_it(tmp_path, saved_at):
+    hybrid = {"shape": (2, 2), "strategy": "HYBRID_SHARD"}
+    root, expected = saved_at[3]
+    same(whole([held for held, _, _ in thread.run(4, resume, root, until=2, **hybrid)]), expected)
+    expected = whole(thread.run(4, save_after, tmp_path / "c", 2, **hybrid))
+    same(whole([held for held, _, _ in thread.run(3, resume, tmp_path / "c", until=2)]), expected)
+
+
+def into_one_unit(root):
+    mesh = init_device_mesh("auto")
+    model = fully_shard(Net(), mesh=mesh)
+    optimizer = optim.AdamW(model.parameters())
+    Checkpoints(root, model, optimizer, mesh).restore()
+    return everything(model, optimizer)
+
+
+def test_it_loads_into_other_units(saved_at):
+    root, expected = saved_at[4]
+    same(whole(thread.run(2, into_one_unit, root)), expected)
+
+
+def weights_of(root):
+    model, optimizer, checkpoints = made(root, sgd=True)
+    with pytest.raises(CheckpointError, match=r"has no 'momentum' .* restore with weights_only"):
+        checkpoints.restore()
+    step, _ = checkpoints.restore(weights_only=True)
+    return step, full_state_dict(model)
+
+
+def test_weights_alone_load_under_another_optimizer(saved_at):
+    root, expected = saved_at[2]
+    step, weights = thread.run(2, weights_of, root)[0]
+    assert step == 2
+    for name, values in weights.items():
+        np.testing.assert_array_equal(values.reshape(-1), expected["parameter", name])
+
+
+def test_files_are_safetensors(saved_at):
+    root, expected = saved_at[3]
+    files = [load_file(path) for path in sorted((root / "step-00000002").glob("rank-*.safetensors"))]
+    assert len(files) == 3
+    for (kind, name), values in expected.items():
+        parts = [file[f"{kind}/{name}"] for file in files if f"{kind}/{name}" in file]
+        np.testing.assert_array_equal(np.concatenate(parts), values)
+
+
+def several(root, **settings):
+    model, optimizer, checkpoints = made(root, **settings)
+    for step in range(1, 7):
+        checkpoints.save(step, best=2)
+
+
+def names(root):
+    return sorted(path.name for path in root.iterdir())
+
+
+def test_old_checkpoints_go(tmp_path):
+    thread.run(2, several, tmp_path / "c", keep_last=2, keep_every=3)
+    assert names(tmp_path / "c") == [f"step-{step:08d}" for step in (2, 3, 5, 6)]
+
+
+def nothing_there(root):
+    *_, checkpoints = made(root)
+    return checkpoints.restore()
+
+
+def test_without_a_checkpoint_a_run_starts_at_0(tmp_path):
+    assert thread.run(2, nothing_there, tmp_path / "c") == [(0, {})] * 2
+
+
+def damage(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def two_saved(root):
+    model, optimizer, checkpoints = made(root)
+    for step in (1, 2):
+        train(model, optimizer, step - 1, step)
+        checkpoints.save(step)
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "rank-00001.safetensors"])
+def test_a_damaged_checkpoint_is_passed_over_with_the_reason(tmp_path, file):
+    thread.run(2, two_saved, tmp_path / "c")
+    damage(tmp_path / "c" / "step-00000002" / file)
+    with pytest.warns(UserWarning, match=f"passed over a checkpoint: .*step-00000002/{file}"):
+        results = thread.run(2, resume, tmp_path / "c", until=1)
+    assert [step for _, step, _ in results] == [1, 1]
+
+
+def restore_path(root, path):
+    *_, checkpoints = made(root)
+    checkpoints.restore(path)
+
+
+def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
+    thread.run(2, two_saved, tmp_path / "c")
+    damage(tmp_path / "c" / "step-00000002" / "rank-00000.safetensors")
+    with pytest.raises(
+        CheckpointError, match=r"rank-00000.safetensors: bytes 0 to \d+ .* \(wrong checksum\)"
+    ):
+        thread.run(2, restore_path, tmp_path / "c", tmp_path / "c" / "step-00000002")
+    with pytest.raises(CheckpointError, match="No checkpoint here"):
+        thread.run(2, restore_path, tmp_path / "c", tmp_path / "none")
+
+
+class Wider(Net):
+    def __init__(self):
+        super().__init__(width=8)
+
+
+def restore_wider(root):
+    *_, checkpoints = made(root, net=Wider)
+    checkpoints.restore()
+
+
+def test_another_model_is_told(tmp_path):
+    thread.run(2, two_saved, tmp_path / "c")
+    with pytest.raises(CheckpointError, match=r"parameter 'embed.weight' is \(\(11, 7\), 'float32'\) there"):
+        thread.run(2, restore_wider, tmp_path / "c")
+
+
+class Full(Disk):
+    """A disk without room for what a rank writes."""
+
+    def write(self, file, data):
+        raise OSError(28, "No space left on device")
+
+
+def one_rank_fails(root, asynchronous):
+    mesh = init_device_mesh("auto")
+    model, optimizer, checkpoints = made(root, disk=Full() if mesh.rank == 1 else None)
+    before = everything(model, optimizer)
+    with pytest.raises(
+        CheckpointError, match=r"step 1 was not saved: rank 1: OSError: .*No space left on device"
+    ):
+        if asynchronous:
+            checkpoints.start(1)
+            checkpoints.settle()
+        else:
+            checkpoints.save(1)
+    same(whole([everything(model, optimizer)]), whole([before]))
+    checkpoints.store.disk = Disk()
+    checkpoints.save(2)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_all_ranks_learn_that_one_could_not_write_and_go_on(tmp_path, asynchronous):
+    thread.run(3, one_rank_fails, tmp_path / "c", asynchronous)
+    assert names(tmp_path / "c") == ["step-00000002"]
+    verify(tmp_path / "c" / "step-00000002")
+
+
+def ticked(root):
+    """Saves while training goes on; the steps at which one was published."""
+    model, optimizer, checkpoints = made(root)
+    published = []
+    for step in range(1, STEPS + 1):
+        train(model, optimizer, step - 1, step)
+        path = checkpoints.tick()
+        published += [path.name] if path else []
+        if step == 2:
+            checkpoints.start(step)
+    path = checkpoints.settle()
+    return published + ([path.name] if path else [])
+
+
+def test_a_save_under_way_is_published_by_a_tick(tmp_path):
+    assert thread.run(3, ticked, tmp_path / "c") == [["step-00000002"]] * 3
+
+
+@pytest.mark.parametrize(("keep_last", "keep_every"), [(0, 0), (1, -1)])
+def test_retention_that_keeps_nothing_is_refused(keep_last, keep_every):
+    with pytest.raises(ValueError, match="keep_last"):
+        made("nowhere", keep_last=keep_last, keep_every=keep_every)

@@ -1,0 +1,218 @@
+"""What the ipc communicator does with memory: exported once, mapped by the others, closed before it goes.
+
+Ranks are threads, taken for processes. That its results are those of the contract: test_communicators.py.
+"""
+
+import sys
+import threading
+from functools import partial
+
+import numpy as np
+import pytest
+
+from shardrt.comm import init_device_mesh, ipc, thread
+from shardrt.comm.protocol import CollectiveMismatch
+from shardrt.comm.staged import StagedCommunicator
+from shardrt.comm.thread import ThreadCommunicator
+from shardrt.device.cuda import CUDADevice
+from shardrt.kernels.cuda import _launch
+from tests.cuda import test_training
+from tests.mpi.contract import values
+
+
+@pytest.fixture(autouse=True)
+def processes(monkeypatch):
+    """Every thread passes for a process."""
+    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
+
+
+@pytest.fixture
+def sharing(fake_cuda):
+    """What the stand-in for CUDA IPC has seen."""
+    return sys.modules["cupy"].cuda.runtime.ipc
+
+
+@pytest.fixture
+def never_staged(monkeypatch):
+    for name in ("_all_gather", "_reduce_scatter", "_broadcast", "_all_to_all", "_all_reduce"):
+        monkeypatch.delattr(StagedCommunicator, name)
+
+
+def on_ranks(size, body):
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="ipc")
+        body(mesh.communicator("gather"), mesh.device, mesh.stream("gather"))
+
+    thread.run(size, rank)
+
+
+def gather(comm, here, stream, buffer):
+    """Fill this rank's slice, gather, and hold the result."""
+    n = buffer.size // comm.size
+    own = slice(comm.rank * n, (comm.rank + 1) * n)
+    here.copy(buffer[own], values(comm.rank, n, "float32"))
+    comm.all_gather(buffer, stream=stream)
+    expected = np.concatenate([values(rank, n, "float32") for rank in range(comm.size)])
+    np.testing.assert_array_equal(here.to_numpy(buffer), expected)
+
+
+def test_a_buffer_is_exported_once_and_opened_once_by_each_peer(sharing):
+    def body(comm, here, stream):
+        buffer = comm.allocate(30, "float32", shared=True)
+        again = comm.duplicate()
+        for each in (comm, again, comm):
+            gather(each, here, stream, buffer)
+            gather(each, here, stream, buffer[3:15])
+        comm.barrier(stream=stream)
+        assert len(sharing.exported) == 3
+        assert len(sharing.opened) == 3 * 2
+        comm.barrier(stream=stream)
+
+    on_ranks(3, body)
+
+
+def test_everything_is_unmapped_before_anyone_may_free_and_own_memory_stays_valid(sharing):
+    def body(comm, here, stream):
+        comm.allocate(5, "float64", shared=False)  # which nobody but the communicator refers to
+        buffer = comm.allocate(12, "float32", shared=True)
+        again = comm.duplicate()
+        gather(comm, here, stream, buffer)
+        comm.close()
+        gather(again, here, stream, buffer)  # a duplicate knows the memory still
+        again.close()
+        assert sharing.opened == []
+        np.testing.assert_array_equal(here.to_numpy(buffer)[:3], values(0, 3, "float32"))
+
+    on_ranks(4, body)
+    assert sharing.errors == []
+    assert sharing.exported == {}  # all freed
+
+
+def test_ranks_of_one_process_open_nothing(sharing, monkeypatch):
+    monkeypatch.setattr(ipc, "_process", lambda: bytes(16))
+
+    def body(comm, here, stream):
+        gather(comm, here, stream, comm.allocate(12, "float32", shared=True))
+        assert sharing.opened == []
+
+    on_ranks(3, body)
+
+
+def test_what_was_allocated_here_goes_through_no_host_memory(fake_cuda, never_staged):
+    def body(comm, here, stream):
+        gather(comm, here, stream, comm.allocate(120_000, "float32", shared=True))
+        full = comm.allocate(120_000, "float32", shared=False)
+        here.copy(full, values(comm.rank, full.size, "float32"))
+        comm.all_reduce(full, stream=stream)
+        comm.broadcast(full, root=1, stream=stream)
+        comm.all_to_all(here.empty(full.shape, full.dtype), full, stream=stream)
+
+    on_ranks(3, body)
+
+
+def test_a_sum_over_ranks_is_one_kernel(fake_cuda):
+    def body(comm, here, stream):
+        full = comm.allocate(4000, "float32", shared=False)
+        comm.reduce_scatter(here.zeros((1000,), np.float32), full, stream=stream, scale=0.5, accumulate=True)
+
+    on_ranks(4, body)
+    assert _launch.backend().launches == ["sum_parts"] * 4
+
+
+@pytest.mark.parametrize("strange", [0, 2])
+def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(fake_cuda, strange):
+    def body(comm, here, stream):
+        buffer = comm.allocate(12, "float32", shared=True)
+        if comm.rank == strange:
+            buffer = here.buffer(12, np.float32)
+        gather(comm, here, stream, buffer)
+
+    on_ranks(3, body)
+
+
+def test_ranks_may_use_different_places(fake_cuda, never_staged):
+    def body(comm, here, stream):
+        slots = [comm.allocate(40, "float32", shared=True) for _ in range(comm.size)]
+        gather(comm, here, stream, slots[comm.rank][4 * comm.rank :][:12])
+
+    on_ranks(3, body)
+
+
+def test_peers_read_between_the_end_of_a_stream_and_a_barrier(fake_cuda, monkeypatch):
+    seen = {}
+
+    def record(owner, name, label):
+        before = getattr(owner, name)
+
+        def call(*args):
+            seen.setdefault(threading.get_ident(), []).append(label)
+            return before(*args)
+
+        monkeypatch.setattr(owner, name, call)
+
+    record(CUDADevice, "wait_here", "wait")
+    record(CUDADevice, "copy", "copy")
+    record(ThreadCommunicator, "_all_gather", "meet")
+    record(ThreadCommunicator, "_barrier", "barrier")
+
+    def body(comm, here, stream):
+        gathered, full = (comm.allocate(12, "float32", shared=True) for _ in range(2))
+        output = here.zeros((4,), np.float32)
+        mine = seen[threading.get_ident()]
+        mine.clear()
+        comm.all_gather(gathered, stream=stream)
+        assert mine == ["wait", "meet", "copy", "copy", "wait", "barrier"]
+        mine.clear()
+        comm.reduce_scatter(output, full, stream=stream)
+        assert mine == ["wait", "meet", "wait", "barrier"]
+
+    on_ranks(3, body)
+
+
+def test_ranks_in_different_calls_are_told_so(fake_cuda):
+    def body(comm, here, stream):
+        buffer = comm.allocate(12, "float32", shared=True)
+        comm.all_gather(buffer, stream=stream, what=f"blocks.{comm.rank}")
+
+    with pytest.raises(CollectiveMismatch, match=r"all_gather\(12 of float32, unit blocks\.[01]\)"):
+        on_ranks(2, body)
+
+
+def test_ranks_of_several_nodes_are_refused(fake_cuda, monkeypatch):
+    monkeypatch.setattr(ipc, "_node", threading.get_ident)
+    with pytest.raises(ValueError, match="'ipc' needs all ranks on one node"):
+        on_ranks(2, lambda *given: None)
+
+
+@pytest.mark.parametrize("call", ["export_memory", "open_memory"])
+def test_every_rank_raises_where_memory_of_one_cannot_be_shared(fake_cuda, monkeypatch, call):
+    first, errors = [], []
+
+    def refuse(self, *given):
+        first.append(threading.get_ident())
+        if first[0] == threading.get_ident():
+            raise RuntimeError("cudaErrorNotSupported")
+        return before(self, *given)
+
+    before = getattr(CUDADevice, call)
+    monkeypatch.setattr(CUDADevice, call, refuse)
+
+    def body(comm, here, stream):
+        with pytest.raises(RuntimeError, match="'ipc' can't share GPU memory") as caught:
+            comm.allocate(8, "float32", shared=True)
+        errors.append(str(caught.value))
+
+    on_ranks(3, body)
+    assert len(errors) == 3
+    assert sum("cudaErrorNotSupported" in error for error in errors) == 1
+
+
+def test_a_model_trains_as_with_staged_communicators_to_the_bit(fake_cuda, monkeypatch):
+    found = []
+    for kind in ("staged", "ipc"):
+        monkeypatch.setattr(test_training, "init_device_mesh", partial(init_device_mesh, communicator=kind))
+        found.append(thread.run(2, test_training.train, "cuda", **test_training.VARIANTS["bfloat16"]))
+    for (losses, weights), (other_losses, other_weights) in zip(*found, strict=True):
+        assert losses == other_losses
+        for key, array in (weights or {}).items():
+            np.testing.assert_array_equal(array, other_weights[key], err_msg=key)
