@@ -170,6 +170,9 @@ class Cargo:
     def fetch(self) -> None:
         """Issue the copies to the device, unless the arrays have not left it yet."""
         if self.state is State.LEAVING:
+            # The copy, which nobody needs now, would hold what backward is about to free. It had all the time
+            # that the modules behind this one took.
+            self._lanes.compute.wait(self._loan.buffer.written)
             self._settle()
         elif self.state is State.AWAY:
             lanes, host = self._lanes, self._loan.buffer

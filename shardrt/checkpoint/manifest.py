@@ -5,6 +5,7 @@ is used, and nothing is allocated on its word.
 """
 
 import json
+import re
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -14,6 +15,7 @@ FORMAT = 1
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
 ITEM = {"F32": 4, "F64": 8}  # safetensors' names of element types
+_HASH = re.compile("[0-9a-f]{32}")
 DTYPES = {"F32": "float32", "F64": "float64"}
 
 
@@ -141,7 +143,9 @@ def _file(entry: Any) -> SavedFile:
         raise Damaged(f"{name!r} is no plain file name")
     if nbytes < 0 or len(blocks) != -(-nbytes // BLOCK):
         raise Damaged(f"{name} has {nbytes} bytes and {len(blocks)} checksums")
-    return SavedFile(name, nbytes, tuple(map(_text, blocks)))
+    if not all(isinstance(block, str) and _HASH.fullmatch(block) for block in blocks):
+        raise Damaged(f"{name} has something that is no checksum")
+    return SavedFile(name, nbytes, tuple(blocks))
 
 
 def _parameter(entry: Any) -> SavedParameter:
@@ -153,7 +157,7 @@ def _parameter(entry: Any) -> SavedParameter:
 
 def plain(name: str) -> bool:
     """Whether a name stays in its folder: letters, digits, dots, dashes and underscores, not only dots."""
-    return bool(name.strip(".")) and all(c.isalnum() or c in ".-_" for c in name) and name.isascii()
+    return 0 < len(name.strip(".")) <= 255 and all(c.isalnum() or c in ".-_" for c in name) and name.isascii()
 
 
 def _row(entry: Any, *kinds: type) -> list:

@@ -1,0 +1,239 @@
+"""Stops a save at every thing that it does to the file system, and looks at what the next start finds.
+
+Run as a program, so that it can fork: a case is a process that saves on two ranks (threads) and ends before
+or after one operation. What was not synced is then lost, or not: both are tried. Prints the number of cases.
+"""
+
+import os
+import shutil
+import sys
+import tempfile
+from pathlib import Path
+
+import numpy as np
+
+from shardrt import nn, optim
+from shardrt.checkpoint import Checkpoints, verify
+from shardrt.checkpoint.disk import Disk
+from shardrt.comm import init_device_mesh, thread, world
+from shardrt.fsdp import fully_shard
+
+RANKS = 2
+OLD, NEW = 1, 2
+
+
+class Stop(Disk):
+    """Ends the process around operation `at` of rank `rank`; first undoes what was not synced, if `lose`."""
+
+    def __init__(self, rank, at, when, lose):
+        self.rank, self.at, self.when, self.lose = rank, at, when, lose
+        self.count = 0
+        self.files = {}  # descriptor -> File, of those that are open
+        self.written = []  # every File
+        self.names = []  # what was done to names and not synced, in order: (operation, Place, Place or None)
+
+    def __getattribute__(self, name):
+        attribute = object.__getattribute__(self, name)
+        if name.startswith("_") or name not in vars(Disk):
+            return attribute
+        return lambda *args: object.__getattribute__(self, "around")(name, attribute, args)
+
+    def around(self, name, operation, args):
+        own = world.current().rank == self.rank
+        if own and self.count == self.at and self.when == "before":
+            self.die()
+        result = operation(*args)
+        self.note(name, args, result)
+        if own and self.count == self.at and self.when == "after":
+            self.die()
+        self.count += own
+        return result
+
+    def note(self, name, args, result):
+        """Keep in mind what would be lost if the machine stopped now."""
+        if name == "create":
+            self.files[result] = File(Place(args[0]))
+            self.written.append(self.files[result])
+            self.names.append(("create", self.files[result].place, None))
+        elif name == "write":
+            self.files[args[0]].length += len(args[1])
+        elif name == "sync":
+            self.files[args[0]].safe = self.files[args[0]].length
+        elif name == "make_directory":
+            self.names.append(("create", Place(args[0]), None))
+        elif name == "rename":
+            self.move(*args)
+            self.names.append(("rename", Place(args[0]), Place(args[1])))
+        elif name == "sync_directory":
+            self.names = [entry for entry in self.names if args[0] not in (entry[1].path.parent,)]
+
+    def move(self, old, new):
+        """What was noted of things below `old` is true of them below `new`."""
+        for place in {
+            id(p): p for p in [*(f.place for f in self.written), *(n[1] for n in self.names)]
+        }.values():
+            if place.path.is_relative_to(old):
+                place.path = new / place.path.relative_to(old)
+
+    def die(self):
+        if self.lose == "bytes":
+            for file in self.written:
+                if file.place.path.is_file():
+                    os.truncate(file.place.path, file.safe)
+        elif self.lose == "names":
+            for operation, place, other in reversed(self.names):
+                if operation == "rename" and other.path.exists():
+                    other.path.rename(place.path)
+                    self.move(other.path, place.path)
+                elif operation == "create" and place.path.is_dir():
+                    shutil.rmtree(place.path)
+                elif operation == "create":
+                    place.path.unlink(missing_ok=True)
+        os._exit(9)
+
+
+class Place:
+    """Where something is now."""
+
+    def __init__(self, path):
+        self.path = path
+
+
+class File:
+    """Bytes written, and how many of them are on the disk."""
+
+    def __init__(self, place):
+        self.place, self.length, self.safe = place, 0, 0
+
+
+class Fails(Disk):
+    """Raises an error instead of operation `at` of one rank."""
+
+    def __init__(self, rank, at, error):
+        self.rank, self.at, self.error, self.count = rank, at, error, 0
+
+    def __getattribute__(self, name):
+        attribute = object.__getattribute__(self, name)
+        if name.startswith("_") or name not in vars(Disk):
+            return attribute
+        return lambda *args: object.__getattribute__(self, "around")(attribute, args)
+
+    def around(self, operation, args):
+        if world.current().rank == self.rank:
+            self.count += 1
+            if self.count - 1 == self.at:
+                raise OSError(self.error, os.strerror(self.error))
+        return operation(*args)
+
+
+def run(root, disk, first, last):
+    """Save steps first, ..., last with values that tell the step; keeps one."""
+    mesh = init_device_mesh("auto")
+    model = nn.Linear(5, 3)
+    for name, parameter in model.named_parameters():
+        parameter.data = values(name, parameter.shape, 0)
+    fully_shard(model, mesh=mesh)
+    checkpoints = Checkpoints(
+        root, model, optim.SGD(model.parameters(), lr=1.0), mesh, keep_last=1, disk=disk
+    )
+    if first > OLD:
+        checkpoints.restore()
+    for step in range(first, last + 1):
+        model.load_state_dict({n: values(n, p.shape, step) for n, p in model.named_parameters()})
+        checkpoints.save(step)
+    return disk.count if isinstance(disk, Stop) else 0
+
+
+def values(name, shape, step):
+    return np.full(shape, 10 * step + len(name), np.float32)
+
+
+def restored(root):
+    """(step, whether the values are those of the step), as the next start finds them."""
+    model = nn.Linear(5, 3)
+    fully_shard(model, mesh=init_device_mesh("auto"))
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    step, _ = Checkpoints(root, model, optimizer, init_device_mesh("auto")).restore()
+    right = all((p.shard == 10 * step + len(n)).all() for n, p in model.named_parameters())
+    return step, right or step == 0
+
+
+def look(root, allowed):
+    """What a start after the crash finds must be one of the allowed steps, whole, with nothing left over."""
+    for step, right in thread.run(RANKS, restored, root):
+        assert step in allowed and right, (step, allowed, right)
+    left = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    assert not [name for name in left if name.startswith(".")], left
+    for name in left:
+        verify(root / name)
+
+
+def child(function, *args):
+    """Run in a process of its own; its exit status."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            thread.run(RANKS, function, *args)
+            os._exit(0)
+        except BaseException as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr, flush=True)
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def prepared(folder, number, first):
+    """A folder as it is before the save that is stopped."""
+    root = folder / str(number) / "c"
+    root.parent.mkdir()
+    if first > OLD:
+        assert child(run, root, Disk(), OLD, OLD) == 0
+    return root
+
+
+def main():
+    folder, number = Path(tempfile.mkdtemp()), 0
+    try:
+        for first in (OLD, NEW):
+            before = first - 1
+            for rank in range(RANKS):
+                count = operations(folder / f"count-{first}-{rank}", first, rank)
+                for at in range(count):
+                    for when in ("before", "after"):
+                        for lose in ("nothing", "bytes", "names"):
+                            root = prepared(folder, number, first)
+                            assert child(run, root, Stop(rank, at, when, lose), first, first) == 9
+                            look(root, {before, first})
+                            number += 1
+                    for error in (28, 5, 122):  # ENOSPC, EIO, EDQUOT
+                        root = prepared(folder, number, first)
+                        assert child(run_failing, root, Fails(rank, at, error), first) == 0
+                        look(root, {before, first})
+                        number += 1
+    finally:
+        shutil.rmtree(folder)
+    print(f"{number} cases")
+
+
+def operations(folder, first, rank):
+    """How many a save takes on this rank."""
+    folder.mkdir()
+    root = folder / "c"
+    if first > OLD:
+        thread.run(RANKS, run, root, Disk(), OLD, OLD)
+    disk = Stop(rank, -1, "", "")
+    thread.run(RANKS, run, root, disk, first, first)
+    return disk.count
+
+
+def run_failing(root, disk, first):
+    """The save fails, or gives only a warning; the run then goes on and saves again, without error."""
+    mesh = init_device_mesh("auto")
+    try:
+        run(root, disk, first, first)
+    except RuntimeError as error:
+        assert "was not saved" in str(error), error
+        assert mesh.size == RANKS
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""Wherever a save was when process or machine stopped, the next start finds a whole checkpoint."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from tests.ranks import ROOT, clean_environment
+
+
+@pytest.mark.slow
+def test_the_old_or_the_new_step_is_found_after_every_operation():
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.crash"],
+        capture_output=True,
+        text=True,
+        timeout=290,
+        cwd=ROOT,
+        env=clean_environment(PYTHONWARNINGS="ignore"),
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert int(re.fullmatch(r"(\d+) cases\n", done.stdout).group(1)) > 300
