@@ -7,24 +7,25 @@ One loop, top to bottom. Leaves runs/NAME with config.toml, metrics.jsonl, loss.
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from math import isfinite
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 import shardrt
 from shardrt import functional as F
 from shardrt import nn, no_grad, optim
-from shardrt.checkpoint import save
+from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, no_sync, set_gradient_divide_factor
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
 from shardrt.train.errors import DATA, USAGE, one_line
-from shardrt.train.metrics import BITS, RunLog, new_run_directory, over_ranks
+from shardrt.train.metrics import BITS, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
 
 from .generate import generate
@@ -42,6 +43,7 @@ class Config:
     seed: int = 0  # of the initial weights, the order of the samples, dropout and the generated text
     steps: int = 1000  # updates of the weights
     batch_size: int = 16  # windows of text per step, over all ranks
+    resume: str = ""  # "auto": the newest whole checkpoint of run `name`; or the directory of a checkpoint
     micro_batches: int = 1  # parts of a step's batch that go through the model one after the other
     reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
     model: GPTConfig = GPTConfig()
@@ -49,6 +51,7 @@ class Config:
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
     precision: settings.PrecisionConfig = settings.PrecisionConfig()
     memory: settings.MemoryConfig = settings.MemoryConfig()
+    checkpoint: settings.CheckpointConfig = settings.CheckpointConfig()
     report: settings.ReportConfig = settings.ReportConfig()
     sample: settings.SampleConfig = settings.SampleConfig()
 
@@ -88,13 +91,18 @@ def launch(config: Config) -> None:
     with one_line(USAGE, mesh):
         model = sharded_model(config, mesh)
         plan = planned_memory(config, mesh, model, corpus)
-        run = RunLog(new_run_directory(config.name) if mesh.rank == 0 else None)
+        run = run_log(config) if mesh.rank == 0 else RunLog(None)
 
     gzip = corpus.gzip_bits_per_byte()
     if run.directory:
         settings.dump(config, run.directory / "config.toml")
     introduce(run, config, mesh, model, corpus, plan, gzip)
-    held_out = train(config, mesh, corpus, model, optimizer_of(config, model), run)
+    optimizer = optimizer_of(config, model)
+    checkpoints = checkpoints_of(config, mesh, model, optimizer, run)
+    scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
+    with one_line(DATA, mesh, kinds=(CheckpointError,)):
+        first = resume(config, checkpoints, scaler, run)
+    held_out = train(config, mesh, corpus, model, optimizer, scaler, checkpoints, run, first)
     run.say(f"held-out text: {held_out:.3f} bits per byte; gzip -9 needs {gzip:.3f}")
     # Rank 0 gathers and writes; the others take part and need no directory.
     save(run.directory / "checkpoint" if run.directory else "", model, step=config.steps)
@@ -140,6 +148,35 @@ def planned_memory(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus)
     return memory_plan(model, step=lambda: backward(config, model, *batch, unscaled))
 
 
+def run_log(config: Config) -> RunLog:
+    """Rank 0's, in a directory of its own, or that of the run that is resumed."""
+    if config.resume == "auto":
+        return RunLog(resumed_run_directory(config.name), resumed=True)
+    if config.resume:
+        read_manifest(Path(config.resume))  # before a directory is made
+    return RunLog(new_run_directory(config.name))
+
+
+def checkpoints_of(
+    config: Config, mesh: DeviceMesh, model: GPT, optimizer: optim.Optimizer, run: RunLog
+) -> Checkpoints:
+    """Those of the run; rank 0 knows where they are."""
+    kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
+    return Checkpoints((run.directory or Path()) / "checkpoints", model, optimizer, mesh, **kept)
+
+
+def resume(config: Config, checkpoints: Checkpoints, scaler: optim.GradScaler, run: RunLog) -> int:
+    """The step to go on from: 0, or that of the checkpoint that was restored."""
+    if not config.resume:
+        return 0
+    step, extra = checkpoints.restore(None if config.resume == "auto" else config.resume)
+    if extra.get("scaler") and scaler.is_enabled():
+        scaler.load_state_dict(extra["scaler"])
+    run.rewind(step)
+    run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
+    return step
+
+
 def introduce(
     run: RunLog,
     config: Config,
@@ -180,13 +217,24 @@ def introduce(
 
 
 def train(
-    config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, optimizer: optim.Optimizer, run: RunLog
+    config: Config,
+    mesh: DeviceMesh,
+    corpus: Corpus,
+    model: GPT,
+    optimizer: optim.Optimizer,
+    scaler: optim.GradScaler,
+    checkpoints: Checkpoints,
+    run: RunLog,
+    first: int,
 ) -> float:
-    """The loop; gives the bits per byte of the held-out text at its end. Only rank 0's `run` prints."""
+    """The loop, from step `first`; gives the bits per byte of the held-out text at its end.
+
+    Only rank 0's `run` prints.
+    """
     steps = config.steps
     stopwatch = Stopwatch(steps, tokens_per_step=config.batch_size * config.model.block_size)
-    scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
-    for step in range(steps):
+    stopwatch.restart(first)
+    for step in range(first, steps):
         shardrt.manual_seed(config.seed, step)
         lr = config.optimizer.lr_at(step, steps)
         for group in optimizer.param_groups:
@@ -199,7 +247,8 @@ def train(
         optimizer.zero_grad()
 
         done = step + 1
-        if done % config.report.log_interval == 0 or done in (1, steps):
+        keep(config, checkpoints, scaler, run, done)
+        if done % config.report.log_interval == 0 or done in (first + 1, steps):
             (mean_loss,) = over_ranks(mesh, "sum", loss)
             (memory,) = over_ranks(mesh, "max", memory_mb())
             record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
@@ -214,7 +263,29 @@ def train(
             run.say(evaluation_line(record, steps))
             run.write("evaluation", record)
             stopwatch.restart(done)
+    tell_saved(run, checkpoints.settle)
+    if first >= steps:  # a run that was finished before
+        record = evaluate(config, mesh, model, corpus, None)
     return record["held_out_bits_per_byte"]
+
+
+def keep(config: Config, checkpoints: Checkpoints, scaler: optim.GradScaler, run: RunLog, done: int) -> None:
+    """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
+    tell_saved(run, checkpoints.tick)
+    every = config.checkpoint.every
+    if every and (done % every == 0 or done == config.steps):
+        save = checkpoints.start if config.checkpoint.in_background else checkpoints.save
+        tell_saved(run, save, done, {"scaler": scaler.state_dict(), "config": settings.plain(config)})
+
+
+def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
+    """Call something that may give the directory of a checkpoint, or fail to write one; say so."""
+    try:
+        path = function(*args)
+        if path is not None:
+            run.say(f"saved {path}")
+    except CheckpointError as error:
+        run.say(f"warning: {error}")
 
 
 def batch_of(config: Config, corpus: Corpus, mesh: DeviceMesh, step: int) -> tuple[np.ndarray, np.ndarray]:

@@ -4,8 +4,10 @@ Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in f
 """
 
 import ctypes
+import warnings
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import cached_property
 from typing import Any
 
 import cupy
@@ -13,11 +15,13 @@ import numpy as np
 
 from shardrt.kernels.cuda import _compile
 from shardrt.kernels.cuda._cublaslt import WORKSPACE, CublasLt
+from shardrt.kernels.cuda._cudnn import CuDNNAttention
 from shardrt.kernels.cuda._launch import Array
 
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
 _ROUNDS = 3  # in which a product is timed
 _NULL = np.uint64(0)
+_CHANGING = ("adamw", "dropout", "philox", "sgd")  # files whose numbers are of one step
 
 
 class CuPyBackend:
@@ -44,6 +48,11 @@ class CuPyBackend:
         shared: int,
     ) -> None:
         """Run a kernel in CuPy's current stream."""
+        if file in _CHANGING and cupy.cuda.get_current_stream().is_capturing():
+            raise RuntimeError(
+                f"{file}: its numbers come from the host and change from step to step, but in a captured "
+                f"graph they would stay as they are now; see docs/gpu_capture.md"
+            )
         key = file, defines, function
         kernel = self._functions.get(key)
         if kernel is None:
@@ -65,12 +74,28 @@ class CuPyBackend:
             self._lt = CublasLt(_library(), self)
         self._lt.gemm(a, b, out, accumulate=accumulate, bias=bias)
 
+    def attention(self) -> CuDNNAttention | None:
+        """cuDNN's, where nvidia-cudnn-frontend is installed (the extra "cudnn") and finds the library."""
+        return self._cudnn
+
+    @cached_property
+    def _cudnn(self) -> CuDNNAttention | None:
+        try:
+            import cudnn
+        except ImportError:
+            return None
+        try:
+            return CuDNNAttention(cudnn, self)
+        except RuntimeError as error:
+            warnings.warn(f"attention: no cuDNN, so slower kernels do it ({error})", stacklevel=2)
+            return None
+
     def prepare(self, wanted: Iterable[tuple[str, _compile.Defines]]) -> None:
         """Compile these (file, macros), or load them from the cache on disk; several at a time."""
         with ThreadPoolExecutor() as pool:  # NVRTC does not hold the interpreter's lock
             list(pool.map(lambda each: _compile.compile(*each, self.architecture), wanted))
 
-    # -- for cublasLt
+    # -- for cublasLt and cuDNN
 
     def stream(self) -> int:
         """The current stream's handle."""

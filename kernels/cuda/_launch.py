@@ -41,6 +41,9 @@ class Backend(Protocol):
         a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
         """
 
+    def attention(self) -> Any | None:
+        """What is better at attention than the kernels here (see _cudnn.py), if there is something."""
+
     def prepare(self, wanted: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
         """Have these files ready, each with its macros."""
 

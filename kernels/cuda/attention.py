@@ -1,8 +1,10 @@
-"""Attention without the matrix of weights: reference kernels (attention.cu), for every type and width."""
+"""Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits (_cudnn.py);
+else reference kernels (attention.cu), for every type and width.
+"""
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import THREADS, accumulator, empty, launch
+from shardrt.kernels.cuda._launch import THREADS, accumulator, backend, empty, launch
 
 Array = Any
 
@@ -16,6 +18,9 @@ def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool,
     q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
     dimension. lse (batch, heads, time). causal: query t sees keys up to t.
     """
+    fused = backend().attention()
+    if fused is not None and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
+        return
     sizes = q.shape[2], k.shape[2], q.shape[3]
     args = (q, k, v, y, lse, *_strides(q, k, v, y), *sizes, causal, accumulator(q.dtype)(scale))
     _run("forward", q, q.shape[2], args, tiles=2, own=1)
@@ -36,6 +41,9 @@ def backward(
     scale: float,
 ) -> None:
     """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
+    fused = backend().attention()
+    if fused is not None and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
+        return
     sizes = q.shape[2], k.shape[2], q.shape[3]
     delta = empty(q.shape[:3], lse.dtype)
     batch, heads, time, width = q.shape

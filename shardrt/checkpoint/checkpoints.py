@@ -34,6 +34,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in one folder. All calls are collective.
 
+    root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """
 
@@ -169,9 +170,10 @@ class Checkpoints:
         (0, {}) if the folder has none; those passed over are warned of, with the reason. weights_only leaves
         the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
         """
+        candidates = [] if path is None else [str(path)]
         if path is None and self._mesh.rank == 0:
             self.store.clean()
-        candidates = [str(p) for _, p in self.store.checkpoints()] if path is None else [str(path)]
+            candidates = [str(folder) for _, folder in self.store.checkpoints()]
         refused = []
         for candidate in map(Path, talk.from_first(self._control, candidates)):
             told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)

@@ -40,9 +40,9 @@ def create(kind: str = "auto") -> Communicator:
     """A communicator of host arrays over all ranks of the current world. Collective.
 
     "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
-    shared memory combined with MPI on several (see hierarchical.py). "staged", "nccl" and "ipc", which are for
-    GPUs (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown or does
-    not fit this run.
+    shared memory combined with MPI on several (see hierarchical.py). "staged", "nccl" and "ipc", which are
+    for GPUs (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown
+    or does not fit this run.
     """
     if kind in DEVICE_KINDS:
         kind = "auto"

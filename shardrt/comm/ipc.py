@@ -1,15 +1,16 @@
 """Ranks of one node that map each other's GPU memory (CUDA IPC): gathers by copy engines, sums by one kernel.
 
-Arrays from `allocate` are mapped by every rank when they are made. An all-gather then copies the slices of the
-peers straight out of their memory, by copy engines, which takes no processor from the kernels that compute; a
-reduce-scatter is one kernel that reads this rank's slice of every peer's buffer and adds them by the tree, so
-the bits are those of every other backend. Ranks may share a GPU. Other arrays, messages and what is small go
-through pinned host memory (staged.py).
+Arrays from `allocate` are mapped by every rank when they are made. An all-gather then copies the slices of
+the peers straight out of their memory, by copy engines, which takes no processor from the kernels that
+compute; a reduce-scatter is one kernel that reads this rank's slice of every peer's buffer and adds them by
+the tree, so the bits are those of every other backend. Ranks may share a GPU. Other arrays, messages and what
+is small go through pinned host memory (staged.py).
 
-Ordering between ranks is the host's: a stream is waited for, then the ranks meet through the host communicator.
-So a call keeps the host until it is done, and nothing overlaps. Interprocess events (Event(interprocess=True),
-exported like memory and recorded after the last write and the last read) would let streams wait for streams
-of other processes: the host would only have to say that an event has been recorded, and could run ahead.
+Ordering between ranks is the host's: a stream is waited for, then the ranks meet through the host
+communicator. So a call keeps the host until it is done, and nothing overlaps. Interprocess events
+(Event(interprocess=True), exported like memory, recorded after the last write and the last read) would let
+streams wait for streams of other processes: ranks would only tell each other that an event has been recorded,
+and could run ahead.
 
 Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
 """
@@ -171,7 +172,7 @@ class IPCCommunicator(Communicator):
 
 
 class _Memory:
-    """What the ranks of one group have allocated: every rank's part of it, by allocation. Kept until forget."""
+    """What the ranks of one group have allocated, by allocation and rank. Kept until `forget`."""
 
     def __init__(self, device: CUDADevice) -> None:
         self.users = 0  # communicators that know it: one and its duplicates
@@ -197,7 +198,7 @@ class _Memory:
         return own[:nbytes].view(dtype)
 
     def place(self, array: Array) -> int:
-        """Where an array lies, as a number for `at`; 0 for memory that is not from here, and for no memory."""
+        """Where an array lies, as a number for `at`; 0 if it is not from here, or empty."""
         if isinstance(array, np.ndarray) or not array.nbytes:
             return 0
         address = array.data.ptr

@@ -18,6 +18,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
+from shardrt.device.capture import WHY, Graph
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
@@ -37,26 +38,37 @@ def count() -> int:
 class CUDAEvent(Event):
     """A point in a stream; the same CUDA event again and again."""
 
-    __slots__ = ("handle", "_recorded")
+    __slots__ = ("handle", "_recorded", "_graph")
 
     def __init__(self, handle: Any) -> None:
         self.handle = handle
         self._recorded = False
+        self._graph: Graph | None = None  # in which it was last recorded
 
-    def recorded(self) -> bool:
-        """Whether there is a point to wait for."""
-        return self._recorded
+    def record_in(self, stream: "CUDAStream") -> None:
+        """Record in a stream."""
+        self.handle.record(stream.handle)
+        self._recorded, self._graph = True, stream.graph
 
-    def record_in(self, stream: Any) -> None:
-        """Record in a CuPy stream."""
-        self.handle.record(stream)
-        self._recorded = True
+    def wait_in(self, stream: "CUDAStream") -> None:
+        """Make a stream wait. A point of a graph that has been captured is reached when its replay ends."""
+        if not self._recorded:
+            return
+        if self._graph is stream.graph:
+            stream.handle.wait_event(self.handle)
+        elif stream.graph is None:
+            self._graph.ended().wait_in(stream)
+        # Else a graph is captured, and what is from before has been reached.
 
     def done(self) -> bool:
+        if self._graph is not None:
+            return self._graph.ended(by_host=True).done()
         return not self._recorded or bool(self.handle.done)
 
     def synchronize(self) -> None:
-        if self._recorded:
+        if self._graph is not None:
+            self._graph.ended(by_host=True).synchronize()
+        elif self._recorded:
             self.handle.synchronize()
 
 
@@ -66,21 +78,24 @@ class CUDAStream(Stream):
     def __init__(self, name: str, handle: Any) -> None:
         self.name = name
         self.handle = handle
+        self.graph: Graph | None = None  # that is being captured
 
     def submit(self, function: Callable, *args: Any, label: str = "") -> None:
         with self.handle:
             function(*args)
 
     def record(self, event: Event) -> None:
-        event.record_in(self.handle)
+        event.record_in(self)
 
     def wait(self, event: Event) -> None:
-        if not isinstance(event, CUDAEvent):
+        if isinstance(event, CUDAEvent):
+            event.wait_in(self)
+        else:
             event.synchronize()  # of the host: nothing may be launched before its point is reached
-        elif event.recorded():
-            self.handle.wait_event(event.handle)
 
     def synchronize(self) -> None:
+        if self.graph is not None:
+            raise RuntimeError(f"stream {self.name!r} can't be waited for: {WHY}")
         try:
             self.handle.synchronize()
         except RuntimeError as error:  # CUDARuntimeError: a kernel failed
@@ -106,6 +121,7 @@ class CUDADevice(Device):
             # Not the null stream, which can't be captured and waits for others unasked.
             handle = self._cupy.cuda.Stream(non_blocking=True)
             self._here.stream = CUDAStream("compute", handle)
+            self._here.sides = weakref.WeakSet()
         self._here.stream.handle.use()
 
     @property
@@ -138,6 +154,7 @@ class CUDADevice(Device):
         return self._cupy.zeros(shape, dtype)
 
     def buffer(self, count: int, dtype: Any) -> Array:
+        self._refuse("a buffer can't be made")
         nbytes = count * np.dtype(dtype).itemsize
         memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(nbytes, 1)), 0)
         memory.memset_async(0, nbytes, self.current_stream.handle)
@@ -155,6 +172,8 @@ class CUDADevice(Device):
         return array
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
+        if not isinstance(values, self._cupy.ndarray):
+            self._refuse("values of the host can't be copied, but into an array that is there beforehand")
         return self._cupy.asarray(values, dtype)
 
     def copy(self, target: Array, source: Array) -> None:
@@ -192,16 +211,47 @@ class CUDADevice(Device):
         return self._cupy.ndarray((nbytes,), np.uint8, self._cupy.cuda.MemoryPointer(memory, 0))
 
     def wait_here(self) -> None:
+        self._refuse("a stream can't be waited for")
         self._cupy.cuda.get_current_stream().synchronize()
 
     def to_numpy(self, array: Array) -> np.ndarray:
-        return array if isinstance(array, np.ndarray) else array.get()
+        if isinstance(array, np.ndarray):
+            return array
+        self._refuse("an array can't be read by the host")
+        return array.get()
 
     def new_stream(self, name: str) -> Stream:
-        return CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
+        self._refuse(f"stream {name!r} can't be made")
+        stream = CUDAStream(name, self._cupy.cuda.Stream(non_blocking=True, priority=_HIGH_PRIORITY))
+        self._here.sides.add(stream)
+        return stream
 
     def new_event(self) -> Event:
         return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
+
+    def capture(self, function: Callable[[], Any]) -> Graph:
+        """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.
+
+        Call the function once before, so that its kernels are compiled and its streams made. What it takes
+        from the host is as it is now in every replay: numbers, addresses, which branch is taken; what it does
+        on the host happens once, now. See docs/gpu_capture.md for what this means for a training step.
+
+        Raises RuntimeError where it reads what is on the GPU, waits for it, or draws on what changes from
+        step to step on the host (optimizers, dropout).
+        """
+        compute = self.current_stream
+        if compute.graph is not None:
+            raise RuntimeError("capture: another capture is going on in this thread")
+        if self._cupy.cuda.get_current_stream().ptr != compute.handle.ptr:
+            raise RuntimeError("capture: the current stream must be the compute stream")
+        graph = Graph(self._cupy, compute, self._here.sides, self.new_event)
+        graph.capture(function)
+        return graph
+
+    def _refuse(self, what: str) -> None:
+        """Raise RuntimeError if this thread captures a graph."""
+        if self.current_stream.graph is not None:
+            raise RuntimeError(f"{what}: {WHY}")
 
     def peak_bytes(self) -> int:
         return self._measured().peak

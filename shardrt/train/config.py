@@ -174,6 +174,21 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is saved for going on from there, and when; in steps."""
+
+    every: int = 0  # steps from one checkpoint to the next, and one at the end; 0 for none
+    keep_last: int = 3  # the newest ones that stay
+    keep_every: int = 0  # multiples of this step stay for ever; 0 for none
+    in_background: bool = True  # write while training goes on; needs 12 bytes per element of this rank
+
+    def __post_init__(self) -> None:
+        _at_least("checkpoint.every", self.every, 0)
+        _at_least("checkpoint.keep_last", self.keep_last, 1)
+        _at_least("checkpoint.keep_every", self.keep_every, 0)
+
+
+@dataclass(frozen=True)
 class ReportConfig:
     """What is printed and written to metrics.jsonl, and when; in steps."""
 
@@ -269,7 +284,7 @@ def dump(settings: Any, path: Path) -> None:
     """Write the settings as TOML; `load` of the file gives them back."""
     import tomli_w
 
-    path.write_text(tomli_w.dumps(_plain(settings)), encoding="utf-8")
+    path.write_text(tomli_w.dumps(plain(settings)), encoding="utf-8")
 
 
 def _config_file(arguments: Sequence[str]) -> Path | None:
@@ -343,12 +358,12 @@ def _is_enum(kind: Any) -> bool:
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
-def _plain(value: Any) -> Any:
-    """The same in TOML's types."""
+def plain(value: Any) -> Any:
+    """Settings in the types of TOML and JSON."""
     if is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in fields(value)}
+        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
     if isinstance(value, tuple):
-        return [_plain(item) for item in value]
+        return [plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name
     return str(value) if isinstance(value, Path) else value

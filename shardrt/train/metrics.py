@@ -4,6 +4,7 @@ Everything that shows a run reads metrics.jsonl. Only rank 0 writes.
 """
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -43,15 +44,38 @@ def new_run_directory(name: str) -> Path:
         return directory
 
 
+def resumed_run_directory(name: str) -> Path:
+    """runs/`name`, made if need be. Raises ValueError for a name that is empty or leads out of runs/."""
+    if not name or Path(name).name != name or name == "..":
+        raise ValueError(f"resume = 'auto' needs the name of a run, a folder in {RUNS}/; got name {name!r}")
+    (RUNS / name).mkdir(parents=True, exist_ok=True)
+    return RUNS / name
+
+
 class RunLog:
     """What rank 0 prints and writes to the run's directory; where `directory` is None, it does neither.
 
     metrics.jsonl holds the records, loss.png their curves.
     """
 
-    def __init__(self, directory: Path | None) -> None:
+    def __init__(self, directory: Path | None, *, resumed: bool = False) -> None:
         self.directory = directory
-        self._metrics = open(directory / METRICS, "x", encoding="utf-8") if directory else None
+        if directory and resumed:
+            _drop_unfinished_line(directory / METRICS)
+        mode = "a" if resumed else "x"
+        self._metrics = open(directory / METRICS, mode, encoding="utf-8") if directory else None
+
+    def rewind(self, step: int) -> None:
+        """Drop the records after `step`: the run goes on from there."""
+        if self._metrics is None:
+            return
+        self._metrics.close()
+        path = self.directory / METRICS
+        kept = [r for r in read_metrics(path) if r["kind"] != "end" and r.get("step", 0) <= step]
+        temporary = path.with_suffix(".tmp")
+        temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
+        temporary.replace(path)
+        self._metrics = open(path, "a", encoding="utf-8")
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -72,10 +96,17 @@ class RunLog:
             plot_losses(read_metrics(self.directory / METRICS), self.directory / "loss.png")
 
 
+def _drop_unfinished_line(path: Path) -> None:
+    """A run that was killed may have been writing one."""
+    if path.exists():
+        text = path.read_bytes()
+        os.truncate(path, text.rfind(b"\n") + 1)
+
+
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl."""
-    with open(path, encoding="utf-8") as file:
-        return [json.loads(line) for line in file]
+    """The records of a metrics.jsonl; a last line that was cut off when a run was killed is left out."""
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path) -> None:

@@ -10,6 +10,7 @@ import itertools
 import operator
 import threading
 import weakref
+from contextlib import contextmanager
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -57,15 +58,18 @@ class ndarray:
         return self._host.__array_interface__
 
     def get(self):
+        not_captured()
         return self._host.copy()
 
     def fill(self, value):
         self._host.fill(value)
 
     def item(self):
+        not_captured()
         return self._host.item()
 
     def tolist(self):
+        not_captured()
         return self._host.tolist()
 
     def __array__(self, *args, **kwargs):
@@ -92,15 +96,19 @@ class ndarray:
         return (on_device(item) for item in self._host)
 
     def __bool__(self):
+        not_captured()
         return bool(self._host)
 
     def __int__(self):
+        not_captured()
         return int(self._host)
 
     def __float__(self):
+        not_captured()
         return float(self._host)
 
     def __index__(self):
+        not_captured()
         return operator.index(self._host)
 
     def __repr__(self):
@@ -165,14 +173,44 @@ def _checked(value):
     return _inside(value)
 
 
+def not_captured():
+    """What CuPy does where the host would wait for the device."""
+    stream = getattr(Stream.here, "stream", None)
+    if stream is not None and stream.captured is not None:
+        raise RuntimeError("the current stream is capturing, so synchronous API calls are disallowed")
+
+
+def issue(work):
+    """Do work of the current stream: now, or when the graph that it is captured in is launched."""
+    stream = getattr(Stream.here, "stream", None)
+    if stream is None or stream.captured is None:
+        work()
+    else:
+        stream.captured.work.append(work)
+        stream.captured.loose.add(stream)
+
+
+class Graph:
+    """cupy.cuda.Graph: work in the order in which it was issued. `loose`: streams not joined yet."""
+
+    def __init__(self, origin):
+        self.origin, self.work, self.loose, self.streams = origin, [], set(), [origin]
+
+    def launch(self, stream):
+        assert stream.captured is None
+        for work in self.work:
+            work()
+
+
 class Stream:
-    """cupy.cuda.Stream; work is done when it is issued."""
+    """cupy.cuda.Stream; work is done when it is issued, or captured, by CUDA's rules."""
 
     here = threading.local()
 
     def __init__(self, non_blocking=False, priority=0):
         assert non_blocking, "a stream that waits for the null stream"
         self.ptr = id(self)
+        self.captured = None
         self._before = []
 
     def use(self):
@@ -190,28 +228,74 @@ class Stream:
 
     def wait_event(self, event):
         assert event.points, "a wait for an event that was never recorded"
+        if self.captured is not None and event.captured is None:
+            raise RuntimeError("cudaErrorStreamCaptureIsolation")
+        if event.captured is None:
+            return
+        if event.captured.streams == []:
+            raise RuntimeError("cudaErrorCapturedEvent")
+        self.captured = event.captured
+        self.captured.streams.append(self)
+        self.captured.loose.add(self)
+        self.captured.loose.discard(event.stream)
 
     def synchronize(self):
-        pass
+        if self.captured is not None:
+            raise RuntimeError("cudaErrorStreamCaptureUnsupported")
 
     def is_capturing(self):
-        return False
+        return self.captured is not None
+
+    def begin_capture(self):
+        assert self.captured is None
+        self.captured = Graph(self)
+
+    def end_capture(self):
+        graph = self.captured
+        assert graph.origin is self
+        for stream in graph.streams:
+            stream.captured = None
+        graph.streams = []
+        if graph.loose - {self}:
+            raise RuntimeError("cudaErrorStreamCaptureUnjoined")
+        return graph
 
 
 class Event:
     """cupy.cuda.Event."""
 
-    done = True
-
     def __init__(self, disable_timing=False):
-        self.points = 0
+        self.points, self.captured = 0, None
+
+    @property
+    def done(self):
+        assert self.captured is None, "cudaErrorCapturedEvent"
+        return True
 
     def record(self, stream):
         assert isinstance(stream, Stream)
         self.points += 1
+        self.captured, self.stream = stream.captured, stream
 
     def synchronize(self):
-        assert self.points
+        assert self.points and self.captured is None
+
+
+class MemoryPool:
+    """cupy.cuda.MemoryPool: only who asks is known."""
+
+    here = threading.local()
+
+    def malloc(self, size):
+        raise AssertionError("arrays here have no allocator")
+
+
+@contextmanager
+def using_allocator(allocator):
+    """cupy.cuda.using_allocator."""
+    MemoryPool.here.pool = allocator.__self__
+    yield
+    MemoryPool.here.pool = None
 
 
 class Memory:
@@ -269,7 +353,7 @@ class Runtime:
 
     def memcpyAsync(self, target, source, size, kind, stream):
         assert kind == self.memcpyDefault and stream == Stream.here.stream.ptr
-        ctypes.memmove(target, source, size)
+        issue(lambda: ctypes.memmove(target, source, size))
 
     def ipcGetMemHandle(self, address):
         return self.ipc.export(address)
@@ -408,6 +492,8 @@ def module():
         UnownedMemory=UnownedMemory,
         MemoryPointer=MemoryPointer,
         MemoryHook=MemoryHook,
+        MemoryPool=MemoryPool,
+        using_allocator=using_allocator,
         Device=Device,
         runtime=Runtime(),
         driver=Driver(),

@@ -1,0 +1,224 @@
+"""Work captured in a CUDA graph, by CUDA's rules as the stand-in knows them: what is replayed, what not."""
+
+import sys
+import warnings
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.device.arena import Arena
+from shardrt.kernels.cuda import _launch, adamw, dropout, elementwise
+from tests.cuda import fake_cupy
+
+
+@pytest.fixture
+def here(fake_cuda):
+    device.set_current(fake_cuda)
+    return fake_cuda
+
+
+def arrays(here, *values):
+    return [here.asarray(np.full(5, value, np.float32)) for value in values]
+
+
+def values(here, array):
+    return here.to_numpy(array).tolist()
+
+
+def test_nothing_runs_before_a_replay_and_all_of_it_in_each(here):
+    x, y = arrays(here, 3, 0)
+
+    def work():
+        here.copy(y, x)
+        elementwise.scale_(y, 2.0)
+        return y
+
+    graph = here.capture(work)
+    assert values(here, y) == [0] * 5
+    assert graph.result is y
+    for value in (3, 4):
+        x.fill(value)
+        graph.replay()
+        assert values(here, y) == [2 * value] * 5
+
+
+def test_side_streams_fork_and_join_without_being_asked_to(here):
+    side, other = here.new_stream("gather"), here.new_stream("reduce")
+    x, y, z = arrays(here, 3, 0, 0)
+    ready = here.new_event()
+
+    def work():
+        side.submit(here.copy, y, x)  # not ordered after anything of the compute stream
+        side.record(ready)
+        other.wait(ready)
+        other.submit(here.copy, z, y)  # and nobody waits for it
+
+    graph = here.capture(work)
+    assert values(here, z) == [0] * 5
+    graph.replay()
+    assert values(here, z) == [3] * 5
+    side.submit(here.copy, x, z)  # the streams are as they were
+    assert not side.handle.is_capturing()
+
+
+def test_events_of_before_and_after_a_graph_can_be_waited_for(here):
+    side = here.new_stream("gather")
+    x, y = arrays(here, 3, 0)
+    arena = Arena(here, lambda: here.zeros((5,), np.float32), 1)
+
+    def step():
+        slot = arena.acquire()
+        side.wait(slot.free)  # recorded by the step before
+        side.submit(here.copy, slot.array, x)
+        side.record(slot.ready)
+        here.current_stream.wait(slot.ready)
+        here.copy(y, slot.array)
+        here.current_stream.record(slot.free)
+        arena.release(slot)
+
+    step()
+    graphs = [here.capture(step), here.capture(step)]
+    for value, run in ((5, graphs[0].replay), (6, graphs[1].replay), (7, step), (8, graphs[0].replay)):
+        x.fill(value)
+        run()
+        assert values(here, y) == [value] * 5
+    free = arena.slots[0].free
+    assert free.done()
+    free.synchronize()
+
+
+def test_an_event_of_a_graph_is_reached_when_its_replay_is(here):
+    side, point = here.new_stream("gather"), here.new_event()
+    graph = here.capture(lambda: side.record(point))
+    assert point.done()  # of no replay
+    graph.replay()
+    seen = []
+    side.handle.wait_event = seen.append
+    side.wait(point)
+    assert seen == [graph.ended().handle]
+
+
+def test_memory_of_a_graph_comes_from_a_pool_of_its_own(here):
+    pools = []
+    graph = here.capture(lambda: pools.append(fake_cupy.MemoryPool.here.pool))
+    assert pools == [graph._pool]
+    assert fake_cupy.MemoryPool.here.pool is None
+
+
+def test_a_replay_keeps_alive_what_the_work_reads(here):
+    y = arrays(here, 0)[0]
+
+    def capture():
+        x = arrays(here, 4)[0]
+        return here.capture(lambda: here.copy(y, x))
+
+    capture().replay()
+    assert values(here, y) == [4] * 5
+
+
+X, EVENT = np.ones(5, np.float32), []
+REFUSED = {
+    "an array can't be read by the host": lambda here, x: here.to_numpy(x),
+    "synchronous API calls are disallowed": lambda here, x: float(x[0]),
+    "a stream can't be waited for": lambda here, x: here.wait_here(),
+    "stream 'compute' can't be waited for": lambda here, x: here.current_stream.synchronize(),
+    "a buffer can't be made": lambda here, x: here.buffer(3, np.float32),
+    "stream 'late' can't be made": lambda here, x: here.new_stream("late"),
+    "values of the host can't be copied": lambda here, x: here.asarray(X),
+    "another capture is going on": lambda here, x: here.capture(lambda: None),
+    "an event can't be waited for by the host": lambda here, x: wait_on_the_host(here),
+}
+
+
+def wait_on_the_host(here):
+    event = here.new_event()
+    here.current_stream.record(event)
+    event.synchronize()
+
+
+@pytest.mark.parametrize("why", REFUSED)
+def test_what_the_host_would_have_to_wait_for_is_refused_and_leaves_streams_as_they_were(here, why):
+    side = here.new_stream("gather")
+    x, y = arrays(here, 3, 0)
+    with pytest.raises(RuntimeError, match=f"capture: this can't be captured in a CUDA graph: .*{why}"):
+        here.capture(lambda: REFUSED[why](here, x))
+    side.submit(here.copy, y, x)
+    side.synchronize()
+    assert values(here, y) == [3] * 5
+    here.capture(lambda: here.copy(y, x)).replay()
+
+
+def test_capture_and_replay_want_the_compute_stream(here):
+    side = here.new_stream("gather")
+    graph = here.capture(lambda: None)
+    for call in (lambda: here.capture(lambda: None), graph.replay):
+        with pytest.raises(RuntimeError, match="the current stream must be the compute stream"):
+            side.submit(call)
+    with pytest.raises(RuntimeError, match="nothing runs while a CUDA graph is captured"):
+        here.capture(graph.replay)
+
+
+def test_kernels_whose_numbers_change_from_step_to_step_are_refused(here, monkeypatch):
+    pytest.importorskip("cuda.pathfinder")
+    monkeypatch.delitem(sys.modules, "shardrt.kernels.cuda._cupy", raising=False)
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    before = _launch.use(CuPyBackend())
+    param, grad, m, v = arrays(here, 1, 1, 0, 0)
+    ranges = [np.array([value]) for value in (0, 5, 0.1, 0.0)]
+    try:
+        for work in (
+            lambda: adamw.step(param, grad, m, v, *ranges, 0.9, 0.999, 1e-8, 1, 1.0),
+            lambda: dropout.forward(param, m, 0.1, 1, 2, 3),
+        ):
+            with pytest.raises(RuntimeError, match="in a captured graph they would stay as they are now"):
+                here.capture(work)
+    finally:
+        _launch.use(before)
+        sys.modules.pop("shardrt.kernels.cuda._cupy", None)
+
+
+def test_the_forward_of_a_model_can_be_captured_and_its_loss_not(here):
+    from shardrt import functional as F
+    from shardrt import manual_seed, nn, no_grad
+    from shardrt.tensor import Tensor
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        manual_seed(0)
+        layer = nn.LayerNorm(5)
+        x = Tensor(here.asarray(np.arange(10, dtype=np.float32).reshape(2, 5)))
+        with no_grad():
+            expected = values(here, layer(x).data)
+            graph = here.capture(lambda: F.gelu(layer(x)))
+            graph.replay()
+            assert values(here, F.gelu(Tensor(here.asarray(np.array(expected, np.float32)))).data) == values(
+                here, graph.result.data
+            )
+    with pytest.raises(RuntimeError, match="can't be captured"):
+        here.capture(lambda: layer(x).sum().item())
+
+
+def test_forward_and_backward_of_a_block_can_be_captured(here):
+    from models.gpt import Block, GPTConfig
+    from shardrt import manual_seed
+    from shardrt.tensor import Tensor
+
+    manual_seed(0)
+    block = Block(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29))
+    rows = np.random.default_rng(0).normal(size=(2, 1, 4, 8)).astype(np.float32)
+    x, dy = (here.asarray(row) for row in rows)
+
+    def step():
+        y = block(Tensor(x))
+        y.backward(dy)
+        return y.data, [parameter.grad for parameter in block.parameters()]
+
+    expected, gradients = step()
+    block.zero_grad()
+    graph = here.capture(step)
+    graph.replay()
+    np.testing.assert_array_equal(here.to_numpy(graph.result[0]), here.to_numpy(expected))
+    for found, exactly in zip(graph.result[1], gradients, strict=True):
+        np.testing.assert_array_equal(here.to_numpy(found), here.to_numpy(exactly))

@@ -1,0 +1,196 @@
+"""Attention by cuDNN: what its graphs are told and given, and when the reference kernels stay."""
+
+import sys
+import warnings
+from contextlib import contextmanager
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import attention as cpu
+from shardrt.kernels.cuda import _launch, attention
+from shardrt.kernels.cuda._cudnn import CuDNNAttention
+from tests.cuda import fake_cudnn, fake_cupy
+from tests.cuda.numbers import assert_close, guarded, normal
+from tests.cuda.test_attention import heads_of, in_double
+
+
+@pytest.fixture
+def cudnn(emulated):
+    """The stand-in; the emulator uses it."""
+    module = fake_cudnn.module()
+    emulated.stream = lambda: module.stream
+    fused = CuDNNAttention(module, emulated)
+    emulated.attention = lambda: fused
+    return module
+
+
+@contextmanager
+def packed(element, batch=2, heads=3, time=9, width=16):
+    """q, k, v in one array, y in another, lse, dy and the gradients in one array; all outputs poisoned."""
+    with guarded(element) as array:
+        nan = np.full((batch, time, 3 * heads * width), np.nan)
+        q, k, v = heads_of(array(normal(*nan.shape)), 3, heads)
+        (y,) = heads_of(array(nan[..., : heads * width]), 1, heads)
+        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
+        (dy,) = heads_of(
+            array(normal(*y.transpose(0, 2, 1, 3).shape, seed=1).reshape(batch, time, -1)), 1, heads
+        )
+        yield q, k, v, y, lse, dy, heads_of(array(nan), 3, heads)
+
+
+def run(q, k, v, y, lse, dy, gradients, causal=True, scale=0.3):
+    attention.forward(q, k, v, y, lse, causal=causal, scale=scale)
+    attention.backward(dy, q, k, v, y, lse, *gradients, causal=causal, scale=scale)
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_packed_heads_are_read_and_written_where_they_lie(cudnn, emulated, element, causal):
+    with packed(element) as (q, k, v, y, lse, dy, gradients):
+        run(q, k, v, y, lse, dy, gradients, causal)
+        expected = [np.empty(x.shape) for x in (y, lse)]
+        cpu.forward(*in_double(q, k, v), *expected, causal=causal, scale=0.3)
+        assert_close(y, expected[0])
+        assert_close(lse, expected[1])
+        expected = [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=causal, scale=0.3)
+        for found, exactly in zip(gradients, expected, strict=True):
+            assert_close(found, exactly)
+        assert emulated.launches == []
+
+
+def test_keys_may_have_another_time(cudnn, emulated):
+    with guarded("bfloat16") as array:
+        q, dy = (array(normal(1, 2, 5, 8, seed=seed)) for seed in (0, 1))
+        k, v = (array(normal(1, 2, 12, 8, seed=seed)) for seed in (2, 3))
+        y, lse = array(np.full(q.shape, np.nan)), array(np.full(q.shape[:3], np.nan), dtype=np.float32)
+        gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+        run(q, k, v, y, lse, dy, gradients, causal=False)
+        expected = [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=False, scale=0.3)
+        assert_close(gradients[1], expected[1])
+        assert len(cudnn.graphs) == 2 and emulated.launches == []
+
+
+def test_a_graph_is_built_once_for_each_kind_of_attention(cudnn):
+    for _ in range(3):
+        with packed("bfloat16") as arrays:
+            run(*arrays)
+    assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 3), ("backward", 3)]
+    others = [{"causal": False}, {"scale": 0.5}]
+    for how in others:
+        with packed("bfloat16") as arrays:
+            run(*arrays, **how)
+    for shape in ({"time": 10}, {"width": 32}):
+        with packed("bfloat16", **shape) as arrays:
+            run(*arrays)
+    with packed("float16") as arrays:
+        run(*arrays)
+    with packed("bfloat16") as (q, k, v, *rest):
+        run(q, k.copy(), v, *rest)  # other strides
+    assert len(cudnn.graphs) == 2 * (1 + len(others) + 2 + 1 + 1)
+
+
+def test_each_stream_has_a_handle_and_a_workspace(cudnn):
+    with packed("bfloat16") as arrays:
+        run(*arrays)
+        cudnn.stream = 8
+        run(*arrays)
+        cudnn.stream = 7
+        run(*arrays)
+        assert sorted(cudnn.handles.values()) == [7, 8]
+        first, _, second, _, third, _ = cudnn.workspaces
+        assert first == third != second
+        assert len(cudnn.graphs) == 2
+
+
+def test_a_workspace_grows(cudnn, emulated):
+    fused = emulated.attention()
+    for size in (1000, 5000, 2000):
+        cudnn.workspace = size
+        with packed("bfloat16", time=size // 500) as arrays:
+            run(*arrays)
+    assert [memory.size for memory in fused._workspaces.values()] == [5000]
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"element": "float32"},
+        {"element": "bfloat16", "width": 12},
+        {"element": "bfloat16", "width": 136, "time": 3, "heads": 1},
+    ],
+    ids=str,
+)
+def test_what_does_not_suit_runs_by_the_reference_kernels(cudnn, emulated, unfit):
+    with packed(**unfit) as arrays:
+        run(*arrays)
+    assert cudnn.graphs == [] and "forward" in emulated.launches and "backward_keys" in emulated.launches
+
+
+def test_what_does_not_begin_at_16_bytes_runs_by_the_reference_kernels(cudnn, emulated):
+    with guarded("bfloat16") as array:
+        q, k, v, y = (array(normal(1, 1, 3, 8), offset) for offset in (0, 1, 0, 0))
+        attention.forward(q, k, v, y, array(np.zeros((1, 1, 3)), dtype=np.float32), causal=True, scale=1.0)
+        wide = array(normal(1, 1, 3, 12))[..., :8]  # rows of 24 bytes
+        attention.forward(wide, q, q, y, array(np.zeros((1, 1, 3)), dtype=np.float32), causal=True, scale=1.0)
+    assert cudnn.graphs == [] and emulated.launches == ["forward"] * 2
+
+
+def test_what_cudnn_refuses_runs_by_the_reference_kernels_and_is_said_once(cudnn, emulated):
+    cudnn.refuses = True
+    with packed("bfloat16") as arrays:
+        with pytest.warns(UserWarning, match=r"cuDNN refuses q \(2, 3, 9, 16\), .* of bfloat16; slower"):
+            run(*arrays)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            run(*arrays)
+        assert len(cudnn.graphs) == 2
+        expected = np.empty(arrays[3].shape), np.empty(arrays[4].shape)
+        cpu.forward(*in_double(*arrays[:3]), *expected, causal=True, scale=0.3)
+        assert_close(arrays[3], expected[0], 2)
+
+
+@pytest.fixture
+def backend(fake_cuda, monkeypatch):
+    """A backend on the stand-in for CuPy."""
+    monkeypatch.delitem(sys.modules, "shardrt.kernels.cuda._cupy", raising=False)
+    pytest.importorskip("cuda.pathfinder")
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    yield CuPyBackend()
+    sys.modules.pop("shardrt.kernels.cuda._cupy", None)
+
+
+def test_without_the_extra_there_is_only_the_reference(backend, monkeypatch):
+    monkeypatch.setitem(sys.modules, "cudnn", None)
+    assert backend.attention() is None
+
+
+def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, monkeypatch):
+    module = fake_cudnn.module()
+
+    def create_handle():
+        raise RuntimeError("Unable to find symbol cudnnCreate")
+
+    module.create_handle = create_handle
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    with pytest.warns(UserWarning, match="no cuDNN, so slower kernels do it .*cudnnCreate"):
+        assert backend.attention() is None
+    assert backend.attention() is None
+
+
+def test_on_the_device_it_runs_in_the_current_stream(backend, monkeypatch):
+    module = fake_cudnn.module()
+    module.stream = backend.stream()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    before = _launch.use(backend)
+    with packed("bfloat16") as arrays:
+        q, k, v, y, lse, dy, gradients = arrays
+        device = fake_cupy.on_device
+        run(*map(device, (q, k, v, y, lse, dy)), [device(x) for x in gradients])
+        assert not np.isnan(gradients[0].astype(np.float32)).any()
+    _launch.use(before)
+    assert list(module.handles.values()) == [fake_cupy.Stream.here.stream.ptr]
+    assert backend.attention() is backend.attention()

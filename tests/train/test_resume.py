@@ -1,0 +1,180 @@
+"""A run that was interrupted, however it was, goes on as if it had not been."""
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from models import train
+from shardrt.comm import thread
+from shardrt.train import config as settings
+from shardrt.train.errors import DATA, USAGE
+from tests.ranks import clean_environment, mpirun_path
+from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
+
+STEPS, KILLS = 12, 4
+CONFIG = replace(
+    TINY,
+    steps=STEPS,
+    report=replace(TINY.report, eval_interval=5),
+    checkpoint=settings.CheckpointConfig(every=3),
+    model=replace(TINY.model, dropout=0.1),
+)
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
+
+
+def launch(ranks, name, **changes):
+    thread.run(ranks, train.launch, replace(CONFIG, name=name, data=(train.Path("text.txt"),), **changes))
+
+
+def curves(folder, name):
+    """(step, loss, norm) and (step, held-out loss) of a run, and its weights."""
+    steps = [(r["step"], r["loss"], r["norm"]) for r in records(folder, name, "step")]
+    evaluations = [(r["step"], r["held_out_loss"]) for r in records(folder, name, "evaluation")]
+    weights = load_file(folder / "runs" / name / "checkpoint" / "model.safetensors")
+    return steps, evaluations, {key: values.tobytes() for key, values in weights.items()}
+
+
+@pytest.mark.parametrize("precision", ["float32", "float16"])
+def test_a_resumed_run_leaves_what_the_uninterrupted_one_does(folder, precision):
+    sixteen = settings.PrecisionConfig(param=settings.Precision[precision])
+    launch(2, "whole", precision=sixteen)
+    launch(2, "cut", precision=sixteen, steps=7)  # it evaluates and saves at 7, too
+    remove_after(folder / "runs" / "cut", 6)
+    launch(2, "cut", precision=sixteen, resume="auto")
+    assert curves(folder, "cut") == curves(folder, "whole")
+    assert [record["step"] for record in records(folder, "cut", "step")] == list(range(1, STEPS + 1))
+
+
+def remove_after(run, step):
+    """As if the run had been killed after that checkpoint, in the middle of a line."""
+    for path in (run / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            path.rename(run / "checkpoints" / f".tmp-{path.name}-00000000")
+    with open(run / "metrics.jsonl", "a") as file:
+        file.write('{"kind": "st')
+
+
+def test_at_another_number_of_ranks_the_losses_are_the_same_to_rounding(folder):
+    launch(1, "whole", model=TINY.model)
+    launch(4, "moved", model=TINY.model, steps=6)
+    launch(2, "moved", model=TINY.model, resume="auto")
+    (steps, evaluations, _), (moved, moved_evaluations, _) = curves(folder, "whole"), curves(folder, "moved")
+    np.testing.assert_allclose(moved, steps, rtol=2e-6)
+    np.testing.assert_allclose(dict(moved_evaluations)[STEPS], dict(evaluations)[STEPS], rtol=2e-6)
+
+
+def test_a_checkpoint_can_be_continued_in_another_run(folder):
+    launch(2, "whole")
+    launch(2, "branch", resume="runs/whole/checkpoints/step-00000009")
+    assert curves(folder, "branch")[0] == curves(folder, "whole")[0][9:]
+    assert curves(folder, "branch")[2] == curves(folder, "whole")[2]
+
+
+def test_a_run_that_is_done_stays_done(folder):
+    launch(2, "whole")
+    before = curves(folder, "whole")
+    launch(2, "whole", resume="auto")
+    assert curves(folder, "whole")[0] == before[0] and curves(folder, "whole")[2] == before[2]
+
+
+def test_without_a_checkpoint_auto_begins(folder, capfd):
+    launch(2, "new", resume="auto")
+    assert "no checkpoint yet: from the beginning" in capfd.readouterr().out
+    assert len(curves(folder, "new")[0]) == STEPS
+
+
+def damaged(folder):
+    launch(1, "whole")
+    for path in (folder / "runs" / "whole" / "checkpoints").glob("*/manifest.json"):
+        path.write_text(path.read_text().replace("parameter", "parametre"))
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "told"),
+    [
+        (["--resume", "auto"], USAGE, "resume = 'auto' needs the name of a run"),
+        (["--resume", "runs/none"], USAGE, "runs/none/manifest.json: No checkpoint here"),
+        (["--resume", "auto", "--name", "whole"], DATA, "no checkpoint could be restored: "),
+    ],
+)
+def test_what_cannot_be_resumed_is_told(folder, capfd, options, code, told):
+    damaged(folder)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments(*options))
+    assert stop.value.code == code
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+
+
+def test_a_disk_that_is_full_ends_no_run(folder, capfd, monkeypatch):
+    def full(self, file, data):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("shardrt.checkpoint.disk.Disk.write", full)
+    launch(2, "full")
+    assert capfd.readouterr().out.count("warning: step 3 was not saved: rank 0: OSError") == 1
+    assert len(curves(folder, "full")[0]) == STEPS
+
+
+@pytest.mark.mpi
+@pytest.mark.slow
+def test_runs_that_are_killed_at_any_time_end_with_the_same_bits(tmp_path):
+    furnish(tmp_path)
+    settings.dump(replace(CONFIG, steps=60, data=(train.Path("text.txt"),)), tmp_path / "tiny.toml")
+    assert started(tmp_path, "whole").wait(timeout=100) == 0
+    chooser, kills = random.Random(0), 0
+    while kills < KILLS:
+        process = started(tmp_path, "killed")
+        begun = len(lines_of(tmp_path, "killed"))
+        deadline = time.monotonic() + 60
+        while len(lines_of(tmp_path, "killed")) < begun + 2 and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(chooser.uniform(0, 0.15))
+        if process.poll() is not None:
+            break  # it was faster
+        for pid in ranks_of(process):
+            subprocess.run(["kill", "-KILL", pid], check=False)
+        process.wait(timeout=30)
+        kills += 1
+    assert started(tmp_path, "killed").wait(timeout=100) == 0
+    assert kills > 0
+    assert curves(tmp_path, "killed") == curves(tmp_path, "whole")
+
+
+def started(folder, name):
+    command = [mpirun_path(), "-n", "2", sys.executable, "-m", "models.train", "--config", "tiny.toml"]
+    return subprocess.Popen(
+        [*command, "--name", name, "--resume", "auto"],
+        cwd=folder,
+        env=clean_environment(**OPEN_MPI),
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+
+
+def lines_of(folder, name):
+    path = folder / "runs" / name / "metrics.jsonl"
+    return [json.loads(line) for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def ranks_of(process):
+    """The process ids of the ranks below a launcher."""
+    import psutil
+
+    assert signal.SIGKILL
+    below = psutil.Process(process.pid).children(recursive=True)
+    return [str(child.pid) for child in below if "models.train" in " ".join(child.cmdline())]
