@@ -1,0 +1,28 @@
+"""`python -m shardrt`: what can be done with checkpoints from a shell. One process; no MPI is started."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from shardrt.checkpoint import command
+from shardrt.checkpoint.manifest import Damaged
+
+DATA = 65  # a checkpoint is damaged, or none is there
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command; gives the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m shardrt", description=__doc__)
+    commands = parser.add_subparsers(title="commands", required=True)
+    command.add_to(commands)
+    options = parser.parse_args(arguments)
+    try:
+        return options.run(options)
+    except (Damaged, OSError) as error:
+        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
+        print(f"error: {told}", file=sys.stderr)
+        return DATA
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
