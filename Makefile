@@ -4,6 +4,8 @@ PYTHON ?= python3
 CONFIG ?= models/configs/default.toml
 NP ?= 2
 ARGS ?=
+GPU_PYTHON ?= python3
+OUT ?= runs/gpu
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -16,7 +18,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint clean
+.PHONY: help setup train test gpu lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -30,6 +32,15 @@ test: $(STAMP) ## run all tests; those against PyTorch only if it can be install
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 	$(BIN)/python -m pytest -q $(ARGS)
+
+# Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
+gpu: export PYTHONPATH := .
+gpu: ## test and measure on an NVIDIA GPU, in 9 minutes (GPU_PYTHON=python3 OUT=runs/gpu ARGS="--quick ...")
+	@$(GPU_PYTHON) -m bench.gpu --check; status=$$?; \
+	if [ $$status = 2 ]; then exit 2; fi; \
+	if [ $$status = 0 ]; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu || status=$$?; fi; \
+	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS) || status=$$?; \
+	exit $$status
 
 lint: $(STAMP) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'

@@ -17,16 +17,18 @@ from typing import Any
 import numpy as np
 
 import shardrt
+from shardrt import device, nn, no_grad, optim
 from shardrt import functional as F
-from shardrt import nn, no_grad, optim
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
+from shardrt.checkpoint.talk import differences, from_all
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, no_sync, set_gradient_divide_factor
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
-from shardrt.train.errors import DATA, USAGE, one_line
+from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.metrics import BITS, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
+from shardrt.train.stop import STOPPED, StopRequests
 
 from .generate import generate
 from .gpt import GPT, GPTConfig
@@ -79,15 +81,33 @@ def main(arguments: Sequence[str]) -> None:
     launch(config)
 
 
+@dataclass(frozen=True)
+class Job:
+    """All that a run is made of. Only rank 0's `run` prints and writes."""
+
+    config: Config
+    mesh: DeviceMesh
+    corpus: Corpus
+    model: GPT
+    optimizer: optim.Optimizer
+    scaler: optim.GradScaler
+    checkpoints: Checkpoints
+    run: RunLog
+
+
 def launch(config: Config) -> None:
     """One run, on every rank. What can be wrong with the input is found before anything is written."""
     began = time.perf_counter()
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
         mesh = init_device_mesh("auto")
+    with one_line(DIFFERS, mesh):
+        check_same(mesh, {"settings": settings.plain(config), "shardrt": shardrt.__version__})
     with one_line(USAGE, mesh):
         mesh = init_device_mesh("auto", config.fsdp.shape(mesh.size)) if config.fsdp.copies > 1 else mesh
     with one_line(DATA, mesh):
         corpus = load_corpus(config.data, block_size=config.model.block_size)
+    with one_line(DIFFERS, mesh):
+        check_same(mesh, {"sha256 of the data": corpus.sha256})
     with one_line(USAGE, mesh):
         model = sharded_model(config, mesh)
         plan = planned_memory(config, mesh, model, corpus)
@@ -97,12 +117,11 @@ def launch(config: Config) -> None:
     if run.directory:
         settings.dump(config, run.directory / "config.toml")
     introduce(run, config, mesh, model, corpus, plan, gzip)
-    optimizer = optimizer_of(config, model)
-    checkpoints = checkpoints_of(config, mesh, model, optimizer, run)
-    scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
+    job = job_of(config, mesh, corpus, model, run)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        first = resume(config, checkpoints, scaler, run)
-    held_out = train(config, mesh, corpus, model, optimizer, scaler, checkpoints, run, first)
+        first = resume(job)
+    with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
+        held_out = train(job, first)
     run.say(f"held-out text: {held_out:.3f} bits per byte; gzip -9 needs {gzip:.3f}")
     # Rank 0 gathers and writes; the others take part and need no directory.
     save(run.directory / "checkpoint" if run.directory else "", model, step=config.steps)
@@ -111,6 +130,13 @@ def launch(config: Config) -> None:
     run.say(f"--- sample ---\n{text}\n--------------")
     run.finish({"seconds": time.perf_counter() - began, "sample": text})
     run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
+
+
+def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
+    """Raise ValueError that names the fields and ranks unless all ranks have the same. Collective."""
+    told = differences(from_all(mesh.communicator("control"), what))
+    if told:
+        raise ValueError(f"ranks differ: {'; '.join(told[:5])}")
 
 
 def sharded_model(config: Config, mesh: DeviceMesh) -> GPT:
@@ -157,23 +183,34 @@ def run_log(config: Config) -> RunLog:
     return RunLog(new_run_directory(config.name))
 
 
-def checkpoints_of(
-    config: Config, mesh: DeviceMesh, model: GPT, optimizer: optim.Optimizer, run: RunLog
-) -> Checkpoints:
-    """Those of the run; rank 0 knows where they are."""
+def job_of(config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: RunLog) -> Job:
+    """The run's optimizer, loss scale and checkpoints, with everything that they work on."""
+    optimizer = optimizer_of(config, model)
+    scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
     kept = {"keep_last": config.checkpoint.keep_last, "keep_every": config.checkpoint.keep_every}
-    return Checkpoints((run.directory or Path()) / "checkpoints", model, optimizer, mesh, **kept)
+    folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
+    return Job(
+        config,
+        mesh,
+        corpus,
+        model,
+        optimizer,
+        scaler,
+        Checkpoints(folder, model, optimizer, mesh, **kept),
+        run,
+    )
 
 
-def resume(config: Config, checkpoints: Checkpoints, scaler: optim.GradScaler, run: RunLog) -> int:
+def resume(job: Job) -> int:
     """The step to go on from: 0, or that of the checkpoint that was restored."""
-    if not config.resume:
+    wanted = job.config.resume
+    if not wanted:
         return 0
-    step, extra = checkpoints.restore(None if config.resume == "auto" else config.resume)
-    if extra.get("scaler") and scaler.is_enabled():
-        scaler.load_state_dict(extra["scaler"])
-    run.rewind(step)
-    run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
+    step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+    if extra.get("scaler") and job.scaler.is_enabled():
+        job.scaler.load_state_dict(extra["scaler"])
+    job.run.rewind(step)
+    job.run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
     return step
 
 
@@ -216,66 +253,116 @@ def introduce(
     )
 
 
-def train(
-    config: Config,
-    mesh: DeviceMesh,
-    corpus: Corpus,
-    model: GPT,
-    optimizer: optim.Optimizer,
-    scaler: optim.GradScaler,
-    checkpoints: Checkpoints,
-    run: RunLog,
-    first: int,
-) -> float:
+def train(job: Job, first: int) -> float:
     """The loop, from step `first`; gives the bits per byte of the held-out text at its end.
 
-    Only rank 0's `run` prints.
+    Exits with code 75, having saved, where it is asked to stop. Raises FloatingPointError for a loss or
+    gradients that are no numbers.
     """
-    steps = config.steps
+    config, steps = job.config, job.config.steps
     stopwatch = Stopwatch(steps, tokens_per_step=config.batch_size * config.model.block_size)
     stopwatch.restart(first)
-    for step in range(first, steps):
-        shardrt.manual_seed(config.seed, step)
-        lr = config.optimizer.lr_at(step, steps)
-        for group in optimizer.param_groups:
-            group["lr"] = lr
-        tokens, targets = batch_of(config, corpus, mesh, step)
-        loss = backward(config, model, tokens, targets, scaler)
-        norm = clipped_norm(config, model, optimizer, scaler)
-        scaler.step(optimizer)
-        scaler.update()
-        optimizer.zero_grad()
+    with StopRequests(job.mesh, job.run.directory, config.checkpoint.stop_after) as requests:
+        for step in range(first, steps):
+            shardrt.manual_seed(config.seed, step)
+            lr = config.optimizer.lr_at(step, steps)
+            for group in job.optimizer.param_groups:
+                group["lr"] = lr
+            tokens, targets = batch_of(config, job.corpus, job.mesh, step)
+            loss = backward(config, job.model, tokens, targets, job.scaler)
+            norm = update(job, step + 1)
 
-        done = step + 1
-        keep(config, checkpoints, scaler, run, done)
-        if done % config.report.log_interval == 0 or done in (first + 1, steps):
-            (mean_loss,) = over_ranks(mesh, "sum", loss)
-            (memory,) = over_ranks(mesh, "max", memory_mb())
-            record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
-            record |= stopwatch.read(done)
-            run.say(step_line(record, steps))
-            if not isfinite(mean_loss):
-                raise FloatingPointError(f"the loss is {mean_loss} at step {done}: lower optimizer.lr")
-            run.write("step", record | {"norm": norm if isfinite(norm) else None})  # JSON has no infinity
-        if done % config.report.eval_interval == 0 or done == steps:
-            windows = config.report.eval_windows if done < steps else None
-            record = {"step": done} | evaluate(config, mesh, model, corpus, windows)
-            run.say(evaluation_line(record, steps))
-            run.write("evaluation", record)
-            stopwatch.restart(done)
-    tell_saved(run, checkpoints.settle)
+            done = step + 1
+            keep(job, done)
+            if done % config.report.log_interval == 0 or done in (first + 1, steps):
+                report(job, done, loss, norm, lr, stopwatch)
+            if done % config.report.eval_interval == 0 or done == steps:
+                windows = config.report.eval_windows if done < steps else None
+                record = evaluated(job, done, windows)
+                stopwatch.restart(done)
+            if done < steps and (reason := requests.reason()):
+                leave(job, done, reason)
+    tell_saved(job.run, job.checkpoints.settle)
     if first >= steps:  # a run that was finished before
-        record = evaluate(config, mesh, model, corpus, None)
+        record = evaluated(job, steps, None)
     return record["held_out_bits_per_byte"]
 
 
-def keep(config: Config, checkpoints: Checkpoints, scaler: optim.GradScaler, run: RunLog, done: int) -> None:
+def update(job: Job, done: int) -> float:
+    """Clip the gradients and update the parameters; gives the norm before, not finite if that was left out.
+
+    On all ranks alike. Raises FloatingPointError, naming rank and parameter, for gradients that are no numbers,
+    where the settings do not ask for such updates to be skipped and loss scaling does not expect them.
+    """
+    settled, wanted = job.scaler, job.config.optimizer
+    settled.unscale_(job.optimizer)
+    if wanted.in_backward:  # they have been applied already
+        norm = nn.utils.grad_norm(job.model.parameters(), wanted.clip_type)
+    else:
+        norm = nn.utils.grad_norm(job.model.parameters(), wanted.clip_type)
+        if isfinite(norm) or settled.is_enabled():
+            nn.utils.clip_grad_norm_(job.model.parameters(), wanted.clip_norm, wanted.clip_type)
+        elif wanted.on_nonfinite is settings.Nonfinite.stop:
+            raise FloatingPointError(f"step {done}: the norm of the gradients is {norm}: {culprit(job)}")
+        else:
+            job.run.say(f"step {done}: the norm of the gradients is {norm}, so this update is skipped")
+            job.optimizer.zero_grad()
+            return norm
+    settled.step(job.optimizer)
+    settled.update()
+    job.optimizer.zero_grad()
+    return norm
+
+
+def culprit(job: Job) -> str:
+    """The first parameter, and the ranks, whose part of its gradient is no number. Collective."""
+    here = device.current()
+    found = [
+        name
+        for name, parameter in job.model.named_parameters()
+        if parameter.requires_grad and not np.isfinite(here.to_numpy(parameter.grad)).all()
+    ]
+    everyone = from_all(job.mesh.communicator("control"), found)
+    first = next(name for name, _ in job.model.named_parameters() if any(name in names for names in everyone))
+    ranks = [rank for rank, names in enumerate(everyone) if first in names]
+    return f"that of {first!r} first, in the part of rank {', '.join(map(str, ranks))}"
+
+
+def report(job: Job, done: int, loss: float, norm: float, lr: float, stopwatch: Stopwatch) -> None:
+    """A line for the reader, and a record. Raises FloatingPointError for a loss that is no number."""
+    (mean_loss,) = over_ranks(job.mesh, "sum", loss)
+    (memory,) = over_ranks(job.mesh, "max", memory_mb())
+    record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
+    record |= stopwatch.read(done)
+    job.run.say(step_line(record, job.config.steps))
+    if not isfinite(mean_loss) and job.config.optimizer.on_nonfinite is settings.Nonfinite.stop:
+        raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")
+    kept = {
+        name: value if isfinite(value) else None for name, value in record.items()
+    }  # JSON has no infinity
+    job.run.write("step", kept)
+
+
+def evaluated(job: Job, done: int, windows: int | None) -> dict:
+    """Evaluate, and say and write the result."""
+    record = {"step": done} | evaluate(job.config, job.mesh, job.model, job.corpus, windows)
+    job.run.say(evaluation_line(record, job.config.steps))
+    job.run.write("evaluation", record)
+    return record
+
+
+def keep(job: Job, done: int) -> None:
     """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
-    tell_saved(run, checkpoints.tick)
-    every = config.checkpoint.every
-    if every and (done % every == 0 or done == config.steps):
-        save = checkpoints.start if config.checkpoint.in_background else checkpoints.save
-        tell_saved(run, save, done, {"scaler": scaler.state_dict(), "config": settings.plain(config)})
+    tell_saved(job.run, job.checkpoints.tick)
+    chosen = job.config.checkpoint
+    if chosen.every and (done % chosen.every == 0 or done == job.config.steps):
+        save = job.checkpoints.start if chosen.in_background else job.checkpoints.save
+        tell_saved(job.run, save, done, extra_of(job))
+
+
+def extra_of(job: Job) -> dict[str, Any]:
+    """What a checkpoint holds beside parameters and the optimizer's state."""
+    return {"scaler": job.scaler.state_dict(), "config": settings.plain(job.config)}
 
 
 def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
@@ -286,6 +373,16 @@ def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
             run.say(f"saved {path}")
     except CheckpointError as error:
         run.say(f"warning: {error}")
+
+
+def leave(job: Job, done: int, reason: str) -> None:
+    """Save, and exit with a code that says so; where saving fails, with the error."""
+    tell_saved(job.run, job.checkpoints.settle)
+    if not job.config.checkpoint.every or done % job.config.checkpoint.every:  # else that was it
+        job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
+    job.run.say(f"stopped by {reason} after step {done}; go on with --resume auto")
+    job.run.close()
+    sys.exit(STOPPED)
 
 
 def batch_of(config: Config, corpus: Corpus, mesh: DeviceMesh, step: int) -> tuple[np.ndarray, np.ndarray]:
@@ -312,15 +409,6 @@ def backward(
             scaler.scale(loss).backward()
         total += float(loss)
     return total
-
-
-def clipped_norm(config: Config, model: GPT, optimizer: optim.Optimizer, scaler: optim.GradScaler) -> float:
-    """The norm of the gradients, which are cut to clip_norm; not finite where loss scaling overflowed."""
-    scaler.unscale_(optimizer)
-    limit, kind = config.optimizer.clip_norm, config.optimizer.clip_type
-    if config.optimizer.in_backward:  # they have been applied already
-        return nn.utils.grad_norm(model.parameters(), kind)
-    return nn.utils.clip_grad_norm_(model.parameters(), limit, kind)
 
 
 def evaluate(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, windows: int | None) -> dict:

@@ -2,6 +2,8 @@
 measurement at a tiny size on the stand-ins for CuPy and the GPU, so that a machine is not lent for a typo.
 """
 
+import importlib
+import inspect
 import json
 import subprocess
 import sys
@@ -144,6 +146,23 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(monkeypatch, tmp_pat
 def test_a_section_for_which_no_time_is_left_says_so(tmp_path):
     ((row,), _) = command.section("kernels", {}, False, limit=1.0)
     assert "--budget" in row.error
+
+
+@pytest.mark.parametrize("name", command.SECTIONS)
+def test_every_section_is_a_function_of_a_run(name):
+    module, function, seconds, _ = command.SECTIONS[name]
+    work = getattr(importlib.import_module(module), function)
+    inspect.signature(work).bind(None, **command._EXTRA.get(name, {}))
+    assert seconds > 0
+
+
+def test_a_child_measures_its_section(played, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    monkeypatch.setattr(host, "CALLS", 2)
+    words = ["--section", "launches", "--rows", str(played.file), "--ceilings", '{"copy": 1.0}']
+    command.child(command.arguments().parse_args(words))
+    rows, _ = state.read(played.file)
+    assert len(rows) == 4 and {row.section for row in rows} == {"launches"}
 
 
 STUB = """
@@ -292,6 +311,7 @@ def test_training_beside_torch_from_the_same_weights(played, monkeypatch):
     assert rows["shardrt: 6N + 6LCT"].theirs == 2.0  # the last of two: beside the measured product
 
 
+@pytest.mark.slow
 def test_sharding_and_offload(played, monkeypatch):
     monkeypatch.setattr(contestant, "Contestant", Here)
     monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", memory(), raising=False)

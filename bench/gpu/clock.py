@@ -86,6 +86,10 @@ class Torch:
         stream = self.torch.cuda.ExternalStream(self._clock.device.stream_here())
         return self.torch.cuda.stream(stream)
 
+    def seconds(self, work: Callable[[], Any]) -> float:
+        """Of a call, roughly: to choose among ways."""
+        return self._clock.seconds(work, calls=3, rounds=2)
+
     def of(self, array: Array) -> Any:
         """The same memory as a tensor; 16 bits as the integers that DLPack surely knows."""
         if array.dtype.name == "bfloat16":

@@ -1,4 +1,4 @@
-"""Rows of figures, each beside its ceiling or peer, as a table, as JSON and as a picture. Measures nothing."""
+"""Rows of figures, each beside its ceiling or peer, as a table, JSON and a picture. Measures nothing."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -137,6 +137,5 @@ def number(value: float | None) -> str:
 
 def _line(texts: tuple[str, ...], widths: list[int]) -> str:
     """Numbers to the right, words to the left."""
-    right = (1, 4, 5)
-    cells = (text.rjust(w) if i in right else text.ljust(w) for i, (text, w) in enumerate(zip(texts, widths)))
-    return "  ".join(cells)
+    justify = (str.ljust, str.rjust, str.ljust, str.ljust, str.rjust, str.rjust, str.ljust, str.ljust)
+    return "  ".join(put(text, width) for put, text, width in zip(justify, texts, widths, strict=True))

@@ -32,3 +32,18 @@ def failures(control: Communicator, error: BaseException | None) -> list[str]:
     """What went wrong, "rank 1: ..." for each rank that has an error. Collective."""
     told = from_all(control, None if error is None else f"{type(error).__name__}: {error}")
     return [f"rank {rank}: {text}" for rank, text in enumerate(told) if text is not None]
+
+
+def differences(everyone: list[Any], name: str = "") -> list[str]:
+    """ "a.b: 1 on rank 0, 2 on rank 3" for every leaf in which the ranks' nests of dicts differ."""
+    if all(value == everyone[0] for value in everyone):
+        return []
+    if not all(isinstance(value, dict) for value in everyone):
+        other = next(rank for rank, value in enumerate(everyone) if value != everyone[0])
+        return [f"{name}: {everyone[0]} on rank 0, {everyone[other]} on rank {other}"]
+    keys = sorted({key for value in everyone for key in value})
+    return [
+        line
+        for key in keys
+        for line in differences([value.get(key) for value in everyone], f"{name}.{key}".lstrip("."))
+    ]

@@ -26,6 +26,13 @@ from shardrt.train.errors import launched_rank
 Settings = TypeVar("Settings")
 
 
+class Nonfinite(Enum):
+    """What is done about gradients that are no numbers."""
+
+    stop = "stop"
+    skip = "skip"
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and a cosine down to min_lr; no weight decay on biases and norms."""
@@ -37,6 +44,7 @@ class OptimizerConfig:
     betas: tuple[float, float] = (0.9, 0.95)  # decay of AdamW's two moments
     clip_norm: float = 1.0  # the global norm of the gradients is cut to this; inf never clips
     clip_type: float = 2.0  # which norm: 1, 2, 3, ... or inf
+    on_nonfinite: Nonfinite = Nonfinite.stop  # gradients that are nan or infinite: stop, or skip the update
     in_backward: bool = False  # update each unit as soon as its gradient is reduced; needs clip_norm = inf
 
     def __post_init__(self) -> None:
@@ -181,11 +189,13 @@ class CheckpointConfig:
     keep_last: int = 3  # the newest ones that stay
     keep_every: int = 0  # multiples of this step stay for ever; 0 for none
     in_background: bool = True  # write while training goes on; needs 12 bytes per element of this rank
+    stop_after: float = 0  # minutes, after which the run saves and exits with code 75; 0 for no limit
 
     def __post_init__(self) -> None:
         _at_least("checkpoint.every", self.every, 0)
         _at_least("checkpoint.keep_last", self.keep_last, 1)
         _at_least("checkpoint.keep_every", self.keep_every, 0)
+        _at_least("checkpoint.stop_after", self.stop_after, 0)
 
 
 @dataclass(frozen=True)

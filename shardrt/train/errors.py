@@ -1,6 +1,7 @@
 """Turns what is wrong with the user's input into one line on stderr and an exit code, once for all ranks.
 
-Only for input that is checked before training; an error inside the loop keeps its traceback.
+For input that is checked before training, and for losses that are no numbers; any other error inside the loop
+keeps its traceback.
 """
 
 import os
@@ -16,7 +17,9 @@ from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
 
 USAGE = 2  # a setting or the command line
-DATA = 65  # a data file; EX_DATAERR of sysexits.h
+DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
+DIFFERS = 78  # ranks have other settings, code or data than each other; EX_CONFIG
+NONFINITE = 80  # the loss or its gradients are nan or infinite
 
 
 @contextmanager

@@ -88,6 +88,11 @@ class RunLog:
             self._metrics.write(json.dumps({"kind": kind, **record}, allow_nan=False) + "\n")
             self._metrics.flush()
 
+    def close(self) -> None:
+        """Write nothing more."""
+        if self._metrics:
+            self._metrics.close()
+
     def finish(self, record: dict[str, Any]) -> None:
         """Write the last record and the picture."""
         self.write("end", record)

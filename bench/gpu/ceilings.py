@@ -1,0 +1,91 @@
+"""What this GPU can do at most, measured: copying, multiplying, and talking to the host."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import numpy as np
+
+from bench.gpu.clock import Clock, Torch, blank, difference, filled
+from bench.gpu.report import PEAK_TFLOPS
+from bench.gpu.state import Run
+
+COPIED = 1 << 30  # bytes of a copy on the device
+LINKED = 256 << 20  # bytes of a copy to or from the host
+SIDE = 8192  # of the square product
+ROUNDS = 5
+
+
+def measure(run: Run, *, copied: int = COPIED, linked: int = LINKED, side: int = SIDE) -> None:
+    """Rows of ceilings, which later sections use."""
+    clock = Clock()
+    with run.guarded("device copy"):
+        device_copy(run, clock, copied)
+    with run.guarded("bf16 matmul"):
+        products(run, clock, side)
+    with run.guarded("pinned copies"):
+        links(run, clock, linked)
+
+
+def device_copy(run: Run, clock: Clock, nbytes: int) -> None:
+    """Read and written bytes counted."""
+    source, target = (blank(nbytes, dtype=np.uint8) for _ in range(2))
+    source.fill(1)
+    seconds = clock.seconds(lambda: clock.device.copy(target, source))
+    run.ceiling("copy", "device copy, read + written", 2 * nbytes / seconds / 1e9, "GB/s")
+
+
+def products(run: Run, clock: Clock, side: int) -> None:
+    """The same square product by cublasLt and by PyTorch, by turns."""
+    kernels, torch = clock.device.kernels, Torch(clock)
+    a, b, out = filled(side, side), filled(side, side, seed=1), blank(side, side)
+    works: list[Callable] = [lambda: kernels.matmul.matmul(a, b, out)]
+    flops = kernels.matmul.flops(side, side, side)
+    peak = {"beside": "data sheet", "theirs": PEAK_TFLOPS}
+    check = ""
+    with torch.stream():
+        if torch.there:
+            left, right = torch.of(a), torch.of(b)
+            result = torch.torch.empty_like(left)
+            works.append(lambda: torch.torch.mm(left, right, out=result))
+        seconds, _ = clock.by_turns(works)
+        if torch.there:
+            check = f"differ by {difference(torch.of(out), result):.0e}"
+    name = f"bf16 matmul {side}^3"
+    rates = [flops / each / 1e12 for each in seconds]
+    run.ceiling("matmul", f"{name}, cublasLt", rates[0], "TFLOP/s", check=check, **peak)
+    if torch.there:
+        run.ceiling("matmul of torch", f"{name}, torch", rates[1], "TFLOP/s", **peak)
+
+
+def links(run: Run, clock: Clock, nbytes: int) -> None:
+    """Pinned memory to the device, back, and both at once, in streams of their own."""
+    device = clock.device
+    up, down = device.new_stream("up"), device.new_stream("down")
+    host = [device.pinned(nbytes, np.uint8) for _ in range(2)]
+    there = [device.buffer(nbytes, np.uint8) for _ in range(2)]
+
+    def to_device() -> None:
+        up.submit(device.copy, there[0], host[0])
+
+    def to_host() -> None:
+        down.submit(device.copy, host[1], there[1])
+
+    works = {"host to device": [to_device], "device to host": [to_host], "both": [to_device, to_host]}
+    for key, works_of in works.items():
+        rate = len(works_of) * nbytes / _wall(clock, works_of) / 1e9
+        run.ceiling(key, f"pinned, {key}{' at once' if key == 'both' else ''}", rate, "GB/s")
+
+
+def _wall(clock: Clock, works: list[Callable[[], None]], calls: int = 4) -> float:
+    """Seconds of one call of each of `works`, which run at once, by the host's clock."""
+    times = []
+    for _ in range(ROUNDS + 1):  # the first is a warm-up
+        clock.finish()
+        start = time.perf_counter()
+        for _ in range(calls):
+            for work in works:
+                work()
+        clock.finish()
+        times.append((time.perf_counter() - start) / calls)
+    return statistics.median(times[1:])

@@ -1,0 +1,49 @@
+"""What a contestant is told: a GPT, its batch, and how it is trained. Knows neither shardrt nor PyTorch."""
+
+from dataclasses import asdict, dataclass
+
+from bench.workload import Workload
+
+
+@dataclass(frozen=True)
+class Job:
+    """A training job on one GPU. `batch` sequences make a step, in so many micro-batches.
+
+    strategy: shardrt's, or "NONE". compiled: PyTorch's model goes through torch.compile. save, weights: a
+    .npz file to write the initial weights to, or to read them from. device: for tests of PyTorch's side.
+    """
+
+    layers: int = 12
+    dim: int = 768
+    heads: int = 12
+    seq: int = 1024
+    batch: int = 32
+    vocab: int = 50304
+    micro_batches: int = 1
+    dtype: str = "bfloat16"
+    strategy: str = "FULL_SHARD"
+    offload: bool = False
+    compiled: bool = True
+    save: str = ""
+    weights: str = ""
+    device: str = "cuda"
+
+    @property
+    def workload(self) -> Workload:
+        """Its shape, and its tokens."""
+        return Workload(self.layers, self.dim, self.heads, self.seq, self.batch, self.vocab)
+
+    @property
+    def tokens(self) -> int:
+        """Of a step."""
+        return self.batch * self.seq
+
+    def settings(self, **changes: object) -> dict:
+        """As a contestant takes them."""
+        return asdict(self) | changes
+
+
+SIZES = {
+    "gpt2": Job(),
+    "gpt2-xl": Job(layers=48, dim=1600, heads=25, batch=8),  # a batch with which two contestants fit
+}

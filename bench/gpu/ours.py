@@ -1,0 +1,127 @@
+"""The contestant shardrt: GPT-2 on one GPU, as bench.gpu.contestant asks it to train.
+
+python -m bench.gpu.ours '{"layers": 12, ..., "strategy": "FULL_SHARD", "dtype": "bfloat16"}'
+"""
+
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import hashlib
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+
+from bench import workload as w
+from bench.gpu.contestant import serve
+from bench.gpu.job import Job
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, no_sync
+
+
+class Trainer:
+    """One model and its optimizer. strategy "NONE": not sharded at all, and then all float32."""
+
+    def __init__(self, settings: dict) -> None:
+        import cupy
+
+        self.job = Job(**settings)
+        self._cupy = cupy
+        self.mesh = init_device_mesh("cuda")
+        self.mesh.device.warm_up()
+        self._free = self._free_now()
+        shardrt.manual_seed(0)
+        workload = self.job.workload
+        self.model = GPT(
+            GPTConfig(
+                n_layer=workload.layers,
+                n_head=workload.heads,
+                n_embd=workload.dim,
+                block_size=workload.seq,
+                vocab_size=workload.vocab,
+            )
+        )
+        if self.job.strategy != "NONE":
+            self._shard()
+        if self.job.save:
+            values = {name: np.asarray(value) for name, value in full_state_dict(self.model).items()}
+            np.savez(Path(self.job.save), **values)
+        self.optimizer = optim.AdamW(self.model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
+        self._step = 0
+
+    def about(self) -> dict:
+        """Its first line."""
+        return {"parameters": sum(parameter.size for parameter in self.model.parameters())}
+
+    def steps(self, count: int) -> dict:
+        """Seconds of a step, by the host's clock from an idle GPU to an idle GPU."""
+        batches = [self._batch(self._step + i) for i in range(count)]
+        self._finish()
+        start = time.perf_counter()
+        for tokens, targets in batches:
+            loss = self._backward(tokens, targets, self.job.micro_batches)
+            self._update()
+        self._finish()
+        seconds = (time.perf_counter() - start) / count
+        self._step += count
+        return {"seconds": seconds, "loss": loss.item(), "taken": self._free - self._free_now()}
+
+    def update(self, rounds: int = 5) -> dict:
+        """{"update": seconds of the optimizer's step alone, the least of a few}, after a micro-batch each."""
+        times, rows = [], self.job.batch // self.job.micro_batches
+        tokens, targets = (array[:rows] for array in self._batch(self._step))
+        for _ in range(rounds):
+            self._backward(tokens, targets, 1)
+            self._finish()
+            start = time.perf_counter()
+            self._update()
+            self._finish()
+            times.append(time.perf_counter() - start)
+        return {"update": min(times)}
+
+    def digest(self) -> dict:
+        """{"digest": of all parameters' bits}."""
+        digest = hashlib.sha256()
+        for name, values in sorted(full_state_dict(self.model).items()):
+            digest.update(name.encode() + np.ascontiguousarray(values).tobytes())
+        return {"digest": digest.hexdigest()}
+
+    def _shard(self) -> None:
+        job, more = self.job, {}
+        if job.dtype != "float32":
+            more["mp_policy"] = MixedPrecisionPolicy(job.dtype, "float32")
+        if job.offload:
+            more["offload_policy"] = CPUOffloadPolicy(parameters=False, gradients=False)
+        for module in (*self.model.blocks, self.model):
+            fully_shard(module, mesh=self.mesh, strategy=job.strategy, **more)
+
+    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.job.workload.batch_of(step, 0)
+
+    def _backward(self, tokens: np.ndarray, targets: np.ndarray, parts: int) -> shardrt.Tensor:
+        """All micro-batches of a step; the loss of the last."""
+        for part, (x, y) in enumerate(zip(np.split(tokens, parts), np.split(targets, parts), strict=True)):
+            wait = no_sync(self.model) if part < parts - 1 and self.job.strategy != "NONE" else nullcontext()
+            with wait:
+                loss = F.cross_entropy(self.model(x), y, inplace=True) * (1 / parts)
+                loss.backward()
+        return loss
+
+    def _update(self) -> None:
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+
+    def _finish(self) -> None:
+        self._cupy.cuda.Device().synchronize()
+
+    def _free_now(self) -> int:
+        """Bytes of the GPU that nobody has taken."""
+        return self._cupy.cuda.runtime.memGetInfo()[0]
+
+
+if __name__ == "__main__":
+    serve(Trainer)

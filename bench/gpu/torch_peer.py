@@ -1,0 +1,160 @@
+"""The contestant PyTorch: the same GPT-2, compiled, with its fastest attention and fused AdamW.
+
+Parameters are float32, products bfloat16 by autocast: the same precision as shardrt's. Where torch.compile
+fails (it needs a C compiler), the model runs as it is, and says so.
+
+    python -m bench.gpu.torch_peer '{"layers": 12, ...}'
+"""
+
+import os
+import sys
+import time
+from contextlib import nullcontext
+
+import numpy as np
+import torch
+from torch.nn import functional as F
+
+from bench import workload as w
+from bench.gpu.contestant import serve
+from bench.gpu.job import Job
+from bench.peers.torch_gpt import GPT
+
+
+class Trainer:
+    """One model and its optimizer."""
+
+    def __init__(self, settings: dict) -> None:
+        self.job = Job(**settings)
+        self._cuda = self.job.device == "cuda"
+        if self._cuda:
+            torch.zeros(1, device="cuda")  # the context, before memory is counted
+        self._free = self._free_now()
+        torch.manual_seed(0)
+        workload = self.job.workload
+        model = GPT(
+            layers=workload.layers,
+            heads=workload.heads,
+            width=workload.dim,
+            time=workload.seq,
+            vocab=workload.vocab,
+        )
+        if self.job.weights and os.path.exists(self.job.weights):  # else whoever writes them has failed
+            with np.load(self.job.weights) as values:
+                model.load_state_dict({name: torch.from_numpy(values[name]) for name in values.files})
+        self.model = model.to(self.job.device)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
+        )
+        self._attention = self._fastest_attention() if self._cuda else "default"
+        self._compiled = self.job.compiled
+        self._loss = torch.compile(self._forward) if self._compiled else self._forward
+        self._step = 0
+
+    def about(self) -> dict:
+        """Its first line."""
+        parameters = sum(parameter.numel() for parameter in self.model.parameters())
+        return {"parameters": parameters, "attention": self._attention}
+
+    def steps(self, count: int) -> dict:
+        """Seconds of a step, by the host's clock from an idle GPU to an idle GPU."""
+        batches = [self._batch(self._step + i) for i in range(count)]
+        self._finish()
+        start = time.perf_counter()
+        for tokens, targets in batches:
+            loss = self._backward(tokens, targets)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+        self._finish()
+        seconds = (time.perf_counter() - start) / count
+        self._step += count
+        return {
+            "seconds": seconds,
+            "loss": loss.item(),
+            "taken": self._free - self._free_now(),
+            "held": torch.cuda.max_memory_allocated() if self._cuda else 0,
+            "compiled": self._compiled,
+        }
+
+    def _backward(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        parts = self.job.micro_batches
+        for x, y in zip(tokens.chunk(parts), targets.chunk(parts), strict=True):
+            x, y = (part.to(self.job.device, non_blocking=True) for part in (x, y))
+            loss = self._try(x, y)
+            loss.backward()
+        return loss
+
+    def _try(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The loss; without the compiler from the first time on that it fails."""
+        try:
+            return self._loss(x, y)
+        except Exception as error:  # its own kinds
+            if not self._compiled or self._step:
+                raise
+            print(f"torch.compile failed: {error}", file=sys.stderr)
+            self._compiled, self._loss = False, self._forward
+            return self._loss(x, y)
+
+    def _forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        low = self.job.dtype == "bfloat16"
+        with torch.autocast(self.job.device, torch.bfloat16) if low else nullcontext():
+            logits = self.model(x)
+            return F.cross_entropy(logits.flatten(0, 1), y.flatten()) / self.job.micro_batches
+
+    def _batch(self, step: int) -> tuple[torch.Tensor, ...]:
+        batch = map(torch.from_numpy, self.job.workload.batch_of(step, 0))
+        return tuple(part.pin_memory() if self._cuda else part for part in batch)
+
+    def _fastest_attention(self) -> str:
+        """Leave only the fastest of PyTorch's own on for this shape; its name."""
+        workload, enable = self.job.workload, torch.backends.cuda
+        shape = (self.job.batch // self.job.micro_batches, workload.heads, workload.seq, -1)
+        width = workload.dim // workload.heads
+        dtype = torch.bfloat16 if self.job.dtype == "bfloat16" else torch.float32
+        q, k, v = (
+            torch.randn(*shape[:3], width, device="cuda", dtype=dtype, requires_grad=True) for _ in range(3)
+        )
+        switches = {
+            "cudnn": enable.enable_cudnn_sdp,
+            "flash": enable.enable_flash_sdp,
+            "efficient": enable.enable_mem_efficient_sdp,
+        }
+        enable.enable_math_sdp(False)
+        times = {}
+        for name in switches:
+            for other, switch in switches.items():
+                switch(other == name)
+            try:
+                times[name] = min(self._seconds(q, k, v) for _ in range(4))
+            except RuntimeError:
+                continue  # not for this type or shape
+        if not times:
+            enable.enable_math_sdp(True)
+            return "math"
+        chosen = min(times, key=times.get)
+        for name, switch in switches.items():
+            switch(name == chosen)
+        del q, k, v
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        return chosen
+
+    def _seconds(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> float:
+        """Of attention forward and backward."""
+        self._finish()
+        start = time.perf_counter()
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y.sum(), (q, k, v))
+        self._finish()
+        return time.perf_counter() - start
+
+    def _finish(self) -> None:
+        if self._cuda:
+            torch.cuda.synchronize()
+
+    def _free_now(self) -> int:
+        return torch.cuda.mem_get_info()[0] if self._cuda else 0
+
+
+if __name__ == "__main__":
+    serve(Trainer)

@@ -1,0 +1,63 @@
+"""Requests to stop: signals, a file, a time limit. Asked once in a step, by all ranks, who then agree.
+
+A signal may reach one rank only, and clocks differ, so what counts is the answer of all of them.
+"""
+
+import signal
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+
+STOPPED = 75  # exit code: stopped on request and saved, start me again; EX_TEMPFAIL of sysexits.h
+FILE = "stop"  # in the run's directory
+_REASONS = ("", "the time limit", "the stop file", "SIGTERM", "SIGUSR1")  # the largest of the ranks counts
+_SIGNALS = {signal.SIGTERM: 3, signal.SIGUSR1: 4}
+
+
+class StopRequests:
+    """Collects requests from now on; use it in a with block, which puts the signals back.
+
+    directory: of the run, on rank 0, where a file called "stop" is one. minutes: a limit; 0 for none.
+    """
+
+    def __init__(self, mesh: DeviceMesh, directory: Path | None, minutes: float = 0) -> None:
+        self._mesh = mesh
+        self._file = directory / FILE if directory is not None else None
+        self._end = time.monotonic() + 60 * minutes if minutes else None
+        self._signal = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopRequests":
+        if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
+            self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def reason(self) -> str:
+        """What asks for a stop; "" if nothing does. Collective."""
+        found = np.array([self._own()], np.int64)
+        stream = device.current().current_stream
+        self._mesh.communicator("control").all_reduce(found, op="max", stream=stream)
+        reason = _REASONS[found[0]]
+        if reason and self._file is not None:
+            self._file.unlink(missing_ok=True)  # so that the next start is not stopped by it
+        return reason
+
+    def _own(self) -> int:
+        if self._signal:
+            return self._signal
+        if self._file is not None and self._file.exists():
+            return _REASONS.index("the stop file")
+        return int(self._end is not None and time.monotonic() >= self._end)
+
+    def _note(self, number: int, frame: Any) -> None:
+        self._signal = max(self._signal, _SIGNALS[number])

@@ -1,0 +1,64 @@
+"""What tests on a GPU share. Without one each file of this folder is one skip."""
+
+import pytest
+
+from shardrt import device
+from shardrt.device import cuda
+from shardrt.kernels.cuda import _compile, _launch
+from tests.cuda import numbers
+
+TOLERANCE = {"float32": 2.5e-6, "bfloat16": 5e-3}  # tests multiply them by up to 4 and, mostly, up to 2
+ELEMENTS = ("float", "double", "__half", "__nv_bfloat16")
+
+
+def pytest_pycollect_makemodule(module_path, parent):
+    if not cuda.count():
+        return _Skipped.from_parent(parent, path=module_path)
+    return None
+
+
+class _Skipped(pytest.Module):
+    """A file that is not even imported: it may need CuPy."""
+
+    def collect(self):
+        pytest.skip("no GPU")
+
+
+@pytest.fixture(scope="session")
+def real():
+    """The real backend, with what most tests launch compiled beforehand, all cores at once."""
+    device.get("cuda")
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    backend = CuPyBackend()
+    backend.prepare([(file, d) for file in _compile.files() for d in _compile.variants(file, ELEMENTS)])
+    return backend
+
+
+@pytest.fixture
+def emulated(real, monkeypatch):
+    """For the tests of tests/cuda: not emulated. Their tolerances become those of the GPU."""
+    from tests.gpu.mirror import Mirror
+
+    device.get("cuda").enter()
+    for name, limit in TOLERANCE.items():
+        monkeypatch.setitem(numbers.TOLERANCE, name, limit)
+    mirror = Mirror(real)
+    before = _launch.use(mirror)
+    yield mirror
+    _launch.use(before)
+
+
+@pytest.fixture
+def gpu(real):
+    """The device, current in this thread, with the real kernels."""
+    before = _launch.use(real)
+    with device.use(device.get("cuda")) as here:
+        yield here
+    _launch.use(before)
+
+
+@pytest.fixture
+def fake_cuda(gpu):
+    """For the tests of tests/cuda: not fake."""
+    return gpu

@@ -1,0 +1,66 @@
+"""Attention as training calls it, on heads packed in one array: cuDNN's where it is there, else our own."""
+
+from math import sqrt
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import attention as cpu
+from tests.gpu.test_products import off
+
+pytestmark = pytest.mark.gpu
+
+SHAPES = [(2, 3, 64, 64), (1, 2, 200, 64), (2, 2, 128, 128), (1, 12, 1024, 64)]  # batch, heads, time, width
+LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
+
+
+def heads_of(x, parts, heads):
+    batch, time, width = x.shape
+    x = x.reshape(batch, time, parts, heads, width // (parts * heads))
+    return [x[:, :, part].transpose(0, 2, 1, 3) for part in range(parts)]
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("causal", [True, False])
+def test_forward_and_backward(gpu, kind, shape, causal):
+    dtype, limit = np.dtype(getattr(ml_dtypes, kind, kind)), LIMITS[kind]
+    batch, heads, time, width = shape
+    how = {"causal": causal, "scale": 1 / sqrt(width)}
+    random = np.random.default_rng(shape)
+    qkv = random.normal(size=(batch, time, 3 * heads * width)).astype(dtype)
+    dy = random.normal(size=(batch, time, heads * width)).astype(dtype)
+    y, dqkv = np.full(dy.shape, np.nan, dtype), np.full(qkv.shape, np.nan, dtype)
+    lse = np.full(shape[:3], np.nan, np.float32)
+
+    there = [gpu.asarray(array) for array in (qkv, dy, y, dqkv, lse)]
+    run(gpu.kernels.attention, *there, heads, how)
+    exact = [array.astype(np.float64) for array in (qkv, dy, y, dqkv, lse)]
+    run(cpu, *exact, heads, how)
+    names = ("y", "dqkv", "lse")
+    for name, found, expected in zip(names, there[2:], exact[2:], strict=True):
+        assert off(gpu, found, expected) < limit, name
+
+
+def run(kernels, qkv, dy, y, dqkv, lse, heads, how):
+    """Forward, then backward from what it gave."""
+    (y_heads,), (dy_heads,) = heads_of(y, 1, heads), heads_of(dy, 1, heads)
+    kernels.forward(*heads_of(qkv, 3, heads), y_heads, lse, **how)
+    kernels.backward(dy_heads, *heads_of(qkv, 3, heads), y_heads, lse, *heads_of(dqkv, 3, heads), **how)
+
+
+def test_the_same_bits_every_time(gpu):
+    dtype = np.dtype(ml_dtypes.bfloat16)
+    random = np.random.default_rng(0)
+    qkv = gpu.asarray(random.normal(size=(2, 256, 3 * 128)).astype(dtype))
+    dy = gpu.asarray(random.normal(size=(2, 256, 128)).astype(dtype))
+    found = []
+    for _ in range(3):
+        outs = [gpu.empty(like.shape, dtype) for like in (dy, qkv)]
+        lse = gpu.empty((2, 2, 256), np.float32)
+        run(gpu.kernels.attention, qkv, dy, *outs, lse, 2, {"causal": True, "scale": 0.125})
+        found.append([gpu.to_numpy(out).view(np.uint16) for out in outs])
+    for others in found[1:]:
+        for one, other in zip(found[0], others, strict=True):
+            np.testing.assert_array_equal(one, other)

@@ -1,0 +1,113 @@
+"""Communicators of device arrays: the contract of tests/cuda on the GPU, NCCL and CUDA IPC by processes."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from shardrt.comm import init_device_mesh
+from shardrt.comm.backends import create
+from shardrt.device.cuda import CUDADevice
+from tests.cuda import test_communicators as contract
+from tests.ranks import mpirun
+
+pytestmark = pytest.mark.gpu
+
+
+@pytest.fixture(autouse=True)
+def patient(request, monkeypatch):
+    """The contract's tests order no streams: uploads are waited for. Threads can only stage."""
+    if request.node.name.startswith("test_between_processes"):
+        return
+    kind = getattr(request.node, "callspec", None)
+    if kind is not None and kind.params.get("kind", "staged") != "staged":
+        pytest.skip("between threads only 'staged'")
+    for name in ("asarray", "copy"):
+        monkeypatch.setattr(CUDADevice, name, waited(getattr(CUDADevice, name)))
+
+
+def waited(method):
+    def call(self, *args):
+        result = method(self, *args)
+        self.wait_here()
+        return result
+
+    return call
+
+
+TestStaged = type(
+    "TestStaged",
+    (),
+    {name: staticmethod(test) for name, test in vars(contract).items() if name.startswith("test_")},
+)
+
+
+def test_nccl_on_one_rank(gpu):
+    from shardrt.comm.nccl import NCCLCommunicator
+
+    comm, stream = NCCLCommunicator(create("single"), gpu), gpu.new_stream("collectives")
+    values = np.arange(1001, dtype=np.float32)
+    buffer, output = gpu.asarray(values), gpu.asarray(np.full(1001, np.nan, np.float32))
+    comm.all_gather(buffer, stream=stream)
+    comm.reduce_scatter(output, buffer, stream=stream, scale=0.5)
+    comm.all_reduce(buffer, stream=stream)
+    comm.broadcast(buffer, root=0, stream=stream)
+    comm.barrier(stream=stream)
+    stream.synchronize()
+    comm.check()
+    np.testing.assert_array_equal(gpu.to_numpy(buffer), values)
+    np.testing.assert_array_equal(gpu.to_numpy(output), values / 2)
+    comm.close()
+
+
+PROGRAM = """
+import os, sys
+rank = next(os.environ[n] for n in ("PMI_RANK", "OMPI_COMM_WORLD_RANK", "PMIX_RANK") if n in os.environ)
+os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks on one GPU of one host
+os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+sys.path.insert(0, ".")
+from tests.gpu.test_communicators import losses
+print("losses", *losses(sys.argv[1]))
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("kind", ["staged", "nccl", "ipc"])
+def test_between_processes_training_has_the_losses_of_threads(gpu, kind, ranks):
+    pytest.importorskip("mpi4py")
+    from shardrt.comm import thread
+
+    expected = np.mean(thread.run(ranks, losses, "staged"), axis=0)
+    done = mpirun(ranks, ["-c", PROGRAM, kind], timeout=60)
+    assert done.returncode == 0, done.stderr[-2000:]
+    lines = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("losses")]
+    assert len(lines) == ranks
+    found = np.mean(np.array(lines, float), axis=0)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def losses(kind):
+    """Of a few steps of a small GPT on this rank."""
+    import shardrt
+    from models.gpt import GPT, GPTConfig
+    from shardrt import functional as F
+    from shardrt import optim
+    from shardrt.fsdp import fully_shard
+
+    mesh = init_device_mesh("cuda", communicator=kind)
+    shardrt.manual_seed(0)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=61))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    found, random = [], np.random.default_rng(mesh.rank)
+    for _ in range(4):
+        text = random.integers(0, 61, (2, 17))
+        loss = F.cross_entropy(model(text[:, :-1]), text[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    sys.stdout.flush()
+    return found

@@ -1,0 +1,118 @@
+"""Products by cublasLt: the twelve of GPT-2's layers, and layouts, against float64 on the host."""
+
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from bench.gpu.products import layers
+
+pytestmark = pytest.mark.gpu
+
+ROWS = 320
+TYPES = {"float32": (np.dtype(np.float32), 1e-5), "bfloat16": (np.dtype(ml_dtypes.bfloat16), 1e-2)}
+LAYERS = layers(768)
+
+
+def random(*shape, seed=0):
+    return np.random.default_rng((seed, *shape)).normal(size=shape)
+
+
+def there(gpu, values, dtype):
+    """(on the GPU, rounded as there but in float64)."""
+    rounded = values.astype(dtype)
+    return gpu.asarray(rounded), rounded.astype(np.float64)
+
+
+def poisoned(gpu, shape, dtype):
+    return gpu.asarray(np.full(shape, np.nan, dtype))
+
+
+def off(gpu, found, expected):
+    found = gpu.to_numpy(found).astype(np.float64)
+    return np.linalg.norm(found - expected) / np.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("layer", LAYERS)
+@pytest.mark.parametrize("rows", [ROWS, 77])
+def test_the_three_products_of_a_layer(gpu, kind, layer, rows):
+    (dtype, limit), (inputs, outputs) = TYPES[kind], LAYERS[layer]
+    linear = gpu.kernels.linear
+    x, exact_x = there(gpu, random(rows, inputs), dtype)
+    dy, exact_dy = there(gpu, random(rows, outputs, seed=1), dtype)
+    weight, exact_weight = there(gpu, random(outputs, inputs, seed=2), dtype)
+    y, dx, dweight = (poisoned(gpu, like.shape, dtype) for like in (dy, x, weight))
+    linear.forward(x, weight, None, y)
+    linear.backward_input(dy, weight, dx)
+    linear.backward_weight(x, dy, dweight, False)
+    assert off(gpu, y, exact_x @ exact_weight.T) < limit
+    assert off(gpu, dx, exact_dy @ exact_weight) < limit
+    assert off(gpu, dweight, exact_dy.T @ exact_x) < limit
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_a_bias_in_the_epilogue(gpu, kind):
+    dtype, limit = TYPES[kind]
+    x, exact_x = there(gpu, random(77, 40), dtype)
+    weight, exact_weight = there(gpu, random(24, 40, seed=1), dtype)
+    bias, exact_bias = there(gpu, 10 * random(24, seed=2), dtype)
+    y = poisoned(gpu, (77, 24), dtype)
+    gpu.kernels.linear.forward(x, weight, bias, y)
+    assert off(gpu, y, exact_x @ exact_weight.T + exact_bias) < limit
+
+
+def test_weight_gradients_of_micro_batches_add_up_in_float32(gpu):
+    dtype = TYPES["bfloat16"][0]
+    dweight, expected = gpu.asarray(np.zeros((24, 40), np.float32)), 0.0
+    for seed in range(3):
+        x, exact_x = there(gpu, random(77, 40, seed=seed), dtype)
+        dy, exact_dy = there(gpu, random(77, 24, seed=seed + 10), dtype)
+        gpu.kernels.linear.backward_weight(x, dy, dweight, True)
+        expected = expected + exact_dy.T @ exact_x
+    assert off(gpu, dweight, expected) < 1e-5
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("first", "second"), list(product(["plain", "transposed", "cut"], repeat=2)))
+@pytest.mark.parametrize("sizes", [(5, 7, 3), (1, 4, 6), (33, 1, 17), (64, 64, 64)])
+def test_layouts_and_odd_sizes(gpu, kind, first, second, sizes):
+    (dtype, limit), (m, n, k) = TYPES[kind], sizes
+    a, exact_a = laid_out(gpu, random(m, k), dtype, first)
+    b, exact_b = laid_out(gpu, random(k, n, seed=1), dtype, second)
+    out = poisoned(gpu, (m, n), dtype)
+    gpu.kernels.matmul.matmul(a, b, out)
+    assert off(gpu, out, exact_a @ exact_b) < limit
+    gpu.kernels.matmul.matmul(a, b, out, accumulate=True)
+    assert off(gpu, out, 2 * (exact_a @ exact_b)) < 2 * limit
+
+
+def laid_out(gpu, values, dtype, layout):
+    if layout == "transposed":
+        array, exact = there(gpu, np.ascontiguousarray(values.T), dtype)
+        return array.T, exact.T
+    if layout == "cut":  # rows of a wider matrix, which begin at any multiple of two bytes
+        array, exact = there(gpu, np.pad(values, ((0, 0), (1, 2))), dtype)
+        return array[:, 1:-2], exact[:, 1:-2]
+    return there(gpu, values, dtype)
+
+
+def test_a_batch(gpu):
+    a, exact_a = there(gpu, random(3, 5, 7), np.float32)
+    b, exact_b = there(gpu, random(3, 7, 4, seed=1), np.float32)
+    out = poisoned(gpu, (3, 5, 4), np.float32)
+    gpu.kernels.matmul.matmul(a, b, out)
+    assert off(gpu, out, exact_a @ exact_b) < 1e-5
+
+
+def test_a_plan_gives_the_same_bits_again(gpu):
+    dtype = TYPES["bfloat16"][0]
+    x, weight = gpu.asarray(random(77, 40).astype(dtype)), gpu.asarray(random(24, 40).astype(dtype))
+    found = []
+    for _ in range(3):
+        y = poisoned(gpu, (77, 24), dtype)
+        gpu.kernels.linear.forward(x, weight, None, y)
+        found.append(gpu.to_numpy(y).view(np.uint16))
+    for other in found[1:]:
+        np.testing.assert_array_equal(other, found[0])
