@@ -289,27 +289,32 @@ def train(job: Job, first: int) -> float:
 
 
 def update(job: Job, done: int) -> float:
-    """Clip the gradients and update the parameters; gives the norm before, not finite if that was left out.
+    """Clip the gradients and update the parameters; gives the norm before.
 
-    On all ranks alike. Raises FloatingPointError, naming rank and parameter, for gradients that are no numbers,
-    where the settings do not ask for such updates to be skipped and loss scaling does not expect them.
+    A norm that is not finite, which all ranks see alike, leaves the update out, where loss scaling expects it
+    or the settings say so; else a FloatingPointError names rank and parameter.
     """
-    settled, wanted = job.scaler, job.config.optimizer
-    settled.unscale_(job.optimizer)
+    wanted, parameters = job.config.optimizer, list(job.model.parameters())
+    job.scaler.unscale_(job.optimizer)
     if wanted.in_backward:  # they have been applied already
-        norm = nn.utils.grad_norm(job.model.parameters(), wanted.clip_type)
+        norm = nn.utils.grad_norm(parameters, wanted.clip_type)
+    elif job.scaler.is_enabled():
+        norm = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
     else:
-        norm = nn.utils.grad_norm(job.model.parameters(), wanted.clip_type)
-        if isfinite(norm) or settled.is_enabled():
-            nn.utils.clip_grad_norm_(job.model.parameters(), wanted.clip_norm, wanted.clip_type)
-        elif wanted.on_nonfinite is settings.Nonfinite.stop:
-            raise FloatingPointError(f"step {done}: the norm of the gradients is {norm}: {culprit(job)}")
-        else:
-            job.run.say(f"step {done}: the norm of the gradients is {norm}, so this update is skipped")
+        try:
+            norm = nn.utils.clip_grad_norm_(
+                parameters, wanted.clip_norm, wanted.clip_type, error_if_nonfinite=True
+            )
+        except RuntimeError:  # nothing has been changed
+            norm = nn.utils.grad_norm(parameters, wanted.clip_type)
+            told = f"step {done}: the norm of the gradients is {norm}"
+            if wanted.on_nonfinite is settings.Nonfinite.stop:
+                raise FloatingPointError(f"{told}: {culprit(job)}") from None
+            job.run.say(f"{told}, so this update is skipped")
             job.optimizer.zero_grad()
             return norm
-    settled.step(job.optimizer)
-    settled.update()
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
     job.optimizer.zero_grad()
     return norm
 

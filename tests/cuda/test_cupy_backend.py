@@ -10,8 +10,8 @@ pytest.importorskip("cuda.pathfinder")
 nvrtc = pytest.importorskip("cupy_backends.cuda.libs.nvrtc")
 nvrtc.getVersion()  # loads the library, which asks the real CuPy where it is
 
-from shardrt.kernels.cuda import _compile, _launch, attention, elementwise, layer_norm
-from tests.cuda import fake_cupy
+from shardrt.kernels.cuda import _compile, _launch, attention, elementwise, layer_norm  # noqa: E402
+from tests.cuda import fake_cupy  # noqa: E402
 
 
 @pytest.fixture

@@ -1,0 +1,172 @@
+"""Runs that are asked to stop, meet numbers that are none, or whose ranks differ: the right code, a line."""
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from models import train
+from models.gpt import GPT
+from shardrt.comm import thread
+from shardrt.train import config as settings
+from shardrt.train.errors import DIFFERS, NONFINITE
+from shardrt.train.stop import STOPPED
+from tests.ranks import mpirun_path
+from tests.train.test_command import furnish, records, start
+from tests.train.test_resume import CONFIG, STEPS, curves, launch, ranks_of, started
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
+
+
+def stops(name, **changes):
+    """The code with which a run on one rank exits. (With ranks that are threads, one that exits ends all.)"""
+    with pytest.raises(SystemExit) as stop:
+        launch(1, name, **changes)
+    return stop.value.code
+
+
+def at_step(monkeypatch, number, action):
+    """Call `action(rank)` before the update of a step, on every rank."""
+    original = train.update
+
+    def update(job, done):
+        if done == number:
+            action(job)
+        return original(job, done)
+
+    monkeypatch.setattr(train, "update", update)
+
+
+@pytest.mark.parametrize("every", [0, 3, 5])
+def test_a_stop_file_saves_exits_and_the_run_goes_on(folder, monkeypatch, capfd, every):
+    launch(1, "whole")
+    checkpoint = settings.CheckpointConfig(every=every)
+    with monkeypatch.context() as patch:
+        at_step(patch, 5, lambda job: (folder / "runs" / "cut" / "stop").touch())
+        assert stops("cut", checkpoint=checkpoint) == STOPPED == 75
+    assert "stopped by the stop file after step 5" in capfd.readouterr().out
+    assert not (folder / "runs" / "cut" / "stop").exists()
+    assert (folder / "runs" / "cut" / "checkpoints" / "step-00000005" / "manifest.json").exists()
+    launch(1, "cut", resume="auto")
+    assert curves(folder, "cut") == curves(folder, "whole")
+
+
+def test_a_time_limit_stops(folder, monkeypatch, capfd):
+    at_step(monkeypatch, 2, lambda job: time.sleep(0.15))
+    assert stops("cut", checkpoint=settings.CheckpointConfig(stop_after=0.1 / 60)) == STOPPED
+    assert re.search(r"stopped by the time limit after step [12]", capfd.readouterr().out)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_to_one_rank_stops_all(tmp_path, number):
+    furnish(tmp_path)
+    long = replace(CONFIG, steps=100_000, report=replace(CONFIG.report, eval_interval=100_000))
+    settings.dump(replace(long, data=(train.Path("text.txt"),)), tmp_path / "tiny.toml")
+    process = started(tmp_path, "long")
+    deadline = time.monotonic() + 60
+    while not list((tmp_path / "runs" / "long").glob("checkpoints/step-*")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    os.kill(int(ranks_of(process)[-1]), number)
+    assert process.wait(timeout=20) == STOPPED
+    assert mpirun_path()
+    steps = [int(p.name[5:]) for p in (tmp_path / "runs" / "long" / "checkpoints").glob("step-*")]
+    assert max(steps) % CONFIG.checkpoint.every or max(steps) >= 3
+
+
+def poison(rank):
+    """Make a gradient of one rank nan."""
+
+    def act(job):
+        if job.mesh.rank == rank:
+            parameter = next(p for n, p in job.model.named_parameters() if n == "blocks.1.mlp.up.weight")
+            parameter.grad[:3] = np.nan
+
+    return act
+
+
+POISONED = """
+import sys
+import numpy as np
+from models import train
+
+original = train.update
+
+def update(job, done):
+    if done == 2 and job.mesh.rank == 1:
+        parameter = dict(job.model.named_parameters())["blocks.1.mlp.up.weight"]
+        parameter.grad[:3] = np.nan
+    return original(job, done)
+
+train.update = update
+train.main(sys.argv[1:])
+"""
+
+
+@pytest.mark.mpi
+def test_gradients_that_are_no_numbers_stop_all_ranks_before_the_update(tmp_path):
+    furnish(tmp_path)
+    (tmp_path / "poisoned.py").write_text(POISONED)
+    done = start(
+        "poisoned", "--config", "tiny.toml", "--data", "text.txt", "--name", "bad", ranks=3, cwd=tmp_path
+    )
+    assert done.returncode == NONFINITE == 80
+    (line,) = done.stderr.splitlines()
+    told = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
+    assert line == told + "in the part of rank 1"
+    assert [record["step"] for record in records(tmp_path, "bad", "step")] == [1]
+
+
+def test_such_updates_can_be_skipped(folder, monkeypatch, capfd):
+    at_step(monkeypatch, 5, poison(1))
+    launch(2, "skipping", optimizer=replace(CONFIG.optimizer, on_nonfinite=settings.Nonfinite.skip))
+    assert (
+        capfd.readouterr().out.count("step 5: the norm of the gradients is nan, so this update is skipped")
+        == 1
+    )
+    steps = records(folder, "skipping", "step")
+    assert len(steps) == STEPS and steps[4]["norm"] is None
+    assert all(np.isfinite(step["loss"]) for step in steps)
+
+
+def test_a_loss_that_is_no_number_stops_too(folder, monkeypatch, capfd):
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, tokens: forward(self, tokens) * float("nan"))
+    unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), in_backward=True)
+    assert stops("bad", optimizer=unclipped) == NONFINITE
+    assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
+
+
+@pytest.mark.mpi
+def test_ranks_with_other_settings_are_told(tmp_path):
+    furnish(tmp_path)
+    (tmp_path / "differ.py").write_text(
+        "import os, runpy, sys\n"
+        "sys.argv[1:] += ['--optimizer.lr', '0.5'] if os.environ.get('PMI_RANK') == '2' else []\n"
+        "runpy.run_module('models.train', run_name='__main__')\n"
+    )
+    done = start("differ", "--config", "tiny.toml", "--data", "text.txt", ranks=3, cwd=tmp_path)
+    assert done.returncode == DIFFERS == 78
+    (line,) = done.stderr.splitlines()
+    assert line == "error: ranks differ: settings.optimizer.lr: 0.001 on rank 0, 0.5 on rank 2"
+
+
+def differing(contents):
+    rank = train.init_device_mesh("auto").rank
+    (train.Path(f"text{rank}.txt")).write_text(contents[rank] * 100)
+    thread_config = replace(CONFIG, name="x", data=(train.Path(f"text{rank}.txt"),))
+    train.launch(thread_config)
+
+
+def test_ranks_with_other_data_are_told(folder, capfd):
+    with pytest.raises(SystemExit) as stop:
+        thread.run(2, differing, ["to be or not", "to be or nor"])
+    assert stop.value.code == DIFFERS
