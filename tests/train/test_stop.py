@@ -115,9 +115,8 @@ train.main(sys.argv[1:])
 def test_gradients_that_are_no_numbers_stop_all_ranks_before_the_update(tmp_path):
     furnish(tmp_path)
     (tmp_path / "poisoned.py").write_text(POISONED)
-    done = start(
-        "poisoned", "--config", "tiny.toml", "--data", "text.txt", "--name", "bad", ranks=3, cwd=tmp_path
-    )
+    options = ["--config", "tiny.toml", "--data", "text.txt", "--name", "bad"]
+    done = start("poisoned", *options, ranks=2, cwd=tmp_path)
     assert done.returncode == NONFINITE == 80
     (line,) = done.stderr.splitlines()
     told = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
