@@ -14,7 +14,7 @@ from shardrt.fsdp.api import (
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
-from shardrt.fsdp.whole import full_parameters, reshard, unshard
+from shardrt.fsdp.whole import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
 
 __all__ = [
@@ -26,6 +26,7 @@ __all__ = [
     "by_predicate",
     "by_size",
     "explain",
+    "full_gradients",
     "full_parameters",
     "fully_shard",
     "memory_plan",

@@ -35,10 +35,11 @@ class Plan:
         self.used = [False] * len(self.order)
         self._deviates = False
 
-    def passed_by(self, unit: Unit) -> int:
-        """How many planned units stand before the place where `unit` is entered: 0 where all is as planned.
+    def skip_to(self, unit: Unit) -> int:
+        """How many planned units this rank skips by entering `unit` now: 0 where all is as planned.
 
-        Where the plan has no such place, it is recorded anew from here.
+        Counts the forward as one that deviates if any. Where the plan has no place for `unit` from here on,
+        it forgets the rest and is recorded anew.
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
@@ -53,8 +54,8 @@ class Plan:
         self.settled = False
         return 0
 
-    def remaining(self, inside: Unit) -> int:
-        """How many of the next planned units lie inside `inside`, which is being left."""
+    def skip_out_of(self, inside: Unit) -> int:
+        """How many planned units this rank skips by leaving `inside` now: those that lie in it."""
         count = 0
         while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1

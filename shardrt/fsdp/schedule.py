@@ -69,7 +69,7 @@ class Schedule:
         self.depth += 1
         unit.entered += 1
         if self._planned and not again:
-            self._pass_by(self.plan.passed_by(unit))
+            self._pass_by(self.plan.skip_to(unit))
             self.plan.advance(used=True)
         self.ensure(unit)
         if again:
@@ -88,7 +88,7 @@ class Schedule:
         again = recompute.recomputing()
         self._draw("forward", unit)
         if self._planned and not again:
-            self._pass_by(self.plan.remaining(unit))
+            self._pass_by(self.plan.skip_out_of(unit))
         unit.recorded = recorded(outputs)
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
         self._open.pop()

@@ -1,4 +1,4 @@
-"""Whole parameters outside forward: lent for a while, to be read or changed. unshard, reshard.
+"""Whole parameters and gradients outside forward, lent for a while. unshard, reshard.
 
 full_parameters lends copies of the float32 values that the optimizer updates, whatever type they are computed
 in; unshard gathers what forward computes with, and keeps it until reshard.
@@ -6,10 +6,15 @@ in; unshard gathers what forward computes with, and keeps it until reshard.
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from typing import Any
 
+from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
+from shardrt.nn.storage import LocalStorage
+
+Array = Any
 
 
 def unshard(module: Module) -> Module:
@@ -51,6 +56,28 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
         schedule.control.barrier(stream=schedule.lanes.compute)  # a peer may read only what is written
 
 
+def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
+    """(name, whole gradient) of each trained parameter of `module`, unit by unit. Collective: go to the end.
+
+    Copies on the device, in the type of the shards, None where there is no gradient; those of one unit take
+    memory at a time. The plain parameters of a module that is not sharded are there as well.
+    """
+    names = {id(parameter): name for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        if isinstance(parameter.storage, LocalStorage) and parameter.requires_grad:
+            yield names[id(parameter)], parameter.grad
+    for unit in units_below(module):
+        unit.ensure_built()
+        for group in (group for group in unit.groups if group.trainable):
+            views = (None,) * len(group.parameters)
+            if group.gradient is not None:
+                unit.schedule.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
+                views = group.views_of(_gathered(unit, group, group.gradient))
+            for parameter, view in zip(group.parameters, views, strict=True):
+                if id(parameter) in names:
+                    yield names[id(parameter)], view
+
+
 def built_units(module: Module) -> list[Unit]:
     """The units of `module` and below, built. Raises ValueError if there is none."""
     found = units_below(module)
@@ -64,23 +91,28 @@ def built_units(module: Module) -> list[Unit]:
 @contextmanager
 def full_unit(unit: Unit) -> Iterator[None]:
     """As full_parameters, read only, for one unit. Where the whole is lent already, that is it."""
-    lanes = unit.schedule.lanes
+    unit.ensure_built()
     if all(group.whole is not None for group in unit.groups):
         yield
         return
     try:
         for group in unit.groups:
-            layout, team = group.layout, group.team
-            whole = lanes.device.buffer(layout.total, group.kind.dtype)
-            start, stop = layout.shard_range(team.rank)
-            lanes.compute.submit(lanes.device.copy, whole[start:stop], group._shard)
-            if team.size > 1:
-                team.control.all_gather(whole, stream=lanes.compute, what=group.label)
-            group.whole = group.views_of(whole)
+            group.whole = group.views_of(_gathered(unit, group, group._shard))
         yield
     finally:
         for group in unit.groups:
             group.whole = None
+
+
+def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
+    """A new flat buffer with the shards of all ranks, of which `shard` is this one's."""
+    lanes, layout, team = unit.schedule.lanes, group.layout, group.team
+    whole = lanes.device.buffer(layout.total, group.kind.dtype)
+    start, stop = layout.shard_range(team.rank)
+    lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
+    if team.size > 1:
+        team.control.all_gather(whole, stream=lanes.compute, what=group.label)
+    return whole
 
 
 def _take_back(unit: Unit) -> None:

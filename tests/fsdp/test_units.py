@@ -12,6 +12,7 @@ from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     explain,
+    full_gradients,
     full_parameters,
     fully_shard,
     register_forward_method,
@@ -241,6 +242,32 @@ def test_a_model_without_units_has_nothing_to_unshard(call):
 
 
 # -- other entries than forward
+
+
+def whole_gradients(ranks, **settings):
+    model, mesh = net(), init_device_mesh("auto")
+    shard(model, mesh, **settings)
+    before = dict(full_gradients(model))
+    loss_of(model, rows_of(mesh, TOKENS), rows_of(mesh, TARGETS)).backward()
+    found = {name: np.array(gradient) for name, gradient in full_gradients(model)}
+    return before, found, gradients(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("settings", [{}, {"strategy": "NO_SHARD"}, {"offload_policy": CPUOffloadPolicy()}])
+def test_whole_gradients_are_those_of_the_pieces(ranks, settings):
+    for before, found, expected in thread.run(ranks, whole_gradients, ranks, **settings):
+        assert found.keys() == expected.keys() == before.keys()
+        assert set(before.values()) == {None}
+        for name, gradient in expected.items():
+            np.testing.assert_array_equal(found[name], gradient)
+
+
+def test_a_plain_model_has_its_gradients_whole():
+    plain = net()
+    loss_of(plain, TOKENS, TARGETS).backward()
+    found = dict(full_gradients(plain))
+    assert all(np.array_equal(found[name], p.grad) for name, p in plain.named_parameters())
 
 
 class Scorer(Net):
