@@ -1,5 +1,7 @@
 """Every CUDA source compiles for every architecture, without spilling, within its bound of registers."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 
 pytest.importorskip("cupy")
@@ -15,8 +17,10 @@ REGISTERS = 128  # two blocks of 256 threads at least on each multiprocessor
 @pytest.mark.parametrize("arch", ARCHITECTURES)
 @pytest.mark.parametrize("file", files())
 def test_it_compiles_without_spilling(file, arch):
-    for defines in variants(file, TYPES):
-        _, log = compile_with_log(file, defines, arch)
+    wanted = variants(file, TYPES)
+    with ThreadPoolExecutor() as pool:  # NVRTC does not hold the interpreter's lock
+        logs = list(pool.map(lambda defines: compile_with_log(file, defines, arch)[1], wanted))
+    for defines, log in zip(wanted, logs, strict=True):
         found = resources(log)
         assert found
         for kernel, taken in found.items():
