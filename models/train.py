@@ -20,8 +20,8 @@ import shardrt
 from shardrt import device, nn, no_grad, optim
 from shardrt import functional as F
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
-from shardrt.checkpoint.talk import differences, from_all
 from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.comm.talk import differences, from_all
 from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, no_sync, set_gradient_divide_factor
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
@@ -325,7 +325,7 @@ def culprit(job: Job) -> str:
     found = [
         name
         for name, parameter in job.model.named_parameters()
-        if parameter.requires_grad and not np.isfinite(here.to_numpy(parameter.grad)).all()
+        if parameter.grad is not None and not np.isfinite(here.to_numpy(parameter.grad)).all()
     ]
     everyone = from_all(job.mesh.communicator("control"), found)
     first = next(name for name, _ in job.model.named_parameters() if any(name in names for names in everyone))
@@ -383,7 +383,7 @@ def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
 def leave(job: Job, done: int, reason: str) -> None:
     """Save, and exit with a code that says so; where saving fails, with the error."""
     tell_saved(job.run, job.checkpoints.settle)
-    if not job.config.checkpoint.every or done % job.config.checkpoint.every:  # else that was it
+    if job.checkpoints.last_saved != done:
         job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
     job.run.say(f"stopped by {reason} after step {done}; go on with --resume auto")
     job.run.close()

@@ -1,6 +1,6 @@
 """Checkpoints of a run, and whole weights in and out.
 
-Read in this order: disk, pieces, manifest, rankfile, store, talk, checkpoints; weights and state are about
+Read in this order: disk, pieces, manifest, rankfile, store, checkpoints; weights and state are about
 files and dicts of whole weights alone.
 """
 

@@ -10,6 +10,7 @@ import secrets
 import threading
 import warnings
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,12 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.checkpoint import rankfile, talk
+from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest, SavedFile, SavedParameter, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece, pieces_of, set_steps, steps_of
 from shardrt.checkpoint.store import Store, read_manifest
-from shardrt.comm import DeviceMesh
+from shardrt.comm import DeviceMesh, talk
 from shardrt.nn.module import Module
 from shardrt.optim.optimizer import Optimizer
 
@@ -58,6 +59,7 @@ class Checkpoints:
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
         self._pending: _Save | None = None
+        self.last_saved: int | None = None  # the step that was published last
 
     # -- saving
 
@@ -131,6 +133,7 @@ class Checkpoints:
             except OSError as failed:
                 error = failed
         self._agree(f"step {pending.step} was not saved", error, pending.folder)
+        self.last_saved = pending.step
         if self._mesh.rank == 0:
             try:
                 self.store.prune(*self._keep, pending.best)
@@ -210,12 +213,9 @@ class Checkpoints:
     def _load(self, folder: Path, manifest: Manifest, weights_only: bool) -> None:
         """Fill this rank's pieces. Raises Damaged or OSError; what was filled until then stays."""
         for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
-            reader = rankfile.Reader(folder, manifest.files[number])
-            try:
+            with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
                 for saved, piece, first, count in transfers:
                     _transfer(reader, saved, piece, first, count)
-            finally:
-                reader.close()
         if not weights_only:
             set_steps(self._model, self._optimizer, manifest.steps)
         for parameter in self._model.parameters():

@@ -4,14 +4,44 @@ DIR is a run, a folder of checkpoints, or one checkpoint.
 """
 
 import argparse
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest
+from shardrt.checkpoint.manifest import DTYPES, Damaged
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, read_manifest, verify
+
+
+class _Values:
+    """The values in a checkpoint. Each file is open once: neighbours share the block that was verified."""
+
+    def __init__(self, path: Path) -> None:
+        self.manifest = read_manifest(path)
+        self._files = ExitStack()
+        self._readers = [
+            self._files.enter_context(closing(Reader(path, file))) for file in self.manifest.files
+        ]
+
+    def __enter__(self) -> "_Values":
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._files.close()
+
+    def whole(self, kind: str, name: str) -> np.ndarray | None:
+        """All elements of one kind of a parameter, verified; None if it was not saved."""
+        parameter, result = self.manifest.parameters[name], None
+        for piece in self.manifest.pieces:
+            if (piece.kind, piece.parameter) != (kind, name):
+                continue
+            if result is None:
+                result = np.empty(parameter.size, DTYPES[parameter.dtype])
+            part = result[piece.first : piece.first + piece.count]
+            self._readers[piece.file].read_into(part, piece.offset, f"{kind} {name!r}")
+        return result
 
 
 def add_to(commands: Any) -> None:
@@ -64,24 +94,30 @@ def check(options: argparse.Namespace) -> int:
 
 def diff(options: argparse.Namespace) -> int:
     """Print what differs; 1 if anything does."""
-    paths = [_found(directory)[0] for directory in (options.directory, options.other)]
-    first, second = map(read_manifest, paths)
-    lines = [] if first.step == second.step else [f"step: {first.step} and {second.step}"]
-    lines += _differences("", first.extra, second.extra)
-    for name in sorted(first.parameters.keys() | second.parameters.keys()):
-        one, other = first.parameters.get(name), second.parameters.get(name)
-        if one != other:
-            lines.append(f"{name}: {one and one.shape} and {other and other.shape}")
+    with _Values(_found(options.directory)[0]) as first, _Values(_found(options.other)[0]) as second:
+        lines = _compared(first, second)
+    print("\n".join(lines) or "the same")
+    return int(bool(lines))
+
+
+def _compared(first: _Values, second: _Values) -> list[str]:
+    """A line for everything that differs."""
+    one, other = first.manifest, second.manifest
+    lines = [] if one.step == other.step else [f"step: {one.step} and {other.step}"]
+    lines += _differences("", one.extra, other.extra)
+    for name in sorted(one.parameters.keys() | other.parameters.keys()):
+        shapes = one.parameters.get(name), other.parameters.get(name)
+        if shapes[0] != shapes[1]:
+            lines.append(f"{name}: {' and '.join(str(s and s.shape) for s in shapes)}")
             continue
-        for kind in sorted({p.kind for m in (first, second) for p in m.pieces if p.parameter == name}):
-            values = [_whole(path, m, kind, name) for path, m in zip(paths, (first, second), strict=True)]
+        for kind in sorted({p.kind for m in (one, other) for p in m.pieces if p.parameter == name}):
+            values = first.whole(kind, name), second.whole(kind, name)
             if values[0] is None or values[1] is None:
                 lines.append(f"{kind} of {name}: in one of them only")
             elif not np.array_equal(*values):
                 largest = np.abs(values[0].astype(np.float64) - values[1]).max()
                 lines.append(f"{kind} of {name}: differs by up to {largest:.3g}")
-    print("\n".join(lines) or "the same")
-    return int(bool(lines))
+    return lines
 
 
 def prune(options: argparse.Namespace) -> int:
@@ -100,11 +136,12 @@ def export(options: argparse.Namespace) -> int:
     if options.file.exists():
         raise FileExistsError(17, "File exists", str(options.file))
     path = _found(options.directory)[0]
-    manifest = read_manifest(path)
-    weights = {
-        name: _whole(path, manifest, "parameter", name).reshape(parameter.shape)
-        for name, parameter in manifest.parameters.items()
-    }
+    with _Values(path) as values:
+        manifest = values.manifest
+        weights = {
+            name: values.whole("parameter", name).reshape(parameter.shape)
+            for name, parameter in manifest.parameters.items()
+        }
     save_file(weights, options.file, metadata={"format": "shardrt", "step": str(manifest.step)})
     print(f"wrote {options.file}: {len(weights)} tensors of {path}")
     return 0
@@ -124,23 +161,6 @@ def _found(directory: Path) -> list[Path]:
     if not paths:
         raise FileNotFoundError(2, "No checkpoint here", str(directory))
     return paths
-
-
-def _whole(path: Path, manifest: Manifest, kind: str, name: str) -> np.ndarray | None:
-    """All elements of one kind of a parameter, verified; None if it was not saved."""
-    parameter, result = manifest.parameters[name], None
-    for piece in manifest.pieces:
-        if (piece.kind, piece.parameter) != (kind, name):
-            continue
-        if result is None:
-            result = np.empty(parameter.size, DTYPES[parameter.dtype])
-        reader = Reader(path, manifest.files[piece.file])
-        try:
-            part = result[piece.first : piece.first + piece.count]
-            reader.read_into(part, piece.offset, f"{kind} {name!r}")
-        finally:
-            reader.close()
-    return result
 
 
 def _differences(prefix: str, first: Any, second: Any) -> list[str]:

@@ -5,6 +5,7 @@ written has a name that begins with ".tmp-", what is being deleted ".trash-"; th
 """
 
 import re
+from contextlib import closing
 from pathlib import Path
 
 from shardrt.checkpoint.disk import Disk
@@ -112,9 +113,6 @@ def verify(path: Path) -> Manifest:
     """Read the whole checkpoint in `path`. Raises Damaged, naming the first file and bytes that are wrong."""
     manifest = read_manifest(path)
     for saved in manifest.files:
-        reader = Reader(path, saved)
-        try:
+        with closing(Reader(path, saved)) as reader:
             reader.verify()
-        finally:
-            reader.close()
     return manifest

@@ -14,7 +14,7 @@ from shardrt.comm.world import World
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import Kind
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import unit_of, units_below
+from shardrt.fsdp.setup import unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
 from shardrt.fsdp.whole import built_units
@@ -128,7 +128,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    for unit in _units_for("set_gradient_divide_factor", module):
+    for unit in units_for("set_gradient_divide_factor", module):
         unit.divide_factor = float(factor)
 
 
@@ -140,7 +140,7 @@ def no_sync(module: Module) -> Iterator[None]:
     the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
     Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit.
     """
-    before = [(unit, unit.sync) for unit in _units_for("no_sync", module)]
+    before = [(unit, unit.sync) for unit in units_for("no_sync", module)]
     for unit, _ in before:
         unit.sync = False
     try:
@@ -160,13 +160,6 @@ def register_forward_method(module: Module, name: str) -> None:
             f"register_forward_method: {type(module).__name__} is no unit; call fully_shard first"
         )
     object.__setattr__(module, name, module.entered_around(getattr(module, name)))
-
-
-def _units_for(call: str, module: Module) -> list[Unit]:
-    found = units_below(module)
-    if not found:
-        raise ValueError(f"{call}: {type(module).__name__} has no sharded unit; call fully_shard first")
-    return found
 
 
 def units(module: Module) -> list[Unit]:

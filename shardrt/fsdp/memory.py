@@ -8,7 +8,7 @@ from shardrt.fsdp import buffers
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, teams_of, units_below
+from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, teams_of, units_for
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
@@ -61,10 +61,7 @@ def memory_plan(
     memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations.
     Raises ValueError if `model` has no unit, or several and none around them, and as the first forward would.
     """
-    found = units_below(model)
-    if not found:
-        raise ValueError(f"memory_plan: {type(model).__name__} has no sharded unit; call fully_shard first")
-    units = _whole("memory_plan", found)
+    units = _whole("memory_plan", model)
     layouts = lay_out(units)
     taken = rehearse(model, units, layouts, step) if step is not None else None
     facts = facts_of(units, teams_of(units), no_sync=no_sync or (taken is not None and taken.no_sync))
@@ -85,8 +82,9 @@ def memory_plan(
     return MemoryPlan(device, host)
 
 
-def _whole(call: str, found: list[Unit]) -> list[Unit]:
-    """All units that train with these. Raises ValueError unless one contains all the others."""
+def _whole(call: str, model: Module) -> list[Unit]:
+    """All units that train with those of `model`. Raises ValueError unless there is one around them all."""
+    found = units_for(call, model)
     units = found[0].schedule.units if found[0].built else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
     if apart:
@@ -118,10 +116,7 @@ def explain(model: Module) -> str:
     the plan stands; it is the order of declaration until the first forward has recorded another. Raises
     ValueError if `model` has no unit.
     """
-    found = units_below(model)
-    if not found:
-        raise ValueError(f"explain: {type(model).__name__} has no sharded unit; call fully_shard first")
-    units = _whole("explain", found)
+    units = _whole("explain", model)
     layouts = lay_out(units)
     planned = units[0].schedule.plan.order if units[0].built else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}

@@ -38,6 +38,14 @@ def units_below(*modules: Module) -> list[Unit]:
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
+def units_for(call: str, module: Module) -> list[Unit]:
+    """As units_below. Raises ValueError, naming the call, if there is none."""
+    found = units_below(module)
+    if not found:
+        raise ValueError(f"{call}: {type(module).__name__} has no sharded unit; call fully_shard first")
+    return found
+
+
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it.
 

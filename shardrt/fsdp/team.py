@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from shardrt.comm.backends import for_device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
@@ -39,7 +40,7 @@ class Team:
     def of(cls, mesh: DeviceMesh, cut: str) -> "Team":
         """The team for strategy.Row.cut. Collective over the mesh."""
         if cut == "none":
-            alone = SingleCommunicator(None if mesh.device.name == "cpu" else mesh.device)
+            alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
             return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)
         dim = 1 if cut == "group" else None
         copies = mesh.communicator("copies", 0) if cut == "group" and mesh.shape[0] > 1 else None

@@ -1,4 +1,4 @@
-"""How ranks agree about a checkpoint: JSON to everyone, and whether all are well."""
+"""How ranks agree about things that are no arrays: JSON to everyone, who failed, and what differs."""
 
 import json
 from typing import Any
