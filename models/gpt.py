@@ -52,15 +52,15 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """Four times as wide inside, with a GELU."""
+    """Four times as wide inside, with a GELU after the first layer."""
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.up = linear(config, config.n_embd, 4 * config.n_embd)
+        self.up = linear(config, config.n_embd, 4 * config.n_embd, gelu=True)
         self.down = residual_linear(config, 4 * config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        return self.down(self.up(x))
 
 
 class Block(nn.Module):
@@ -103,9 +103,10 @@ class GPT(nn.Module):
         return F.linear(self.norm(x), self.wte.weight)
 
 
-def linear(config: GPTConfig, inputs: int, outputs: int) -> nn.Linear:
+def linear(config: GPTConfig, inputs: int, outputs: int, *, gelu: bool = False) -> nn.Linear:
     """A linear layer that starts as GPT-2's do: N(0, init_std), zero bias."""
-    return nn.Linear(inputs, outputs, bias=config.bias, init=nn.init.Normal(0.0, config.init_std))
+    start = nn.init.Normal(0.0, config.init_std)
+    return nn.Linear(inputs, outputs, bias=config.bias, init=start, gelu=gelu)
 
 
 def residual_linear(config: GPTConfig, inputs: int) -> nn.Linear:

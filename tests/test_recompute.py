@@ -11,7 +11,7 @@ from shardrt import functional as F
 from shardrt import random as shardrt_random
 from shardrt.autograd import Function
 from shardrt.functional.attention import SelfAttention
-from shardrt.functional.linear import Linear
+from shardrt.functional.linear import Linear, LinearGELU
 from shardrt.functional.matmul import MatMul
 from shardrt.models.gpt import GPT, Block, GPTConfig
 from shardrt.recompute import Recompute, checkpoint, checkpoint_blocks, current, recomputing
@@ -245,7 +245,7 @@ def test_a_recomputed_module_is_one_node_that_keeps_its_input_alone():
 
 def test_policy_matmul_keeps_products_and_attention_and_computes_none_of_them_again(monkeypatch):
     calls = []
-    for op in (Linear, MatMul, SelfAttention):
+    for op in (Linear, LinearGELU, MatMul, SelfAttention):
         original = op.forward
 
         def counted(self, *args, original=original):

@@ -12,8 +12,8 @@ from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
-_ROOT = 0.7978845608028654  # sqrt(2 / pi)
-_CUBE = 0.044715
+ROOT = 0.7978845608028654  # sqrt(2 / pi)
+CUBE = 0.044715
 _HALF_ROOT = 0.7071067811865476  # sqrt(1 / 2)
 _DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
 
@@ -71,7 +71,7 @@ def flops(count: int) -> int:
 @fused
 def _gelu_tanh_forward(start, stop, x, y):
     x, y = x[start:stop], y[start:stop]
-    one, cube, twice = x.dtype.type(1), x.dtype.type(_CUBE), x.dtype.type(-2 * _ROOT)
+    one, cube, twice = x.dtype.type(1), x.dtype.type(CUBE), x.dtype.type(-2 * ROOT)
     for i in range(x.size):
         v = x[i]
         y[i] = v / (one + exp(twice * (v + cube * v * v * v)))
@@ -80,8 +80,8 @@ def _gelu_tanh_forward(start, stop, x, y):
 @fused
 def _gelu_tanh_backward(start, stop, dy, x, dx):
     dy, x, dx = dy[start:stop], x[start:stop], dx[start:stop]
-    one, cube, twice = x.dtype.type(1), x.dtype.type(_CUBE), x.dtype.type(-2 * _ROOT)
-    slope, cubes = x.dtype.type(2 * _ROOT), x.dtype.type(3 * _CUBE)
+    one, cube, twice = x.dtype.type(1), x.dtype.type(CUBE), x.dtype.type(-2 * ROOT)
+    slope, cubes = x.dtype.type(2 * ROOT), x.dtype.type(3 * CUBE)
     for i in range(x.size):
         v = x[i]
         s = one / (one + exp(twice * (v + cube * v * v * v)))

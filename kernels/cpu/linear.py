@@ -1,10 +1,15 @@
-"""Linear layer: y = x weight^T + bias. Three matrix products and one sum over rows."""
+"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products and one sum over rows."""
 
 from typing import Any
 
+import numpy as np
+
 from shardrt.kernels.cpu import matmul as products
+from shardrt.kernels.cpu._jit import exp, fused
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.activation import CUBE, ROOT
 from shardrt.kernels.cpu.matmul import matmul
-from shardrt.kernels.cpu.reduce import column_sum
+from shardrt.kernels.cpu.reduce import ROWS, column_sum, combine_blocks
 
 Array = Any
 
@@ -14,6 +19,22 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     if bias is not None:
         y[...] = bias  # the product adds to it: one pass less than adding the bias after
     matmul(x, weight.T, y, accumulate=bias is not None)
+
+
+def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
+    """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py)."""
+    matmul(x, weight.T, inner)
+    shift = np.zeros(inner.shape[1], inner.dtype) if bias is None else bias
+    run_rows(_shift_and_gelu, inner.shape[0], inner.size, inner, shift, y)
+
+
+def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
+    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added."""
+    blocks = -(-inner.shape[0] // ROWS)
+    partials = np.empty((blocks, inner.shape[1]), inner.dtype)
+    run_rows(_gelu_slope_and_sum, blocks, inner.size, dy, inner, dinner, partials)
+    if dbias is not None:
+        combine_blocks(partials, dbias, accumulate)
 
 
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:
@@ -39,3 +60,33 @@ def bytes_moved(rows: int, inputs: int, outputs: int, itemsize: int = 4) -> int:
 def flops(rows: int, inputs: int, outputs: int) -> int:
     """Operations of forward; backward has twice as many."""
     return products.flops(rows, outputs, inputs)
+
+
+@fused
+def _shift_and_gelu(start, stop, inner, bias, y):
+    kind = inner.dtype.type
+    one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
+    for row in range(start, stop):
+        line, out = inner[row], y[row]
+        for j in range(line.size):
+            v = line[j] + bias[j]
+            line[j] = v
+            out[j] = v / (one + exp(twice * (v + cube * v * v * v)))
+
+
+@fused
+def _gelu_slope_and_sum(start, stop, dy, inner, dinner, sums):
+    kind = inner.dtype.type
+    one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
+    slope, cubes = kind(2 * ROOT), kind(3 * CUBE)
+    for block in range(start, stop):
+        total = sums[block]
+        total[:] = 0
+        for row in range(block * ROWS, min((block + 1) * ROWS, inner.shape[0])):
+            upper, line, out = dy[row], inner[row], dinner[row]
+            for j in range(line.size):
+                v = line[j]
+                s = one / (one + exp(twice * (v + cube * v * v * v)))
+                d = upper[j] * (s + v * s * (one - s) * slope * (one + cubes * v * v))
+                out[j] = d
+                total[j] += d

@@ -21,10 +21,13 @@ CANDIDATES = 8
 _ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
 _COMPUTE_32F, _COMPUTE_64F = 68, 70
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 4, 7, 8, 26
-_EPILOGUE_BIAS = 4
+_INNER_POINTER, _INNER_LEADING = 11, 12  # "aux": where the sum before GELU goes
+_EPILOGUE_BIAS, _EPILOGUE_GELU_AUX, _EPILOGUE_GELU_AUX_BIAS = 4, 160, 164
+_INNER_MULTIPLE = 8  # of its leading dimension
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
 _MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # of A, B, C, D
 _TRANSPOSED = 1
+_NOT_SUPPORTED = 15  # a status
 
 
 class Stage(Protocol):
@@ -74,6 +77,25 @@ class Matrix:
         return None
 
 
+@dataclass(frozen=True)
+class Epilogue:
+    """What is done to a product besides. bias: added along the last axis. inner: out = GELU(inner) then."""
+
+    bias: Array | None = None
+    inner: Array | None = None
+
+    @property
+    def kind(self) -> tuple:
+        """What of it a plan depends on."""
+        bias, inner = self.bias, self.inner
+        added = None if bias is None else (_ELEMENTS[bias.dtype.name], _alignment(address(bias)))
+        return added, None if inner is None else (inner.shape[-1], _alignment(address(inner)))
+
+
+class NoSuchProduct(RuntimeError):
+    """cublasLt has no algorithm for what was asked for."""
+
+
 class CublasLt:
     """The library, and a plan for every kind of product met so far."""
 
@@ -81,6 +103,7 @@ class CublasLt:
         self._library = library
         self._stage = stage
         self._plans: dict[tuple, Plan] = {}
+        self._impossible: set[tuple] = set()
         self._handle = c_void_p()
         library.cublasLtGetStatusString.restype = ctypes.c_char_p
         self.call("cublasLtCreate", byref(self._handle))
@@ -91,26 +114,42 @@ class CublasLt:
         a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
         float64; out and bias may have a type of their own. Raises ValueError for strides it can't read.
         """
-        first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
-        if first is None or second is None or result is None or result.transposed:
-            strides = (a.strides, b.strides, out.strides)
-            raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
-        batch = out.shape[0] if out.ndim == 3 else 1
-        added = None if bias is None else (_ELEMENTS[bias.dtype.name], _alignment(address(bias)))
-        key = (first, second, result, batch, accumulate, added)
+        self._multiply(_key(a, b, out, accumulate, Epilogue(bias)), a, b, out, Epilogue(bias))
+
+    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
+        """inner = a b (+ bias along the last axis) and out = GELU of it, the tanh form; 2-D and dense.
+
+        False, with nothing done, where cublasLt has no such product.
+        """
+        end = Epilogue(bias, inner)
+        key = _key(a, b, out, False, end)
+        places = [inner, out] if bias is None else [inner, out, bias]
+        if inner.shape[-1] % _INNER_MULTIPLE or any(address(array) % 16 for array in places):
+            return False
+        if key in self._impossible:
+            return False
+        try:
+            self._multiply(key, a, b, out, end)
+        except NoSuchProduct:
+            self._impossible.add(key)
+            return False
+        return True
+
+    def _multiply(self, key: tuple, a: Array, b: Array, out: Array, end: Epilogue) -> None:
         plan = self._plans.get(key)
         if plan is None:
             plan = self._plans[key] = Plan(self, *key)
         if plan.algorithm is None:
-            plan.choose(self._stage, a, b, out, bias)
-        plan.run(self._stage, plan.algorithm or plan.candidates[0], a, b, out, bias)
+            plan.choose(self._stage, a, b, out, end)
+        plan.run(self._stage, plan.algorithm or plan.candidates[0], a, b, out, end)
 
     def call(self, name: str, *args: Any) -> None:
         """Call a function of the library. Raises RuntimeError with the name of the status it gives."""
         status = getattr(self._library, name)(*args)
         if status:
             told = self._library.cublasLtGetStatusString(c_int(status)).decode()
-            raise RuntimeError(f"{name}: {told} ({status})")
+            error = NoSuchProduct if status == _NOT_SUPPORTED else RuntimeError
+            raise error(f"{name}: {told} ({status})")
 
     @property
     def handle(self) -> c_void_p:
@@ -141,8 +180,9 @@ class Plan:
         result: Matrix,
         batch: int,
         accumulate: bool,
-        bias: tuple[int, int] | None,
+        end: tuple,
     ) -> None:
+        """end: Epilogue.kind. Raises NoSuchProduct."""
         self._lt = lt
         double = result.element == _ELEMENTS["float64"]
         scale = _ELEMENTS["float64" if double else "float32"]
@@ -153,15 +193,22 @@ class Plan:
         lt.call("cublasLtMatmulDescCreate", byref(self._product), c_int(compute), c_int(scale))
         self._describe(_TRANSPOSE_A, c_int32(_TRANSPOSED * first.transposed))
         self._describe(_TRANSPOSE_B, c_int32(_TRANSPOSED * second.transposed))
+        bias, inner = end
+        epilogue = _EPILOGUE_BIAS if bias is not None else 0
+        if inner is not None:
+            epilogue = _EPILOGUE_GELU_AUX_BIAS if bias is not None else _EPILOGUE_GELU_AUX
+            self._describe(_INNER_LEADING, c_int64(inner[0]))
+            self._describe(_INNER_POINTER, c_void_p(inner[1]))  # the heuristic looks at alignments only
         if bias is not None:
-            self._describe(_EPILOGUE, c_uint32(_EPILOGUE_BIAS))
             self._describe(_BIAS_TYPE, c_int32(bias[0]))
-            self._describe(_BIAS_POINTER, c_void_p(bias[1]))  # the heuristic looks at its alignment only
+            self._describe(_BIAS_POINTER, c_void_p(bias[1]))
+        if epilogue:
+            self._describe(_EPILOGUE, c_uint32(epilogue))
         self._layouts = [_layout(lt, matrix, batch) for matrix in (first, second, result)]
         self.candidates = self._propose(first, second, result)
         self.algorithm: Heuristic | None = None if len(self.candidates) > 1 else self.candidates[0]
 
-    def choose(self, stage: Stage, a: Array, b: Array, out: Array, bias: Array | None) -> None:
+    def choose(self, stage: Stage, a: Array, b: Array, out: Array, end: Epilogue) -> None:
         """Keep the fastest candidate; none yet if it can't be measured now."""
         scratch = stage.empty(out.shape, out.dtype)
         twin, result = Matrix.of(scratch), Matrix.of(out)
@@ -170,18 +217,18 @@ class Plan:
             return
         times = []
         for candidate in self.candidates:
-            seconds = stage.seconds(lambda c=candidate: self.run(stage, c, a, b, scratch, bias))
+            seconds = stage.seconds(lambda c=candidate: self.run(stage, c, a, b, scratch, end))
             if seconds is None:
                 return
             times.append(seconds)
         self.algorithm = self.candidates[times.index(min(times))]
 
-    def run(
-        self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array, bias: Array | None
-    ) -> None:
+    def run(self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array, end: Epilogue) -> None:
         """Launch the product in the current stream."""
-        if bias is not None:
-            self._describe(_BIAS_POINTER, c_void_p(address(bias)))
+        if end.bias is not None:
+            self._describe(_BIAS_POINTER, c_void_p(address(end.bias)))
+        if end.inner is not None:
+            self._describe(_INNER_POINTER, c_void_p(address(end.inner)))
         first, second, result = self._layouts
         self._lt.call(
             "cublasLtMatmul",
@@ -208,7 +255,7 @@ class Plan:
         self._lt.call("cublasLtMatmulDescSetAttribute", self._product, c_int(attribute), byref(value), size)
 
     def _propose(self, *matrices: Matrix) -> list[Heuristic]:
-        """What the heuristic thinks best, first first. Raises RuntimeError if it knows none."""
+        """What the heuristic thinks best, first first. Raises NoSuchProduct if it knows none."""
         preference, found = c_void_p(), c_int()
         self._lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
         limits = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
@@ -219,24 +266,25 @@ class Plan:
             self._lt.call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(name), byref(value), size)
         results = (Heuristic * CANDIDATES)()
         first, second, result = self._layouts
-        self._lt.call(
-            "cublasLtMatmulAlgoGetHeuristic",
-            self._lt.handle,
-            self._product,
-            first,
-            second,
-            result,
-            result,
-            preference,
-            c_int(CANDIDATES),
-            results,
-            byref(found),
-        )
+        asked = (first, second, result, result, preference, c_int(CANDIDATES), results, byref(found))
+        try:
+            self._lt.call("cublasLtMatmulAlgoGetHeuristic", self._lt.handle, self._product, *asked)
+        except NoSuchProduct:
+            found.value = 0
         self._lt.call("cublasLtMatmulPreferenceDestroy", preference)
         usable = [candidate for candidate in results[: found.value] if candidate.state == 0]
         if not usable:
-            raise RuntimeError(f"cublasLt knows no algorithm for {matrices}")
+            raise NoSuchProduct(f"cublasLt knows no algorithm for {matrices}")
         return usable
+
+
+def _key(a: Array, b: Array, out: Array, accumulate: bool, end: Epilogue) -> tuple:
+    """What of a product a plan depends on. Raises ValueError for strides that cublasLt can't read."""
+    first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
+    if first is None or second is None or result is None or result.transposed:
+        strides = (a.strides, b.strides, out.strides)
+        raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
+    return first, second, result, out.shape[0] if out.ndim == 3 else 1, accumulate, end.kind
 
 
 def _layout(lt: CublasLt, matrix: Matrix, batch: int) -> c_void_p:

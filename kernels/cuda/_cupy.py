@@ -70,9 +70,16 @@ class CuPyBackend:
 
     def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
         """By cublasLt."""
+        self._cublas_lt().gemm(a, b, out, accumulate=accumulate, bias=bias)
+
+    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
+        """By cublasLt, if it can."""
+        return self._cublas_lt().gemm_gelu(a, b, bias, inner, out)
+
+    def _cublas_lt(self) -> CublasLt:
         if self._lt is None:
             self._lt = CublasLt(_library(), self)
-        self._lt.gemm(a, b, out, accumulate=accumulate, bias=bias)
+        return self._lt
 
     def attention(self) -> CuDNNAttention | None:
         """cuDNN's, where nvidia-cudnn-frontend is installed (the extra "cudnn") and finds the library."""

@@ -41,6 +41,9 @@ class Backend(Protocol):
         a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
         """
 
+    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
+        """inner = a b (+ bias), out = GELU of it (tanh form); False if there is no such product."""
+
     def attention(self) -> Any | None:
         """What is better at attention than the kernels here (see _cudnn.py), if there is something."""
 

@@ -1,25 +1,10 @@
 // GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; sixteen bytes per thread and turn.
 //
 // A function of one element is written once, as value(x) and slope(x, dy); dx may be dy, and y may be x.
+#include "gelu.cuh"
 #include "ranges.cuh"
 
 constexpr int N = Vector<T>::width;
-
-// x / y to 2 units in the last place; 0 where y is above 2^126.
-__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
-__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
-
-struct GeluTanh {  // x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3): one exponential
-    static constexpr double ROOT = 0.7978845608028654, CUBE = 0.044715;  // sqrt(2 / pi)
-    static __device__ __forceinline__ A divisor(A x) {
-        return A(1) + exp(A(-2 * ROOT) * (x + A(CUBE) * x * x * x));
-    }
-    static __device__ __forceinline__ A value(A x) { return quotient(x, divisor(x)); }
-    static __device__ __forceinline__ A slope(A x, A dy) {
-        A s = quotient(A(1), divisor(x));
-        return dy * (s + x * s * (A(1) - s) * A(2 * ROOT) * (A(1) + A(3 * CUBE) * x * x));
-    }
-};
 
 struct GeluErf {
     static constexpr double HALF_ROOT = 0.7071067811865476, DENSITY = 0.3989422804014327;  // 1 / sqrt(2 pi)

@@ -1,12 +1,15 @@
-"""Linear layer: y = x weight^T + bias. Three matrix products, the bias in the epilogue of the first."""
+"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products.
+
+Bias and GELU are in the epilogue of the first where cublasLt has such a product.
+"""
 
 from typing import Any
 
-from shardrt.kernels.cuda.reduce import column_sum
-
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda import matmul as products
+from shardrt.kernels.cuda.activation import gelu_tanh_forward
 from shardrt.kernels.cuda.matmul import matmul
+from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_blocks
 
 Array = Any
 
@@ -19,6 +22,30 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
         matmul(x, weight.T, y)
     else:
         _launch.backend().gemm(x, weight.T, y, accumulate=False, bias=bias)
+
+
+def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
+    """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py)."""
+    if x.size and _launch.backend().gemm_gelu(x, weight.T, bias, inner, y):
+        return
+    forward(x, weight, bias, inner)
+    gelu_tanh_forward(inner.reshape(-1), y.reshape(-1))
+
+
+def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
+    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
+
+    dbias may be of another type than dinner: sums are float32 (float64 in float64), rounded once.
+    """
+    rows, columns = inner.shape
+    blocks = -(-rows // ROWS)
+    partials = _launch.empty((blocks, columns), _launch.accumulator(inner.dtype))
+    if rows and columns:
+        wide, grid, threads = column_grid(rows, columns, dy, inner, dinner, partials)
+        args = (dy, inner, dinner, partials, rows, columns, wide)
+        _launch.launch("linear", "gelu_backward", inner.dtype, grid, args, threads=threads)
+    if dbias is not None:
+        combine_blocks(partials, dbias, accumulate)
 
 
 def backward_input(dy: Array, weight: Array, dx: Array) -> None:

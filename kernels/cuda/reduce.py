@@ -41,16 +41,20 @@ def column_sum(x: Array, out: Array, accumulate: bool) -> None:
     `out` may be of another type than x, which is summed in float32 (float64 in float64).
     """
     rows, columns = x.shape
-    blocks = -(-rows // ROWS)
-    partials = empty((blocks, columns), accumulator(x.dtype))
+    partials = empty((-(-rows // ROWS), columns), accumulator(x.dtype))
+    if rows and columns:
+        wide, grid, threads = column_grid(rows, columns, x, partials)
+        launch("reduce", "column_blocks", x.dtype, grid, (x, partials, rows, columns, wide), threads=threads)
+    combine_blocks(partials, out, accumulate)
+
+
+def column_grid(rows: int, columns: int, x: Array, *others: Array) -> tuple[bool, tuple[int, int], int]:
+    """For a kernel in which a block has ROWS rows of some columns: 16 bytes at once?, the grid, threads."""
     width = 16 // x.dtype.itemsize
-    wide = vectors(x, partials) and columns % width == 0
+    wide = vectors(x, *others) and columns % width == 0
     pieces = columns // width if wide else columns
     threads = min(THREADS, -(-pieces // 32) * 32)
-    if rows and columns:
-        args, grid = (x, partials, rows, columns, wide), (blocks, -(-pieces // threads))
-        launch("reduce", "column_blocks", x.dtype, grid, args, threads=threads)
-    combine_blocks(partials, out, accumulate)
+    return wide, (-(-rows // ROWS), -(-pieces // threads)), threads
 
 
 def combine_blocks(partials: Array, out: Array, accumulate: bool) -> None:

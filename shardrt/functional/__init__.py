@@ -22,7 +22,7 @@ from shardrt.functional.elementwise import (
     tanh,
 )
 from shardrt.functional.embedding import embedding
-from shardrt.functional.linear import linear
+from shardrt.functional.linear import linear, linear_gelu
 from shardrt.functional.loss import cross_entropy
 from shardrt.functional.matmul import matmul
 from shardrt.functional.norm import layer_norm, rms_norm
@@ -57,6 +57,7 @@ __all__ = [
     "getitem",
     "layer_norm",
     "linear",
+    "linear_gelu",
     "log",
     "log_softmax",
     "matmul",

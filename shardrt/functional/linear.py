@@ -1,9 +1,12 @@
-"""A linear layer's product with its weight, whose gradient the product itself adds where it belongs."""
+"""A linear layer's product with its weight, also with a GELU behind it, in one pass less than two ops take.
+
+The gradient of a weight is added where it belongs by the product that computes it.
+"""
 
 from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, empty, kernels, rows, tensor
+from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -29,18 +32,56 @@ class Linear(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias = self.saved
-        linear = kernels().linear
-        dx = weight_token = bias_token = None
-        if self.needs[0]:
-            dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
-            linear.backward_input(rows(dy), contiguous(weight.data), rows(dx))
-        if self.needs[1]:
-            dweight, accumulate, weight_token = weight.gradient_target()
-            linear.backward_weight(rows(x), rows(dy), dweight, accumulate)
+        dx, weight_token = self._products(x, weight, dy)
+        bias_token = None
         if self.needs[2]:
             dbias, accumulate, bias_token = bias.gradient_target()
-            linear.backward_bias(rows(dy), dbias, accumulate)
+            kernels().linear.backward_bias(rows(dy), dbias, accumulate)
         return dx, weight_token, bias_token
+
+    def _products(self, x: Array | None, weight: Variable, dy: Array) -> tuple[Array | None, Any]:
+        """The gradient of x, and the token of the weight's."""
+        dx = token = None
+        if self.needs[0]:
+            dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
+            kernels().linear.backward_input(rows(dy), contiguous(weight.data), rows(dx))
+        if self.needs[1]:
+            dweight, accumulate, token = weight.gradient_target()
+            kernels().linear.backward_weight(rows(x), rows(dy), dweight, accumulate)
+        return dx, token
+
+
+class LinearGELU(Linear):
+    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it."""
+
+    __slots__ = ()
+
+    def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
+        inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        y = empty_like(inner)
+        bias_data = None if bias is None else contiguous(bias.data)
+        kernels().linear.forward_gelu(rows(x), contiguous(weight.data), bias_data, rows(inner), rows(y))
+        self.saved = (x if self.needs[1] else None, weight, bias, inner)
+        return y
+
+    def keep(self, result: Array) -> tuple[Array]:
+        return (self.saved[3],)
+
+    def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
+        (inner,) = kept
+        self.saved = (x if self.needs[1] else None, weight, bias, inner)
+        y = empty_like(inner)
+        kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, bias, inner = self.saved
+        dinner = empty_like(inner)
+        dbias = accumulate = bias_token = None
+        if self.needs[2]:
+            dbias, accumulate, bias_token = bias.gradient_target()
+        kernels().linear.backward_gelu(rows(dy), rows(inner), rows(dinner), dbias, bool(accumulate))
+        return *self._products(x, weight, dinner), bias_token
 
 
 def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
@@ -51,13 +92,25 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
 
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
+    return Linear.apply(*_checked("linear", x, weight, bias))
+
+
+def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
+    """gelu(linear(x, weight, bias), approximate="tanh"), in fewer passes over memory.
+
+    Arguments and errors are those of linear.
+    """
+    return LinearGELU.apply(*_checked("linear_gelu", x, weight, bias))
+
+
+def _checked(op: str, x: "Tensor", weight: "Tensor", bias: "Tensor | None") -> tuple:
     x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
     if weight.ndim != 2:
-        raise ValueError(f"linear: weight must be (outputs, inputs), got {weight.shape}")
+        raise ValueError(f"{op}: weight must be (outputs, inputs), got {weight.shape}")
     outputs, inputs = weight.shape
     if x.ndim == 0 or x.shape[-1] != inputs:
-        raise ValueError(f"linear: x must be (..., {inputs}) for weight {weight.shape}, got {x.shape}")
+        raise ValueError(f"{op}: x must be (..., {inputs}) for weight {weight.shape}, got {x.shape}")
     if bias is not None and bias.shape != (outputs,):
-        raise ValueError(f"linear: bias must be ({outputs},) for weight {weight.shape}, got {bias.shape}")
-    check_floats("linear", x=x, weight=weight, bias=bias)
-    return Linear.apply(x, weight, bias)
+        raise ValueError(f"{op}: bias must be ({outputs},) for weight {weight.shape}, got {bias.shape}")
+    check_floats(op, x=x, weight=weight, bias=bias)
+    return x, weight, bias

@@ -20,7 +20,7 @@ class Linear(Module):
     """(..., in_features) -> (..., out_features): x times weight transposed, plus bias.
 
     init: what the weight starts as, the bias then at 0. Left out, both start evenly from
-    +-1 / sqrt(in_features), as in PyTorch.
+    +-1 / sqrt(in_features), as in PyTorch. gelu: GELU of it, in the tanh form (F.linear_gelu).
     """
 
     def __init__(
@@ -30,19 +30,22 @@ class Linear(Module):
         bias: bool = True,
         *,
         init: Initialiser | None = None,
+        gelu: bool = False,
         dtype: Any = np.float32,
     ) -> None:
         super().__init__()
         check_sizes("Linear", in_features=in_features, out_features=out_features)
         bound = 1 / sqrt(in_features)
         even = initial.Uniform(-bound, bound)
+        self.gelu = gelu
         self.weight = Parameter((out_features, in_features), init or even, dtype=dtype)
         self.bias = (
             Parameter((out_features,), initial.Zeros() if init else even, dtype=dtype) if bias else None
         )
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x, self.weight, self.bias)
+        product = F.linear_gelu if self.gelu else F.linear
+        return product(x, self.weight, self.bias)
 
 
 class Embedding(Module):

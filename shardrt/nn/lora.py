@@ -30,7 +30,8 @@ class LoRALinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
         beside = F.dropout(x, self.lora_dropout, self.training) if self.lora_dropout else x
         small = F.linear(F.linear(beside, self.lora_a), self.lora_b)
-        return super().forward(x) + small * self.lora_scale
+        y = F.linear(x, self.weight, self.bias) + small * self.lora_scale
+        return F.gelu(y, approximate="tanh") if self.gelu else y
 
 
 def add_lora(

@@ -25,5 +25,5 @@ def fake_cuda(monkeypatch):
     before = _launch.use(FakeDeviceEmulator())
     yield device.get("cuda")
     _launch.use(before)
-    device.set_current(device.get("cpu"))
     device.get.cache_clear()
+    device.set_current(device.get("cpu"))  # the one that everybody gets from now on

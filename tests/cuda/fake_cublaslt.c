@@ -6,7 +6,7 @@
 #include <string.h>
 
 enum { F32 = 0, F64 = 1, F16 = 2, BF16 = 14 };
-typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; } Product;
+typedef struct { int32_t compute, scale, transpose[2]; uint32_t epilogue; void* bias; int32_t bias_type; void* inner; int64_t leading; } Product;
 typedef struct { int32_t type, batch; uint64_t rows, columns; int64_t leading, stride; } Layout;
 typedef struct { uint64_t workspace; uint32_t alignment[4]; } Preference;
 typedef struct { uint64_t algorithm[8]; size_t workspace; int state; float waves; int reserved[4]; } Heuristic;
@@ -18,7 +18,7 @@ static int handle;
 const char* cublasLtGetStatusString(int status) { return status == 7 ? "invalid value" : "not supported"; }
 int cublasLtCreate(void** out) { *out = &handle; return 0; }
 int cublasLtMatmulDescCreate(void** out, int compute, int scale) {
-    Product product = {compute, scale, {0, 0}, 1, 0, -1};
+    Product product = {compute, scale, {0, 0}, 1, 0, -1, 0, 0};
     *out = malloc(sizeof product);
     memcpy(*out, &product, sizeof product);
     return (compute == 68 && scale == F32) || (compute == 70 && scale == F64) ? 0 : 15;
@@ -27,6 +27,8 @@ int cublasLtMatmulDescSetAttribute(Product* product, int name, const void* value
     if (name == 3 || name == 4) { if (size != 4) return 7; memcpy(&product->transpose[name - 3], value, 4); return 0; }
     if (name == 7) { if (size != 4) return 7; memcpy(&product->epilogue, value, 4); return 0; }
     if (name == 8) { if (size != 8) return 7; memcpy(&product->bias, value, 8); return 0; }
+    if (name == 11) { if (size != 8) return 7; memcpy(&product->inner, value, 8); return 0; }
+    if (name == 12) { if (size != 8) return 7; memcpy(&product->leading, value, 8); return 0; }
     if (name == 26) { if (size != 4) return 7; memcpy(&product->bias_type, value, 4); return 0; }
     return 7;
 }
@@ -59,6 +61,8 @@ static int fits(const Product* p, const Layout* a, const Layout* b, const Layout
 int cublasLtMatmulAlgoGetHeuristic(void* h, Product* p, Layout* a, Layout* b, Layout* c, Layout* d,
                                    Preference* preference, int wanted, Heuristic* results, int* found) {
     if (h != &handle || c != d || fits(p, a, b, d)) return 7;
+    if (p->inner && d->type == F64) return 15;  // GELU only in float32 and less
+    if (p->inner && (p->leading % 8 || p->leading < (int64_t)d->rows || d->batch > 1)) return 7;
     for (int i = 0; i < 4; i++)
         if (!preference->alignment[i] || preference->alignment[i] > 256) return 7;
     *found = wanted < 3 ? wanted : 3;
@@ -99,7 +103,9 @@ int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout
     if (!aligned(a, algorithm[1] & 0xffff) || !aligned(b, algorithm[1] >> 16 & 0xffff) || !aligned(d, algorithm[1] >> 32))
         return 14;  // a real kernel would fault
     double one = get(alpha, 0, p->scale), add = get(beta, 0, p->scale);
-    if (one != 1 || (p->epilogue == 4) != (p->bias != 0)) return 7;
+    uint32_t epilogue = p->inner ? (p->bias ? 164 : 160) : (p->bias ? 4 : 1);
+    if (one != 1 || p->epilogue != epilogue || (p->inner && add)) return 7;
+    if (p->inner && (!aligned(p->inner, 16) || !aligned(d, 16) || !aligned(p->bias, 16))) return 14;
     uint64_t m = ld->rows, n = ld->columns, k = p->transpose[0] ? la->rows : la->columns;
     for (int batch = 0; batch < ld->batch; batch++)
         for (uint64_t i = 0; i < m; i++)
@@ -111,7 +117,11 @@ int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout
                     sum += get(a, x + batch * la->stride, la->type) * get(b, y + batch * lb->stride, lb->type);
                 }
                 int64_t at = i + j * ld->leading + batch * ld->stride;
-                if (p->epilogue == 4) sum += get(p->bias, i, p->bias_type);
+                if (p->bias) sum += get(p->bias, i, p->bias_type);
+                if (p->inner) {
+                    put(p->inner, i + j * p->leading, ld->type, sum);
+                    sum = sum / (1 + exp(-2 * 0.7978845608028654 * (sum + 0.044715 * sum * sum * sum)));
+                }
                 if (add) sum += add * get(d, at, ld->type);
                 put(d, at, ld->type, sum);
             }

@@ -108,6 +108,35 @@ def test_a_bias_is_added_along_the_last_axis(lt, element):
             bias = array(normal(4, seed=shift + 3), offset=1)
 
 
+@pytest.mark.parametrize("element", ["float32", "float16", "bfloat16"])
+def test_gelu_in_the_product_keeps_what_was_before_it(lt, element):
+    with guarded(element) as array:
+        x, weight = array(normal(5, 16)), array(normal(24, 16))
+        for bias in (array(normal(24)), None, array(normal(24, seed=3))):
+            inner, out = (array(np.full((5, 24), np.nan)) for _ in range(2))
+            assert lt.gemm_gelu(x, weight.T, bias, inner, out)
+            exact = x.astype(np.float64) @ weight.astype(np.float64).T
+            exact += 0 if bias is None else bias.astype(np.float64)
+            assert_close(inner, exact)
+            assert_close(out, exact / (1 + np.exp(-2 * 0.7978845608028654 * (exact + 0.044715 * exact**3))))
+
+
+def test_gelu_that_cublaslt_has_not_is_refused_before_anything_is_written(lt, library):
+    def refused(element, columns, offset=0):
+        with guarded(element) as array:
+            inner, out = (array(np.full((5, columns), 7.0), offset=offset) for _ in range(2))
+            x, weight = array(normal(5, 16)), array(normal(columns, 16))
+            for _ in range(2):  # the second time it is known
+                assert not lt.gemm_gelu(x, weight.T, None, inner, out)
+            assert (inner == 7).all() and (out == 7).all()
+
+    before = record(library).products
+    refused("float64", 24)
+    refused("float32", 12)
+    refused("bfloat16", 24, offset=1)
+    assert record(library).products == before
+
+
 def test_batches_with_one_that_is_repeated(lt):
     with guarded("float32") as array:
         a, b = array(normal(3, 4, 5)), np.broadcast_to(array(normal(5, 2)), (3, 5, 2))

@@ -25,6 +25,31 @@ def test_x_may_have_any_number_of_dimensions(shape):
     check_gradients(F.linear, leaf(normal(*shape)), leaf(normal(4, 5)))
 
 
+@pytest.mark.parametrize("sizes", SHAPES, ids=str)
+def test_gelu_in_one_op_is_linear_and_gelu_to_the_bit(sizes):
+    rows, inputs, outputs = sizes
+    x, weight, bias = normal(rows, inputs), normal(outputs, inputs, seed=1), normal(outputs)
+    for given in ((x, weight, bias), (x, weight)):
+        check_gradients(F.linear_gelu, *map(leaf, given))
+        together, apart = [leaf(a) for a in given], [leaf(a) for a in given]
+        y = F.linear_gelu(*together)
+        other = F.gelu(F.linear(*apart), approximate="tanh")
+        np.testing.assert_allclose(y.data, other.data, rtol=1e-14, atol=1e-15)
+        y.backward(normal(rows, outputs, seed=2))
+        other.backward(normal(rows, outputs, seed=2))
+        for one, two in zip(together, apart, strict=True):
+            np.testing.assert_allclose(one.grad, two.grad, rtol=1e-13, atol=1e-14)
+
+
+def test_gelu_in_one_op_adds_to_gradients_and_names_itself_in_errors():
+    weight, bias = leaf(normal(4, 4)), leaf(normal(4))
+    check_gradients(
+        lambda x, w, b: F.linear_gelu(F.linear_gelu(x, w, b), w, b), leaf(normal(3, 4)), weight, bias
+    )
+    with pytest.raises(ValueError, match="linear_gelu: weight must be"):
+        F.linear_gelu(normal(3, 4), normal(4))
+
+
 def test_gradients_of_odd_sizes():
     check_direction(F.linear, leaf(normal(3, 19, 33)), leaf(normal(65, 33)), leaf(normal(65)))
 
