@@ -12,11 +12,24 @@ Array = Any
 
 
 def forward(
-    x: Array, weight: Array, bias: Array | None, y: Array, mean: Array, rstd: Array, eps: float
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    y: Array,
+    mean: Array,
+    rstd: Array,
+    eps: float,
+    added: Array | None = None,
+    total: Array | None = None,
 ) -> None:
-    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward."""
+    """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward.
+
+    added, total: total = x + added is written and takes the place of x.
+    """
     shift = np.zeros_like(weight) if bias is None else bias
-    run_rows(_forward, x.shape[0], x.size, x, weight, shift, y, mean, rstd, x.dtype.type(eps))
+    summed, other, result = added is not None, x if added is None else added, y if total is None else total
+    statistics = (mean, rstd, x.dtype.type(eps))
+    run_rows(_forward, x.shape[0], x.size, x, other, summed, result, weight, shift, y, *statistics)
 
 
 def backward(
@@ -29,13 +42,19 @@ def backward(
     dweight: Array | None,
     dbias: Array | None,
     accumulate: bool,
+    dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted."""
+    """dx written; dweight and dbias (width,) written or added to. None where one is not wanted.
+
+    dtotal is added to dx.
+    """
     rows, width = x.shape
     blocks = -(-rows // ROWS)
     dweights, dbiases = np.empty((blocks, width), x.dtype), np.empty((blocks, width), x.dtype)
     wanted, target = dx is not None, dy if dx is None else dx
-    run_rows(_backward, blocks, x.size, dy, x, weight, mean, rstd, target, wanted, dweights, dbiases)
+    more, beside = dtotal is not None, dy if dtotal is None else dtotal
+    how = (target, wanted, beside, more, dweights, dbiases)
+    run_rows(_backward, blocks, x.size, dy, x, weight, mean, rstd, *how)
     if dweight is not None:
         combine_blocks(dweights, dweight, accumulate)
     if dbias is not None:
@@ -53,12 +72,16 @@ def flops(rows: int, width: int) -> int:
 
 
 @reordered
-def _forward(start, stop, x, weight, bias, y, mean, rstd, eps):
+def _forward(start, stop, x, other, summed, result, weight, bias, y, mean, rstd, eps):
     width = x.shape[1]
     one = x.dtype.type(1)
     scale = one / x.dtype.type(width)
     for row in range(start, stop):
         line, out = x[row], y[row]
+        if summed:
+            first, second, line = x[row], other[row], result[row]
+            for j in range(width):
+                line[j] = first[j] + second[j]
         total = x.dtype.type(0)
         for j in range(width):
             total += line[j]
@@ -73,7 +96,7 @@ def _forward(start, stop, x, weight, bias, y, mean, rstd, eps):
 
 
 @reordered
-def _backward(start, stop, dy, x, weight, mean, rstd, dx, wanted, dweights, dbiases):
+def _backward(start, stop, dy, x, weight, mean, rstd, dx, wanted, dtotal, more, dweights, dbiases):
     width = x.shape[1]
     scale = x.dtype.type(1) / x.dtype.type(width)
     for block in range(start, stop):
@@ -97,3 +120,7 @@ def _backward(start, stop, dy, x, weight, mean, rstd, dx, wanted, dweights, dbia
                 for j in range(width):
                     normal = (line[j] - centre) * factor
                     out[j] = factor * (upper[j] * weight[j] - first - normal * second)
+                if more:
+                    beside = dtotal[row]
+                    for j in range(width):
+                        out[j] += beside[j]

@@ -11,9 +11,22 @@ from shardrt.kernels.cpu.reduce import ROWS, combine_blocks
 Array = Any
 
 
-def forward(x: Array, weight: Array, y: Array, rstd: Array, eps: float) -> None:
-    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward."""
-    run_rows(_forward, x.shape[0], x.size, x, weight, y, rstd, x.dtype.type(eps))
+def forward(
+    x: Array,
+    weight: Array,
+    y: Array,
+    rstd: Array,
+    eps: float,
+    added: Array | None = None,
+    total: Array | None = None,
+) -> None:
+    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward.
+
+    added, total: total = x + added is written and takes the place of x.
+    """
+    summed, other, result = added is not None, x if added is None else added, y if total is None else total
+    how = (other, summed, result, weight, y, rstd, x.dtype.type(eps))
+    run_rows(_forward, x.shape[0], x.size, x, *how)
 
 
 def backward(
@@ -24,13 +37,18 @@ def backward(
     dx: Array | None,
     dweight: Array | None,
     accumulate: bool,
+    dtotal: Array | None = None,
 ) -> None:
-    """dx written; dweight (width,) written or added to. None where one is not wanted."""
+    """dx written; dweight (width,) written or added to. None where one is not wanted.
+
+    dtotal is added to dx.
+    """
     rows, width = x.shape
     blocks = -(-rows // ROWS)
     dweights = np.empty((blocks, width), x.dtype)
     wanted, target = dx is not None, dy if dx is None else dx
-    run_rows(_backward, blocks, x.size, dy, x, weight, rstd, target, wanted, dweights)
+    more, beside = dtotal is not None, dy if dtotal is None else dtotal
+    run_rows(_backward, blocks, x.size, dy, x, weight, rstd, target, wanted, beside, more, dweights)
     if dweight is not None:
         combine_blocks(dweights, dweight, accumulate)
 
@@ -46,11 +64,15 @@ def flops(rows: int, width: int) -> int:
 
 
 @reordered
-def _forward(start, stop, x, weight, y, rstd, eps):
+def _forward(start, stop, x, other, summed, result, weight, y, rstd, eps):
     width = x.shape[1]
     one = x.dtype.type(1)
     for row in range(start, stop):
         line, out = x[row], y[row]
+        if summed:
+            first, second, line = x[row], other[row], result[row]
+            for j in range(width):
+                line[j] = first[j] + second[j]
         squares = x.dtype.type(0)
         for j in range(width):
             squares += line[j] * line[j]
@@ -61,7 +83,7 @@ def _forward(start, stop, x, weight, y, rstd, eps):
 
 
 @reordered
-def _backward(start, stop, dy, x, weight, rstd, dx, wanted, dweights):
+def _backward(start, stop, dy, x, weight, rstd, dx, wanted, dtotal, more, dweights):
     width = x.shape[1]
     for block in range(start, stop):
         dweight = dweights[block]
@@ -78,3 +100,7 @@ def _backward(start, stop, dy, x, weight, rstd, dx, wanted, dweights):
                 dot /= x.dtype.type(width)
                 for j in range(width):
                     out[j] = factor * (upper[j] * weight[j] - line[j] * factor * dot)
+                if more:
+                    beside = dtotal[row]
+                    for j in range(width):
+                        out[j] += beside[j]

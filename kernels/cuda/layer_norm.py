@@ -12,15 +12,25 @@ Array = Any
 
 
 def forward(
-    x: Array, weight: Array, bias: Array | None, y: Array, mean: Array, rstd: Array, eps: float
+    x: Array,
+    weight: Array,
+    bias: Array | None,
+    y: Array,
+    mean: Array,
+    rstd: Array,
+    eps: float,
+    added: Array | None = None,
+    total: Array | None = None,
 ) -> None:
     """y = (x - mean) * rstd * weight + bias. x, y (rows, width); mean, rstd (rows,), kept for backward.
+
+    added, total: total = x + added is written and takes the place of x.
 
     mean and rstd are float32 for 16-bit x.
     """
     rows, width = x.shape
-    how = split(rows, width, x, y, weight, bias)
-    args = (x, weight, bias, y, mean, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
+    how = split(rows, width, x, added, total, y, weight, bias)
+    args = (x, added, total, weight, bias, y, mean, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
     launch("layer_norm", f"forward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
 
 
@@ -34,16 +44,18 @@ def backward(
     dweight: Array | None,
     dbias: Array | None,
     accumulate: bool,
+    dtotal: Array | None = None,
 ) -> None:
     """dx written; dweight and dbias (width,) written or added to. None where one is not wanted.
 
-    dweight and dbias may be of another type than x: sums are float32 (float64 in float64), rounded once.
+    dtotal is added to dx. dweight and dbias may be of another type than x: sums are float32 (float64 in
+    float64), rounded once.
     """
     rows, width = x.shape
-    how, each = columns(rows, width, dy, x, weight, dx)
+    how, each = columns(rows, width, dy, x, weight, dtotal, dx)
     wanted = (dweight, dbias)
     partials = [None if out is None else empty((how.grid, width), accumulator(x.dtype)) for out in wanted]
-    args = (dy, x, weight, mean, rstd, dx, *partials, rows, width, np.int32(each), how.vectors)
+    args = (dy, x, weight, mean, rstd, dtotal, dx, *partials, rows, width, np.int32(each), how.vectors)
     launch("layer_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
     for partial, out in zip(partials, wanted, strict=True):
         if out is not None:

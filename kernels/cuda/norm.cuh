@@ -5,14 +5,21 @@
 #pragma once
 #include "rows.cuh"
 
-// y = (x - mean) * rstd * weight + bias; bias may be null.
+// y = (x - mean) * rstd * weight + bias; bias may be null. With `added`, total = x + added takes the place of x.
 template <class Team, bool CENTRED>
-__device__ __forceinline__ void forward_held(const T* x, const T* weight, const T* bias, T* y, A* mean, A* rstd,
-                                             int64 rows, int width, A eps) {
+__device__ __forceinline__ void forward_held(const T* x, const T* added, T* total, const T* weight, const T* bias,
+                                             T* y, A* mean, A* rstd, int64 rows, int width, A eps) {
     int64 row = Team::row();
     if (row >= rows) return;
     Vector<T> held[HELD];
     load_held<Team>(held, x + row * width, width);
+    if (added) {
+        each_held<Team>(width, [&](int k, int j) {
+            Vector<T> other = load16(added + row * width + j);
+            for (int i = 0; i < N; i++) held[k][i] = from_acc<T>(to_acc(held[k][i]) + to_acc(other[i]));
+            store16(total + row * width + j, held[k]);
+        });
+    }
     A centre = 0, squares = 0;
     if (CENTRED) {
         each_held<Team>(width, [&](int k, int) {
@@ -41,10 +48,20 @@ __device__ __forceinline__ void forward_held(const T* x, const T* weight, const 
 }
 
 template <bool CENTRED>
-__device__ __forceinline__ void forward_read_again(const T* x, const T* weight, const T* bias, T* y, A* mean, A* rstd,
-                                                   int64 width, A eps, bool vectors) {
+__device__ __forceinline__ void forward_read_again(const T* x, const T* added, T* total, const T* weight,
+                                                   const T* bias, T* y, A* mean, A* rstd, int64 width, A eps,
+                                                   bool vectors) {
     int64 start = blockIdx.x * width;
     A centre = 0, squares = 0;
+    if (added) {
+        each_in_row(start, width, vectors, [&](int64 j, auto many) {
+            constexpr int W = decltype(many)::value;
+            Pack<T, W> pack = load<W>(x + start + j), other = load<W>(added + start + j);
+            for (int k = 0; k < W; k++) pack[k] = from_acc<T>(to_acc(pack[k]) + to_acc(other[k]));
+            store<W>(total + start + j, pack);
+        });
+        x = total;  // below, a thread reads what it has written itself
+    }
     if (CENTRED) {
         each_in_row(start, width, vectors, [&](int64 j, auto many) {
             constexpr int W = decltype(many)::value;
@@ -91,11 +108,13 @@ template <int COUNT> __device__ __forceinline__ void block_sums(A* x, A (*shared
 
 // dx, and partial sums (blocks, width) of the gradients of weight and bias over `each` rows a block. A thread has V
 // vectors of columns; SLOTS / V rows are loaded at once. Null where one is not wanted; `mean` is null if not CENTRED.
+// `dtotal`, which may be null, is added to dx.
 constexpr int SLOTS = 4;
 
 template <bool CENTRED, int V>
 __device__ __forceinline__ void backward_held(const T* dy, const T* x, const T* weight, const A* mean, const A* rstd,
-                                              T* dx, A* dweights, A* dbiases, int64 rows, int width, int each) {
+                                              const T* dtotal, T* dx, A* dweights, A* dbiases, int64 rows, int width,
+                                              int each) {
     constexpr int R = SLOTS / V, SUMS = CENTRED ? 2 * R : R;
     __shared__ A shared[2][SUMS][WARP];
     Pack<A, N> dweight[V] = {}, dbias[V] = {};
@@ -148,11 +167,14 @@ __device__ __forceinline__ void backward_held(const T* dy, const T* x, const T* 
             for (int r = 0; r < R; r++) {
                 if (first + r >= end) break;
                 A along = sums[r] / A(width), level = CENTRED ? sums[R + r] / A(width) : A(0);
+                Vector<T> beside = {};
+                if (dtotal) beside = load16(dtotal + (first + r) * width + j);
 #pragma unroll
                 for (int i = 0; i < N; i++) {
                     A normal = (to_acc(line[r][v][i]) - centre[r]) * factor[r];
                     A scaled = to_acc(upper[r][v][i]) * to_acc(scale[i]);
-                    line[r][v][i] = from_acc<T>(factor[r] * (scaled - level - normal * along));
+                    A own = factor[r] * (scaled - level - normal * along);
+                    line[r][v][i] = from_acc<T>(own + to_acc(beside[i]));
                 }
                 store16(dx + (first + r) * width + j, line[r][v]);
             }
@@ -170,8 +192,8 @@ __device__ __forceinline__ void backward_held(const T* dy, const T* x, const T* 
 // The same for any width: columns first, since dx may be dy, then rows.
 template <bool CENTRED>
 __device__ __forceinline__ void backward_read_again(const T* dy, const T* x, const T* weight, const A* mean,
-                                                    const A* rstd, T* dx, A* dweights, A* dbiases, int64 rows,
-                                                    int64 width, int each, bool vectors) {
+                                                    const A* rstd, const T* dtotal, T* dx, A* dweights, A* dbiases,
+                                                    int64 rows, int64 width, int each, bool vectors) {
     int64 begin = blockIdx.x * (int64)each, end = min(begin + each, rows);
     each_in_row(0, width, vectors && width % N == 0, [&](int64 j, auto many) {
         constexpr int W = decltype(many)::value;
@@ -206,10 +228,12 @@ __device__ __forceinline__ void backward_read_again(const T* dy, const T* x, con
         level = CENTRED ? Block::sum(level) / A(width) : A(0);
         each_in_row(start, width, vectors, [&](int64 j, auto many) {
             constexpr int W = decltype(many)::value;
-            Pack<T, W> upper = load<W>(dy + start + j), line = load<W>(x + start + j);
+            Pack<T, W> upper = load<W>(dy + start + j), line = load<W>(x + start + j), beside;
+            if (dtotal) beside = load<W>(dtotal + start + j);
             for (int k = 0; k < W; k++) {
                 A normal = (to_acc(line[k]) - centre) * factor;
-                line[k] = from_acc<T>(factor * (to_acc(upper[k]) * to_acc(weight[j + k]) - level - normal * along));
+                A own = factor * (to_acc(upper[k]) * to_acc(weight[j + k]) - level - normal * along);
+                line[k] = from_acc<T>(dtotal ? own + to_acc(beside[k]) : own);
             }
             store<W>(dx + start + j, line);
         });

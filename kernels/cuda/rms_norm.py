@@ -11,11 +11,22 @@ from shardrt.kernels.cuda.reduce import combine_blocks
 Array = Any
 
 
-def forward(x: Array, weight: Array, y: Array, rstd: Array, eps: float) -> None:
-    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward, float32 for 16-bit x."""
+def forward(
+    x: Array,
+    weight: Array,
+    y: Array,
+    rstd: Array,
+    eps: float,
+    added: Array | None = None,
+    total: Array | None = None,
+) -> None:
+    """y = x * rstd * weight. x, y (rows, width); rstd (rows,) is kept for backward, float32 for 16-bit x.
+
+    added, total: total = x + added is written and takes the place of x.
+    """
     rows, width = x.shape
-    how = split(rows, width, x, y, weight)
-    args = (x, weight, y, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
+    how = split(rows, width, x, added, total, y, weight)
+    args = (x, added, total, weight, y, rstd, rows, width, accumulator(x.dtype)(eps), how.vectors)
     launch("rms_norm", f"forward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
 
 
@@ -27,15 +38,17 @@ def backward(
     dx: Array | None,
     dweight: Array | None,
     accumulate: bool,
+    dtotal: Array | None = None,
 ) -> None:
     """dx written; dweight (width,) written or added to. None where one is not wanted.
 
-    dweight may be of another type than x: sums are float32 (float64 in float64), rounded once.
+    dtotal is added to dx. dweight may be of another type than x: sums are float32 (float64 in float64),
+    rounded once.
     """
     rows, width = x.shape
-    how, each = columns(rows, width, dy, x, weight, dx)
+    how, each = columns(rows, width, dy, x, weight, dtotal, dx)
     partials = None if dweight is None else empty((how.grid, width), accumulator(x.dtype))
-    args = (dy, x, weight, rstd, dx, partials, rows, width, np.int32(each), how.vectors)
+    args = (dy, x, weight, rstd, dtotal, dx, partials, rows, width, np.int32(each), how.vectors)
     launch("rms_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
     if dweight is not None:
         combine_blocks(partials, dweight, accumulate)

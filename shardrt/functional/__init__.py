@@ -25,7 +25,7 @@ from shardrt.functional.embedding import embedding
 from shardrt.functional.linear import linear, linear_gelu
 from shardrt.functional.loss import cross_entropy
 from shardrt.functional.matmul import matmul
-from shardrt.functional.norm import layer_norm, rms_norm
+from shardrt.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardrt.functional.reduce import max, mean, sum
 from shardrt.functional.shape import (
     chunk,
@@ -43,6 +43,8 @@ from shardrt.functional.shape import (
 from shardrt.functional.softmax import log_softmax, softmax
 
 __all__ = [
+    "add_layer_norm",
+    "add_rms_norm",
     "add",
     "cast",
     "chunk",

@@ -1,4 +1,4 @@
-"""Layer norm and RMS norm over the last dimension; mean and 1 / deviation of each row are saved."""
+"""Layer norm and RMS norm over the last dimension, also of a sum; a row's mean and deviation are saved."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -27,19 +27,47 @@ class LayerNorm(Function):
         return y
 
     def backward(self, dy: Array) -> tuple:
-        x, weight, bias, mean, rstd = self.saved
-        dx = empty_like(x) if self.needs[0] else None
-        dweight, add_weight, weight_token = _target(weight, self.needs[1])
-        dbias, add_bias, bias_token = _target(bias, self.needs[2])
-        if dweight is not None and dbias is not None and add_weight != add_bias:
-            (dbias if add_weight else dweight).fill(0)  # the kernel adds to both or to none
-        accumulate = add_weight or add_bias
-        dx2 = None if dx is None else rows(dx)
-        weight_data = contiguous(weight.data)
-        kernels().layer_norm.backward(
-            rows(dy), rows(x), weight_data, mean, rstd, dx2, dweight, dbias, accumulate
+        return *_layer_norm_backward(self.saved, dy, self.needs[:3]), None
+
+
+class AddLayerNorm(Function):
+    """x + added, and the layer norm of that: one pass less in each direction than two ops."""
+
+    __slots__ = ()
+    handles = (2, 3)
+
+    def forward(self, x: Array, added: Array, weight: Variable, bias: Variable | None, eps: float) -> tuple:
+        total, y = empty_like(x), empty_like(x)
+        x2 = rows(x)
+        mean, rstd = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
+        bias_data = None if bias is None else contiguous(bias.data)
+        statistics = (mean, rstd, eps)
+        kernels().layer_norm.forward(
+            x2, contiguous(weight.data), bias_data, rows(y), *statistics, rows(added), rows(total)
         )
-        return dx, weight_token, bias_token, None
+        self.saved = (total, weight, bias, mean, rstd)
+        return total, y
+
+    def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
+        if dy is None:
+            return dtotal, dtotal, None, None, None
+        needs = (self.needs[0] or self.needs[1], *self.needs[2:4])
+        dx, weight_token, bias_token = _layer_norm_backward(self.saved, dy, needs, dtotal)
+        return dx, dx, weight_token, bias_token, None
+
+
+def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
+    """(dx, the weight's token, the bias's), as far as `needs` says; dtotal is added to dx."""
+    x, weight, bias, mean, rstd = saved
+    dx = empty_like(x) if needs[0] else None
+    dweight, add_weight, weight_token = _target(weight, needs[1])
+    dbias, add_bias, bias_token = _target(bias, needs[2])
+    if dweight is not None and dbias is not None and add_weight != add_bias:
+        (dbias if add_weight else dweight).fill(0)  # the kernel adds to both or to none
+    dx2, dtotal2 = (None if array is None else rows(array) for array in (dx, dtotal))
+    into = (dx2, dweight, dbias, add_weight or add_bias, dtotal2)
+    kernels().layer_norm.backward(rows(dy), rows(x), contiguous(weight.data), mean, rstd, *into)
+    return dx, weight_token, bias_token
 
 
 def layer_norm(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps: float = 1e-5) -> "Tensor":
@@ -56,6 +84,22 @@ def layer_norm(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps:
     return LayerNorm.apply(x, weight, bias, eps)
 
 
+def add_layer_norm(
+    x: "Tensor", added: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps: float = 1e-5
+) -> tuple["Tensor", "Tensor"]:
+    """(x + added, layer_norm(x + added, weight, bias, eps)), in fewer passes over memory.
+
+    x, added: of one shape and dtype. Else arguments and errors are those of layer_norm.
+    """
+    x, added = _addends("add_layer_norm", x, added)
+    weight, bias = tensor(weight), None if bias is None else tensor(bias)
+    if _more_exact(x, weight):
+        total = x + added
+        return total, layer_norm(total, weight, bias, eps)
+    _check("add_layer_norm", x, weight=weight, bias=bias)
+    return AddLayerNorm.apply(x, added, weight, bias, eps)
+
+
 class RMSNorm(Function):
     __slots__ = ()
     handles = (1,)
@@ -69,14 +113,40 @@ class RMSNorm(Function):
         return y
 
     def backward(self, dy: Array) -> tuple:
-        x, weight, rstd = self.saved
-        dx = empty_like(x) if self.needs[0] else None
-        dweight, accumulate, token = _target(weight, self.needs[1])
-        dx2 = None if dx is None else rows(dx)
-        kernels().rms_norm.backward(
-            rows(dy), rows(x), contiguous(weight.data), rstd, dx2, dweight, accumulate
-        )
-        return dx, token, None
+        return *_rms_norm_backward(self.saved, dy, self.needs[:2]), None
+
+
+class AddRMSNorm(Function):
+    """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
+
+    __slots__ = ()
+    handles = (2,)
+
+    def forward(self, x: Array, added: Array, weight: Variable, eps: float) -> tuple:
+        total, y = empty_like(x), empty_like(x)
+        x2 = rows(x)
+        rstd = empty_exact((len(x2),), x)
+        kernels().rms_norm.forward(x2, contiguous(weight.data), rows(y), rstd, eps, rows(added), rows(total))
+        self.saved = (total, weight, rstd)
+        return total, y
+
+    def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
+        if dy is None:
+            return dtotal, dtotal, None, None
+        needs = (self.needs[0] or self.needs[1], self.needs[2])
+        dx, token = _rms_norm_backward(self.saved, dy, needs, dtotal)
+        return dx, dx, token, None
+
+
+def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
+    """(dx, the weight's token), as far as `needs` says; dtotal is added to dx."""
+    x, weight, rstd = saved
+    dx = empty_like(x) if needs[0] else None
+    dweight, accumulate, token = _target(weight, needs[1])
+    dx2, dtotal2 = (None if array is None else rows(array) for array in (dx, dtotal))
+    into = (dx2, dweight, accumulate, dtotal2)
+    kernels().rms_norm.backward(rows(dy), rows(x), contiguous(weight.data), rstd, *into)
+    return dx, token
 
 
 def rms_norm(x: "Tensor", weight: "Tensor", eps: float = 1e-6) -> "Tensor":
@@ -90,6 +160,30 @@ def rms_norm(x: "Tensor", weight: "Tensor", eps: float = 1e-6) -> "Tensor":
         return cast(rms_norm(cast(x, weight.value_dtype.name), weight, eps), x.dtype.name)
     _check("rms_norm", x, weight=weight)
     return RMSNorm.apply(x, weight, eps)
+
+
+def add_rms_norm(
+    x: "Tensor", added: "Tensor", weight: "Tensor", eps: float = 1e-6
+) -> tuple["Tensor", "Tensor"]:
+    """(x + added, rms_norm(x + added, weight, eps)), in fewer passes over memory.
+
+    x, added: of one shape and dtype. Else arguments and errors are those of rms_norm.
+    """
+    x, added = _addends("add_rms_norm", x, added)
+    weight = tensor(weight)
+    if _more_exact(x, weight):
+        total = x + added
+        return total, rms_norm(total, weight, eps)
+    _check("add_rms_norm", x, weight=weight)
+    return AddRMSNorm.apply(x, added, weight, eps)
+
+
+def _addends(op: str, x: "Tensor", added: "Tensor") -> tuple["Tensor", "Tensor"]:
+    x, added = tensor(x), tensor(added)
+    if x.shape != added.shape:
+        raise ValueError(f"{op}: x and added must have one shape, got {x.shape} and {added.shape}")
+    check_floats(op, x=x, added=added)
+    return x, added
 
 
 def _target(handle: Variable | None, needed: bool) -> tuple[Array, bool, Any]:

@@ -70,7 +70,10 @@ class Embedding(Module):
 
 
 class LayerNorm(Module):
-    """Layer norm over the last dimension, `width` long. weight starts at 1, bias at 0."""
+    """Layer norm over the last dimension, `width` long. weight starts at 1, bias at 0.
+
+    norm(x) -> y; norm(x, added) -> (x + added, the norm of that), which takes fewer passes over memory.
+    """
 
     def __init__(self, width: int, eps: float = 1e-5, bias: bool = True, *, dtype: Any = np.float32) -> None:
         super().__init__()
@@ -79,12 +82,17 @@ class LayerNorm(Module):
         self.weight = Parameter((width,), initial.Ones(), dtype=dtype)
         self.bias = Parameter((width,), initial.Zeros(), dtype=dtype) if bias else None
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if added is not None:
+            return F.add_layer_norm(x, added, self.weight, self.bias, self.eps)
         return F.layer_norm(x, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Module):
-    """RMS norm over the last dimension, `width` long. weight starts at 1."""
+    """RMS norm over the last dimension, `width` long. weight starts at 1.
+
+    norm(x) -> y; norm(x, added) -> (x + added, the norm of that), which takes fewer passes over memory.
+    """
 
     def __init__(self, width: int, eps: float = 1e-6, *, dtype: Any = np.float32) -> None:
         super().__init__()
@@ -92,7 +100,9 @@ class RMSNorm(Module):
         self.eps = eps
         self.weight = Parameter((width,), initial.Ones(), dtype=dtype)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
+        if added is not None:
+            return F.add_rms_norm(x, added, self.weight, self.eps)
         return F.rms_norm(x, self.weight, self.eps)
 
 

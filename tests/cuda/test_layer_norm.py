@@ -192,3 +192,23 @@ def test_no_rows_give_no_gradient(emulated, accumulate):
     cuda.backward(none, none, weight, row, row, none, dweight, dbias, accumulate)
     np.testing.assert_array_equal(dweight, 3.0 * accumulate)
     np.testing.assert_array_equal(dbias, 3.0 * accumulate)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("width", "offset"), [(7, 0), (40, 0), (40, 1), (2056, 0)])
+def test_of_a_sum(emulated, element, width, offset):
+    with guarded(element) as array:
+        x, added, dtotal, dy = (array(normal(5, width, seed=seed), offset) for seed in range(4))
+        weight, bias = parameters(array, width, offset)
+        total, y, dx = (array(np.full(x.shape, np.nan), offset) for _ in range(3))
+        mean, rstd = (array(np.zeros(5), dtype=kept(element)) for _ in range(2))
+        cuda.forward(x, weight, bias, y, mean, rstd, EPS, added, total)
+        assert_close(total, x.astype(np.float64) + added.astype(np.float64))
+        for found, exactly in zip((y, mean, rstd), exact_forward(total, weight, bias), strict=True):
+            assert_close(found, exactly, 2)
+        sums = [array(np.full(width, np.nan)) for _ in range(2)]
+        cuda.backward(dy, total, weight, mean, rstd, dx, *sums, False, dtotal)
+        own, *expected = exact_backward(dy, total, weight, mean, rstd)
+        assert_close(dx, own + dtotal.astype(np.float64), 2)
+        for found, exactly in zip(sums, expected, strict=True):
+            assert_close(found, exactly, 2)

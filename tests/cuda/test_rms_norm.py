@@ -103,3 +103,23 @@ def test_no_rows_give_no_gradient(emulated, accumulate):
     cuda.forward(none, weight, none, row, EPS)
     cuda.backward(none, none, weight, row, none, dweight, accumulate)
     np.testing.assert_array_equal(dweight, 3.0 * accumulate)
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize(("width", "offset"), [(7, 0), (40, 0), (40, 1), (2056, 0)])
+def test_of_a_sum(emulated, element, width, offset):
+    with guarded(element) as array:
+        x, added, dtotal, dy = (array(normal(5, width, seed=seed), offset) for seed in range(4))
+        weight = array(1 + normal(width, seed=1), offset)
+        total, y, dx = (array(np.full(x.shape, np.nan), offset) for _ in range(3))
+        rstd = array(np.zeros(5), dtype=kept(element))
+        cuda.forward(x, weight, y, rstd, EPS, added, total)
+        assert_close(total, x.astype(np.float64) + added.astype(np.float64))
+        for found, exactly in zip((y, rstd), exact_forward(total, weight), strict=True):
+            assert_close(found, exactly, 2)
+        sums = [array(np.full(width, np.nan))]
+        cuda.backward(dy, total, weight, rstd, dx, *sums, False, dtotal)
+        own, *expected = exact_backward(dy, total, weight, rstd)
+        assert_close(dx, own + dtotal.astype(np.float64), 2)
+        for found, exactly in zip(sums, expected, strict=True):
+            assert_close(found, exactly, 2)

@@ -32,6 +32,59 @@ def test_rms_norm_gradients(shape, layout):
     check_gradients(F.rms_norm, leaf(normal(*shape)), leaf(layout(weight)))
 
 
+NORMS = {
+    "layer": (F.add_layer_norm, F.layer_norm),
+    "layer, no bias": (lambda x, a, w, b: F.add_layer_norm(x, a, w), lambda x, w, b: F.layer_norm(x, w)),
+    "rms": (lambda x, a, w, b: F.add_rms_norm(x, a, w), lambda x, w, b: F.rms_norm(x, w)),
+}
+
+
+@pytest.mark.parametrize("norm", NORMS)
+@pytest.mark.parametrize("used", ["both", "sum", "norm"])
+def test_the_norm_of_a_sum_is_a_sum_and_a_norm(norm, used):
+    together, apart = NORMS[norm]
+    arrays = normal(67, 9), normal(67, 9, seed=3), *parameters(9)
+
+    def of(function, *inputs):
+        total, y = function(*inputs)
+        return {"both": total * 2 + y, "sum": total * 2, "norm": y}[used]
+
+    ours, theirs = [leaf(a) for a in arrays], [leaf(a) for a in arrays]
+    found = of(together, *ours)
+    expected = of(lambda x, a, w, b: (x + a, apart(x + a, w, b)), *theirs)
+    np.testing.assert_allclose(found.data, expected.data, rtol=1e-14, atol=1e-14)
+    dy = normal(67, 9, seed=5)
+    found.backward(dy)
+    expected.backward(dy)
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.grad is None) == (other.grad is None)
+        if one.grad is not None:
+            np.testing.assert_allclose(one.grad, other.grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("norm", NORMS)
+def test_gradients_of_the_norm_of_a_sum(norm):
+    def function(x, added, weight, bias):
+        total, y = NORMS[norm][0](x, added, weight, bias)
+        return total * y + (bias * 0).sum()
+
+    weight, bias = parameters(5)
+    check_gradients(function, *map(leaf, (normal(3, 5), normal(3, 5, seed=4), weight, bias)))
+    x = leaf(normal(3, 5))
+    check_gradients(lambda x, w, b: function(x, x, w, b), x, leaf(weight), leaf(bias))
+    frozen = [Tensor(a) for a in (normal(3, 5), weight, bias)]
+    check_gradients(lambda added: function(frozen[0], added, *frozen[1:]), leaf(normal(3, 5, seed=4)))
+
+
+def test_sums_of_other_shapes_are_an_error():
+    with pytest.raises(
+        ValueError, match=r"add_rms_norm: x and added must have one shape, got \(3, 5\) and \(5,"
+    ):
+        F.add_rms_norm(normal(3, 5), normal(5), normal(5))
+    with pytest.raises(TypeError, match="add_layer_norm: .*x float64, added float32"):
+        F.add_layer_norm(normal(3, 5), normal(3, 5).astype(np.float32), normal(5))
+
+
 def test_gradients_of_odd_sizes():
     weight, bias = parameters(193)
     check_direction(F.layer_norm, leaf(normal(67, 193)), leaf(weight), leaf(bias))
