@@ -252,7 +252,7 @@ def test_every_kernel_is_called_as_it_wants_to_be(played):
     sizes = kernels.Sizes(rows=8, width=16, wide=32, classified=4, vocab=40, flat=64)
     kernels.measure(played, sizes)
     rows = fine(played)
-    assert len(rows) == 24
+    assert len(rows) == 27
     assert all(row.theirs == 1.0 for row in rows.values())
     # the stand-in's clock says a millisecond for ten calls
     assert rows["layer norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 1e-4 / 1e9)
@@ -262,7 +262,7 @@ def test_every_kernel_is_called_as_it_wants_to_be(played):
 def test_products_and_attention_beside_torch(played, torch_played):
     products.measure(played, products.Sizes(batch=1, time=8, width=16, heads=2, vocab=24))
     rows = fine(played)
-    assert len(rows) == 12 + 1 + 3 + 2
+    assert len(rows) == 12 + 1 + 1 + 3 + 2
     assert [row.name for row in rows.values() if "WRONG" in row.check] == []
     assert all(row.beside == "torch" for row in rows.values())
 

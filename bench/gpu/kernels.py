@@ -63,6 +63,14 @@ def _activations(kernels: Any, sizes: Sizes) -> Iterator[Case]:
         backward = getattr(kernels.activation, f"{name}_backward")
         yield Case(f"{name} forward", nbytes, lambda f=forward: f(x, y))
         yield Case(f"{name} backward", 1.5 * nbytes, lambda b=backward: b(dy, x, y))
+    rows = (sizes.rows, sizes.wide)
+    dbias, linear = blank(sizes.wide, dtype=np.float32), kernels.linear
+    yield Case(
+        "gelu_tanh backward and its sum over rows",
+        1.5 * nbytes,
+        lambda: linear.backward_gelu(dy.reshape(rows), x.reshape(rows), y.reshape(rows), dbias, False),
+        REDUCING,
+    )
     added = kernels.elementwise.bytes_moved(count, 2)
     yield Case("add", added, lambda: kernels.elementwise.add(x, dy, y))
     words = (0.1, 7, 3, 0)
@@ -83,6 +91,18 @@ def _norms(kernels: Any, sizes: Sizes) -> Iterator[Case]:
         "layer norm backward",
         1.5 * nbytes,
         lambda: layer.backward(dy, x, weight, mean, rstd, y, dweight, dbias, False),
+        REDUCING,
+    )
+    total = blank(*shape)
+    yield Case(
+        "layer norm of a sum, forward",
+        2 * nbytes,
+        lambda: layer.forward(x, weight, bias, y, mean, rstd, 1e-5, dy, total),
+    )
+    yield Case(
+        "layer norm of a sum, backward",
+        2 * nbytes,
+        lambda: layer.backward(dy, x, weight, mean, rstd, y, dweight, dbias, False, total),
         REDUCING,
     )
     nbytes = rms.bytes_moved(*shape, 2)

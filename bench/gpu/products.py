@@ -58,6 +58,8 @@ def measure(run: Run, sizes: Sizes | None = None) -> None:
         if len(seconds) == 12:
             flops, ours, theirs = map(sum, zip(*seconds, strict=True))
             _row(run, "the twelve together", flops, ours, theirs, "")
+        with run.guarded("up with GELU"):
+            _measure(run, clock, with_gelu(torch, sizes))
         with run.guarded("head"):
             for product in products(clock, torch, "head", sizes.batch * sizes.time, sizes.width, sizes.vocab):
                 _measure(run, clock, product)
@@ -94,6 +96,26 @@ def products(
             theirs = _product(torch, left, right, other)
             results = _both(torch, out, other)
         yield Product(f"{name} {inputs} -> {outputs}, {which}", flops, ours, theirs, results)
+
+
+def with_gelu(torch: Torch, sizes: Sizes) -> Product:
+    """The MLP's first layer with bias and GELU, what goes into the GELU kept; PyTorch: addmm and gelu."""
+    linear = Clock().device.kernels.linear
+    rows, inputs, outputs = sizes.batch * sizes.time, sizes.width, 4 * sizes.width
+    x, weight, bias = filled(rows, inputs), filled(outputs, inputs, scale=0.02), filled(outputs)
+    inner, y = blank(rows, outputs), blank(rows, outputs)
+    theirs = results = None
+    if torch.there:
+        tx, tw, tb = map(torch.of, (x, weight, bias))
+        gelu, addmm, out = torch.torch.nn.functional.gelu, torch.torch.addmm, [None]
+
+        def theirs() -> None:
+            out[0] = gelu(addmm(tb, tx, tw.t()), approximate="tanh")
+
+        results = lambda: (torch.of(y), out[0])  # noqa: E731
+    flops = linear.flops(rows, inputs, outputs)
+    ours = lambda: linear.forward_gelu(x, weight, bias, inner, y)  # noqa: E731
+    return Product(f"up {inputs} -> {outputs} with bias and GELU", flops, ours, theirs, results)
 
 
 def _product(torch: Torch, left: Any, right: Any, out: Any) -> Callable[[], Any]:

@@ -1,12 +1,14 @@
 """Products by cublasLt: the twelve of GPT-2's layers, and layouts, against float64 on the host."""
 
 from itertools import product
+from math import pi, sqrt
 
 import ml_dtypes
 import numpy as np
 import pytest
 
 from bench.gpu.products import layers
+from shardrt.kernels.cuda import _launch
 
 pytestmark = pytest.mark.gpu
 
@@ -61,6 +63,22 @@ def test_a_bias_in_the_epilogue(gpu, kind):
     y = poisoned(gpu, (77, 24), dtype)
     gpu.kernels.linear.forward(x, weight, bias, y)
     assert off(gpu, y, exact_x @ exact_weight.T + exact_bias) < limit
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_gelu_in_the_epilogue(gpu, kind):
+    """Also says, for 16 bits, that cublasLt has the product at all: else it is two kernels."""
+    dtype, limit = TYPES[kind]
+    x, exact_x = there(gpu, random(72, 40), dtype)
+    weight, exact_weight = there(gpu, random(24, 40, seed=1), dtype)
+    bias, exact_bias = there(gpu, random(24, seed=2), dtype)
+    inner, y = (poisoned(gpu, (72, 24), dtype) for _ in range(2))
+    gpu.kernels.linear.forward_gelu(x, weight, bias, inner, y)
+    exact = exact_x @ exact_weight.T + exact_bias
+    assert off(gpu, inner, exact) < limit
+    assert off(gpu, y, exact / (1 + np.exp(-2 * sqrt(2 / pi) * (exact + 0.044715 * exact**3)))) < 2 * limit
+    if kind == "bfloat16":
+        assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y)
 
 
 def test_weight_gradients_of_micro_batches_add_up_in_float32(gpu):
