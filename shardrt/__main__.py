@@ -1,4 +1,4 @@
-"""`python -m shardrt`: what can be done with checkpoints from a shell. One process; no MPI is started."""
+"""`python -m shardrt`: what can be done with checkpoints and data from a shell. One process, without MPI."""
 
 import argparse
 import sys
@@ -6,8 +6,10 @@ from collections.abc import Sequence
 
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
+from shardrt.train import data_command
+from shardrt.train.tokens import BadTokens
 
-DATA = 65  # a checkpoint is damaged, or none is there
+DATA = 65  # a file is damaged, or none is there
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -15,10 +17,11 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardrt", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
+    data_command.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (Damaged, OSError) as error:
+    except (Damaged, BadTokens, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"error: {told}", file=sys.stderr)
         return DATA

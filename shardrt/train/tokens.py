@@ -1,0 +1,182 @@
+"""Token files: tokenised text as one safetensors file, which is memory-mapped and never read whole.
+
+Tensors: "tokens", 1-D, uint8, uint16 or uint32, whichever holds the vocabulary; "documents", int64, where
+each document begins. Metadata: what the tokens mean (vocabulary, tokenizer), how many bytes of text they stand
+for, the largest of them, and XXH3-128 of both tensors. Any safetensors reader opens it.
+"""
+
+import json
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+SUFFIX = ".tokens"
+_FORMAT = "shardrt tokens 1"
+_HEADER = 4096  # bytes kept free for the header while the number of tokens is not known
+_CHUNK = 1 << 22  # tokens that are looked at together
+_NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int64": "I64"}
+_KEYS = ("format", "vocabulary", "tokenizer", "bytes", "largest", "xxh3_128")
+
+
+class BadTokens(ValueError):
+    """A token file that can't be used; the message names the file and what is wrong."""
+
+
+@dataclass(frozen=True, eq=False)
+class TokenFile:
+    """An open token file. The arrays are mapped: pages come when they are read."""
+
+    path: Path
+    tokens: np.ndarray
+    documents: np.ndarray
+    vocabulary: int  # ids are below this
+    tokenizer: str  # "bytes", or the name and the hash of a tokenizer.json
+    bytes: int  # of the text
+    largest: int
+    digest: str  # of the content, as it was when the file was made
+
+    def check_vocabulary(self, size: int) -> None:
+        """Raise BadTokens, with the place of the first token that is too large, unless all are below size."""
+        if self.largest < size:
+            return
+        for start in range(0, self.tokens.size, _CHUNK):
+            wrong = np.flatnonzero(self.tokens[start : start + _CHUNK] >= size)
+            if wrong.size:
+                place = start + int(wrong[0])
+                raise BadTokens(
+                    f"{self.path}: token {int(self.tokens[place])} at offset {place} is not below the "
+                    f"model's vocabulary of {size}; the file's own is {self.vocabulary}"
+                )
+        raise BadTokens(
+            f"{self.path}: its largest token is {self.largest}, it says, but none is; make it again"
+        )
+
+
+def write(
+    path: Path,
+    documents: Iterable[bytes],
+    encode: Callable[[bytes], np.ndarray],
+    *,
+    vocabulary: int,
+    tokenizer: str,
+) -> TokenFile:
+    """Make a token file of documents, one after the other; it appears at `path` when it is whole.
+
+    encode: a document's tokens, integers below `vocabulary`. Raises FileExistsError for a `path` that exists,
+    BadTokens if there is no token, OSError.
+    """
+    from xxhash import xxh3_128
+
+    if path.exists():
+        raise FileExistsError(17, "exists already", str(path))
+    kind = next(np.dtype(name) for name in _NAMES if np.iinfo(name).max >= vocabulary - 1)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    starts, count, size, largest, hasher = [], 0, 0, 0, xxh3_128()
+    try:
+        with open(temporary, "xb") as file:
+            file.write(bytes(_HEADER))
+            for document in documents:
+                tokens = np.ascontiguousarray(encode(document), kind)
+                if tokens.size == 0:
+                    continue
+                starts.append(count)
+                count, size = count + tokens.size, size + len(document)
+                largest = max(largest, int(tokens.max()))
+                hasher.update(tokens)
+                file.write(tokens)
+            if not count:
+                raise BadTokens(f"{path}: the documents hold no token")
+            padding = -(count * kind.itemsize) % 8
+            file.write(bytes(padding))
+            places = np.array(starts, np.int64)
+            hasher.update(places)
+            file.write(places)
+            facts = (_FORMAT, vocabulary, tokenizer, size, largest, hasher.hexdigest())
+            file.seek(0)
+            file.write(_header(kind, count, padding, places, dict(zip(_KEYS, map(str, facts), strict=True))))
+            file.flush()
+            os.fsync(file.fileno())
+        os.rename(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return open_tokens(path)
+
+
+def _header(kind: np.dtype, count: int, padding: int, places: np.ndarray, facts: dict[str, str]) -> bytes:
+    """As safetensors wants it: tensors without holes, so what pads the tokens is a tensor of its own."""
+    end = count * kind.itemsize
+    entries = {"__metadata__": facts, "tokens": _entry(kind, count, 0)}
+    if padding:
+        entries["padding"] = _entry(np.dtype(np.uint8), padding, end)
+    entries["documents"] = _entry(places.dtype, places.size, end + padding)
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    if len(text) > _HEADER - 8:
+        raise BadTokens(f"the tokenizer's name is too long: {facts['tokenizer'][:60]}...")
+    return (_HEADER - 8).to_bytes(8, "little") + text.ljust(_HEADER - 8)
+
+
+def _entry(kind: np.dtype, count: int, start: int) -> dict:
+    stop = start + count * kind.itemsize
+    return {"dtype": _NAMES[kind.name], "shape": [count], "data_offsets": [start, stop]}
+
+
+def open_tokens(path: Path) -> TokenFile:
+    """Map a token file. Raises BadTokens that says what is wrong with it, OSError if it can't be read."""
+    from safetensors import SafetensorError, safe_open
+
+    with open(path, "rb"):  # a missing file is the system's error, not the library's
+        pass
+    try:
+        with safe_open(path, "numpy") as opened:
+            facts, names = opened.metadata() or {}, set(opened.keys())
+    except (SafetensorError, ValueError) as error:
+        raise BadTokens(
+            f"{path}: no token file ({error}); make one with `python -m shardrt data make`"
+        ) from None
+    if facts.get("format") != _FORMAT or not {"tokens", "documents"} <= names:
+        raise BadTokens(
+            f"{path}: no token file of format {_FORMAT!r}; make one with `python -m shardrt data make`"
+        )
+    try:
+        numbers = {name: int(facts[name]) for name in ("vocabulary", "bytes", "largest")}
+        tokens, documents = (_mapped(path, name) for name in ("tokens", "documents"))
+        file = TokenFile(
+            path, tokens, documents, tokenizer=facts["tokenizer"], digest=facts["xxh3_128"], **numbers
+        )
+    except (KeyError, ValueError) as error:
+        raise BadTokens(f"{path}: its header lacks or garbles {error}") from None
+    starts = file.documents
+    if not tokens.size or not starts.size or starts[0] or not 0 <= starts[-1] < tokens.size:
+        raise BadTokens(f"{path}: its documents begin outside of its {tokens.size} tokens")
+    return file
+
+
+def _mapped(path: Path, name: str) -> np.ndarray:
+    """A tensor of a file whose header safetensors has checked."""
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        entry = json.loads(file.read(length))[name]
+    kind = {short: np.dtype(long) for long, short in _NAMES.items()}[entry["dtype"]]
+    (count,) = entry["shape"]
+    return np.memmap(path, kind, "r", offset=8 + length + entry["data_offsets"][0], shape=(count,))
+
+
+def verify(file: TokenFile) -> None:
+    """Read all of a file. Raises BadTokens that says what differs from what was written."""
+    from xxhash import xxh3_128
+
+    hasher, largest = xxh3_128(), 0
+    for start in range(0, file.tokens.size, _CHUNK):
+        piece = np.ascontiguousarray(file.tokens[start : start + _CHUNK])
+        hasher.update(piece)
+        largest = max(largest, int(piece.max()))
+    hasher.update(np.ascontiguousarray(file.documents))
+    if hasher.hexdigest() != file.digest:
+        raise BadTokens(f"{file.path}: its content is not what was written; make it again")
+    if largest != file.largest or largest >= file.vocabulary:
+        raise BadTokens(f"{file.path}: its largest token is {largest}, its header says {file.largest}")
+    if (np.diff(file.documents) <= 0).any():
+        raise BadTokens(f"{file.path}: its documents do not follow one another")

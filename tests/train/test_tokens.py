@@ -1,0 +1,155 @@
+"""Token files: what is written is read, by other readers too; what is damaged or does not fit is one line."""
+
+import json
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+from shardrt.__main__ import main
+from shardrt.train.tokens import BadTokens, open_tokens, verify, write
+
+
+def made(path, documents, vocabulary=256):
+    numbers = {str(number).encode(): np.asarray(document) for number, document in enumerate(documents)}
+    return write(path, numbers, numbers.__getitem__, vocabulary=vocabulary, tokenizer="none")
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "kind"),
+    [(1, "uint8"), (256, "uint8"), (257, "uint16"), (65536, "uint16"), (65537, "uint32")],
+)
+@pytest.mark.parametrize("lengths", [(1,), (3, 0, 5), (8, 8), (1000, 1, 7)])
+def test_what_is_written_is_read(tmp_path, vocabulary, kind, lengths):
+    random = np.random.default_rng(0)
+    documents = [random.integers(0, vocabulary, length) for length in lengths]
+    file = made(tmp_path / "a.tokens", documents, vocabulary)
+    assert file.tokens.dtype == kind
+    np.testing.assert_array_equal(file.tokens, np.concatenate(documents))
+    lengths = [length for length in lengths if length]  # what has no token is no document
+    np.testing.assert_array_equal(file.documents, np.cumsum([0, *lengths[:-1]]))
+    assert file.largest == max(map(np.max, filter(len, documents)))
+    verify(file)
+
+
+def test_the_library_reads_it_too(tmp_path):
+    from safetensors.numpy import load_file
+
+    made(tmp_path / "a.tokens", [[1, 2, 300], [4]], 301)
+    tensors = load_file(tmp_path / "a.tokens")
+    assert tensors["tokens"].tolist() == [1, 2, 300, 4]
+    assert tensors["documents"].tolist() == [0, 3]
+
+
+def test_nothing_is_left_of_a_file_that_could_not_be_made(tmp_path):
+    def broken():
+        yield b"0"
+        raise OSError("gone")
+
+    with pytest.raises(OSError, match="gone"):
+        write(tmp_path / "a.tokens", broken(), lambda d: np.ones(3, int), vocabulary=9, tokenizer="none")
+    with pytest.raises(BadTokens, match="no token"):
+        made(tmp_path / "a.tokens", [[]])
+    assert list(tmp_path.iterdir()) == []
+    made(tmp_path / "a.tokens", [[1]])
+    with pytest.raises(FileExistsError):
+        made(tmp_path / "a.tokens", [[1]])
+
+
+def test_a_token_beyond_a_vocabulary_is_named_with_its_place(tmp_path):
+    file = made(tmp_path / "a.tokens", [[1, 2], [7, 3]], 300)
+    file.check_vocabulary(8)
+    with pytest.raises(BadTokens, match=r"a\.tokens: token 7 at offset 2 is not below the model's .* of 7"):
+        file.check_vocabulary(7)
+
+
+def test_every_flipped_byte_of_the_content_is_found(tmp_path):
+    path = tmp_path / "a.tokens"
+    made(path, [[1, 2, 3], [4, 5]], 300)
+    whole = path.read_bytes()
+    content = [
+        place for place in range(4096, len(whole)) if not 4106 <= place < 4112
+    ]  # padding means nothing
+    for place in content:
+        damaged = bytearray(whole)
+        damaged[place] ^= 16
+        path.write_bytes(damaged)
+        with pytest.raises(BadTokens):
+            verify(open_tokens(path))
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda whole: b"", "no token file"),
+        (lambda whole: b"some text that is no header at all", "no token file"),
+        (lambda whole: whole[:-1], "no token file"),
+        (lambda whole: whole + b"x", "no token file"),
+        (lambda whole: whole.replace(b"shardrt tokens 1", b"shardrt tokens 2"), "no token file of format"),
+        (lambda whole: whole.replace(b'"vocabulary"', b'"vocabularx"'), "lacks or garbles 'vocabulary'"),
+        (lambda whole: whole.replace(b'"bytes":"2"', b'"bytes":"x"'), "lacks or garbles"),
+        (lambda whole: whole[:-8] + bytes([255] * 7) + b"\x7f", "documents begin outside"),
+    ],
+)
+def test_what_is_no_token_file_is_one_line(tmp_path, damage, text, capsys):
+    path = tmp_path / "a.tokens"
+    made(path, [[1, 2, 3], [4, 5]], 300)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(BadTokens, match=text):
+        open_tokens(path)
+    assert main(["data", "check", str(path)]) == 65
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and str(path) in error and error.count("\n") == 1
+
+
+def test_commands_make_and_check_bytes(tmp_path, capsys):
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "b.jsonl").write_text('{"text": "one"}\n\n{"text": "two!"}\n')
+    out = tmp_path / "out.tokens"
+    assert main(["data", "make", str(out), str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")]) == 0
+    assert bytes(open_tokens(out).tokens) == b"helloonetwo!"
+    assert open_tokens(out).documents.tolist() == [0, 5, 8]
+    assert main(["data", "check", str(out), "--vocabulary", "256"]) == 0
+    assert "12 tokens of uint8 in 3 documents, 12 bytes of text (1.00 a token)" in capsys.readouterr().out
+    assert main(["data", "check", str(out), "--vocabulary", "100"]) == 65
+    assert "token 104 at offset 0" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        (["out.tokens", "missing.txt"], "missing.txt: No such file"),
+        (["out.txt", "a.txt"], "must end in .tokens"),
+        (["out.tokens", "a.txt", "--end", "x"], "--end needs --tokenizer"),
+        (["out.tokens", "bad.jsonl"], "bad.jsonl, line 2: no JSON object with a text 'text'"),
+        (["out.tokens", "a.txt", "--tokenizer", "bad.jsonl"], "bad.jsonl: no tokenizer"),
+        (["there.tokens", "a.txt"], "there.tokens: exists already"),
+    ],
+)
+def test_what_cannot_be_made_is_one_line(tmp_path, monkeypatch, capsys, arguments, text):
+    pytest.importorskip("tokenizers")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "a.txt").write_text("hello")
+    (tmp_path / "there.tokens").write_text("")
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\n{"tex": 1}\n')
+    assert main(["data", "make", *arguments]) == 65
+    error = capsys.readouterr().err
+    assert text in error and error.count("\n") == 1
+    assert not (tmp_path / "out.tokens").exists()
+
+
+def test_a_tokenizer_of_a_file(tmp_path):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {"<end>": 0, "[UNK]": 1, "a": 2, "b": 3}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "texts.jsonl").write_text(json.dumps({"t": "a b c"}) + "\n" + json.dumps({"t": "b"}) + "\n")
+    command = [sys.executable, "-m", "shardrt", "data", "make", "out.tokens", "texts.jsonl", "--field", "t"]
+    subprocess.run([*command, "--tokenizer", "tokenizer.json", "--end", "<end>"], cwd=tmp_path, check=True)
+    file = open_tokens(tmp_path / "out.tokens")
+    assert file.tokens.tolist() == [2, 3, 1, 0, 3, 0]
+    assert file.documents.tolist() == [0, 4]
+    assert (file.vocabulary, file.bytes) == (4, 6)
+    assert file.tokenizer.startswith("tokenizer.json sha256 ")
