@@ -1,8 +1,8 @@
 """Token files: tokenised text as one safetensors file, which is memory-mapped and never read whole.
 
 Tensors: "tokens", 1-D, uint8, uint16 or uint32, whichever holds the vocabulary; "documents", int64, where
-each document begins. Metadata: what the tokens mean (vocabulary, tokenizer), how many bytes of text they stand
-for, the largest of them, and XXH3-128 of both tensors. Any safetensors reader opens it.
+each document begins. Metadata: what the tokens mean (vocabulary, tokenizer), how many bytes of text they
+stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors reader opens it.
 """
 
 import json
