@@ -83,7 +83,7 @@ def power_sums(x: Array, p: float) -> Array:
 
 
 def exact_power_sums(x: Array, p: int) -> Array:
-    """The exact sum of |x| ** p, for p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
+    """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
 
     A float32 with exponent bits e is a whole number below 2**24 times 2 ** (max(e, 1) - 150). Row e has the
     sum of the p-th powers of those numbers, as low + 2**24 * high. Tables of several arrays may be added, in

@@ -63,6 +63,7 @@ class Group(Storage):
         for parameter in parameters:
             parameter.storage = self
         self.reductions = 0  # that have gone into the sharded gradient
+        self.used = False  # some of them were more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
@@ -155,14 +156,14 @@ class Group(Storage):
                 f"unit {self.unit.label}: its gradients are there after {self.unit.turns} backwards "
                 f"(set_world_invariant), of which there were {self.reductions}"
             )
-        return self.sums[0] if self.reductions else None
+        return self.sums[0] if self.used else None
 
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
         """Each parameter with the storage that it had before it was sharded, until `build` has emptied it."""
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
-        self.reductions = 0
+        self.reductions, self.used = 0, False
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)
 

@@ -257,16 +257,17 @@ class Schedule:
             if unit.sync:
                 self._reduce(group, opened)
 
-    def _reduce(self, group: Group, opened: OpenGradient) -> None:
+    def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
         collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
         group.reductions += 1
+        group.used |= used
         group.unit.read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
-        if group.on_gradient is not None and group.complete:
+        if group.on_gradient is not None and group.complete and group.used:
             group.on_gradient()
         self._show("reduce", group.unit)
 
@@ -279,9 +280,7 @@ class Schedule:
                 if unit.sync and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
-                    self._reduce(
-                        group, self.open_gradient(group)
-                    )  # zeros: each turn has its place in the sum
+                    self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
         for group in self._reduced:
             self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
         self._reduced = []
