@@ -1,6 +1,7 @@
 """set_world_invariant: 1, 2, 4 and 8 ranks train to the same bits, however the model is sharded."""
 
 import re
+from collections import Counter
 from functools import cache
 from math import fsum
 
@@ -14,7 +15,7 @@ from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, no_grad, optim
 from shardrt.checkpoint.pieces import pieces_of
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.comm.talk import from_all
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -244,6 +245,37 @@ def planned():
     groups = [group for unit in units(model) for group in unit.groups]
     held = sum(array.nbytes for group in groups for array in group.sums[1:])
     return plan, held, sum(group.shard.nbytes for group in groups)
+
+
+def traffic(invariant):
+    """(calls, bytes) of a step on the communicators of this rank, clipping included."""
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    mesh = init_device_mesh("auto", wrap=counted)
+    model = gpt(mesh, invariant=invariant)
+    optimizer = optim.AdamW(model.parameters())
+    for _ in range(2):
+        for communicator in made:
+            communicator.reset()
+        for number in range(mesh.rank, M, mesh.size):
+            turn(model, number)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls, nbytes = sum((c.calls for c in made), Counter()), sum((c.bytes for c in made), Counter())
+    return calls, nbytes
+
+
+def test_traffic_is_that_of_a_reduction_each_time_and_a_table():
+    calls, nbytes = thread.run(2, traffic, True)[0]
+    expected, expected_bytes = thread.run(2, traffic, False)[0]
+    assert calls == expected and calls["reduce_scatter"] == 4 * 3
+    assert nbytes.pop("all_reduce") - expected_bytes.pop("all_reduce") == 256 * 2 * 8 - 2 * 16
+    assert nbytes == expected_bytes
 
 
 def turn(model, number=0):
