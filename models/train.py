@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any
 
@@ -22,11 +22,25 @@ from shardrt import functional as F
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.comm.talk import differences, from_all
-from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, no_sync, set_gradient_divide_factor
+from shardrt.fsdp import (
+    MemoryPlan,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    set_gradient_divide_factor,
+    set_world_invariant,
+)
 from shardrt.train import config as settings
 from shardrt.train.data import IGNORED, VOCABULARY, Corpus, held_out_batches, load_corpus, training_batch
 from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
-from shardrt.train.metrics import BITS, RunLog, new_run_directory, over_ranks, resumed_run_directory
+from shardrt.train.metrics import (
+    BITS,
+    RunLog,
+    exact_sum,
+    new_run_directory,
+    over_ranks,
+    resumed_run_directory,
+)
 from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
 from shardrt.train.stop import STOPPED, StopRequests
 
@@ -48,6 +62,10 @@ class Config:
     resume: str = ""  # "auto": the newest whole checkpoint of run `name`; or the directory of a checkpoint
     micro_batches: int = 1  # parts of a step's batch that go through the model one after the other
     reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
+    # per-world: the same bits at one number of ranks; world-invariant: at all, and micro_batches are those of
+    # all ranks together.
+    deterministic: settings.Determinism = settings.Determinism["per-world"]
+    threads: int = 0  # of the CPU per rank; 0: this rank's share of the cores, but 1 with world-invariant
     model: GPTConfig = GPTConfig()
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
@@ -61,6 +79,15 @@ class Config:
         for name in ("steps", "batch_size", "micro_batches"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be at least 0, got {self.threads}")
+        if self.invariant and self.optimizer.clip_type not in (1, 2, inf):
+            raise ValueError(
+                "optimizer.clip_type must be 1, 2 or inf with deterministic = 'world-invariant', got "
+                f"{self.optimizer.clip_type}"
+            )
+        if self.reduce_each and self.invariant:
+            raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
         if self.reduce_each and self.micro_batches == 1:
             raise ValueError("reduce_each needs micro_batches above 1")
         if self.optimizer.in_backward:
@@ -72,6 +99,15 @@ class Config:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
         if self.model.vocab_size < VOCABULARY:
             raise ValueError(f"model.vocab_size must be at least {VOCABULARY}, got {self.model.vocab_size}")
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the number of ranks changes no bit."""
+        return self.deterministic is settings.Determinism["world-invariant"]
+
+    def parts(self, ranks: int) -> int:
+        """Micro-batches of a step, over all ranks."""
+        return self.micro_batches if self.invariant else ranks * self.micro_batches
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -104,6 +140,8 @@ def launch(config: Config) -> None:
         check_same(mesh, {"settings": settings.plain(config), "shardrt": shardrt.__version__})
     with one_line(USAGE, mesh):
         mesh = init_device_mesh("auto", config.fsdp.shape(mesh.size)) if config.fsdp.copies > 1 else mesh
+    if config.threads or config.invariant:
+        shardrt.set_threads(max(1, config.threads))
     with one_line(DATA, mesh):
         corpus = load_corpus(config.data, block_size=config.model.block_size)
     with one_line(DIFFERS, mesh):
@@ -141,7 +179,7 @@ def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
 
 def sharded_model(config: Config, mesh: DeviceMesh) -> GPT:
     """A GPT with one unit per block and one for the rest. Nothing of it is in memory yet."""
-    if config.batch_size % (mesh.size * config.micro_batches):
+    if config.batch_size % config.parts(mesh.size):
         parts = f" and {config.micro_batches} micro-batches" * (config.micro_batches > 1)
         sharers = f"{mesh.size} ranks{parts}"
         raise ValueError(f"batch_size {config.batch_size} cannot be shared equally by {sharers}")
@@ -158,6 +196,8 @@ def sharded_model(config: Config, mesh: DeviceMesh) -> GPT:
         fully_shard(block, mp_policy=config.precision.policy(outermost=False), **chosen)
     fully_shard(model, mp_policy=config.precision.policy(outermost=True), **chosen)
     set_gradient_divide_factor(model, 1.0)  # the loss is divided by the tokens of all ranks instead
+    if config.invariant:
+        set_world_invariant(model, config.micro_batches)
     return model
 
 
@@ -170,8 +210,8 @@ def optimizer_of(config: Config, model: GPT) -> optim.Optimizer:
 
 def planned_memory(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus) -> MemoryPlan:
     """What training will take, learnt without taking it."""
-    batch, unscaled = batch_of(config, corpus, mesh, step=0), optim.GradScaler(enabled=False)
-    return memory_plan(model, step=lambda: backward(config, model, *batch, unscaled))
+    batches, unscaled = batches_of(config, corpus, mesh, step=0), optim.GradScaler(enabled=False)
+    return memory_plan(model, step=lambda: backward(config, model, batches, unscaled))
 
 
 def run_log(config: Config) -> RunLog:
@@ -209,9 +249,20 @@ def resume(job: Job) -> int:
     step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
     if extra.get("scaler") and job.scaler.is_enabled():
         job.scaler.load_state_dict(extra["scaler"])
+    changed = changed_bits(extra.get("config", {}), settings.plain(job.config))
+    if step and changed:
+        job.run.say(f"warning: not the bits of a run that was not resumed: {changed}")
     job.run.rewind(step)
     job.run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
     return step
+
+
+def changed_bits(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Settings that change what world-invariant runs compute, and how; "" if none or neither run is one."""
+    if "world-invariant" not in (saved.get("deterministic"), own["deterministic"]):
+        return ""
+    names = ("deterministic", "micro_batches", "threads", "batch_size")
+    return ", ".join(f"{n} was {saved.get(n)}, is {own[n]}" for n in names if saved.get(n) != own[n])
 
 
 def introduce(
@@ -268,14 +319,14 @@ def train(job: Job, first: int) -> float:
             lr = config.optimizer.lr_at(step, steps)
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
-            tokens, targets = batch_of(config, job.corpus, job.mesh, step)
-            loss = backward(config, job.model, tokens, targets, job.scaler)
+            batches = batches_of(config, job.corpus, job.mesh, step)
+            losses = backward(config, job.model, batches, job.scaler)
             norm = update(job, step + 1)
 
             done = step + 1
             keep(job, done)
             if done % config.report.log_interval == 0 or done in (first + 1, steps):
-                report(job, done, loss, norm, lr, stopwatch)
+                report(job, done, losses, norm, lr, stopwatch)
             if done % config.report.eval_interval == 0 or done == steps:
                 windows = config.report.eval_windows if done < steps else None
                 record = evaluated(job, done, windows)
@@ -333,9 +384,9 @@ def culprit(job: Job) -> str:
     return f"that of {first!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
-def report(job: Job, done: int, loss: float, norm: float, lr: float, stopwatch: Stopwatch) -> None:
+def report(job: Job, done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is no number."""
-    (mean_loss,) = over_ranks(job.mesh, "sum", loss)
+    mean_loss = exact_sum(job.mesh, losses)
     (memory,) = over_ranks(job.mesh, "max", memory_mb())
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
     record |= stopwatch.read(done)
@@ -390,51 +441,54 @@ def leave(job: Job, done: int, reason: str) -> None:
     sys.exit(STOPPED)
 
 
-def batch_of(config: Config, corpus: Corpus, mesh: DeviceMesh, step: int) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's (tokens, targets) of a step, (batch_size / ranks, block_size) each."""
-    shape = config.batch_size, config.model.block_size
-    return training_batch(corpus.train, step, *shape, seed=config.seed, rank=mesh.rank, size=mesh.size)
+Batch = tuple[np.ndarray, np.ndarray]  # tokens and targets, each (rows, block_size)
 
 
-def backward(
-    config: Config, model: GPT, tokens: np.ndarray, targets: np.ndarray, scaler: optim.GradScaler
-) -> float:
-    """Forward and backward of this rank's part of a step; gives its share of the mean loss.
+def batches_of(config: Config, corpus: Corpus, mesh: DeviceMesh, step: int) -> list[Batch]:
+    """This rank's micro-batches of a step: neighbours, or at each turn the one of its rank."""
+    parts, each = config.parts(mesh.size), config.micro_batches
+    own = range(mesh.rank, parts, mesh.size) if config.invariant else range(parts)[mesh.rank * each :][:each]
+    shape = config.batch_size // parts, config.model.block_size
+    return [training_batch(corpus.train, step * parts + part, *shape, seed=config.seed) for part in own]
+
+
+def backward(config: Config, model: GPT, batches: list[Batch], scaler: optim.GradScaler) -> list[float]:
+    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
 
     The loss of a micro-batch is divided by the tokens of the whole step, on all ranks: so gradients add up to
     that of one large batch, however it is cut. (All windows are full, so the number is known.)
     """
     count = config.batch_size * config.model.block_size
-    total, parts = 0.0, len(tokens) // config.micro_batches
-    for first in range(0, len(tokens), parts):
-        last = first + parts == len(tokens)
-        with nullcontext() if last or config.reduce_each else no_sync(model):
-            x, y = tokens[first : first + parts], targets[first : first + parts]
-            loss = F.cross_entropy(model(x), y, reduction="sum") * (1 / count)
+    each = config.reduce_each or config.invariant
+    losses = []
+    for number, (tokens, targets) in enumerate(batches, start=1):
+        with nullcontext() if each or number == len(batches) else no_sync(model):
+            loss = F.cross_entropy(model(tokens), targets, reduction="sum") * (1 / count)
             scaler.scale(loss).backward()
-        total += float(loss)
-    return total
+        losses.append(float(loss))
+    return losses
 
 
 def evaluate(config: Config, mesh: DeviceMesh, model: GPT, corpus: Corpus, windows: int | None) -> dict:
     """Mean loss over `windows` windows of the held-out text (None: all of it), shared among the ranks."""
     batches = held_out_batches(
         corpus.held_out,
-        config.batch_size // mesh.size,
+        config.batch_size // (config.parts(mesh.size) if config.invariant else mesh.size),
         config.model.block_size,
         windows=windows,
         rank=mesh.rank,
         size=mesh.size,
     )
-    total, count = 0.0, 0
+    losses, count = [], 0
     model.eval()
     with no_grad():
         for tokens, targets in batches:
-            total += float(F.cross_entropy(model(tokens), targets, ignore_index=IGNORED, reduction="sum"))
+            loss = F.cross_entropy(model(tokens), targets, ignore_index=IGNORED, reduction="sum")
+            losses.append(float(loss))
             count += int((targets != IGNORED).sum())
     model.train()
-    total, count = over_ranks(mesh, "sum", total, count)
-    loss = total / count
+    (count,) = over_ranks(mesh, "sum", count)
+    loss = exact_sum(mesh, losses) / count
     return {"held_out_loss": loss, "held_out_bits_per_byte": loss * BITS, "held_out_bytes": int(count)}
 
 

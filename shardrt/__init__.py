@@ -8,6 +8,7 @@ from shardrt import _environment  # isort: skip  before anything that imports Nu
 
 from shardrt import functional, nn, optim
 from shardrt.autograd import enable_grad, is_grad_enabled, no_grad
+from shardrt.device import set_threads
 from shardrt.random import manual_seed
 from shardrt.tensor import Tensor
 
@@ -20,6 +21,7 @@ __all__ = [
     "nn",
     "no_grad",
     "optim",
+    "set_threads",
 ]
 __version__ = "0.1.0"
 

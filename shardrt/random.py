@@ -2,7 +2,9 @@
 
 A parameter's initial values depend on (seed, its name, element), a dropout mask on (seed, step, which
 dropout of the step, element of the global batch). So there is nothing to save, and the numbers are the
-same at every world size.
+same at every world size. Where a step goes through the model in micro-batches that are shared among the ranks
+(fsdp.set_world_invariant), "the step" is a turn, in which each rank has the micro-batch whose number is set
+here.
 """
 
 import threading
@@ -16,6 +18,7 @@ class _State(threading.local):
         self.seed = 0
         self.step = 0
         self.calls = 0
+        self.micro_batch: int | None = None
 
 
 _state = _State()
@@ -28,7 +31,7 @@ def manual_seed(seed: int, step: int = 0) -> None:
     """
     if seed < 0 or step < 0:
         raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")
-    _state.seed, _state.step, _state.calls = seed, step, 0
+    _state.seed, _state.step, _state.calls, _state.micro_batch = seed, step, 0, None
 
 
 def initial_seed() -> int:
@@ -42,20 +45,40 @@ def next_call() -> tuple[int, int]:
     return _state.seed, (_state.step << 20) + _state.calls
 
 
-def state() -> tuple[int, int, int]:
-    """Where this thread stands: (seed, step, uses of random numbers in it)."""
-    return _state.seed, _state.step, _state.calls
+def calls() -> int:
+    """Uses of random numbers in the step so far."""
+    return _state.calls
+
+
+def micro_batch() -> int | None:
+    """Which micro-batch of the step is computed; None where the ranks' parts are in the order of ranks."""
+    return _state.micro_batch
+
+
+def begin_micro_batch(number: int, calls: int) -> None:
+    """Micro-batch `number` of the step follows, and uses random numbers from use `calls` of the step on."""
+    _state.micro_batch, _state.calls = number, calls
+
+
+def end_micro_batch() -> None:
+    """What follows belongs to no micro-batch."""
+    _state.micro_batch = None
+
+
+def state() -> tuple[int, int, int, int | None]:
+    """Where this thread stands: (seed, step, uses of random numbers in it, micro-batch)."""
+    return _state.seed, _state.step, _state.calls, _state.micro_batch
 
 
 @contextmanager
-def at(earlier: tuple[int, int, int]) -> Iterator[None]:
+def at(earlier: tuple[int, int, int, int | None]) -> Iterator[None]:
     """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
     before = state()
-    _state.seed, _state.step, _state.calls = earlier
+    _state.seed, _state.step, _state.calls, _state.micro_batch = earlier
     try:
         yield
     finally:
-        _state.seed, _state.step, _state.calls = before
+        _state.seed, _state.step, _state.calls, _state.micro_batch = before
 
 
 def name_key(name: str) -> int:

@@ -44,6 +44,7 @@ FEATURES = (
     "recomputation",
     "lora",
     "memory",
+    "determinism",
 )
 
 

@@ -56,6 +56,7 @@ def warm_up() -> None:
     reduce.sum_into(row, [bias, weight, bias], 1.0, False)
     reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
     reduce.power_sums(row, 2.0)
+    reduce.exact_power_sums(row, 2)
     elementwise.unscale_(row, 1.0)
     starts, stops, rates = np.array([0]), np.array([4]), np.array([0.1])
     adamw.step(row, bias, weight, x[0], starts, stops, rates, rates, 0.9, 0.99, 1e-8, 1, 1.0)

@@ -145,6 +145,52 @@ extern "C" __global__ void power_sums(const T* x, double p, double* partials, in
     partials[2 * blockIdx.x + 1] = high - high == 0 ? low : 0;
 }
 
+// tables (blocks, 256, 2): see exact_power_sums. A thread has a row of the block's table, a warp sums of its own in
+// shared memory: of integers, so their order does not matter. 2**16 squares below 2**48 fit in 64 bits.
+constexpr int BINS = 256;
+
+extern "C" __global__ void exact_tables(const float* x, int64* tables, int64 count, int squared) {
+    constexpr int WARPS = 8;
+    __shared__ uint64 sums[WARPS][BINS];
+    __shared__ uint64 unbounded[2];
+    int bin = threadIdx.x;
+    for (int warp = 0; warp < WARPS; warp++) sums[warp][bin] = 0;
+    if (bin < 2) unbounded[bin] = 0;
+    uint64* own = sums[threadIdx.x / WARP];
+    int64 low = 0, high = 0;
+    for (int64 begin = blockIdx.x * (int64)PIECE; begin < count; begin += gridDim.x * (int64)PIECE) {
+        __syncthreads();
+        int64 end = min(begin + PIECE, count);
+        for (int64 i = begin + threadIdx.x; i < end; i += blockDim.x) {
+            uint32 bits = __float_as_uint(x[i]), e = bits >> 23 & 255, fraction = bits & 0x7FFFFF;
+            uint64 number = e ? fraction | 0x800000 : fraction;
+            if (e < 255) atomicAdd(&own[e], squared ? number * number : number);
+            else atomicAdd(&unbounded[fraction ? 0 : 1], uint64(1));
+        }
+        __syncthreads();
+        for (int warp = 0; warp < WARPS; warp++) {
+            low += int64(sums[warp][bin] & 0xFFFFFF);
+            high += int64(sums[warp][bin] >> 24);
+            sums[warp][bin] = 0;
+        }
+    }
+    __syncthreads();
+    if (bin == 255) {
+        low = int64(unbounded[0]);
+        high = int64(unbounded[1]);
+    }
+    int64* row = tables + (blockIdx.x * int64(BINS) + bin) * 2;
+    row[0] = low;
+    row[1] = high;
+}
+
+// table (256, 2): the sum of `blocks` of them.
+extern "C" __global__ void add_tables(const int64* tables, int64* table, int64 blocks) {
+    int64 place = blockIdx.x * (int64)blockDim.x + threadIdx.x, total = 0;
+    for (int64 block = 0; block < blocks; block++) total += tables[block * (2 * BINS) + place];
+    table[place] = total;
+}
+
 __device__ __forceinline__ A larger(A x, A other) { return other > x || other != other ? other : x; }  // nan wins
 
 // largest (blocks,): of the absolute values that each block saw.

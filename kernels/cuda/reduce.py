@@ -4,7 +4,16 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, TYPES, accumulator, blocks_for, empty, launch, vectors
+from shardrt.kernels.cuda._launch import (
+    THREADS,
+    TYPES,
+    accumulator,
+    backend,
+    blocks_for,
+    empty,
+    launch,
+    vectors,
+)
 from shardrt.kernels.cuda.cast import type_of
 
 Array = Any
@@ -75,6 +84,20 @@ def power_sums(x: Array, p: float) -> Array:
     partials = empty((-(-x.size // _PIECE), 2), np.float64)
     launch("reduce", "power_sums", x.dtype, len(partials), (x, np.float64(p), partials, x.size, vectors(x)))
     return partials
+
+
+def exact_power_sums(x: Array, p: int) -> Array:
+    """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
+
+    A float32 with exponent bits e is a whole number below 2**24 times 2 ** (max(e, 1) - 150). Row e has the
+    sum of the p-th powers of those numbers, as low + 2**24 * high. Tables of several arrays may be added, in
+    any order. Row 255 has the number of nan and that of infinities instead.
+    """
+    blocks = max(1, min(-(-x.size // _PIECE), 4 * backend().multiprocessors))
+    tables, table = empty((blocks, 256, 2), np.int64), empty((256, 2), np.int64)
+    launch("reduce", "exact_tables", x.dtype, blocks, (x, tables, x.size, p == 2), threads=256)
+    launch("reduce", "add_tables", x.dtype, 2, (tables, table, blocks), threads=256)
+    return table
 
 
 def abs_max(x: Array) -> float:

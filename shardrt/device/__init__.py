@@ -9,7 +9,19 @@ import numpy as np
 
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
-__all__ = ["Array", "Device", "Event", "Stream", "StreamError", "current", "get", "of", "set_current", "use"]
+__all__ = [
+    "Array",
+    "Device",
+    "Event",
+    "Stream",
+    "StreamError",
+    "current",
+    "get",
+    "of",
+    "set_current",
+    "set_threads",
+    "use",
+]
 
 _state = threading.local()
 
@@ -46,6 +58,19 @@ def set_current(device: Device) -> None:
     """Make `device` the current one of this thread from now on."""
     device.enter()
     _state.device = device
+
+
+def set_threads(count: int) -> None:
+    """Let this process compute on the CPU with `count` threads from now on, in BLAS and in the kernels.
+
+    Products by another number of threads may differ in their last bits. Raises ValueError for less than one.
+    """
+    from threadpoolctl import threadpool_limits
+
+    from shardrt.kernels import cpu
+
+    cpu.set_threads(count)
+    threadpool_limits(count, user_api="blas")
 
 
 @contextmanager

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
-Read in this order: strategy, policy, layout, team, group, unit, ops, collectives, plan, schedule, buffers,
-setup, rehearsal, memory, whole, boundary, api, wrap.
+Read in this order: strategy, policy, layout, team, tree, group, unit, ops, collectives, plan, schedule,
+buffers, setup, rehearsal, memory, whole, boundary, api, wrap.
 """
 
 from shardrt.fsdp.api import (
@@ -9,6 +9,7 @@ from shardrt.fsdp.api import (
     no_sync,
     register_forward_method,
     set_gradient_divide_factor,
+    set_world_invariant,
     units,
 )
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
@@ -34,6 +35,7 @@ __all__ = [
     "register_forward_method",
     "reshard",
     "set_gradient_divide_factor",
+    "set_world_invariant",
     "units",
     "unshard",
     "wrap",

@@ -129,7 +129,41 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
     for unit in units_for("set_gradient_divide_factor", module):
+        if unit.turns is not None and factor != 1:
+            raise ValueError(
+                f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
+                "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
+            )
         unit.divide_factor = float(factor)
+
+
+def set_world_invariant(module: Module, micro_batches: int) -> None:
+    """Train to the same bits on 1, 2, 4, ... ranks. Call it on the outermost module, after fully_shard.
+
+    micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W.
+    A step is M / W times forward and backward, rank r of W having micro-batch j W + r at turn j, then the
+    update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
+    the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
+    the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
+    log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch.
+
+    Raises ValueError for numbers that don't fit, or `module` without a unit; when the units are built, for
+    gradients on the host and trained parameters that are ignored. RuntimeError if they are built already.
+    """
+    for unit in units_for("set_world_invariant", module):
+        size = unit.settings.mesh.size
+        for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):
+            if value < 1 or value & (value - 1):
+                raise ValueError(f"set_world_invariant: {name} must be a power of two, got {value}")
+        if micro_batches < size:
+            raise ValueError(
+                f"set_world_invariant: micro_batches {micro_batches} are too few for {size} ranks"
+            )
+        if unit.built:
+            raise RuntimeError(
+                "set_world_invariant: call it before the optimizer is made and the model is used"
+            )
+        unit.micro_batches, unit.divide_factor = micro_batches, 1.0
 
 
 @contextmanager
@@ -138,9 +172,14 @@ def no_sync(module: Module) -> Iterator[None]:
 
     For all micro-batches of a step but the last, whose backward outside the block reduces the sum. Saves
     the traffic of the reductions; costs memory for the full gradients of all units instead of two slots.
-    Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit.
+    Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
+    RuntimeError with set_world_invariant.
     """
     before = [(unit, unit.sync) for unit in units_for("no_sync", module)]
+    if any(unit.turns is not None for unit, _ in before):
+        raise RuntimeError(
+            "no_sync: with set_world_invariant each backward has its place in the sum: leave it out"
+        )
     for unit, _ in before:
         unit.sync = False
     try:

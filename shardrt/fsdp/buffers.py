@@ -14,6 +14,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.device import Device
+from shardrt.fsdp import tree
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.unit import Unit
@@ -45,6 +46,7 @@ class Spec:
 ROLES = {
     "shard": "sharded parameters",
     "reduced": "sharded gradients",
+    "partial": "partial sums of gradients",
     "gathered": "gathered parameters",
     "gradients": "full gradients",
     "wire": "16-bit parameters on the way",
@@ -107,6 +109,9 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
+        partial = tree.buffers(group.unit.turns or 1) - 1
+        if partial:
+            roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         if facts.no_sync or group.unit.settings.strategy.row.keep_gradient:
             roles["gradients"] = Spec("gradients", layout.total, _gradient(group, facts))
 

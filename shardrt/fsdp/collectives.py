@@ -125,45 +125,48 @@ def _return(staged: Slot | None, stream: Stream) -> None:
 
 
 def reduce(group: Group, slot: Slot, lanes: Lanes) -> None:
-    """Sum the full gradients in `slot` over the ranks into the group's sharded gradient.
+    """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
 
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
-    stream = lanes.reduce
+    stream, goes = lanes.reduce, group.next_sum
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
-        _sum(group, slot, group._reduced, stream, lanes.device)
+        _sum(group, slot, group.sums[goes.buffer], goes.accumulate, stream, lanes.device)
         stream.record(slot.free)
+        for low in range(goes.buffer, goes.buffer - goes.merges, -1):
+            add = lanes.device.kernels.reduce.sum_into
+            stream.submit(add, group.sums[low - 1], [group.sums[low]], 1.0, True)
         stream.record(group.gradient_ready)
         return
     staged = group.arenas["download"].acquire()
     array = staged.array[: group.layout.shard_size]
-    if group.has_gradient:  # what was accumulated so far comes back, so that the sum is the same to the bit
+    if goes.accumulate:  # what was accumulated so far comes back, so that the sum is the same to the bit
         lanes.upload.wait(staged.free)  # the gradient that used the slot before is on the host
         lanes.upload.wait(group.gradient_ready)  # so is this group's last one
-        lanes.upload.submit(lanes.device.copy, array, group._reduced, label=f"upload gradient {group.label}")
+        lanes.upload.submit(lanes.device.copy, array, group.sums[0], label=f"upload gradient {group.label}")
         lanes.upload.record(staged.ready)
         stream.wait(staged.ready)  # the sum so far has come from the host
     else:
         stream.wait(staged.free)  # the gradient that used the slot before is on the host
-    _sum(group, slot, array, stream, lanes.device)
+    _sum(group, slot, array, goes.accumulate, stream, lanes.device)
     stream.record(slot.free)
     stream.record(staged.ready)
     lanes.download.wait(staged.ready)  # the sum is complete
-    lanes.download.submit(lanes.device.copy, group._reduced, array, label=f"download {group.label}")
+    lanes.download.submit(lanes.device.copy, group.sums[0], array, label=f"download {group.label}")
     lanes.download.record(staged.free)
     lanes.download.record(group.gradient_ready)
     staged.arena.release(staged)
 
 
-def _sum(group: Group, slot: Slot, out: Array, stream: Stream, device: Device) -> None:
-    """out = (out if there is a gradient) + scale * sum over the ranks. The same bits for every strategy.
+def _sum(group: Group, slot: Slot, out: Array, accumulate: bool, stream: Stream, device: Device) -> None:
+    """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
 
     With copies, the shards are first summed within the team, then across copies, where a reduce-scatter and
     an all-gather over the same memory make an all-reduce. Sums go by a binary tree over the ranks, so two
     levels add up like one as long as a team's size is a power of two.
     """
-    team, layout, accumulate = group.team, group.layout, group.has_gradient
+    team, layout = group.team, group.layout
     scale = 1.0 / group.unit.divide_factor
     full = slot.array[: layout.total]
     wire, kind = full, ""

@@ -20,6 +20,7 @@ from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.team import Team
+from shardrt.fsdp.tree import Place, place
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement, Storage
 from shardrt.optim import spill
@@ -61,7 +62,8 @@ class Group(Storage):
         self._initial = [parameter.storage for parameter in parameters]  # until `build` has taken them over
         for parameter in parameters:
             parameter.storage = self
-        self.has_gradient = False
+        self.reductions = 0  # that have gone into the sharded gradient
+        self.used = False  # some of them were more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
@@ -72,17 +74,18 @@ class Group(Storage):
         self.team: Team
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
 
-    def build(self, device: Device, shard: Array, reduced: Array | None) -> None:
+    def build(self, device: Device, shard: Array, sums: list[Array]) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them.
 
-        reduced: memory for the sharded gradient, as long as the shard; None if nothing is trainable.
+        sums: memory for the sharded gradient, as long as the shard, and for its partial sums if it is added
+        up by a tree; empty if nothing is trainable.
         """
         self._device = device
         self.communicator = self.team.control
         self.gradient_ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
-        self._reduced = reduced
+        self.sums = sums
         self._ranges = [self.layout.local(entry, self.team.rank) for entry in self.layout.entries]
         for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
             start, stop, first = held
@@ -101,6 +104,22 @@ class Group(Storage):
     def trainable(self) -> bool:
         """Whether it has gradients."""
         return self.kind.trainable
+
+    @property
+    def next_sum(self) -> Place:
+        """Where the next reduction goes among `sums`."""
+        if self.unit.turns is None:
+            return Place(0, self.reductions > 0, 0)
+        return place(self.reductions)
+
+    @property
+    def complete(self) -> bool:
+        """Whether all reductions of a step are in the gradient, as far as their number is known."""
+        return self.unit.turns in (None, self.reductions)
+
+    @property
+    def exact_norm(self) -> bool:
+        return self.unit.turns is not None
 
     # -- gathered parameters
 
@@ -132,14 +151,19 @@ class Group(Storage):
                 f"unit {self.unit.label}: its gradients were accumulated under no_sync and not reduced yet; "
                 "run the last backward of a step outside no_sync"
             )
-        return self._reduced if self.has_gradient else None
+        if self.reductions and not self.complete:
+            raise RuntimeError(
+                f"unit {self.unit.label}: its gradients are there after {self.unit.turns} backwards "
+                f"(set_world_invariant), of which there were {self.reductions}"
+            )
+        return self.sums[0] if self.used else None
 
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
         """Each parameter with the storage that it had before it was sharded, until `build` has emptied it."""
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
-        self.has_gradient = False
+        self.reductions, self.used = 0, False
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)
 

@@ -15,7 +15,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-from shardrt import autograd, recompute
+from shardrt import autograd, random, recompute
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.device.arena import Arena, Slot
@@ -52,6 +52,8 @@ class Schedule:
         self._planned = False  # the present forward began with the outermost unit
         self._passed: list[tuple[int, Exit]] = []  # units this rank did not call: place in the plan, node
         self._in_backward = False
+        self._micro_batch_begun = False  # whose backward has not ended
+        self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
         self._open: list[
             object
@@ -124,7 +126,24 @@ class Schedule:
             other.left.clear()
         if autograd.is_grad_enabled() or recompute.current() is not None:
             self._have_gradient_slots()
+            if self.root.turns is not None and not self._micro_batch_begun:
+                self._begin_micro_batch()
         self.refresh()
+
+    def _begin_micro_batch(self) -> None:
+        """Which of the step's is it? Its dropout masks depend on that, not on ranks."""
+        done = {group.reductions for unit in self.units for group in unit.groups if group.trainable} or {0}
+        turn, turns = max(done), self.root.turns
+        if len(done) > 1 or turn >= turns:
+            raise RuntimeError(
+                f"set_world_invariant: a step has {turns} backwards of {self.mesh.size} micro-batches, then "
+                "zero_grad of all parameters; "
+                + (f"this is one more than {turns}" if len(done) == 1 else "some were not forgotten")
+            )
+        if turn == 0:
+            self._calls = random.calls()
+        random.begin_micro_batch(turn * self.mesh.size + self.mesh.rank, self._calls)
+        self._micro_batch_begun = True
 
     def refresh(self) -> None:
         """The shards may have been written since the last gather: by the optimizer, or by a load."""
@@ -238,16 +257,17 @@ class Schedule:
             if unit.sync:
                 self._reduce(group, opened)
 
-    def _reduce(self, group: Group, opened: OpenGradient) -> None:
+    def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
         collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
-        group.has_gradient = True
+        group.reductions += 1
+        group.used |= used
         group.unit.read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
-        if group.on_gradient is not None:
+        if group.on_gradient is not None and group.complete and group.used:
             group.on_gradient()
         self._show("reduce", group.unit)
 
@@ -259,10 +279,18 @@ class Schedule:
             for group in unit.groups:
                 if unit.sync and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
+                elif group.trainable and unit.turns is not None and group not in self._reduced:
+                    self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
         for group in self._reduced:
             self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
         self._reduced = []
         self._in_backward = False
+        self._end_micro_batch()
+
+    def _end_micro_batch(self) -> None:
+        if self._micro_batch_begun:
+            self._micro_batch_begun = False
+            random.end_micro_batch()
 
     # -- gather and release
 
@@ -343,6 +371,7 @@ class Schedule:
         self.depth = 0
         self._open.clear()
         self._in_backward = False
+        self._end_micro_batch()
         self._reduced = []
         for unit in self.units:
             unit.entered = 0

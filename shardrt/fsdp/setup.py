@@ -204,7 +204,10 @@ def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
         shard = group.arenas["gathered"].slots[0].array[start:stop]
     else:
         shard = _buffer(group, specs["shard"], facts)
-    group.build(facts.device, shard, _buffer(group, specs["reduced"], facts) if group.trainable else None)
+    sums = [_buffer(group, specs["reduced"], facts)] if group.trainable else []
+    if "partial" in specs:
+        sums += [_buffer(group, specs["partial"], facts) for _ in range(specs["partial"].slots)]
+    group.build(facts.device, shard, sums)
 
 
 def _buffer(group: Group, spec: Spec, facts: Facts) -> np.ndarray:
@@ -236,6 +239,7 @@ def _check(units: list[Unit]) -> None:
                         f"fully_shard: parameter {parameter.name!r} was frozen when unit {u.label} was made "
                         "and is not now; set requires_grad before fully_shard"
                     )
+    _check_world_invariant(units)
     dtypes = {p.dtype for u in units for p in u.parameters}
     if len(dtypes) > 1:
         raise ValueError(
@@ -249,6 +253,31 @@ def _check(units: list[Unit]) -> None:
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
         _check_reachable(module, [], owners)
+
+
+def _check_world_invariant(units: list[Unit]) -> None:
+    """All units add up by one tree, or none, and then there are no gradients besides."""
+    first = units[0]
+    for u in units:
+        if u.micro_batches != first.micro_batches:
+            raise ValueError(
+                f"set_world_invariant: unit {u.label} has micro_batches {u.micro_batches}, {first.label} "
+                f"{first.micro_batches}; call it on the outermost module, after fully_shard"
+            )
+        if u.micro_batches is not None and u.settings.placement.gradients:
+            raise ValueError(
+                f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
+                "added up by a tree; give CPUOffloadPolicy(gradients=False)"
+            )
+        if u.micro_batches is not None and any(group.kind.dtype != "float32" for group in u.groups):
+            raise ValueError(f"set_world_invariant: parameters of unit {u.label} must be float32")
+    parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
+    alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
+    if first.micro_batches is not None and alone:
+        raise ValueError(
+            f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is each rank's "
+            "own; freeze it, or let it be sharded"
+        )
 
 
 def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:
@@ -273,7 +302,7 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         (
             u.label,
             u.settings.strategy,
-            (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor),
+            (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor, u.micro_batches),
             [module.recomputation is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,

@@ -68,6 +68,7 @@ class Unit:
         self.sync = True  # gradients are reduced at the end of backward; False under no_sync
         self.recorded = self.trainable  # whether the last forward left something for backward to do
         self.divide_factor = float(settings.mesh.size)
+        self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
         self._unshard: weakref.ref[Unshard] | None = None
         self._schedule: Schedule | None = None
         # Set by setup.build:
@@ -84,6 +85,11 @@ class Unit:
     def trainable(self) -> bool:
         """Whether any of them has a gradient."""
         return any(group.trainable for group in self.groups)
+
+    @property
+    def turns(self) -> int | None:
+        """Backwards of a step, each of one micro-batch on every rank, where that is set."""
+        return None if self.micro_batches is None else self.micro_batches // self.settings.mesh.size
 
     @property
     def built(self) -> bool:

@@ -1,7 +1,7 @@
 """Dropout whose mask is not stored: element i of a mask is a function of (seed, step, which call, i).
 
-The elements are counted over the global batch, of which each rank has an equal part in rank order, so a run
-drops the same elements at every world size.
+The elements are counted over the global batch, of which each rank has an equal part in rank order, or that of
+the micro-batch that it computes; so a run drops the same elements at every world size.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -46,4 +46,5 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
     if not training or p == 0:
         return x
     seed, call = random.next_call()
-    return Dropout.apply(x, p, seed, call, world.current().rank * x.size)
+    part = random.micro_batch()
+    return Dropout.apply(x, p, seed, call, (world.current().rank if part is None else part) * x.size)

@@ -8,6 +8,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import world
 from shardrt.comm.protocol import Communicator
+from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Storage
 
@@ -50,10 +51,10 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
 
     norm_type: a positive number, or infinity for the largest |g|. Each element is counted once, however the
     parameters are sharded; one all-reduce of a few numbers per communicator. The sum is carried to about 100
-    bits and rounded once, so the norm has the same bits at every world size if the gradients have. nan on
-    every rank if there is one anywhere. Call it on every rank.
+    bits and rounded once, so the norm has the same bits at every world size if the gradients have; with
+    fsdp.set_world_invariant it is exact. nan on every rank if there is one anywhere. Call it on every rank.
 
-    Raises ValueError if `norm_type` is not positive.
+    Raises ValueError if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
     """
     _check_norm_type("grad_norm", norm_type)
     return _norm(list(_gradient_pieces(parameters)), norm_type)
@@ -93,9 +94,29 @@ def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:
         by_communicator.setdefault(storage.communicator, []).append(piece)
     if isinf(norm_type):
         return _largest(by_communicator)
+    if any(storage.exact_norm for storage, _ in pieces):
+        return _exact_norm(by_communicator, norm_type)
     values = [value for item in by_communicator.items() for value in _power_sums(*item, norm_type)]
     total = _rounded_sum(values)
     return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
+
+
+def _exact_norm(by_communicator: dict[Communicator | None, list[np.ndarray]], norm_type: float) -> float:
+    if norm_type not in (1, 2):
+        raise ValueError(
+            f"norm_type: with set_world_invariant, which makes norms exact, it must be 1, 2 or infinity; got "
+            f"{norm_type}"
+        )
+    table = np.zeros((256, 2), np.int64)
+    for communicator, pieces in by_communicator.items():
+        part = np.zeros_like(table)
+        for piece in pieces:
+            here = device.of(piece)
+            part += here.to_numpy(here.kernels.reduce.exact_power_sums(piece, int(norm_type)))
+        if communicator is not None:
+            communicator.all_reduce(part.reshape(-1), op="sum", stream=device.current().current_stream)
+        table += part
+    return norm_of(table, int(norm_type))
 
 
 def _power_sums(communicator: Communicator | None, pieces: list[np.ndarray], p: float) -> list[float]:

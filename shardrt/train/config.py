@@ -33,6 +33,10 @@ class Nonfinite(Enum):
     skip = "skip"
 
 
+# Which runs have the same bits: those with the same number of ranks, or all.
+Determinism = Enum("Determinism", ["per-world", "world-invariant"])
+
+
 @dataclass(frozen=True)
 class OptimizerConfig:
     """AdamW with linear warm-up and a cosine down to min_lr; no weight decay on biases and norms."""

@@ -8,7 +8,7 @@ import os
 import time
 from collections.abc import Iterator
 from itertools import count
-from math import log
+from math import fsum, log
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import from_all
 
 RUNS = Path("runs")
 METRICS = "metrics.jsonl"
@@ -141,6 +142,11 @@ def over_ranks(mesh: DeviceMesh, op: str, *values: float) -> tuple[float, ...]:
     numbers = np.array(values, np.float64)
     mesh.communicator("control").all_reduce(numbers, op=op, stream=device.current().current_stream)
     return tuple(numbers.tolist())
+
+
+def exact_sum(mesh: DeviceMesh, values: list[float]) -> float:
+    """The sum of all ranks' values, rounded once: the same bits however they are shared. Collective."""
+    return fsum(value for own in from_all(mesh.communicator("control"), values) for value in own)
 
 
 def _default_names() -> Iterator[Path]:

@@ -163,3 +163,19 @@ def test_abs_max_is_nan_where_one_is(emulated, element, place):
 
 def test_abs_max_of_nothing():
     assert cuda.abs_max(np.zeros(0, np.float32)) == 0
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("count", [0, 1, 1000, 65_537, 600_001])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_exact_power_sums_are_those_of_the_cpu(emulated, p, count, shift):
+    bits = np.random.default_rng(count).integers(0, 2**32, count, dtype=np.uint32)
+    with guarded("float32") as array:
+        x = array(np.zeros(count), shift)
+        x.view(np.uint32)[...] = bits  # nan and infinities among them
+        found, expected = cuda.exact_power_sums(x, p), cpu.exact_power_sums(x, p)
+        carry = np.array(
+            [1, 2**24], object
+        )  # what the two limbs of a row say; several pairs may say the same
+        np.testing.assert_array_equal(found.astype(object) @ carry, expected.astype(object) @ carry)
+        np.testing.assert_array_equal(found[255], expected[255])

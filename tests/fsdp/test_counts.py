@@ -172,7 +172,7 @@ def state_bytes():
         up = lambda n: -(-n // ALIGNMENT) * ALIGNMENT  # noqa: E731
         elements = sum(up(int(np.prod(p.shape))) for p in unit.parameters)
         expected += 16 * up(-(-elements // mesh.size))  # parameter, gradient, two moments
-    held = sum(g.shard.nbytes + g._reduced.nbytes for unit in units(model) for g in unit.groups)
+    held = sum(g.shard.nbytes + sum(s.nbytes for s in g.sums) for unit in units(model) for g in unit.groups)
     held += sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
     return held, expected
 

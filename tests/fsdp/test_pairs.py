@@ -20,7 +20,14 @@ from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, no_sync, register_forward_method
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    register_forward_method,
+    set_world_invariant,
+)
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
 from shardrt.recompute import checkpoint
 
@@ -46,6 +53,7 @@ MOVES = {
     "unit of two": {"unit_of_two": True},
     "forward method": {"forward_method": True},
     "save and load": {"save_and_load": True},
+    "world-invariant": {"invariant": True},
 }
 NUMBERS = {
     "bf16": {"param_dtype": "bfloat16"},
@@ -79,6 +87,13 @@ REFUSED = {
     ("prefetch 0", "prefetch 2"): (ValueError, "unit .* has prefetch=., the outermost one ."),
     # Gradients of ignored parameters are each rank's own.
     ("clip norm", "ignored"): (ValueError, "clip_grad_norm_: parameter .* is not sharded"),
+    ("world-invariant", "ignored"): (ValueError, "set_world_invariant: parameter 'norm.weight' is ignored"),
+    # Each micro-batch has its place in a tree of sums on the device.
+    ("world-invariant", "no_sync"): (RuntimeError, "no_sync: with set_world_invariant each backward has"),
+    **{
+        (name, "world-invariant"): (ValueError, "set_world_invariant: unit .* has its gradients on the host")
+        for name in ("offload gradients", "offload all", "step on host", "files")
+    },
 }
 
 
@@ -165,6 +180,8 @@ def build(options, mesh, directory):
     fully_shard(model, mesh=mesh, ignored=ignored, **of_unit(options, len(parts), directory))
     if "forward_method" in options:
         register_forward_method(model, "score")
+    if "invariant" in options:
+        set_world_invariant(model, mesh.size * len(turns(options)))
     return model
 
 
@@ -216,16 +233,22 @@ def batches(mesh):
 
 def backward(model, options, scaler, tokens, targets):
     """The loss of all micro-batches. The last of them reduces, whatever those before it do."""
-    ways = [way for values in options.get("micro_batches", ()) for way in values] + ["reduce"]
+    ways = turns(options)
+    added = shardrt.fsdp.units(model)[0].settings.mesh.size if "invariant" in options else 1
     total = 0.0
     parts = zip(np.array_split(tokens, len(ways)), np.array_split(targets, len(ways)), strict=True)
     for way, (tokens, targets) in zip(ways, parts, strict=True):
         with no_sync(model) if way == "no_sync" else nullcontext():
             logits = model.score(tokens) if "forward_method" in options else model(tokens)
             loss = F.cross_entropy(logits, targets) * (1 / len(ways))
-            scaler.scale(loss).backward()
+            scaler.scale(loss * (1 / added)).backward()
         total += float(loss.item())
     return total
+
+
+def turns(options):
+    """What becomes of the gradients of each micro-batch."""
+    return [way for values in options.get("micro_batches", ()) for way in values] + ["reduce"]
 
 
 def average_ignored(model, mesh, options):

@@ -1,11 +1,13 @@
 """kernels/cpu/reduce.py: the tree of sums over ranks, in 32 and 16 bits, and sums of powers, to the bit."""
 
-from math import fsum, inf, isnan, nan
+from fractions import Fraction
+from math import fsum, inf, isnan, nan, nextafter
 
 import numpy as np
 import pytest
 
 from shardrt.kernels import cpu as K
+from shardrt.nn.exact import norm_of
 
 SIZE = 40_003
 CUTS = [(0, 17), (17, 17), (17, 20_000), (20_000, SIZE)]
@@ -136,3 +138,53 @@ def test_infinity_and_nan_come_out_of_a_sum_of_powers():
 
 def test_a_sum_of_powers_of_nothing_is_zero():
     assert power_sum(np.zeros(0, np.float32), 2) == 0
+
+
+def strange(size, seed=0):
+    """Floats of every exponent: each pattern of bits that is finite, subnormals and both zeros too."""
+    bits = np.random.default_rng(seed).integers(0, 2**32, size, dtype=np.uint32)
+    bits[(bits >> 23) & 255 == 255] &= 0x807FFFFF  # not finite: made subnormal
+    bits[:6] = [0, 1, 0x807FFFFF, 0x00800000, 0x7F7FFFFF, 0x80000000][:size]
+    return bits.view(np.float32)
+
+
+def numbers(table):
+    """What the two limbs of each row say; several pairs may say the same."""
+    return [low + (high << 24) for low, high in table.tolist()]
+
+
+@pytest.mark.parametrize("p", [1, 2])
+@pytest.mark.parametrize("size", [0, 6, 7, 70_001])
+def test_an_exact_norm_is_the_rational_one_rounded_once(p, size, kernel_threads):
+    for x in (strange(size), strange(size)[-1:] * np.float32(1e-20), normal(size, np.float32)):
+        exact = sum((abs(Fraction(float(value))) ** p for value in x), Fraction(0))
+        norm = norm_of(K.reduce.exact_power_sums(x, p), p)
+        if p == 1:
+            assert norm == float(exact)
+        elif norm == 0:
+            assert exact == 0
+        else:  # the root lies between the middles to the float64 below and that above
+            below, above = (Fraction(norm) + Fraction(nextafter(norm, to)) for to in (0, inf))
+            assert (below / 2) ** 2 <= exact <= (above / 2) ** 2
+
+
+def test_exact_sums_may_be_cut_anywhere_and_hold_the_largest_numbers(kernel_threads):
+    x = np.full(2_200_000, np.finfo(np.float32).max, np.float32)
+    x[::3] = strange(x[::3].size)
+    whole = K.reduce.exact_power_sums(x, 2)
+    for edges in ([0, 1, 65_537, 2_200_000], [0, 1_048_575, 1_048_577, 2_200_000]):
+        parts = [K.reduce.exact_power_sums(x[a:b], 2) for a, b in zip(edges, edges[1:], strict=False)]
+        assert numbers(sum(parts)) == numbers(whole)
+    assert numbers(K.reduce.exact_power_sums(x[::-1].copy(), 2)) == numbers(whole)
+    largest = K.reduce.exact_power_sums(np.full(2**17, x[1], np.float32), 2)
+    assert numbers(largest)[254] == 2**17 * (2**24 - 1) ** 2
+
+
+@pytest.mark.parametrize("p", [1, 2])
+def test_exact_norms_tell_infinity_and_nan(p):
+    x = strange(70_000)
+    for value, count, expected in ((-inf, 3, inf), (nan, 2, nan)):
+        x[[69_000, 1, 2][:count]] = value
+        table = K.reduce.exact_power_sums(x, p)
+        assert table[255].tolist() == ([0, 3] if expected == inf else [2, 1])
+        np.testing.assert_equal(norm_of(table, p), expected)

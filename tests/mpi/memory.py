@@ -19,7 +19,14 @@ from shardrt.comm import init_device_mesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    set_world_invariant,
+)
 from shardrt.recompute import checkpoint
 
 OFFLOADS = {
@@ -43,6 +50,7 @@ SAVINGS = {
     "offload": offload_activations,
     "both": lambda block: offload_activations(checkpoint(block)),
 }
+TURNS = 4  # of a step that is added up by a tree
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 64))
 
 
@@ -103,6 +111,10 @@ def backward_of(model, accumulation):
     if accumulation == "none":
         micro_batch(TOKENS)
         return
+    if accumulation == "tree":
+        for row in range(TURNS):
+            micro_batch(TOKENS[row : row + 1])
+        return
     if accumulation == "no_sync":
         with no_sync(model):
             micro_batch(TOKENS[:2])
@@ -113,6 +125,8 @@ def backward_of(model, accumulation):
 
 def check(counted, mesh, accumulation, **settings):
     model = build(mesh, **settings)
+    if accumulation == "tree":
+        set_world_invariant(model, TURNS * mesh.size)
     counted.reset()
     plan = memory_plan(model, step=lambda: backward_of(model, accumulation))
     counted.reset()  # what the plan itself took is gone
@@ -157,6 +171,8 @@ def main(backend):
         except AssertionError as error:
             raise AssertionError(f"{strategy}, {offload}, {precision}, {accumulation}: {error}") from None
         ratios.append(ratio)
+    for (mesh, strategy), precision in product(cases, PRECISIONS):
+        ratios.append(check(counted, mesh, "tree", strategy=strategy, mp_policy=PRECISIONS[precision]))
     for saving in SAVINGS:
         try:
             ratios.append(check(counted, flat, "none", saving=saving))

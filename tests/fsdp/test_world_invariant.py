@@ -1,0 +1,353 @@
+"""set_world_invariant: 1, 2, 4 and 8 ranks train to the same bits, however the model is sharded."""
+
+import re
+from collections import Counter
+from functools import cache
+from math import fsum
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import nn, no_grad, optim
+from shardrt.checkpoint.pieces import pieces_of
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm.talk import from_all
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    set_gradient_divide_factor,
+    set_world_invariant,
+    tree,
+    units,
+)
+from shardrt.kernels import cpu as K
+from shardrt.recompute import checkpoint_blocks
+from tests.fsdp.nets import Net, shard
+
+M = 8  # micro-batches of a step
+BF16 = MixedPrecisionPolicy("bfloat16", output_dtype="float32")
+FP16 = MixedPrecisionPolicy("float16", "float32", "float32", full_precision=(nn.LayerNorm,))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread():
+    """Threads of BLAS change bits, and are a setting."""
+    before = K.threads()
+    shardrt.set_threads(1)
+    yield
+    shardrt.set_threads(before)
+
+
+# -- the tree
+
+
+@settings(deadline=None, max_examples=60)
+@given(log_m=st.integers(0, 8), log_w=st.integers(0, 8), seed=st.integers(0, 2**32))
+def test_turns_and_ranks_make_one_tree(log_m, log_w, seed):
+    count, ranks = 2**log_m, 2 ** min(log_m, log_w)
+    values = np.random.default_rng(seed).standard_normal((count, 3)).astype(np.float32)
+    turns = count // ranks
+    sums = [np.full(3, np.nan, np.float32) for _ in range(tree.buffers(turns))]
+    for turn in range(turns):
+        goes = tree.place(turn)
+        parts = list(values[turn * ranks : (turn + 1) * ranks])
+        K.reduce.sum_into(sums[goes.buffer], parts, 1.0, goes.accumulate)
+        for low in range(goes.buffer, goes.buffer - goes.merges, -1):
+            K.reduce.sum_into(sums[low - 1], [sums[low]], 1.0, True)
+    level = list(values)
+    while len(level) > 1:
+        level = [a + b for a, b in zip(level[::2], level[1::2], strict=True)]
+    np.testing.assert_array_equal(sums[0], level[0])
+
+
+# -- training
+
+
+def gpt(mesh, strategy="FULL_SHARD", invariant=True, recompute=False, dropout=0.2, **options):
+    shardrt.manual_seed(7)
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=24, block_size=16, vocab_size=50, dropout=dropout))
+    if recompute:
+        checkpoint_blocks(model.blocks)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy, **options)
+    fully_shard(model, mesh=mesh, strategy=strategy, **options)
+    set_world_invariant(model, M) if invariant else set_gradient_divide_factor(model, 1)
+    return model
+
+
+def micro_batch(step, number, vocabulary=50):
+    tokens = np.random.default_rng((step, number)).integers(0, vocabulary, (2, 17))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def train(make=gpt, steps=3, copies=1, fp16=False, in_backward=False, **options):
+    """(losses of the steps, norms, all that a checkpoint holds); a step has M micro-batches."""
+    mesh = init_device_mesh("auto")
+    if copies > 1:
+        mesh = init_device_mesh("auto", (copies, mesh.size // copies))
+    model = make(mesh, **options)
+    optimizer = optim.AdamW(optim.decay_groups(model, 0.1), lr=3e-3, in_backward=in_backward)
+    scaler = optim.GradScaler(init_scale=2.0**26, backoff_factor=2.0**-8, enabled=fp16)
+    losses, norms = [], []
+    for step in range(steps):
+        shardrt.manual_seed(1, step)
+        own = []
+        for number in range(mesh.rank, M, mesh.size):
+            tokens, targets = micro_batch(step, number)
+            loss = F.cross_entropy(model(tokens), targets) * (1 / M)
+            scaler.scale(loss).backward()
+            own.append(float(loss))
+        scaler.unscale_(optimizer)
+        if in_backward:
+            norms.append(nn.utils.grad_norm(model.parameters()))
+        else:
+            norms.append(nn.utils.clip_grad_norm_(model.parameters(), 0.5))
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        everyone = from_all(mesh.communicator("control"), own)
+        losses.append(fsum(loss for rank in everyone for loss in rank))
+    return losses, norms, state(mesh, model, optimizer)
+
+
+def state(mesh, model, optimizer):
+    """(kind, parameter) -> all elements, put together from the pieces of all ranks."""
+    whole = {}
+    for piece in pieces_of(model, optimizer, saving=True):
+        rows = whole.setdefault((piece.kind, piece.parameter), {})
+        rows[piece.first] = np.array(piece.array)
+    sent = [[*key, first, array.tolist()] for key, rows in whole.items() for first, array in rows.items()]
+    found = {}
+    for kind, name, first, values in (
+        row for rank in from_all(mesh.communicator("control"), sent) for row in rank
+    ):
+        found.setdefault((kind, name), {})[first] = values
+    return {key: [v for first in sorted(rows) for v in rows[first]] for key, rows in found.items()}
+
+
+def on(ranks, **options):
+    return thread.run(ranks, train, **options)[0]
+
+
+CASES = {
+    **{name: {"strategy": name} for name in ("FULL_SHARD", "SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")},
+    "recomputation": {"recompute": True},
+    "offload of parameters and state": {"offload_policy": CPUOffloadPolicy(gradients=False)},
+    "prefetch": {"prefetch": 2},
+    "bf16": {"mp_policy": BF16},
+    "bf16, NO_SHARD": {"mp_policy": BF16, "strategy": "NO_SHARD"},
+    "fp16": {"mp_policy": FP16, "fp16": True},
+    "updates in backward": {"in_backward": True},
+}
+HYBRIDS = [
+    (2, {"strategy": "HYBRID_SHARD", "copies": 2}),
+    (4, {"strategy": "HYBRID_SHARD_GRAD_OP", "copies": 2}),
+    (8, {"strategy": "HYBRID_SHARD", "copies": 2}),
+    (8, {"strategy": "HYBRID_SHARD", "copies": 4, "mp_policy": BF16}),
+]
+
+
+@cache
+def alone(numbers):
+    """What one rank gives, with the options of CASES[numbers] that change numbers."""
+    kept = ("mp_policy", "fp16", "in_backward")
+    return on(1, **{key: value for key, value in CASES[numbers].items() if key in kept})
+
+
+def same(found, expected):
+    losses, norms, values = found
+    assert losses == expected[0] and norms == expected[1]
+    assert values == expected[2] and {kind for kind, _ in values} == {"parameter", "m", "v"}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_number_of_ranks_gives_the_same_bits(case):
+    numbers = {"bf16, NO_SHARD": "bf16", "fp16": "fp16", "bf16": "bf16", "updates in backward": case}
+    expected = alone(numbers.get(case, "FULL_SHARD"))
+    for ranks in (2, 4, 8):
+        same(on(ranks, **CASES[case]), expected)
+
+
+@pytest.mark.parametrize(("ranks", "options"), HYBRIDS)
+def test_hybrids_too(ranks, options):
+    same(on(ranks, **options), alone("bf16" if "mp_policy" in options else "FULL_SHARD"))
+
+
+def test_one_step_of_fp16_was_left_out_and_others_not():
+    finite = np.isfinite(alone("fp16")[1]).tolist()
+    assert finite == [False, True, True]
+
+
+def test_without_the_mode_bits_differ_though_only_by_the_order_of_sums():
+    found = [on(ranks, invariant=False, dropout=0.0)[2] for ranks in (1, 2, 8)]
+    assert found[0] != found[1] != found[2] != found[0]
+    assert found[2] == on(1, dropout=0.0)[2]  # 8 ranks have one turn, and the tree anyway
+    for name, values in found[0].items():
+        np.testing.assert_allclose(values, found[1][name], atol=1e-4)
+
+
+class Sometimes(Net):
+    """Leaves its second block out in some micro-batches; one rank may have it while another has not."""
+
+    def run_blocks(self, x):
+        for index, block in enumerate(self.blocks):
+            x = block(x) if index != 1 or self.used else x
+        return x
+
+
+def train_sometimes():
+    mesh = init_device_mesh("auto")
+    shardrt.manual_seed(3)
+    model = Sometimes()
+    model.blocks[2].up.bias.requires_grad = False
+    shard(model, mesh)
+    set_world_invariant(model, M)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    norms = []
+    for step in range(4):
+        for number in range(mesh.rank, M, mesh.size):
+            tokens, targets = micro_batch(step, number, vocabulary=11)
+            model.used = step == 0 or number in ((), (0, 1, 2), (5,), ())[step]
+            (F.cross_entropy(model(tokens), targets) * (1 / M)).backward()
+        norms.append([nn.utils.grad_norm(model.parameters(), p) for p in (1, 2, np.inf)])
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, state(mesh, model, optimizer)
+
+
+@pytest.mark.filterwarnings("ignore:fully_shard. the order of units differs")
+def test_units_that_some_micro_batches_leave_out_have_their_place_in_the_sum():
+    expected = train_sometimes()
+    for ranks in (2, 4, 8):
+        assert thread.run(ranks, train_sometimes)[0] == expected
+
+
+# -- what it takes, and what it refuses
+
+
+def test_partial_sums_are_planned_and_few():
+    for ranks, partial in ((1, 2), (2, 1), (4, 0), (8, 0)):
+        for plan, held, shards in thread.run(ranks, planned):
+            assert plan == held == partial * shards
+
+
+def planned():
+    model = gpt(init_device_mesh("auto"))
+    plan = memory_plan(model).device.get("partial sums of gradients", 0)
+    groups = [group for unit in units(model) for group in unit.groups]
+    held = sum(array.nbytes for group in groups for array in group.sums[1:])
+    return plan, held, sum(group.shard.nbytes for group in groups)
+
+
+def traffic(invariant):
+    """(calls, bytes) of a step on the communicators of this rank, clipping included."""
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    mesh = init_device_mesh("auto", wrap=counted)
+    model = gpt(mesh, invariant=invariant)
+    optimizer = optim.AdamW(model.parameters())
+    for _ in range(2):
+        for communicator in made:
+            communicator.reset()
+        for number in range(mesh.rank, M, mesh.size):
+            turn(model, number)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls, nbytes = sum((c.calls for c in made), Counter()), sum((c.bytes for c in made), Counter())
+    return calls, nbytes
+
+
+def test_traffic_is_that_of_a_reduction_each_time_and_a_table():
+    calls, nbytes = thread.run(2, traffic, True)[0]
+    expected, expected_bytes = thread.run(2, traffic, False)[0]
+    assert calls == expected and calls["reduce_scatter"] == 4 * 3
+    assert nbytes.pop("all_reduce") - expected_bytes.pop("all_reduce") == 256 * 2 * 8 - 2 * 16
+    assert nbytes == expected_bytes
+
+
+def turn(model, number=0):
+    tokens, targets = micro_batch(0, number)
+    F.cross_entropy(model(tokens), targets).backward()
+
+
+def test_a_step_is_all_of_its_backwards():
+    model = gpt(init_device_mesh("auto"))
+    optimizer = optim.AdamW(model.parameters())
+    for number in range(M - 1):
+        turn(model, number)
+    with pytest.raises(
+        RuntimeError, match=re.escape("after 8 backwards (set_world_invariant), of which there")
+    ):
+        optimizer.step()
+    turn(model, M - 1)
+    optimizer.step()
+    with pytest.raises(RuntimeError, match="this is one more"):
+        turn(model)
+    optimizer.zero_grad()
+    turn(model)
+
+
+def test_evaluation_between_turns_changes_nothing():
+    def masks(evaluate):
+        model = gpt(init_device_mesh("auto"))
+        shardrt.manual_seed(5)
+        for number in range(M):
+            turn(model, number)
+            if evaluate:
+                with no_grad():
+                    model(micro_batch(9, 9)[0])  # in training mode, with dropout
+        return nn.utils.grad_norm(model.parameters())
+
+    assert masks(False) == masks(True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "told", "refused"),
+    [
+        (ValueError, "micro_batches must be a power of two, got 6", lambda m: set_world_invariant(m, 6)),
+        (ValueError, "micro_batches must be a power of two, got 0", lambda m: set_world_invariant(m, 0)),
+        (ValueError, "factor 8 would round each", lambda m: set_gradient_divide_factor(m, 8)),
+        (RuntimeError, "no_sync: with set_world_invariant", lambda m: no_sync(m).__enter__()),
+        (ValueError, "it must be 1, 2 or infinity; got 3", lambda m: nn.utils.grad_norm(m.parameters(), 3.0)),
+        (RuntimeError, "before the optimizer is made", lambda m: units(m) and set_world_invariant(m, M)),
+        (
+            ValueError,
+            "has micro_batches 16, .root. 8",
+            lambda m: set_world_invariant(m.blocks, 16) or units(m),
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(kind, told, refused):
+    model = gpt(init_device_mesh("auto"))
+    with pytest.raises(kind, match=told):
+        refused(model)
+
+
+def test_what_cannot_be_is_refused_when_units_are_made():
+    def ignoring():
+        model = Net()
+        fully_shard(model, ignored=[model.norm])
+        set_world_invariant(model, M)
+        units(model)
+
+    with pytest.raises(ValueError, match="'norm.weight' is ignored"):
+        ignoring()
+    with pytest.raises(ValueError, match="has its gradients on the host"):
+        units(gpt(None, offload_policy=CPUOffloadPolicy()))
+    with pytest.raises(ValueError, match="the number of ranks must be a power of two, got 3"):
+        on(3)
+    with pytest.raises(ValueError, match="micro_batches 8 are too few for 16 ranks"):
+        on(16)

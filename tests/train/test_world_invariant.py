@@ -1,0 +1,116 @@
+"""deterministic = 'world-invariant': a run leaves the same bits on 1, 2, 4 and 8 ranks, and if it moves."""
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import shardrt
+from models import train
+from models.train import Config
+from shardrt.checkpoint import read_manifest
+from shardrt.comm import thread
+from shardrt.kernels import cpu as kernels
+from shardrt.train import config as settings
+from shardrt.train.errors import USAGE, one_line
+from tests.train.test_command import arguments, furnish, records, start
+from tests.train.test_resume import curves
+
+INVARIANT = ("--deterministic", "world-invariant", "--micro-batches", "8", "--batch-size", "16")
+INVARIANT += ("--model.dropout", "0.1", "--checkpoint.every", "2")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the run of one rank in it, which the others are compared with."""
+    folder, before = furnish(tmp_path_factory.mktemp("invariant")), kernels.threads()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(1, "alone", "--steps", "6")
+        yield folder
+    shardrt.set_threads(before)
+
+
+def configured(name, *options):
+    with one_line(USAGE):
+        args = arguments("--name", name, *INVARIANT, *options)
+        return settings.parse(Config, args, default=train.DEFAULT, program="models.train")
+
+
+def run(ranks, name, *options):
+    thread.run(ranks, train.launch, configured(name, *options))
+
+
+def left(folder, name):
+    """All that a run of 6 steps leaves but times: losses, norms, and at its end evaluation, sample, state."""
+    steps, evaluations, weights = curves(folder, name)
+    (end,) = records(folder, name, "end")
+    assert len(steps) == 6
+    return steps, evaluations[-1], weights, end["sample"], state(folder / "runs" / name / "checkpoints")
+
+
+def state(checkpoints):
+    """kind/parameter -> all elements in a checkpoint, of the weights and the moments."""
+    folder = checkpoints / "step-00000006"
+    manifest = read_manifest(folder)
+    arrays = [load_file(folder / file.name) for file in manifest.files]
+    found = {}
+    for piece in sorted(manifest.pieces, key=lambda piece: piece.first):
+        name = f"{piece.kind}/{piece.parameter}"
+        found[name] = found.get(name, b"") + arrays[piece.file][name].tobytes()
+    assert {name.partition("/")[0] for name in found} == {"parameter", "m", "v"}
+    return found
+
+
+def test_every_number_of_ranks_leaves_the_same(folder):
+    for ranks in (2, 4, 8):
+        run(ranks, f"on {ranks}", "--steps", "6")
+        assert left(folder, f"on {ranks}") == left(folder, "alone")
+
+
+def test_without_the_mode_bits_differ(folder):
+    """Same batch, same micro-batches, same data and masks but for the order of sums."""
+    without = ("--deterministic", "per-world", "--model.dropout", "0.0", "--steps", "6")
+    run(1, "by one", *without, "--micro-batches", "8", "--reduce-each", "True", "--threads", "1")
+    run(2, "by two", *without, "--micro-batches", "4", "--reduce-each", "True", "--threads", "1")
+    one, two = left(folder, "by one"), left(folder, "by two")
+    assert one != two
+    assert np.allclose(one[0], two[0], rtol=1e-5)
+
+
+@pytest.mark.mpi
+def test_processes_that_resume_at_other_numbers_of_ranks_leave_the_same(folder):
+    for steps, ranks in ((2, 4), (4, 1), (6, 2)):
+        options = (*INVARIANT, "--name", "moved", "--steps", str(steps), "--resume", "auto")
+        done = start("models.train", *arguments(*options), ranks=ranks, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        assert "not the bits" not in done.stdout
+    assert left(folder, "moved") == left(folder, "alone")
+
+
+def test_another_number_of_micro_batches_is_told(folder, capfd):
+    run(2, "told", "--steps", "2")
+    run(2, "told", "--steps", "3", "--resume", "auto", "--micro-batches", "4")
+    told = "warning: not the bits of a run that was not resumed: micro_batches was 8, is 4"
+    assert told in capfd.readouterr().out
+    run(2, "told", "--steps", "4", "--resume", "auto", "--micro-batches", "4", "--deterministic", "per-world")
+    assert "deterministic was world-invariant, is per-world" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--micro-batches", "12", "--batch-size", "12"), "micro_batches must be a power of two, got 12"),
+        (("--batch-size", "12"), "batch_size 12 cannot be shared equally"),
+        (("--memory.offload-gradients", "True"), "has its gradients on the host"),
+        (("--reduce-each", "True"), "reduces each part: leave reduce_each off"),
+        (("--optimizer.clip-type", "3"), "optimizer.clip_type must be 1, 2 or inf"),
+        (("--threads", "-1"), "threads must be at least 0, got -1"),
+    ],
+)
+def test_what_does_not_go_together_is_told_before_anything_is_written(folder, options, told, capfd):
+    with pytest.raises(SystemExit) as stop:
+        run(1, "refused", *options)
+    assert stop.value.code == USAGE
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert not (folder / "runs" / "refused").exists()
