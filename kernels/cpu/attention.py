@@ -2,7 +2,8 @@
 
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
-exponentials; backward makes the scores again from it.
+exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
+keys and values (Ainslie et al., GQA, 2023).
 """
 
 from typing import Any
@@ -21,8 +22,9 @@ TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB
 def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
     """y = softmax(q k^T scale) v per head.
 
-    q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
-    dimension. lse (batch, heads, time). causal: query t sees keys up to t.
+    q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
+    share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
+    up to t.
     """
     _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale)
 
@@ -56,13 +58,14 @@ def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True)
 
 
 def _over_heads(kernel: Any, q: Array, k: Array, arrays: tuple, causal: bool, scale: float) -> None:
-    """Run `kernel` for every head of every sequence, on all threads of this rank."""
+    """Run `kernel` for every head of keys of every sequence, on all threads of this rank."""
     batch, heads, time, _ = q.shape
+    kv_heads = k.shape[1]
     split = threads() > 1
     if split:
         set_blas_threads(1)  # heads go to threads, not pieces of small products
     work = batch * heads * time * k.shape[2]
-    run_rows(kernel, batch * heads, work, heads, arrays, causal, q.dtype.type(scale))
+    run_rows(kernel, batch * kv_heads, work, kv_heads, heads // kv_heads, arrays, causal, q.dtype.type(scale))
     if split:
         set_blas_threads(threads())
 
@@ -73,11 +76,15 @@ def _tiles(time: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
     return [(i, min(i + TILE, time), min(i + TILE, time) if causal else keys) for i in starts]
 
 
-def _forward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
+def _forward(
+    start: int, stop: int, kv_heads: int, group: int, arrays: tuple, causal: bool, scale: Any
+) -> None:
     time, keys = arrays[0].shape[2], arrays[1].shape[2]
     memory = np.empty(min(TILE, time) * keys, arrays[0].dtype)
-    for head in range(start, stop):
-        q, k, v, y, lse = (array[head // heads, head % heads] for array in arrays)
+    for number in range(start * group, stop * group):
+        sequence, head = divmod(number, kv_heads * group)
+        q, y, lse = (arrays[i][sequence, head] for i in (0, 3, 4))
+        k, v = (arrays[i][sequence, head // group] for i in (1, 2))
         for low, high, seen in _tiles(time, keys, causal):
             scores = memory[: (high - low) * seen].reshape(high - low, seen)
             np.matmul(q[low:high], k[:seen].T, out=scores)
@@ -85,13 +92,17 @@ def _forward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, sca
             np.matmul(scores, v[:seen], out=y[low:high])
 
 
-def _backward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
+def _backward(
+    start: int, stop: int, kv_heads: int, group: int, arrays: tuple, causal: bool, scale: Any
+) -> None:
     time, keys = arrays[1].shape[2], arrays[2].shape[2]
     dtype = arrays[1].dtype
     memory, dmemory = np.empty((2, min(TILE, time) * keys), dtype)
-    for head in range(start, stop):
-        dy, q, k, v, y, lse, dq, dk, dv = (array[head // heads, head % heads] for array in arrays)
-        # From the last tile, which sees all keys and writes their gradients; the others add.
+    for number in range(start * group, stop * group):
+        sequence, head = divmod(number, kv_heads * group)
+        dy, q, y, lse, dq = (arrays[i][sequence, head] for i in (0, 1, 4, 5, 6))
+        k, v, dk, dv = (arrays[i][sequence, head // group] for i in (2, 3, 7, 8))
+        # From the last tile, which sees all keys: there the first of a group writes their gradients.
         for low, high, seen in reversed(_tiles(time, keys, causal)):
             scores = memory[: (high - low) * seen].reshape(high - low, seen)
             dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
@@ -99,7 +110,7 @@ def _backward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, sc
             np.matmul(dy[low:high], v[:seen].T, out=dscores)
             first = low if causal else keys
             _softmax_backward(scores, dscores, dy[low:high], y[low:high], lse[low:high], scale, first)
-            add = high < time
+            add = high < time or head % group > 0
             matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
             matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
             np.matmul(dscores, k[:seen], out=dq[low:high])

@@ -7,13 +7,15 @@ from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import attention as cuda
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
-# batch, heads, time, keys, width, causal
+# batch, heads, heads of keys, time, keys, width, causal
 CASES = [
-    (1, 1, 1, 1, 1, True),
-    (2, 3, 33, 33, 20, True),
-    (1, 2, 5, 70, 32, False),
-    (1, 1, 70, 5, 65, False),
-    (1, 2, 65, 65, 130, True),
+    (1, 1, 1, 1, 1, 1, True),
+    (2, 3, 3, 33, 33, 20, True),
+    (1, 2, 2, 5, 70, 32, False),
+    (1, 1, 1, 70, 5, 65, False),
+    (1, 2, 2, 65, 65, 130, True),
+    (2, 4, 2, 33, 33, 64, True),
+    (1, 3, 1, 34, 41, 128, False),
 ]
 
 
@@ -33,12 +35,12 @@ def in_double(*arrays):
     [*(("float32", case) for case in CASES), *((element, CASES[1]) for element in ELEMENTS[1:])],
 )
 def test_forward_and_backward(emulated, element, case):
-    batch, heads, time, keys, width, causal = case
+    batch, heads, kv_heads, time, keys, width, causal = case
     scale = 0.7 / np.sqrt(width)
     exact = dtype_of("float64" if element == "float64" else "float32")
     with guarded(element) as array:
         (q,) = heads_of(array(normal(batch, time, heads * width)), 1, heads)
-        k, v = heads_of(array(normal(batch, keys, 2 * heads * width)), 2, heads)
+        k, v = heads_of(array(normal(batch, keys, 2 * kv_heads * width)), 2, kv_heads)
         (y,) = heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)
         lse = array(np.full((batch, heads, time), np.nan), dtype=exact)
         cuda.forward(q, k, v, y, lse, causal=causal, scale=scale)

@@ -21,8 +21,10 @@ OPS = (
     "philox",
     "reduce",
     "rms_norm",
+    "rotary",
     "sgd",
     "softmax",
+    "swiglu",
 )
 
 
