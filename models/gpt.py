@@ -6,6 +6,7 @@ norm, and a head that is the token embedding again. Knows nothing of sharding.
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
@@ -13,6 +14,8 @@ from shardrt import Tensor, nn
 from shardrt import functional as F
 
 from .cache import KVCache, LayerCache
+
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -57,10 +60,10 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.n_embd, 3 * config.n_embd)
         self.output = residual_linear(config, config.n_embd)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
+    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
         if cache is not None:
             return self.output(cache.attend(self.qkv(x), self.heads, self.heads))
-        return self.output(F.self_attention(self.qkv(x), self.heads, is_causal=True))
+        return self.output(F.self_attention(self.qkv(x), self.heads, starts=starts))
 
 
 class MLP(nn.Module):
@@ -86,14 +89,15 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x), cache))
+    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x), cache, starts))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class GPT(nn.Module):
     """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
 
+    starts: from F.document_starts, where a row holds several documents that don't see one another.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
 
@@ -107,7 +111,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, tokens: np.ndarray, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: np.ndarray, cache: KVCache | None = None, starts: Array = None) -> Tensor:
         first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
         last = first + tokens.shape[1]
         if last > self.config.block_size:
@@ -115,7 +119,7 @@ class GPT(nn.Module):
         x = self.wte(tokens) + self.wpe(np.arange(first, last))  # (batch, time, n_embd)
         x = self.dropout(x)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, layer)
+            x = block(x, layer, starts)
         return F.linear(self.norm(x), self.wte.weight)
 
 

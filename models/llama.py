@@ -101,11 +101,17 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.n_embd, packed)
         self.output = residual_linear(config, config.n_embd)
 
-    def forward(self, x: Tensor, angles: tuple[Array, Array], cache: LayerCache | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Array, Array],
+        cache: LayerCache | None = None,
+        starts: Array = None,
+    ) -> Tensor:
         qkv = F.rotary(self.qkv(x), *angles, self.heads + self.kv_heads)
         if cache is not None:
             return self.output(cache.attend(qkv, self.heads, self.kv_heads))
-        return self.output(F.self_attention(qkv, self.heads, kv_heads=self.kv_heads))
+        return self.output(F.self_attention(qkv, self.heads, kv_heads=self.kv_heads, starts=starts))
 
 
 class MLP(nn.Module):
@@ -130,14 +136,21 @@ class Block(nn.Module):
         self.norm2 = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, angles: tuple[Array, Array], cache: LayerCache | None = None) -> Tensor:
-        x = x + self.attention(self.norm1(x), angles, cache)
+    def forward(
+        self,
+        x: Tensor,
+        angles: tuple[Array, Array],
+        cache: LayerCache | None = None,
+        starts: Array = None,
+    ) -> Tensor:
+        x = x + self.attention(self.norm1(x), angles, cache, starts)
         return x + self.mlp(self.norm2(x))
 
 
 class Llama(nn.Module):
     """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
 
+    starts: from F.document_starts, where a row holds several documents that don't see one another.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
 
@@ -152,7 +165,7 @@ class Llama(nn.Module):
             self.head = linear(config, config.n_embd, config.vocab_size)
         self._angles = Angles(config)
 
-    def forward(self, tokens: np.ndarray, cache: KVCache | None = None) -> Tensor:
+    def forward(self, tokens: np.ndarray, cache: KVCache | None = None, starts: Array = None) -> Tensor:
         first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
         last = first + tokens.shape[1]
         if last > self.config.block_size:
@@ -160,7 +173,7 @@ class Llama(nn.Module):
         angles = self._angles.of(first, last)
         x = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, angles, layer)
+            x = block(x, angles, layer, starts)
         return F.linear(self.norm(x), self.embedding.weight if self.config.tied else self.head.weight)
 
 

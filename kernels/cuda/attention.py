@@ -1,5 +1,5 @@
 """Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits (_cudnn.py);
-else reference kernels (attention.cu), for every type and width.
+else reference kernels (attention.cu), for every type and width, and for documents side by side.
 """
 
 from typing import Any
@@ -12,17 +12,30 @@ _WARPS, _TILE = 8, 32  # as in attention.cu
 WIDEST = 256  # elements of a head
 
 
-def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    scale: float,
+    starts: Array | None = None,
+) -> None:
     """y = softmax(q k^T scale) v per head.
 
     q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
     share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
-    up to t.
+    up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
+    is the same for all t of a document and where it begins.
     """
     fused = backend().attention()
-    if fused is not None and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
+    whole = fused is not None and starts is None
+    if whole and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
         return
-    args = (q, k, v, y, lse, *_strides(q, k, v, y), *_sizes(q, k), causal, accumulator(q.dtype)(scale))
+    last = (causal, accumulator(q.dtype)(scale))
+    args = (q, k, v, starts, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
     _run("forward", q, q, args, tiles=2, own=1)
 
 
@@ -39,10 +52,12 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    starts: Array | None = None,
 ) -> None:
     """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
     fused = backend().attention()
-    if fused is not None and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
+    whole = fused is not None and starts is None
+    if whole and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
         return
     delta = empty(q.shape[:3], lse.dtype)
     batch, heads, time, width = q.shape
@@ -50,9 +65,9 @@ def backward(
     strides = _strides(dy, y)
     launch("attention", "dots", q.dtype, grid, (dy, y, delta, *strides, time, width), DIM=_dim(width))
     last = (*_sizes(q, k), causal, accumulator(q.dtype)(scale))
-    args = (dy, q, k, v, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
+    args = (dy, q, k, v, starts, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
     _run("backward_queries", q, q, args, tiles=2, own=2)
-    args = (dy, q, k, v, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
+    args = (dy, q, k, v, starts, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
     _run("backward_keys", q, k, args, tiles=2, own=2)
 
 

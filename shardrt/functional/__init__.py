@@ -5,7 +5,7 @@ below it. The numbers are computed by kernels.
 """
 
 from shardrt.functional.activation import gelu, relu, silu, swiglu
-from shardrt.functional.attention import scaled_dot_product_attention, self_attention
+from shardrt.functional.attention import document_starts, scaled_dot_product_attention, self_attention
 from shardrt.functional.cast import cast
 from shardrt.functional.dropout import dropout
 from shardrt.functional.elementwise import (
@@ -50,6 +50,7 @@ __all__ = [
     "concatenate",
     "cross_entropy",
     "div",
+    "document_starts",
     "dropout",
     "embedding",
     "exp",

@@ -7,6 +7,9 @@ from itertools import accumulate
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from shardrt import device
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
 
@@ -72,31 +75,34 @@ class SelfAttention(Function):
     __slots__ = ()
     expensive = True
 
-    def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float) -> Array:
+    def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None) -> Array:
         batch, time, width = qkv.shape
         y = empty((batch, time, width // sum(heads) * heads[0]), qkv.dtype)
         lse = empty_exact((batch, heads[0], time), qkv)
         (y_heads,) = split_heads(y, heads[:1])
-        kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, causal=causal, scale=scale)
-        self.saved = (qkv, y, lse, heads, causal, scale)
+        how = {"causal": causal, "scale": scale, "starts": starts}
+        kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, **how)
+        self.saved = (qkv, y, lse, heads, how)
         return y
 
     def keep(self, y: Array) -> tuple:
         return y, self.saved[2]  # and lse
 
-    def resume(self, kept: tuple, qkv: Array, heads: tuple, causal: bool, scale: float) -> Array:
+    def resume(
+        self, kept: tuple, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None
+    ) -> Array:
         y, lse = kept
-        self.saved = (qkv, y, lse, heads, causal, scale)
+        self.saved = (qkv, y, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
         return y
 
     def backward(self, dy: Array) -> tuple:
-        qkv, y, lse, heads, causal, scale = self.saved
+        qkv, y, lse, heads, how = self.saved
         dqkv = empty_like(qkv)
         (dy_heads,), (y_heads,) = split_heads(dy, heads[:1]), split_heads(y, heads[:1])
         q, k, v = split_heads(qkv, heads)
         gradients = split_heads(dqkv, heads)
-        kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, causal=causal, scale=scale)
-        return dqkv, None, None, None
+        kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, **how)
+        return dqkv, None, None, None, None
 
 
 def self_attention(
@@ -105,16 +111,19 @@ def self_attention(
     is_causal: bool = True,
     scale: float | None = None,
     kv_heads: int | None = None,
+    starts: Array | None = None,
 ) -> "Tensor":
     """Attention of a sequence to itself, from queries, keys and values in one tensor, which is not copied.
 
     qkv: (batch, time, (heads + 2 * kv_heads) * head_dim), as one linear layer makes it: first all heads'
     queries, then keys, then values. kv_heads: heads of keys and of values, each for heads / kv_heads heads of
-    queries in a row; as many as heads unless given. Gives (batch, time, heads * head_dim), the heads side by
-    side. float32 or float64.
+    queries in a row; as many as heads unless given. starts: from document_starts, where a sequence holds
+    several documents that don't see one another; with is_causal only. float32 or float64.
 
-    Raises ValueError if the last dimension does not fit or kv_heads does not divide heads, TypeError for
-    other dtypes.
+    Gives (batch, time, heads * head_dim), the heads side by side.
+
+    Raises ValueError if the last dimension or `starts` does not fit or kv_heads does not divide heads,
+    TypeError for other dtypes.
     """
     qkv = tensor(qkv)
     kv_heads = heads if kv_heads is None else kv_heads
@@ -130,7 +139,27 @@ def self_attention(
         )
     check_floats("self_attention", qkv=qkv)
     scale = _scale(scale, qkv.shape[2] // parts)
-    return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), bool(is_causal), scale)
+    if starts is not None and (starts.shape != qkv.shape[:2] or not is_causal):
+        raise ValueError(
+            f"self_attention: starts must be {qkv.shape[:2]}, with is_causal, got {starts.shape} "
+            f"(is_causal={is_causal})"
+        )
+    return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), bool(is_causal), scale, starts)
+
+
+def document_starts(documents: Array) -> Array:
+    """Where the document of each token begins, for self_attention.
+
+    documents: integers (batch, time) on the host, equal for neighbours that belong together. Gives int64 of
+    that shape on the current device. Raises ValueError for another number of dimensions.
+    """
+    documents = np.asarray(documents)
+    if documents.ndim != 2:
+        raise ValueError(f"document_starts: documents must be (batch, time), got {documents.shape}")
+    first = np.ones(documents.shape, bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = np.where(first, np.arange(documents.shape[1]), 0)
+    return device.current().asarray(np.maximum.accumulate(places, axis=1), np.int64)
 
 
 def split_heads(x: Array, heads: Sequence[int]) -> list:
