@@ -6,11 +6,16 @@ norm, and a head that is the token embedding again. Knows nothing of sharding.
 
 from dataclasses import dataclass
 from math import sqrt
+from typing import Any
 
 import numpy as np
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
+
+from .cache import KVCache, LayerCache
+
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -38,6 +43,14 @@ class GPTConfig:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
 
 
+SIZES = {
+    "gpt2": GPTConfig(vocab_size=50257),
+    "gpt2-medium": GPTConfig(n_layer=24, n_head=16, n_embd=1024, vocab_size=50257),
+    "gpt2-large": GPTConfig(n_layer=36, n_head=20, n_embd=1280, vocab_size=50257),
+    "gpt2-xl": GPTConfig(n_layer=48, n_head=25, n_embd=1600, vocab_size=50257),
+}
+
+
 class Attention(nn.Module):
     """Causal self-attention over all heads at once."""
 
@@ -47,8 +60,10 @@ class Attention(nn.Module):
         self.qkv = linear(config, config.n_embd, 3 * config.n_embd)
         self.output = residual_linear(config, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
-        return self.output(F.self_attention(self.qkv(x), self.heads, is_causal=True))
+    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
+        if cache is not None:
+            return self.output(cache.attend(self.qkv(x), self.heads, self.heads))
+        return self.output(F.self_attention(self.qkv(x), self.heads, starts=starts))
 
 
 class MLP(nn.Module):
@@ -74,13 +89,18 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x, y = self.norm2(x, self.dropout(self.attention(self.norm1(x))))  # the sum, and its norm
+    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
+        branch = self.dropout(self.attention(self.norm1(x), cache, starts))
+        x, y = self.norm2(x, branch)  # the sum, and its norm
         return x + self.dropout(self.mlp(y))
 
 
 class GPT(nn.Module):
-    """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size)."""
+    """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
+
+    starts: from F.document_starts, where a row holds several documents that don't see one another.
+    cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
+    """
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
@@ -92,14 +112,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, tokens: np.ndarray) -> Tensor:
-        time = tokens.shape[1]
-        if time > self.config.block_size:
-            raise ValueError(f"tokens: at most block_size = {self.config.block_size} at a time, got {time}")
-        x = self.wte(tokens) + self.wpe(np.arange(time))  # (batch, time, n_embd)
+    def forward(self, tokens: np.ndarray, cache: KVCache | None = None, starts: Array = None) -> Tensor:
+        first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
+        last = first + tokens.shape[1]
+        if last > self.config.block_size:
+            raise ValueError(f"tokens: at most block_size = {self.config.block_size} at a time, got {last}")
+        x = self.wte(tokens) + self.wpe(np.arange(first, last))  # (batch, time, n_embd)
         x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x)
+        for block, layer in zip(self.blocks, layers, strict=True):
+            x = block(x, layer, starts)
         return F.linear(self.norm(x), self.wte.weight)
 
 

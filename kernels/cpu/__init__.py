@@ -15,8 +15,10 @@ from shardrt.kernels.cpu import (
     philox,
     reduce,
     rms_norm,
+    rotary,
     sgd,
     softmax,
+    swiglu,
 )
 from shardrt.kernels.cpu._threads import set_threads, threads
 from shardrt.kernels.cpu._warm_up import warm_up
@@ -36,9 +38,11 @@ __all__ = [
     "philox",
     "reduce",
     "rms_norm",
+    "rotary",
     "set_threads",
     "sgd",
     "softmax",
+    "swiglu",
     "threads",
     "warm_up",
 ]

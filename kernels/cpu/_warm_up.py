@@ -19,8 +19,10 @@ from shardrt.kernels.cpu import (
     philox,
     reduce,
     rms_norm,
+    rotary,
     sgd,
     softmax,
+    swiglu,
 )
 
 
@@ -37,6 +39,9 @@ def warm_up() -> None:
     layer_norm.backward(z, x, weight, one, two, y, row, bias, False)
     rms_norm.forward(x, weight, y, one, 1e-5)
     rms_norm.backward(z, x, weight, one, y, row, False)
+    rotary.forward(x, one[:, None], two[:, None], y, 1)
+    swiglu.forward(x, np.empty((2, 2), np.float32))
+    swiglu.backward(np.ones((2, 2), np.float32), x, y)
     softmax.forward(x, y)
     softmax.backward(z, x, y)
     cross_entropy.forward(x, index, one, two, -100)

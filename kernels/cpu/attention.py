@@ -2,7 +2,8 @@
 
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
-exponentials; backward makes the scores again from it.
+exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
+keys and values (Ainslie et al., GQA, 2023).
 """
 
 from typing import Any
@@ -18,13 +19,25 @@ Array = Any
 TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB
 
 
-def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    scale: float,
+    starts: Array | None = None,
+) -> None:
     """y = softmax(q k^T scale) v per head.
 
-    q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
-    dimension. lse (batch, heads, time). causal: query t sees keys up to t.
+    q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
+    share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
+    up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
+    is the same for all t of a document and where it begins.
     """
-    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale)
+    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale, starts)
 
 
 def backward(
@@ -40,9 +53,10 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    starts: Array | None = None,
 ) -> None:
     """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
-    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale)
+    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts)
 
 
 def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
@@ -55,16 +69,34 @@ def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True)
     return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
 
 
-def _over_heads(kernel: Any, q: Array, k: Array, arrays: tuple, causal: bool, scale: float) -> None:
-    """Run `kernel` for every head of every sequence, on all threads of this rank."""
+def _over_heads(
+    kernel: Any, q: Array, k: Array, arrays: tuple, causal: bool, scale: float, starts: Array | None
+) -> None:
+    """Run `kernel` for every head of keys of every sequence, on all threads of this rank."""
     batch, heads, time, _ = q.shape
+    kv_heads = k.shape[1]
     split = threads() > 1
     if split:
         set_blas_threads(1)  # heads go to threads, not pieces of small products
     work = batch * heads * time * k.shape[2]
-    run_rows(kernel, batch * heads, work, heads, arrays, causal, q.dtype.type(scale))
+    how = (_spans(starts, batch, time, k.shape[2]), causal, q.dtype.type(scale))
+    run_rows(kernel, batch * kv_heads, work, kv_heads, heads // kv_heads, arrays, *how)
     if split:
         set_blas_threads(threads())
+
+
+Span = tuple[slice, slice]  # of queries, and of the keys for them
+
+
+def _spans(starts: Array | None, batch: int, time: int, keys: int) -> list[list[Span]]:
+    """Of every sequence, what attends to itself alone: its documents, or all of it."""
+    if starts is None:
+        return [[(slice(0, time), slice(0, keys))]] * batch
+    result = []
+    for row in starts:
+        edges = [*np.flatnonzero(row == np.arange(time)).tolist(), time]
+        result.append([(slice(*edge), slice(*edge)) for edge in zip(edges[:-1], edges[1:], strict=True)])
+    return result
 
 
 def _tiles(time: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
@@ -73,36 +105,57 @@ def _tiles(time: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
     return [(i, min(i + TILE, time), min(i + TILE, time) if causal else keys) for i in starts]
 
 
-def _forward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
-    time, keys = arrays[0].shape[2], arrays[1].shape[2]
-    memory = np.empty(min(TILE, time) * keys, arrays[0].dtype)
-    for head in range(start, stop):
-        q, k, v, y, lse = (array[head // heads, head % heads] for array in arrays)
-        for low, high, seen in _tiles(time, keys, causal):
-            scores = memory[: (high - low) * seen].reshape(high - low, seen)
-            np.matmul(q[low:high], k[:seen].T, out=scores)
-            _softmax(scores, lse[low:high], scale, low if causal else keys)
-            np.matmul(scores, v[:seen], out=y[low:high])
+def _forward(
+    start: int,
+    stop: int,
+    kv_heads: int,
+    group: int,
+    arrays: tuple,
+    spans: list[list[Span]],
+    causal: bool,
+    scale: Any,
+) -> None:
+    memory = np.empty(min(TILE, arrays[0].shape[2]) * arrays[1].shape[2], arrays[0].dtype)
+    for number in range(start * group, stop * group):
+        sequence, head = divmod(number, kv_heads * group)
+        for own, others in spans[sequence]:
+            q, y, lse = (arrays[i][sequence, head, own] for i in (0, 3, 4))
+            k, v = (arrays[i][sequence, head // group, others] for i in (1, 2))
+            for low, high, seen in _tiles(len(q), len(k), causal):
+                scores = memory[: (high - low) * seen].reshape(high - low, seen)
+                np.matmul(q[low:high], k[:seen].T, out=scores)
+                _softmax(scores, lse[low:high], scale, low if causal else len(k))
+                np.matmul(scores, v[:seen], out=y[low:high])
 
 
-def _backward(start: int, stop: int, heads: int, arrays: tuple, causal: bool, scale: Any) -> None:
-    time, keys = arrays[1].shape[2], arrays[2].shape[2]
-    dtype = arrays[1].dtype
-    memory, dmemory = np.empty((2, min(TILE, time) * keys), dtype)
-    for head in range(start, stop):
-        dy, q, k, v, y, lse, dq, dk, dv = (array[head // heads, head % heads] for array in arrays)
-        # From the last tile, which sees all keys and writes their gradients; the others add.
-        for low, high, seen in reversed(_tiles(time, keys, causal)):
-            scores = memory[: (high - low) * seen].reshape(high - low, seen)
-            dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
-            np.matmul(q[low:high], k[:seen].T, out=scores)
-            np.matmul(dy[low:high], v[:seen].T, out=dscores)
-            first = low if causal else keys
-            _softmax_backward(scores, dscores, dy[low:high], y[low:high], lse[low:high], scale, first)
-            add = high < time
-            matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
-            matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
-            np.matmul(dscores, k[:seen], out=dq[low:high])
+def _backward(
+    start: int,
+    stop: int,
+    kv_heads: int,
+    group: int,
+    arrays: tuple,
+    spans: list[list[Span]],
+    causal: bool,
+    scale: Any,
+) -> None:
+    memory, dmemory = np.empty((2, min(TILE, arrays[1].shape[2]) * arrays[2].shape[2]), arrays[1].dtype)
+    for number in range(start * group, stop * group):
+        sequence, head = divmod(number, kv_heads * group)
+        for own, others in spans[sequence]:
+            dy, q, y, lse, dq = (arrays[i][sequence, head, own] for i in (0, 1, 4, 5, 6))
+            k, v, dk, dv = (arrays[i][sequence, head // group, others] for i in (2, 3, 7, 8))
+            # From the last tile, which sees all keys: there the first of a group writes their gradients.
+            for low, high, seen in reversed(_tiles(len(q), len(k), causal)):
+                scores = memory[: (high - low) * seen].reshape(high - low, seen)
+                dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
+                np.matmul(q[low:high], k[:seen].T, out=scores)
+                np.matmul(dy[low:high], v[:seen].T, out=dscores)
+                first = low if causal else len(k)
+                _softmax_backward(scores, dscores, dy[low:high], y[low:high], lse[low:high], scale, first)
+                add = high < len(q) or head % group > 0
+                matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
+                matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
+                np.matmul(dscores, k[:seen], out=dq[low:high])
 
 
 @reordered

@@ -21,8 +21,10 @@ from shardrt.kernels.cuda import (
     philox,
     reduce,
     rms_norm,
+    rotary,
     sgd,
     softmax,
+    swiglu,
 )
 
 __all__ = [
@@ -40,8 +42,10 @@ __all__ = [
     "philox",
     "reduce",
     "rms_norm",
+    "rotary",
     "sgd",
     "softmax",
+    "swiglu",
     "warm_up",
 ]
 

@@ -3,7 +3,9 @@
 // (Dao et al., FlashAttention, 2022; Milakov and Gimelshein, Online normalizer calculation for softmax, 2018.)
 // A block has WARPS * ROWS queries of one head and goes through the keys, TILE at a time, which its warps share;
 // lane j of a warp makes the scores of key j. Backward makes the scores again, once with the roles as they are
-// for dq and once with them exchanged for dk and dv: so every sum has one owner and one order.
+// for dq and once with them exchanged for dk and dv: so every sum has one owner and one order. `group` heads of
+// queries in a row share one of keys and values (Ainslie et al., GQA, 2023).
+// starts (batch, time), or null: the first key that a query sees, where it sees no more than its document.
 // Macro: DIM=64
 #include "common.cuh"
 
@@ -14,6 +16,12 @@ constexpr int PITCH = DIM + 1;           // of a tile's rows: lanes read one col
 constexpr int PARTS = DIM / WARP;        // elements of a row that a lane adds up
 
 __device__ __forceinline__ A infinity() { return __int_as_float(0x7f800000); }
+
+// The first key that each of a warp's own queries sees.
+__device__ __forceinline__ void find_oldest(int64* oldest, const int64* starts, int64 own, int64 time) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) oldest[r] = starts && own + r < time ? starts[own + r] : 0;
+}
 
 // `count` rows of `width` elements from row `first` on, as A; zeros beyond `rows` and `width`.
 __device__ __forceinline__ void load(A* to, int pitch, const T* from, int64 stride, int64 first, int count, int64 rows,
@@ -74,22 +82,28 @@ template <class X> __device__ __forceinline__ void clear(X (*sum)[PARTS]) {
 
 // Grid: blocks of queries, heads, batch. lse is (batch, heads, time).
 extern "C" __global__ void __launch_bounds__(256) forward(
-    const T* q, const T* k, const T* v, T* y, A* lse, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
-    int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 y_batch, int64 y_head, int64 y_time,
-    int64 time, int64 keys, int64 width, int causal, A scale) {
+    const T* q, const T* k, const T* v, const int64* starts, T* y, A* lse, int64 q_batch, int64 q_head,
+    int64 q_time, int64 k_batch, int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time,
+    int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 keys, int64 width, int64 group, int causal, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *tile_k = queries + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
     q += blockIdx.z * q_batch + blockIdx.y * q_head;
-    k += blockIdx.z * k_batch + blockIdx.y * k_head;
-    v += blockIdx.z * v_batch + blockIdx.y * v_head;
+    k += blockIdx.z * k_batch + blockIdx.y / (unsigned)group * k_head;
+    v += blockIdx.z * v_batch + blockIdx.y / (unsigned)group * v_head;
     int64 first = blockIdx.x * (int64)OWN, own = first + threadIdx.x / WARP * ROWS;
     int lane = threadIdx.x % WARP;
     load(queries, DIM, q, q_time, first, OWN, time, width);
     A highest[ROWS], total[ROWS], weight[ROWS], sum[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++) highest[r] = -infinity(), total[r] = 0;
     clear(sum);
-    int64 last = causal && first + OWN < keys ? first + OWN : keys;
-    for (int64 start = 0; start < last; start += TILE) {
+    int64 last = causal && first + OWN < keys ? first + OWN : keys, begin = 0;
+    if (starts) {
+        starts += blockIdx.z * time;
+        begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
+    }
+    int64 oldest[ROWS];
+    find_oldest(oldest, starts, own, time);
+    for (int64 start = begin; start < last; start += TILE) {
         __syncthreads();
         load(tile_k, PITCH, k, k_time, start, TILE, keys, width);
         load(tile_v, PITCH, v, v_time, start, TILE, keys, width);
@@ -98,11 +112,11 @@ extern "C" __global__ void __launch_bounds__(256) forward(
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int64 key = start + lane;
-            bool seen = key < keys && (!causal || key <= own + r);
+            bool seen = key < keys && (!causal || key <= own + r) && oldest[r] <= key;
             A score = seen ? weight[r] * scale : -infinity();
             A most = warp_max(score);
             if (most < highest[r]) most = highest[r];
-            A factor = exp(highest[r] - most);  // 0 at first: every query sees key 0
+            A factor = most == -infinity() ? A(1) : exp(highest[r] - most);  // nothing seen yet: nothing to scale
             weight[r] = seen ? exp(score - most) : A(0);
             total[r] = total[r] * factor + warp_sum(weight[r]);
             highest[r] = most;
@@ -138,14 +152,14 @@ extern "C" __global__ void dots(const T* dy, const T* y, A* delta, int64 dy_batc
 
 // dq. Grid and shared memory as in forward, and dy beside q.
 extern "C" __global__ void __launch_bounds__(256) backward_queries(
-    const T* dy, const T* q, const T* k, const T* v, const A* lse, const A* delta, T* dq, int64 dy_batch, int64 dy_head,
-    int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch, int64 k_head, int64 k_time, int64 v_batch,
-    int64 v_head, int64 v_time, int64 dq_batch, int64 dq_head, int64 dq_time, int64 time, int64 keys, int64 width,
-    int causal, A scale) {
+    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const A* lse, const A* delta, T* dq,
+    int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
+    int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dq_batch, int64 dq_head,
+    int64 dq_time, int64 time, int64 keys, int64 width, int64 group, int causal, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *upper = queries + OWN * DIM, *tile_k = upper + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
-    k += blockIdx.z * k_batch + blockIdx.y * k_head;
-    v += blockIdx.z * v_batch + blockIdx.y * v_head;
+    k += blockIdx.z * k_batch + blockIdx.y / (unsigned)group * k_head;
+    v += blockIdx.z * v_batch + blockIdx.y / (unsigned)group * v_head;
     int64 first = blockIdx.x * (int64)OWN, own = first + threadIdx.x / WARP * ROWS;
     int64 numbers = (blockIdx.z * (int64)gridDim.y + blockIdx.y) * time;
     int lane = threadIdx.x % WARP;
@@ -158,8 +172,14 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
         dot[r] = there ? delta[numbers + own + r] : A(0);
     }
     clear(sum);
-    int64 last = causal && first + OWN < keys ? first + OWN : keys;
-    for (int64 start = 0; start < last; start += TILE) {
+    int64 last = causal && first + OWN < keys ? first + OWN : keys, begin = 0;
+    if (starts) {
+        starts += blockIdx.z * time;
+        begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
+    }
+    int64 oldest[ROWS];
+    find_oldest(oldest, starts, own, time);
+    for (int64 start = begin; start < last; start += TILE) {
         __syncthreads();
         load(tile_k, PITCH, k, k_time, start, TILE, keys, width);
         load(tile_v, PITCH, v, v_time, start, TILE, keys, width);
@@ -169,7 +189,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int64 key = start + lane;
-            bool seen = key < keys && own + r < time && (!causal || key <= own + r);
+            bool seen = key < keys && own + r < time && (!causal || key <= own + r) && oldest[r] <= key;
             A weight = seen ? exp(score[r] * scale - shift[r]) : A(0);
             dscore[r] = weight * (dscore[r] - dot[r]) * scale;
         }
@@ -178,41 +198,46 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
     store(dq + blockIdx.z * dq_batch + blockIdx.y * dq_head, dq_time, sum, own, time, width);
 }
 
-// dk and dv. A block has keys of its own and goes through the queries that see them.
+// dk and dv. A block has keys of its own and goes through the queries that see them, of every head in their group.
 extern "C" __global__ void __launch_bounds__(256) backward_keys(
-    const T* dy, const T* q, const T* k, const T* v, const A* lse, const A* delta, T* dk, T* dv, int64 dy_batch,
-    int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch, int64 k_head, int64 k_time,
-    int64 v_batch, int64 v_head, int64 v_time, int64 dk_batch, int64 dk_head, int64 dk_time, int64 dv_batch,
-    int64 dv_head, int64 dv_time, int64 time, int64 keys, int64 width, int causal, A scale) {
+    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const A* lse, const A* delta, T* dk,
+    T* dv, int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
+    int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dk_batch, int64 dk_head,
+    int64 dk_time, int64 dv_batch, int64 dv_head, int64 dv_time, int64 time, int64 keys, int64 width, int64 group,
+    int causal, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *own_k = memory, *own_v = own_k + OWN * DIM, *tile_q = own_v + OWN * DIM, *tile_dy = tile_q + TILE * PITCH;
-    q += blockIdx.z * q_batch + blockIdx.y * q_head;
-    dy += blockIdx.z * dy_batch + blockIdx.y * dy_head;
+    q += blockIdx.z * q_batch + blockIdx.y * group * q_head;
+    dy += blockIdx.z * dy_batch + blockIdx.y * group * dy_head;
     int64 first = blockIdx.x * (int64)OWN, own = first + threadIdx.x / WARP * ROWS;
-    int64 numbers = (blockIdx.z * (int64)gridDim.y + blockIdx.y) * time;
+    int64 numbers = (blockIdx.z * (int64)gridDim.y + blockIdx.y) * group * time;
+    if (starts) starts += blockIdx.z * time;
     int lane = threadIdx.x % WARP;
     load(own_k, DIM, k + blockIdx.z * k_batch + blockIdx.y * k_head, k_time, first, OWN, keys, width);
     load(own_v, DIM, v + blockIdx.z * v_batch + blockIdx.y * v_head, v_time, first, OWN, keys, width);
     A weight[ROWS], dscore[ROWS], sum_k[ROWS][PARTS], sum_v[ROWS][PARTS];
     clear(sum_k);
     clear(sum_v);
-    for (int64 start = causal ? first / TILE * TILE : 0; start < time; start += TILE) {
-        __syncthreads();
-        load(tile_q, PITCH, q, q_time, start, TILE, time, width);
-        load(tile_dy, PITCH, dy, dy_time, start, TILE, time, width);
-        __syncthreads();
-        products(weight, own_k, tile_q);
-        products(dscore, own_v, tile_dy);
-        int64 query = start + lane;
-        A shift = query < time ? lse[numbers + query] : A(0), dot = query < time ? delta[numbers + query] : A(0);
+    for (int64 member = 0; member < group; member++, q += q_head, dy += dy_head, numbers += time) {
+        for (int64 start = causal ? first / TILE * TILE : 0; start < time; start += TILE) {
+            __syncthreads();
+            load(tile_q, PITCH, q, q_time, start, TILE, time, width);
+            load(tile_dy, PITCH, dy, dy_time, start, TILE, time, width);
+            __syncthreads();
+            products(weight, own_k, tile_q);
+            products(dscore, own_v, tile_dy);
+            int64 query = start + lane;
+            A shift = query < time ? lse[numbers + query] : A(0), dot = query < time ? delta[numbers + query] : A(0);
+            int64 oldest = starts && query < time ? starts[query] : 0;  // key that it sees
 #pragma unroll
-        for (int r = 0; r < ROWS; r++) {
-            bool seen = query < time && own + r < keys && (!causal || own + r <= query);
-            weight[r] = seen ? exp(weight[r] * scale - shift) : A(0);
-            dscore[r] = weight[r] * (dscore[r] - dot) * scale;
+            for (int r = 0; r < ROWS; r++) {
+                bool seen = query < time && own + r < keys && (!causal || own + r <= query) && oldest <= own + r;
+                weight[r] = seen ? exp(weight[r] * scale - shift) : A(0);
+                dscore[r] = weight[r] * (dscore[r] - dot) * scale;
+            }
+            weigh(sum_v, weight, tile_dy);
+            weigh(sum_k, dscore, tile_q);
         }
-        weigh(sum_v, weight, tile_dy);
-        weigh(sum_k, dscore, tile_q);
     }
     store(dk + blockIdx.z * dk_batch + blockIdx.y * dk_head, dk_time, sum_k, own, keys, width);
     store(dv + blockIdx.z * dv_batch + blockIdx.y * dv_head, dv_time, sum_v, own, keys, width);

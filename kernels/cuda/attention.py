@@ -1,5 +1,5 @@
 """Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits (_cudnn.py);
-else reference kernels (attention.cu), for every type and width.
+else reference kernels (attention.cu), for every type and width, and for documents side by side.
 """
 
 from typing import Any
@@ -12,18 +12,31 @@ _WARPS, _TILE = 8, 32  # as in attention.cu
 WIDEST = 256  # elements of a head
 
 
-def forward(q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float) -> None:
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    scale: float,
+    starts: Array | None = None,
+) -> None:
     """y = softmax(q k^T scale) v per head.
 
-    q, y (batch, heads, time, head_dim), k, v the same with their own time; any strides but 1 in the last
-    dimension. lse (batch, heads, time). causal: query t sees keys up to t.
+    q, y (batch, heads, time, head_dim), k, v the same with their own time, and fewer heads where several of q
+    share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
+    up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
+    is the same for all t of a document and where it begins.
     """
     fused = backend().attention()
-    if fused is not None and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
+    whole = fused is not None and starts is None
+    if whole and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
         return
-    sizes = q.shape[2], k.shape[2], q.shape[3]
-    args = (q, k, v, y, lse, *_strides(q, k, v, y), *sizes, causal, accumulator(q.dtype)(scale))
-    _run("forward", q, q.shape[2], args, tiles=2, own=1)
+    last = (causal, accumulator(q.dtype)(scale))
+    args = (q, k, v, starts, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
+    _run("forward", q, q, args, tiles=2, own=1)
 
 
 def backward(
@@ -39,22 +52,23 @@ def backward(
     *,
     causal: bool,
     scale: float,
+    starts: Array | None = None,
 ) -> None:
     """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
     fused = backend().attention()
-    if fused is not None and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
+    whole = fused is not None and starts is None
+    if whole and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
         return
-    sizes = q.shape[2], k.shape[2], q.shape[3]
     delta = empty(q.shape[:3], lse.dtype)
     batch, heads, time, width = q.shape
     grid = -(-time // _WARPS), heads, batch
     strides = _strides(dy, y)
     launch("attention", "dots", q.dtype, grid, (dy, y, delta, *strides, time, width), DIM=_dim(width))
-    last = (*sizes, causal, accumulator(q.dtype)(scale))
-    args = (dy, q, k, v, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
-    _run("backward_queries", q, time, args, tiles=2, own=2)
-    args = (dy, q, k, v, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
-    _run("backward_keys", q, k.shape[2], args, tiles=2, own=2)
+    last = (*_sizes(q, k), causal, accumulator(q.dtype)(scale))
+    args = (dy, q, k, v, starts, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
+    _run("backward_queries", q, q, args, tiles=2, own=2)
+    args = (dy, q, k, v, starts, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
+    _run("backward_keys", q, k, args, tiles=2, own=2)
 
 
 def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
@@ -67,12 +81,20 @@ def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True)
     return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
 
 
-def _run(function: str, q: Array, rows: int, args: tuple, *, tiles: int, own: int) -> None:
-    """A block for each `_own` rows of a head. In shared memory: so many tiles, so many times its own rows."""
+def _sizes(q: Array, k: Array) -> tuple[int, int, int, int]:
+    """Queries, keys, width, and the heads of q that share one of k."""
+    return q.shape[2], k.shape[2], q.shape[3], q.shape[1] // k.shape[1]
+
+
+def _run(function: str, q: Array, rows: Array, args: tuple, *, tiles: int, own: int) -> None:
+    """A block for each `per_block` rows of a head of `rows`, which is q or k.
+
+    In shared memory: so many tiles, so many times its own rows.
+    """
     dim = int(_dim(q.shape[3]))
     per_block = _WARPS * (2 if dim > 128 else 4)
     shared = (tiles * _TILE * (dim + 1) + own * per_block * dim) * accumulator(q.dtype)().itemsize
-    grid = -(-rows // per_block), q.shape[1], q.shape[0]
+    grid = -(-rows.shape[2] // per_block), rows.shape[1], rows.shape[0]
     launch("attention", function, q.dtype, grid, args, threads=THREADS, shared=shared, DIM=str(dim))
 
 

@@ -37,6 +37,10 @@ template <> struct From<__nv_bfloat16> {
 };
 template <class X> __device__ __forceinline__ X from_acc(typename Accumulator<X>::type x) { return From<X>::of(x); }
 
+// x / y to 2 units in the last place; 0 where y is above 2^126.
+__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
+__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
+
 // Sixteen bytes that are loaded and stored at once. The pointer must be aligned to 16.
 template <class X> struct alignas(16) Vector {
     static constexpr int width = 16 / sizeof(X);

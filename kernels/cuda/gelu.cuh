@@ -2,10 +2,6 @@
 #pragma once
 #include "common.cuh"
 
-// x / y to 2 units in the last place; 0 where y is above 2^126.
-__device__ __forceinline__ float quotient(float x, float y) { return __fdividef(x, y); }
-__device__ __forceinline__ double quotient(double x, double y) { return x / y; }
-
 struct GeluTanh {  // x * sigmoid(2 u), u = sqrt(2 / pi) * (x + 0.044715 x^3): one exponential
     static constexpr double ROOT = 0.7978845608028654, CUBE = 0.044715;  // sqrt(2 / pi)
     static __device__ __forceinline__ A divisor(A x) {

@@ -18,13 +18,13 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     Rank 0 needs memory for the whole model; every rank for one gathered unit at a time.
     """
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names[id(parameter)]: np.array(values) for parameter, values in _gathered(model)}
+    state = {names[id(parameter)]: np.array(values) for parameter, values in gathered(model)}
     if worlds.current().rank != 0:
         return {}
     return {name: state[name] for name in names.values()}
 
 
-def _gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
+def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once."""
     here = device.current()
     first = worlds.current().rank == 0

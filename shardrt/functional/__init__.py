@@ -4,8 +4,8 @@ One file per family. Each op is a Function, forward and backward together, with 
 below it. The numbers are computed by kernels.
 """
 
-from shardrt.functional.activation import gelu, relu, silu
-from shardrt.functional.attention import scaled_dot_product_attention, self_attention
+from shardrt.functional.activation import gelu, relu, silu, swiglu
+from shardrt.functional.attention import document_starts, scaled_dot_product_attention, self_attention
 from shardrt.functional.cast import cast
 from shardrt.functional.dropout import dropout
 from shardrt.functional.elementwise import (
@@ -27,6 +27,7 @@ from shardrt.functional.loss import cross_entropy
 from shardrt.functional.matmul import matmul
 from shardrt.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardrt.functional.reduce import max, mean, sum
+from shardrt.functional.rotary import rotary
 from shardrt.functional.shape import (
     chunk,
     concatenate,
@@ -51,6 +52,7 @@ __all__ = [
     "concatenate",
     "cross_entropy",
     "div",
+    "document_starts",
     "dropout",
     "embedding",
     "exp",
@@ -73,6 +75,7 @@ __all__ = [
     "relu",
     "reshape",
     "rms_norm",
+    "rotary",
     "scaled_dot_product_attention",
     "self_attention",
     "silu",
@@ -83,6 +86,7 @@ __all__ = [
     "stack",
     "sub",
     "sum",
+    "swiglu",
     "tanh",
     "transpose",
     "unsqueeze",

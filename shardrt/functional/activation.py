@@ -3,7 +3,7 @@
 from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function
-from shardrt.functional._arrays import check_floats, empty_like, flat, kernels, tensor
+from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -78,6 +78,35 @@ def silu(x: "Tensor") -> "Tensor":
     x = tensor(x)
     check_floats("silu", x=x)
     return SiLU.apply(x)
+
+
+class SwiGLU(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
+        kernels().swiglu.forward(rows(x), rows(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = empty_like(x)
+        kernels().swiglu.backward(rows(dy), rows(x), rows(dx))
+        return dx
+
+
+def swiglu(x: "Tensor") -> "Tensor":
+    """silu(a) * b of the two halves of the last dimension (Shazeer, GLU Variants Improve Transformer, 2020).
+
+    x: (..., 2 * width), a before b, as one linear layer makes them; gives (..., width). float32 or float64.
+    Raises ValueError for an odd last dimension.
+    """
+    x = tensor(x)
+    check_floats("swiglu", x=x)
+    if x.ndim == 0 or x.shape[-1] % 2:
+        raise ValueError(f"swiglu: x must be (..., 2 * width), got {x.shape}")
+    return SwiGLU.apply(x)
 
 
 class ReLU(Function):

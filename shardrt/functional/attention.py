@@ -2,9 +2,14 @@
 number per query, the logarithm of its sum of exponentials (Dao et al., FlashAttention, 2022).
 """
 
+from collections.abc import Sequence
+from itertools import accumulate
 from math import sqrt
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from shardrt import device
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
 
@@ -47,9 +52,10 @@ def scaled_dot_product_attention(
 ) -> "Tensor":
     """softmax(q k^T scale) v in every head (Vaswani et al., Attention Is All You Need, 2017, section 3.2.1).
 
-    q: (batch, heads, time, head_dim). k, v: the same, but for another time where not is_causal. Views of any
-    strides are read as they are. scale: 1 / sqrt(head_dim) unless given. is_causal: a query sees the keys up
-    to its own time. Gives (batch, heads, time, head_dim). All float32 or all float64.
+    q: (batch, heads, time, head_dim). k, v: the same, but for another time where not is_causal, and fewer
+    heads where several of q in a row share one (Ainslie et al., GQA, 2023). Views of any strides are read as
+    they are. scale: 1 / sqrt(head_dim) unless given. is_causal: a query sees the keys up to its own time.
+    Gives (batch, heads, time, head_dim). All float32 or all float64.
 
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
@@ -58,8 +64,8 @@ def scaled_dot_product_attention(
     if q.ndim != 4:
         raise ValueError(f"{op}: q must be (batch, heads, time, head_dim), got {q.shape}")
     batch, heads, time, head_dim = q.shape
-    fits = k.ndim == 4 and k.shape == (batch, heads, time if is_causal else k.shape[2], head_dim)
-    if not fits or v.shape != k.shape:
+    fits = k.ndim == 4 and k.shape[1] and k.shape[::3] == (batch, head_dim) and heads % k.shape[1] == 0
+    if not fits or v.shape != k.shape or (is_causal and k.shape[2] != time):
         raise ValueError(f"{op}: q {q.shape}, k {k.shape} and v {v.shape} do not fit (is_causal={is_causal})")
     check_floats(op, q=q, k=k, v=v)
     return Attention.apply(q, k, v, bool(is_causal), _scale(scale, head_dim))
@@ -69,58 +75,99 @@ class SelfAttention(Function):
     __slots__ = ()
     expensive = True
 
-    def forward(self, qkv: Array, heads: int, causal: bool, scale: float) -> Array:
-        batch, time, width = qkv.shape[0], qkv.shape[1], qkv.shape[2] // 3
-        y = empty((batch, time, width), qkv.dtype)
-        lse = empty_exact((batch, heads, time), qkv)
-        (y_heads,) = _heads(y, 1, heads)
-        kernels().attention.forward(*_heads(qkv, 3, heads), y_heads, lse, causal=causal, scale=scale)
-        self.saved = (qkv, y, lse, heads, causal, scale)
+    def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None) -> Array:
+        batch, time, width = qkv.shape
+        y = empty((batch, time, width // sum(heads) * heads[0]), qkv.dtype)
+        lse = empty_exact((batch, heads[0], time), qkv)
+        (y_heads,) = split_heads(y, heads[:1])
+        how = {"causal": causal, "scale": scale, "starts": starts}
+        kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, **how)
+        self.saved = (qkv, y, lse, heads, how)
         return y
 
     def keep(self, y: Array) -> tuple:
         return y, self.saved[2]  # and lse
 
-    def resume(self, kept: tuple, qkv: Array, heads: int, causal: bool, scale: float) -> Array:
+    def resume(
+        self, kept: tuple, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None
+    ) -> Array:
         y, lse = kept
-        self.saved = (qkv, y, lse, heads, causal, scale)
+        self.saved = (qkv, y, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
         return y
 
     def backward(self, dy: Array) -> tuple:
-        qkv, y, lse, heads, causal, scale = self.saved
+        qkv, y, lse, heads, how = self.saved
         dqkv = empty_like(qkv)
-        (dy_heads,), (y_heads,) = _heads(dy, 1, heads), _heads(y, 1, heads)
-        q, k, v = _heads(qkv, 3, heads)
-        gradients = _heads(dqkv, 3, heads)
-        kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, causal=causal, scale=scale)
-        return dqkv, None, None, None
+        (dy_heads,), (y_heads,) = split_heads(dy, heads[:1]), split_heads(y, heads[:1])
+        q, k, v = split_heads(qkv, heads)
+        gradients = split_heads(dqkv, heads)
+        kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, **how)
+        return dqkv, None, None, None, None
 
 
-def self_attention(qkv: "Tensor", heads: int, is_causal: bool = True, scale: float | None = None) -> "Tensor":
+def self_attention(
+    qkv: "Tensor",
+    heads: int,
+    is_causal: bool = True,
+    scale: float | None = None,
+    kv_heads: int | None = None,
+    starts: Array | None = None,
+) -> "Tensor":
     """Attention of a sequence to itself, from queries, keys and values in one tensor, which is not copied.
 
-    qkv: (batch, time, 3 * width), as one linear layer makes it: first all heads' queries, then keys, then
-    values. Gives (batch, time, width), the heads side by side. float32 or float64.
+    qkv: (batch, time, (heads + 2 * kv_heads) * head_dim), as one linear layer makes it: first all heads'
+    queries, then keys, then values. kv_heads: heads of keys and of values, each for heads / kv_heads heads of
+    queries in a row; as many as heads unless given. starts: from document_starts, where a sequence holds
+    several documents that don't see one another; with is_causal only. float32 or float64.
 
-    Raises ValueError if the last dimension is not 3 * heads * head_dim, TypeError for other dtypes.
+    Gives (batch, time, heads * head_dim), the heads side by side.
+
+    Raises ValueError if the last dimension or `starts` does not fit or kv_heads does not divide heads,
+    TypeError for other dtypes.
     """
     qkv = tensor(qkv)
+    kv_heads = heads if kv_heads is None else kv_heads
     if heads < 1:
         raise ValueError(f"self_attention: heads must be at least 1, got {heads}")
-    if qkv.ndim != 3 or qkv.shape[2] % (3 * heads):
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"self_attention: kv_heads must divide the {heads} heads, got {kv_heads}")
+    parts = heads + 2 * kv_heads  # heads in all
+    if qkv.ndim != 3 or qkv.shape[2] % parts:
         raise ValueError(
-            f"self_attention: qkv must be (batch, time, 3 * width), width a multiple of {heads} heads; "
-            f"got {qkv.shape}"
+            f"self_attention: qkv must be (batch, time, width), width a multiple of {heads} + 2 * {kv_heads} "
+            f"heads; got {qkv.shape}"
         )
     check_floats("self_attention", qkv=qkv)
-    return SelfAttention.apply(qkv, heads, bool(is_causal), _scale(scale, qkv.shape[2] // (3 * heads)))
+    scale = _scale(scale, qkv.shape[2] // parts)
+    if starts is not None and (starts.shape != qkv.shape[:2] or not is_causal):
+        raise ValueError(
+            f"self_attention: starts must be {qkv.shape[:2]}, with is_causal, got {starts.shape} "
+            f"(is_causal={is_causal})"
+        )
+    return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), bool(is_causal), scale, starts)
 
 
-def _heads(x: Array, parts: int, heads: int) -> list:
-    """(batch, time, parts * width) as that many views (batch, heads, time, head_dim)."""
+def document_starts(documents: Array) -> Array:
+    """Where the document of each token begins, for self_attention.
+
+    documents: integers (batch, time) on the host, equal for neighbours that belong together. Gives int64 of
+    that shape on the current device. Raises ValueError for another number of dimensions.
+    """
+    documents = np.asarray(documents)
+    if documents.ndim != 2:
+        raise ValueError(f"document_starts: documents must be (batch, time), got {documents.shape}")
+    first = np.ones(documents.shape, bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    places = np.where(first, np.arange(documents.shape[1]), 0)
+    return device.current().asarray(np.maximum.accumulate(places, axis=1), np.int64)
+
+
+def split_heads(x: Array, heads: Sequence[int]) -> list:
+    """(batch, time, sum(heads) * head_dim) as a view (batch, count, time, head_dim) for each count."""
     batch, time, width = x.shape
-    x = x.reshape(batch, time, parts, heads, width // (parts * heads))
-    return [x[:, :, part].transpose(0, 2, 1, 3) for part in range(parts)]
+    x = x.reshape(batch, time, sum(heads), width // sum(heads)).transpose(0, 2, 1, 3)
+    stops = list(accumulate(heads))
+    return [x[:, stop - count : stop] for stop, count in zip(stops, heads, strict=True)]
 
 
 def _inner_unit(x: Array) -> Array:

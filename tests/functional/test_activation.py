@@ -54,6 +54,22 @@ def test_relu_has_gradient_zero_at_zero():
     assert x.grad.tolist() == [0, 0]
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(3, 10), (2, 1, 6), (1, 2), (2,)], ids=str)
+def test_gradients_of_swiglu(layout, shape):
+    check_gradients(F.swiglu, leaf(layout(3 * normal(*shape))))
+
+
+def test_swiglu_is_the_silu_of_the_first_half_times_the_second():
+    x = normal(5, 34) * 8
+    expected = F.silu(x[:, :17].copy()).data * x[:, 17:]
+    np.testing.assert_allclose(F.swiglu(x).data, expected, rtol=1e-12)
+    x = np.array([[-1e4, 1e4, 2.0, 3.0]], np.float32)
+    np.testing.assert_allclose(F.swiglu(x).data, [[0, 3e4]], atol=1e-30)
+    with pytest.raises(ValueError, match=r"swiglu: x must be \(..., 2 \* width\), got \(2, 3\)"):
+        F.swiglu(normal(2, 3))
+
+
 def test_another_approximation_is_an_error():
     with pytest.raises(ValueError, match="'none' or 'tanh', got 'erf'"):
         F.gelu(leaf([1.0]), approximate="erf")

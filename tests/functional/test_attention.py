@@ -93,7 +93,8 @@ def test_large_scores_do_not_overflow():
     "shapes, causal",
     [
         (((2, 3, 4), (2, 3, 4), (2, 3, 4)), False),
-        (((1, 2, 4, 3), (1, 1, 4, 3), (1, 1, 4, 3)), False),
+        (((1, 4, 4, 3), (1, 3, 4, 3), (1, 3, 4, 3)), False),
+        (((1, 2, 4, 3), (1, 0, 4, 3), (1, 0, 4, 3)), False),
         (((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 4, 3)), False),
         (((1, 2, 4, 3), (1, 2, 5, 3), (1, 2, 5, 3)), True),
     ],
@@ -104,24 +105,116 @@ def test_shapes_that_do_not_fit_are_an_error(shapes, causal):
 
 
 def test_a_packed_width_that_the_heads_do_not_divide_is_an_error():
-    with pytest.raises(ValueError, match="a multiple of 5 heads; got"):
+    with pytest.raises(ValueError, match=r"a multiple of 5 \+ 2 \* 5 heads; got"):
         F.self_attention(normal(2, 3, 24), 5)
     with pytest.raises(ValueError, match="heads must be at least 1, got 0"):
         F.self_attention(normal(2, 3, 24), 0)
 
 
-@pytest.mark.torch
+@pytest.mark.parametrize("kv_heads", [1, 2, 3])
 @pytest.mark.parametrize("causal", [False, True])
-def test_equal_to_torch(causal):
+def test_gradients_where_heads_share_keys_and_values(kv_heads, causal):
+    heads, width = 6, 2
+    x = leaf(normal(2, 4, (heads + 2 * kv_heads) * width))
+    check_gradients(lambda x: F.self_attention(x, heads, is_causal=causal, kv_heads=kv_heads), x)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_sharing_is_repeating_keys_and_values(kv_heads):
+    q = normal(2, 4, 150, 8)  # two tiles of queries
+    k, v = (normal(2, kv_heads, 150, 8, seed=seed) for seed in (1, 2))
+    shared = [leaf(a) for a in (q, k, v)]
+    repeated = [leaf(q), *(leaf(np.repeat(a, 4 // kv_heads, axis=1)) for a in (k, v))]
+    results = [F.scaled_dot_product_attention(*inputs, is_causal=True) for inputs in (shared, repeated)]
+    np.testing.assert_allclose(results[0].data, results[1].data, rtol=1e-12, atol=1e-14)
+    for y in results:
+        y.backward(normal(*q.shape, seed=5))
+    np.testing.assert_allclose(shared[0].grad, repeated[0].grad, rtol=1e-10, atol=1e-12)
+    for one, other in zip(shared[1:], repeated[1:], strict=True):
+        summed = other.grad.reshape(2, kv_heads, 4 // kv_heads, 150, 8).sum(axis=2)
+        np.testing.assert_allclose(one.grad, summed, rtol=1e-10, atol=1e-12)
+
+
+def test_kv_heads_that_do_not_divide_the_heads_are_an_error():
+    for kv_heads in (0, 3, 8):
+        with pytest.raises(ValueError, match=f"kv_heads must divide the 4 heads, got {kv_heads}"):
+            F.self_attention(normal(1, 2, 24), 4, kv_heads=kv_heads)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("kv_heads", [3, 1])
+@pytest.mark.parametrize("head_dim", [32, 64, 128])
+@pytest.mark.parametrize("causal", [False, True])
+def test_equal_to_torch(causal, head_dim, kv_heads):
     torch = pytest.importorskip("torch")
-    arrays = [a.astype(np.float32) for a in qkv((2, 3, 67, 32))]
+    shapes = (2, 3, 67, head_dim), *[(2, kv_heads, 67, head_dim)] * 2
+    arrays = [normal(*shape, seed=i).astype(np.float32) for i, shape in enumerate(shapes)]
     ours = [Tensor(a, requires_grad=True) for a in arrays]
     theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
     y = F.scaled_dot_product_attention(*ours, is_causal=causal)
-    their_y = torch.nn.functional.scaled_dot_product_attention(*theirs, is_causal=causal)
-    dy = normal(2, 3, 67, 32, seed=5).astype(np.float32)
+    their_y = torch.nn.functional.scaled_dot_product_attention(
+        *theirs, is_causal=causal, enable_gqa=kv_heads < 3
+    )
+    dy = normal(2, 3, 67, head_dim, seed=5).astype(np.float32)
     y.backward(dy)
     their_y.backward(torch.tensor(dy))
     np.testing.assert_allclose(y.data, their_y.detach().numpy(), rtol=1e-4, atol=1e-5)
     for one, other in zip(ours, theirs, strict=True):
         np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=1e-4, atol=2e-5)
+
+
+DOCUMENTS = np.array([[5, 5, 5, 2, 2, 9, 9, 9, 9, 9], [0, 1, 1, 1, 1, 1, 1, 1, 1, 3]])
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+def test_documents_side_by_side_are_as_by_themselves(kv_heads):
+    packed, dy = normal(2, 10, (2 + 2 * kv_heads) * 3), normal(2, 10, 6, seed=1)
+    x = leaf(packed)
+    y = F.self_attention(x, 2, kv_heads=kv_heads, starts=F.document_starts(DOCUMENTS))
+    y.backward(dy)
+    for row in range(2):
+        edges = [0, *(np.flatnonzero(np.diff(DOCUMENTS[row])) + 1), 10]
+        for first, last in zip(edges[:-1], edges[1:], strict=True):
+            alone = leaf(packed[row : row + 1, first:last])
+            expected = F.self_attention(alone, 2, kv_heads=kv_heads)
+            expected.backward(dy[row : row + 1, first:last])
+            np.testing.assert_allclose(y.data[row, first:last], expected.data[0], rtol=1e-13)
+            np.testing.assert_allclose(x.grad[row, first:last], alone.grad[0], rtol=1e-12, atol=1e-15)
+
+
+def test_documents_of_many_tiles():
+    documents = np.repeat([[1, 2, 3]], [140, 3, 200], axis=1).reshape(1, 343)
+    packed = normal(1, 343, 24)
+    y = F.self_attention(packed, 2, starts=F.document_starts(documents)).data
+    np.testing.assert_allclose(y[:, 143:], F.self_attention(packed[:, 143:], 2).data, rtol=1e-12)
+    one = F.document_starts(np.zeros((1, 343), int))
+    np.testing.assert_array_equal(
+        F.self_attention(packed, 2, starts=one).data, F.self_attention(packed, 2).data
+    )
+
+
+def test_document_starts():
+    starts = F.document_starts(DOCUMENTS)
+    assert starts.tolist() == [[0, 0, 0, 3, 3, 5, 5, 5, 5, 5], [0, 1, 1, 1, 1, 1, 1, 1, 1, 9]]
+    with pytest.raises(ValueError, match=r"documents must be \(batch, time\), got \(10,\)"):
+        F.document_starts(DOCUMENTS[0])
+    with pytest.raises(ValueError, match=r"starts must be \(2, 9\), with is_causal, got \(2, 10\)"):
+        F.self_attention(normal(2, 9, 12), 2, starts=starts)
+    with pytest.raises(ValueError, match="is_causal=False"):
+        F.self_attention(normal(2, 10, 12), 2, is_causal=False, starts=starts)
+
+
+@pytest.mark.torch
+def test_documents_equal_torch_with_a_mask():
+    torch = pytest.importorskip("torch")
+    packed, dy = normal(2, 10, 24).astype(np.float32), normal(2, 10, 8, seed=1).astype(np.float32)
+    ours, theirs = leaf(packed), torch.tensor(packed, requires_grad=True)
+    y = F.self_attention(ours, 2, starts=F.document_starts(DOCUMENTS))
+    y.backward(dy)
+    q, k, v = theirs.reshape(2, 10, 3, 2, 4).permute(2, 0, 3, 1, 4)
+    together = torch.tensor(DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & torch.ones(10, 10).tril().bool()
+    their_y = torch.nn.functional.scaled_dot_product_attention(q, k, v, together[:, None])
+    their_y = their_y.transpose(1, 2).reshape(2, 10, 8)
+    their_y.backward(torch.tensor(dy))
+    np.testing.assert_allclose(y.data, their_y.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(ours.grad, theirs.grad.numpy(), rtol=1e-4, atol=1e-6)

@@ -50,6 +50,23 @@ def run(kernels, qkv, dy, y, dqkv, lse, heads, how):
     kernels.backward(dy_heads, *heads_of(qkv, 3, heads), y_heads, lse, *heads_of(dqkv, 3, heads), **how)
 
 
+@pytest.mark.parametrize("kind", LIMITS)
+def test_heads_that_share_keys_and_values(gpu, kind):
+    dtype, limit = np.dtype(getattr(ml_dtypes, kind, kind)), LIMITS[kind]
+    random = np.random.default_rng(1)
+    q, k, v, dy = (random.normal(size=(2, h, 128, 64)).astype(dtype) for h in (8, 2, 2, 8))
+    outs = [np.full(x.shape, np.nan, dtype) for x in (q, q, k, v)]
+    lse = np.full((2, 8, 128), np.nan, np.float32)
+    how = {"causal": True, "scale": 0.125}
+    there = [gpu.asarray(array) for array in (q, k, v, dy, *outs, lse)]
+    exact = [array.astype(np.float64) for array in (q, k, v, dy, *outs, lse)]
+    for kernels, (q, k, v, dy, y, dq, dk, dv, lse) in ((gpu.kernels.attention, there), (cpu, exact)):
+        kernels.forward(q, k, v, y, lse, **how)
+        kernels.backward(dy, q, k, v, y, lse, dq, dk, dv, **how)
+    for name, found, expected in zip(("y", "dq", "dk", "dv"), there[4:8], exact[4:8], strict=True):
+        assert off(gpu, found, expected) < limit, name
+
+
 def test_the_same_bits_every_time(gpu):
     dtype = np.dtype(ml_dtypes.bfloat16)
     random = np.random.default_rng(0)

@@ -1,0 +1,47 @@
+"""Rotary position embedding (Su et al., RoFormer, 2021, section 3.4.2), in the half-split order of Llama.
+
+Element i of a head and element i + half of it are one pair, turned by the angle of (position, i). On packed
+rows, so that queries and keys are turned and values passed on in one sweep.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import THREADS, accumulator, launch, vectors
+
+Array = Any
+
+
+def forward(x: Array, cos: Array, sin: Array, y: Array, heads: int) -> None:
+    """y = x with the first `heads` heads of every row turned, the rest as it is; y may be x.
+
+    x, y (sequences * time, width), sequence after sequence; cos, sin (time, head_dim / 2), by position,
+    float32 for 16-bit x.
+    """
+    _rotate(x, cos, sin, y, heads, 1)
+
+
+def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
+    """dx from dy: turned back; dx may be dy."""
+    _rotate(dy, cos, sin, dx, heads, -1)
+
+
+def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
+    """Bytes of either: x read, y written; the tables stay in cache."""
+    return 2 * rows * width * itemsize
+
+
+def flops(rows: int, heads: int, head_dim: int) -> int:
+    """Operations of either."""
+    return 3 * rows * heads * head_dim
+
+
+def _rotate(x: Array, cos: Array, sin: Array, y: Array, heads: int, sign: int) -> None:
+    (rows, width), (time, half) = x.shape, cos.shape
+    size = 16 // x.dtype.itemsize
+    whole = half % size == 0 and width % size == 0 and vectors(x, cos, sin, y)
+    pieces = max(1, (width - heads * half) // (size if whole else 1))
+    threads = min(THREADS, -(-pieces // 32) * 32)
+    numbers = (int(time), np.int32(width), np.int32(heads), np.int32(half), accumulator(x.dtype)(sign), whole)
+    launch("rotary", "rotate", x.dtype, rows, (x, cos, sin, y, *numbers), threads=threads)

@@ -1,0 +1,65 @@
+"""Keys and values of the tokens that a model has read: each new token then costs one row, not all again."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt import Tensor, device
+from shardrt import functional as F
+from shardrt.autograd import is_grad_enabled
+from shardrt.functional.attention import split_heads
+
+Array = Any
+
+
+class KVCache:
+    """One LayerCache per layer, for `room` tokens of each sequence of a batch.
+
+    Costs 2 * layers * batch * kv_heads * room * head_dim elements, on every rank, taken at the first use.
+    """
+
+    def __init__(self, layers: int, room: int) -> None:
+        self.room = room
+        self.length = 0  # tokens read
+        self.layers = [LayerCache(room) for _ in range(layers)]
+
+    def extend(self, tokens: np.ndarray) -> tuple[int, list["LayerCache"]]:
+        """(position of the first of `tokens`, the layers' caches); from now on they count as read.
+
+        Raises ValueError where there is no room, for more than one token after the first call, and where
+        gradients are recorded: none would flow into what was read before.
+        """
+        first, count = self.length, tokens.shape[1]
+        if is_grad_enabled():
+            raise ValueError("cache: call the model inside `with no_grad()`")
+        if first + count > self.room:
+            raise ValueError(f"cache: {first + count} tokens do not fit into room = {self.room}")
+        if first and count > 1:
+            raise ValueError(f"cache: one token at a time after the first call, got {count}")
+        self.length += count
+        return first, self.layers
+
+
+class LayerCache:
+    """Of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`."""
+
+    def __init__(self, room: int) -> None:
+        self.room, self.length = room, 0
+        self.keys: Array = None
+        self.values: Array = None
+
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+        """As self_attention of `qkv`, whose queries see what was read before as well."""
+        q, k, v = split_heads(qkv.data, (heads, kv_heads, kv_heads))
+        batch, time = qkv.shape[:2]
+        if self.keys is None:
+            shape = (batch, kv_heads, self.room, q.shape[3])
+            self.keys, self.values = (device.current().empty(shape, qkv.dtype) for _ in range(2))
+        first, self.length = self.length, self.length + time
+        self.keys[:, :, first : self.length] = k
+        self.values[:, :, first : self.length] = v
+        if first == 0:
+            return F.self_attention(qkv, heads, kv_heads=kv_heads)
+        keys, values = (Tensor(a[:, :, : self.length]) for a in (self.keys, self.values))
+        y = F.scaled_dot_product_attention(Tensor(q), keys, values)
+        return y.transpose(1, 2).reshape(batch, time, heads * q.shape[3])

@@ -1,0 +1,326 @@
+"""Folders of safetensors files as others keep them, one or several with an index; read in ranges, written by
+tensor.
+
+A header is checked by the safetensors library and once more here, where that is lenient; nothing that a file
+says is believed before. Names of files in an index are plain names of regular files in the same folder.
+"""
+
+import json
+import mmap
+import os
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt.checkpoint.disk import Disk
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+BLOCK = 4 << 20  # bytes that are read, and converted, at a time
+LARGEST_JSON = 64 << 20  # bytes
+_ITEM = {"F32": 4, "F64": 8, "F16": 2, "BF16": 2}  # what a parameter can be read from
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One tensor: its type ("F32"), shape, file, and the bytes of that from `offset` on."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: "_File"
+    offset: int
+
+    def pieces(self, first: int, count: int, transposed: bool) -> Iterator[np.ndarray]:
+        """Elements [first, first + count) in C order, float32 or float64, BLOCK bytes or a row at a time.
+
+        Each piece is valid until the next. transposed: of the transpose of a matrix, of which only the
+        columns that are needed are read. Raises OSError, or ValueError where the file has changed since it
+        was opened.
+        """
+        with self.file.open() as file:
+            read = self._columns if transposed else self._range
+            yield from read(file, first, count)
+
+    def _range(self, file: int, first: int, count: int) -> Iterator[np.ndarray]:
+        item = _ITEM[self.dtype]
+        each = min(count, BLOCK // item)
+        raw, numbers = _scratch(each, np.uint8, item), self._room(each)
+        for start in range(first, first + count, each):
+            size = min(each, first + count - start)
+            self.file.read(file, raw[: size * item], self.offset + start * item)
+            yield self._converted(raw[: size * item], numbers[:size])
+
+    def _columns(self, file: int, first: int, count: int) -> Iterator[np.ndarray]:
+        item = _ITEM[self.dtype]
+        rows, columns = self.shape
+        start, stop = first // rows, -(-(first + count) // rows)
+        each = min(max(1, BLOCK // (rows * item)), stop - start)
+        raw, numbers, turned = _scratch(rows * each, np.uint8, item), self._room(rows * each), None
+        for low in range(start, stop, each):
+            wide = min(each, stop - low)
+            data = raw[: rows * wide * item]
+            if wide == columns:
+                self.file.read(file, data, self.offset)
+            else:
+                for row, line in enumerate(data.reshape(rows, wide * item)):
+                    self.file.read(file, line, self.offset + (row * columns + low) * item)
+            values = self._converted(data, numbers[: rows * wide])
+            turned = _scratch(rows * each, values.dtype) if turned is None else turned
+            turned[: values.size].reshape(wide, rows)[...] = values.reshape(rows, wide).T
+            yield turned[max(0, first - low * rows) : min(values.size, first + count - low * rows)]
+
+    def _room(self, count: int) -> np.ndarray:
+        """Where numbers that have to be converted go."""
+        return _scratch(count if self.dtype in ("BF16", "F16") else 0, np.float32)
+
+    def _converted(self, data: np.ndarray, out: np.ndarray) -> np.ndarray:
+        """The numbers whose bytes are `data`: a view of it, or in `out`."""
+        if self.dtype == "BF16":
+            np.left_shift(data.view(np.uint16), 16, out=out.view(np.uint32), dtype=np.uint32)
+            return out
+        if self.dtype == "F16":
+            out[...] = data.view(np.float16)
+            return out
+        return data.view(np.float32 if self.dtype == "F32" else np.float64)
+
+
+def open_folder(folder: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of all files of `folder`. Reads headers alone.
+
+    Raises ValueError, in one line that names the file, for what is damaged or points elsewhere, and for types
+    that are no floats; FileNotFoundError where there is neither file nor index.
+    """
+    if (folder / SINGLE).exists():
+        return _header(folder / SINGLE)
+    if not (folder / INDEX).exists():
+        raise FileNotFoundError(f"{folder}: neither {SINGLE} nor {INDEX} is there")
+    where = read_json(folder / INDEX).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(name, str) for name in where.values()):
+        raise ValueError(f"{folder / INDEX}: weight_map must be a table of tensor names and file names")
+    headers = {name: _header(_inside(folder, name)) for name in sorted(set(where.values()))}
+    strangers = sorted((file, name) for file, names in headers.items() for name in names.keys() - where)
+    if strangers:
+        raise ValueError(
+            f"{folder / strangers[0][0]}: the index does not know {_few(n for _, n in strangers)}"
+        )
+    missing = sorted(name for name, file in where.items() if name not in headers[file])
+    if missing:
+        raise ValueError(f"{folder / INDEX}: {_few(missing)} not in the files that it names")
+    return {name: headers[file][name] for name, file in where.items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A file with a JSON object. Raises ValueError, naming it, for anything else; FileNotFoundError."""
+    size = path.stat().st_size
+    if size > LARGEST_JSON:
+        raise ValueError(f"{path}: {size} bytes are too many for this file")
+    try:
+        value = json.loads(path.read_bytes(), object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path}: no JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
+    return value
+
+
+class FolderWriter:
+    """Writes a folder that exists under its name only when it is complete.
+
+    tensors: name -> shape, all float32, in the order in which they lie; a new file begins where one would
+    have more than `file_bytes`. Raises FileExistsError where `folder` is there and not empty; OSError.
+    """
+
+    def __init__(
+        self, folder: Path, tensors: dict[str, tuple[int, ...]], file_bytes: int, disk: Disk | None = None
+    ) -> None:
+        self._folder, self._disk = folder, disk or Disk()
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise FileExistsError(f"{folder} is there already")
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._temporary = folder.with_name(f".tmp-{folder.name}-{os.getpid()}")
+        self._disk.make_directory(self._temporary)
+        self._files: dict[str, int] = {}
+        self._places: dict[str, tuple[int, int]] = {}  # tensor -> (descriptor, offset)
+        try:
+            self._lay_out(tensors, file_bytes)
+        except OSError:
+            self.abandon()
+            raise
+
+    def write(self, name: str, values: np.ndarray) -> None:
+        """Put a whole tensor, of any strides, into its place, BLOCK bytes at a time."""
+        file, offset = self._places[name]
+        rows = values.reshape(1) if values.ndim == 0 else values
+        each = max(1, BLOCK // max(1, rows[:1].size * 4))
+        for start in range(0, len(rows), each):
+            data = np.ascontiguousarray(rows[start : start + each], np.float32)
+            _write(file, memoryview(data).cast("B"), offset)
+            offset += data.nbytes
+
+    def publish(self, config: dict[str, Any]) -> None:
+        """Add config.json, wait until all is on the disk, and give the folder its name."""
+        self._text("config.json", config)
+        for file in self._files.values():
+            self._disk.sync(file)
+        self._close()
+        self._disk.sync_directory(self._temporary)
+        self._disk.rename(self._temporary, self._folder)
+        self._disk.sync_directory(self._folder.parent)
+
+    def abandon(self) -> None:
+        """Leave nothing behind."""
+        self._close()
+        if self._temporary.exists():
+            self._disk.remove(self._temporary)
+
+    def _lay_out(self, tensors: dict[str, tuple[int, ...]], file_bytes: int) -> None:
+        parts: list[list[str]] = [[]]
+        room = file_bytes
+        for name, shape in tensors.items():
+            if parts[-1] and 4 * prod(shape) > room:
+                parts.append([])
+                room = file_bytes
+            parts[-1].append(name)
+            room -= 4 * prod(shape)
+        names = [f"model-{i:05}-of-{len(parts):05}.safetensors" for i in range(1, len(parts) + 1)]
+        names = names if len(parts) > 1 else [SINGLE]
+        for file, members in zip(names, parts, strict=True):
+            self._begin(file, {name: tensors[name] for name in members})
+        if len(parts) > 1:
+            where = {name: file for file, members in zip(names, parts, strict=True) for name in members}
+            total = sum(4 * prod(shape) for shape in tensors.values())
+            self._text(INDEX, {"metadata": {"total_size": total}, "weight_map": where})
+
+    def _begin(self, name: str, tensors: dict[str, tuple[int, ...]]) -> None:
+        """A new file: its header, and room for the rest."""
+        entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}  # transformers refuses files without it
+        end = 0
+        for tensor, shape in tensors.items():
+            start, end = end, end + 4 * prod(shape)
+            entries[tensor] = {"dtype": "F32", "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(entries, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        file = self._files[name] = self._disk.create(self._temporary / name)
+        self._disk.write(file, memoryview(len(text).to_bytes(8, "little") + text))
+        os.truncate(file, 8 + len(text) + end)
+        for tensor in tensors:
+            self._places[tensor] = file, 8 + len(text) + entries[tensor]["data_offsets"][0]
+
+    def _text(self, name: str, value: dict[str, Any]) -> None:
+        file = self._files[name] = self._disk.create(self._temporary / name)
+        self._disk.write(file, memoryview((json.dumps(value, indent=2) + "\n").encode()))
+
+    def _close(self) -> None:
+        for file in self._files.values():
+            self._disk.close(file)
+        self._files = {}
+
+
+@dataclass(frozen=True)
+class _File:
+    """A file as it was when its header was read."""
+
+    path: Path
+    identity: tuple[int, ...]
+
+    @contextmanager
+    def open(self) -> Iterator[int]:
+        """A descriptor inside a with block."""
+        descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        try:
+            if _identity(os.fstat(descriptor)) != self.identity:
+                raise self._changed()
+            yield descriptor
+        finally:
+            os.close(descriptor)
+
+    def read(self, descriptor: int, data: np.ndarray, offset: int) -> None:
+        """Fill `data` with the bytes from `offset` on."""
+        view = memoryview(data)
+        while view:
+            done = os.preadv(descriptor, [view], offset)
+            if not done:
+                raise self._changed()
+            view, offset = view[done:], offset + done
+
+    def _changed(self) -> ValueError:
+        return ValueError(f"{self.path} has changed since the model was made from it")
+
+
+def _scratch(count: int, dtype: Any, times: int = 1) -> np.ndarray:
+    """Memory of its own pages, which all go back when it is freed; malloc would keep some of each piece."""
+    dtype = np.dtype(dtype)
+    pages = mmap.mmap(-1, max(1, count * times * dtype.itemsize))
+    return np.frombuffer(pages, dtype, count * times)
+
+
+def _identity(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns
+
+
+def _header(path: Path) -> dict[str, StoredTensor]:
+    """Name -> tensor of one file."""
+    from safetensors import SafetensorError, safe_open
+
+    status = path.stat()
+    if not stat.S_ISREG(status.st_mode):
+        raise ValueError(f"{path} is no regular file")
+    try:
+        with safe_open(path, "np"):  # refuses wrong lengths, holes and overlaps
+            pass
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    file = _File(path, _identity(status))
+    with open(path, "rb") as data:
+        length = int.from_bytes(data.read(8), "little")
+        try:
+            entries = json.loads(data.read(length), object_pairs_hook=_once)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path} is damaged: {error}") from None
+    entries.pop("__metadata__", None)
+    for name, entry in entries.items():
+        if entry["dtype"] not in _ITEM:
+            raise ValueError(f"{path}: {name} is {entry['dtype']}; supported: {', '.join(_ITEM)}")
+    return {
+        name: StoredTensor(e["dtype"], tuple(e["shape"]), file, 8 + length + e["data_offsets"][0])
+        for name, e in entries.items()
+    }
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """The file of that plain name. Raises ValueError for what would lead out of the folder."""
+    path = folder / name
+    if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
+        raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name")
+    if path.is_symlink():
+        raise ValueError(f"{folder / INDEX}: {name!r} is a link; only files in the folder itself are read")
+    if not path.exists():
+        raise ValueError(f"{folder / INDEX}: {name!r} is not there")
+    return path
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice!r} stands there twice")
+    return table
+
+
+def _few(names: Any) -> str:
+    """The first ten, and how many more."""
+    names = list(names)
+    rest = f" and {len(names) - 10} more" if len(names) > 10 else ""
+    return ", ".join(map(repr, names[:10])) + rest
+
+
+def _write(file: int, data: memoryview, offset: int) -> None:
+    while data:
+        done = os.pwrite(file, data, offset)
+        data, offset = data[done:], offset + done

@@ -1,0 +1,50 @@
+"""functional/rotary.py: gradients against differences, values against the rotation, the rest untouched."""
+
+import numpy as np
+import pytest
+
+from shardrt import functional as F
+from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
+
+
+def tables(time, half, dtype=np.float64):
+    angles = np.arange(time)[:, None] * 10000.0 ** (-np.arange(half) / half)
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("sizes", [(2, 3, 4, 2, 3), (1, 5, 2, 3, 0), (3, 1, 2, 1, 1)], ids=str)
+def test_gradients(layout, sizes):
+    batch, time, head_dim, heads, rest = sizes
+    x = leaf(layout(normal(batch, time, heads * head_dim + rest)))
+    check_gradients(lambda x: F.rotary(x, *tables(time, head_dim // 2), heads), x)
+
+
+def test_pairs_turn_as_complex_numbers_and_the_rest_stays():
+    batch, time, head_dim, heads = 2, 7, 6, 3
+    x = normal(batch, time, heads * head_dim + 5)
+    cos, sin = tables(time, 3)
+    y = F.rotary(x, cos, sin, heads).data
+    pairs = x[..., :18].reshape(batch, time, heads, 2, 3)
+    turned = (pairs[..., 0, :] + 1j * pairs[..., 1, :]) * (cos + 1j * sin)[:, None]
+    expected = np.stack([turned.real, turned.imag], axis=3).reshape(batch, time, 18)
+    np.testing.assert_allclose(y[..., :18], expected, rtol=1e-12, atol=1e-14)
+    np.testing.assert_array_equal(y[..., 18:], x[..., 18:])
+
+
+def test_scores_depend_on_the_distance_alone():
+    cos, sin = tables(9, 4)
+    q, k = (np.repeat(normal(1, 1, 8, seed=seed), 9, axis=1) for seed in (1, 2))
+    q, k = (F.rotary(x, cos, sin, 1).data[0] for x in (q, k))
+    scores = q @ k.T
+    for distance in range(-8, 9):
+        diagonal = np.diagonal(scores, distance)
+        np.testing.assert_allclose(diagonal, diagonal[0], rtol=1e-12)
+
+
+def test_what_does_not_fit_is_an_error():
+    x, (cos, sin) = normal(2, 3, 8), tables(3, 2)
+    with pytest.raises(ValueError, match="3 heads of 4 do not fit into x"):
+        F.rotary(x, cos, sin, 3)
+    with pytest.raises(ValueError, match="needs cos and sin"):
+        F.rotary(x, *tables(4, 2), 1)

@@ -1,0 +1,310 @@
+"""models/hub.py: weights to the bit at any number of ranks, memory bounded, bad folders refused."""
+
+import json
+import os
+import re
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from models.gpt import Block as GPTBlock
+from models.hub import load_pretrained, save_pretrained
+from models.llama import Block as LlamaBlock
+from models.llama import Llama, LlamaConfig
+from shardrt import nn
+from shardrt.checkpoint import CheckpointError, full_state_dict, tensorfiles
+from shardrt.comm import thread
+from shardrt.fsdp import by_class, wrap
+from tests.ranks import mpirun
+
+GPT_SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=31)
+LLAMA_SMALL = LlamaConfig(
+    n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24, block_size=12, vocab_size=31, tied=False
+)
+MODELS = {"gpt2": lambda: GPT(GPT_SMALL), "llama": lambda: Llama(LLAMA_SMALL)}
+
+
+def made(kind):
+    shardrt.manual_seed(4)
+    return MODELS[kind]()
+
+
+def sharded(model):
+    return wrap(model, by_class(GPTBlock, LlamaBlock))
+
+
+def saved(kind, folder, file_bytes):
+    save_pretrained(sharded(made(kind)), folder, file_bytes=file_bytes)
+
+
+def loaded(folder):
+    model = load_pretrained(folder)
+    sharded(model)
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize(("before", "after"), [(1, 4), (2, 2), (4, 1), (3, 2)])
+def test_what_was_exported_comes_back_to_the_bit(tmp_path, monkeypatch, kind, before, after):
+    monkeypatch.setattr(tensorfiles, "BLOCK", 600)  # many pieces of each tensor
+    thread.run(before, saved, kind, tmp_path / "out", 5000 * before)
+    files = {path.name for path in (tmp_path / "out").iterdir()}
+    assert len(files) > 4 or before == 4 or kind == "llama"
+    assert not list(tmp_path.glob(".tmp*"))
+    expected = made(kind).state_dict()
+    found = thread.run(after, loaded, tmp_path / "out")[0]
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A GPT-2 in one file."""
+    save_pretrained(made("gpt2"), tmp_path / "gpt2")
+    return tmp_path / "gpt2"
+
+
+def rewritten(folder, change):
+    """The tensors of model.safetensors changed by `change`."""
+    file = folder / "model.safetensors"
+    tensors = {name: np.array(values) for name, values in load_file(file).items()}
+    save_file(change(tensors), file, metadata={"format": "pt"})
+
+
+def test_names_without_the_prefix_masks_and_a_stored_head_are_taken(folder):
+    def older(tensors):
+        tensors = {name.removeprefix("transformer."): values for name, values in tensors.items()}
+        mask = np.tril(np.ones((1, 1, 12, 12), np.float32))
+        extra = {"h.0.attn.bias": mask, "h.1.attn.masked_bias": np.array(-1e4, np.float32)}
+        return tensors | extra | {"lm_head.weight": tensors["wte.weight"].copy()}
+
+    rewritten(folder, older)
+    expected = made("gpt2").state_dict()
+    for name, values in load_pretrained(folder).state_dict().items():
+        np.testing.assert_array_equal(values, expected[name])
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16", "float64"])
+def test_other_floats_become_float32(folder, kind):
+    dtype = np.dtype(getattr(ml_dtypes, kind, kind))
+    rewritten(folder, lambda tensors: {name: values.astype(dtype) for name, values in tensors.items()})
+    model = load_pretrained(folder)
+    for name, values in made("gpt2").state_dict().items():
+        np.testing.assert_array_equal(model.state_dict()[name], values.astype(dtype).astype(np.float32))
+
+
+def test_adapters_are_added_to_a_loaded_model(folder):
+    model = nn.add_lora(load_pretrained(folder, dropout=0.1), 2, targets=("*.qkv",))
+    sharded(model)
+    state = full_state_dict(model)
+    weight = made("gpt2").state_dict()["blocks.1.attention.qkv.weight"]
+    np.testing.assert_array_equal(state["blocks.1.attention.qkv.weight"], weight)
+    with pytest.raises(ValueError, match="merge adapters first"):
+        save_pretrained(model, folder.parent / "adapted")
+    assert model.config.dropout == 0.1
+
+
+def setting(name, value):
+    def change(folder):
+        table = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(table | {name: value}))
+
+    return change
+
+
+def text(name, content):
+    return lambda folder: (folder / name).write_text(content)
+
+
+def tensors(change):
+    return lambda folder: rewritten(folder, change)
+
+
+def indexed(name, prepare=lambda folder: None):
+    """The one file as it would be found through an index that calls it `name`."""
+
+    def change(folder):
+        names = list(load_file(folder / "model.safetensors"))
+        (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+        prepare(folder)
+        index = {"metadata": {}, "weight_map": dict.fromkeys(names, name)}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    return change
+
+
+def linked(folder):
+    (folder / "link").symlink_to(folder / "model-1.safetensors")
+
+
+def doubled(folder):
+    """A header with one tensor twice, of which the library takes the last without a word."""
+    entry = '"a":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}'
+    header = ("{" + entry + "," + entry + "}").encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+
+
+def without(tensors):
+    return {name: values for name, values in tensors.items() if "ln_1" not in name}
+
+
+BAD = {
+    "another kind": (
+        setting("model_type", "bert"),
+        "model_type = 'bert' is not supported; supported: 'gpt2'",
+    ),
+    "no kind": (text("config.json", "{}"), "model_type = None is not supported"),
+    "cut off": (text("config.json", '{"model_type": "gpt2"'), "config.json: no JSON"),
+    "a list": (text("config.json", "[1]"), "config.json: must hold a JSON object, not a list"),
+    "deep": (text("config.json", "[" * 100_000), "config.json: no JSON"),
+    "twice": (text("config.json", '{"n_layer": 1, "n_layer": 2}'), "'n_layer' stands there twice"),
+    "activation": (setting("activation_function", "relu"), "activation_function = 'relu' is not supported"),
+    "eps": (setting("layer_norm_epsilon", 1e-6), "layer_norm_epsilon = 1e-06 is not supported, only 1e-05"),
+    "untied": (setting("tie_word_embeddings", False), "tie_word_embeddings = False is not supported"),
+    "quantized": (setting("quantization_config", {"bits": 4}), "quantization_config = "),
+    "negative": (setting("n_embd", -16), "n_embd must be an integer of at least 1, got -16"),
+    "layers": (setting("n_layer", 10**9), "n_layer = 1000000000, but there are 28 tensors"),
+    "enormous": (setting("vocab_size", 2**30), r"wte.weight has shape \(31, 16\), and the model needs"),
+    "heads": (setting("n_head", 3), "n_embd must be a multiple of n_head"),
+    "missing": (tensors(without), "4 tensors missing .*'h.0.ln_1.bias'.* 0 not expected"),
+    "extra": (
+        tensors(lambda t: t | {"odd": t["transformer.wpe.weight"].copy()}),
+        r"1 not expected \['odd'\]",
+    ),
+    "shape": (
+        tensors(lambda t: t | {"transformer.h.1.mlp.c_fc.weight": np.zeros((64, 16), np.float32)}),
+        r"h.1.mlp.c_fc.weight has shape \(64, 16\), and the model needs \(16, 64\)",
+    ),
+    "integers": (
+        tensors(lambda t: t | {"transformer.wpe.weight": np.zeros((12, 16), np.int32)}),
+        "wpe.weight is I32; supported: F32",
+    ),
+    "both names": (
+        tensors(lambda t: t | {"wpe.weight": t["transformer.wpe.weight"].copy()}),
+        "'wpe.weight' is there with and without 'transformer.'",
+    ),
+    "a tensor twice": (doubled, "'a' stands there twice"),
+    "damaged": (text("model.safetensors", "x" * 100), "model.safetensors is damaged"),
+    "out of the folder": (indexed("../gpt2/model-1.safetensors"), "is no plain file name"),
+    "absolute": (indexed("/etc/passwd"), "'/etc/passwd' is no plain file name"),
+    "the folder": (indexed(".."), "'..' is no plain file name"),
+    "a link": (indexed("link", linked), "'link' is a link"),
+    "a pipe": (indexed("pipe", lambda f: os.mkfifo(f / "pipe")), "pipe is no regular file"),
+    "absent": (indexed("model-2.safetensors"), "'model-2.safetensors' is not there"),
+    "no map": (
+        lambda f: [(f / "model.safetensors").unlink(), text("model.safetensors.index.json", "{}")(f)],
+        "weight_map must be a table",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_refused_in_one_line(folder, case):
+    change, message = BAD[case]
+    change(folder)
+    with pytest.raises(ValueError, match=message) as error:
+        load_pretrained(folder)
+    assert "\n" not in str(error.value)
+
+
+def test_a_good_index_is_read_and_one_that_lacks_a_tensor_is_not(folder):
+    indexed("model-1.safetensors")(folder)
+    load_pretrained(folder)
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    where = index["weight_map"]
+    path.write_text(json.dumps({"weight_map": where | {"ghost": "model-1.safetensors"}}))
+    with pytest.raises(ValueError, match="'ghost' not in the files that it names"):
+        load_pretrained(folder)
+    del where["transformer.wpe.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match="the index does not know 'transformer.wpe.weight'"):
+        load_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}, "rope_type = 'yarn' is not supported"),
+        ("rope_parameters", {"rope_type": "llama3", "factor": "2"}, "factor must be a number, got '2'"),
+        ("rope_parameters", 7, "rope_parameters must be an object, got 7"),
+        ("attention_bias", True, "attention_bias = True is not supported"),
+        ("head_dim", 8, "head_dim = 8 is not supported, only 4"),
+        ("tie_word_embeddings", "no", "tie_word_embeddings = 'no' is not supported"),
+        ("num_key_value_heads", 3, "n_kv_head must divide n_head"),
+    ],
+)
+def test_settings_of_llama_that_are_not_known_are_refused(tmp_path, name, value, message):
+    save_pretrained(made("llama"), tmp_path / "llama")
+    setting(name, value)(tmp_path / "llama")
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path / "llama")
+
+
+def test_the_settings_of_transformers_4_are_read(tmp_path):
+    config = LlamaConfig(**{**vars(LLAMA_SMALL), "rope_factor": 8.0, "rope_theta": 1e4})
+    save_pretrained(Llama(config), tmp_path / "llama")
+    path = tmp_path / "llama" / "config.json"
+    table = json.loads(path.read_text())
+    del table["rope_parameters"]
+    path.write_text(json.dumps(table))
+    assert load_pretrained(tmp_path / "llama").config == config
+
+
+def test_files_that_change_before_they_are_read_are_an_error(folder):
+    model = load_pretrained(folder)
+    rewritten(folder, lambda tensors: tensors)
+    with pytest.raises(ValueError, match="has changed since the model was made from it"):
+        model.state_dict()
+
+
+class FullDisk(tensorfiles.Disk):
+    def sync(self, file):
+        raise OSError(28, "No space left on device")
+
+
+def test_a_failed_export_is_told_to_every_rank_and_leaves_nothing(tmp_path, monkeypatch):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "file").touch()
+
+    def attempts():
+        told = []
+        for name in ("there", "full"):
+            with pytest.raises(CheckpointError) as error:
+                save_pretrained(sharded(made("gpt2")), tmp_path / name)
+            told.append(str(error.value))
+        return told
+
+    monkeypatch.setattr(tensorfiles, "Disk", FullDisk)
+    for told in thread.run(2, attempts):
+        assert re.search("there was not written: rank 0: FileExistsError", told[0])
+        assert re.search("full was not written: rank 0: OSError.*No space left", told[1])
+    assert [path.name for path in tmp_path.iterdir()] == ["there"]
+
+
+def test_what_has_no_format_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="a Linear has no format; supported: GPT, Llama"):
+        save_pretrained(nn.Linear(2, 3), tmp_path / "out")
+    with pytest.raises(ValueError, match="GPT-2's format has biases"):
+        save_pretrained(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=False)), tmp_path / "out")
+    with pytest.raises(FileNotFoundError, match="config.json"):
+        load_pretrained(tmp_path)
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(("ranks", "kind"), [(2, "gpt2"), (4, "llama")])
+def test_a_rank_takes_memory_for_its_shard_and_little_more(tmp_path, ranks, kind):
+    done = mpirun(ranks, [str(Path(__file__).with_name("memory.py")), kind, str(tmp_path / "model")])
+    assert done.returncode == 0, done.stderr
+    lines = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    assert len(lines) == ranks
+    for line in lines:
+        assert line["shard"] <= line["model"] / ranks * 1.02, line
+        assert line["loading"] <= line["shard"] + 16 * 2**20 < line["shard"] + line["largest tensor"], line
+        assert line["saving"] <= line["largest unit"] + 16 * 2**20 < line["model"], line

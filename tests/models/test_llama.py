@@ -1,0 +1,136 @@
+"""models/llama.py and the sizes by name: counts, sharding, adapters, errors. Values: test_transformers.py."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from models import gpt, llama
+from models.llama import Block, Llama, LlamaConfig
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import by_class, full_gradients, wrap
+from shardrt.recompute import checkpoint
+
+SMALL = LlamaConfig(
+    n_layer=2,
+    n_head=4,
+    n_kv_head=2,
+    n_embd=32,
+    n_hidden=48,
+    block_size=16,
+    vocab_size=31,
+    rope_factor=4.0,
+    rope_original_size=8,
+)
+UNTIED = LlamaConfig(**{**vars(SMALL), "tied": False})
+TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "millions"),
+    [
+        (gpt.GPT, "gpt2", 124.439808),
+        (gpt.GPT, "gpt2-medium", 354.823168),
+        (gpt.GPT, "gpt2-large", 774.030080),
+        (gpt.GPT, "gpt2-xl", 1557.611200),
+        (Llama, "llama-100m", 100.092672),
+        (Llama, "llama-3.2-1b", 1235.814400),
+        (Llama, "llama-3.1-8b", 8030.261248),
+    ],
+)
+def test_sizes_by_name_have_the_published_numbers_of_parameters(kind, name, millions):
+    sizes = gpt.SIZES if kind is gpt.GPT else llama.SIZES
+    assert sum(p.size for p in kind(sizes[name]).parameters()) == round(1e6 * millions)
+
+
+def trained(config, sharded, recomputed=False):
+    """Losses and gradients of the first step, weights after three."""
+    shardrt.manual_seed(3)
+    model = Llama(config)
+    mesh = init_device_mesh("auto")
+    if recomputed:
+        for block in model.blocks:
+            checkpoint(block)
+    if sharded:
+        wrap(model, by_class(Block), mesh=mesh)
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    tokens = np.split(TOKENS, mesh.size)[mesh.rank]
+    for step in range(3):
+        F.cross_entropy(model(tokens), tokens).backward()
+        if step == 0:
+            gradients = {name: np.array(values) for name, values in full_gradients(model)}
+        optimizer.step()
+        optimizer.zero_grad()
+    return gradients, full_state_dict(model)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("config", [SMALL, UNTIED], ids=["tied", "untied"])
+def test_sharded_it_is_the_same_model(config, ranks):
+    expected = trained(config, sharded=False)
+    found = thread.run(ranks, trained, config, True, recomputed=ranks == 2)[0]
+    for one, other in zip(found, expected, strict=True):
+        assert one.keys() == other.keys()
+        for name, values in other.items():
+            difference = np.linalg.norm(one[name].reshape(values.shape) - values)
+            assert difference <= 2e-5 * np.linalg.norm(values), name
+
+
+def adapted():
+    shardrt.manual_seed(3)
+    model = nn.add_lora(Llama(SMALL), 2, targets=("*.qkv", "*.gate_up"))
+    wrap(model, by_class(Block))
+    before = full_state_dict(model)
+    optimizer = optim.AdamW(nn.lora_parameters(model), lr=1e-2)
+    losses = []
+    for _ in range(5):
+        loss = F.cross_entropy(model(TOKENS), TOKENS)
+        losses.append(loss.item())
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    after = full_state_dict(model)
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    return losses, changed, {name for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_learn_and_nothing_else_changes(ranks):
+    losses, changed, adapters = thread.run(ranks, adapted)[0]
+    assert losses == sorted(losses, reverse=True)
+    assert changed == adapters and len(adapters) == 8
+
+
+def test_slow_pairs_turn_slower_and_fast_ones_as_before():
+    config = LlamaConfig(n_embd=2048, n_head=32, n_kv_head=8, rope_factor=32.0)
+    plain = 500000.0 ** -(np.arange(32) / 32)
+    ratio = llama.frequencies(config) / plain
+    turns = 8192 * plain / (2 * np.pi)
+    np.testing.assert_allclose(ratio[turns > 4], 1, rtol=1e-5)
+    np.testing.assert_allclose(ratio[turns < 1], 1 / 32, rtol=1e-5)
+    between = (turns > 1) & (turns < 4)
+    assert between.sum() >= 2 and (np.diff(ratio) <= 1e-5).all()
+    expected = (turns[between] - 1) / 3
+    np.testing.assert_allclose(ratio[between], (1 - expected) / 32 + expected, rtol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"n_head": 4, "n_kv_head": 3}, "n_kv_head must divide n_head, got 3 and 4"),
+        ({"n_embd": 36}, "even multiple of n_head, got 36 and 12"),
+        ({"n_hidden": 0}, "n_hidden must be at least 1, got 0"),
+        ({"rope_theta": float("nan")}, "rope_theta must be positive, got nan"),
+        ({"rope_low_freq_factor": 4.0}, "must be above rope_low_freq_factor, got 4.0 and 4.0"),
+    ],
+)
+def test_a_config_that_makes_no_model_is_refused_by_name(settings, words):
+    with pytest.raises(ValueError, match=words):
+        LlamaConfig(**settings)
+
+
+def test_more_tokens_than_positions_are_refused():
+    with pytest.raises(ValueError, match="block_size = 16 at a time, got 17"):
+        Llama(SMALL)(np.zeros((1, 17), np.int64))
