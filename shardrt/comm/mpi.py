@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm import failure
 from shardrt.comm.calls import WORDS, Names, encode, mismatch
-from shardrt.comm.protocol import Communicator
+from shardrt.comm.protocol import Communicator, PeerFailed
 from shardrt.comm.reduction import combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
@@ -23,6 +24,9 @@ _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
 _SLEEP = 1e-3  # seconds, the longest sleep between two polls
+_LOOK = 0.5  # seconds between two looks at who has left
+
+_waiting: "set[MPICommunicator]" = set()  # those of which a thread sleeps in a collective
 
 
 class MPICommunicator(Communicator):
@@ -60,7 +64,7 @@ class MPICommunicator(Communicator):
         """
         self._sequence += 1
         self._own_call[:] = array_of("q", encode(self._names, collective, *facts))
-        wait(self._mpi.Iallgather(*self._exchange))
+        self._wait(self._mpi.Iallgather(*self._exchange), collective)
         if self._calls != self._own_call * self.size:
             calls = [tuple(self._calls[start : start + WORDS]) for start in range(0, len(self._calls), WORDS)]
             raise mismatch(self._sequence, calls, self._names)
@@ -126,11 +130,11 @@ class MPICommunicator(Communicator):
 
     def _send(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer))
+            self._wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer), "send", peer)
 
     def _recv(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer))
+            self._wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer), "recv", peer)
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)
@@ -142,12 +146,44 @@ class MPICommunicator(Communicator):
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
 
+    def _wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
+        """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
 
-def wait(request: MPI.Request) -> None:
-    """Poll a request: busily at first, since most peers are only microseconds late, then with pauses."""
-    deadline = time.perf_counter() + _SPIN
-    pause = _SPIN
-    while not request.Test():
-        if time.perf_counter() > deadline:
+        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
+        """
+        deadline = time.perf_counter() + _SPIN
+        while not request.Test():
+            if time.perf_counter() > deadline:
+                _waiting.add(self)
+                try:
+                    self._sleep_until(request, doing, peer)
+                finally:
+                    _waiting.discard(self)
+                return
+
+    def _sleep_until(self, request: MPI.Request, doing: str, peer: int | None) -> None:
+        pause, next_look, gone = _SPIN, time.perf_counter() + _LOOK, None
+        while not request.Test():
             time.sleep(pause)
             pause = min(2 * pause, _SLEEP)
+            if time.perf_counter() > next_look:
+                if gone is not None:  # half a second after it said so nothing of it is under way any more
+                    raise PeerFailed(f"rank {gone} has left; rank {self.rank} waits for it in {doing}")
+                gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
+                next_look += _LOOK
+
+    def _departed(self) -> list[int]:
+        """Ranks of this communicator whose programs have ended."""
+        left = sorted(failure.departed())
+        if not left:
+            return []
+        world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()
+        here = MPI.Group.Translate_ranks(world, left, own)
+        return [rank for rank in here if rank != MPI.UNDEFINED]
+
+
+@failure.at_program_end
+def _finish() -> None:
+    """A stream that still takes part in a collective has not left."""
+    while _waiting:
+        time.sleep(0.01)
