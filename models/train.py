@@ -199,9 +199,7 @@ def run_log(config: Config) -> RunLog:
     return RunLog(new_run_directory(config.name))
 
 
-def job_of(
-    config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: RunLog, watch: Watch
-) -> Job:
+def job_of(config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: RunLog, watch: Watch) -> Job:
     """The run's optimizer, loss scale and checkpoints, with everything that they work on."""
     optimizer = optimizer_of(config, model)
     scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)

@@ -20,12 +20,14 @@ from typing import Any
 
 from shardrt.comm.flight import resident_bytes
 from shardrt.comm.protocol import CollectiveMismatch, PeerFailed
+from shardrt.device.cpu import finish_streams
 
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
 OUT_OF_MEMORY = 81
 HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
+_FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on when the job is aborted
 _SILENCE = 0.1  # seconds until a rank that has left tells those that go on
 _LEFT = 1  # tag of that message
 
@@ -99,7 +101,7 @@ def code_of(error: BaseException) -> int:
 def out_of_memory(error: BaseException) -> str:
     """What is known of it: the bytes asked for, where the error says so, what is taken, what was planned."""
     root = _root(error, MemoryError)
-    lines = [f"{type(root).__name__}: {root}" if str(root) else "MemoryError"]
+    lines = [f"out of memory: {root}" if str(root) else "out of memory"]
     lines.append(f"resident now: {resident_bytes() / 1e6:.1f} MB of this process{_limit()}")
     for function in _memory:
         lines.append(function())
@@ -140,6 +142,7 @@ class _Job:
         everyone = self._leaving.Ibarrier()
         if code and not _done(everyone, _PATIENCE):
             self.end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
+        finish_streams()  # a rank of which a stream takes part in a collective has not left
         for function in _last_words:
             function()
         if not _done(everyone, _SILENCE):
@@ -196,6 +199,7 @@ class _Job:
             sys.stdout.flush()
             sys.stderr.write(first_report if first and first_report else report)  # one write: lines don't mix
             sys.stderr.flush()
+        time.sleep(_FORWARDING)
         self._mpi.Abort(code)
         if end is not None:  # Abort may return before the job has ended: going on would say that we left
             end.join()
@@ -221,7 +225,9 @@ def _root(error: BaseException | None, kind: type[BaseException]) -> BaseExcepti
 
 def _limit() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return "" if soft == resource.RLIM_INFINITY else f", whose address space is limited to {soft / 1e6:.1f} MB"
+    return (
+        "" if soft == resource.RLIM_INFINITY else f", whose address space is limited to {soft / 1e6:.1f} MB"
+    )
 
 
 class _Exit(SystemExit):

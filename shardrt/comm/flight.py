@@ -122,7 +122,14 @@ class Recorder:
             self.beat()
 
     def _write(
-        self, state: int, communicator: bytes, call: int, operation: int, unit: bytes, elements: int, kind: int
+        self,
+        state: int,
+        communicator: bytes,
+        call: int,
+        operation: int,
+        unit: bytes,
+        elements: int,
+        kind: int,
     ) -> None:
         number = next(self._numbers)  # atomic, so that threads never share a place
         _RECORD.pack_into(

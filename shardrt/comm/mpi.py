@@ -26,8 +26,6 @@ _SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
 _SLEEP = 1e-3  # seconds, the longest sleep between two polls
 _LOOK = 0.5  # seconds between two looks at who has left
 
-_waiting: "set[MPICommunicator]" = set()  # those of which a thread sleeps in a collective
-
 
 class MPICommunicator(Communicator):
     """A group of MPI processes."""
@@ -152,25 +150,17 @@ class MPICommunicator(Communicator):
         Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
         """
         deadline = time.perf_counter() + _SPIN
+        pause, next_look, gone = _SPIN, deadline + _LOOK, None
         while not request.Test():
-            if time.perf_counter() > deadline:
-                _waiting.add(self)
-                try:
-                    self._sleep_until(request, doing, peer)
-                finally:
-                    _waiting.discard(self)
-                return
-
-    def _sleep_until(self, request: MPI.Request, doing: str, peer: int | None) -> None:
-        pause, next_look, gone = _SPIN, time.perf_counter() + _LOOK, None
-        while not request.Test():
-            time.sleep(pause)
-            pause = min(2 * pause, _SLEEP)
-            if time.perf_counter() > next_look:
-                if gone is not None:  # half a second after it said so nothing of it is under way any more
+            now = time.perf_counter()
+            if now > next_look:
+                if gone is not None:  # since it said so, half a second has passed for what was under way
                     raise PeerFailed(f"rank {gone} has left; rank {self.rank} waits for it in {doing}")
                 gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
-                next_look += _LOOK
+                next_look = now + _LOOK
+            if now > deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _SLEEP)
 
     def _departed(self) -> list[int]:
         """Ranks of this communicator whose programs have ended."""
@@ -180,10 +170,3 @@ class MPICommunicator(Communicator):
         world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()
         here = MPI.Group.Translate_ranks(world, left, own)
         return [rank for rank in here if rank != MPI.UNDEFINED]
-
-
-@failure.at_program_end
-def _finish() -> None:
-    """A stream that still takes part in a collective has not left."""
-    while _waiting:
-        time.sleep(0.01)

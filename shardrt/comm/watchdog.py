@@ -38,7 +38,7 @@ class Limits:
     """Seconds without progress after which a rank takes the job to hang; 0 never does."""
 
     step: float = 30.0  # or 20 median steps, if that is more
-    set_up: float = 300.0  # before the first step, and in it
+    set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
     save: float = 600.0
     evaluation: float = 300.0
     medians: float = 20.0
@@ -66,6 +66,7 @@ class Watch:
         self._meshes: list[DeviceMesh] = []
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._step_began = 0.0
+        self._steps_done = 0
         control = mesh.communicator("control")
         made = tempfile.mkdtemp(prefix="shardrt-") if mesh.rank == 0 else ""
         self._folder = Path(talk.from_first(control, made))
@@ -97,10 +98,8 @@ class Watch:
 
     def step(self, number: int) -> None:
         """Step `number` begins, with its data."""
-        now = time.monotonic()
-        if self._step_began:
-            self._durations.append(now - self._step_began)
-        self._step_began = now
+        self._end_step()
+        self._step_began = time.monotonic()
         self.recorder.mark("data", number)
 
     def phase(self, name: str) -> None:
@@ -110,8 +109,11 @@ class Watch:
         self.recorder.mark(name)
 
     def _end_step(self) -> None:
+        """Keep how long a step took, but for the first, in which kernels are compiled."""
         if self._step_began:
-            self._durations.append(time.monotonic() - self._step_began)
+            if self._steps_done:
+                self._durations.append(time.monotonic() - self._step_began)
+            self._steps_done += 1
         self._step_began = 0.0
 
     def __enter__(self) -> "Watch":
@@ -249,9 +251,7 @@ class Watch:
         self._temporary = None
 
 
-def hang_report(
-    recorder: Recorder, flights: list[Flight], told: list[str], idle: float, limit: float
-) -> str:
+def hang_report(recorder: Recorder, flights: list[Flight], told: list[str], idle: float, limit: float) -> str:
     """Several lines for people: where each rank stands, and which one is behind."""
     own = next((flight for flight in flights if flight.rank == recorder.rank), None)
     here = [flight for flight in flights if own is None or flight.host == own.host]

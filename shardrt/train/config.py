@@ -204,7 +204,7 @@ class WatchdogConfig:
     """How long a run may make no progress before it is ended with exit code 124; in seconds, 0 for ever."""
 
     limit: float = 30  # in a step, or 20 median steps if that is more
-    set_up: float = 300  # before the first step, and in it
+    set_up: float = 300  # before the first step, and in the first two
     save: float = 600  # while a checkpoint is written
     evaluation: float = 300  # in evaluations, and while text is generated
 
