@@ -41,8 +41,9 @@ def install_hooks(mpi: Any, node: Any) -> None:
     """From now on an uncaught exception, in any thread, aborts the job: `mpi` (all ranks). Once per process.
 
     So do KeyboardInterrupt (exit code 130) and `sys.exit` with a code other than 0, unless all ranks call
-    it. A rank that ends otherwise while others wait for it makes those raise PeerFailed. `node` is the communicator of the ranks on this node, of
-    which the first to fail prints its traceback and the others a line each. Collective over `node`.
+    it. Where a rank ends otherwise while others wait for it, those raise PeerFailed. `node` is the
+    communicator of the ranks on this node, of which the first to fail prints its traceback and the others a
+    line each. Collective over `node`.
     """
     global _job
     if _job is not None:
