@@ -1,4 +1,4 @@
-"""`python -m shardrt`: what can be done with checkpoints from a shell. One process; no MPI is started."""
+"""`python -m shardrt`: checkpoints, and what became of a run, from a shell. One process, without MPI."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
+from shardrt.tools import doctor
 
 DATA = 65  # a checkpoint is damaged, or none is there
 
@@ -15,6 +16,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m shardrt", description=__doc__)
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
+    doctor.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

@@ -60,7 +60,7 @@ def spin() -> None:
 
 
 def boo() -> None:
-    raise ValueError("boo")
+    raise RuntimeError("boo")
 
 
 FAILURES = {
