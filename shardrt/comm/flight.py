@@ -31,6 +31,7 @@ _BEAT = struct.Struct("<d d Q")  # monotonic, wall, resident bytes
 _ENDED = struct.Struct("<d 232s")  # wall, how
 # Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
 _RECORD = struct.Struct("<Q d d q I I B B B B 4x 16s 56s Q")
+_MOST = 1 << 20  # ranks
 _BEAT_AT, _ENDED_AT, _RING_AT = 128, 192, 512
 _SIZE = _RING_AT + RECORDS * _RECORD.size
 
@@ -222,7 +223,7 @@ def read(path: Path) -> Flight:
     if len(data) != _SIZE:
         raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
     magic, rank, size, pid, records, began, host = _HEADER.unpack_from(data, 0)
-    if magic != _MAGIC or records != RECORDS or not rank < size:
+    if magic != _MAGIC or records != RECORDS or not rank < size <= _MOST or not _is_time(began):
         raise DamagedFlight(f"{path}: not a flight file of this version")
     found = [_record(data, place) for place in range(RECORDS)]
     ring = sorted((record for record in found if record), key=lambda record: record.number)
@@ -230,6 +231,8 @@ def read(path: Path) -> Flight:
         raise DamagedFlight(f"{path}: holds no whole record")
     ended_wall, ended = _ENDED.unpack_from(data, _ENDED_AT)
     beat = _BEAT.unpack_from(data, _BEAT_AT)
+    if not all(map(_is_time, (ended_wall, *beat[:2]))):
+        raise DamagedFlight(f"{path}: holds times that are none")
     return Flight(rank, size, pid, _text(host), began, *beat, ended_wall, _text(ended), tuple(ring))
 
 
@@ -266,10 +269,15 @@ def _record(data: bytes, place: int) -> Record | None:
     )
     state, phase, operation, kind = codes
     whole = number and number == again and (number - 1) % RECORDS == place and state <= DONE
+    whole = whole and _is_time(mono) and _is_time(wall)
     if not (whole and phase < len(PHASES) and operation < len(OPERATIONS) and kind < len(DTYPES)):
         return None
     names = PHASES[phase], OPERATIONS[operation], DTYPES[kind], _text(name), _text(unit)
     return Record(number, mono, wall, elements, step, call, state, *names)
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds < 1e11  # nan is not
 
 
 def _tail(text: str, size: int) -> bytes:

@@ -12,6 +12,7 @@ from pathlib import Path
 from models import train
 from shardrt.comm.failure import HANG, MISMATCH, OUT_OF_MEMORY
 from shardrt.train import config as settings
+from shardrt.tools import autopsy
 from shardrt.train.errors import DIFFERS
 from tests.failures.victim import DIFFERENCES, FAILURES, MISMATCHES, PHASES
 from tests.ranks import clean_environment, mpirun_path
@@ -126,6 +127,10 @@ def check(case: Case, folder: Path, launcher: str = "", python: str = sys.execut
     else:
         assert code not in (0, None), told  # the launcher's own, and its message
         assert not re.search(_FIRST_WORDS, err, re.M), told
+    if case.phase != "set-up" and case.failure in FAILURES:  # before, the run has no folder
+        found = autopsy.examine(folder / "runs" / str(case))
+        pointed = found["behind"] if case.failure in ("stop", "loop") else [found["first"]]
+        assert pointed == [case.victim], f"{told}\nthe doctor said: {autopsy.lines(found)}"
     late = f"{seconds:.1f} s, {case.allowed} allowed: {told}"
     assert case.failure in DIFFERENCES or seconds < case.allowed, late
     return seconds
