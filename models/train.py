@@ -111,7 +111,7 @@ def run_on(mesh: DeviceMesh, config: Config, watch: Watch) -> None:
     """One run, watched. What can be wrong with the input is found before anything is written."""
     began = time.perf_counter()
     with one_line(DIFFERS, mesh):
-        check_same(mesh, {"settings": settings.plain(config), **versions()})
+        check_same(mesh, {"settings": settings.plain(config), "shardrt": shardrt.__version__, **versions()})
     with one_line(USAGE, mesh):
         mesh = init_device_mesh("auto", config.fsdp.shape(mesh.size)) if config.fsdp.copies > 1 else mesh
     watch.record(mesh)

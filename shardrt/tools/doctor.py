@@ -1,4 +1,4 @@
-"""`python -m shardrt doctor [RUN]`: what became of each rank of a run; or whether this machine is fit for one.
+"""`python -m shardrt doctor [RUN]`: what became of the ranks of a run; or whether a machine is fit for one.
 
 Exit code 0 where all is well, 1 where a rank failed or the machine lacks something, 65 where nothing can be
 read.

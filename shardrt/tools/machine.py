@@ -1,4 +1,4 @@
-"""What a machine has for training: versions, cores, memory, limits, rights; and whether two ranks can meet."""
+"""What a machine has for training: versions, cores, memory, limits, rights; and whether ranks can meet."""
 
 import json
 import os
@@ -12,8 +12,9 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import shardrt
 from shardrt.device import cuda
+
+_PACKAGE = Path(__file__).parents[1]
 
 _NEEDED = ("numpy", "numba", "llvmlite", "mpi4py", "safetensors", "xxhash", "threadpoolctl")
 _FOR_GPUS = ("cupy-cuda13x", "cupy-cuda12x", "nvidia-nccl-cu13", "nvidia-cudnn-cu13", "nvidia-cudnn-frontend")
@@ -48,7 +49,7 @@ def examine() -> dict[str, Any]:
     packages = {name: _version(name) for name in _NEEDED}
     mpi = _asked([sys.executable, "-c", _MPI])
     found: dict[str, Any] = {
-        "shardrt": shardrt.__version__,
+        "shardrt": _version("shardrt"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": packages,
@@ -59,7 +60,7 @@ def examine() -> dict[str, Any]:
         "memory": _memory(),
         "shared memory": _space("/dev/shm"),
         "limits": {name: _limit(which) for name, which in _LIMITS.items()},
-        "kernel cache": kernel_cache(Path(shardrt.__file__).parent / "kernels" / "cpu"),
+        "kernel cache": kernel_cache(_PACKAGE / "kernels" / "cpu"),
         "two ranks": _self_test(),
     }
     lacking = [f"{name} is missing" for name, found_version in packages.items() if not found_version]
@@ -123,7 +124,7 @@ def _asked(command: list[str]) -> Any:
     # Open MPI refuses root, and more ranks than cores, unless it is told.
     variables = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
     variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
-    paths = [str(Path(shardrt.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
+    paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_PATIENCE, env=environment)

@@ -5,21 +5,19 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-import shardrt
-
 _PACKAGES = ("numpy", "numba", "mpi4py")
 _SOURCES = ("*.py", "*.cu", "*.cuh")
 
 
 def versions() -> dict[str, str]:
     """By name, for ranks to compare: those that run other code would give other numbers, or wait forever."""
-    found = {"shardrt": shardrt.__version__, "python": platform.python_version()}
+    found = {"python": platform.python_version()}
     for package in _PACKAGES:
         try:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "none"
-    return found | {"code": code_digest(Path(shardrt.__file__).parent)}
+    return found | {"code": code_digest(Path(__file__).parents[1])}
 
 
 def code_digest(package: Path) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from models import train
 from shardrt.comm.failure import HANG, MISMATCH, OUT_OF_MEMORY
-from shardrt.train import config as settings
 from shardrt.tools import autopsy
+from shardrt.train import config as settings
 from shardrt.train.errors import DIFFERS
 from tests.failures.victim import DIFFERENCES, FAILURES, MISMATCHES, PHASES
 from tests.ranks import clean_environment, mpirun_path
