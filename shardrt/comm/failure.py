@@ -103,7 +103,7 @@ def out_of_memory(error: BaseException) -> str:
     """What is known of it: the bytes asked for, where the error says so, what is taken, what was planned."""
     root = _root(error, MemoryError)
     lines = [f"out of memory: {root}" if str(root) else "out of memory"]
-    lines.append(f"resident now: {resident_bytes() / 1e6:.1f} MB of this process{_limit()}")
+    lines.append(f"{resident_bytes() / 1e6:.1f} MB are resident{_limit()}")
     for function in _memory:
         lines.append(function())
     return "\n".join(lines) + "\n"
@@ -159,7 +159,7 @@ class _Job:
             word = bytearray(8)
             message.Recv(word)
             self._departed.add(int.from_bytes(word, "little"))
-        return self._departed
+        return set(self._departed)
 
     def _wait_for(self, everyone: Any) -> None:
         """Tell those that go on that this rank has left: who waits for it in MPI would wait forever."""
@@ -173,14 +173,12 @@ class _Job:
     def _fail(self, where: str, error: BaseException) -> None:
         last = traceback.format_exception_only(error)[-1].strip()
         short, code = f"{self._name} failed as well: {last}\n", code_of(error)
-        if isinstance(error, PeerFailed) or code == MISMATCH:
+        if code == MISMATCH or _root(error, PeerFailed):
             short = ""  # the first to say so has said it for all
-        how = "failed"
+        how, more = "failed", ""
         if code == OUT_OF_MEMORY:
-            how = "is out of memory"
-        full = f"{self._name} {how} in its {where}:\n{''.join(traceback.format_exception(error))}"
-        if code == OUT_OF_MEMORY:
-            full += out_of_memory(error)
+            how, more = "is out of memory", out_of_memory(error)
+        full = f"{self._name} {how} in its {where}:\n{''.join(traceback.format_exception(error))}{more}"
         self.end(short, code, full, last)
 
     def end(self, report: str, code: int, first_report: str | None = None, how: str = "") -> None:
@@ -226,9 +224,7 @@ def _root(error: BaseException | None, kind: type[BaseException]) -> BaseExcepti
 
 def _limit() -> str:
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    return (
-        "" if soft == resource.RLIM_INFINITY else f", whose address space is limited to {soft / 1e6:.1f} MB"
-    )
+    return "" if soft == resource.RLIM_INFINITY else f"; the address space is limited to {soft / 1e6:.1f} MB"
 
 
 class _Exit(SystemExit):
