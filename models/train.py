@@ -20,8 +20,9 @@ import shardrt
 from shardrt import device, nn, no_grad, optim
 from shardrt import functional as F
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
-from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.comm import DeviceMesh, failure, init_device_mesh
 from shardrt.comm.talk import differences, from_all
+from shardrt.comm.watchdog import Watch
 from shardrt.fsdp import (
     MemoryPlan,
     fully_shard,
@@ -43,6 +44,7 @@ from shardrt.train.metrics import (
 )
 from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
 from shardrt.train.stop import STOPPED, StopRequests
+from shardrt.train.versions import versions
 
 from .generate import generate
 from .gpt import GPT, GPTConfig
@@ -72,6 +74,7 @@ class Config:
     precision: settings.PrecisionConfig = settings.PrecisionConfig()
     memory: settings.MemoryConfig = settings.MemoryConfig()
     checkpoint: settings.CheckpointConfig = settings.CheckpointConfig()
+    watchdog: settings.WatchdogConfig = settings.WatchdogConfig()
     report: settings.ReportConfig = settings.ReportConfig()
     sample: settings.SampleConfig = settings.SampleConfig()
 
@@ -129,17 +132,25 @@ class Job:
     scaler: optim.GradScaler
     checkpoints: Checkpoints
     run: RunLog
+    watch: Watch
 
 
 def launch(config: Config) -> None:
-    """One run, on every rank. What can be wrong with the input is found before anything is written."""
-    began = time.perf_counter()
+    """One run, on every rank."""
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
         mesh = init_device_mesh("auto")
+    with Watch(mesh, config.watchdog.limits) as watch:
+        run_on(mesh, config, watch)
+
+
+def run_on(mesh: DeviceMesh, config: Config, watch: Watch) -> None:
+    """One run, watched. What can be wrong with the input is found before anything is written."""
+    began = time.perf_counter()
     with one_line(DIFFERS, mesh):
-        check_same(mesh, {"settings": settings.plain(config), "shardrt": shardrt.__version__})
+        check_same(mesh, {"settings": settings.plain(config), "shardrt": shardrt.__version__, **versions()})
     with one_line(USAGE, mesh):
         mesh = init_device_mesh("auto", config.fsdp.shape(mesh.size)) if config.fsdp.copies > 1 else mesh
+    watch.record(mesh)
     if config.threads or config.invariant:
         shardrt.set_threads(max(1, config.threads))
     with one_line(DATA, mesh):
@@ -149,23 +160,28 @@ def launch(config: Config) -> None:
     with one_line(USAGE, mesh):
         model = sharded_model(config, mesh)
         plan = planned_memory(config, mesh, model, corpus)
+        failure.describe_memory(lambda: f"memory as planned, per rank:\n{plan}")
         run = run_log(config) if mesh.rank == 0 else RunLog(None)
 
+    watch.keep(run.directory / "flight" if run.directory else None)
     gzip = corpus.gzip_bits_per_byte()
     if run.directory:
         settings.dump(config, run.directory / "config.toml")
     introduce(run, config, mesh, model, corpus, plan, gzip)
-    job = job_of(config, mesh, corpus, model, run)
+    job = job_of(config, mesh, corpus, model, run, watch)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         first = resume(job)
     with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
         held_out = train(job, first)
     run.say(f"held-out text: {held_out:.3f} bits per byte; gzip -9 needs {gzip:.3f}")
     # Rank 0 gathers and writes; the others take part and need no directory.
+    watch.phase("save")
     save(run.directory / "checkpoint" if run.directory else "", model, step=config.steps)
+    watch.phase("sample")
     sample = generate(model, config.sample, block_size=config.model.block_size, seed=config.seed)
     text = sample.decode(errors="replace")
     run.say(f"--- sample ---\n{text}\n--------------")
+    watch.phase("end")
     run.finish({"seconds": time.perf_counter() - began, "sample": text})
     run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
 
@@ -223,7 +239,7 @@ def run_log(config: Config) -> RunLog:
     return RunLog(new_run_directory(config.name))
 
 
-def job_of(config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: RunLog) -> Job:
+def job_of(config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: RunLog, watch: Watch) -> Job:
     """The run's optimizer, loss scale and checkpoints, with everything that they work on."""
     optimizer = optimizer_of(config, model)
     scaler = optim.GradScaler(enabled=config.precision.param is settings.Precision.float16)
@@ -238,6 +254,7 @@ def job_of(config: Config, mesh: DeviceMesh, corpus: Corpus, model: GPT, run: Ru
         scaler,
         Checkpoints(folder, model, optimizer, mesh, **kept),
         run,
+        watch,
     )
 
 
@@ -315,15 +332,18 @@ def train(job: Job, first: int) -> float:
     stopwatch.restart(first)
     with StopRequests(job.mesh, job.run.directory, config.checkpoint.stop_after) as requests:
         for step in range(first, steps):
+            job.watch.step(step + 1)
             shardrt.manual_seed(config.seed, step)
             lr = config.optimizer.lr_at(step, steps)
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
             batches = batches_of(config, job.corpus, job.mesh, step)
             losses = backward(config, job.model, batches, job.scaler)
+            job.watch.phase("optimizer")
             norm = update(job, step + 1)
 
             done = step + 1
+            job.watch.phase("report")
             keep(job, done)
             if done % config.report.log_interval == 0 or done in (first + 1, steps):
                 report(job, done, losses, norm, lr, stopwatch)
@@ -333,6 +353,7 @@ def train(job: Job, first: int) -> float:
                 stopwatch.restart(done)
             if done < steps and (reason := requests.reason()):
                 leave(job, done, reason)
+    job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if first >= steps:  # a run that was finished before
         record = evaluated(job, steps, None)
@@ -401,6 +422,7 @@ def report(job: Job, done: int, losses: list[float], norm: float, lr: float, sto
 
 def evaluated(job: Job, done: int, windows: int | None) -> dict:
     """Evaluate, and say and write the result."""
+    job.watch.phase("eval")
     record = {"step": done} | evaluate(job.config, job.mesh, job.model, job.corpus, windows)
     job.run.say(evaluation_line(record, job.config.steps))
     job.run.write("evaluation", record)
@@ -409,9 +431,12 @@ def evaluated(job: Job, done: int, windows: int | None) -> dict:
 
 def keep(job: Job, done: int) -> None:
     """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
-    tell_saved(job.run, job.checkpoints.tick)
     chosen = job.config.checkpoint
-    if chosen.every and (done % chosen.every == 0 or done == job.config.steps):
+    due = chosen.every and (done % chosen.every == 0 or done == job.config.steps)
+    if due or job.checkpoints.under_way:
+        job.watch.phase("save")
+    tell_saved(job.run, job.checkpoints.tick)
+    if due:
         save = job.checkpoints.start if chosen.in_background else job.checkpoints.save
         tell_saved(job.run, save, done, extra_of(job))
 
@@ -433,6 +458,7 @@ def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
 
 def leave(job: Job, done: int, reason: str) -> None:
     """Save, and exit with a code that says so; where saving fails, with the error."""
+    job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if job.checkpoints.last_saved != done:
         job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")

@@ -1,4 +1,4 @@
-"""`python -m shardrt`: what can be done with checkpoints and data from a shell. One process, without MPI."""
+"""`python -m shardrt`: checkpoints, data, and what became of a run, from a shell. One process, no MPI."""
 
 import argparse
 import sys
@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
+from shardrt.tools import doctor
 from shardrt.train import data_command
 from shardrt.train.tokens import BadTokens
 
@@ -18,6 +19,7 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
     data_command.add_to(commands)
+    doctor.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)

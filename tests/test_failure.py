@@ -109,13 +109,44 @@ def test_an_interrupted_rank_ends_the_job():
     assert done.stderr.count("rank 1 of 3 was interrupted") == 1
 
 
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
 @pytest.mark.parametrize("case", ["raise SystemExit(3)", "sys.exit(0)"])
-def test_on_one_node_a_rank_that_just_ends_is_missed_by_those_who_wait(case):
-    done, seconds = run(case)
+def test_a_rank_that_just_ends_is_missed_by_those_who_wait(communicator, case):
+    done, seconds = run(case, communicator)
     assert done.returncode == 1
     assert seconds < 2
     assert "rank 1 has left; rank" in done.stderr
     assert done.stderr.count("Traceback (most recent call last)") == 1
+    assert "failed as well" not in done.stderr
+
+
+def test_a_rank_that_ends_is_not_missed_by_groups_without_it():
+    others = "part = comm.split(0 if mesh.rank != 1 else None, mesh.rank)\n"
+    others += "if mesh.rank == 1: sys.exit(0)\n"
+    others += "if mesh.rank == 0: time.sleep(1.5)\n"
+    others += "part.all_reduce(numbers, stream=stream); print('done', flush=True); sys.exit(0)"
+    done, _ = run("pass", "mpi", everyone=others)
+    assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
+
+
+def test_a_rank_whose_stream_is_still_in_a_collective_has_not_left():
+    late = "if mesh.rank == 2: time.sleep(1.5)\n"
+    late += "comm.all_reduce(numbers, stream=gather if mesh.rank == 1 else stream)\n"
+    late += "if mesh.rank == 1: sys.exit(0)\n"
+    late += "print('done', flush=True); sys.exit(0)"
+    done, _ = run("pass", "mpi", everyone=late)
+    assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
+
+
+def test_ranks_out_of_step_and_out_of_memory_have_codes_of_their_own():
+    done, _ = run("comm.all_reduce(np.zeros(5), stream=stream)", "mpi")
+    assert done.returncode == 70
+    assert done.stderr.count("CollectiveMismatch: ranks differ") == 1
+    huge = "gather.submit(np.ones, 1 << 48); gather.synchronize()"
+    done, seconds = run(huge)
+    assert (done.returncode, seconds < 2) == (81, True)
+    assert "rank 1 of 3 is out of memory in its main thread:" in done.stderr
+    assert "out of memory: Unable to allocate 2.00 PiB" in done.stderr
 
 
 def test_a_bad_argument_on_one_rank_ends_the_job():

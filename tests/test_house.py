@@ -28,6 +28,7 @@ ROOMS = [
     ["shardrt.fsdp"],
     ["shardrt.checkpoint"],
     ["shardrt.train"],
+    ["shardrt.tools"],
     ["shardrt"],  # the package itself: the public names
     ["models"],
     ["bench"],

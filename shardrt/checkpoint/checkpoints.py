@@ -63,6 +63,11 @@ class Checkpoints:
 
     # -- saving
 
+    @property
+    def under_way(self) -> bool:
+        """Whether a checkpoint was started that is not published yet."""
+        return self._pending is not None
+
     def save(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> Path:
         """Write checkpoint `step` and wait until it is on the disk; gives its directory.
 

@@ -1,12 +1,14 @@
 """A rank that fails ends the whole job at once, with one traceback that names it.
 
 Without this, a rank whose program raises waits in MPI's shutdown for ranks that wait for it in a collective.
-The hooks are installed when the ranks first meet (world.of_mpi); a world of one needs none.
+The hooks are installed when the ranks first meet (world.of_mpi); a world of one needs none. docs/failures.md
+lists the exit codes.
 """
 
 import atexit
 import fcntl
 import os
+import resource
 import sys
 import tempfile
 import threading
@@ -16,18 +18,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from shardrt.comm.flight import resident_bytes
+from shardrt.comm.protocol import CollectiveMismatch, PeerFailed
+from shardrt.device.cpu import finish_streams
+
+MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
+OUT_OF_MEMORY = 81
+HANG = 124  # as timeout(1) has it
+
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
+_FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on when the job is aborted
+_SILENCE = 0.1  # seconds until a rank that has left tells those that go on
+_LEFT = 1  # tag of that message
 
 _job: "_Job | None" = None
 _last_words: list[Callable[[], None]] = []
+_witnesses: list[Callable[[str], None]] = []
+_memory: list[Callable[[], str]] = []
 
 
 def install_hooks(mpi: Any, node: Any) -> None:
     """From now on an uncaught exception, in any thread, aborts the job: `mpi` (all ranks). Once per process.
 
     So do KeyboardInterrupt (exit code 130) and `sys.exit` with a code other than 0, unless all ranks call
-    it. (A bare `raise SystemExit` is not seen.) `node` is the communicator of the ranks on this node, of
-    which the first to fail prints its traceback and the others a line each. Collective over `node`.
+    it. Where a rank ends otherwise while others wait for it, those raise PeerFailed. `node` is the
+    communicator of the ranks on this node, of which the first to fail prints its traceback and the others a
+    line each. Collective over `node`.
     """
     global _job
     if _job is not None:
@@ -46,12 +62,61 @@ def at_program_end(function: Callable[[], None]) -> None:
     _last_words.append(function)
 
 
+def tell(witness: Callable[[str], None]) -> None:
+    """Have `witness(how)` called when this rank is about to end the job."""
+    _witnesses.append(witness)
+
+
+def forget(witness: Callable[[str], None]) -> None:
+    """Undo `tell`."""
+    _witnesses.remove(witness)
+
+
+def describe_memory(function: Callable[[], str]) -> None:
+    """Let a rank that is out of memory print what `function()` says of it: the memory plan, say."""
+    _memory[:] = [function]
+
+
+def end_job(report: str, code: int) -> None:
+    """Print `report` and end all ranks at once, from any thread."""
+    if _job is not None:
+        _job.end(report, code)
+    sys.stderr.write(report)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def departed() -> set[int]:
+    """The ranks of the job whose programs have ended, while this one goes on; those that have said so yet."""
+    return _job.departed() if _job is not None else set()
+
+
+def code_of(error: BaseException) -> int:
+    """The exit code for an uncaught error, by what is at its root."""
+    for kind, code in ((MemoryError, OUT_OF_MEMORY), (CollectiveMismatch, MISMATCH)):
+        if _root(error, kind) is not None:
+            return code
+    return 1
+
+
+def out_of_memory(error: BaseException) -> str:
+    """What is known of it: the bytes asked for, where the error says so, what is taken, what was planned."""
+    root = _root(error, MemoryError)
+    lines = [f"out of memory: {root}" if str(root) else "out of memory"]
+    lines.append(f"{resident_bytes() / 1e6:.1f} MB are resident{_limit()}")
+    for function in _memory:
+        lines.append(function())
+    return "\n".join(lines) + "\n"
+
+
 class _Job:
     """What the hooks of one process know."""
 
     def __init__(self, mpi: Any, file: int) -> None:
         self._mpi = mpi
         self._leaving = mpi.Dup()
+        self._departed: set[int] = set()
+        self._farewells: list[Any] = []
         self._file = file
         self._name = f"rank {mpi.rank} of {mpi.size}"
         self._lock = threading.Lock()
@@ -59,7 +124,7 @@ class _Job:
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """sys.excepthook"""
         if issubclass(kind, KeyboardInterrupt):
-            self._end(f"{self._name} was interrupted\n", 130)
+            self.end(f"{self._name} was interrupted\n", 130)
         else:
             self._fail("main thread", error)
 
@@ -70,41 +135,96 @@ class _Job:
 
     def on_program_end(self) -> None:
         """At exit, before MPI's own shutdown, which would wait for all ranks."""
+        from mpi4py import MPI
+
+        if MPI.Is_finalized():
+            return
         code = _Exit.status if isinstance(_Exit.status, int) else int(_Exit.status is not None)
-        if code and not self._all_leave():
-            self._end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
+        everyone = self._leaving.Ibarrier()
+        if code and not _done(everyone, _PATIENCE):
+            self.end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
+        finish_streams()  # a rank of which a stream takes part in a collective has not left
         for function in _last_words:
             function()
+        if not _done(everyone, _SILENCE):
+            self._wait_for(everyone)
+        told = self._leaving.allgather(bool(self._farewells))
+        while {rank for rank, said in enumerate(told) if said} - {self._mpi.rank} - self.departed():
+            time.sleep(0.001)
+        MPI.Request.Waitall(self._farewells)
 
-    def _all_leave(self) -> bool:
-        """Whether every rank ends its program with an error code now: then nobody has to be stopped."""
-        everyone = self._leaving.Ibarrier()
-        deadline = time.monotonic() + _PATIENCE
+    def departed(self) -> set[int]:
+        """Take in the messages of those that have left."""
+        while (message := self._leaving.Improbe(tag=_LEFT)) is not None:
+            word = bytearray(8)
+            message.Recv(word)
+            self._departed.add(int.from_bytes(word, "little"))
+        return set(self._departed)
+
+    def _wait_for(self, everyone: Any) -> None:
+        """Tell those that go on that this rank has left: who waits for it in MPI would wait forever."""
+        word = self._mpi.rank.to_bytes(8, "little")
+        others = (rank for rank in range(self._mpi.size) if rank != self._mpi.rank)
+        self._farewells = [self._leaving.Isend(word, rank, _LEFT) for rank in others]
         while not everyone.Test():
-            if time.monotonic() > deadline:
-                return False
+            self.departed()
             time.sleep(0.01)
-        return True
 
     def _fail(self, where: str, error: BaseException) -> None:
         last = traceback.format_exception_only(error)[-1].strip()
-        full = "".join(traceback.format_exception(error))
-        self._end(f"{self._name} failed as well: {last}\n", 1, f"{self._name} failed in its {where}:\n{full}")
+        short, code = f"{self._name} failed as well: {last}\n", code_of(error)
+        if code == MISMATCH or _root(error, PeerFailed):
+            short = ""  # the first to say so has said it for all
+        how, more = "failed", ""
+        if code == OUT_OF_MEMORY:
+            how, more = "is out of memory", out_of_memory(error)
+        full = f"{self._name} {how} in its {where}:\n{''.join(traceback.format_exception(error))}{more}"
+        self.end(short, code, full, last)
 
-    def _end(self, report: str, code: int, first_report: str | None = None) -> None:
+    def end(self, report: str, code: int, first_report: str | None = None, how: str = "") -> None:
         """Write `report` (or `first_report`, if this is the node's first) and end the job."""
-        sys.stdout.flush()
+        for witness in list(_witnesses):
+            witness(how or report)
+        end = threading.Timer(_PATIENCE, os._exit, (code,))
+        end.daemon = True
+        try:
+            end.start()
+        except (RuntimeError, MemoryError):  # no memory for a thread: Abort alone has to do
+            end = None
         with (
             self._lock,
             _locked(self._file) as first,
         ):  # whoever comes later aborts only after this is written
+            sys.stdout.flush()
             sys.stderr.write(first_report if first and first_report else report)  # one write: lines don't mix
             sys.stderr.flush()
-        timer = threading.Timer(_PATIENCE, os._exit, (code,))
-        timer.daemon = True
-        timer.start()
+        time.sleep(_FORWARDING)
         self._mpi.Abort(code)
-        timer.join()  # Abort may return before the job has ended: going on would tell the others that we left
+        if end is not None:  # Abort may return before the job has ended: going on would say that we left
+            end.join()
+        os._exit(code)
+
+
+def _done(request: Any, patience: float) -> bool:
+    """Whether a request is, within so many seconds."""
+    deadline = time.monotonic() + patience
+    while not request.Test():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.01)
+    return True
+
+
+def _root(error: BaseException | None, kind: type[BaseException]) -> BaseException | None:
+    """The error of this kind of which `error` is a consequence, or that it is."""
+    while error is not None and not isinstance(error, kind):
+        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return error
+
+
+def _limit() -> str:
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return "" if soft == resource.RLIM_INFINITY else f"; the address space is limited to {soft / 1e6:.1f} MB"
 
 
 class _Exit(SystemExit):

@@ -12,6 +12,7 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, create, for_device
+from shardrt.comm.flight import Recorder
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, cuda
 
@@ -62,6 +63,8 @@ class DeviceMesh:
         self.size = base.size
         self.coordinate = tuple(int(i) for i in np.argwhere(ranks == base.rank)[0])
         self._wrap = wrap
+        self._recorder: Recorder | None = None
+        self._made: list[Communicator] = []  # before they are wrapped
         self._communicators: dict[tuple[str, int | None], Communicator] = {}
         self._streams: dict[str, Stream] = {}
         self._bases: dict[int | None, Communicator] = {None: base}
@@ -82,8 +85,21 @@ class DeviceMesh:
         axis = self._axis(dim)
         if (role, axis) not in self._communicators:
             made = for_device(self._bases[axis].duplicate(), self.device, self._kind, role)
+            made.recorder, made.recorded_as = self._recorder, role if axis is None else f"{role}/{axis}"
+            self._made.append(made)
             self._communicators[role, axis] = self._wrap(made) if self._wrap else made
         return self._communicators[role, axis]
+
+    def record(self, recorder: Recorder | None) -> None:
+        """Have the calls of this mesh's communicators, and the parts of its steps, recorded; None ends it."""
+        self._recorder = recorder
+        for made in self._made:
+            made.recorder = recorder
+
+    def part(self, phase: str) -> None:
+        """A part of a step begins, "forward" or "backward"."""
+        if self._recorder is not None:
+            self._recorder.part(phase)
 
     def stream(self, role: str) -> Stream:
         """The stream in which the communicators for `role` are used, by all models on this mesh.

@@ -14,8 +14,9 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm import failure
 from shardrt.comm.calls import WORDS, Names, encode, mismatch
-from shardrt.comm.protocol import Communicator
+from shardrt.comm.protocol import Communicator, PeerFailed
 from shardrt.comm.reduction import combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
@@ -23,6 +24,7 @@ _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
 _SLEEP = 1e-3  # seconds, the longest sleep between two polls
+_LOOK = 0.5  # seconds between two looks at who has left
 
 
 class MPICommunicator(Communicator):
@@ -60,7 +62,7 @@ class MPICommunicator(Communicator):
         """
         self._sequence += 1
         self._own_call[:] = array_of("q", encode(self._names, collective, *facts))
-        wait(self._mpi.Iallgather(*self._exchange))
+        self._wait(self._mpi.Iallgather(*self._exchange), collective)
         if self._calls != self._own_call * self.size:
             calls = [tuple(self._calls[start : start + WORDS]) for start in range(0, len(self._calls), WORDS)]
             raise mismatch(self._sequence, calls, self._names)
@@ -126,11 +128,11 @@ class MPICommunicator(Communicator):
 
     def _send(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer))
+            self._wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer), "send", peer)
 
     def _recv(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer))
+            self._wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer), "recv", peer)
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)
@@ -142,12 +144,29 @@ class MPICommunicator(Communicator):
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
 
+    def _wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
+        """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
 
-def wait(request: MPI.Request) -> None:
-    """Poll a request: busily at first, since most peers are only microseconds late, then with pauses."""
-    deadline = time.perf_counter() + _SPIN
-    pause = _SPIN
-    while not request.Test():
-        if time.perf_counter() > deadline:
-            time.sleep(pause)
-            pause = min(2 * pause, _SLEEP)
+        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
+        """
+        deadline = time.perf_counter() + _SPIN
+        pause, next_look, gone = _SPIN, deadline + _LOOK, None
+        while not request.Test():
+            now = time.perf_counter()
+            if now > next_look:
+                if gone is not None:  # since it said so, half a second has passed for what was under way
+                    raise PeerFailed(f"rank {gone} has left; rank {self.rank} waits for it in {doing}")
+                gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
+                next_look = now + _LOOK
+            if now > deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _SLEEP)
+
+    def _departed(self) -> list[int]:
+        """Ranks of this communicator whose programs have ended."""
+        left = sorted(failure.departed())
+        if not left:
+            return []
+        world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()
+        here = MPI.Group.Translate_ranks(world, left, own)
+        return [rank for rank in here if rank != MPI.UNDEFINED]

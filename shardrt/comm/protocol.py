@@ -6,7 +6,7 @@ or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -46,6 +46,9 @@ class Communicator(ABC):
     rank: int
     size: int
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
+    recorder: Any = None  # a flight.Recorder, told of every call by the name that this communicator has there
+    recorded_as = ""
+    _call_number = 0
 
     def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
         """In place: `buffer` (size * n,) holds this rank's slice [rank*n : (rank+1)*n] on entry, all on exit.
@@ -57,7 +60,7 @@ class Communicator(ABC):
         _check_call("all_gather", stream, what)
         _check_array("all_gather", "buffer", buffer)
         _check_divisible("all_gather", "buffer", buffer, self.size)
-        stream.submit(self._all_gather, buffer, what, label=f"all_gather {what}")
+        self._submit(stream, f"all_gather {what}", "all_gather", what, buffer, self._all_gather, buffer, what)
 
     def reduce_scatter(
         self,
@@ -88,22 +91,22 @@ class Communicator(ABC):
             _check_sums("reduce_scatter", buffer, "sum", scale)
         _check_count("reduce_scatter", output, buffer, output.size * self.size)
         _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.nbytes)
-        label = f"reduce_scatter {what}"
-        stream.submit(self._reduce_scatter, output, buffer, scale, accumulate, "sum", kind, what, label=label)
+        label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
+        self._submit(stream, label, "reduce_scatter", what, buffer, self._reduce_scatter, *args)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max" or "min" over the ranks, the same bits on each."""
         _check_call("all_reduce", stream, what)
         _check_array("all_reduce", "buffer", buffer)
         _check_sums("all_reduce", buffer, op, 1.0)
-        stream.submit(self._all_reduce, buffer, op, what, label="all_reduce")
+        self._submit(stream, "all_reduce", "all_reduce", what, buffer, self._all_reduce, buffer, op, what)
 
     def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""
         _check_call("broadcast", stream, what)
         _check_array("broadcast", "buffer", buffer)
         _check_rank("broadcast", "root", root, self.size)
-        stream.submit(self._broadcast, buffer, root, what, label="broadcast")
+        self._submit(stream, "broadcast", "broadcast", what, buffer, self._broadcast, buffer, root, what)
 
     def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
@@ -114,26 +117,37 @@ class Communicator(ABC):
         _check_count("all_to_all", output, buffer, output.size)
         _check_divisible("all_to_all", "buffer", buffer, self.size)
         _check_overlap("all_to_all", output, buffer, None)
-        stream.submit(self._all_to_all, output, buffer, what, label="all_to_all")
+        self._submit(stream, "all_to_all", "all_to_all", what, buffer, self._all_to_all, output, buffer, what)
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Send `buffer` to rank `peer`, which receives an array of the same size and dtype."""
         _check_call("send", stream)
         _check_array("send", "buffer", buffer)
         _check_rank("send", "peer", peer, self.size, self.rank)
-        stream.submit(self._send, buffer, peer, label="send")
+        self._submit(stream, "send", "send", "", buffer, self._send, buffer, peer)
 
     def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
         _check_call("recv", stream)
         _check_array("recv", "buffer", buffer)
         _check_rank("recv", "peer", peer, self.size, self.rank)
-        stream.submit(self._recv, buffer, peer, label="recv")
+        self._submit(stream, "recv", "recv", "", buffer, self._recv, buffer, peer)
 
     def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
         _check_call("barrier", stream, what)
-        stream.submit(self._barrier, what, label="barrier")
+        self._submit(stream, "barrier", "barrier", what, None, self._barrier, what)
+
+    def _submit(
+        self, stream: Any, label: str, call: str, what: str, array: Any, method: Callable, *args: Any
+    ) -> None:
+        """Run `method(*args)` in the stream, and have it recorded."""
+        if self.recorder is None:
+            stream.submit(method, *args, label=label)
+            return
+        self._call_number += 1
+        facts = self.recorder.facts(self.recorded_as, self._call_number, call, what, array)
+        stream.submit(self.recorder.around, facts, method, args, label=label)
 
     def register_names(self, names: Iterable[str]) -> None:  # noqa: B027 (a world of one has nobody to name)
         """Say beforehand which `what` will come, so that an error can print the one a peer gave.

@@ -9,6 +9,7 @@ import importlib
 import queue
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from types import ModuleType
 from typing import Any
@@ -19,6 +20,8 @@ from shardrt import dtypes
 from shardrt.device import timeline
 from shardrt.device.memory import Pool
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
+
+_open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 
 
 class _Mark:
@@ -88,6 +91,7 @@ class ThreadStream(Stream):
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue, name), name=name, daemon=True)
         self._thread.start()
+        _open.add(self)
 
     def submit(self, function: Callable, *args: Any, label: str = "") -> None:
         self._queue.put((function, args, label))
@@ -137,6 +141,15 @@ def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
         timeline.add(stream, label, start, time.perf_counter())
     else:
         function(*args)
+
+
+def finish_streams() -> None:
+    """Return when every stream of this process has run what was submitted to it, or has failed."""
+    for stream in list(_open):
+        try:
+            stream.synchronize()
+        except StreamError:  # nobody waited for that work
+            pass
 
 
 class CPUDevice(Device):

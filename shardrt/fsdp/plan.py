@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm.protocol import Communicator
+from shardrt.comm.protocol import CollectiveMismatch, Communicator
 from shardrt.fsdp.unit import Unit
 
 
@@ -76,7 +76,7 @@ class Plan:
     def settle(self, control: Communicator, stream: Any) -> set[int]:
         """Compare with the other ranks and strike out what nobody used; gives the places that were.
 
-        Collective. Raises RuntimeError that names ranks and units if ranks have different orders.
+        Collective. Raises CollectiveMismatch that names ranks and units if ranks have different orders.
         """
         if self.settled:
             return set()
@@ -106,7 +106,7 @@ class Plan:
 
 
 def _compare(order: list[int], units: list[Unit], control: Communicator, stream: Any) -> None:
-    """Raise RuntimeError on every rank unless all ranks have the same order."""
+    """Raise CollectiveMismatch on every rank unless all ranks have the same order."""
     facts = np.zeros((control.size, 2), np.int64)
     facts[control.rank] = len(order), zlib.crc32(np.array(order, np.int64).tobytes())
     flat = facts.reshape(-1)
@@ -120,7 +120,7 @@ def _compare(order: list[int], units: list[Unit], control: Communicator, stream:
     other = next(rank for rank in range(control.size) if (orders[rank] != orders[0]).any())
     place = int(np.flatnonzero(orders[other] != orders[0])[0])
     names = [units[i].label if i >= 0 else "no more" for i in orders[[0, other], place]]
-    raise RuntimeError(
+    raise CollectiveMismatch(
         f"fully_shard: ranks use units in different orders: number {place + 1} of rank 0 is {names[0]}, of "
         f"rank {other} {names[1]}; a unit may be left out on some ranks, but not used out of order"
     )

@@ -121,6 +121,7 @@ class Schedule:
         if self._planned:
             self.plan.begin()
             self._passed = []
+            self.mesh.part("forward")
             self._show("forward", unit)
         for other in self.units:
             other.left.clear()
@@ -210,6 +211,7 @@ class Schedule:
         run = autograd.running()
         if not self._in_backward:
             self._in_backward = True
+            self.mesh.part("backward")
             run.at_end(self._end_backward)
         self.ensure(unit)
         self._prefetch(self._next_in_backward(run))

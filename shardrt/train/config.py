@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrt.activation_offload import offload_activations
+from shardrt.comm.watchdog import Limits
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
@@ -200,6 +201,25 @@ class CheckpointConfig:
         _at_least("checkpoint.keep_last", self.keep_last, 1)
         _at_least("checkpoint.keep_every", self.keep_every, 0)
         _at_least("checkpoint.stop_after", self.stop_after, 0)
+
+
+@dataclass(frozen=True)
+class WatchdogConfig:
+    """How long a run may make no progress before it is ended with exit code 124; in seconds, 0 for ever."""
+
+    limit: float = 30  # in a step, or 20 median steps if that is more
+    set_up: float = 300  # before the first step, and in the first two
+    save: float = 600  # while a checkpoint is written
+    evaluation: float = 300  # in evaluations, and while text is generated
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            _at_least(f"watchdog.{field.name}", getattr(self, field.name), 0)
+
+    @property
+    def limits(self) -> Limits:
+        """The same for Watch."""
+        return Limits(self.limit, self.set_up, self.save, self.evaluation)
 
 
 @dataclass(frozen=True)

@@ -145,6 +145,8 @@ def test_a_run_leaves_its_settings_metrics_picture_and_weights(runs, name):
         "checkpoint",
         "checkpoint/model.safetensors",
         "config.toml",
+        "flight",
+        *(f"flight/rank-{rank}.bin" for rank in range(2 if name == "two" else 1)),
         "loss.png",
         "metrics.jsonl",
     ]

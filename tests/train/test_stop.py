@@ -13,6 +13,7 @@ from models import train
 from models.gpt import GPT
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import thread
+from shardrt.comm.failure import OUT_OF_MEMORY
 from shardrt.train import config as settings
 from shardrt.train.errors import DIFFERS, NONFINITE
 from shardrt.train.stop import STOPPED
@@ -185,3 +186,13 @@ def test_ranks_with_other_data_are_told(folder, capfd):
     with pytest.raises(SystemExit) as stop:
         thread.run(2, differing, ["to be or not", "to be or nor"])
     assert stop.value.code == DIFFERS
+
+
+def test_a_run_alone_that_is_out_of_memory_has_the_code_and_the_plan(folder, monkeypatch, capfd):
+    at_step(monkeypatch, 2, lambda job: np.empty(1 << 50))
+    with pytest.raises(SystemExit) as stop:  # in this thread: a world of one, not one of threads
+        train.launch(replace(CONFIG, name="big", data=(train.Path("text.txt"),)))
+    assert stop.value.code == OUT_OF_MEMORY == 81
+    told = capfd.readouterr().err
+    assert "Unable to allocate 8.00 PiB" in told and "MB are resident" in told
+    assert re.search(r"^device  optimizer state +\d", told, re.M)

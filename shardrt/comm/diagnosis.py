@@ -1,0 +1,79 @@
+"""Who waits where, and for whom: read off the flights of several ranks, of a run that hangs or has ended.
+
+A collective has the same number on every rank of its communicator. So a rank that waits in number 42 of
+"gather" waits for those whose latest call there has a lower number; and the one that is to blame waits for
+nobody.
+"""
+
+from collections.abc import Sequence
+
+from shardrt.comm.flight import Flight
+
+SILENT = 1.5  # seconds without a beat, of which there are two and more in a second, after which a rank stands
+
+
+def waits_for(flight: Flight, flights: Sequence[Flight]) -> list[int]:
+    """The ranks that have not come to the collective in which this one is."""
+    waiting = flight.open_call
+    if waiting is None:
+        return []
+    name, number = waiting.communicator, waiting.call
+    return [other.rank for other in flights if other is not flight and _reached(other, name) < number]
+
+
+def behind(flights: Sequence[Flight]) -> list[int]:
+    """The ranks for which others wait and which wait for nobody; where all wait in a circle, all of those."""
+    waits = {flight.rank: waits_for(flight, flights) for flight in flights}
+    awaited = sorted({rank for ranks in waits.values() for rank in ranks})
+    return [rank for rank in awaited if not waits[rank]] or awaited
+
+
+def blame(flights: Sequence[Flight]) -> str:
+    """A line that names the rank that is behind, and what for."""
+    found = behind(flights)
+    if not found:
+        return "no rank waits for another"
+    waits = {flight.rank: waits_for(flight, flights) for flight in flights}
+    waiting = [flight for flight in flights if set(waits[flight.rank]) & set(found)]
+    calls = sorted({str(flight.open_call) for flight in waiting})
+    verb = "is" if len(found) == 1 else "are"
+    waiters = ranks([flight.rank for flight in waiting])
+    return f"{ranks(found)} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+
+
+def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> str:
+    """Where a rank stands. now: monotonic time on this host while the run goes on; None if it is over."""
+    last, inside = flight.last, flight.open_call
+    reference = last.monotonic if now is None else now
+    where = f"step {last.step}, {last.phase}"
+    if inside is None:
+        calls = flight.last_calls().values()
+        done = max(calls, key=lambda record: record.number, default=None)
+        what = f"{where}: last done {done}" if done else f"{where}: no collective yet"
+        since = last.monotonic
+    else:
+        verb = "waits in" if waits_for(flight, flights) else "entered"
+        what, since = f"{where}: {verb} {inside}", inside.monotonic
+    told = what if now is None else f"{what}, {max(0.0, reference - since):.1f} s ago"
+    silence = 0.0 if now is None else now - max(flight.beat_monotonic, last.monotonic)
+    return told + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
+
+
+def table(flights: Sequence[Flight], now: float | None) -> list[str]:
+    """A line per rank, and those that stand alike together."""
+    groups: dict[str, list[int]] = {}
+    for flight in flights:
+        groups.setdefault(standing(flight, flights, now), []).append(flight.rank)
+    width = max((len(ranks(group)) for group in groups.values()), default=0)
+    return [f"{ranks(group):{width}}  {what}" for what, group in groups.items()]
+
+
+def ranks(group: Sequence[int]) -> str:
+    """rank 1; ranks 0,2,3"""
+    return f"rank{'s' * (len(group) > 1)} {','.join(map(str, group))}"
+
+
+def _reached(flight: Flight, communicator: str) -> int:
+    """The number of a rank's latest call on a communicator."""
+    found = flight.last_calls().get(communicator)
+    return found.call if found is not None else 0

@@ -1,0 +1,293 @@
+"""The flight recorder: what a rank did last, in a file that outlives it.
+
+A ring of the latest records in a memory-mapped file: a collective entered or done, a phase begun. The pages
+belong to the file, so they are there after SIGKILL, and any process of the host reads them while the rank
+runs, waits or is stopped. Nothing here communicates. The watchdog and `python -m shardrt doctor` read it.
+"""
+
+import mmap
+import os
+import socket
+import struct
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from shardrt.comm.protocol import DTYPE_CODES, DTYPES
+
+RECORDS = 256
+PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
+_IN_STEP = ("data", "forward", "backward", "optimizer", "report")
+BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
+OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
+OPERATIONS += ("send", "recv")
+
+_MAGIC = b"shardrt flight 1"
+_HEADER = struct.Struct("<16s I I I I d 64s")  # magic, rank, size, pid, records, start (wall), host
+_BEAT = struct.Struct("<d d Q")  # monotonic, wall, resident bytes
+_ENDED = struct.Struct("<d 232s")  # wall, how
+# Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
+_RECORD = struct.Struct("<Q d d q I I B B B B 4x 16s 56s Q")
+_MOST = 1 << 20  # ranks
+_BEAT_AT, _ENDED_AT, _RING_AT = 128, 192, 512
+_SIZE = _RING_AT + RECORDS * _RECORD.size
+
+
+class DamagedFlight(ValueError):
+    """A file that is no flight file, or no whole one."""
+
+
+class Recorder:
+    """Writes the flight file of one rank. Any thread may call it; a record takes no lock."""
+
+    def __init__(self, folder: Path, rank: int, size: int) -> None:
+        """Make folder/rank-N.bin. Raises OSError where that can't be done."""
+        self.rank = rank
+        self.size = size
+        self.latest = 0  # number of the record written last: it moves with every sign of progress
+        self.step = 0
+        self.phase = "set-up"
+        self.ended = ""
+        self._began = time.time()
+        self._numbers = count(1)
+        self._codes = {name: code for code, name in enumerate(OPERATIONS)}
+        self._names: dict[str, bytes] = {}
+        self._phase_code = 0
+        self._file, self._memory = None, None
+        self.move(folder)
+        self._write(BEGUN, b"", 0, 0, b"", 0, 0)
+        self.beat()
+
+    @property
+    def path(self) -> Path:
+        """The flight file."""
+        return self._file
+
+    def move(self, folder: Path) -> None:
+        """Go on in a file of the same name in another folder; what was recorded goes along."""
+        folder.mkdir(parents=True, exist_ok=True)
+        path, before = folder / f"rank-{self.rank}.bin", self._file
+        temporary = path.with_suffix(".tmp")
+        with open(temporary, "wb") as file:
+            # Written, not left as a hole: a store into a hole of a full disk would kill the process.
+            file.write(self._memory[:] if self._memory else bytes(_SIZE))
+        with open(temporary, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), _SIZE)
+        host = socket.gethostname().encode()[:64]
+        _HEADER.pack_into(memory, 0, _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host)
+        temporary.replace(path)
+        self._file, self._memory = path, memory
+        if before is not None:
+            before.unlink(missing_ok=True)
+
+    def mark(self, phase: str, step: int | None = None) -> None:
+        """A phase of the program begins, of step `step` if that is a new one."""
+        if step is not None:
+            self.step = step
+        self.phase, self._phase_code = phase, PHASES.index(phase)
+        self._write(BEGUN, b"", 0, 0, b"", 0, 0)
+
+    def part(self, phase: str) -> None:
+        """A part of a step begins. Evaluations and set-ups have forwards, too: they stay what they are."""
+        if self.phase in _IN_STEP and self.phase != phase:
+            self.mark(phase)
+
+    def around(self, facts: tuple, function: Callable[..., None], args: tuple) -> None:
+        """Run a collective between a record that it was entered and one that it is done."""
+        self._write(ENTERED, *facts)
+        function(*args)
+        self._write(DONE, *facts)
+
+    def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
+        """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
+        names = self._names
+        if unit not in names:
+            names[unit] = _tail(unit, 56)
+        if communicator not in names:
+            names[communicator] = _tail(communicator, 16)
+        elements, kind = (0, 0) if array is None else (array.size, DTYPE_CODES[array.dtype])
+        return names[communicator], number, self._codes[operation], names[unit], elements, kind
+
+    def beat(self) -> None:
+        """A sign of life, with the memory that is taken."""
+        _BEAT.pack_into(self._memory, _BEAT_AT, time.monotonic(), time.time(), resident_bytes())
+
+    def end(self, how: str) -> None:
+        """Say how this rank's part ends; the first reason counts."""
+        if how and not self.ended:
+            self.ended = how
+            _ENDED.pack_into(self._memory, _ENDED_AT, time.time(), _head(how, 232))
+            self.beat()
+
+    def _write(
+        self,
+        state: int,
+        communicator: bytes,
+        call: int,
+        operation: int,
+        unit: bytes,
+        elements: int,
+        kind: int,
+    ) -> None:
+        number = next(self._numbers)  # atomic, so that threads never share a place
+        _RECORD.pack_into(
+            self._memory,
+            _RING_AT + (number - 1) % RECORDS * _RECORD.size,
+            number,
+            time.monotonic(),
+            time.time(),
+            elements,
+            self.step,
+            call,
+            state,
+            self._phase_code,
+            operation,
+            kind,
+            communicator,
+            unit,
+            number,
+        )
+        self.latest = number
+
+
+@dataclass(frozen=True)
+class Record:
+    """One record as it was written. Times are in seconds; `elements` of `dtype` for a collective."""
+
+    number: int
+    monotonic: float
+    wall: float
+    elements: int
+    step: int
+    call: int
+    state: int
+    phase: str
+    operation: str
+    dtype: str
+    communicator: str
+    unit: str
+
+    def __str__(self) -> str:
+        """all_gather #41 of gather, 1024 of float32, unit blocks.3"""
+        if self.state == BEGUN:
+            return self.phase
+        size = f", {self.elements} of {self.dtype}" if self.elements else ""
+        unit = f", unit {self.unit}" if self.unit else ""
+        return f"{self.operation} #{self.call} of {self.communicator}{size}{unit}"
+
+
+@dataclass(frozen=True)
+class Flight:
+    """What a flight file says."""
+
+    rank: int
+    size: int
+    pid: int
+    host: str
+    began: float  # wall time
+    beat_monotonic: float
+    beat_wall: float
+    resident: int  # bytes, at the last beat
+    ended_wall: float
+    ended: str  # how it ended; "" if it did not say
+    records: tuple[Record, ...]  # oldest first
+
+    @property
+    def last(self) -> Record:
+        """The record written last."""
+        return self.records[-1]
+
+    @property
+    def open_call(self) -> Record | None:
+        """The collective that this rank is in; of several streams' the one entered first."""
+        last = self.last_calls()
+        still = [record for record in last.values() if record.state == ENTERED]
+        return min(still, key=lambda record: record.number, default=None)
+
+    def last_calls(self) -> dict[str, Record]:
+        """By communicator, the last record of a collective."""
+        return {record.communicator: record for record in self.records if record.state != BEGUN}
+
+    @property
+    def life(self) -> float:
+        """Wall time of the last sign of life."""
+        return max(self.beat_wall, self.last.wall, self.ended_wall)
+
+
+def read(path: Path) -> Flight:
+    """What a flight file says. Raises DamagedFlight, which names it, or OSError."""
+    data = path.read_bytes()
+    if len(data) != _SIZE:
+        raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
+    magic, rank, size, pid, records, began, host = _HEADER.unpack_from(data, 0)
+    if magic != _MAGIC or records != RECORDS or not rank < size <= _MOST or not _is_time(began):
+        raise DamagedFlight(f"{path}: not a flight file of this version")
+    found = [_record(data, place) for place in range(RECORDS)]
+    ring = sorted((record for record in found if record), key=lambda record: record.number)
+    if not ring:
+        raise DamagedFlight(f"{path}: holds no whole record")
+    ended_wall, ended = _ENDED.unpack_from(data, _ENDED_AT)
+    beat = _BEAT.unpack_from(data, _BEAT_AT)
+    if not all(map(_is_time, (ended_wall, *beat[:2]))):
+        raise DamagedFlight(f"{path}: holds times that are none")
+    return Flight(rank, size, pid, _text(host), began, *beat, ended_wall, _text(ended), tuple(ring))
+
+
+def read_all(folder: Path) -> tuple[list[Flight], list[str]]:
+    """The flights of a folder by rank, and a line for each file that can't be read or is missing."""
+    flights, told = [], []
+    for path in sorted(folder.glob("rank-*.bin")):
+        try:
+            flights.append(read(path))
+        except DamagedFlight as error:
+            told.append(str(error))
+        except OSError as error:
+            told.append(f"{path}: {error.strerror}")
+    flights.sort(key=lambda flight: flight.rank)
+    if flights and not told:
+        missing = sorted(set(range(flights[0].size)) - {flight.rank for flight in flights})
+        told += [f"no flight file of rank {rank} in {folder}" for rank in missing]
+    return flights, told
+
+
+def resident_bytes() -> int:
+    """Memory of this process that is in RAM; 0 where the system does not say."""
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * mmap.PAGESIZE
+    except (OSError, MemoryError):
+        return 0
+
+
+def _record(data: bytes, place: int) -> Record | None:
+    """The record at a place of the ring; None where there is none, or a part of one."""
+    number, mono, wall, elements, step, call, *codes, name, unit, again = _RECORD.unpack_from(
+        data, _RING_AT + place * _RECORD.size
+    )
+    state, phase, operation, kind = codes
+    whole = number and number == again and (number - 1) % RECORDS == place and state <= DONE
+    whole = whole and _is_time(mono) and _is_time(wall)
+    if not (whole and phase < len(PHASES) and operation < len(OPERATIONS) and kind < len(DTYPES)):
+        return None
+    names = PHASES[phase], OPERATIONS[operation], DTYPES[kind], _text(name), _text(unit)
+    return Record(number, mono, wall, elements, step, call, state, *names)
+
+
+def _is_time(seconds: float) -> bool:
+    return 0 <= seconds < 1e11  # nan is not
+
+
+def _tail(text: str, size: int) -> bytes:
+    """The end of a name, which tells it from others."""
+    return text.encode()[-size:]
+
+
+def _head(text: str, size: int) -> bytes:
+    return " ".join(text.split()).encode()[:size]
+
+
+def _text(raw: bytes) -> str:
+    return "".join(c if c.isprintable() else "?" for c in raw.rstrip(b"\0").decode(errors="replace"))

@@ -1,0 +1,270 @@
+"""The watchdog: ends a job that has stopped making progress, and says who waits where and for whom.
+
+A thread per rank looks twice a second whether the flight recorder has gone on. It makes no MPI and no NCCL
+call but the last one, Abort. Of the ranks that run out of patience the first speaks for all. Below it a timer
+of the C library, which needs no interpreter lock, ends a rank whose watchdog itself can't run.
+"""
+
+import faulthandler
+import os
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections import deque
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrt.comm import diagnosis, failure, talk
+from shardrt.comm import world as worlds
+from shardrt.comm.flight import Flight, Recorder, read_all
+from shardrt.comm.mesh import DeviceMesh
+
+REPORT = "hang.txt"
+_BEAT = 0.5  # seconds
+_SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
+_GATHERING = 0.3  # seconds in which the others write their stacks
+_STEPS = 64  # of which the median is taken
+_LIKE_EVAL = ("eval", "sample")
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Seconds without progress after which a rank takes the job to hang; 0 never does."""
+
+    step: float = 30.0  # or 20 median steps, if that is more
+    set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
+    save: float = 600.0
+    evaluation: float = 300.0
+    medians: float = 20.0
+
+    def of(self, phase: str, steps: int, median: float) -> float:
+        """The limit in a phase, when `steps` steps have been done that took `median` seconds."""
+        if phase == "save":
+            return self.save
+        if phase in _LIKE_EVAL:
+            return self.evaluation
+        if phase == "set-up" or steps < 1:
+            return self.set_up
+        return self.step and max(self.step, self.medians * median)
+
+
+class Watch:
+    """Records what this rank does, and watches it, inside a with block. Collective.
+
+    The flight files lie in a temporary directory until `keep` says where. Ranks that are threads are
+    recorded and not watched.
+    """
+
+    def __init__(self, mesh: DeviceMesh, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+        self._meshes: list[DeviceMesh] = []
+        self._durations: deque[float] = deque(maxlen=_STEPS)
+        self._step_began = 0.0
+        self._steps_done = 0
+        control = mesh.communicator("control")
+        made = tempfile.mkdtemp(prefix="shardrt-") if mesh.rank == 0 else ""
+        self._folder = Path(talk.from_first(control, made))
+        self.recorder = Recorder(self._folder, mesh.rank, mesh.size)
+        self._temporary: Path | None = self._folder
+        self._kind = worlds.current().kind
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._stacks: Any = None
+        self._lock = threading.Lock()  # of the file of stacks, which moves
+        self.record(mesh)
+
+    def record(self, mesh: DeviceMesh) -> None:
+        """Record the calls of this mesh's communicators as well."""
+        mesh.record(self.recorder)
+        self._meshes.append(mesh)
+
+    def keep(self, folder: Path | None) -> None:
+        """Go on in `folder`, rank 0's counts; what an earlier run left there goes. Collective."""
+        mesh = self._meshes[-1]
+        control = mesh.communicator("control")
+        if mesh.rank == 0 and folder.exists():
+            shutil.rmtree(folder)
+        folder = Path(talk.from_first(control, str(folder)))
+        self.recorder.move(folder)
+        self._folder = folder
+        self._open_stacks()
+        self._forget_temporary()
+
+    def step(self, number: int) -> None:
+        """Step `number` begins, with its data."""
+        self._end_step()
+        self._step_began = time.monotonic()
+        self.recorder.mark("data", number)
+
+    def phase(self, name: str) -> None:
+        """One of flight.PHASES begins. What is not part of a step does not count as its duration."""
+        if name in ("save", "eval", "sample", "end"):
+            self._end_step()
+        self.recorder.mark(name)
+
+    def _end_step(self) -> None:
+        """Keep how long a step took, but for the first, in which kernels are compiled."""
+        if self._step_began:
+            if self._steps_done:
+                self._durations.append(time.monotonic() - self._step_began)
+            self._steps_done += 1
+        self._step_began = 0.0
+
+    def __enter__(self) -> "Watch":
+        failure.tell(self.recorder.end)
+        if self._kind != "thread":
+            self._open_stacks()
+            self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
+            self._thread.start()
+        return self
+
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if error is None:
+            how = "done"
+        elif isinstance(error, SystemExit):
+            how = f"exit code {error.code}"
+        else:
+            how = traceback.format_exception_only(error)[-1].strip()
+        self.recorder.end(how)
+        for mesh in self._meshes:
+            mesh.record(None)
+        failure.forget(self.recorder.end)
+        if self._thread is not None:
+            self._stop.set()
+            self._thread.join(timeout=2 * _BEAT)
+            self._close_stacks()
+        self._forget_temporary()
+        if self._kind == "single" and failure.code_of(error) == failure.OUT_OF_MEMORY:
+            traceback.print_exception(error)
+            sys.stderr.write(f"the program is out of memory\n{failure.out_of_memory(error)}")
+            sys.exit(failure.OUT_OF_MEMORY)
+
+    # -- the thread
+
+    def _run(self) -> None:
+        seen, idle, before = -1, 0.0, time.monotonic()
+        tick = min([_BEAT, *(limit / 8 for limit in self._all_limits() if limit)])
+        while not self._stop.wait(tick):
+            now = time.monotonic()
+            idle += min(now - before, 4 * tick)  # time in which this process was stopped itself is not idle
+            before = now
+            self.recorder.beat()
+            limit = self._limit()
+            if self.recorder.latest != seen:
+                seen, idle = self.recorder.latest, 0.0
+                self._arm(limit)
+            elif limit and idle > limit:
+                self._speak(idle, limit)
+
+    def _all_limits(self) -> list[float]:
+        return [self.limits.step, self.limits.set_up, self.limits.save, self.limits.evaluation]
+
+    def _limit(self) -> float:
+        steps = list(self._durations)
+        return self.limits.of(self.recorder.phase, len(steps), statistics.median(steps) if steps else 0.0)
+
+    def _arm(self, limit: float) -> None:
+        """The second layer: the C library's timer, in case that this thread never runs again."""
+        with self._lock:
+            if limit and self._stacks is not None:
+                try:
+                    faulthandler.dump_traceback_later(1.5 * limit + _BEAT, exit=True, file=self._stacks)
+                except RuntimeError:  # no memory for a thread
+                    pass
+
+    def _speak(self, idle: float, limit: float) -> None:
+        """End the job: the first rank that comes here with the report, the others in silence."""
+        try:
+            with open(self._folder / REPORT, "x", encoding="utf-8") as file:
+                flights, told = read_all(self._folder)
+                report = hang_report(self.recorder, flights, told, idle, limit)
+                self._ask_for_stacks(flights)
+                report += f"the Python stacks of the ranks: {self._folder}/stacks-*.txt\n"
+                file.write(report)
+        except FileExistsError:
+            self._dump_own()
+            time.sleep(5)  # until the one that speaks has ended the job
+            report = ""
+        except OSError as error:
+            report = f"rank {self.recorder.rank} hangs, and can't write to {self._folder}: {error}\n"
+        failure.end_job(report, failure.HANG)
+
+    def _ask_for_stacks(self, flights: list[Flight]) -> None:
+        """Have every rank of this host write its stacks, those that hold the interpreter lock as well."""
+        self._dump_own()
+        own = next((flight for flight in flights if flight.rank == self.recorder.rank), None)
+        for flight in flights:
+            if own is not None and flight is not own and flight.host == own.host and not flight.ended:
+                try:
+                    os.kill(flight.pid, _SIGNAL)
+                except OSError:  # it is gone
+                    pass
+        if len(flights) > 1:
+            time.sleep(_GATHERING)
+
+    # -- stacks
+
+    def _dump_own(self) -> None:
+        if self._stacks is not None:
+            faulthandler.dump_traceback(self._stacks, all_threads=True)
+
+    def _open_stacks(self) -> None:
+        """A file for stacks in the folder, instead of the one that there was."""
+        if self._kind == "thread":
+            return
+        file = open(self._folder / f"stacks-{self.recorder.rank}.txt", "w", encoding="utf-8")
+        with self._lock:
+            before, self._stacks = self._stacks, file
+            if signal.getsignal(_SIGNAL) in (signal.SIG_DFL, None):  # the program's own handler stays
+                faulthandler.register(_SIGNAL, file=file, all_threads=True)
+        self._arm(self._limit())
+        if before is not None:
+            before.close()
+
+    def _close_stacks(self) -> None:
+        """Close the file; it goes if nothing is in it."""
+        faulthandler.cancel_dump_traceback_later()
+        faulthandler.unregister(_SIGNAL)
+        with self._lock:
+            file, self._stacks = self._stacks, None
+        file.close()
+        path = Path(file.name)
+        if path.exists() and not path.stat().st_size:
+            path.unlink()
+
+    def _forget_temporary(self) -> None:
+        """The temporary directory goes with the last rank that leaves it."""
+        if self._temporary is None:
+            return
+        for path in self._temporary.glob(f"*-{self.recorder.rank}.*"):
+            path.unlink(missing_ok=True)
+        try:
+            self._temporary.rmdir()
+        except OSError:  # others are still in it
+            pass
+        self._temporary = None
+
+
+def hang_report(recorder: Recorder, flights: list[Flight], told: list[str], idle: float, limit: float) -> str:
+    """Several lines for people: where each rank stands, and which one is behind."""
+    own = next((flight for flight in flights if flight.rank == recorder.rank), None)
+    here = [flight for flight in flights if own is None or flight.host == own.host]
+    lines = [
+        f"hang: no progress on rank {recorder.rank} for {idle:.1f} s in {recorder.phase} "
+        f"(limit {limit:.1f} s); the job ends with exit code {failure.HANG}"
+    ]
+    lines += [f"  {line}" for line in diagnosis.table(here, time.monotonic())]
+    lines += [
+        f"  {diagnosis.ranks([flight.rank])} is on host {flight.host}: its clock can't be compared"
+        for flight in flights
+        if flight not in here
+    ]
+    lines += [f"  {line}" for line in told]
+    lines.append(diagnosis.blame(flights))
+    return "\n".join(lines) + "\n"

@@ -1,0 +1,162 @@
+"""What became of a run: from the flight files of its ranks and its metrics, whoever is still alive."""
+
+import json
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from shardrt.comm import diagnosis
+from shardrt.comm.flight import DONE, Flight, read_all
+from shardrt.comm.watchdog import REPORT
+from shardrt.train.metrics import METRICS
+
+DATA = 65  # nothing here can be read
+_ALIVE = 5.0  # seconds since the last beat
+
+
+def examine(run: Path) -> dict[str, Any]:
+    """Everything that is known, as JSON has it; `code` is the exit code of the command.
+
+    Raises OSError if there is no such folder.
+    """
+    if not run.is_dir():
+        raise FileNotFoundError(2, "no such folder", str(run))
+    folder = run / "flight"
+    flights, told = read_all(folder)
+    if not flights and not told:
+        told = [f"{folder}: no flight files"]
+    found = {
+        "run": str(run),
+        "ranks": [_rank(flight, flights) for flight in flights],
+        "behind": diagnosis.behind(flights) if not _all_done(flights) else [],
+        "first": first_to_end(flights),
+        "metrics": _metrics(run / METRICS),
+        "hang": (folder / REPORT).read_text(encoding="utf-8") if (folder / REPORT).exists() else "",
+        "told": told,
+    }
+    found["verdict"] = _verdict(flights, found)
+    well = flights and not told and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
+    return found | {"code": DATA if not flights else 0 if well else 1}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    metrics = found["metrics"]
+    told = [f"{found['run']}: {found['verdict']}"]
+    if metrics:
+        told.append(f"metrics: last step {metrics.get('step')}, loss {metrics.get('loss')}")
+    for rank in found["ranks"]:
+        how = f", {rank['how']}" if rank["how"] and rank["how"] != rank["state"] else ""
+        told += [
+            f"rank {rank['rank']} on {rank['host']}: {rank['state']}{how}",
+            f"    step {rank['step']}, {rank['phase']}; {rank['resident'] / 1e6:.0f} MB; "
+            f"last sign of life {rank['last_sign']}",
+            f"    last entered: {rank['entered'] or 'nothing'}; last done: {rank['done'] or 'nothing'}",
+        ]
+    if found["hang"]:
+        told += ["what the watchdog said:", *(f"    {line}" for line in found["hang"].splitlines())]
+    return told + [f"warning: {line}" for line in found["told"]]
+
+
+def first_to_end(flights: list[Flight]) -> int | None:
+    """The rank that ended first of those that did not end well; None if all did, or none has ended.
+
+    A rank that said why comes before those that were killed with it, which say nothing. Among ranks that were
+    all killed it is the one for which the others wait, or else the one that was silent first.
+    """
+    ended = [flight for flight in flights if not _alive(flight) and flight.ended != "done"]
+    if not ended:
+        return None
+    spoke = [f for f in ended if f.ended and not f.ended.startswith("hang:") and "PeerFailed" not in f.ended]
+    if spoke:
+        return min(spoke, key=lambda flight: flight.ended_wall).rank
+    awaited = [flight.rank for flight in ended if flight.rank in diagnosis.behind(flights)]
+    return awaited[0] if awaited else min(ended, key=lambda flight: flight.life).rank
+
+
+def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:
+    if not flights:
+        return "nothing is known"
+    if all(_alive(flight) for flight in flights):
+        return "still running"
+    if _all_done(flights):
+        return "done"
+    told = []
+    first = next((rank for rank in found["ranks"] if rank["rank"] == found["first"]), None)
+    if first is not None:
+        told.append(f"rank {first['rank']} ended first ({first['how'] or first['state']})")
+    if found["behind"]:
+        told.append(diagnosis.blame(flights))
+    return "; ".join(told) or "some ranks are done, others not yet"
+
+
+def _rank(flight: Flight, flights: list[Flight]) -> dict[str, Any]:
+    calls = flight.last_calls().values()
+    entered = max(calls, key=lambda record: record.number, default=None)
+    finished = [record for record in flight.records if record.state == DONE]
+    return {
+        "rank": flight.rank,
+        "host": flight.host,
+        "pid": flight.pid,
+        "state": _state(flight),
+        "how": flight.ended,
+        "step": flight.last.step,
+        "phase": flight.last.phase,
+        "entered": str(entered) if entered else "",
+        "done": str(finished[-1]) if finished else "",
+        "inside": str(flight.open_call) if flight.open_call else "",
+        "waits_for": diagnosis.waits_for(flight, flights),
+        "resident": flight.resident,
+        "last_sign": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(flight.life)),
+        "last_sign_s": flight.life,
+    }
+
+
+def _state(flight: Flight) -> str:
+    if _alive(flight):
+        return "alive"
+    if flight.ended == "done":
+        return "done"
+    return "ended" if flight.ended else "killed, it said nothing"
+
+
+def _all_done(flights: list[Flight]) -> bool:
+    return bool(flights) and all(flight.ended == "done" for flight in flights)
+
+
+def _alive(flight: Flight) -> bool:
+    if flight.ended:
+        return False
+    if flight.host == socket.gethostname()[:64] and not os.path.exists(f"/proc/{flight.pid}"):
+        return False
+    return time.time() - flight.life < _ALIVE or _stopped(flight)
+
+
+def _stopped(flight: Flight) -> bool:
+    """Whether that very process is there, and stopped."""
+    try:
+        with open(f"/proc/{flight.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+    except OSError:
+        return False
+    began = time.time() - time.monotonic() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
+    return fields[0] == "T" and abs(began - flight.began) < 300
+
+
+def _metrics(path: Path) -> dict[str, Any]:
+    """The last step in metrics.jsonl; {} if there is none. Lines that are no JSON are passed over."""
+    last: dict[str, Any] = {}
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return {}
+    for line in text.splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(record, dict) and record.get("kind") == "step":
+            last = record
+    return last

@@ -1,0 +1,46 @@
+"""Every failure in every phase at 2, 3 and 4 ranks, and a JSON line of how long each kind took to end.
+
+python -m tests.failures [SIZES [MPIRUN PYTHON]]        e.g. 2,3,4 or 3 other/bin/mpirun other/bin/python
+"""
+
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.failures.matrix import LIMIT, cases, check, prepare
+from tests.ranks import mpirun_path
+
+
+def main(sizes: str = "2,3,4", launcher: str = "", python: str = sys.executable) -> int:
+    began, seconds, wrong = time.monotonic(), {}, []
+    chosen = cases(tuple(map(int, sizes.split(","))))
+    with tempfile.TemporaryDirectory() as name:
+        folder = prepare(Path(name))
+        for case in chosen:
+            try:
+                seconds.setdefault(case.failure, []).append(check(case, folder, launcher, python))
+            except AssertionError as error:
+                wrong.append(str(case))
+                print(error, file=sys.stderr, flush=True)
+    version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
+    result = {
+        "mpirun": version.stdout.split("\n")[0].strip(),
+        "sizes": sizes,
+        "cases": len(chosen),
+        "wrong": wrong,
+        "limit_s": LIMIT,
+        "seconds_to_the_end": {
+            failure: {"median": round(sorted(took)[len(took) // 2], 2), "max": round(max(took), 2)}
+            for failure, took in seconds.items()
+        },
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(result))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,159 @@
+"""Which failures in which phases, how one of them is run, and what must then be true."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from models import train
+from shardrt.comm.failure import HANG, MISMATCH, OUT_OF_MEMORY
+from shardrt.tools import autopsy
+from shardrt.train import config as settings
+from shardrt.train.errors import DIFFERS
+from tests.failures.victim import DIFFERENCES, FAILURES, MISMATCHES, PHASES
+from tests.ranks import clean_environment, mpirun_path
+from tests.train.test_command import OPEN_MPI, TINY, furnish
+
+LIMIT = 2.0  # seconds of the watchdog in the phase in which something hangs
+CODES = {"raise": 1, "memory": OUT_OF_MEMORY, "stop": HANG, "loop": HANG}
+CODES |= dict.fromkeys(MISMATCHES, MISMATCH) | dict.fromkeys(DIFFERENCES, DIFFERS)
+BUDGETS = {"set-up": "set-up", "save": "save", "eval": "evaluation"}
+# What the one message says of the rank, {}.
+MESSAGES = {
+    "raise": r"^rank {} of \d failed in its main thread:",
+    "memory": r"^rank {} of \d is out of memory in its main thread:",
+    "stop": r"^rank {} is behind: ranks? [\d,]+ waits? in ",
+    "loop": r"^rank {} is behind: ranks? [\d,]+ waits? in ",
+    **dict.fromkeys(MISMATCHES, r"CollectiveMismatch: ranks differ in collective .*rank {} called"),
+    **dict.fromkeys(DIFFERENCES, r"^error: ranks differ: .*on rank {}"),
+}
+_FIRST_WORDS = r"^(?:hang: |error: |rank \d of \d (?:failed|is out of memory|called|was interrupted))"
+
+
+@dataclass(frozen=True)
+class Case:
+    """One failure of one rank in one phase."""
+
+    failure: str
+    phase: str
+    size: int
+
+    @property
+    def victim(self) -> int:
+        """Each rank is hit by some failure."""
+        return (list(CODES).index(self.failure) if self.failure in CODES else 0) % (self.size - 1) + 1
+
+    @property
+    def allowed(self) -> float:
+        """Seconds from the failure to the end of the job."""
+        return LIMIT + 2 if self.failure in ("stop", "loop") else 2.0
+
+    def __str__(self) -> str:
+        return f"{self.failure}-{self.phase}-{self.size}"
+
+
+def cases(sizes: tuple[int, ...]) -> list[Case]:
+    """All of them."""
+    kinds = [(failure, phase) for failure in (*FAILURES, *MISMATCHES) for phase in PHASES]
+    kinds += [(difference, "set-up") for difference in DIFFERENCES]
+    return [Case(*kind, size) for size in sizes for kind in kinds]
+
+
+def short() -> list[Case]:
+    """A selection: each failure in two phases, each phase with three, at 2 and 3 ranks."""
+    kinds = [*FAILURES, *MISMATCHES]
+    chosen = [
+        Case(failure, PHASES[(number + 4 * turn) % len(PHASES)], 2 + (number + turn) % 2)
+        for number, failure in enumerate(kinds)
+        for turn in range(2)
+    ]
+    return chosen + [Case(difference, "set-up", 2) for difference in DIFFERENCES]
+
+
+def prepare(folder: Path) -> Path:
+    """A folder in which victims run."""
+    furnish(folder)
+    config = replace(
+        TINY,
+        steps=100_000,
+        batch_size=12,
+        report=replace(TINY.report, eval_interval=2),
+        checkpoint=settings.CheckpointConfig(every=2),
+        data=(train.Path("text.txt"),),
+    )
+    (folder / "other").mkdir()
+    (folder / "other" / "text.txt").write_text("Tomorrow, and tomorrow, and tomorrow.\n" * 60)
+    for place in (folder, folder / "other"):
+        settings.dump(config, place / "tiny.toml")
+    return folder
+
+
+def check(case: Case, folder: Path, launcher: str = "", python: str = sys.executable) -> float:
+    """Run one; gives the seconds from the failure to the end. Raises AssertionError with what it printed."""
+    command = [launcher or mpirun_path(), "-n", str(case.size), python, "-m", "tests.failures.victim"]
+    command += [case.failure, case.phase, str(case.victim), "--config", "tiny.toml"]
+    command += [f"--watchdog.{BUDGETS.get(case.phase, 'limit')}", str(LIMIT)]
+    files = folder / f"{case}.out", folder / f"{case}.err"
+    with open(files[0], "wb") as out, open(files[1], "wb") as err:
+        job = subprocess.Popen(
+            [*command, "--name", str(case)],
+            cwd=folder,
+            stdout=out,
+            stderr=err,
+            env=clean_environment(**OPEN_MPI, SHARDRT_CASE=f"{folder}/{case}"),
+        )
+        try:
+            code = job.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            code = None
+            job.kill()
+        ended = time.time()
+    # Open MPI puts NUL bytes into what it prints at an abort.
+    out, err = (path.read_text(errors="replace").replace("\0", "") for path in files)
+    told = f"{case}, exit code {code}\n{out[-2000:]}\n{err[-6000:]}"
+    left = survivors(f"SHARDRT_CASE={folder}/{case}")
+    assert not left, f"processes {left} are left: {told}"
+    failed = re.search(r"failed at ([\d.]+)", out)
+    assert failed, told
+    seconds = ended - float(failed[1])
+    if case.failure != "kill":
+        assert code == CODES[case.failure], told
+        assert re.search(MESSAGES[case.failure].format(case.victim), err, re.M), told
+        assert len(re.findall(_FIRST_WORDS, err, re.M)) == 1, told
+    else:
+        assert code not in (0, None), told  # the launcher's own, and its message
+        assert not re.search(_FIRST_WORDS, err, re.M), told
+    if case.phase != "set-up" and case.failure in FAILURES:  # before, the run has no folder
+        found = autopsy.examine(folder / "runs" / str(case))
+        pointed = found["behind"] if case.failure in ("stop", "loop") else [found["first"]]
+        assert pointed == [case.victim], f"{told}\nthe doctor said: {autopsy.lines(found)}"
+    late = f"{seconds:.1f} s, {case.allowed} allowed: {told}"
+    assert case.failure in DIFFERENCES or seconds < case.allowed, late
+    return seconds
+
+
+def survivors(mark: str) -> list[int]:
+    """Processes with this in their environment, a little after the job has ended; they are ended."""
+    deadline = time.monotonic() + 2
+    while True:
+        found = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if _has(pid, mark)]
+        if not found or time.monotonic() > deadline:
+            break
+        time.sleep(0.05)
+    for pid in found:
+        try:
+            os.kill(pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+    return found
+
+
+def _has(pid: int, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:
+        return False

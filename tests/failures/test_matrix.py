@@ -1,0 +1,31 @@
+"""A rank that fails, in whichever way and phase: the job ends in time, with its code and one message.
+
+A selection; `python -m tests.failures` runs every case. docs/failures.md is the promise.
+"""
+
+import pytest
+
+from shardrt import device
+from tests.failures.matrix import CODES, PHASES, Case, check, prepare, short
+
+pytestmark = pytest.mark.mpi
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where the victims run; kernels are compiled before, since set-up has two seconds in some cases."""
+    device.get("cpu").warm_up()
+    return prepare(tmp_path_factory.mktemp("failures"))
+
+
+@pytest.mark.parametrize("case", short(), ids=str)
+def test_a_failure_ends_the_job_in_time_with_one_message_that_names_the_rank(case, folder):
+    check(case, folder)
+
+
+def test_the_selection_has_every_failure_and_every_phase():
+    chosen = short()
+    assert {case.failure for case in chosen} == {*CODES, "kill"}
+    assert {case.phase for case in chosen} == set(PHASES)
+    assert {case.size for case in chosen} == {2, 3}
+    assert Case("loop", "save", 3).victim in (1, 2)

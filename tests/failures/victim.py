@@ -1,0 +1,161 @@
+"""A training run in which one rank fails: `python -m tests.failures.victim FAILURE PHASE RANK OPTIONS...`
+
+The failure happens in step 4 (set-up: before the first), in the middle of real training code of that phase:
+the library's own functions are wrapped, nothing of them is replaced.
+"""
+
+import os
+import resource
+import signal
+import sys
+import time
+
+import numpy as np
+
+from models import train
+from models.gpt import GPT
+from shardrt import device
+from shardrt.checkpoint.checkpoints import Checkpoints
+from shardrt.comm import world as worlds
+from shardrt.fsdp.schedule import Schedule
+
+STEP = 4
+
+
+def fail(failure: str, mesh, victim: int) -> None:
+    """What goes wrong, called by every rank; most of it happens on one of them."""
+    if failure in MISMATCHES:
+        call(failure, mesh, mesh.rank == victim)
+    elif mesh.rank == victim:
+        print(f"failed at {time.time()}", flush=True)
+        FAILURES[failure]()
+
+
+def call(failure: str, mesh, victim: bool) -> None:
+    """A collective that one rank calls differently."""
+    if victim:
+        print(f"failed at {time.time()}", flush=True)
+    control, stream = mesh.communicator("control"), device.current().current_stream
+    numbers = np.zeros(
+        8 if failure == "shape" and victim else 4, "f8" if failure == "dtype" and victim else "f4"
+    )
+    what = "blocks.1" if failure == "unit" and victim else "blocks.0"
+    if failure == "order" and victim:
+        control.barrier(stream=stream, what=what)
+    control.all_reduce(numbers, stream=stream, what=what)
+
+
+def out_of_memory() -> None:
+    """The address space is full, as far as large arrays go."""
+    with open("/proc/self/statm") as file:
+        taken = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (taken + (1 << 26), resource.RLIM_INFINITY))
+    device.current().empty(1 << 30, np.float32)
+
+
+def spin() -> None:
+    """An endless loop that leaves the interpreter lock to others."""
+    while True:
+        time.sleep(0.01)
+
+
+def boo() -> None:
+    raise RuntimeError("boo")
+
+
+FAILURES = {
+    "raise": boo,
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
+    "loop": spin,
+    "memory": out_of_memory,
+}
+MISMATCHES = ("order", "shape", "dtype", "unit")
+DIFFERENCES = ("settings", "seed", "data", "code")
+PHASES = ("set-up", "forward", "backward", "optimizer", "save", "eval")
+
+
+class Trap:
+    """Fails once, at the first call in the phase in which `armed` holds."""
+
+    def __init__(self, failure: str, victim: int) -> None:
+        self.failure, self.victim = failure, victim
+        self.mesh = self.step = None
+        self.sprung = False
+
+    def spring(self) -> None:
+        if not self.sprung and self.step == STEP:
+            self.sprung = True
+            fail(self.failure, self.mesh, self.victim)
+
+    def before(self, owner: object, name: str, only=lambda *args: True) -> None:
+        """Spring it before a function."""
+        original = getattr(owner, name)
+
+        def function(*args, **kwargs):
+            if only(*args):
+                self.spring()
+            return original(*args, **kwargs)
+
+        setattr(owner, name, function)
+
+
+def prepare(failure: str, phase: str, victim: int) -> None:
+    """Wrap what the failure goes into."""
+    trap = Trap(failure, victim)
+    batch_of, planned = train.batch_of, train.planned_memory
+
+    def batch_and_step(config, corpus, mesh, step):
+        trap.mesh, trap.step = mesh, step + 1
+        return batch_of(config, corpus, mesh, step)
+
+    def planned_memory(config, mesh, model, corpus):
+        plan = planned(config, mesh, model, corpus)
+        trap.mesh, trap.step = mesh, STEP
+        trap.spring()
+        return plan
+
+    if phase == "set-up":
+        train.planned_memory = planned_memory
+        return
+    train.batch_of = batch_and_step
+    if phase == "forward":
+        trap.before(GPT, "forward", lambda model, tokens: model.training)
+    elif phase == "backward":
+        trap.before(Schedule, "after_backward", lambda schedule, unit: unit.label == "blocks.1")
+    elif phase == "optimizer":
+        trap.before(train, "update")
+    elif phase == "save":
+        trap.before(Checkpoints, "_begin")
+    elif phase == "eval":
+        trap.before(GPT, "forward", lambda model, tokens: not model.training)
+
+
+def differ(what: str, arguments: list[str]) -> list[str]:
+    """The command line of the rank that differs; or else its data, or its code."""
+    if what == "settings":
+        return [*arguments, "--optimizer.lr", "0.5"]
+    if what == "seed":
+        return [*arguments, "--seed", "7"]
+    if what == "data":  # a file of the same name
+        os.chdir("other")
+        return arguments
+    import shardrt
+
+    shardrt.__version__ = "0.0.9"
+    return arguments
+
+
+def main() -> None:
+    failure, phase, victim, *arguments = sys.argv[1:]
+    if failure in DIFFERENCES:
+        if worlds.launch().rank == int(victim):
+            print(f"failed at {time.time()}", flush=True)
+            arguments = differ(failure, arguments)
+    else:
+        prepare(failure, phase, int(victim))
+    train.main(arguments)
+
+
+if __name__ == "__main__":
+    main()

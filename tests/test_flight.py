@@ -1,0 +1,213 @@
+"""The flight recorder: what it keeps, that it survives a kill, and that damage is told in a line."""
+
+import random
+import signal
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+from shardrt.comm import diagnosis, flight, init_device_mesh, thread
+from shardrt.comm.flight import DamagedFlight, Recorder, read, read_all
+from shardrt.tools import autopsy
+from tests.ranks import ROOT, clean_environment, run_ranks
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+import numpy as np
+from shardrt.comm.flight import Recorder
+recorder = Recorder(Path(sys.argv[1]), 1, 3)
+array = np.zeros(7, np.float32)
+for step in range(500):
+    recorder.mark("data", step)
+    recorder.part("forward")
+    recorder.around(recorder.facts("gather", step + 1, "all_gather", f"blocks.{step}", array), id, (0,))
+facts = recorder.facts("reduce", 9, "reduce_scatter", "x" * 60 + ".last", array)
+recorder.around(facts, lambda: os.kill(os.getpid(), signal.SIGKILL), ())
+"""
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """The folder of a run of which rank 1 was killed inside a collective."""
+    run = tmp_path_factory.mktemp("run")
+    command = [sys.executable, "-c", KILLED, str(run / "flight")]
+    done = subprocess.run(command, cwd=ROOT, env=clean_environment(), timeout=60)
+    assert done.returncode == -signal.SIGKILL
+    return run
+
+
+def test_the_latest_records_survive_a_kill(killed):
+    found = read(killed / "flight" / "rank-1.bin")
+    assert (found.rank, found.size, found.ended) == (1, 3, "")
+    numbers = [record.number for record in found.records]
+    assert numbers == list(range(numbers[-1] - flight.RECORDS + 1, numbers[-1] + 1))
+    assert numbers[-1] == 1 + 4 * 500 + 1
+    assert (
+        str(found.open_call)
+        == "reduce_scatter #9 of reduce, 7 of float32, unit " + ("x" * 60 + ".last")[-56:]
+    )
+    assert (found.last.step, found.last.phase) == (499, "forward")
+    assert str(found.last_calls()["gather"]) == "all_gather #500 of gather, 7 of float32, unit blocks.499"
+    times = [record.monotonic for record in found.records]
+    assert times == sorted(times) and found.last.wall >= found.began
+    assert found.resident > 1e6
+
+
+def test_a_record_that_was_cut_off_is_left_out(killed, tmp_path):
+    data = bytearray((killed / "flight" / "rank-1.bin").read_bytes())
+    last = read(killed / "flight" / "rank-1.bin").last.number
+    end = flight._RING_AT + ((last - 1) % flight.RECORDS + 1) * flight._RECORD.size
+    data[end - 8 : end] = bytes(8)
+    (tmp_path / "rank-1.bin").write_bytes(data)
+    assert read(tmp_path / "rank-1.bin").last.number == last - 1
+
+
+def test_damaged_files_are_told_in_a_line_and_never_a_traceback(killed, tmp_path):
+    whole = (killed / "flight" / "rank-1.bin").read_bytes()
+    path = tmp_path / "flight" / "rank-1.bin"
+    path.parent.mkdir()
+    for length in (0, 1, 100, len(whole) - 1):
+        path.write_bytes(whole[:length])
+        with pytest.raises(DamagedFlight, match=f"rank-1.bin: {length} bytes"):
+            read(path)
+        found = autopsy.examine(tmp_path)
+        assert found["code"] == 65 and len(found["told"]) == 1
+    chooser, readable = random.Random(0), 0
+    for _ in range(500):
+        data = bytearray(whole)
+        for _ in range(chooser.choice((1, 20, 3000))):
+            place = chooser.choice((chooser.randrange(512), chooser.randrange(len(data))))
+            data[place] = chooser.randrange(256)
+        path.write_bytes(data)
+        found = autopsy.examine(tmp_path)
+        readable += bool(found["ranks"])
+        assert all(text.isprintable() for text in autopsy.lines(found))
+    assert 50 < readable < 450  # both happen
+
+
+def test_threads_record_side_by_side(tmp_path):
+    recorder = Recorder(tmp_path, 0, 1)
+    facts = recorder.facts("gather", 1, "barrier", "", None)
+
+    def work():
+        for _ in range(2000):
+            recorder.around(facts, int, ())
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert [record.number for record in read(recorder.path).records] == list(range(16001 - 255, 16002))
+
+
+def test_a_file_that_moves_keeps_its_records(tmp_path):
+    recorder = Recorder(tmp_path / "a", 0, 1)
+    recorder.mark("data", 3)
+    recorder.move(tmp_path / "b")
+    recorder.part("forward")
+    assert [record.phase for record in read(tmp_path / "b" / "rank-0.bin").records] == [
+        "set-up",
+        "data",
+        "forward",
+    ]
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_parts_of_a_step_do_not_hide_an_evaluation(tmp_path):
+    recorder = Recorder(tmp_path, 0, 1)
+    for phase in ("set-up", "eval", "save"):
+        recorder.mark(phase)
+        recorder.part("forward")
+        assert recorder.phase == phase
+
+
+def recorded(folder):
+    """Every call of every kind, on 3 ranks."""
+    mesh = init_device_mesh()
+    mesh.communicator("early")
+    mesh.record(recorder := Recorder(folder, mesh.rank, mesh.size))
+    stream, size = mesh.device.current_stream, mesh.size
+    for role in ("early", "late"):
+        comm = mesh.communicator(role)
+        comm.all_gather(np.zeros(size, "f4"), stream=stream, what="a")
+        comm.reduce_scatter(np.zeros(1), np.zeros(size), stream=stream, what="b")
+        comm.all_reduce(np.zeros(5, "i4"), stream=stream)
+        comm.broadcast(np.zeros(5, "u1"), root=0, stream=stream)
+        comm.all_to_all(np.zeros(size), np.zeros(size), stream=stream)
+        comm.barrier(stream=stream)
+        if mesh.rank < 2:
+            (comm.send if mesh.rank else comm.recv)(np.zeros(2), peer=1 - mesh.rank, stream=stream)
+    mesh.record(None)
+    mesh.communicator("late").barrier(stream=stream)
+    return recorder.latest
+
+
+def test_every_call_of_every_communicator_of_a_mesh_is_recorded(tmp_path):
+    assert run_ranks(3, recorded, tmp_path) == [29, 29, 25]
+    flights, told = read_all(tmp_path)
+    assert not told
+    done = [str(record) for record in flights[0].records if record.state == flight.DONE]
+    assert done[:7] == [
+        "all_gather #1 of early, 3 of float32, unit a",
+        "reduce_scatter #2 of early, 3 of float64, unit b",
+        "all_reduce #3 of early, 5 of int32",
+        "broadcast #4 of early, 5 of uint8",
+        "all_to_all #5 of early, 3 of float64",
+        "barrier #6 of early",
+        "recv #7 of early, 2 of float64",
+    ]
+    assert done[7].startswith("all_gather #1 of late")
+
+
+def waiting(folder, calls):
+    """Flights of ranks that are in the given calls, by communicator: [(name, number, still inside)]."""
+    for rank, own in enumerate(calls):
+        recorder = Recorder(folder, rank, len(calls))
+        for name, number, inside in own:
+            facts = recorder.facts(name, number, "all_gather", "u", None)
+            recorder._write(flight.ENTERED, *facts)
+            if not inside:
+                recorder._write(flight.DONE, *facts)
+    return read_all(folder)[0]
+
+
+@pytest.mark.parametrize(
+    ("calls", "behind"),
+    [
+        ([[("g", 2, True)], [("g", 1, False)], [("g", 2, True)]], [1]),
+        ([[("g", 2, True)], [], [("g", 2, True)]], [1]),
+        # rank 1 is still inside what the others have left, and waits for nobody
+        ([[("g", 1, False), ("r", 1, True)], [("g", 1, True)]], [1]),
+        # 0 waits for 1, which waits for 2
+        (
+            [
+                [("r", 3, False), ("g", 2, True)],
+                [("g", 1, False), ("r", 3, True)],
+                [("r", 2, False), ("g", 2, False)],
+            ],
+            [2],
+        ),
+        # a circle
+        ([[("g", 2, True), ("r", 1, False)], [("g", 1, False), ("r", 2, True)]], [0, 1]),
+        ([[("g", 1, False)], [("g", 1, False)]], []),
+    ],
+    ids=["less", "nothing", "inside", "chain", "circle", "nobody"],
+)
+def test_the_rank_that_is_behind_is_the_one_that_waits_for_nobody(tmp_path, calls, behind):
+    assert diagnosis.behind(waiting(tmp_path, calls)) == behind
+
+
+def test_a_rank_whose_file_is_missing_is_told(tmp_path):
+    run_ranks(3, recorded, tmp_path)
+    (tmp_path / "rank-1.bin").unlink()
+    assert read_all(tmp_path)[1] == [f"no flight file of rank 1 in {tmp_path}"]
+
+
+def test_a_thread_world_has_files_of_its_own(tmp_path):
+    thread.run(2, recorded, tmp_path)
+    assert {found.rank: found.size for found in read_all(tmp_path)[0]} == {0: 2, 1: 2}
