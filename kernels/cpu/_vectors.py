@@ -28,11 +28,12 @@ def lanes(dtype: Any) -> int:
 
 @intrinsic
 def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, sizes, firsts, steps, add):
-    """out[i] = the sum over r and l of a[r, l, i] * b[r, l], or plus it if `add`: len(rows) rows of len(vectors) vectors.
+    """out[i] = the sum over r and k of a[r, k, i] * b[r, k], or plus it if `add`.
 
-    a, b, out: 1-D arrays of one float type. a[r, l, i] is at firsts[0] + a_starts[r] + l * steps[0] + i * steps[1],
-    vectors b[r, l] begin at firsts[1] + b_starts[r] + l * steps[2], those of out[i] at firsts[2] + i * steps[3].
-    sizes: how many r, how many l. rows, vectors: tuples of which only the lengths count, known when it is compiled.
+    a, b, out: 1-D arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
+    steps[1], the vectors of b[r, k] begin at firsts[1] + b_starts[r] + k * steps[2], those of out[i] at
+    firsts[2] + i * steps[3]. sizes: how many r, how many k. rows, vectors: tuples of which only the lengths
+    count: how many i, and how many vectors each; they are known when this is compiled.
     """
 
     def generate(context, builder, signature, arguments):
@@ -41,7 +42,7 @@ def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, size
         from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 2, 7)
         parts, length = cgutils.unpack_tuple(builder, arguments[7], 2)
         first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[8], 3)
-        a_l, a_i, b_l, out_i = cgutils.unpack_tuple(builder, arguments[9], 4)
+        a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[9], 4)
         kind = ir.FunctionType(vector, [vector] * 3)
         name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
         fma = cgutils.get_or_insert_function(builder.module, kind, name)
@@ -49,11 +50,11 @@ def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, size
         def part(r, sums):
             at_a = builder.add(first_a, builder.load(builder.gep(starts_a, [r])))
             at_b = builder.add(first_b, builder.load(builder.gep(starts_b, [r])))
-            return _loop(builder, length, sums, lambda l, now: product(at_a, at_b, l, now))
+            return _loop(builder, length, sums, lambda k, now: product(at_a, at_b, k, now))
 
-        def product(at_a, at_b, l, sums):
-            at_a = builder.add(at_a, builder.mul(l, a_l))
-            at_b = builder.add(at_b, builder.mul(l, b_l))
+        def product(at_a, at_b, k, sums):
+            at_a = builder.add(at_a, builder.mul(k, a_k))
+            at_b = builder.add(at_b, builder.mul(k, b_k))
             right = [_load(builder, vector, from_b, at_b, v * vector.count) for v in range(columns)]
             left = [builder.add(at_a, builder.mul(a_i, _WORD(i))) for i in range(count)]
             spread = [_spread(builder, vector, builder.load(builder.gep(from_a, [at]))) for at in left]
@@ -81,8 +82,8 @@ def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, size
 
 @intrinsic
 def transpose_tile(typing_context, source, source_first, source_starts, target, target_first, target_starts):
-    """Column j of a square of as many rows as a vector has lanes, which begin at source_first + source_starts[i],
-    becomes the row at target_first + target_starts[j]."""
+    """Column j of a square, whose rows are vectors that begin at source_first + source_starts[i], becomes the
+    row at target_first + target_starts[j]."""
 
     def generate(context, builder, signature, arguments):
         vector = _vector(signature.args[0])
@@ -121,7 +122,9 @@ def _vector(array: types.Array) -> ir.VectorType:
 
 def _pointers(context: Any, builder: Any, signature: Any, arguments: Any, first: int, stop: int) -> list:
     """Where the arrays among the arguments begin."""
-    return [context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in range(first, stop)]
+    return [
+        context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in range(first, stop)
+    ]
 
 
 def _place(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: int) -> Any:

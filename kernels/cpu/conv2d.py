@@ -1,10 +1,10 @@
 """Two-dimensional convolution, direct: no matrix of patches, the channels side by side while it computes.
 
-(Georganas et al., Anatomy of High-Performance Deep Learning Convolutions on SIMD Architectures, 2018.) As many
-images as stay in the second cache are turned from (channels, height, width) to (height, width, channels) with a
-border of zeros. There forward and both gradients are sums of outer products, of a piece of a row of pixels and a
-few channels, that stay in registers (_vectors.outer_sum). With one input channel in each group there is
-nothing to sum over: such a convolution runs on rows of pixels (_depthwise).
+(Georganas et al., Anatomy of High-Performance Deep Learning Convolutions on SIMD Architectures, 2018.) As
+many images as stay in the second cache are turned from (channels, height, width) to (height, width,
+channels) with a border of zeros. There forward and both gradients are sums of outer products, of a piece of a
+row of pixels and a few channels, that stay in registers (_vectors.outer_sum). With one input channel in each
+group there is nothing to sum over: such a convolution runs on rows of pixels (_depthwise).
 
 stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type.
 """
@@ -116,9 +116,11 @@ def _forward(start, stop, x, weight, y, stride, padding, dilation, groups):
 
 
 def _backward_input(start, stop, dy, weight, dx, stride, padding, dilation, groups):
-    """A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each of
-    the stride[0] * stride[1] phases in which it can lie to the windows."""
-    phases = [_phases(dx.shape[2 + i], weight.shape[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
+    """A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each
+    of the stride[0] * stride[1] phases in which it can lie to the windows."""
+    phases = [
+        _phases(dx.shape[2 + i], weight.shape[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)
+    ]
     reach = [_reach(phases[i], dx.shape[2 + i], dy.shape[2 + i], stride[i]) for i in (0, 1)]
     before, after = zip(*reach, strict=True)
     count, length = _chunk(stop - start, dx, dy), len(weight) // groups
@@ -189,7 +191,7 @@ def _backward_weight(x, dy, dweight, accumulate, stride, padding, dilation, grou
 
 
 class _Images(NamedTuple):
-    """Images as (height, width, channels) in one flat array; elements from one image, row, pixel to the next."""
+    """Images as (height, width, channels) in a flat array; elements from one image, row, pixel to another."""
 
     data: Array
     image: int
@@ -362,10 +364,28 @@ def _unpack(start, stop, sums, dweight, groups, taps, width, joined, accumulate)
 
 @exact
 def _tiles(
-    start, stop, rows, vectors, a, b, out, a_starts, b_starts, sizes, steps, add, counts, by_a, by_b, by_out, at
+    start,
+    stop,
+    rows,
+    vectors,
+    a,
+    b,
+    out,
+    a_starts,
+    b_starts,
+    sizes,
+    steps,
+    add,
+    counts,
+    by_a,
+    by_b,
+    by_out,
+    at,
 ):
-    """outer_sum in five loops, the first over [start, stop), the others over counts[1:]; by_*: elements that a step
-    of each loop moves a, b and out; at: where they begin."""
+    """outer_sum in five loops, the first over [start, stop), the others over counts[1:].
+
+    by_*: elements by which a step of each loop moves a, b and out; at: where they begin.
+    """
     for i in range(start, stop):
         for j in range(counts[1]):
             for k in range(counts[2]):

@@ -4,9 +4,11 @@ One file per family. Each op is a Function, forward and backward together, with 
 below it. The numbers are computed by kernels.
 """
 
-from shardrt.functional.activation import gelu, relu, silu
+from shardrt.functional.activation import gelu, relu, sigmoid, silu
 from shardrt.functional.attention import scaled_dot_product_attention, self_attention
+from shardrt.functional.batch_norm import batch_norm
 from shardrt.functional.cast import cast
+from shardrt.functional.conv2d import conv2d
 from shardrt.functional.dropout import dropout
 from shardrt.functional.elementwise import (
     add,
@@ -26,6 +28,7 @@ from shardrt.functional.linear import linear
 from shardrt.functional.loss import cross_entropy
 from shardrt.functional.matmul import matmul
 from shardrt.functional.norm import layer_norm, rms_norm
+from shardrt.functional.pool import avg_pool2d, global_avg_pool2d, max_pool2d
 from shardrt.functional.reduce import max, mean, sum
 from shardrt.functional.shape import (
     chunk,
@@ -44,9 +47,12 @@ from shardrt.functional.softmax import log_softmax, softmax
 
 __all__ = [
     "add",
+    "avg_pool2d",
+    "batch_norm",
     "cast",
     "chunk",
     "concatenate",
+    "conv2d",
     "cross_entropy",
     "div",
     "dropout",
@@ -55,12 +61,14 @@ __all__ = [
     "expand",
     "gelu",
     "getitem",
+    "global_avg_pool2d",
     "layer_norm",
     "linear",
     "log",
     "log_softmax",
     "matmul",
     "max",
+    "max_pool2d",
     "maximum",
     "mean",
     "mul",
@@ -72,6 +80,7 @@ __all__ = [
     "rms_norm",
     "scaled_dot_product_attention",
     "self_attention",
+    "sigmoid",
     "silu",
     "softmax",
     "split",
