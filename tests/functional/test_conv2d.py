@@ -1,4 +1,4 @@
-"""functional/conv2d.py: gradients against differences; values and gradients against PyTorch; bad arguments."""
+"""functional/conv2d.py: gradients against differences; both against PyTorch; bad arguments."""
 
 import numpy as np
 import pytest
