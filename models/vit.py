@@ -1,7 +1,7 @@
 """ViT (Dosovitskiy et al., An Image is Worth 16x16 Words, 2021).
 
 Reads top to bottom like the figure: patches and their positions, blocks of attention and MLP with a norm
-before each, a last norm, and a head on the class token or on the mean of the patches. Knows nothing of sharding.
+before each, a last norm, and a head on the class token or the mean of the patches. Knows nothing of sharding.
 """
 
 from dataclasses import dataclass
