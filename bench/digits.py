@@ -1,4 +1,4 @@
-"""Trains a recipe of image classification with the seam of shardrt.train.tasks, and notes the curve and the time.
+"""Trains a recipe of image classification through the seam of shardrt.train.tasks; notes the curve and time.
 
     mpirun -n 2 python -m bench.digits models/configs/digits-vit.toml --json bench/results/digits-vit.json
 

@@ -61,7 +61,7 @@ SIZES = {
         channels=1,
         classes=10,
         pool="mean",
-        init_std=0.06,
+        init_std=0.125,
     ),
 }
 

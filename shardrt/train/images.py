@@ -1,8 +1,8 @@
 """Labelled images: scikit-learn's digits or a folder, and batches that are functions of a sample's number.
 
-Sample n of a run is the same image, cropped and flipped in the same way, at every number of ranks and every batch
-size; where a run goes on is told by its step alone. Images are read, and batches made, in a thread ahead of
-training (Prefetched).
+Sample n of a run is the same image, cropped and flipped in the same way, at every number of ranks and every
+batch size; where a run goes on is told by its step alone. Images are read and batches made in a thread,
+ahead of training (Prefetched).
 """
 
 import threading
@@ -33,10 +33,10 @@ class Corrupt(ValueError):
 class View:
     """What of an image is seen, and how: size x size pixels, (value / 255 - mean) / std.
 
-    crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of random
-    area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015). flip: left
-    and right exchanged, for half the samples. In evaluation nothing is drawn: all of the image is seen, or,
-    after "resize", the middle of it, 7/8 across. Raises ValueError for values that make no sense.
+    crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
+    random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
+    flip: left and right exchanged, for half the samples. In evaluation nothing is drawn: all of the image is
+    seen, or, after "resize", the middle of it, 7/8 across. Raises ValueError for values without sense.
     """
 
     size: int
@@ -67,7 +67,7 @@ class View:
 
 @dataclass(frozen=True)
 class Images:
-    """One part of a source: `read(i)` gives image i as uint8 (height, width, channels); its class is labels[i]."""
+    """One part of a source: read(i) gives image i as uint8 (height, width, channels), labels[i] its class."""
 
     source: str
     classes: tuple[str, ...]
@@ -81,9 +81,9 @@ class Images:
 
 
 def load_digits() -> tuple[Images, Images]:
-    """(to train on, held out): the 1,797 digits of 8 x 8 pixels that come with scikit-learn; every fifth is held out.
+    """(to train on, held out): the 1,797 digits of 8 x 8 pixels that come with scikit-learn.
 
-    Raises ValueError if scikit-learn is not there.
+    Every fifth is held out. Raises ValueError if scikit-learn is not there.
     """
     try:
         from sklearn import datasets
@@ -102,11 +102,11 @@ def load_digits() -> tuple[Images, Images]:
 
 
 def load_folder(path: str | Path, *, channels: int = 3, on_corrupt: str = "skip") -> tuple[Images, Images]:
-    """(to train on, held out): images in folders named after their classes, as torchvision's ImageFolder has them.
+    """(to train on, held out): images in folders named after their classes, in ImageFolder's layout.
 
-    PATH/train/CLASS/... and PATH/val/CLASS/..., or PATH/CLASS/..., of which every fifth image of a class, by name,
-    is held out. channels: 3 for colours, 1 for grey, whatever the files have. on_corrupt: "skip" passes over
-    what can't be read when its turn comes and counts it in `skipped`, "error" raises Corrupt.
+    PATH/train/CLASS/... and PATH/val/CLASS/..., or PATH/CLASS/..., of which every fifth image of a class, by
+    name, is held out. channels: 3 for colours, 1 for grey, whatever the files have. on_corrupt: "skip" passes
+    over what can't be read when its turn comes and counts it in `skipped`, "error" raises Corrupt.
 
     Raises ValueError, naming the folder, if it is not there, has no images, or fewer than two classes, and if
     a class is in one part only; also if Pillow is not there.

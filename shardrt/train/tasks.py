@@ -1,7 +1,7 @@
-"""What a training loop asks of what it trains: the seam between models.train and text, images or anything else.
+"""What a training loop asks of what it trains: the seam between a loop and text, images or anything else.
 
-The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns data, model, loss and figures; it is
-made on every rank, alike but for `rank`, and holds no state that a step number does not tell.
+The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns data, model, loss and figures;
+it is made on every rank, alike but for the rank, and holds no state that a step number does not tell.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ class Task(Protocol):
     """One thing to train, as one rank sees it. Batches are what the task says, cut by it alone."""
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must agree on and the run's log keeps: the source of the data, how much, its hash."""
+        """What all ranks must agree on and the log keeps: the source of the data, how much, its hash."""
 
     def model(self) -> Module:
         """A new model. Nothing of it is in memory yet."""
@@ -30,7 +30,7 @@ class Task(Protocol):
         """A batch as `count` micro-batches of one size."""
 
     def loss(self, model: Module, batch: Any) -> Tensor:
-        """A (micro-)batch's share of the mean loss of the whole step: summed over parts and ranks it is that."""
+        """A part's share of the mean loss of the whole step: summed over parts and ranks it is that."""
 
     def evaluate(self, model: Module, limit: int | None) -> dict[str, tuple[float, float]]:
         """Name of a figure -> (sum, count) on this rank, on held-out data: all of it, or `limit` batches.
