@@ -1,6 +1,7 @@
 """Compiles, or loads from the cache, what training in float32 needs, by calling it on tiny arrays.
 
-One rank of a node does this first; the others then find everything in the cache.
+One rank of a node does this first; the others then find everything in the cache. Kernels of images are left
+out: what a convolution needs depends on its sizes.
 """
 
 import numpy as np

@@ -9,7 +9,7 @@ docs/checkpoints.md says what is promised when something fails in between.
 import secrets
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -150,8 +150,8 @@ class Checkpoints:
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in everyone)
         pieces = tuple(SavedPiece(*row) for _, rows in everyone for row in rows)
         parameters = {
-            name: SavedParameter(parameter.shape, rankfile.kind_of(parameter.dtype))
-            for name, parameter in self._model.named_parameters()
+            name: SavedParameter(array.shape, rankfile.kind_of(array.dtype))
+            for name, array in _named_arrays(self._model)
         }
         return Manifest(pending.step, files, parameters, pieces, pending.steps, pending.extra)
 
@@ -318,9 +318,15 @@ def _transfer(reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: i
             here.copy(part, host)
 
 
+def _named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
+    """Everything of a model that a checkpoint holds: parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
 def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     """Raise Damaged unless names, shapes and types are those of the model."""
-    own = {name: (p.shape, p.dtype.name) for name, p in model.named_parameters()}
+    own = {name: (array.shape, array.dtype.name) for name, array in _named_arrays(model)}
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())

@@ -32,9 +32,9 @@ class Piece:
 
 
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
-    """The pieces that this rank holds, parameter by parameter; none of them empty.
+    """The pieces that this rank holds, parameter by parameter, then the buffers; none of them empty.
 
-    saving: of what several ranks hold copies of, the first has it alone.
+    saving: of what several ranks hold copies of, the first has it alone. Rank 0's buffers are everyone's.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     for name, parameter in model.named_parameters():
@@ -45,6 +45,9 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         if id(parameter) in states:
             for kind, array in states[id(parameter)].state.items():
                 yield Piece(kind, name, first, array[start:stop])
+    if not saving or worlds.current().rank == 0:
+        for name, buffer in model.named_buffers():
+            yield Piece(PARAMETER, name, 0, buffer.reshape(-1))
 
 
 def _saves(parameter: Parameter) -> bool:

@@ -17,11 +17,13 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 
     Rank 0 needs memory for the whole model; every rank for one gathered unit at a time.
     """
+    here = device.current()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     state = {names[id(parameter)]: np.array(values) for parameter, values in gathered(model)}
     if worlds.current().rank != 0:
         return {}
-    return {name: state[name] for name in names.values()}
+    buffers = {name: np.array(here.to_numpy(array)) for name, array in model.named_buffers()}
+    return {name: state[name] for name in names.values()} | buffers
 
 
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:

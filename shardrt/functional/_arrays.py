@@ -67,6 +67,14 @@ def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | 
         raise ValueError(f"{op}: {name}[{where}] is {int(indices[place])}, not in [0, {size})")
 
 
+def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:
+    """One number, or one for each of (vertical, horizontal), as two. Raises ValueError below `least`."""
+    two = (value, value) if isinstance(value, int) else tuple(value)
+    if len(two) != 2 or not all(isinstance(n, int) and n >= least for n in two):
+        raise ValueError(f"{op}: {name} must be one or two integers of at least {least}, got {value!r}")
+    return two
+
+
 def empty(shape: tuple[int, ...], dtype: Any) -> Array:
     """An uninitialised array on the current device."""
     return device.current().empty(shape, dtype)

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
+from shardrt.functional.elementwise import tanh
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -130,3 +131,8 @@ def relu(x: "Tensor") -> "Tensor":
     x = tensor(x)
     check_floats("relu", x=x)
     return ReLU.apply(x)
+
+
+def sigmoid(x: "Tensor") -> "Tensor":
+    """The logistic function, 1 / (1 + exp(-x)), by the hyperbolic tangent, which does not overflow."""
+    return tanh(tensor(x) * 0.5) * 0.5 + 0.5

@@ -5,9 +5,12 @@ from shardrt.nn.layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNo
 from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
 from shardrt.nn.module import Module, ModuleList, Sequential
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.vision import BatchNorm2d, Conv2d, synchronise_batch_norm
 
 __all__ = [
     "GELU",
+    "BatchNorm2d",
+    "Conv2d",
     "Dropout",
     "Embedding",
     "LayerNorm",
@@ -21,5 +24,6 @@ __all__ = [
     "init",
     "lora_parameters",
     "merge_lora",
+    "synchronise_batch_norm",
     "utils",
 ]

@@ -40,6 +40,7 @@ class Module:
         state = self.__dict__
         state["_parameters"] = {}
         state["_modules"] = {}
+        state["_buffers"] = {}
         state["_parent"] = None
         state["_attribute"] = ""
         state["training"] = True
@@ -114,6 +115,25 @@ class Module:
                     seen.add(id(parameter))
                     yield (f"{path}.{name}" if path else name), parameter
 
+    def register_buffer(
+        self, name: str, shape: tuple[int, ...], value: float, *, dtype: Any = np.float32
+    ) -> None:
+        """Give the module an array that is state but no parameter: full of `value`, whole on every rank.
+
+        It is read as `self.name` and changed in place. State dicts and checkpoints hold it under its name,
+        rank 0's where ranks differ.
+        """
+        array = device.current().zeros(shape, dtype)
+        array += value
+        self._buffers[name] = array
+        object.__setattr__(self, name, array)
+
+    def named_buffers(self) -> Iterator[tuple[str, Any]]:
+        """(path from here, array) of every buffer."""
+        for path, module in self.named_modules():
+            for name, array in module._buffers.items():
+                yield (f"{path}.{name}" if path else name), array
+
     def apply(self, function: Callable[["Module"], None]) -> "Module":
         """Call `function` on this module and all below it."""
         for module in self.modules():
@@ -177,19 +197,23 @@ class Module:
     # -- state
 
     def state_dict(self) -> dict[str, np.ndarray]:
-        """Name -> whole array, not copied. RuntimeError where parameters are sharded: see full_state_dict."""
-        return {name: parameter.data for name, parameter in self.named_parameters()}
+        """Name -> whole array, not copied, of parameters and then buffers.
+
+        RuntimeError where parameters are sharded: see full_state_dict.
+        """
+        parameters = {name: parameter.data for name, parameter in self.named_parameters()}
+        return parameters | dict(self.named_buffers())
 
     def load_state_dict(self, state: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
-        """Set every parameter from whole arrays; a rank takes its pieces, one parameter at a time.
+        """Set every parameter and buffer from whole arrays; a rank takes its pieces, one parameter at a time.
 
-        strict=False leaves parameters that `state` does not have as they are: for adapters kept alone, say.
+        strict=False leaves what `state` does not have as it is: for adapters kept alone, say.
         Raises ValueError that lists the names that are missing or not expected, or a shape that differs.
         """
-        parameters = dict(self.named_parameters())
-        given = set(state.keys())
-        missing = sorted(parameters.keys() - given) if strict else []
-        extra = sorted(given - parameters.keys())
+        parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
+        own, given = parameters.keys() | buffers.keys(), set(state.keys())
+        missing = sorted(own - given) if strict else []
+        extra = sorted(given - own)
         if missing or extra:
             raise ValueError(f"load_state_dict: missing {missing[:10]}, not expected {extra[:10]}")
         parameters = {name: parameter for name, parameter in parameters.items() if name in given}
@@ -197,11 +221,20 @@ class Module:
         for name, parameter in parameters.items():
             parameter.load(state[name])
         _barrier(parameters.values())  # and may read the new ones only when all are written
+        for name, array in buffers.items():
+            if name in given:
+                _set_buffer(name, array, state[name])
 
     def __repr__(self) -> str:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]
         own = ", ".join(f"{name}{list(p.shape)}" for name, p in self._parameters.items())
         return f"{type(self).__name__}({own}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"
+
+
+def _set_buffer(name: str, array: Any, values: Any) -> None:
+    if tuple(values.shape) != array.shape:
+        raise ValueError(f"buffer {name!r} has shape {array.shape}, the values {tuple(values.shape)}")
+    device.of(array).copy(array, np.ascontiguousarray(values, array.dtype))
 
 
 def _barrier(parameters: Iterable[Parameter]) -> None:

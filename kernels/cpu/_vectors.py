@@ -1,0 +1,170 @@
+"""Two loops written in LLVM's language, because Numba would not keep their vectors in registers.
+
+`outer_sum` is the micro-kernel of a matrix product (Goto, van de Geijn: Anatomy of High-Performance Matrix
+Multiplication, 2008) whose operands may lie anywhere in steps, so that a convolution needs no matrix of its
+patches. `transpose_tile` turns a square of numbers. Starts and steps are in elements.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from llvmlite import binding, ir
+from numba import types
+from numba.core import cgutils
+from numba.extending import intrinsic
+
+_WIDE = binding.get_host_cpu_features().get("avx512f", False)
+BYTES = 64 if _WIDE else 32  # of a vector register
+VECTORS = 2  # of an operand that outer_sum holds at once
+ROWS = 14 if _WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
+_WORD = ir.IntType(64)
+
+
+def lanes(dtype: Any) -> int:
+    """Numbers of this type in a vector."""
+    return BYTES // np.dtype(dtype).itemsize
+
+
+@intrinsic
+def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, sizes, firsts, steps, add):
+    """out[i] = the sum over r and k of a[r, k, i] * b[r, k], or plus it if `add`.
+
+    a, b, out: 1-D arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
+    steps[1], the vectors of b[r, k] begin at firsts[1] + b_starts[r] + k * steps[2], those of out[i] at
+    firsts[2] + i * steps[3]. sizes: how many r, how many k. rows, vectors: tuples of which only the lengths
+    count: how many i, and how many vectors each; they are known when this is compiled.
+    """
+
+    def generate(context, builder, signature, arguments):
+        count, columns = signature.args[0].count, signature.args[1].count
+        vector = _vector(signature.args[2])
+        from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 2, 7)
+        parts, length = cgutils.unpack_tuple(builder, arguments[7], 2)
+        first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[8], 3)
+        a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[9], 4)
+        kind = ir.FunctionType(vector, [vector] * 3)
+        name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
+        fma = cgutils.get_or_insert_function(builder.module, kind, name)
+
+        def part(r, sums):
+            at_a = builder.add(first_a, builder.load(builder.gep(starts_a, [r])))
+            at_b = builder.add(first_b, builder.load(builder.gep(starts_b, [r])))
+            return _loop(builder, length, sums, lambda k, now: product(at_a, at_b, k, now))
+
+        def product(at_a, at_b, k, sums):
+            at_a = builder.add(at_a, builder.mul(k, a_k))
+            at_b = builder.add(at_b, builder.mul(k, b_k))
+            right = [_load(builder, vector, from_b, at_b, v * vector.count) for v in range(columns)]
+            left = [builder.add(at_a, builder.mul(a_i, _WORD(i))) for i in range(count)]
+            spread = [_spread(builder, vector, builder.load(builder.gep(from_a, [at]))) for at in left]
+            return [
+                builder.call(fma, [spread[i], right[v], sums[i * columns + v]])
+                for i in range(count)
+                for v in range(columns)
+            ]
+
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        sums = _loop(builder, parts, [zero] * (count * columns), part)
+        for adding in (True, False):
+            with builder.if_then(arguments[10] if adding else builder.not_(arguments[10])):
+                for position, total in enumerate(sums):
+                    i, v = divmod(position, columns)
+                    at = builder.add(first_out, builder.mul(out_i, _WORD(i)))
+                    if adding:
+                        total = builder.fadd(total, _load(builder, vector, to, at, v * vector.count))
+                    _store(builder, total, to, at, v * vector.count)
+        return context.get_dummy_value()
+
+    given = (rows, vectors, a, b, out, a_starts, b_starts, sizes, firsts, steps, add)
+    return types.void(*given), generate
+
+
+@intrinsic
+def transpose_tile(typing_context, source, source_first, source_starts, target, target_first, target_starts):
+    """Column j of a square, whose rows are vectors that begin at source_first + source_starts[i], becomes the
+    row at target_first + target_starts[j]."""
+
+    def generate(context, builder, signature, arguments):
+        vector = _vector(signature.args[0])
+        size = vector.count
+        (origin,) = _pointers(context, builder, signature, arguments, 0, 1)
+        origins, to, places = (
+            _pointers(context, builder, signature, arguments, i, i + 1)[0] for i in (2, 3, 5)
+        )
+
+        def start(first, starts, i):
+            return builder.add(first, builder.load(builder.gep(starts, [_WORD(i)])))
+
+        rows = [_load(builder, vector, origin, start(arguments[1], origins, i), 0) for i in range(size)]
+        distance = 1
+        while distance < size:  # swap blocks beside the diagonal, of 1, 2, 4, ... numbers
+            low = [j if not j & distance else size + j - distance for j in range(size)]
+            high = [j + distance if not j & distance else size + j for j in range(size)]
+            masks = [ir.Constant(ir.VectorType(ir.IntType(32), size), mask) for mask in (low, high)]
+            for i in range(size):
+                if not i & distance:
+                    pair = rows[i], rows[i + distance]
+                    rows[i], rows[i + distance] = (builder.shuffle_vector(*pair, mask) for mask in masks)
+            distance *= 2
+        for j, row in enumerate(rows):
+            _store(builder, row, to, start(arguments[4], places, j), 0)
+        return context.get_dummy_value()
+
+    given = (source, source_first, source_starts, target, target_first, target_starts)
+    return types.void(*given), generate
+
+
+def _vector(array: types.Array) -> ir.VectorType:
+    single = array.dtype == types.float32
+    return ir.VectorType(ir.FloatType() if single else ir.DoubleType(), BYTES // (4 if single else 8))
+
+
+def _pointers(context: Any, builder: Any, signature: Any, arguments: Any, first: int, stop: int) -> list:
+    """Where the arrays among the arguments begin."""
+    return [
+        context.make_array(signature.args[i])(context, builder, arguments[i]).data for i in range(first, stop)
+    ]
+
+
+def _place(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: int) -> Any:
+    return builder.bitcast(builder.gep(base, [builder.add(index, _WORD(offset))]), vector.as_pointer())
+
+
+def _load(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: int) -> Any:
+    return builder.load(_place(builder, vector, base, index, offset), align=BYTES // vector.count)
+
+
+def _store(builder: Any, value: Any, base: Any, index: Any, offset: int) -> None:
+    place = _place(builder, value.type, base, index, offset)
+    builder.store(value, place, align=BYTES // value.type.count)
+
+
+def _spread(builder: Any, vector: ir.VectorType, number: Any) -> Any:
+    """A vector of one number."""
+    nothing, index = ir.Constant(vector, ir.Undefined), ir.IntType(32)
+    one = builder.insert_element(nothing, number, index(0))
+    return builder.shuffle_vector(
+        one, nothing, ir.Constant(ir.VectorType(index, vector.count), [0] * vector.count)
+    )
+
+
+def _loop(builder: Any, count: Any, state: list, body: Callable) -> list:
+    """state = body(index, state), `count` times; the state stays in registers."""
+    before = builder.block
+    head, inside, after = (builder.append_basic_block(name) for name in ("head", "body", "after"))
+    builder.branch(head)
+    builder.position_at_end(head)
+    index = builder.phi(_WORD)
+    index.add_incoming(_WORD(0), before)
+    values = [builder.phi(value.type) for value in state]
+    for value, first in zip(values, state, strict=True):
+        value.add_incoming(first, before)
+    builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+    builder.position_at_end(inside)
+    for value, following in zip(values, body(index, values), strict=True):
+        value.add_incoming(following, builder.block)
+    index.add_incoming(builder.add(index, _WORD(1)), builder.block)
+    builder.branch(head)
+    builder.position_at_end(after)
+    return values

@@ -1,0 +1,63 @@
+"""Batch norm over the channels of (batch, channels, pixels), in parts between which ranks may join sums.
+
+(Ioffe, Szegedy: Batch Normalization, 2015.) Forward: statistics, then normalise; backward: two sums over each
+channel, then the gradient of the input. Statistics, parameters and their gradients are float32 or, for
+float64, float64.
+"""
+
+from typing import Any
+
+from shardrt.kernels.cuda._launch import TYPES, blocks_for, launch
+
+Array = Any
+
+
+def statistics(x: Array, mean: Array, squares: Array) -> None:
+    """mean and sum of squared deviations from it of each channel: (channels,) each."""
+    launch("batch_norm", "statistics", x.dtype, x.shape[1], (x, mean, squares, *x.shape))
+
+
+def forward(x: Array, mean: Array, rstd: Array, weight: Array, bias: Array, y: Array) -> None:
+    """y = (x - mean) * rstd * weight + bias; mean, rstd, weight and bias (channels,)."""
+    args = x, mean, rstd, weight, bias, y, x.size, *x.shape[1:]
+    launch("batch_norm", "forward", x.dtype, blocks_for(x.size, 1), args)
+
+
+def backward_sums(dy: Array, x: Array, mean: Array, rstd: Array, dweight: Array, dbias: Array) -> None:
+    """dweight = sum of dy * (x - mean) * rstd over each channel, dbias = sum of dy; both written."""
+    args = dy, x, mean, rstd, dweight, dbias, *x.shape
+    launch("batch_norm", "backward_sums", x.dtype, x.shape[1], args)
+
+
+def backward_input(
+    dy: Array,
+    x: Array,
+    mean: Array,
+    rstd: Array,
+    weight: Array,
+    along: Array,
+    level: Array,
+    dx: Array,
+) -> None:
+    """dx = weight * rstd * (dy - level - (x - mean) * rstd * along).
+
+    along, level (channels,): the means of dy * (x - mean) * rstd and of dy; 0 where statistics are given.
+    """
+    args = dy, x, mean, rstd, weight, along, level, dx, x.size, *x.shape[1:]
+    launch("batch_norm", "backward_input", x.dtype, blocks_for(x.size, 1), args)
+
+
+def bytes_moved(count: int, itemsize: int = 4) -> int:
+    """Bytes of forward and its statistics: x twice, y. Backward: dy and x twice, dx."""
+    return 3 * count * itemsize
+
+
+def flops(count: int) -> int:
+    """Operations of forward and its statistics."""
+    return 6 * count
+
+
+def channel_sums(x: Array, out: Array, accumulate: bool) -> None:
+    """out (channels,) = the sum of each channel of x, or plus it."""
+    args = x, out, bool(accumulate), *x.shape
+    launch("batch_norm", "channel_sums", x.dtype, x.shape[1], args, GRADIENT=TYPES[out.dtype.name])

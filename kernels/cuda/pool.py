@@ -1,0 +1,51 @@
+"""Pooling of planes (planes, height, width): the largest or the mean of each window.
+
+window, stride, padding: (vertical, horizontal); padding is less than the window, so each window sees a pixel.
+"""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels.cuda._launch import blocks_for, launch
+
+Array = Any
+Pair = tuple[int, int]
+
+
+def max_forward(x: Array, y: Array, index: Array, window: Pair, stride: Pair, padding: Pair) -> None:
+    """y (planes, rows, columns): the largest of each window, nan if one is.
+
+    index: int32, where in its plane the first such pixel is.
+    """
+    _run("max_forward", y.size, (x, y, index), x, y, (*window, *stride, *padding))
+
+
+def max_backward(dy: Array, index: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
+    """dx from dy and what forward found."""
+    _run("max_backward", dx.size, (dy, index, dx), dx, dy, (*window, *stride, *padding))
+
+
+def mean_forward(x: Array, y: Array, window: Pair, stride: Pair, padding: Pair) -> None:
+    """y: the mean of each window, in which pixels of the padding count as zeros."""
+    _run("mean_forward", y.size, (x, y), x, y, (*window, *stride, *padding))
+
+
+def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pair) -> None:
+    """dx from dy."""
+    _run("mean_backward", dx.size, (dy, dx), dx, dy, (*window, *stride, *padding))
+
+
+def bytes_moved(pixels: int, outputs: int, itemsize: int = 4) -> int:
+    """Bytes of forward: x and y; the largest also write an index of four bytes."""
+    return (pixels + outputs) * itemsize
+
+
+def flops(outputs: int, window: Pair) -> int:
+    """Operations of forward."""
+    return outputs * window[0] * window[1]
+
+
+def _run(function: str, count: int, arrays: tuple, x: Array, y: Array, geometry: tuple) -> None:
+    sizes = len(x), *map(np.int32, (*x.shape[1:], *y.shape[1:], *geometry))
+    launch("pool", function, x.dtype, blocks_for(count, 1), (*arrays, *sizes))

@@ -1,0 +1,156 @@
+"""Batch norm: each channel over its deviation in the batch, that of one rank or of all of them."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import autograd, device, dtypes
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.comm import Communicator
+from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, tensor
+from shardrt.functional.cast import cast
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+class BatchNorm(Function):
+    """In training the statistics are the batch's. With a communicator both directions sum over its ranks.
+
+    The gradient is that of the sum of the ranks' losses: a rank's input moves the statistics that all ranks
+    use, so the means in dx are over all of them; dweight and dbias are this rank's part, as every
+    parameter's gradient is until it is reduced.
+    """
+
+    __slots__ = ()
+    handles = (1, 2)
+
+    def forward(
+        self,
+        x: Array,
+        weight: Variable,
+        bias: Variable,
+        running: tuple[Array, Array],
+        training: bool,
+        momentum: float,
+        eps: float,
+        communicator: Communicator | None,
+    ) -> Array:
+        planes, y = _planes(x), empty_like(x)
+        if training:
+            mean, squares, count = _statistics(planes, communicator)
+            variance = squares / count
+            if autograd.running() is None:  # in a backward it is run again, and has counted already
+                running[0][...] += momentum * (mean - running[0])
+                running[1][...] += momentum * (squares / (count - 1) - running[1])
+        else:
+            (mean, variance), count = running, None
+        rstd = 1 / np.sqrt(variance + variance.dtype.type(eps))
+        weight_data, bias_data = contiguous(weight.data), contiguous(bias.data)
+        kernels().batch_norm.forward(planes, mean, rstd, weight_data, bias_data, _planes(y))
+        self.saved = (x, weight, bias, mean.copy(), rstd, count, communicator)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, bias, mean, rstd, count, communicator = self.saved
+        planes, upper = _planes(x), _planes(dy)
+        sums = empty_exact((2, mean.size), x)
+        sums[...] = 0
+        if any(self.needs[1:3]) or count is not None:
+            kernels().batch_norm.backward_sums(upper, planes, mean, rstd, *sums)
+        tokens = [
+            _add(handle, total) if needed else None
+            for handle, total, needed in zip((weight, bias), sums, self.needs[1:3], strict=True)
+        ]
+        dx = None
+        if count is None:
+            sums = sums * 0
+        else:
+            sums = (sums if communicator is None else _summed(sums, communicator)) / count
+        if self.needs[0]:
+            dx = empty_like(x)
+            data = contiguous(weight.data)
+            kernels().batch_norm.backward_input(upper, planes, mean, rstd, data, *sums, _planes(dx))
+        return dx, *tokens, None, None, None, None, None
+
+
+def batch_norm(
+    x: "Tensor",
+    weight: "Tensor",
+    bias: "Tensor",
+    running_mean: Array,
+    running_var: Array,
+    training: bool = True,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+    communicator: Communicator | None = None,
+) -> "Tensor":
+    """Each channel minus its mean, over its deviation, times weight plus bias (Ioffe, Szegedy, 2015).
+
+    x: (batch, channels, ...). weight, bias, running_mean, running_var: (channels,). All float32 or all
+    float64, or x in 16 bits with float32 parameters. training: mean and variance are the batch's, and the
+    running ones, plain arrays, move towards them by `momentum` (the variance unbiased); else the
+    running ones are used. communicator: the statistics are those of the batches of all its ranks, which
+    all call forward, and backward, in the same order.
+
+    Raises ValueError for sizes that don't fit and for one number per channel in training, TypeError for
+    other dtypes.
+    """
+    x, weight, bias = tensor(x), tensor(weight), tensor(bias)
+    if x.ndim < 2 or x.size < 1:
+        raise ValueError(f"batch_norm: x must be (batch, channels, ...) and not empty, got {x.shape}")
+    arrays = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
+    for name, array in arrays.items():
+        if array.shape != x.shape[1:2]:
+            raise ValueError(f"batch_norm: {name} must be {x.shape[1:2]} for x {x.shape}, got {array.shape}")
+    if x.dtype.name in dtypes.LOW and weight.value_dtype.name not in dtypes.LOW:
+        x32 = cast(x, weight.value_dtype.name)
+        args = running_mean, running_var, training, momentum, eps, communicator
+        return cast(batch_norm(x32, weight, bias, *args), x.dtype.name)
+    check_floats("batch_norm", x=x, weight=weight, bias=bias)
+    ranks = 1 if communicator is None else communicator.size
+    if training and x.size // x.shape[1] * ranks < 2:
+        raise ValueError(f"batch_norm: training needs more than one number per channel, got x {x.shape}")
+    communicator = communicator if ranks > 1 else None
+    running = running_mean, running_var
+    return BatchNorm.apply(x, weight, bias, running, bool(training), momentum, eps, communicator)
+
+
+def _statistics(x: Array, communicator: Communicator | None) -> tuple[Array, Array, Any]:
+    """(mean, sum of squared deviations, numbers per channel) of this rank's batch or of all ranks'."""
+    mean, squares = empty_exact((2, x.shape[1]), x)
+    kernels().batch_norm.statistics(x, mean, squares)
+    count = x.size // x.shape[1]
+    if communicator is None:
+        return mean, squares, count
+    everyone = device.current().zeros((communicator.size, 2 * mean.size + 1), mean.dtype)
+    own = everyone[communicator.rank]
+    own[: mean.size], own[mean.size : -1], own[-1] = mean, squares, count
+    communicator.all_gather(everyone.reshape(-1), stream=device.current().current_stream, what="batch_norm")
+    means, squares, counts = everyone[:, : mean.size], everyone[:, mean.size : -1], everyone[:, -1:]
+    count = counts.sum(axis=0)
+    mean = (counts * means).sum(axis=0) / count
+    return mean, (squares + counts * (means - mean) ** 2).sum(axis=0), count
+
+
+def _summed(sums: Array, communicator: Communicator) -> Array:
+    """Over the ranks; this rank's sums stay as they are."""
+    total = sums.copy()
+    communicator.all_reduce(total.reshape(-1), stream=device.current().current_stream, what="batch_norm")
+    return total
+
+
+def _add(handle: Variable, total: Array) -> Any:
+    """Put a gradient where the handle's belongs; gives the token."""
+    target, accumulate, token = handle.gradient_target()
+    if accumulate:
+        target += total
+    else:
+        target[...] = total
+    return token
+
+
+def _planes(x: Array) -> Array:
+    return x.reshape(*x.shape[:2], -1)

@@ -1,0 +1,91 @@
+"""Two-dimensional convolution, whose weight's gradient the kernel itself adds where it belongs."""
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+Pair = tuple[int, int]
+
+
+class Conv2d(Function):
+    __slots__ = ()
+    handles = (1, 2)
+    expensive = True
+
+    def forward(
+        self, x: Array, weight: Variable, bias: Variable | None, shape: tuple[int, ...], geometry: tuple
+    ) -> Array:
+        y = empty(shape, x.dtype)
+        bias_data = None if bias is None else contiguous(bias.data)
+        kernels().conv2d.forward(x, contiguous(weight.data), bias_data, y, *geometry)
+        return self.resume((y,), x, weight, bias, shape, geometry)
+
+    def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, *rest: tuple) -> Array:
+        self.saved = (x if self.needs[1] else None, x.shape, weight, bias, rest[-1])
+        return kept[0]
+
+    def backward(self, dy: Array) -> tuple:
+        x, shape, weight, bias, geometry = self.saved
+        conv2d = kernels().conv2d
+        dx = weight_token = bias_token = None
+        if self.needs[0]:
+            dx = empty(shape, dy.dtype)
+            conv2d.backward_input(dy, contiguous(weight.data), dx, *geometry)
+        if self.needs[1]:
+            dweight, accumulate, weight_token = weight.gradient_target()
+            conv2d.backward_weight(x, dy, dweight, accumulate, *geometry)
+        if self.needs[2]:
+            dbias, accumulate, bias_token = bias.gradient_target()
+            conv2d.backward_bias(dy, dbias, accumulate)
+        return dx, weight_token, bias_token, None, None
+
+
+def conv2d(
+    x: "Tensor",
+    weight: "Tensor",
+    bias: "Tensor | None" = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    groups: int = 1,
+) -> "Tensor":
+    """Each output is the sum of a window of x times a weight (a cross-correlation, as everywhere).
+
+    x: (batch, channels, height, width). weight: (outputs, channels / groups, rows, columns). bias: (outputs,)
+    or None. stride, padding (zeros), dilation: one number or (vertical, horizontal). Group g of the outputs
+    sees group g of the channels. Gives (batch, outputs, rows of windows, columns of windows). All
+    float32 or all float64. x is saved for backward only if the weight's gradient is wanted.
+
+    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    """
+    x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
+    if x.ndim != 4 or min(x.shape) < 1:
+        raise ValueError(f"conv2d: x must be (batch, channels, height, width), none of them 0, got {x.shape}")
+    if weight.ndim != 4 or min(weight.shape) < 1:
+        raise ValueError(
+            f"conv2d: weight must be (outputs, channels / groups, rows, columns), got {weight.shape}"
+        )
+    strides, dilations = pair("conv2d", "stride", stride, 1), pair("conv2d", "dilation", dilation, 1)
+    paddings = pair("conv2d", "padding", padding, 0)
+    outputs, channels, *window = weight.shape
+    if groups < 1 or outputs % groups or x.shape[1] != channels * groups:
+        raise ValueError(f"conv2d: x {x.shape} and weight {weight.shape} do not fit with {groups} groups")
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"conv2d: bias must be ({outputs},) for weight {weight.shape}, got {bias.shape}")
+    sizes = [
+        (x.shape[2 + i] + 2 * paddings[i] - dilations[i] * (window[i] - 1) - 1) // strides[i] + 1
+        for i in (0, 1)
+    ]
+    if min(sizes) < 1:
+        raise ValueError(
+            f"conv2d: the window {tuple(window)}, with dilation {dilations}, is larger than x {x.shape} with "
+            f"padding {paddings}"
+        )
+    check_floats("conv2d", x=x, weight=weight, bias=bias)
+    geometry = strides, paddings, dilations, int(groups)
+    return Conv2d.apply(x, weight, bias, (x.shape[0], outputs, *sizes), geometry)

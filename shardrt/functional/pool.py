@@ -1,0 +1,98 @@
+"""Pooling: the largest or the mean of windows of an image, and the mean of all of it."""
+
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt.autograd import Function
+from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
+from shardrt.functional.reduce import mean
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+Pair = tuple[int, int]
+
+
+class MaxPool2d(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
+        y, index = empty(shape, x.dtype), empty(shape, np.int32)
+        kernels().pool.max_forward(_planes(x), _planes(y), _planes(index), *geometry)
+        self.saved = (x.shape, index, geometry)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        shape, index, geometry = self.saved
+        dx = empty(shape, dy.dtype)
+        kernels().pool.max_backward(_planes(dy), _planes(index), _planes(dx), *geometry)
+        return dx, None, None
+
+
+def max_pool2d(
+    x: "Tensor", window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+) -> "Tensor":
+    """The largest number of each window; of equal ones the first has the gradient.
+
+    x: (batch, channels, height, width). window, stride (as the window if None), padding (never the largest,
+    at most half the window): one number or (vertical, horizontal). Floats. Raises ValueError for
+    sizes that don't fit, TypeError for other dtypes.
+    """
+    x, shape, geometry = _checked("max_pool2d", x, window, stride, padding)
+    return MaxPool2d.apply(x, shape, geometry)
+
+
+class MeanPool2d(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, shape: tuple[int, ...], geometry: tuple) -> Array:
+        y = empty(shape, x.dtype)
+        kernels().pool.mean_forward(_planes(x), _planes(y), *geometry)
+        self.saved = (x.shape, geometry)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        shape, geometry = self.saved
+        dx = empty(shape, dy.dtype)
+        kernels().pool.mean_backward(_planes(dy), _planes(dx), *geometry)
+        return dx, None, None
+
+
+def avg_pool2d(
+    x: "Tensor", window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+) -> "Tensor":
+    """The mean of each window, in which the padding counts as zeros. Arguments as in max_pool2d."""
+    x, shape, geometry = _checked("avg_pool2d", x, window, stride, padding)
+    return MeanPool2d.apply(x, shape, geometry)
+
+
+def global_avg_pool2d(x: "Tensor") -> "Tensor":
+    """The mean of each channel: (batch, channels, height, width) -> (batch, channels)."""
+    x = tensor(x)
+    if x.ndim != 4:
+        raise ValueError(f"global_avg_pool2d: x must be (batch, channels, height, width), got {x.shape}")
+    return mean(x, (2, 3))
+
+
+def _checked(op: str, x: "Tensor", window: Any, stride: Any, padding: Any) -> tuple:
+    """(x, shape of the result, (window, stride, padding) of the kernels)."""
+    x = tensor(x)
+    if x.ndim != 4 or min(x.shape) < 1:
+        raise ValueError(f"{op}: x must be (batch, channels, height, width), none of them 0, got {x.shape}")
+    windows = pair(op, "window", window, 1)
+    strides = windows if stride is None else pair(op, "stride", stride, 1)
+    paddings = pair(op, "padding", padding, 0)
+    if any(2 * paddings[i] > windows[i] for i in (0, 1)):
+        raise ValueError(f"{op}: padding {paddings} must be at most half of the window {windows}")
+    sizes = [(x.shape[2 + i] + 2 * paddings[i] - windows[i]) // strides[i] + 1 for i in (0, 1)]
+    if min(sizes) < 1:
+        raise ValueError(f"{op}: the window {windows} is larger than x {x.shape} with padding {paddings}")
+    check_floats(op, x=x)
+    return x, (*x.shape[:2], *sizes), (windows, strides, paddings)
+
+
+def _planes(x: Array) -> Array:
+    return x.reshape(prod(x.shape[:2]), *x.shape[2:])

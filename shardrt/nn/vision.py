@@ -1,0 +1,103 @@
+"""Layers of convolutional networks, on images (batch, channels, height, width). Defaults are PyTorch's."""
+
+from math import sqrt
+from typing import Any
+
+import numpy as np
+
+from shardrt import functional as F
+from shardrt.comm import Communicator, DeviceMesh
+from shardrt.nn import init as initial
+from shardrt.nn.init import Initialiser
+from shardrt.nn.layers import check_sizes
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.tensor import Tensor
+
+Pair = tuple[int, int]
+
+
+class Conv2d(Module):
+    """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv2d.
+
+    init: what the weight starts as, the bias then at 0. Left out, both start evenly from +-1 / sqrt(fan_in),
+    the numbers that an output sums, as in PyTorch. Raises ValueError for sizes that don't fit.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        dilation: int | Pair = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        super().__init__()
+        check_sizes("Conv2d", in_channels=in_channels, out_channels=out_channels, groups=groups)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"Conv2d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+            )
+        window = (kernel_size, kernel_size) if isinstance(kernel_size, int) else tuple(kernel_size)
+        check_sizes("Conv2d", kernel_size=min(window))
+        self.stride, self.padding, self.dilation, self.groups = stride, padding, dilation, groups
+        shape = out_channels, in_channels // groups, *window
+        bound = 1 / sqrt(shape[1] * window[0] * window[1])
+        even = initial.Uniform(-bound, bound)
+        self.weight = Parameter(shape, init or even, dtype=dtype)
+        start = initial.Zeros() if init else even
+        self.bias = Parameter((out_channels,), start, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        geometry = self.stride, self.padding, self.dilation, self.groups
+        return F.conv2d(x, self.weight, self.bias, *geometry)
+
+
+class BatchNorm2d(Module):
+    """Batch norm of each of `channels` channels. weight starts at 1 (or as `init`), bias at 0.
+
+    running_mean and running_var are buffers: those of this rank's batches, unless synchronise_batch_norm has
+    been called on the model. momentum: how far they move towards each batch's.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        super().__init__()
+        check_sizes("BatchNorm2d", channels=channels)
+        self.eps, self.momentum = eps, momentum
+        self.communicator: Communicator | None = None
+        self.weight = Parameter((channels,), init or initial.Ones(), dtype=dtype)
+        self.bias = Parameter((channels,), initial.Zeros(), dtype=dtype)
+        self.register_buffer("running_mean", (channels,), 0.0, dtype=dtype)
+        self.register_buffer("running_var", (channels,), 1.0, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        running = self.running_mean, self.running_var
+        how = self.training, self.momentum, self.eps, self.communicator
+        return F.batch_norm(x, self.weight, self.bias, *running, *how)
+
+
+def synchronise_batch_norm(model: Module, mesh: DeviceMesh) -> Module:
+    """Let every batch norm of `model` take its statistics from the batches of all ranks; gives `model` back.
+
+    One collective per layer in each direction, in training only. Every rank must run the same layers in the
+    same order. The running statistics are then the same bits on all ranks. Collective.
+    """
+    communicator = mesh.communicator("batch_norm") if mesh.size > 1 else None
+    for module in model.modules():
+        if isinstance(module, BatchNorm2d):
+            module.communicator = communicator
+    return model

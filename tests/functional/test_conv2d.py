@@ -1,0 +1,115 @@
+"""functional/conv2d.py: gradients against differences; both against PyTorch; bad arguments."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt import functional as F
+from shardrt.kernels import cpu
+from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
+
+# x, weight, stride, padding, dilation, groups
+SMALL = [
+    ((2, 3, 5, 4), (2, 3, 3, 2), 1, (1, 0), 1, 1),
+    ((1, 4, 5, 6), (6, 2, 2, 3), (2, 1), (0, 2), (1, 2), 2),
+    ((2, 2, 4, 5), (4, 1, 3, 3), (1, 2), 1, 1, 2),  # depthwise, two outputs for each channel
+    ((1, 2, 3, 3), (3, 2, 1, 1), 2, 0, 1, 1),  # pixels that no window sees
+    ((1, 2, 7, 7), (2, 1, 3, 2), (3, 2), (2, 1), 2, 2),
+]
+
+
+@pytest.mark.parametrize("case", SMALL, ids=str)
+def test_gradients(case):
+    x, weight, *geometry = case
+    function = lambda x, w, b: F.conv2d(x, w, b, *geometry)  # noqa: E731
+    check_gradients(function, leaf(normal(*x)), leaf(normal(*weight)), leaf(normal(weight[0])))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_gradients_of_any_layout(layout):
+    x, weight, *geometry = SMALL[1]
+    inputs = leaf(layout(normal(*x))), leaf(layout(normal(*weight)))
+    check_gradients(lambda x, w: F.conv2d(x, w, None, *geometry), *inputs)
+
+
+def test_a_weight_used_twice_gets_both_gradients():
+    x, weight = leaf(normal(1, 2, 4, 4)), leaf(normal(2, 2, 3, 3))
+    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1) * 2, w), x, weight)
+    depthwise = leaf(normal(2, 1, 3, 3))
+    check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1, groups=2), w, groups=2), x, depthwise)
+
+
+# Whole vectors and what is left of them, in channels, pixels and images; groups; all geometries.
+LARGE = [
+    ((3, 3, 32, 32), (24, 3, 7, 7), 2, 3, 1, 1),  # few channels: rows of the window in one piece
+    ((2, 40, 9, 10), (36, 40, 3, 3), 1, 1, 1, 1),
+    ((2, 33, 14, 14), (20, 33, 1, 1), 1, 0, 1, 1),
+    ((2, 48, 12, 7), (72, 16, 3, 3), 2, 1, 1, 3),
+    ((5, 32, 8, 8), (32, 8, 3, 3), 1, 1, 1, 4),
+    ((1, 80, 10, 9), (80, 40, 2, 3), (1, 2), (2, 0), (2, 1), 2),
+    ((2, 3, 16, 16), (64, 3, 4, 4), 4, 0, 1, 1),  # patches
+    ((2, 24, 13, 15), (24, 1, 3, 3), (2, 1), 1, 1, 24),
+    ((1, 4, 11, 9), (8, 1, 5, 3), 2, (2, 1), (1, 2), 4),
+    ((9, 64, 56, 20), (16, 64, 1, 1), 1, 0, 1, 1),  # more than one chunk of images
+]
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_equal_to_torch(dtype):
+    torch = pytest.importorskip("torch")
+    tolerance = 2e-5 if dtype == "float32" else 1e-12
+    for x, weight, stride, padding, dilation, groups in LARGE if dtype == "float32" else LARGE[1:4]:
+        arrays = [normal(*shape).astype(dtype) for shape in (x, weight, weight[:1])]
+        ours = [Tensor(a, requires_grad=True) for a in arrays]
+        theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
+        y = F.conv2d(*ours, stride, padding, dilation, groups)
+        expected = torch.nn.functional.conv2d(*theirs, stride, padding, dilation, groups)
+        dy = normal(*y.shape, seed=1).astype(dtype)
+        y.backward(dy)
+        expected.backward(torch.tensor(dy))
+        pairs = [(y.data, expected.detach())] + [
+            (one.grad, other.grad) for one, other in zip(ours, theirs, strict=True)
+        ]
+        for name, (one, other) in zip(("y", "dx", "dweight", "dbias"), pairs, strict=True):
+            other = other.numpy()
+            error = np.abs(one - other).max() / np.abs(other).max()
+            assert error < tolerance, f"{name} of {x} by {weight} is off by {error:.1e}"
+
+
+def test_the_same_bits_on_any_number_of_threads():
+    def everything(threads):
+        cpu.set_threads(threads)
+        try:
+            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1]:
+                inputs = [Tensor(normal(*s).astype("float32"), requires_grad=True) for s in (x, weight)]
+                y = F.conv2d(*inputs, None, *geometry)
+                y.backward(normal(*y.shape).astype("float32"))
+                yield from (y.data, *(tensor.grad for tensor in inputs))
+        finally:
+            cpu.set_threads(1)
+
+    for one, other in zip(everything(1), everything(3), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+BAD = [
+    (((3, 4, 4), (1, 3, 1, 1)), {}, r"x must be \(batch, channels, height, width\)"),
+    (((1, 3, 4, 4), (1, 3, 1)), {}, "weight must be"),
+    (((1, 3, 4, 4), (1, 2, 1, 1)), {}, "do not fit with 1 groups"),
+    (((1, 4, 4, 4), (3, 2, 1, 1)), {"groups": 2}, "do not fit with 2 groups"),
+    (((1, 4, 4, 4), (3, 2, 1, 1)), {"groups": 0}, "do not fit with 0 groups"),
+    (((1, 3, 4, 4), (1, 3, 5, 1)), {}, "larger than x"),
+    (((1, 3, 4, 4), (1, 3, 2, 2)), {"dilation": 4}, "larger than x"),
+    (((1, 3, 4, 4), (1, 3, 1, 1)), {"stride": 0}, "stride must be one or two integers of at least 1, got 0"),
+    (((1, 3, 4, 4), (1, 3, 1, 1)), {"padding": (1, -1)}, "padding must be"),
+    (((1, 3, 4, 4), (2, 3, 1, 1), (3,)), {}, r"bias must be \(2,\)"),
+]
+
+
+def test_bad_arguments_are_an_error():
+    for shapes, options, told in BAD:
+        with pytest.raises(ValueError, match=f"conv2d: .*{told}"):
+            F.conv2d(*(normal(*shape) for shape in shapes), **options)
+    with pytest.raises(TypeError, match="x float64, weight float32"):
+        F.conv2d(normal(1, 1, 2, 2), normal(1, 1, 1, 1).astype("float32"))
