@@ -2,9 +2,9 @@
 
 Every variant is a model of its own that starts from the same weights and sees the same tokens. In each round
 all take one step, so noise meets all alike; a ratio is taken within a round and the median is reported. What
-is held is what memory_plan says. Where other work takes the cores, the processors' time says more than the
-clock's: that of all threads of a rank. The loss of the last round is printed too: variants that change no
-number must agree to the last digit.
+is held is what memory_plan says. Where other work takes the cores, the processors' time (of all threads of a
+rank) says more than the clock. The loss of the last round is printed too: variants that change no number
+must agree to the last digit.
 
     mpirun -n 2 python -m bench.features --layers 6 --dim 384 --heads 6 --steps 10
     python -m bench.features                    # one rank: what sharding itself costs

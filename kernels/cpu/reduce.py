@@ -235,7 +235,7 @@ def exact_power_sums(x: Array, p: int) -> Array:
 
     A float32 with exponent bits e is a whole number below 2**24 times 2 ** (max(e, 1) - 150). Row e has the
     sum of the p-th powers of those numbers, as low + 2**24 * high. Tables of several arrays may be added, in
-    any order. Row 255 has the number of nan and that of infinities instead. Costs about twice power_sums.
+    any order. Row 255 has the number of nan and that of infinities instead. Costs about three power_sums.
     """
     tables = np.zeros((-(-x.size // _TABLE), 256, 2), np.int64)
     run_rows(_exact_tables, len(tables), x.size, x.view(np.uint32), p == 2, tables)

@@ -16,7 +16,13 @@ from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    full_parameters,
+    fully_shard,
+    set_world_invariant,
+)
 from shardrt.recompute import checkpoint
 from shardrt.train.config import SampleConfig
 
@@ -105,6 +111,32 @@ def test_it_trains_as_on_the_cpu(fake_cuda, variant, ranks):
     expected = thread.run(ranks, train, "cpu", **VARIANTS[variant])
     found = thread.run(ranks, train, "cuda", **VARIANTS[variant])
     agree(found, expected, 2e-2 if "16" in variant else 2e-5)
+
+
+def train_invariant(name):
+    """Weights after a step of four micro-batches, and its norm."""
+    mesh = init_device_mesh(name)
+    shardrt.manual_seed(0)
+    model = GPT(replace(CONFIG, dropout=0.2))
+    fully_shard(model, mesh=mesh)
+    set_world_invariant(model, 4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for number in range(mesh.rank, 4, mesh.size):
+        text = np.random.default_rng(number).integers(0, CONFIG.vocab_size, (2, CONFIG.block_size + 1))
+        (F.cross_entropy(model(text[:, :-1]), text[:, 1:]) * 0.25).backward()
+    norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    return norm, full_state_dict(model)
+
+
+def test_one_rank_and_two_train_to_the_same_bits(fake_cuda):
+    (norm, weights), (norm_of_two, weights_of_two) = (
+        thread.run(ranks, train_invariant, "cuda")[0] for ranks in (1, 2)
+    )
+    assert norm == norm_of_two > 0.1
+    for key, values in weights.items():
+        np.testing.assert_array_equal(weights_of_two[key], values, err_msg=key)
+    assert norm == pytest.approx(thread.run(1, train_invariant, "cpu")[0][0], rel=1e-5)
 
 
 def saved_and_loaded(name, directory):

@@ -78,6 +78,7 @@ def test_without_the_mode_bits_differ(folder):
 
 
 @pytest.mark.mpi
+@pytest.mark.slow
 def test_processes_that_resume_at_other_numbers_of_ranks_leave_the_same(folder):
     for steps, ranks in ((2, 4), (4, 1), (6, 2)):
         options = (*INVARIANT, "--name", "moved", "--steps", str(steps), "--resume", "auto")
