@@ -72,7 +72,12 @@ def train(recipe: dict, mesh: DeviceMesh, seed: int, say: Any) -> dict:
                 "{held_out_accuracy:.2%}  {seconds:.1f} s".format(**curve[-1])
             )
     used = time.process_time() - used
-    return {"seconds": curve[-1]["seconds"], "cpu_seconds": used, "accuracy": curve[-1]["held_out_accuracy"], "curve": curve}
+    return {
+        "seconds": curve[-1]["seconds"],
+        "cpu_seconds": used,
+        "accuracy": curve[-1]["held_out_accuracy"],
+        "curve": curve,
+    }
 
 
 def evaluated(task: ImageClassification, model: Any, step: int, loss: float, began: float) -> dict:

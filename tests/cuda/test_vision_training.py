@@ -1,4 +1,4 @@
-"""RegNetY and ViT trained on the CUDA device, played by stand-ins as in test_training.py, beside the CPU device."""
+"""RegNetY and ViT trained on the CUDA device, played by stand-ins as in test_training.py, and on the CPU."""
 
 import numpy as np
 import pytest
