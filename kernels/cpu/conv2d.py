@@ -312,36 +312,37 @@ def _reach(phases: list[list[Pair]], size: int, outputs: int, stride: int) -> Pa
 
 def _packed(weight: Array, taps: list[Pair], groups: int, transposed: bool) -> _Weights:
     """The weights of these taps; `transposed`: from outputs to inputs."""
-    each, channels = len(weight) // groups, weight.shape[1]
+    each, channels, area = len(weight) // groups, weight.shape[1], weight.shape[2] * weight.shape[3]
     outputs, inputs = (channels, each) if transposed else (each, channels)
-    products = len(taps) * inputs
-    data = np.empty(groups * _whole(outputs, weight.dtype) * products, weight.dtype)
-    flat = np.array([i * weight.shape[3] + j for i, j in taps], np.int64)
-    shaped = weight.reshape(groups, each, channels, -1)
-    if transposed:
-        shaped = np.ascontiguousarray(shaped.transpose(0, 2, 1, 3))
-    width = lanes(weight.dtype)
-    rows = groups * _whole(outputs, weight.dtype)
-    run_rows(_pack, rows, data.size, shaped, flat, data, width, VECTORS)
+    steps = (area, channels * area) if transposed else (channels * area, area)
+    dtype, products = weight.dtype, len(taps) * inputs
+    data = np.empty(groups * _whole(outputs, dtype) * products, dtype)
+    places = np.array([i * weight.shape[3] + j for i, j in taps], np.int64)
+    sizes = each * channels * area, outputs, inputs
+    args = weight.reshape(-1), places, data, sizes, steps, lanes(dtype)
+    run_rows(_pack, groups * _whole(outputs, dtype), data.size, *args)
     return _Weights(data, outputs, products)
 
 
 @exact
-def _pack(start, stop, weight, taps, packed, lanes, vectors):
-    _, outputs, inputs, _ = weight.shape
+def _pack(start, stop, weight, taps, packed, sizes, steps, lanes):
+    """Rows [start, stop) of the groups' outputs; those that fill up the last vector of a group are zeros."""
+    group_size, outputs, inputs = sizes
     whole = (outputs + lanes - 1) // lanes * lanes
     products = taps.size * inputs
     for row in range(start, stop):
         group, output = row // whole, row % whole
-        block = output // (vectors * lanes) * (vectors * lanes)
-        width = min(vectors * lanes, whole - block)
-        to = packed[(group * whole + block) * products :]
-        at = output - block
+        block = output // (VECTORS * lanes) * (VECTORS * lanes)
+        width = min(VECTORS * lanes, whole - block)
+        to = packed[(group * whole + block) * products + output - block :]
+        if output >= outputs:
+            for i in range(products):
+                to[i * width] = 0
+            continue
+        given = weight[group * group_size + output * steps[0] :]
         for i in range(inputs):
             for t in range(taps.size):
-                to[(t * inputs + i) * width + at] = (
-                    weight[group, output, i, taps[t]] if output < outputs else packed.dtype.type(0)
-                )
+                to[(t * inputs + i) * width] = given[i * steps[1] + taps[t]]
 
 
 @exact

@@ -256,9 +256,9 @@ def _operands(op: str, x: Operand, y: Operand, integers_as: Any = None) -> list:
     """Both as tensors of one dtype or Python numbers; no conversion if both are integers, unless asked."""
     operands = [_operand(x), _operand(y)]
     tensors = [operand for operand in operands if isinstance(operand, Variable)]
-    floats = {t.dtype for t in tensors if dtypes.floating(t.dtype)}
+    floats = {t.value_dtype for t in tensors if dtypes.floating(t.value_dtype)}
     if len(floats) > 1:
-        given = " with ".join(str(t.dtype) for t in tensors)
+        given = " with ".join(str(t.value_dtype) for t in tensors)
         raise TypeError(f"{op}: {given}; two float dtypes do not mix, convert one of them")
     if not floats and any(isinstance(operand, float) for operand in operands):
         integers_as = np.float32
@@ -271,7 +271,7 @@ def _operands(op: str, x: Operand, y: Operand, integers_as: Any = None) -> list:
 def _converted(operand: Any, dtype: np.dtype) -> Any:
     if not isinstance(operand, Variable):  # a Python number, which NumPy fits to the types that it knows
         return np.dtype(dtype).type(operand) if np.dtype(dtype).name == dtypes.bfloat16 else operand
-    return operand if operand.dtype == dtype else Variable.result_type(operand.data.astype(dtype))
+    return operand if operand.value_dtype == dtype else Variable.result_type(operand.data.astype(dtype))
 
 
 def _operand(x: Operand) -> Any:
