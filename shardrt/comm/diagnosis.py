@@ -5,6 +5,7 @@ A collective has the same number on every rank of its communicator. So a rank th
 nobody.
 """
 
+import re
 from collections.abc import Sequence
 
 from shardrt.comm.flight import Flight
@@ -39,6 +40,12 @@ def blame(flights: Sequence[Flight]) -> str:
     verb = "is" if len(found) == 1 else "are"
     waiters = ranks([flight.rank for flight in waiting])
     return f"{ranks(found)} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+
+
+def blamed(report: str) -> tuple[str, list[int]]:
+    """(the line of `blame` in a report, the ranks that it names); ("", []) if there is none."""
+    found = re.search(r"^ranks? ([\d,]+) (?:is|are) behind: .*$", report, re.M)
+    return (found[0], [int(rank) for rank in found[1].split(",")]) if found else ("", [])
 
 
 def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> str:

@@ -242,8 +242,8 @@ class Watch:
         """The temporary directory goes with the last rank that leaves it."""
         if self._temporary is None:
             return
-        for path in self._temporary.glob(f"*-{self.recorder.rank}.*"):
-            path.unlink(missing_ok=True)
+        for name in (f"rank-{self.recorder.rank}.bin", f"stacks-{self.recorder.rank}.txt"):
+            (self._temporary / name).unlink(missing_ok=True)
         try:
             self._temporary.rmdir()
         except OSError:  # others are still in it

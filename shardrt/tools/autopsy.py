@@ -27,13 +27,19 @@ def examine(run: Path) -> dict[str, Any]:
     flights, told = read_all(folder)
     if not flights and not told:
         told = [f"{folder}: no flight files"]
+    hang = _text(folder / REPORT)
+    # A launcher may let a stopped rank go on for a moment before it ends it: what the watchdog saw counts.
+    blame, behind = diagnosis.blamed(hang)
+    if not hang and not _all_done(flights):
+        blame, behind = diagnosis.blame(flights), diagnosis.behind(flights)
     found = {
         "run": str(run),
         "ranks": [_rank(flight, flights) for flight in flights],
-        "behind": diagnosis.behind(flights) if not _all_done(flights) else [],
-        "first": first_to_end(flights),
+        "behind": behind,
+        "blame": blame if behind else "",
+        "first": first_to_end(flights) if not hang else None,
         "metrics": _metrics(run / METRICS),
-        "hang": (folder / REPORT).read_text(encoding="utf-8") if (folder / REPORT).exists() else "",
+        "hang": hang,
         "told": told,
     }
     found["verdict"] = _verdict(flights, found)
@@ -79,16 +85,16 @@ def first_to_end(flights: list[Flight]) -> int | None:
 def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:
     if not flights:
         return "nothing is known"
-    if all(_alive(flight) for flight in flights):
+    if not found["hang"] and all(_alive(flight) for flight in flights):
         return "still running"
     if _all_done(flights):
         return "done"
-    told = []
+    told = ["ended by the watchdog"] if found["hang"] else []
     first = next((rank for rank in found["ranks"] if rank["rank"] == found["first"]), None)
     if first is not None:
         told.append(f"rank {first['rank']} ended first ({first['how'] or first['state']})")
-    if found["behind"]:
-        told.append(diagnosis.blame(flights))
+    if found["blame"]:
+        told.append(found["blame"])
     return "; ".join(told) or "some ranks are done, others not yet"
 
 
@@ -148,11 +154,7 @@ def _stopped(flight: Flight) -> bool:
 def _metrics(path: Path) -> dict[str, Any]:
     """The last step in metrics.jsonl; {} if there is none. Lines that are no JSON are passed over."""
     last: dict[str, Any] = {}
-    try:
-        text = path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
-        return {}
-    for line in text.splitlines():
+    for line in _text(path).splitlines():
         try:
             record = json.loads(line)
         except ValueError:
@@ -160,3 +162,11 @@ def _metrics(path: Path) -> dict[str, Any]:
         if isinstance(record, dict) and record.get("kind") == "step":
             last = record
     return last
+
+
+def _text(path: Path) -> str:
+    """A text file; "" if it can't be read."""
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""
