@@ -23,7 +23,7 @@ from shardrt.functional.elementwise import (
 )
 from shardrt.functional.embedding import embedding
 from shardrt.functional.linear import linear
-from shardrt.functional.loss import cross_entropy
+from shardrt.functional.loss import cross_entropy, linear_cross_entropy
 from shardrt.functional.matmul import matmul
 from shardrt.functional.norm import layer_norm, rms_norm
 from shardrt.functional.reduce import max, mean, sum
@@ -58,6 +58,7 @@ __all__ = [
     "getitem",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "log",
     "log_softmax",
     "matmul",
