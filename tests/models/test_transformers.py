@@ -99,7 +99,7 @@ def step(folder):
     form = next(form for form in hub.FORMATS.values() if isinstance(model, form.model))
     places, gradients = dict(form.tensors(model.config)), {}
     for name, values in full_gradients(model):
-        for part, rows in hub._rows(values.shape, places[name]):
+        for part, rows in hub.rows_of(values.shape, places[name]):
             whole = np.array(values[rows])
             gradients[form.full_name(part.name)] = whole.T if part.transposed else whole
     return np.array(logits.data), loss.item(), gradients
