@@ -10,6 +10,7 @@ import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
 import time
+from dataclasses import replace
 
 import numpy as np
 from threadpoolctl import threadpool_info
@@ -18,7 +19,6 @@ import shardrt.checkpoint
 from bench import workload as w
 from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
-from shardrt import functional as F
 from shardrt.comm import DeviceMesh, init_device_mesh
 from shardrt.fsdp import ShardingStrategy, fully_shard
 from shardrt.train.errors import USAGE, one_line
@@ -38,10 +38,11 @@ def main() -> None:
     )
     parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (1)")
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
+    parser.add_argument("--loss-chunk", type=int, default=0, metavar="ROWS", help="of logits at a time (all)")
     parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
     options = parser.parse_args()
     with one_line(USAGE):
-        config = config_of(w.workload_of(options))
+        config = replace(config_of(w.workload_of(options)), loss_chunk=options.loss_chunk)
         mesh = init_device_mesh("auto", communicator=options.communicator)
     run(options, config, mesh)
 
@@ -75,7 +76,7 @@ def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> Non
     for step in range(options.warmup + options.steps):
         tokens, targets = workload.batch_of(step, mesh.rank)
         start = time.perf_counter()
-        loss = F.cross_entropy(model(tokens), targets, inplace=True)
+        loss = model(tokens, targets)
         loss.backward()
         if options.clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), options.clip)
@@ -101,6 +102,7 @@ def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> Non
                 "threads_per_rank": blas["num_threads"],
                 "warmup": options.warmup,
                 "clip": options.clip,
+                "loss_chunk": options.loss_chunk,
             },
             versions={
                 "shardrt": shardrt.__version__,

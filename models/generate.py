@@ -1,17 +1,18 @@
-"""Generates text from a byte-level model, byte by byte; every rank runs the same forward.
+"""Generates tokens one after the other; every rank runs the same forward.
 
 `python -m models.generate runs/NAME --prompt "def "` loads what models.train left there, on any number of
-ranks. Each byte costs a forward over the whole window: there is no cache of keys and values here.
+ranks. Keys and values of what was read are kept, so a token costs one row; beyond the model's block_size the
+window moves, every position with it, and each token costs a forward over the whole window.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
-from shardrt import nn, no_grad
+from shardrt import device, nn, no_grad
 from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
@@ -19,6 +20,7 @@ from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY
 from shardrt.train.errors import USAGE, one_line
 
+from .cache import KVCache
 from .gpt import GPT, GPTConfig
 
 
@@ -41,15 +43,47 @@ def generate(model: nn.Module, config: settings.SampleConfig, *, block_size: int
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
     """
     random = np.random.Generator(np.random.Philox(seed))
-    text = bytearray(config.prompt.encode())
+
+    def choose(logits: np.ndarray) -> list[int]:
+        return [draw(logits[0, :VOCABULARY], config.temperature, config.top_k, random.random())]
+
+    prompt = np.frombuffer(config.prompt.encode(), np.uint8).astype(np.int64)
     model.eval()
-    with no_grad():
-        for _ in range(config.length):
-            window = np.frombuffer(text[-block_size:], np.uint8).astype(np.int64)
-            logits = np.asarray(model(window[None]))[0, -1, :VOCABULARY]  # (1, time, vocab) -> (256,)
-            text.append(draw(logits, config.temperature, config.top_k, random.random()))
+    made = continued(model, prompt[None], config.length, choose, block_size=block_size)
     model.train()
-    return bytes(text)
+    return config.prompt.encode() + made.astype(np.uint8).tobytes()
+
+
+def continued(
+    model: nn.Module,
+    tokens: np.ndarray,
+    count: int,
+    choose: Callable[[np.ndarray], Sequence[int]],
+    *,
+    block_size: int,
+) -> np.ndarray:
+    """The `count` tokens (batch, count) that follow `tokens` (batch, time), time at least 1. Collective.
+
+    model: a GPT or a Llama, sharded or not, in evaluation mode. choose: the next token of each sequence from
+    logits (batch, vocab) on the host; it must give the same on every rank. Greedy: that of `greedy`.
+    """
+    text = np.asarray(tokens, np.int64)
+    start = text.shape[1]
+    cache = KVCache(len(model.blocks), min(block_size, start + count))
+    with no_grad():
+        for _ in range(count):
+            if text.shape[1] <= block_size:
+                logits = model(text[:, cache.length :], cache=cache)
+            else:
+                logits = model(text[:, -block_size:])
+            last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)
+            text = np.concatenate([text, np.reshape(choose(last), (-1, 1))], axis=1)
+    return text[:, start:]
+
+
+def greedy(logits: np.ndarray) -> np.ndarray:
+    """The likeliest token of each sequence, the first of equals."""
+    return logits.argmax(axis=1)
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> int:

@@ -14,6 +14,7 @@ from shardrt import Tensor, nn
 from shardrt import functional as F
 
 from .cache import KVCache, LayerCache
+from .head import head
 
 Array = Any
 
@@ -29,6 +30,7 @@ class GPTConfig:
     vocab_size: int = 50304
     dropout: float = 0.0
     bias: bool = True
+    loss_chunk: int = 0  # rows of logits at a time where the model computes the loss; 0: all
     init_std: float = 0.02  # of the initial weights; narrow models learn faster with more
 
     def __post_init__(self) -> None:
@@ -37,6 +39,8 @@ class GPTConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk must be at least 0, got {self.loss_chunk}")
         if not self.init_std > 0:
             raise ValueError(f"init_std must be positive, got {self.init_std}")
         if not 0 <= self.dropout < 1:
@@ -98,6 +102,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
 
+    model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py).
     starts: from F.document_starts, where a row holds several documents that don't see one another.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
@@ -112,7 +117,15 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.LayerNorm(config.n_embd, bias=config.bias)
 
-    def forward(self, tokens: np.ndarray, cache: KVCache | None = None, starts: Array = None) -> Tensor:
+    def forward(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray | None = None,
+        *,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
+        starts: Array = None,
+    ) -> Tensor:
         first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
         last = first + tokens.shape[1]
         if last > self.config.block_size:
@@ -121,7 +134,8 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, starts)
-        return F.linear(self.norm(x), self.wte.weight)
+        weight = self.wte.weight
+        return head(self.norm(x), weight, targets, reduction, self.config.loss_chunk)
 
 
 def linear(config: GPTConfig, inputs: int, outputs: int, *, gelu: bool = False) -> nn.Linear:

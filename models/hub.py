@@ -20,6 +20,7 @@ from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_fold
 from shardrt.comm import talk
 from shardrt.comm import world as worlds
 from shardrt.fsdp.setup import units_below
+from shardrt.nn.lora import LoRALinear
 
 from .gpt import GPT, GPTConfig
 from .llama import Llama, LlamaConfig
@@ -58,6 +59,7 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, file_bytes: int 
     """Write `model`, sharded or not, to the new folder `directory`. Collective.
 
     Rank 0 writes float32, one gathered unit at a time, into a folder that gets its name when it is complete.
+    LoRA adapters are merged into what is written; the model stays as it is.
     file_bytes: above this there are several files and an index. Raises ValueError for a model that has no
     such format; CheckpointError, on every rank of a sharded model, where the folder is not empty or writing
     fails.
@@ -71,9 +73,10 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, file_bytes: int 
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
     places = dict(form.tensors(model.config))
-    if shapes.keys() != places.keys():
-        odd = sorted(shapes.keys() ^ places.keys())[:10]
-        raise ValueError(f"save_pretrained: the format has no place for {odd}; merge adapters first")
+    adapted = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, LoRALinear)}
+    adapters = {names[id(p)] for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
+    if odd := shapes.keys() ^ places.keys() ^ adapters:
+        raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
     writer, error = None, None
     if worlds.current().rank == 0:
         try:
@@ -87,11 +90,13 @@ def save_pretrained(model: nn.Module, directory: str | Path, *, file_bytes: int 
             error = failed
     _agree(model, directory, error, writer)
     for parameter, values in gathered(model):  # every rank joins, rank 0 gets the values
-        if writer is None or error is not None:
+        name = names[id(parameter)]
+        if writer is None or error is not None or name in adapters:
             continue
-        parts = places[names[id(parameter)]]
+        if id(parameter) in adapted:
+            values = _merged(adapted[id(parameter)], values)
         try:
-            for part, rows in _rows(parameter.shape, parts):
+            for part, rows in rows_of(parameter.shape, places[name]):
                 whole = values[rows]
                 writer.write(form.full_name(part.name), whole.T if part.transposed else whole)
         except OSError as failed:
@@ -403,6 +408,12 @@ class _FromFiles:
             begin = end
 
 
+def _merged(layer: LoRALinear, weight: np.ndarray) -> np.ndarray:
+    """The weight with the adapter's product, which is gathered as it is."""
+    a, b = (device.of(p.data).to_numpy(p.data) for p in (layer.lora_a, layer.lora_b))
+    return weight + (b @ a) * weight.dtype.type(layer.lora_scale)
+
+
 def _canonical(directory: Path, stored: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:
     """By names without the prefix, which some files have and some have not."""
     found = {name.removeprefix(prefix): tensor for name, tensor in stored.items()}
@@ -433,7 +444,7 @@ def _joined(
     return _FromFiles(tuple((found[part.name], part.transposed) for part in parts))
 
 
-def _rows(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored, slice]]:
+def rows_of(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored, slice]]:
     """(tensor, rows of the parameter that it holds)."""
     start = 0
     for part in parts:
@@ -444,7 +455,7 @@ def _rows(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored,
 
 def _shapes(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored, tuple[int, ...]]]:
     """(tensor, its shape in the files)."""
-    for part, rows in _rows(shape, parts):
+    for part, rows in rows_of(shape, parts):
         own = (rows.stop - rows.start, *shape[1:])
         yield part, own[::-1] if part.transposed else own
 

@@ -15,6 +15,7 @@ from shardrt import Tensor, device, nn
 from shardrt import functional as F
 
 from .cache import KVCache, LayerCache
+from .head import head
 
 Array = Any
 
@@ -37,6 +38,7 @@ class LlamaConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_size: int = 8192  # positions of the first training
+    loss_chunk: int = 0  # rows of logits at a time where the model computes the loss; 0: all
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
@@ -53,6 +55,8 @@ class LlamaConfig:
         for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
+        if self.loss_chunk < 0:
+            raise ValueError(f"loss_chunk must be at least 0, got {self.loss_chunk}")
         if not self.rope_high_freq_factor > self.rope_low_freq_factor:
             raise ValueError(
                 f"rope_high_freq_factor must be above rope_low_freq_factor, got {self.rope_high_freq_factor} "
@@ -150,6 +154,7 @@ class Block(nn.Module):
 class Llama(nn.Module):
     """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
 
+    model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py).
     starts: from F.document_starts, where a row holds several documents that don't see one another.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
@@ -165,7 +170,15 @@ class Llama(nn.Module):
             self.head = linear(config, config.n_embd, config.vocab_size)
         self._angles = Angles(config)
 
-    def forward(self, tokens: np.ndarray, cache: KVCache | None = None, starts: Array = None) -> Tensor:
+    def forward(
+        self,
+        tokens: np.ndarray,
+        targets: np.ndarray | None = None,
+        *,
+        reduction: str = "mean",
+        cache: KVCache | None = None,
+        starts: Array = None,
+    ) -> Tensor:
         first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
         last = first + tokens.shape[1]
         if last > self.config.block_size:
@@ -174,7 +187,8 @@ class Llama(nn.Module):
         x = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, angles, layer, starts)
-        return F.linear(self.norm(x), self.embedding.weight if self.config.tied else self.head.weight)
+        weight = self.embedding.weight if self.config.tied else self.head.weight
+        return head(self.norm(x), weight, targets, reduction, self.config.loss_chunk)
 
 
 class Angles:

@@ -25,7 +25,7 @@ from shardrt.functional.elementwise import (
 )
 from shardrt.functional.embedding import embedding
 from shardrt.functional.linear import linear, linear_gelu
-from shardrt.functional.loss import cross_entropy
+from shardrt.functional.loss import cross_entropy, linear_cross_entropy
 from shardrt.functional.matmul import matmul
 from shardrt.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
 from shardrt.functional.pool import avg_pool2d, global_avg_pool2d, max_pool2d
@@ -68,6 +68,7 @@ __all__ = [
     "global_avg_pool2d",
     "layer_norm",
     "linear",
+    "linear_cross_entropy",
     "linear_gelu",
     "log",
     "log_softmax",

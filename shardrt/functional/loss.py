@@ -1,15 +1,19 @@
-"""Cross entropy from logits; reads them once, and keeps one number per row beside them for backward."""
+"""Cross entropy: from logits, which are read once, or from what a linear head makes them of, without ever
+holding all of them. One number per row is kept for backward.
+"""
 
+from collections.abc import Iterator
 from math import nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt.autograd import Function
+from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     asarray,
     check_floats,
     check_range,
+    empty,
     empty_exact,
     empty_like,
     flat,
@@ -34,12 +38,9 @@ class CrossEntropy(Function):
         logits2 = rows(logits)  # (tokens, vocab)
         losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
-        count = int((targets != ignore_index).sum()) if reduction == "mean" else 1
+        count = _divisor(targets, ignore_index, reduction)
         self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
-        if reduction == "none":
-            return losses.reshape(targets.shape)
-        total = losses.sum(dtype=np.float64) / count if count else nan
-        return asarray(total, losses.dtype)
+        return _reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         logits, targets, lse, ignore_index, reduction, count, inplace = self.saved
@@ -74,14 +75,117 @@ def cross_entropy(
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
-    targets = integers("cross_entropy", "targets", targets)
-    if logits.ndim == 0 or targets.shape != logits.shape[:-1]:
-        raise ValueError(
-            f"cross_entropy: logits (..., vocab) need targets (...), got {logits.shape} and {targets.shape}"
-        )
-    check_range("cross_entropy", "targets", targets, logits.shape[-1], targets == ignore_index)
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"cross_entropy: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    targets = _checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
     if inplace and logits.requires_grad and logits.is_leaf:
         raise ValueError("cross_entropy: inplace would write the gradient over a leaf's values")
     return CrossEntropy.apply(logits, targets, ignore_index, reduction, inplace)
+
+
+class LinearCrossEntropy(Function):
+    """Backward makes the logits again, chunk by chunk: the gradient of the loss is known only then."""
+
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(
+        self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str, chunk: int
+    ) -> Array:
+        x2, matrix = rows(x), contiguous(weight.data)
+        losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
+        memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
+        for part, logits in _chunks(memory, len(x2)):
+            kernels().linear.forward(x2[part], matrix, None, logits)
+            kernels().cross_entropy.forward(
+                logits, flat(targets)[part], losses[part], lse[part], ignore_index
+            )
+        count = _divisor(targets, ignore_index, reduction)
+        self.saved = (x, weight, targets, lse, ignore_index, reduction, count, chunk)
+        return _reduced(losses, targets, reduction, count)
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, targets, lse, ignore_index, reduction, count, chunk = self.saved
+        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.data)
+        scale = 1.0 if reduction == "none" else float(dy) / max(1, count)
+        dx = empty_like(x) if self.needs[0] else None
+        dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
+        memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
+        for part, logits in _chunks(memory, len(x2)):
+            linear.forward(x2[part], matrix, None, logits)
+            kernels().cross_entropy.backward(
+                logits, flat(targets)[part], lse[part], logits, scale, ignore_index
+            )
+            if reduction == "none":
+                logits *= flat(dy)[part][:, None]
+            if dx is not None:
+                linear.backward_input(logits, matrix, rows(dx)[part])
+            if dweight is not None:
+                linear.backward_weight(x2[part], logits, dweight, accumulate)
+                accumulate = True
+        if dweight is not None and not accumulate:
+            dweight.fill(0)  # there were no rows
+        return dx, token, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: "Tensor",
+    weight: "Tensor",
+    targets: Any,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int = 128,
+) -> "Tensor":
+    """As cross_entropy(linear(x, weight), targets), with never more than `chunk` rows of logits in memory.
+
+    x: (..., inputs). weight: (vocab, inputs). targets: integers (...). Costs chunk * vocab elements in
+    forward and in backward, where plain logits cost rows * vocab from the one to the other, and a product
+    more: the logits are made a second time. The weight's gradient is added where it belongs, chunk by chunk.
+
+    Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 1;
+    TypeError for other dtypes.
+    """
+    op = "linear_cross_entropy"
+    x, weight = tensor(x), tensor(weight)
+    check_floats(op, x=x, weight=weight)
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x (..., inputs) needs weight (vocab, inputs), got {x.shape} and {weight.shape}"
+        )
+    targets = _checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
+    if chunk < 1:
+        raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
+    return LinearCrossEntropy.apply(x, weight, targets, ignore_index, reduction, chunk)
+
+
+def _checked(
+    op: str, name: str, x: "Tensor", vocab: tuple, targets: Any, ignore_index: int, reduction: str
+) -> Array:
+    """The targets as an array, if they and the reduction are fit for x (..., width)."""
+    targets = integers(op, "targets", targets)
+    if x.ndim == 0 or targets.shape != x.shape[:-1]:
+        raise ValueError(
+            f"{op}: {name} (..., {'vocab' if name == 'logits' else 'inputs'}) need targets (...), "
+            f"got {x.shape} and {targets.shape}"
+        )
+    check_range(op, "targets", targets, *vocab, targets == ignore_index)
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
+    return targets
+
+
+def _divisor(targets: Array, ignore_index: int, reduction: str) -> int:
+    """What the sum of the losses is divided by."""
+    return int((targets != ignore_index).sum()) if reduction == "mean" else 1
+
+
+def _reduced(losses: Array, targets: Array, reduction: str, count: int) -> Array:
+    if reduction == "none":
+        return losses.reshape(targets.shape)
+    total = losses.sum(dtype=np.float64) / count if count else nan
+    return asarray(total, losses.dtype)
+
+
+def _chunks(memory: Array, count: int) -> Iterator[tuple[slice, Array]]:
+    """(rows, their part of the memory) until all `count` rows have had their turn."""
+    for start in range(0, count, max(1, len(memory))):
+        stop = min(start + len(memory), count)
+        yield slice(start, stop), memory[: stop - start]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from shardrt import Tensor
+from shardrt import Tensor, device
 from shardrt import functional as F
 from tests.gradcheck import LAYOUTS, check_direction, check_gradients, leaf, normal
 
@@ -103,6 +103,69 @@ def test_what_does_not_fit_is_an_error():
         F.cross_entropy(normal(2, 5), [0.0, 1.0])
     with pytest.raises(TypeError, match="logits int64"):
         F.cross_entropy(np.ones((2, 5), int), [0, 1])
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("chunk", [1, 2, 5, 6, 99])
+def test_gradients_in_chunks(reduction, chunk):
+    targets = targets_for((2, 3), 5)
+    targets[1, 1] = -100
+    x, weight = leaf(normal(2, 3, 4)), leaf(normal(5, 4))
+    check_gradients(
+        lambda x, w: F.linear_cross_entropy(x, w, targets, reduction=reduction, chunk=chunk), x, weight
+    )
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_in_chunks_it_is_the_same_but_for_rounding(reduction):
+    targets = targets_for((7, 9), 101)
+    targets[2, 3:] = -100
+    results = []
+    for chunk in (0, 10, 63):
+        x = Tensor(normal(7, 9, 16).astype(np.float32), requires_grad=True)
+        weight = Tensor(normal(101, 16).astype(np.float32), requires_grad=True)
+        first = (F.linear(x, weight) ** 2).mean()  # the weight's gradient is added to another
+        if chunk:
+            loss = F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)
+        else:
+            loss = F.cross_entropy(F.linear(x, weight), targets, reduction=reduction)
+        (first + (loss * 0.3).sum()).backward()
+        results.append((np.array(loss.data), x.grad, weight.grad))
+    for found in results[1:]:
+        for one, other in zip(found, results[0], strict=True):
+            assert np.linalg.norm(one - other) <= 1e-6 * np.linalg.norm(other)
+
+
+def test_in_chunks_the_logits_are_never_all_there():
+    here = device.current()
+    x = Tensor(normal(512, 8).astype(np.float32), requires_grad=True)
+    weight = Tensor(normal(1000, 8).astype(np.float32), requires_grad=True)
+    peaks = []
+    for chunk in (16, 512):
+        here.reset_peak()
+        before = here.peak_bytes()
+        F.linear_cross_entropy(x, weight, targets_for((512,), 1000), chunk=chunk).backward()
+        peaks.append(here.peak_bytes() - before)
+        x.grad = weight.grad = None
+    assert peaks[0] <= 4 * (16 * 1000 + 2 * 8 * 512 + 8 * 1000 + 2 * 512) + 4096
+    assert peaks[1] >= 4 * 512 * 1000
+
+
+def test_no_rows_have_loss_and_gradient_zero():
+    x, weight = leaf(np.zeros((0, 4))), leaf(normal(5, 4))
+    loss = F.linear_cross_entropy(x, weight, np.zeros(0, np.int64), reduction="sum")
+    loss.backward()
+    assert loss.item() == 0 and not weight.grad.any()
+
+
+def test_what_does_not_fit_in_chunks_is_an_error():
+    x, weight = normal(2, 4), normal(5, 4)
+    with pytest.raises(ValueError, match=r"x \(..., inputs\) needs weight"):
+        F.linear_cross_entropy(x, normal(5, 3), [0, 1])
+    with pytest.raises(ValueError, match=r"linear_cross_entropy: targets\[1\] is 5, not in \[0, 5\)"):
+        F.linear_cross_entropy(x, weight, [0, 5])
+    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+        F.linear_cross_entropy(x, weight, [0, 1], chunk=0)
 
 
 @pytest.mark.torch

@@ -16,7 +16,7 @@ from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
 from models.llama import Llama, LlamaConfig
-from shardrt import nn
+from shardrt import nn, no_grad, optim
 from shardrt.checkpoint import CheckpointError, full_state_dict, tensorfiles
 from shardrt.comm import thread
 from shardrt.fsdp import by_class, wrap
@@ -27,6 +27,9 @@ LLAMA_SMALL = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24, block_size=12, vocab_size=31, tied=False
 )
 MODELS = {"gpt2": lambda: GPT(GPT_SMALL), "llama": lambda: Llama(LLAMA_SMALL)}
+
+
+TOKENS = np.random.default_rng(0).integers(0, 31, (2, 12))
 
 
 def made(kind):
@@ -94,20 +97,38 @@ def test_names_without_the_prefix_masks_and_a_stored_head_are_taken(folder):
 def test_other_floats_become_float32(folder, kind):
     dtype = np.dtype(getattr(ml_dtypes, kind, kind))
     rewritten(folder, lambda tensors: {name: values.astype(dtype) for name, values in tensors.items()})
-    model = load_pretrained(folder)
+    model = load_pretrained(folder, dropout=0.1)
+    assert model.config.dropout == 0.1
     for name, values in made("gpt2").state_dict().items():
         np.testing.assert_array_equal(model.state_dict()[name], values.astype(dtype).astype(np.float32))
 
 
-def test_adapters_are_added_to_a_loaded_model(folder):
-    model = nn.add_lora(load_pretrained(folder, dropout=0.1), 2, targets=("*.qkv",))
+def tuned(folder, kind):
+    """A loaded model with adapters that an update has changed, exported: weights before, logits after."""
+    save_pretrained(sharded(made(kind)), folder / "base")
+    model = nn.add_lora(load_pretrained(folder / "base"), 2, targets=("*.qkv", "*.down"))
     sharded(model)
-    state = full_state_dict(model)
-    weight = made("gpt2").state_dict()["blocks.1.attention.qkv.weight"]
-    np.testing.assert_array_equal(state["blocks.1.attention.qkv.weight"], weight)
-    with pytest.raises(ValueError, match="merge adapters first"):
-        save_pretrained(model, folder.parent / "adapted")
-    assert model.config.dropout == 0.1
+    before = full_state_dict(model)
+    optimizer = optim.AdamW(nn.lora_parameters(model), lr=0.1)
+    for _ in range(2):
+        model(TOKENS, TOKENS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    save_pretrained(model, folder / "tuned")
+    with no_grad():
+        return before, np.array(model(TOKENS).data)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("kind", MODELS)
+def test_adapters_are_added_to_a_loaded_model_and_merged_in_the_export(tmp_path, kind, ranks):
+    before, logits = thread.run(ranks, tuned, tmp_path, kind)[0]
+    for name, values in made(kind).state_dict().items():
+        np.testing.assert_array_equal(before[name], values, err_msg=name)
+    with no_grad():
+        found, base = (np.asarray(load_pretrained(tmp_path / n)(TOKENS)) for n in ("tuned", "base"))
+    np.testing.assert_allclose(found, logits, rtol=1e-4, atol=1e-6)
+    assert np.abs(base - logits).max() > 0.01
 
 
 def setting(name, value):

@@ -1,5 +1,7 @@
 """models/llama.py and the sizes by name: counts, sharding, adapters, errors. Values: test_transformers.py."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -24,7 +26,7 @@ SMALL = LlamaConfig(
     rope_factor=4.0,
     rope_original_size=8,
 )
-UNTIED = LlamaConfig(**{**vars(SMALL), "tied": False})
+UNTIED = replace(SMALL, tied=False)
 TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
 
 
@@ -58,7 +60,7 @@ def trained(config, sharded, recomputed=False):
     optimizer = optim.SGD(model.parameters(), lr=0.5)
     tokens = np.split(TOKENS, mesh.size)[mesh.rank]
     for step in range(3):
-        F.cross_entropy(model(tokens), tokens).backward()
+        model(tokens, tokens).backward()
         if step == 0:
             gradients = {name: np.array(values) for name, values in full_gradients(model)}
         optimizer.step()
@@ -68,9 +70,11 @@ def trained(config, sharded, recomputed=False):
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("config", [SMALL, UNTIED], ids=["tied", "untied"])
-def test_sharded_it_is_the_same_model(config, ranks):
+@pytest.mark.parametrize("loss_chunk", [0, 5])
+def test_sharded_it_is_the_same_model(config, ranks, loss_chunk):
     expected = trained(config, sharded=False)
-    found = thread.run(ranks, trained, config, True, recomputed=ranks == 2)[0]
+    chunked = replace(config, loss_chunk=loss_chunk)
+    found = thread.run(ranks, trained, chunked, True, recomputed=ranks == 2)[0]
     for one, other in zip(found, expected, strict=True):
         assert one.keys() == other.keys()
         for name, values in other.items():
@@ -129,6 +133,17 @@ def test_slow_pairs_turn_slower_and_fast_ones_as_before():
 def test_a_config_that_makes_no_model_is_refused_by_name(settings, words):
     with pytest.raises(ValueError, match=words):
         LlamaConfig(**settings)
+
+
+def test_gpt_gives_the_loss_of_its_logits():
+    tokens = TOKENS[:, :12]
+    for chunk in (0, 7):
+        shape = {"n_layer": 1, "n_head": 2, "n_embd": 16, "block_size": 12, "vocab_size": 31}
+        model = gpt.GPT(gpt.GPTConfig(**shape, loss_chunk=chunk))
+        expected = F.cross_entropy(model(tokens), tokens, reduction="sum").item()
+        assert model(tokens, tokens, reduction="sum").item() == pytest.approx(expected, rel=1e-6)
+    with pytest.raises(ValueError, match="loss_chunk must be at least 0, got -1"):
+        gpt.GPTConfig(loss_chunk=-1)
 
 
 def test_more_tokens_than_positions_are_refused():

@@ -10,6 +10,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
 from models import hub
+from models.generate import continued, greedy
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
@@ -77,7 +78,8 @@ class Reference:
         self.logits, self.loss = logits.detach().numpy(), loss.item()
         self.gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
         how = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        self.greedy = model.generate(tokens[:2, :5], **how).numpy()
+        seen = torch.ones_like(tokens[:2, :5])  # or it takes tokens that are 0 for padding
+        self.greedy = model.generate(tokens[:2, :5], attention_mask=seen, **how).numpy()
 
 
 @pytest.fixture(scope="module", params=KINDS)
@@ -97,7 +99,7 @@ def step(folder):
     form = next(form for form in hub.FORMATS.values() if isinstance(model, form.model))
     places, gradients = dict(form.tensors(model.config)), {}
     for name, values in full_gradients(model):
-        for part, rows in hub._rows(values.shape, places[name]):
+        for part, rows in hub.rows_of(values.shape, places[name]):
             whole = np.array(values[rows])
             gradients[form.full_name(part.name)] = whole.T if part.transposed else whole
     return np.array(logits.data), loss.item(), gradients
@@ -114,6 +116,19 @@ def test_logits_loss_and_gradients_are_those_of_transformers(reference, ranks):
     for name, expected in reference.gradients.items():
         difference = np.linalg.norm(gradients[name] - expected)
         assert difference <= 1e-4 * np.linalg.norm(expected), name
+
+
+def went_on(folder):
+    model = load_pretrained(folder).eval()
+    wrap(model, by_class(GPTBlock, LlamaBlock))
+    return continued(model, TOKENS[:2, :5], 64, greedy, block_size=128)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_greedy_it_goes_on_as_transformers_does_token_for_token(reference, ranks):
+    for found in thread.run(ranks, went_on, reference.folder):
+        np.testing.assert_array_equal(found, reference.greedy[:, 5:])
+    assert len(np.unique(reference.greedy)) > 10  # not one token over and over
 
 
 def exported(source, target):

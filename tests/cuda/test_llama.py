@@ -1,0 +1,55 @@
+"""A Llama on the CUDA device of stand-ins: read from files, trained in chunks, continued; as on the CPU."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.generate import continued, greedy
+from models.hub import load_pretrained, save_pretrained
+from models.llama import Llama, LlamaConfig
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+
+CONFIG = LlamaConfig(
+    n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_hidden=12, block_size=8, vocab_size=29, loss_chunk=3
+)
+BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.RMSNorm,))
+
+
+def run(name, folder, policy):
+    """Losses of two steps, weights after them, and what greedily follows."""
+    mesh = init_device_mesh(name)
+    model = load_pretrained(folder, loss_chunk=3)
+    settings = {} if policy is None else {"mp_policy": policy}
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    tokens = np.random.default_rng(mesh.rank).integers(0, 29, (2, 6))
+    losses = []
+    for _ in range(2):
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    text = continued(model.eval(), tokens[:, :3], 3, greedy, block_size=8)
+    return losses, full_state_dict(model), text
+
+
+@pytest.mark.parametrize(("policy", "tolerance"), [(None, 2e-5), (BFLOAT16, 2e-2)])
+def test_it_is_read_trained_and_continued_as_on_the_cpu(fake_cuda, tmp_path, policy, tolerance):
+    shardrt.manual_seed(0)
+    save_pretrained(Llama(CONFIG), tmp_path / "llama")
+    expected = thread.run(1, run, "cpu", tmp_path / "llama", policy)
+    found = thread.run(1, run, "cuda", tmp_path / "llama", policy)
+    for (losses, weights, text), (other_losses, other_weights, other_text) in zip(
+        found, expected, strict=True
+    ):
+        np.testing.assert_allclose(losses, other_losses, rtol=tolerance)
+        for name, values in other_weights.items():
+            np.testing.assert_allclose(weights[name], values, rtol=0, atol=10 * tolerance, err_msg=name)
+        if policy is None:
+            np.testing.assert_array_equal(text, other_text)

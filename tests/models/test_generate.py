@@ -1,0 +1,83 @@
+"""models/generate.py, models/cache.py: with the cache the same tokens as without, at any number of ranks."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.cache import KVCache
+from models.generate import continued, greedy
+from models.gpt import GPT, GPTConfig
+from models.gpt import Block as GPTBlock
+from models.llama import Block as LlamaBlock
+from models.llama import Llama, LlamaConfig
+from shardrt import no_grad
+from shardrt.comm import thread
+from shardrt.fsdp import by_class, wrap
+
+SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 31, "init_std": 0.4}
+KINDS = {
+    "gpt": lambda: GPT(GPTConfig(**SIZES)),
+    "llama": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48)),
+}
+PROMPT = np.random.default_rng(0).integers(0, 31, (3, 7))
+
+
+def made(kind):
+    shardrt.manual_seed(1)
+    return KINDS[kind]().eval()
+
+
+def without_cache(model, text, count):
+    for _ in range(count):
+        logits = np.asarray(model(text[:, -24:]))[:, -1]
+        text = np.concatenate([text, logits.argmax(axis=1)[:, None]], axis=1)
+    return text[:, -count:]
+
+
+def with_cache(kind):
+    model = made(kind)
+    wrap(model, by_class(GPTBlock, LlamaBlock))
+    return continued(model, PROMPT, 24, greedy, block_size=24)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_tokens_are_those_of_whole_forwards_beyond_the_window_as_well(kind, ranks):
+    with no_grad():
+        expected = without_cache(made(kind), PROMPT, 24)
+    for found in thread.run(ranks, with_cache, kind):
+        np.testing.assert_array_equal(found, expected)
+    assert len(np.unique(expected)) > 5
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_token_costs_one_row(kind):
+    model, rows = made(kind), []
+    first = model.blocks[0]
+    forward = first.forward
+    object.__setattr__(first, "forward", lambda x, *rest: rows.append(x.shape[1]) or forward(x, *rest))
+    continued(model, PROMPT, 5, greedy, block_size=24)
+    assert rows == [7, 1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_with_the_cache_are_those_without(kind):
+    model, cache = made(kind), KVCache(2, 7)
+    with no_grad():
+        expected = np.asarray(model(PROMPT))
+        found = [np.asarray(model(PROMPT[:, :4], cache=cache))]
+        found += [np.asarray(model(PROMPT[:, i : i + 1], cache=cache)) for i in (4, 5, 6)]
+    np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_cache_cannot_do_is_an_error():
+    model = made("llama")
+    with pytest.raises(ValueError, match="with no_grad"):
+        model(PROMPT, cache=KVCache(2, 8))
+    with no_grad():
+        with pytest.raises(ValueError, match="7 tokens do not fit into room = 6"):
+            model(PROMPT, cache=KVCache(2, 6))
+        cache = KVCache(2, 20)
+        model(PROMPT, cache=cache)
+        with pytest.raises(ValueError, match="one token at a time after the first call, got 2"):
+            model(PROMPT[:, :2], cache=cache)
