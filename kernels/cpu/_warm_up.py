@@ -57,9 +57,9 @@ def warm_up() -> None:
     reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
     reduce.power_sums(row, 2.0)
     elementwise.unscale_(row, 1.0)
-    starts, stops, rates = np.array([0]), np.array([4]), np.array([0.1])
-    adamw.step(row, bias, weight, x[0], starts, stops, rates, rates, 0.9, 0.99, 1e-8, 1, 1.0)
-    sgd.step(row, bias, None, starts, stops, rates, rates, 0.0, 0.0, False, True)
-    sgd.step(row, bias, weight, starts, stops, rates, rates, 0.9, 0.0, False, True)
+    ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
+    adamw.step(row, bias, weight, x[0], ranges[:, :5], 0.9, 0.99, 1e-8)
+    sgd.step(row, bias, None, ranges, 0.0, False)
+    sgd.step(row, bias, weight, ranges, 0.9, False)
     q = np.ones((1, 2, 1, 1, 4), np.float32).transpose(1, 0, 2, 3, 4)[0]
     attention.forward(q, q, q, np.empty_like(q), np.empty((1, 1, 1), np.float32), causal=True, scale=1.0)

@@ -21,7 +21,7 @@ from shardrt.kernels.cuda._launch import Array
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
 _ROUNDS = 3  # in which a product is timed
 _NULL = np.uint64(0)
-_CHANGING = ("adamw", "dropout", "philox", "sgd")  # files whose numbers are of one step
+_CHANGING = ("dropout", "philox")  # files whose numbers are of one step
 
 
 class CuPyBackend:

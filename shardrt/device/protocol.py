@@ -103,6 +103,21 @@ class Device(ABC):
         """`values` as an array on this device; no copy where it already is one of that dtype."""
 
     @abstractmethod
+    def upload(self, values: np.ndarray) -> Array:
+        """A few numbers, which may change at once, as an array for kernels in the stream that runs this."""
+
+    def numbers(self, make: Callable[[], np.ndarray]) -> Array:
+        """What `make()` gives, as by `upload`; where a graph is captured, as it is before each replay."""
+        return self.upload(make())
+
+    def before_replay(self, function: Callable[[], None]) -> bool:
+        """Have `function()` called before each replay of the graph that is captured; False if none is.
+
+        For what the host counts in a step. Together with `numbers` in the order of the calls.
+        """
+        return False
+
+    @abstractmethod
     def copy(self, target: Array, source: Array) -> None:
         """Copy `source` into `target`, equally long, in the stream that runs this."""
 
