@@ -96,7 +96,7 @@ class GPT(nn.Module):
         time = tokens.shape[1]
         if time > self.config.block_size:
             raise ValueError(f"tokens: at most block_size = {self.config.block_size} at a time, got {time}")
-        x = self.wte(tokens) + self.wpe(np.arange(time))  # (batch, time, n_embd)
+        x = self.wte(tokens) + self.wpe(range(time))  # (batch, time, n_embd)
         x = self.dropout(x)
         for block in self.blocks:
             x = block(x)

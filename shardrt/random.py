@@ -16,6 +16,7 @@ class _State(threading.local):
         self.seed = 0
         self.step = 0
         self.calls = 0
+        self.rewound = False
 
 
 _state = _State()
@@ -38,8 +39,24 @@ def initial_seed() -> int:
 
 def next_call() -> tuple[int, int]:
     """(seed, call): the key of one use of random numbers, another one each time."""
+    key = upcoming()
     _state.calls += 1
-    return _state.seed, (_state.step << 20) + _state.calls
+    return key
+
+
+def restore(earlier: tuple[int, int, int]) -> None:
+    """Go on from where this thread stood when `state()` was `earlier`."""
+    _state.seed, _state.step, _state.calls = earlier
+
+
+def upcoming() -> tuple[int, int]:
+    """What `next_call` would give."""
+    return _state.seed, (_state.step << 20) + _state.calls + 1
+
+
+def rewound() -> bool:
+    """Whether numbers are given out again (`at`)."""
+    return _state.rewound
 
 
 def state() -> tuple[int, int, int]:
@@ -50,12 +67,14 @@ def state() -> tuple[int, int, int]:
 @contextmanager
 def at(earlier: tuple[int, int, int]) -> Iterator[None]:
     """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
-    before = state()
-    _state.seed, _state.step, _state.calls = earlier
+    before, was_rewound = state(), _state.rewound
+    restore(earlier)
+    _state.rewound = True
     try:
         yield
     finally:
-        _state.seed, _state.step, _state.calls = before
+        restore(before)
+        _state.rewound = was_rewound
 
 
 def name_key(name: str) -> int:

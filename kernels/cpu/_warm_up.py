@@ -40,7 +40,7 @@ def warm_up() -> None:
     softmax.forward(x, y)
     softmax.backward(z, x, y)
     cross_entropy.forward(x, index, one, two, -100)
-    cross_entropy.backward(x, index, two, y, 1.0, -100)
+    cross_entropy.backward(x, index, two, y, None, -100)
     embedding.forward(index, x, y)
     embedding.backward(index, y, x)
     philox.uniform(row, 1, 2, 0)

@@ -133,6 +133,10 @@ class CUDADevice(Device):
         return self._here.stream
 
     @property
+    def capturing(self) -> Graph | None:
+        return self.current_stream.graph
+
+    @property
     def kernels(self) -> ModuleType:
         if self._kernels is None:
             self._kernels = importlib.import_module("shardrt.kernels.cuda")
@@ -184,7 +188,7 @@ class CUDADevice(Device):
         return target
 
     def numbers(self, make: Callable[[], np.ndarray]) -> Array:
-        graph = self.current_stream.graph
+        graph = self.capturing
         if graph is None:
             return self.upload(make())
         values = make()
@@ -193,12 +197,6 @@ class CUDADevice(Device):
         target = self._cupy.ndarray(values.shape, values.dtype, memory)
         graph.before_replay(lambda: self._uploads.send(target, make()))
         return target
-
-    def before_replay(self, function: Callable[[], None]) -> bool:
-        graph = self.current_stream.graph
-        if graph is not None:
-            graph.before_replay(function)
-        return graph is not None
 
     @property
     def _uploads(self) -> Uploads:

@@ -66,6 +66,11 @@ class Device(ABC):
     name: str
     current_stream: Stream
 
+    @property
+    def capturing(self) -> Any | None:
+        """The graph (capture.py) that this thread's work is captured in, None if it runs."""
+        return None
+
     def enter(self) -> None:  # noqa: B027 (the CPU has nothing to do)
         """This thread uses the device from now on."""
 
@@ -109,13 +114,6 @@ class Device(ABC):
     def numbers(self, make: Callable[[], np.ndarray]) -> Array:
         """What `make()` gives, as by `upload`; where a graph is captured, as it is before each replay."""
         return self.upload(make())
-
-    def before_replay(self, function: Callable[[], None]) -> bool:
-        """Have `function()` called before each replay of the graph that is captured; False if none is.
-
-        For what the host counts in a step. Together with `numbers` in the order of the calls.
-        """
-        return False
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:

@@ -125,8 +125,11 @@ class Optimizer:
             for piece in pieces:
                 piece.storage.modified()
 
-        if not self._device.before_replay(count_replay):
+        graph = self._device.capturing
+        if graph is None:
             count()
+        else:
+            graph.before_replay(count_replay)
         ranges = self._device.numbers(lambda: np.concatenate([self._ranges(piece) for piece in pieces]))
         stop = 0
         for piece in pieces:
