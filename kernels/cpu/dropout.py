@@ -16,8 +16,8 @@ def forward(
 ) -> None:
     """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
 
-    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch that
-    runs again and again in a captured graph.
+    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
+    that runs again and again in a captured graph.
     """
     if place is not None:
         seed, call = int(place[0]), (call + int(place[1])) % 2**64

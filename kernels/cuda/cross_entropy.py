@@ -11,8 +11,8 @@ Array = Any
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab); targets int64, losses, lse (rows,), float32 for 16-bit logits. Of a target outside of
-    the vocabulary the loss is nan, and the gradient.
+    logits (rows, vocab); targets int64, losses, lse (rows,), float32 for 16-bit logits. Of a target outside
+    of the vocabulary the loss is nan, and the gradient.
     """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits)

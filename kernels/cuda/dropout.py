@@ -14,8 +14,8 @@ def forward(
 ) -> None:
     """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
 
-    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch that
-    runs again and again in a captured graph.
+    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
+    that runs again and again in a captured graph.
     """
     threshold = np.uint64(p * 2.0**32)  # of 33 bits: p may be 1
     scale = accumulator(x.dtype)(0 if p == 1 else 1 / (1 - p))

@@ -28,7 +28,8 @@ def backward(indices: Array, dy: Array, dweight: Array) -> None:
 
     That order depends on `indices` only. It is found by sorting them: two launches for each eight bits of the
     vocabulary's size, which cost little beside the sums (dy read once, and the rows that are named read and
-    written). Rows of an index outside go nowhere. dweight may be of another type than dy, which is summed in float32 (float64 in float64).
+    written). Rows of an index outside go nowhere. dweight may be of another type than dy, which is summed in
+    float32 (float64 in float64).
     """
     count, (vocab, width) = indices.size, dweight.shape
     if not count or not width:

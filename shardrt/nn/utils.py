@@ -61,20 +61,23 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_on_device_: max_norm must be positive, got {max_norm}")
     parameters, here = list(parameters), device.current()
-    _refuse_mixed(parameters)
+    limited = not isinf(max_norm)
+    if limited:
+        _refuse_mixed(parameters)
     by_communicator: dict[Communicator | None, list[Array]] = {}
     for storage, piece in _gradient_pieces(parameters):
-        storage.refuse_applied("clip_grad_norm_on_device_")
+        if limited:
+            storage.refuse_applied("clip_grad_norm_on_device_")
         pieces = by_communicator.setdefault(storage.communicator, [])
         if piece.size:
             pieces.append(piece)
-    clipped = [piece for pieces in by_communicator.values() for piece in pieces]
-    if any(device.of(piece) is not here for piece in clipped):
+    everything = [piece for pieces in by_communicator.values() for piece in pieces]
+    if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
     total = sum(_square_sum(*item) for item in by_communicator.items())
     norm = np.sqrt(total)
     factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
-    for piece in clipped:
+    for piece in everything if limited else ():
         here.kernels.elementwise.scale_by_(piece, factor)
     return Tensor(norm.reshape(()))
 
