@@ -106,7 +106,8 @@ def _rows(kernels: Any, sizes: Sizes) -> Iterator[Case]:
     losses, lse = (blank(sizes.classified, dtype=np.float32) for _ in range(2))
     nbytes = loss.bytes_moved(*shape, 2)
     yield Case("cross entropy forward", nbytes, lambda: loss.forward(logits, targets, losses, lse, -100))
-    work = lambda: loss.backward(logits, targets, lse, logits, 1e-4, -100)  # noqa: E731
+    scale = devices.current().asarray(np.full(1, 1e-4))
+    work = lambda: loss.backward(logits, targets, lse, logits, scale, -100)  # noqa: E731
     yield Case("cross entropy backward, in place", 2 * nbytes, work)
 
 
