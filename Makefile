@@ -37,9 +37,10 @@ test: $(STAMP) ## run all tests; those against PyTorch only if it can be install
 gpu: export PYTHONPATH := .
 gpu: ## test and measure on an NVIDIA GPU, in 9 minutes (GPU_PYTHON=python3 OUT=runs/gpu ARGS="--quick ...")
 	@$(GPU_PYTHON) -m bench.gpu --check; status=$$?; \
-	if [ $$status = 2 ]; then exit 2; fi; \
+	if [ $$status = 2 ]; then exit 2; fi; start=$$(date +%s); \
 	if [ $$status = 0 ]; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu || status=$$?; fi; \
-	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS) || status=$$?; \
+	left=$$((530 + start - $$(date +%s))); \
+	$(GPU_PYTHON) -m bench.gpu --out $(OUT) --budget $$left $(ARGS) || status=$$?; \
 	exit $$status
 
 lint: $(STAMP) ## check style and format with ruff

@@ -130,7 +130,7 @@ class GPT(nn.Module):
         last = first + tokens.shape[1]
         if last > self.config.block_size:
             raise ValueError(f"tokens: at most block_size = {self.config.block_size} at a time, got {last}")
-        x = self.wte(tokens) + self.wpe(np.arange(first, last))  # (batch, time, n_embd)
+        x = self.wte(tokens) + self.wpe(range(first, last))  # (batch, time, n_embd)
         x = self.dropout(x)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, starts)

@@ -19,6 +19,7 @@ class _State(threading.local):
         self.step = 0
         self.calls = 0
         self.micro_batch: int | None = None
+        self.rewound = False
 
 
 _state = _State()
@@ -41,8 +42,24 @@ def initial_seed() -> int:
 
 def next_call() -> tuple[int, int]:
     """(seed, call): the key of one use of random numbers, another one each time."""
+    key = upcoming()
     _state.calls += 1
-    return _state.seed, (_state.step << 20) + _state.calls
+    return key
+
+
+def restore(earlier: tuple[int, int, int, int | None]) -> None:
+    """Go on from where this thread stood when `state()` was `earlier`."""
+    _state.seed, _state.step, _state.calls, _state.micro_batch = earlier
+
+
+def upcoming() -> tuple[int, int]:
+    """What `next_call` would give."""
+    return _state.seed, (_state.step << 20) + _state.calls + 1
+
+
+def rewound() -> bool:
+    """Whether numbers are given out again (`at`)."""
+    return _state.rewound
 
 
 def calls() -> int:
@@ -73,12 +90,14 @@ def state() -> tuple[int, int, int, int | None]:
 @contextmanager
 def at(earlier: tuple[int, int, int, int | None]) -> Iterator[None]:
     """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
-    before = state()
-    _state.seed, _state.step, _state.calls, _state.micro_batch = earlier
+    before, was_rewound = state(), _state.rewound
+    restore(earlier)
+    _state.rewound = True
     try:
         yield
     finally:
-        _state.seed, _state.step, _state.calls, _state.micro_batch = before
+        restore(before)
+        _state.rewound = was_rewound
 
 
 def name_key(name: str) -> int:

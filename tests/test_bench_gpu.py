@@ -22,7 +22,7 @@ from tests.ranks import ROOT
 
 __all__ = ["fake_cuda"]
 
-TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled=False, device="cpu")
+TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled="", device="cpu")
 
 
 # -- what is pure
@@ -124,7 +124,7 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(monkeypatch, tmp_pat
 
     monkeypatch.setattr(command.subprocess, "Popen", fake)
     monkeypatch.setattr(needs, "machine", lambda: {"name": "a GPU"})
-    limits = {name: (*entry[:2], 3.0, entry[3]) for name, entry in command.SECTIONS.items()}
+    limits = {name: (*entry[:2], 3.0) for name, entry in command.SECTIONS.items()}
     monkeypatch.setattr(command, "SECTIONS", limits)
     monkeypatch.setattr(command, "LEAST", 0.0)
     options = command.arguments().parse_args(["--out", str(tmp_path)])
@@ -150,7 +150,7 @@ def test_a_section_for_which_no_time_is_left_says_so(tmp_path):
 
 @pytest.mark.parametrize("name", command.SECTIONS)
 def test_every_section_is_a_function_of_a_run(name):
-    module, function, seconds, _ = command.SECTIONS[name]
+    module, function, seconds = command.SECTIONS[name]
     work = getattr(importlib.import_module(module), function)
     inspect.signature(work).bind(None, **command._EXTRA.get(name, {}))
     assert seconds > 0
@@ -308,6 +308,9 @@ def test_training_beside_torch_from_the_same_weights(played, monkeypatch):
     step = rows["training step, 8 tokens"]
     assert step.ratio > 0 and step.beside == "torch, NOT COMPILED, default attention"
     assert "WRONG" not in step.check and step.check.startswith("losses differ by")
+    same = rows["the same step"]
+    assert same.ratio > 0 and same.beside == "FSDP2, NOT COMPILED, default attention"
+    assert "WRONG" not in same.check and same.check.startswith("losses differ by")
     assert rows["shardrt: 6N + 6LCT"].theirs == 2.0  # the last of two: beside the measured product
 
 

@@ -10,7 +10,7 @@ import shardrt
 from shardrt import nn
 from shardrt.comm import create, world
 from shardrt.nn.storage import Storage
-from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_, grad_norm
+from shardrt.nn.utils import clip_grad_norm_, clip_grad_norm_on_device_, clip_grad_value_, grad_norm
 from tests.fsdp import nets
 from tests.ranks import run_ranks
 
@@ -115,6 +115,28 @@ def test_nan_or_infinity_on_one_rank_is_the_norm_on_all(norm_type, bad):
         assert isnan(norm) if isnan(bad) else norm == inf
 
 
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("max_norm", [0.1, 1e6, inf])
+@pytest.mark.parametrize("bad", [0.5, nan])
+def test_clipping_without_the_host_is_clipping_but_for_last_bits(ranks, max_norm, bad):
+    def body(clip):
+        values = gradients()
+        values[-1][-1] = bad  # on the last rank only
+        parameters = parameters_with(values, [create(), create()])
+        norm = clip(parameters, max_norm)
+        return norm, [parameter.storage.gradient for parameter in parameters[:2]]
+
+    def without_the_host(parameters, limit):
+        return clip_grad_norm_on_device_(parameters, limit).item()
+
+    for exact, found in zip(
+        run_ranks(ranks, body, clip_grad_norm_), run_ranks(ranks, body, without_the_host), strict=True
+    ):
+        np.testing.assert_allclose(found[0], exact[0], rtol=1e-12)
+        for one, other in zip(found[1], exact[1], strict=True):
+            np.testing.assert_allclose(one, other, rtol=2e-7 if max_norm == 0.1 else 0)
+
+
 @pytest.mark.parametrize("bad", [nan, inf])
 def test_clipping_by_a_norm_that_is_no_number_does_what_pytorch_does(bad):
     values = gradients()
@@ -210,6 +232,7 @@ def test_the_norm_of_a_sharded_model_is_that_of_the_plain_one(norm_type):
         (lambda p: clip_grad_norm_(p, nan), "max_norm must be positive, got nan"),
         (lambda p: clip_grad_norm_(p, 1.0, 0), "clip_grad_norm_: norm_type must be positive.*got 0"),
         (lambda p: grad_norm(p, -inf), "grad_norm: norm_type must be positive.*got -inf"),
+        (lambda p: clip_grad_norm_on_device_(p, nan), "max_norm must be positive, got nan"),
         (lambda p: clip_grad_value_(p, -1), "clip_value must not be negative, got -1"),
     ],
 )

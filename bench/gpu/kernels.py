@@ -126,7 +126,8 @@ def _rows(kernels: Any, sizes: Sizes) -> Iterator[Case]:
     losses, lse = (blank(sizes.classified, dtype=np.float32) for _ in range(2))
     nbytes = loss.bytes_moved(*shape, 2)
     yield Case("cross entropy forward", nbytes, lambda: loss.forward(logits, targets, losses, lse, -100))
-    work = lambda: loss.backward(logits, targets, lse, logits, 1e-4, -100)  # noqa: E731
+    scale = devices.current().asarray(np.full(1, 1e-4))
+    work = lambda: loss.backward(logits, targets, lse, logits, scale, -100)  # noqa: E731
     yield Case("cross entropy backward, in place", 2 * nbytes, work)
 
 
@@ -156,17 +157,18 @@ def _optimizers(kernels: Any, sizes: Sizes) -> Iterator[Case]:
     count = sizes.flat
     param, grad, m, v = (filled(count, dtype=np.float32, seed=seed) for seed in range(4))
     v.fill(1)
-    ranges = [np.array(values) for values in ([0], [count], [1e-3], [0.1])]
+    ranges = devices.current().asarray(np.array([[0, count, 0.9999, 1e-3, 1.0, 1.0]]))
+    five = ranges[:, :5].copy()
     adamw, sgd = kernels.adamw, kernels.sgd
     yield Case(
         "AdamW, all float32",
         adamw.bytes_moved(count),
-        lambda: adamw.step(param, grad, m, v, *ranges, 0.9, 0.95, 1e-8, 3, 1.0),
+        lambda: adamw.step(param, grad, m, v, five, 0.9, 0.95, 1e-8),
     )
     yield Case(
         "SGD with momentum, float32",
         sgd.bytes_moved(count),
-        lambda: sgd.step(param, grad, m, *ranges, 0.9, 0.0, False, False),
+        lambda: sgd.step(param, grad, m, ranges, 0.9, False),
     )
 
 

@@ -13,6 +13,7 @@ from contextlib import nullcontext
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch.nn import functional as F
 
 from bench import workload as w
@@ -43,12 +44,17 @@ class Trainer:
             with np.load(self.job.weights) as values:
                 model.load_state_dict({name: torch.from_numpy(values[name]) for name in values.files})
         self.model = model.to(self.job.device)
+        self._compiled = self.job.compiled
+        if self._compiled == "blocks":
+            for block in self.model.blocks:
+                block.compile()
+        if self.job.fsdp:
+            self._shard()
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
         )
         self._attention = self._fastest_attention() if self._cuda else "default"
-        self._compiled = self.job.compiled
-        self._loss = torch.compile(self._forward) if self._compiled else self._forward
+        self._loss = torch.compile(self._forward) if self._compiled == "model" else self._forward
         self._step = 0
 
     def about(self) -> dict:
@@ -92,13 +98,29 @@ class Trainer:
             if not self._compiled or self._step:
                 raise
             print(f"torch.compile failed: {error}", file=sys.stderr)
-            self._compiled, self._loss = False, self._forward
+            self._compiled, self._loss = "", self._forward
+            for block in self.model.blocks:
+                block._compiled_call_impl = None  # there is no other way back from Module.compile
             return self._loss(x, y)
 
+    def _shard(self) -> None:
+        """FSDP2 as it is meant to be used: a unit per block, products in bfloat16 by its own policy."""
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        if not dist.is_initialized():
+            backend = "nccl" if self._cuda else "gloo"
+            dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        mesh = dist.device_mesh.init_device_mesh(self.job.device, (1,))
+        low = torch.bfloat16 if self.job.dtype == "bfloat16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32)
+        for block in self.model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
+        fully_shard(self.model, mesh=mesh, mp_policy=policy)
+
     def _forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        low = self.job.dtype == "bfloat16"
+        low = self.job.dtype == "bfloat16" and not self.job.fsdp
         with torch.autocast(self.job.device, torch.bfloat16) if low else nullcontext():
-            logits = self.model(x)
+            logits = self.model(x).float() if self.job.fsdp else self.model(x)
             return F.cross_entropy(logits.flatten(0, 1), y.flatten()) / self.job.micro_batches
 
     def _batch(self, step: int) -> tuple[torch.Tensor, ...]:

@@ -17,7 +17,10 @@ CLOSE = 2e-2  # relative difference of losses in bfloat16
 
 
 def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
-    """Tokens a second, MFU and memory of both, from the same weights on the same tokens."""
+    """Tokens a second, MFU and memory of both, from the same weights on the same tokens.
+
+    GPT-2 124M also beside FSDP2 at world size 1; of the larger one only two fit on a GPU.
+    """
     job = job or SIZES[size]
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
         weights = str(Path(folder) / "weights.npz")
@@ -25,6 +28,9 @@ def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
             "shardrt": (OURS, job.settings(save=weights)),
             "torch": (PEER, job.settings(weights=weights)),
         }
+        if size == "gpt2":
+            sharded = {"fsdp": True, "compiled": job.compiled and "blocks"}
+            entrants["FSDP2"] = (PEER, job.settings(weights=weights, **sharded))
         rounds, steps = (2, 3) if run.quick else (5, 8)
         courses = race(entrants, warmup=2 if run.quick else 4, rounds=rounds, steps=steps)
     for name, course in courses.items():
@@ -34,20 +40,23 @@ def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
 
 
 def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, ...]) -> None:
-    """The rows of a race of "shardrt" and "torch", as far as each came."""
+    """The rows of a race of "shardrt", "torch" and perhaps "FSDP2", as far as each came."""
     least, goal, least_mfu, goal_mfu = aims
     done = {name: course for name, course in courses.items() if course.seconds}
     rates = {name: job.tokens / course.median for name, course in done.items()}
-    if len(done) == 2:
-        ours, theirs = done["shardrt"], done["torch"]
+    for peer in ("torch", "FSDP2"):
+        if not {"shardrt", peer} <= done.keys():
+            continue
+        ours, theirs = done["shardrt"], done[peer]
         check = losses_agree(ours.losses, theirs.losses, CLOSE)
-        compiled = "compiled" if theirs.answers[-1]["compiled"] else "NOT COMPILED"
+        how = {"model": "compiled", "blocks": "blocks compiled", "": "NOT COMPILED"}
+        compiled = how[theirs.answers[-1]["compiled"]]
         run.add(
-            f"training step, {job.tokens} tokens",
+            f"training step, {job.tokens} tokens" if peer == "torch" else "the same step",
             rates["shardrt"],
             "tokens/s",
-            beside=f"torch, {compiled}, {theirs.about['attention']} attention",
-            theirs=rates["torch"],
+            beside=f"{peer}, {compiled}, {theirs.about['attention']} attention",
+            theirs=rates[peer],
             at_least=least,
             goal=goal,
             check=check,
@@ -58,10 +67,10 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
             "GPU memory taken",
             taken[0],
             "MB",
-            beside="torch",
+            beside=peer,
             theirs=taken[1],
             at_most=1.0,
-            check=f"torch's tensors alone {held:,.0f} MB at their peak",
+            check=f"{peer}'s tensors alone {held:,.0f} MB at their peak",
         )
     for name, course in done.items():
         flops = flops_per_token(course.about["parameters"], job.layers, job.dim, job.seq)

@@ -15,36 +15,21 @@ def step(
     grad: Array,
     m: Array,
     v: Array,
-    starts: Array,
-    stops: Array,
-    lrs: Array,
-    decays: Array,
+    ranges: Array,
     beta1: float,
     beta2: float,
     eps: float,
-    step_count: int,
-    grad_scale: float,
 ) -> None:
-    """Update param, m and v, 1-D and equally long, in the ranges [starts, stops).
+    """Update param, m and v, 1-D and equally long, in ranges of them.
 
-    Range k has learning rate lrs[k] and decoupled weight decay decays[k]. step_count, from 1, corrects the
-    moments' bias; grad is multiplied by grad_scale as it is read.
+    ranges: float64 (count, 5), in order, without overlap: start, stop, what the weights are multiplied by,
+    what the step is multiplied by, and 1 / the root of the second moment's bias.
     """
     real = param.dtype.type
-    root = np.sqrt(1 - beta2**step_count)
-    for start, stop, lr, decay in zip(starts, stops, lrs, decays, strict=True):
+    common = [real(number) for number in (beta1, 1 - beta1, beta2, 1 - beta2, eps)]
+    for start, stop, *own in ranges.tolist():
         piece = slice(int(start), int(stop))
-        numbers = (
-            real(1 - lr * decay),
-            real(lr / (1 - beta1**step_count)),
-            real(1 / root),
-            real(beta1),
-            real(1 - beta1),
-            real(beta2),
-            real(1 - beta2),
-            real(eps),
-            real(grad_scale),
-        )
+        numbers = (*map(real, own), *common)
         size = piece.stop - piece.start
         run_rows(_step, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
 
@@ -61,11 +46,11 @@ def flops(count: int) -> int:
 
 @fused
 def _step(start, stop, param, grad, m, v, numbers):
-    keep, rate, correction, beta1, rest1, beta2, rest2, eps, scale = numbers
+    keep, rate, correction, beta1, rest1, beta2, rest2, eps = numbers
     # Slices first: an index that might be negative would keep the loop from being vectorised.
     param, grad, m, v = param[start:stop], grad[start:stop], m[start:stop], v[start:stop]
     for i in range(param.size):
-        g = grad[i] * scale
+        g = grad[i]
         first = beta1 * m[i] + rest1 * g
         second = beta2 * v[i] + rest2 * g * g
         m[i] = first

@@ -19,10 +19,13 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
 
 
 def backward(
-    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: float, ignore_index: int
+    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: Array | None, ignore_index: int
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself."""
-    factor = logits.dtype.type(scale)
+    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
+
+    scale: one float64, None for 1.
+    """
+    factor = logits.dtype.type(1 if scale is None else scale.item())
     run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, factor, ignore_index)
 
 

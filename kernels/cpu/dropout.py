@@ -11,17 +11,27 @@ from shardrt.kernels.cpu.philox import words
 Array = Any
 
 
-def forward(x: Array, y: Array, p: float, seed: int, call: int, offset: int) -> None:
-    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays."""
+def forward(
+    x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
+) -> None:
+    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
+
+    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
+    that runs again and again in a captured graph.
+    """
+    if place is not None:
+        seed, call = int(place[0]), (call + int(place[1])) % 2**64
     threshold = np.uint64(p * 2.0**32)
     scale = x.dtype.type(0 if p == 1 else 1 / (1 - p))
     keys = np.uint64(seed), np.uint64(call), np.uint64(offset)
     run_rows(_apply, x.size, x.size, x, y, threshold, scale, *keys)
 
 
-def backward(dy: Array, dx: Array, p: float, seed: int, call: int, offset: int) -> None:
+def backward(
+    dy: Array, dx: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
+) -> None:
     """dx from dy, by the mask of forward."""
-    forward(dy, dx, p, seed, call, offset)
+    forward(dy, dx, p, seed, call, offset, place)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

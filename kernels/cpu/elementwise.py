@@ -22,6 +22,12 @@ def scale_(x: Array, factor: float) -> None:
     np.multiply(x, x.dtype.type(factor), out=x)
 
 
+def scale_by_(x: Array, factor: Array) -> None:
+    """x *= factor, one float64; x is not touched where it is 1."""
+    if factor.item() != 1:
+        scale_(x, factor.item())
+
+
 def unscale_(x: Array, factor: float) -> bool:
     """x *= factor, in one pass with the answer: whether every element was finite before."""
     wrong = np.empty(-(-x.size // _BLOCK), np.int64)

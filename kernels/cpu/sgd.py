@@ -12,31 +12,26 @@ def step(
     param: Array,
     grad: Array,
     momentum_buffer: Array | None,
-    starts: Array,
-    stops: Array,
-    lrs: Array,
-    decays: Array,
+    ranges: Array,
     momentum: float,
-    dampening: float,
     nesterov: bool,
-    first: bool,
 ) -> None:
-    """Update param and momentum_buffer, 1-D, in the ranges [starts, stops); see optim.SGD for the rule.
+    """Update param and momentum_buffer, 1-D, in ranges of them; see optim.SGD for the rule.
 
-    Range k has learning rate lrs[k] and weight decay decays[k], added to the gradient. `first`: the buffer
-    holds nothing yet and becomes the gradient.
+    ranges: float64 (count, 6), in order, without overlap: start, stop, learning rate, weight decay (added to
+    the gradient), how much of the buffer is kept, how much of the gradient is added to it. Nothing is kept of
+    a buffer that holds nothing yet.
     """
     real = param.dtype.type
-    for start, stop, lr, decay in zip(starts, stops, lrs, decays, strict=True):
+    for start, stop, *own in ranges.tolist():
         piece = slice(int(start), int(stop))
         size = piece.stop - piece.start
-        numbers = real(lr), real(decay), real(momentum), real(0 if first else momentum)
-        rest = real(1 if first else 1 - dampening)
+        numbers = (*map(real, own), real(momentum))
         if momentum_buffer is None:
             run_rows(_plain, size, size, param[piece], grad[piece], numbers)
         else:
             arrays = param[piece], grad[piece], momentum_buffer[piece]
-            run_rows(_momentum, size, size, *arrays, numbers, rest, nesterov)
+            run_rows(_momentum, size, size, *arrays, numbers, nesterov)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:
@@ -51,18 +46,18 @@ def flops(count: int) -> int:
 
 @fused
 def _plain(start, stop, param, grad, numbers):
-    lr, decay, _, _ = numbers
+    lr, decay, _, _, _ = numbers
     param, grad = param[start:stop], grad[start:stop]
     for i in range(param.size):
         param[i] -= lr * (grad[i] + decay * param[i])
 
 
 @fused
-def _momentum(start, stop, param, grad, buffer, numbers, rest, nesterov):
-    lr, decay, momentum, kept = numbers
+def _momentum(start, stop, param, grad, buffer, numbers, nesterov):
+    lr, decay, kept, added, momentum = numbers
     param, grad, buffer = param[start:stop], grad[start:stop], buffer[start:stop]
     for i in range(param.size):
         g = grad[i] + decay * param[i]
-        b = kept * buffer[i] + rest * g
+        b = kept * buffer[i] + added * g
         buffer[i] = b
         param[i] -= lr * (g + momentum * b if nesterov else b)

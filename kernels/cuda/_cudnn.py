@@ -4,6 +4,9 @@ An operation is described once per shape, strides and type as a graph of one nod
 tenths of a second; from then on it takes addresses. What it keeps for backward is our lse: the natural
 logarithm of the sum of exponentials of the scaled products, float32, (batch, heads, time).
 
+Keys and values, and their gradients, may have fewer heads than queries, which then go in groups: head h of q
+looks at head h // (heads of q / heads of k). cuDNN sees that from the shapes; nothing is repeated in memory.
+
 Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for the module `cudnn`.
 """
 
@@ -150,13 +153,17 @@ class CuDNNAttention:
 
 
 def _suits(arrays: dict[str, Array]) -> bool:
-    """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time."""
+    """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
+
+    And whole groups of heads of q for each of k.
+    """
     q, lse = arrays["q"], arrays["lse"]
     heads = [x for name, x in arrays.items() if name != "lse"]
     if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
         return False
     whole = lse.dtype == np.float32 and lse.flags.c_contiguous
-    return whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
+    readable = whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
+    return readable and q.shape[1] % arrays["k"].shape[1] == 0
 
 
 def _in_vectors(x: Array) -> bool:

@@ -13,6 +13,7 @@ Array = Any
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
 THREADS = 256
+_RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
 
 
 class Backend(Protocol):
@@ -120,6 +121,11 @@ def vectors(*arrays: Array | None) -> bool:
 def blocks_for(count: int, per_thread: int, threads: int = THREADS) -> int:
     """Enough blocks for `count` elements, `per_thread` a turn, and not more than keep the GPU busy."""
     return min(-(-count // (per_thread * threads)), 8 * backend().multiprocessors)
+
+
+def tiles_for(count: int, ranges: int) -> int:
+    """Blocks for ranges of `count` elements (each_in_ranges of ranges.cuh); none if there is no range."""
+    return min(-(-count // _RANGE_TILE), 8 * backend().multiprocessors) if ranges else 0
 
 
 def _argument(value: Any) -> Any:

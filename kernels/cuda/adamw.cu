@@ -1,4 +1,4 @@
-// AdamW over a range of flat arrays: one pass that reads and writes everything once.
+// AdamW over ranges of flat arrays: one pass that reads and writes everything once.
 //
 // The gradient and the moments may be of types of their own (macros GRADIENT and STATE). Multiply-adds are written
 // out, so that an element has the same bits on the path of vectors and on the other.
@@ -13,26 +13,29 @@
 
 constexpr int N = Widest<T, GRADIENT, STATE>::value;
 
-extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, int64 start, int64 stop, A keep,
-                                 A rate, A correction, A beta1, A rest1, A beta2, A rest2, A eps, A scale,
-                                 int vectors) {
-    each_in<N>(start, stop, vectors, [=](int64 i, auto width) {
-        constexpr int W = decltype(width)::value;
-        Pack<T, W> p = load<W>(param + i);
-        Pack<GRADIENT, W> g = load<W>(grad + i);
-        Pack<STATE, W> one = load<W>(m + i), two = load<W>(v + i);
+// ranges (count, 5): start, stop, and what an element of it has for keep, rate and correction.
+extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, const double* ranges, int64 count,
+                                 A beta1, A rest1, A beta2, A rest2, A eps, int vectors) {
+    each_in_ranges<N, 5>(ranges, count, vectors, [=](const double* row) {
+        A keep = A(row[2]), rate = A(row[3]), correction = A(row[4]);
+        return [=](int64 i, auto width) {
+            constexpr int W = decltype(width)::value;
+            Pack<T, W> p = load<W>(param + i);
+            Pack<GRADIENT, W> g = load<W>(grad + i);
+            Pack<STATE, W> one = load<W>(m + i), two = load<W>(v + i);
 #pragma unroll
-        for (int k = 0; k < W; k++) {
-            A gradient = A(to_acc(g[k])) * scale;
-            A first = fma(beta1, A(to_acc(one[k])), rest1 * gradient);
-            A second = fma(beta2, A(to_acc(two[k])), rest2 * gradient * gradient);
-            one[k] = from_acc<STATE>(first);
-            two[k] = from_acc<STATE>(second);
-            A change = rate * (first / fma(sqrt(second), correction, eps));
-            p[k] = from_acc<T>(fma(to_acc(p[k]), keep, -change));
-        }
-        store<W>(m + i, one);
-        store<W>(v + i, two);
-        store<W>(param + i, p);
+            for (int k = 0; k < W; k++) {
+                A gradient = A(to_acc(g[k]));
+                A first = fma(beta1, A(to_acc(one[k])), rest1 * gradient);
+                A second = fma(beta2, A(to_acc(two[k])), rest2 * gradient * gradient);
+                one[k] = from_acc<STATE>(first);
+                two[k] = from_acc<STATE>(second);
+                A change = rate * (first / fma(sqrt(second), correction, eps));
+                p[k] = from_acc<T>(fma(to_acc(p[k]), keep, -change));
+            }
+            store<W>(m + i, one);
+            store<W>(v + i, two);
+            store<W>(param + i, p);
+        };
     });
 }

@@ -1,13 +1,8 @@
-"""AdamW over ranges of a flat shard: one pass that reads and writes everything once.
-
-A range is a launch; what is decayed and what is not should lie together.
-"""
+"""AdamW over ranges of a flat shard: one launch that reads and writes everything once."""
 
 from typing import Any
 
-import numpy as np
-
-from shardrt.kernels.cuda._launch import TYPES, accumulator, blocks_for, launch, vectors
+from shardrt.kernels.cuda._launch import TYPES, accumulator, launch, tiles_for, vectors
 
 Array = Any
 
@@ -17,31 +12,22 @@ def step(
     grad: Array,
     m: Array,
     v: Array,
-    starts: Array,
-    stops: Array,
-    lrs: Array,
-    decays: Array,
+    ranges: Array,
     beta1: float,
     beta2: float,
     eps: float,
-    step_count: int,
-    grad_scale: float,
 ) -> None:
-    """Update param, m and v, 1-D and equally long, in the ranges [starts, stops).
+    """Update param, m and v, 1-D and equally long, in ranges of them.
 
-    Range k has learning rate lrs[k] and decoupled weight decay decays[k]. step_count, from 1, corrects the
-    moments' bias; grad is multiplied by grad_scale as it is read. The ranges are NumPy's; grad, and m with v,
-    may be of other types than param.
+    ranges: float64 (count, 5), in order, without overlap: start, stop, what the weights are multiplied by,
+    what the step is multiplied by, and 1 / the root of the second moment's bias. In GPU memory, so that the
+    numbers of a step need not be known when it is launched. grad, and m with v, may be of other types than
+    param.
     """
-    real = accumulator(param.dtype)
-    arrays, aligned = (param, grad, m, v), vectors(param, grad, m, v)
     types = {"GRADIENT": TYPES[grad.dtype.name], "STATE": TYPES[m.dtype.name]}
-    root = np.sqrt(1 - beta2**step_count)
-    common = (1 / root, beta1, 1 - beta1, beta2, 1 - beta2, eps, grad_scale)
-    for start, stop, lr, decay in zip(starts, stops, lrs, decays, strict=True):
-        numbers = map(real, (1 - lr * decay, lr / (1 - beta1**step_count), *common))
-        args = (*arrays, int(start), int(stop), *numbers, aligned)
-        launch("adamw", "adamw", param.dtype, blocks_for(int(stop - start), 4), args, **types)
+    numbers = map(accumulator(param.dtype), (beta1, 1 - beta1, beta2, 1 - beta2, eps))
+    args = (param, grad, m, v, ranges, len(ranges), *numbers, vectors(param, grad, m, v))
+    launch("adamw", "adamw", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

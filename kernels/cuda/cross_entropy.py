@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import accumulator, launch
+from shardrt.kernels.cuda._launch import launch
 from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
@@ -11,7 +11,8 @@ Array = Any
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab); targets int64, losses, lse (rows,), float32 for 16-bit logits.
+    logits (rows, vocab); targets int64, losses, lse (rows,), float32 for 16-bit logits. Of a target outside
+    of the vocabulary the loss is nan, and the gradient.
     """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits)
@@ -20,13 +21,15 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
 
 
 def backward(
-    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: float, ignore_index: int
+    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: Array | None, ignore_index: int
 ) -> None:
-    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself."""
+    """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
+
+    scale: one float64, None for 1.
+    """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits, dlogits)
-    factor = accumulator(logits.dtype)(scale)
-    args = (logits, targets, lse, dlogits, factor, vocab, int(ignore_index), how.vectors)
+    args = (logits, targets, lse, dlogits, scale, vocab, int(ignore_index), how.vectors)
     launch("cross_entropy", "backward", logits.dtype, how.grid, args, threads=how.threads)
 
 

@@ -1,8 +1,10 @@
 // Dropout by counter: the mask is made here, of the CPU's bits, and never stored.
 #include "philox.cuh"
 
+// place: the seed, and what `call` counts from, if they are not known when this is launched.
 extern "C" __global__ void dropout(const T* x, T* y, uint64 threshold, A scale, uint64 seed, uint64 call,
-                                   uint64 offset, int64 count, int vectors) {
+                                   const uint64* place, uint64 offset, int64 count, int vectors) {
+    if (place) seed = place[0], call += place[1];
     auto apply = [=](T value, uint32 number) {
         return from_acc<T>(number >= threshold ? to_acc(value) * scale : A(0));
     };

@@ -9,18 +9,26 @@ from shardrt.kernels.cuda._launch import accumulator, blocks_for, launch, vector
 Array = Any
 
 
-def forward(x: Array, y: Array, p: float, seed: int, call: int, offset: int) -> None:
-    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays."""
+def forward(
+    x: Array, y: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
+) -> None:
+    """y = x / (1 - p) where element offset + i of stream `call` is at least p, else 0. Flat arrays.
+
+    place: uint64 (2,), the seed in place of `seed` and what is added to `call`, modulo 2**64; for a launch
+    that runs again and again in a captured graph.
+    """
     threshold = np.uint64(p * 2.0**32)  # of 33 bits: p may be 1
     scale = accumulator(x.dtype)(0 if p == 1 else 1 / (1 - p))
-    words = map(np.uint64, (seed, call, offset))
+    words = np.uint64(seed), np.uint64(call), place, np.uint64(offset)
     args = (x, y, threshold, scale, *words, x.size, vectors(x, y))
     launch("dropout", "dropout", x.dtype, blocks_for(x.size, 4), args)
 
 
-def backward(dy: Array, dx: Array, p: float, seed: int, call: int, offset: int) -> None:
+def backward(
+    dy: Array, dx: Array, p: float, seed: int, call: int, offset: int, place: Array | None = None
+) -> None:
     """dx from dy, by the mask of forward."""
-    forward(dy, dx, p, seed, call, offset)
+    forward(dy, dx, p, seed, call, offset, place)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

@@ -19,6 +19,12 @@ def scale_(x: Array, factor: float) -> None:
     _run("scale", x, (x, accumulator(x.dtype)(factor)))
 
 
+def scale_by_(x: Array, factor: Array) -> None:
+    """x *= factor, one float64 that the host need not know; x is not touched where it is 1."""
+    grid = blocks_for(x.size, 16 // x.dtype.itemsize)
+    launch("elementwise", "scale_by", x.dtype, grid, (x, factor, x.size, vectors(x)))
+
+
 def unscale_(x: Array, factor: float) -> bool:
     """x *= factor, in one pass with the answer: whether every element was finite before. Waits for it."""
     wrong = empty(1, np.int32)

@@ -8,37 +8,51 @@
 #define GRADIENT ELEMENT
 #endif
 
-// A warp copies a row.
+// A warp copies a row; of an index outside of the table it makes one of nan.
 template <int W>
-__device__ __forceinline__ void gather_rows(const int64* indices, const T* weight, T* y, int64 rows, int64 width) {
+__device__ __forceinline__ void gather_rows(const int64* indices, const T* weight, T* y, int64 rows, int64 vocab,
+                                            int64 width) {
     int64 warps = gridDim.x * (int64)(blockDim.x / WARP);
     int64 first = blockIdx.x * (int64)(blockDim.x / WARP) + threadIdx.x / WARP;
     for (int64 row = first; row < rows; row += warps) {
-        const T* from = weight + indices[row] * width;
+        int64 index = indices[row];
+        bool inside = 0 <= index && index < vocab;
+        const T* from = weight + (inside ? index : 0) * width;
         T* to = y + row * width;
-        for (int64 j = threadIdx.x % WARP * W; j < width; j += WARP * W) store<W>(to + j, load<W>(from + j));
+        for (int64 j = threadIdx.x % WARP * W; j < width; j += WARP * W) {
+            Pack<T, W> pack;
+            if (inside) pack = load<W>(from + j);
+            else
+                for (int k = 0; k < W; k++) pack[k] = from_acc<T>(A(nan("")));
+            store<W>(to + j, pack);
+        }
     }
 }
 
-extern "C" __global__ void gather(const int64* indices, const T* weight, T* y, int64 rows, int64 width,
+extern "C" __global__ void gather(const int64* indices, const T* weight, T* y, int64 rows, int64 vocab, int64 width,
                                   int vectors) {
-    if (vectors) gather_rows<Vector<T>::width>(indices, weight, y, rows, width);
-    else gather_rows<1>(indices, weight, y, rows, width);
+    if (vectors) gather_rows<Vector<T>::width>(indices, weight, y, rows, vocab, width);
+    else gather_rows<1>(indices, weight, y, rows, vocab, width);
 }
 
 // The sort: a pass for each eight bits of the ids, which are `indices` in the first pass (then the rows are
 // 0, 1, ...) and `ids` with `rows` in the others. A block has a tile of ids and 256 threads, a warp a part of it.
+// An index outside of the table becomes the id `vocab`, behind all others, which nothing is summed for.
+__device__ __forceinline__ uint32 id_of(int64 index, int64 vocab) {
+    return uint32(0 <= index && index < vocab ? index : vocab);
+}
+
 constexpr int DIGITS = 256, WARPS = 8, ROUNDS = 4, TILE = WARPS * WARP * ROUNDS;
 
 // counts (tiles, DIGITS): how many ids of a tile have each digit.
 extern "C" __global__ void count_digits(const int64* indices, const uint32* ids, int* counts, int64 count,
-                                        int shift) {
+                                        int64 vocab, int shift) {
     __shared__ int found[DIGITS];
     found[threadIdx.x] = 0;
     __syncthreads();
     int64 end = min(count, (blockIdx.x + int64(1)) * TILE);
     for (int64 i = blockIdx.x * int64(TILE) + threadIdx.x; i < end; i += blockDim.x) {
-        uint32 id = indices ? uint32(indices[i]) : ids[i];
+        uint32 id = indices ? id_of(indices[i], vocab) : ids[i];
         atomicAdd(&found[id >> shift & (DIGITS - 1)], 1);  // of integers: their order does not matter
     }
     __syncthreads();
@@ -60,7 +74,7 @@ __device__ __forceinline__ int sum_before(int x, int* shared) {
 
 // Moves every id with its row to its place by this digit; equal digits keep their order.
 extern "C" __global__ void place(const int64* indices, const uint32* ids, const uint32* rows, const int* counts,
-                                 uint32* ids_out, uint32* rows_out, int64 count, int shift) {
+                                 uint32* ids_out, uint32* rows_out, int64 count, int64 vocab, int shift) {
     __shared__ int places[WARPS][DIGITS];
     __shared__ int sums[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
@@ -74,7 +88,7 @@ extern "C" __global__ void place(const int64* indices, const uint32* ids, const 
     for (int round = 0; round < ROUNDS; round++) {
         int64 i = first + round * WARP;
         bool inside = i < count;
-        id[round] = inside ? (indices ? uint32(indices[i]) : ids[i]) : 0;
+        id[round] = inside ? (indices ? id_of(indices[i], vocab) : ids[i]) : 0;
         int digit = id[round] >> shift & (DIGITS - 1);
         uint32 equal = __match_any_sync(0xffffffffu, inside ? uint32(digit) : uint32(DIGITS));
         int before = __popc(equal & ((1u << lane) - 1)), seen = places[warp][digit];
@@ -124,7 +138,7 @@ template <int W> __device__ __forceinline__ void add_to(GRADIENT* to, const Pack
 
 template <int W>
 __device__ __forceinline__ void sum_columns(const uint32* ids, const uint32* rows, const T* dy, A* partials,
-                                            GRADIENT* dweight, int64 count, int64 width) {
+                                            GRADIENT* dweight, int64 count, int64 vocab, int64 width) {
     int64 column = (blockIdx.y * (int64)blockDim.x + threadIdx.x) * W;
     if (column >= width) return;
     int64 begin = blockIdx.x * (int64)ROWS, end = min(begin + ROWS, count);
@@ -146,7 +160,7 @@ __device__ __forceinline__ void sum_columns(const uint32* ids, const uint32* row
             A* partial = partials + blockIdx.x * 2 * width + column;
             if (came) store<W>(partial, total);
             else if (same) store<W>(partial + width, total);
-            else add_to<W>(dweight + ids[here] * width + column, total);
+            else if (ids[here] < vocab) add_to<W>(dweight + ids[here] * width + column, total);
             came = false;
             total = {};
         }
@@ -154,9 +168,9 @@ __device__ __forceinline__ void sum_columns(const uint32* ids, const uint32* row
 }
 
 extern "C" __global__ void sum_runs(const uint32* ids, const uint32* rows, const T* dy, A* partials,
-                                    GRADIENT* dweight, int64 count, int64 width, int vectors) {
-    if (vectors) sum_columns<COLUMNS>(ids, rows, dy, partials, dweight, count, width);
-    else sum_columns<1>(ids, rows, dy, partials, dweight, count, width);
+                                    GRADIENT* dweight, int64 count, int64 vocab, int64 width, int vectors) {
+    if (vectors) sum_columns<COLUMNS>(ids, rows, dy, partials, dweight, count, vocab, width);
+    else sum_columns<1>(ids, rows, dy, partials, dweight, count, vocab, width);
 }
 
 template <int W>
@@ -176,9 +190,9 @@ __device__ __forceinline__ void join_columns(uint32 id, int64 last, const A* par
 
 // A run that begins in this block's rows and goes on in the next: its parts are added in order.
 extern "C" __global__ void join_runs(const uint32* ids, const A* partials, GRADIENT* dweight, int64 count,
-                                     int64 width, int vectors) {
+                                     int64 vocab, int64 width, int vectors) {
     int64 begin = blockIdx.x * (int64)ROWS, end = begin + ROWS;
-    if (end >= count || ids[end - 1] != ids[end]) return;
+    if (end >= count || ids[end - 1] != ids[end] || ids[end] >= vocab) return;
     uint32 id = ids[end];
     if (begin > 0 && ids[begin - 1] == id) return;
     int64 low = end, high = count;  // the first row of another id is in (low, high]

@@ -13,11 +13,14 @@ _ROWS = 32  # sorted rows that a block sums
 
 
 def forward(indices: Array, weight: Array, y: Array) -> None:
-    """y[i] = weight[indices[i]]. indices int64 (rows,), weight (vocab, width), y (rows, width)."""
-    rows, width = indices.size, weight.shape[1]
+    """y[i] = weight[indices[i]], nan for an index outside.
+
+    indices int64 (rows,), weight (vocab, width), y (rows, width).
+    """
+    rows, (vocab, width) = indices.size, weight.shape
     wide = vectors(weight, y) and width % (16 // weight.dtype.itemsize) == 0
     grid = min(-(-rows // (THREADS // 32)), 8 * backend().multiprocessors)
-    launch("embedding", "gather", weight.dtype, grid, (indices, weight, y, rows, width, wide))
+    launch("embedding", "gather", weight.dtype, grid, (indices, weight, y, rows, vocab, width, wide))
 
 
 def backward(indices: Array, dy: Array, dweight: Array) -> None:
@@ -25,13 +28,14 @@ def backward(indices: Array, dy: Array, dweight: Array) -> None:
 
     That order depends on `indices` only. It is found by sorting them: two launches for each eight bits of the
     vocabulary's size, which cost little beside the sums (dy read once, and the rows that are named read and
-    written). dweight may be of another type than dy, which is summed in float32 (float64 in float64).
+    written). Rows of an index outside go nowhere. dweight may be of another type than dy, which is summed in
+    float32 (float64 in float64).
     """
-    count, width = indices.size, dweight.shape[1]
+    count, (vocab, width) = indices.size, dweight.shape
     if not count or not width:
         return
     gradient = {"GRADIENT": TYPES[dweight.dtype.name]}
-    ids, rows = _sorted(indices, dweight.shape[0], dy.dtype, gradient)
+    ids, rows = _sorted(indices, vocab, dy.dtype, gradient)
     blocks = -(-count // _ROWS)
     partials = empty((blocks, 2, width), accumulator(dy.dtype))
     columns = 16 // min(dy.dtype.itemsize, dweight.dtype.itemsize)
@@ -39,9 +43,9 @@ def backward(indices: Array, dy: Array, dweight: Array) -> None:
     pieces = -(-width // columns) if wide else width
     threads = min(THREADS, -(-pieces // 32) * 32)
     grid, how = (blocks, -(-pieces // threads)), {"threads": threads, **gradient}
-    args = (ids, rows, dy, partials, dweight, count, width, wide)
-    launch("embedding", "sum_runs", dy.dtype, grid, args, **how)
-    launch("embedding", "join_runs", dy.dtype, grid, (ids, partials, dweight, count, width, wide), **how)
+    sizes = (count, vocab, width, wide)
+    launch("embedding", "sum_runs", dy.dtype, grid, (ids, rows, dy, partials, dweight, *sizes), **how)
+    launch("embedding", "join_runs", dy.dtype, grid, (ids, partials, dweight, *sizes), **how)
 
 
 def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
@@ -63,9 +67,9 @@ def _sorted(indices: Array, vocab: int, element: Any, defines: dict[str, str]) -
     tiles = -(-count // _TILE)
     counts = empty((tiles, 256), np.int32)
     source, ids, rows = indices, None, None
-    for shift in range(0, max(1, (vocab - 1).bit_length()), 8):
+    for shift in range(0, max(1, vocab.bit_length()), 8):
         places = empty(count, np.uint32), empty(count, np.uint32)
-        digit = (count, np.int32(shift))
+        digit = (count, vocab, np.int32(shift))
         launch("embedding", "count_digits", element, tiles, (source, ids, counts, *digit), **defines)
         launch("embedding", "place", element, tiles, (source, ids, rows, counts, *places, *digit), **defines)
         source, (ids, rows) = None, places

@@ -1,8 +1,8 @@
-"""Stochastic gradient descent with momentum over ranges of a flat shard; a range is a launch."""
+"""Stochastic gradient descent with momentum over ranges of a flat shard, in one launch."""
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, accumulator, blocks_for, launch, vectors
+from shardrt.kernels.cuda._launch import TYPES, accumulator, launch, tiles_for, vectors
 
 Array = Any
 
@@ -11,34 +11,25 @@ def step(
     param: Array,
     grad: Array,
     momentum_buffer: Array | None,
-    starts: Array,
-    stops: Array,
-    lrs: Array,
-    decays: Array,
+    ranges: Array,
     momentum: float,
-    dampening: float,
     nesterov: bool,
-    first: bool,
 ) -> None:
-    """Update param and momentum_buffer, 1-D, in the ranges [starts, stops); see optim.SGD for the rule.
+    """Update param and momentum_buffer, 1-D, in ranges of them; see optim.SGD for the rule.
 
-    Range k has learning rate lrs[k] and weight decay decays[k], added to the gradient. `first`: the buffer
-    holds nothing yet and becomes the gradient. The ranges are NumPy's; grad and momentum_buffer may be of
-    other types than param.
+    ranges: float64 (count, 6), in order, without overlap: start, stop, learning rate, weight decay (added to
+    the gradient), how much of the buffer is kept, how much of the gradient is added to it. Nothing is kept of
+    a buffer that holds nothing yet. In GPU memory, so that the numbers of a step need not be known when it is
+    launched. grad and momentum_buffer may be of other types than param.
     """
-    real = accumulator(param.dtype)
-    aligned = vectors(param, grad, momentum_buffer)
-    types = {"GRADIENT": TYPES[grad.dtype.name]}
+    types, aligned = {"GRADIENT": TYPES[grad.dtype.name]}, vectors(param, grad, momentum_buffer)
     if momentum_buffer is None:
-        function, arrays, rest = "descend", (param, grad), (aligned,)
+        function, args = "descend", (param, grad, ranges, len(ranges), aligned)
     else:
-        function, arrays = "descend_with_momentum", (param, grad, momentum_buffer)
-        kept, added = (0, 1) if first else (momentum, 1 - dampening)
-        rest = (real(momentum), real(kept), real(added), bool(nesterov), bool(first), aligned)
-        types["STATE"] = TYPES[momentum_buffer.dtype.name]
-    for start, stop, lr, decay in zip(starts, stops, lrs, decays, strict=True):
-        args = (*arrays, int(start), int(stop), real(lr), real(decay), *rest)
-        launch("sgd", function, param.dtype, blocks_for(int(stop - start), 4), args, **types)
+        function, types["STATE"] = "descend_with_momentum", TYPES[momentum_buffer.dtype.name]
+        settings = accumulator(param.dtype)(momentum), bool(nesterov)
+        args = (param, grad, momentum_buffer, ranges, len(ranges), *settings, aligned)
+    launch("sgd", function, param.dtype, tiles_for(param.size, len(ranges)), args, **types)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

@@ -35,6 +35,9 @@ class Graph:
         self._pool = cupy.cuda.MemoryPool()
         self._function: Callable[[], Any] | None = None  # refers to what the graph reads
         self._launchable: Any = None
+        self._before: list[Callable[[], None]] = []
+        self._after: list[Callable[[], None]] = []
+        self.kept: dict[str, Any] = {}  # what ops leave for later ones of the same graph
 
     def replay(self) -> None:
         """Run it after all that is in this thread's streams, and before what comes to them from now on."""
@@ -43,6 +46,8 @@ class Graph:
         if self._compute.graph is not None:
             raise RuntimeError(f"replay: {WHY}")
         self._gather_sides()
+        for function in self._before:
+            function()
         self._launchable.launch(self._compute.handle)
         self._compute.record(self._ended)
         for side in list(self._sides):
@@ -72,7 +77,17 @@ class Graph:
         finally:
             for stream in streams:
                 stream.graph = None
+            for undo in self._after:
+                undo()
             self._finish(whole)
+
+    def before_replay(self, function: Callable[[], None]) -> None:
+        """Call `function()` before each replay, after those given earlier. Its copies go before the graph."""
+        self._before.append(function)
+
+    def after_capture(self, function: Callable[[], None]) -> None:
+        """Call `function()` when this is captured: to undo what the host has counted as if it had run."""
+        self._after.append(function)
 
     def ended(self, by_host: bool = False) -> Any:
         """An event at the end of the latest replay, never recorded if there was none.

@@ -191,6 +191,9 @@ class CPUDevice(Device):
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         return np.asarray(values, dtype)
 
+    def upload(self, values: np.ndarray) -> Array:
+        return values
+
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
 

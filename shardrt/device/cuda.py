@@ -20,6 +20,7 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device.capture import WHY, Graph
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
+from shardrt.device.upload import Uploads
 
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
@@ -132,6 +133,10 @@ class CUDADevice(Device):
         return self._here.stream
 
     @property
+    def capturing(self) -> Graph | None:
+        return self.current_stream.graph
+
+    @property
     def kernels(self) -> ModuleType:
         if self._kernels is None:
             self._kernels = importlib.import_module("shardrt.kernels.cuda")
@@ -175,6 +180,29 @@ class CUDADevice(Device):
         if not isinstance(values, self._cupy.ndarray):
             self._refuse("values of the host can't be copied, but into an array that is there beforehand")
         return self._cupy.asarray(values, dtype)
+
+    def upload(self, values: np.ndarray) -> Array:
+        self._refuse("numbers of the host can't be copied")
+        target = self._cupy.empty(values.shape, values.dtype)
+        self._uploads.send(target, values)
+        return target
+
+    def numbers(self, make: Callable[[], np.ndarray]) -> Array:
+        graph = self.capturing
+        if graph is None:
+            return self.upload(make())
+        values = make()
+        # Not of the graph's pool: what the graph does before it reads the numbers would write over them.
+        memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(values.nbytes, 1)), 0)
+        target = self._cupy.ndarray(values.shape, values.dtype, memory)
+        graph.before_replay(lambda: self._uploads.send(target, make()))
+        return target
+
+    @property
+    def _uploads(self) -> Uploads:
+        if not hasattr(self._here, "uploads"):
+            self._here.uploads = Uploads(self._cupy, lambda size: self.pinned(size, np.uint8), self.copy)
+        return self._here.uploads
 
     def copy(self, target: Array, source: Array) -> None:
         """In CuPy's current stream. Both contiguous, of one dtype, on the host or here."""
@@ -233,11 +261,10 @@ class CUDADevice(Device):
         """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.
 
         Call the function once before, so that its kernels are compiled and its streams made. What it takes
-        from the host is as it is now in every replay: numbers, addresses, which branch is taken; what it does
-        on the host happens once, now. See docs/gpu_capture.md for what this means for a training step.
+        from the host is as it is now in every replay: addresses, which branch is taken, numbers but for those
+        of optimizers and dropout; what it does on the host happens once, now. See docs/gpu_capture.md.
 
-        Raises RuntimeError where it reads what is on the GPU, waits for it, or draws on what changes from
-        step to step on the host (optimizers, dropout).
+        Raises RuntimeError where it reads what is on the GPU, or waits for it.
         """
         compute = self.current_stream
         if compute.graph is not None:

@@ -66,6 +66,11 @@ class Device(ABC):
     name: str
     current_stream: Stream
 
+    @property
+    def capturing(self) -> Any | None:
+        """The graph (capture.py) that this thread's work is captured in, None if it runs."""
+        return None
+
     def enter(self) -> None:  # noqa: B027 (the CPU has nothing to do)
         """This thread uses the device from now on."""
 
@@ -101,6 +106,14 @@ class Device(ABC):
     @abstractmethod
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         """`values` as an array on this device; no copy where it already is one of that dtype."""
+
+    @abstractmethod
+    def upload(self, values: np.ndarray) -> Array:
+        """A few numbers, which may change at once, as an array for kernels in the stream that runs this."""
+
+    def numbers(self, make: Callable[[], np.ndarray]) -> Array:
+        """What `make()` gives, as by `upload`; where a graph is captured, as it is before each replay."""
+        return self.upload(make())
 
     @abstractmethod
     def copy(self, target: Array, source: Array) -> None:

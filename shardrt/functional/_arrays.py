@@ -30,12 +30,27 @@ def floating(x: Any) -> "Tensor":
     return x if dtypes.floating(x.dtype) else Variable.result_type(x.data.astype(np.float32))
 
 
-def integers(op: str, name: str, values: Any) -> Array:
-    """An integer array or tensor as a C-contiguous int64 array. Raises TypeError for other types."""
-    array = values.data if isinstance(values, Variable) else device.current().asarray(values)
+def indices(op: str, name: str, values: Any, size: int, ignore: int | None = None) -> Array:
+    """Numbers from 0 to size - 1, or `ignore`, as a C-contiguous int64 array on the device.
+
+    values: an array, a tensor, nested lists, or a range, which unlike an array can be in a captured graph.
+    What is on a GPU already is not looked at, because the host would have to wait for it.
+
+    Raises TypeError for other than integers, ValueError that names the first one outside.
+    """
+    here = device.current()
+    if isinstance(values, range):
+        array = np.arange(values.start, values.stop, values.step, dtype=np.int64)
+        _check_range(op, name, array, size, ignore)
+        return here.numbers(lambda: array)
+    array = values.data if isinstance(values, Variable) else values
+    if not hasattr(array, "dtype") or isinstance(array, np.generic):
+        array = np.asarray(array)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{op}: {name} must be integers, got {array.dtype}")
-    return contiguous(device.current().asarray(array, np.int64))
+    if isinstance(array, np.ndarray):
+        _check_range(op, name, array, size, ignore)
+    return contiguous(here.asarray(array, np.int64))
 
 
 def check_floats(op: str, **tensors: "Tensor | None") -> None:
@@ -56,15 +71,14 @@ def _computed_in(dtype: np.dtype) -> bool:
     return dtype.kind == "f" and dtype.itemsize >= 4
 
 
-def check_range(op: str, name: str, indices: Array, size: int, ignored: Array | None = None) -> None:
-    """Raise ValueError that names the first of `indices` outside [0, size), `ignored` ones left out."""
-    wrong = (indices < 0) | (indices >= size)
-    if ignored is not None:
-        wrong &= ~ignored
+def _check_range(op: str, name: str, array: np.ndarray, size: int, ignore: int | None) -> None:
+    wrong = (array < 0) | (array >= size)
+    if ignore is not None:
+        wrong &= array != ignore
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         where = ", ".join(map(str, place))
-        raise ValueError(f"{op}: {name}[{where}] is {int(indices[place])}, not in [0, {size})")
+        raise ValueError(f"{op}: {name}[{where}] is {int(array[place])}, not in [0, {size})")
 
 
 def pair(op: str, name: str, value: Any, least: int) -> tuple[int, int]:

@@ -4,9 +4,12 @@ The elements are counted over the global batch, of which each rank has an equal 
 the micro-batch that it computes; so a run drops the same elements at every world size.
 """
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from shardrt import random
+import numpy as np
+
+from shardrt import device, random
 from shardrt.autograd import Function
 from shardrt.comm import world
 from shardrt.functional._arrays import check_floats, empty_like, flat, kernels, tensor
@@ -20,17 +23,16 @@ Array = Any
 class Dropout(Function):
     __slots__ = ()
 
-    def forward(self, x: Array, p: float, seed: int, call: int, offset: int) -> Array:
-        self.saved = (p, seed, call, offset)
+    def forward(self, x: Array, p: float, seed: int, call: int, offset: int, place: Array | None) -> Array:
+        self.saved = (p, seed, call, offset, place)
         y = empty_like(x)
-        kernels().dropout.forward(flat(x), flat(y), p, seed, call, offset)
+        kernels().dropout.forward(flat(x), flat(y), *self.saved)
         return y
 
     def backward(self, dy: Array) -> tuple:
-        p, seed, call, offset = self.saved
         dx = empty_like(dy)
-        kernels().dropout.backward(flat(dy), flat(dx), p, seed, call, offset)
-        return dx, None, None, None, None
+        kernels().dropout.backward(flat(dy), flat(dx), *self.saved)
+        return dx, None, None, None, None, None
 
 
 def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
@@ -45,6 +47,31 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
         raise ValueError(f"dropout: p must be in [0, 1), got {p}")
     if not training or p == 0:
         return x
-    seed, call = random.next_call()
+    seed, call, place = _key()
     part = random.micro_batch()
-    return Dropout.apply(x, p, seed, call, (world.current().rank if part is None else part) * x.size)
+    first = (world.current().rank if part is None else part) * x.size
+    return Dropout.apply(x, p, seed, call, first, place)
+
+
+def _key() -> tuple[int, int, Array | None]:
+    """(seed, call, place) of the next mask, as the kernel takes them.
+
+    In a captured graph `call` counts from the first mask of the graph, whose key is asked for before each
+    replay; and each replay draws the keys that the capture only seemed to draw.
+    """
+    before = random.state()
+    seed, call = random.next_call()
+    here = device.current()
+    graph = here.capturing
+    if graph is None:
+        return seed, call, None
+    if "dropout" not in graph.kept:
+        if random.rewound():
+            raise RuntimeError("dropout: a graph that makes a mask again must have made it first")
+        graph.after_capture(partial(random.restore, before))
+        place = here.numbers(lambda: np.array(random.upcoming(), np.uint64))
+        graph.kept["dropout"] = call, place
+    first, place = graph.kept["dropout"]
+    if not random.rewound():
+        graph.before_replay(random.next_call)
+    return 0, (call - first) % 2**64, place

@@ -3,7 +3,8 @@
 from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, check_range, empty, flat, integers, kernels, rows, tensor
+from shardrt.functional._arrays import check_floats, empty, flat, kernels, rows, tensor
+from shardrt.functional._arrays import indices as checked
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -32,14 +33,13 @@ class Embedding(Function):
 
 
 def embedding(indices: Any, weight: "Tensor") -> "Tensor":
-    """The rows of weight that indices name: integers (...) and (rows, width) -> (..., width).
+    """The rows of weight that indices name: integers (...), or a range, and (rows, width) -> (..., width).
 
-    Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers.
+    Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers. Indices
+    that are on a GPU already are not looked at: the rows of those outside are nan.
     """
     weight = tensor(weight)
     if weight.ndim != 2:
         raise ValueError(f"embedding: weight must be (rows, width), got {weight.shape}")
     check_floats("embedding", weight=weight)
-    indices = integers("embedding", "indices", indices)
-    check_range("embedding", "indices", indices, weight.shape[0])
-    return Embedding.apply(indices, weight)
+    return Embedding.apply(checked("embedding", "indices", indices, weight.shape[0]), weight)

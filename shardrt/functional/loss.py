@@ -3,7 +3,6 @@ holding all of them. One number per row is kept for backward.
 """
 
 from collections.abc import Iterator
-from math import nan
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -12,12 +11,11 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     asarray,
     check_floats,
-    check_range,
     empty,
     empty_exact,
     empty_like,
     flat,
-    integers,
+    indices,
     kernels,
     rows,
     tensor,
@@ -38,14 +36,14 @@ class CrossEntropy(Function):
         logits2 = rows(logits)  # (tokens, vocab)
         losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
-        count = _divisor(targets, ignore_index, reduction)
+        count = _counted(targets, ignore_index, reduction)
         self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
         return _reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         logits, targets, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
-        scale = 1.0 if reduction == "none" else float(dy) / max(1, count)
+        scale = _scale(dy, reduction, count)
         kernels().cross_entropy.backward(rows(logits), flat(targets), lse, rows(dlogits), scale, ignore_index)
         if reduction == "none":
             dlogits *= dy[..., None]
@@ -70,8 +68,9 @@ def cross_entropy(
     inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing else
     may use the logits then, nor may the op that made them have saved them; backward runs once.
 
-    Raises ValueError for shapes that don't fit, a target out of range (it names the first), another
-    reduction, or inplace on a leaf; TypeError for other dtypes.
+    Raises ValueError for shapes that don't fit, a target out of range (it names the first; a target that is
+    on a GPU is not looked at, and the loss is nan), another reduction, or inplace on a leaf; TypeError for
+    other dtypes.
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
@@ -98,14 +97,14 @@ class LinearCrossEntropy(Function):
             kernels().cross_entropy.forward(
                 logits, flat(targets)[part], losses[part], lse[part], ignore_index
             )
-        count = _divisor(targets, ignore_index, reduction)
+        count = _counted(targets, ignore_index, reduction)
         self.saved = (x, weight, targets, lse, ignore_index, reduction, count, chunk)
         return _reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         x, weight, targets, lse, ignore_index, reduction, count, chunk = self.saved
         linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.data)
-        scale = 1.0 if reduction == "none" else float(dy) / max(1, count)
+        scale = _scale(dy, reduction, count)
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
         memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
@@ -160,28 +159,38 @@ def _checked(
     op: str, name: str, x: "Tensor", vocab: tuple, targets: Any, ignore_index: int, reduction: str
 ) -> Array:
     """The targets as an array, if they and the reduction are fit for x (..., width)."""
-    targets = integers(op, "targets", targets)
-    if x.ndim == 0 or targets.shape != x.shape[:-1]:
+    if x.ndim == 0:
+        raise ValueError(f"{op}: {name} need an axis, the {'vocabulary' if name == 'logits' else 'width'}")
+    targets = indices(op, "targets", targets, *vocab, ignore_index)
+    if targets.shape != x.shape[:-1]:
         raise ValueError(
             f"{op}: {name} (..., {'vocab' if name == 'logits' else 'inputs'}) need targets (...), "
             f"got {x.shape} and {targets.shape}"
         )
-    check_range(op, "targets", targets, *vocab, targets == ignore_index)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
     return targets
 
 
-def _divisor(targets: Array, ignore_index: int, reduction: str) -> int:
-    """What the sum of the losses is divided by."""
-    return int((targets != ignore_index).sum()) if reduction == "mean" else 1
+def _counted(targets: Array, ignore_index: int, reduction: str) -> Array | None:
+    """What the sum of the losses is divided by, which stays on the device; None for nothing."""
+    return (targets != ignore_index).sum() if reduction == "mean" else None
 
 
-def _reduced(losses: Array, targets: Array, reduction: str, count: int) -> Array:
+def _reduced(losses: Array, targets: Array, reduction: str, count: Array | None) -> Array:
     if reduction == "none":
         return losses.reshape(targets.shape)
-    total = losses.sum(dtype=np.float64) / count if count else nan
+    total = losses.sum(dtype=np.float64)
+    if count is not None:
+        with np.errstate(invalid="ignore"):  # 0 / 0: nan
+            total = total / count
     return asarray(total, losses.dtype)
+
+
+def _scale(dy: Array, reduction: str, count: Array | None) -> Array | None:
+    """What the gradient of every row is multiplied by, one float64 on the device; None for 1."""
+    scale = None if reduction == "none" else dy.astype(np.float64)
+    return scale if count is None else scale / np.maximum(count, 1)
 
 
 def _chunks(memory: Array, count: int) -> Iterator[tuple[slice, Array]]:

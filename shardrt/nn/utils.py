@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable
 from math import fsum, inf, isfinite, isinf, sqrt
+from typing import Any
 
 import numpy as np
 
@@ -11,6 +12,9 @@ from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Storage
+from shardrt.tensor import Tensor
+
+Array = Any
 
 
 def clip_grad_norm_(
@@ -44,6 +48,49 @@ def clip_grad_norm_(
         for _, piece in pieces:
             device.of(piece).kernels.elementwise.scale_(piece, factor)
     return norm
+
+
+def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+    """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
+
+    So it can be captured in a CUDA graph. The norm is a plain float64 sum, whose last bits depend on how the
+    gradients are sharded.
+
+    Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
+    not.
+    """
+    if not max_norm > 0:
+        raise ValueError(f"clip_grad_norm_on_device_: max_norm must be positive, got {max_norm}")
+    parameters, here = list(parameters), device.current()
+    limited = not isinf(max_norm)
+    if limited:
+        _refuse_mixed(parameters)
+    by_communicator: dict[Communicator | None, list[Array]] = {}
+    for storage, piece in _gradient_pieces(parameters):
+        if limited:
+            storage.refuse_applied("clip_grad_norm_on_device_")
+        pieces = by_communicator.setdefault(storage.communicator, [])
+        if piece.size:
+            pieces.append(piece)
+    everything = [piece for pieces in by_communicator.values() for piece in pieces]
+    if any(device.of(piece) is not here for piece in everything):
+        raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
+    total = sum(_square_sum(*item) for item in by_communicator.items())
+    norm = np.sqrt(total)
+    factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
+    for piece in everything if limited else ():
+        here.kernels.elementwise.scale_by_(piece, factor)
+    return Tensor(norm.reshape(()))
+
+
+def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
+    """The sum of the squares on all ranks of a communicator: (1,), on the device."""
+    here = device.current()
+    sums = [here.kernels.reduce.power_sums(piece, 2.0) for piece in pieces]
+    total = np.concatenate(sums).sum().reshape(1) if sums else here.zeros((1,), np.float64)
+    if communicator is not None:
+        communicator.all_reduce(total, op="sum", stream=here.current_stream)
+    return total
 
 
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:

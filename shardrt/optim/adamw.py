@@ -1,6 +1,7 @@
 """AdamW (Loshchilov and Hutter, Decoupled Weight Decay Regularization, 2019, algorithm 2)."""
 
 from collections.abc import Iterable
+from math import sqrt
 from types import ModuleType
 
 from shardrt.nn.parameter import Parameter
@@ -32,18 +33,11 @@ class AdamW(Optimizer):
         self.betas = betas
         self.eps = eps
 
+    def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
+        beta1, beta2 = self.betas
+        rate = group["lr"] / (1 - beta1**steps)
+        return 1 - group["lr"] * group["weight_decay"], rate, 1 / sqrt(1 - beta2**steps)
+
     def update(self, kernels: ModuleType, update: Update) -> None:
-        kernels.adamw.step(
-            update.arrays["shard"],
-            update.arrays["gradient"],
-            update.arrays["m"],
-            update.arrays["v"],
-            update.starts,
-            update.stops,
-            update.lrs,
-            update.decays,
-            *self.betas,
-            self.eps,
-            update.steps,
-            1.0,
-        )
+        arrays = (update.arrays[name] for name in ("shard", "gradient", "m", "v"))
+        kernels.adamw.step(*arrays, update.ranges, *self.betas, self.eps)

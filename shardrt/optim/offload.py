@@ -89,7 +89,7 @@ class Updates:
 
     def issue(self, piece: Slice, update: Update, kernel: Kernel) -> None:
         """Issue `kernel(kernels, update)`, after the gradient and all that compute has issued so far."""
-        if piece.starts.size == 0:
+        if len(update.ranges) == 0:
             return  # this rank holds nothing of it
         route = self._routes[piece]
         self.device.current_stream.record(self._issued)
@@ -113,9 +113,9 @@ class Updates:
     def _issue_chunks(self, piece: Slice, route: Route, update: Update, kernel: Kernel) -> Stream:
         """Gives the stream that works on a chunk last."""
         last = route.stream
-        for start in range(int(update.starts[0]), int(update.stops[-1]), CHUNK):
-            part = update.part(start, min(start + CHUNK, int(update.stops[-1])))
-            if part.starts.size:
+        for start in range(update.start, update.stop, CHUNK):
+            part = update.part(start, min(start + CHUNK, update.stop))
+            if len(part.ranges):
                 slot = self.staging.acquire()
                 last = self._issue_chunk(piece, route, slot, part, kernel)
                 if self.staging.poison:

@@ -7,15 +7,21 @@ storages on the host and during backward, in the streams of offload.py.
 
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
 from types import ModuleType
+from typing import Any
+
+import numpy as np
 
 from shardrt import autograd, device
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.offload import Updates
 from shardrt.optim.slices import Slice, Update, slices_of
+
+Array = Any
 
 NO_DECAY = ("*bias", "*norm*")
 
@@ -94,25 +100,57 @@ class Optimizer:
                 here.append(piece)
             else:
                 self._issue(piece)
-        for piece in here:  # beside those that were issued
-            if piece.storage.gradient_ready is not None:
-                self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
-            self.update(self._device.kernels, self._next_update(piece))
-            piece.storage.modified()
+        if here:  # beside those that were issued
+            self._update_here(here)
         if self.updates is not None:
             self.updates.settle()
+
+    def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
+        """What the kernel wants to know of a range of `group` in step `steps`, from 1."""
+        raise NotImplementedError
 
     def update(self, kernels: ModuleType, update: Update) -> None:
         """Run the kernel of this optimizer."""
         raise NotImplementedError
 
-    def _next_update(self, piece: Slice) -> Update:
-        piece.steps += 1
-        return piece.update(piece.storage.gradient, self.param_groups)
+    def _update_here(self, pieces: list[Slice]) -> None:
+        """In the compute stream, all with one copy of their numbers. May be captured in a graph."""
+
+        def count() -> None:
+            for piece in pieces:
+                piece.steps += 1
+
+        def count_replay() -> None:
+            count()
+            for piece in pieces:
+                piece.storage.modified()
+
+        graph = self._device.capturing
+        if graph is None:
+            count()
+        else:
+            graph.before_replay(count_replay)
+        ranges = self._device.numbers(lambda: np.concatenate([self._ranges(piece) for piece in pieces]))
+        stop = 0
+        for piece in pieces:
+            start, stop = stop, stop + len(piece.starts)
+            if piece.storage.gradient_ready is not None:
+                self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
+            self.update(self._device.kernels, Update(piece.arrays(), ranges[start:stop]))
+            piece.storage.modified()
+
+    def _ranges(self, piece: Slice) -> Array:
+        return piece.ranges([self.numbers(group, piece.steps) for group in self.param_groups])
 
     def _issue(self, piece: Slice) -> None:
-        self.updates.issue(piece, self._next_update(piece), self.update)
+        piece.steps += 1
+        self.updates.issue(piece, Update(piece.arrays(), self._ranges(piece)), self._update_there)
         piece.storage.modified()
+
+    def _update_there(self, kernels: ModuleType, update: Update) -> None:
+        """In a stream of offload.py, on the device of its kernels."""
+        there = device.of(update.arrays["shard"])
+        self.update(kernels, replace(update, ranges=there.upload(update.ranges)))
 
     def _on_gradient(self, piece: Slice) -> None:
         """Backward has issued the last work on the gradient of `piece`."""

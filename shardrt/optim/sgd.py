@@ -40,17 +40,11 @@ class SGD(Optimizer):
         self.dampening = dampening
         self.nesterov = nesterov
 
+    def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
+        first = steps == 1  # the buffer holds nothing yet, and becomes the gradient
+        kept, added = (0.0, 1.0) if first else (self.momentum, 1 - self.dampening)
+        return group["lr"], group["weight_decay"], kept, added
+
     def update(self, kernels: ModuleType, update: Update) -> None:
-        kernels.sgd.step(
-            update.arrays["shard"],
-            update.arrays["gradient"],
-            update.arrays.get("momentum"),
-            update.starts,
-            update.stops,
-            update.lrs,
-            update.decays,
-            self.momentum,
-            self.dampening,
-            self.nesterov,
-            update.steps == 1,
-        )
+        arrays = (update.arrays.get(name) for name in ("shard", "gradient", "momentum"))
+        kernels.sgd.step(*arrays, update.ranges, self.momentum, self.nesterov)

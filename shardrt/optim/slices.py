@@ -64,49 +64,48 @@ class Slice:
         self.stops = np.array([stop for _, stop, _ in ranges], np.int64)
         self.groups = [group for _, _, group in ranges]
 
-    def update(self, gradient: Array, groups: list[dict]) -> "Update":
-        """The next update of this slice, with the settings that `groups` have now.
+    def arrays(self) -> dict[str, Array]:
+        """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long."""
+        return {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
 
-        Leaves out what was frozen since the optimizer was made.
+    def ranges(self, numbers: list[tuple[float, ...]]) -> Array:
+        """The ranges with the numbers that a kernel wants for each: those of its group, from `numbers`.
+
+        Float64 (ranges, 2 + numbers). Leaves out what was frozen since the optimizer was made.
         """
         if any(p.requires_grad != was for (p, _), was in zip(self.members, self._trained, strict=True)):
             self._arrange()
-        return Update(
-            arrays={"shard": self.storage.shard, "gradient": gradient, **self.state},
-            starts=self.starts,
-            stops=self.stops,
-            lrs=np.array([groups[g]["lr"] for g in self.groups], np.float64),
-            decays=np.array([groups[g]["weight_decay"] for g in self.groups], np.float64),
-            steps=self.steps,
-        )
+        rows = [
+            (start, stop, *numbers[group])
+            for start, stop, group in zip(self.starts, self.stops, self.groups, strict=True)
+        ]
+        return np.array(rows, np.float64).reshape(-1, 2 + len(numbers[0]))
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One call of an optimizer's kernel.
-
-    arrays: "shard", "gradient" and the optimizer's state by name; 1-D and equally long. Ranges k, from
-    starts[k] to stops[k], have the learning rate lrs[k] and the weight decay decays[k]. steps: from 1.
-    """
+    """One call of an optimizer's kernel: Slice.arrays; Slice.ranges, on the host or where it runs."""
 
     arrays: dict[str, Array]
-    starts: Array
-    stops: Array
-    lrs: Array
-    decays: Array
-    steps: int
+    ranges: Array
+
+    @property
+    def start(self) -> int:
+        """The first element of the first range. There is one."""
+        return int(self.ranges[0, 0])
+
+    @property
+    def stop(self) -> int:
+        """The element behind the last range."""
+        return int(self.ranges[-1, 1])
 
     def part(self, start: int, stop: int) -> "Update":
         """The same for the elements [start, stop) alone, counted from `start`."""
-        starts, stops = np.maximum(self.starts, start), np.minimum(self.stops, stop)
-        inside = starts < stops
+        inside = np.clip(self.ranges[:, :2], start, stop)
+        ranges = np.column_stack([inside - start, self.ranges[:, 2:]])
         return Update(
             arrays={name: array[start:stop] for name, array in self.arrays.items()},
-            starts=starts[inside] - start,
-            stops=stops[inside] - start,
-            lrs=self.lrs[inside],
-            decays=self.decays[inside],
-            steps=self.steps,
+            ranges=ranges[inside[:, 0] < inside[:, 1]],
         )
 
     def on(self, arrays: dict[str, Array]) -> "Update":

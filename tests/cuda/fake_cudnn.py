@@ -106,10 +106,24 @@ class Graph:
         inputs = 3 if self.kind == "forward" else 6
         exact = [x.astype(np.float64) for x in arrays]
         exact[statistics] = exact[statistics][..., 0]
-        getattr(cpu, self.kind)(*exact, causal=self.causal, scale=self.scale)
+        self._compute(exact)
         exact[statistics] = exact[statistics][..., None]
         for array, value in zip(arrays[inputs:], exact[inputs:], strict=True):
             array[...] = value.astype(array.dtype)
+
+    def _compute(self, arrays):
+        """Grouped queries too: each head of k and v for several of q, their gradients summed over those."""
+        first = 0 if self.kind == "forward" else 1  # of q, k, v; the gradients of k and v are last
+        grouped = [first + 1, first + 2, *((-2, -1) if first else ())]
+        group = arrays[first].shape[1] // arrays[first + 1].shape[1]
+        assert group * arrays[first + 1].shape[1] == arrays[first].shape[1]
+        whole = list(arrays)
+        for place in grouped:
+            whole[place] = np.repeat(arrays[place], group, axis=1)
+        getattr(cpu, self.kind)(*whole, causal=self.causal, scale=self.scale)
+        for place in grouped[2:]:
+            batch, heads, time, width = arrays[place].shape
+            arrays[place][...] = whole[place].reshape(batch, heads, group, time, width).sum(axis=2)
 
 
 def module():

@@ -39,7 +39,7 @@ class ndarray:
 
     def __init__(self, shape, dtype=float, memptr=None):
         if memptr is None:
-            self._host = np.empty(shape, dtype)
+            self._host = _kept(np.empty(shape, dtype))
         else:
             count = int(np.prod(shape))
             memory = memptr.mem.bytes[memptr.offset :]
@@ -62,7 +62,7 @@ class ndarray:
         return self._host.copy()
 
     def fill(self, value):
-        self._host.fill(value)
+        issue(lambda: self._host.fill(value))
 
     def item(self):
         not_captured()
@@ -76,18 +76,29 @@ class ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
-        return on_device(getattr(ufunc, method)(*map(_checked, inputs), **_inside(kwargs)))
+        inputs, kwargs = list(map(_checked, inputs)), _inside(kwargs)
+        call = getattr(ufunc, method)
+        if "out" in kwargs:
+            issue(lambda: call(*inputs, **kwargs))
+            return on_device(kwargs["out"][0])
+        return _computed(lambda: call(*inputs, **kwargs), inputs)
 
     def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(kind, ndarray) for kind in types):
             raise TypeError(f"{function.__name__}: arrays of the host and of the device are mixed")
-        return on_device(function(*_inside(args), **_inside(kwargs)))
+        args, kwargs = _inside(args), _inside(kwargs)
+        if function is np.copyto:
+            issue(lambda: function(*args, **kwargs))
+            return None
+        return _computed(lambda: function(*args, **kwargs), _arrays_in(args))
 
     def __getitem__(self, index):
-        return on_device(self._host[_inside(index)])
+        index = _inside(index)
+        return _computed(lambda: self._host[index], [self._host])
 
     def __setitem__(self, index, value):
-        self._host[_inside(index)] = _checked(value)
+        index, value = _inside(index), _checked(value)
+        issue(lambda: operator.setitem(self._host, index, value))
 
     def __len__(self):
         return len(self._host)
@@ -118,17 +129,45 @@ class ndarray:
 
 
 def _method(name):
-    return lambda self, *args, **kwargs: on_device(
-        getattr(self._host, name)(*_inside(args), **_inside(kwargs))
-    )
+    def call(self, *args, **kwargs):
+        args, kwargs = _inside(args), _inside(kwargs)
+        return _computed(lambda: getattr(self._host, name)(*args, **kwargs), [self._host])
+
+    return call
 
 
 def _operator(name):
     def apply(self, other):
-        result = getattr(self._host, name)(_checked(other))
-        return result if result is NotImplemented else on_device(result)
+        other = _checked(other)
+        if name.startswith("__i"):
+            issue(lambda: getattr(self._host, name)(other))
+            return self
+        return _computed(lambda: getattr(self._host, name)(other), [self._host, other])
 
     return apply
+
+
+def _arrays_in(nest):
+    """The NumPy arrays of a nest of arguments."""
+    if isinstance(nest, tuple | list):
+        return [array for item in nest for array in _arrays_in(item)]
+    return [nest] if isinstance(nest, np.ndarray) else []
+
+
+def _computed(compute, inputs):
+    """What NumPy computes, on the device; in a captured graph again in every replay, unless it is a view."""
+    stream = getattr(Stream.here, "stream", None)
+    if stream is None or stream.captured is None:
+        return on_device(compute())
+    with np.errstate(all="ignore"):  # of numbers that are not there yet: only the shape counts
+        result = compute()
+    if not isinstance(result, np.ndarray | np.generic):
+        return on_device(result)  # shapes, types
+    array = np.asarray(result)
+    if any(np.may_share_memory(array, x) for x in _arrays_in(inputs)):
+        return on_device(result)
+    issue(lambda: np.copyto(array, compute()))
+    return on_device(array)
 
 
 for _name in _BACK:
@@ -142,7 +181,11 @@ for _name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "
 for _name in ("lt", "le", "eq", "ne", "gt", "ge"):
     setattr(ndarray, f"__{_name}__", _operator(f"__{_name}__"))
 for _name in ("neg", "invert", "abs"):
-    setattr(ndarray, f"__{_name}__", lambda self, name=_name: on_device(getattr(self._host, f"__{name}__")()))
+    setattr(
+        ndarray,
+        f"__{_name}__",
+        lambda self, name=_name: _computed(lambda: getattr(self._host, f"__{name}__")(), [self._host]),
+    )
 
 
 def on_device(host):
@@ -151,8 +194,16 @@ def on_device(host):
         return type(host)(map(on_device, host))
     if isinstance(host, np.ndarray | np.generic):
         array = ndarray.__new__(ndarray)
-        array._host = np.asarray(host)
+        array._host = _kept(np.asarray(host))
         return array
+    return host
+
+
+def _kept(host):
+    """Memory that is taken while a graph is captured stays the graph's, as in CuPy's pool for it."""
+    stream = getattr(Stream.here, "stream", None)
+    if stream is not None and stream.captured is not None:
+        stream.captured.memory.append(host)
     return host
 
 
@@ -195,6 +246,7 @@ class Graph:
 
     def __init__(self, origin):
         self.origin, self.work, self.loose, self.streams = origin, [], set(), [origin]
+        self.memory = []
 
     def launch(self, stream):
         assert stream.captured is None
@@ -475,7 +527,13 @@ def module():
     cupy = ModuleType("cupy")
     cupy.ndarray = ndarray
     cupy.empty = lambda shape, dtype: ndarray(shape, dtype)
-    cupy.zeros = lambda shape, dtype: on_device(np.zeros(shape, dtype))
+
+    def zeros(shape, dtype):
+        array = ndarray(shape, dtype)
+        array.fill(0)
+        return array
+
+    cupy.zeros = zeros
 
     def asarray(values, dtype=None):
         if isinstance(values, ndarray):

@@ -30,7 +30,26 @@ class NcclCommunicator:
         self._size, self._rank, self.alive = size, rank, True
         self._group.barrier.wait()
 
-    def allGather(self, send, recv, count, kind, stream):
+    def allGather(self, *arguments):
+        _issue(self._all_gather, *arguments)
+
+    def allReduce(self, *arguments):
+        _issue(self._all_reduce, *arguments)
+
+    def broadcast(self, *arguments):
+        _issue(self._broadcast, *arguments)
+
+    def send(self, *arguments):
+        _issue(self._send, *arguments)
+
+    def recv(self, *arguments):
+        grouped = getattr(_here, "grouped", None)
+        if grouped is None:
+            _issue(self._recv, *arguments)
+        else:  # a receive before its send would wait for ever: only the end of the group waits
+            grouped.append((self._recv, *arguments))
+
+    def _all_gather(self, send, recv, count, kind, stream):
         nbytes = count * _SIZES[kind]
         self._meet(send)
         for rank, pointer in enumerate(self._group.pointers):
@@ -38,27 +57,21 @@ class NcclCommunicator:
                 ctypes.memmove(recv + rank * nbytes, pointer, nbytes)
         self._group.barrier.wait()
 
-    def allReduce(self, send, recv, count, kind, op, stream):
+    def _all_reduce(self, send, recv, count, kind, op, stream):
         self._meet(send)
         self._group.barrier.wait()
 
-    def broadcast(self, send, recv, count, kind, root, stream):
+    def _broadcast(self, send, recv, count, kind, root, stream):
         self._meet(send)
         if self._rank != root:
             ctypes.memmove(recv, self._group.pointers[root], count * _SIZES[kind])
         self._group.barrier.wait()
 
-    def send(self, buffer, count, kind, peer, stream):
+    def _send(self, buffer, count, kind, peer, stream):
         data = ctypes.string_at(buffer, count * _SIZES[kind])
         self._group.mail[self._rank, peer].put(data)
 
-    def recv(self, buffer, count, kind, peer, stream):
-        grouped = getattr(_here, "grouped", None)
-        if (
-            grouped is not None
-        ):  # a receive before its send would wait for ever: only the end of the group waits
-            grouped.append((self, buffer, count, kind, peer))
-            return
+    def _recv(self, buffer, count, kind, peer, stream):
         data = self._group.mail[peer, self._rank].get(timeout=60)
         assert len(data) == count * _SIZES[kind]
         ctypes.memmove(buffer, data, len(data))
@@ -75,6 +88,13 @@ class NcclCommunicator:
         self._group.barrier.wait()
 
 
+def _issue(function, *arguments):
+    """Now, or in every replay of the graph that is captured."""
+    from tests.cuda import fake_cupy  # which imports this
+
+    fake_cupy.issue(lambda: function(*arguments))
+
+
 def module():
     """A module that passes for cupy.cuda.nccl."""
     nccl = ModuleType("cupy.cuda.nccl")
@@ -85,8 +105,8 @@ def module():
 
     def end():
         grouped, _here.grouped = _here.grouped, None
-        for communicator, *arguments in grouped:
-            communicator.recv(*arguments, stream=0)
+        for receive in grouped:
+            _issue(*receive)
 
     nccl.groupEnd = end
     return nccl

@@ -7,13 +7,20 @@ from shardrt.kernels.cpu import adamw as cpu
 from shardrt.kernels.cuda import adamw as cuda
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
-COUNT = 2500
-WHOLE = ([0], [COUNT], [1e-2], [0.1])
-RANGES = (
-    [0, 3, 37, 600, 1111],
-    [1, 20, 37, 1109, COUNT],
-    [1e-2, 1e-1, 1.0, 3e-2, 1e-3],
-    [0.1, 0.0, 1.0, 0.5, 0.0],
+COUNT = 13000
+CORRECTION = 1 / np.sqrt(1 - 0.95**3)
+WHOLE = np.array([[0, COUNT, 0.999, 1e-2, CORRECTION]])
+# One of one element, one that begins and ends anywhere, an empty one, two that touch within sixteen bytes,
+# one that ends where a block's tile does, and one over several tiles.
+RANGES = np.array(
+    [
+        [0, 1, 0.999, 1e-2, CORRECTION],
+        [3, 20, 1.0, 1e-1, CORRECTION],
+        [37, 37, 0.0, 1.0, 1.0],
+        [600, 1109, 0.985, 3e-2, 2.0],
+        [1109, 4096, 1.0, 1e-3, CORRECTION],
+        [4097, COUNT, 0.5, 2e-3, 3.0],
+    ]
 )
 SETTINGS = (0.9, 0.95, 1e-8)
 
@@ -24,13 +31,12 @@ def state(seed=0):
     return normal(COUNT, seed=seed), normal(COUNT, seed=seed + 1), m, m * m + 0.01
 
 
-def run_both(array, dtypes, ranges, steps=3, shift=0, scale=0.5):
+def run_both(array, dtypes, ranges, shift=0):
     """(CUDA's arrays, the CPU's in float64) after an update; both started from the same numbers."""
     found = [array(values, shift, dtype_of(kind)) for values, kind in zip(state(), dtypes, strict=True)]
     expected = [values.astype(np.float64) for values in found]
-    ranges = [np.array(numbers) for numbers in ranges]
-    cuda.step(*found, *ranges, *SETTINGS, steps, scale)
-    cpu.step(*expected, *ranges, *SETTINGS, steps, scale)
+    cuda.step(*found, ranges, *SETTINGS)
+    cpu.step(*expected, ranges, *SETTINGS)
     return found, expected
 
 
@@ -58,7 +64,7 @@ def test_nothing_outside_of_the_ranges_changes(emulated, shift):
     with guarded("float32") as array:
         found, _ = run_both(array, ["float32"] * 4, RANGES, shift=shift)
         inside = np.zeros(COUNT, bool)
-        for start, stop in zip(*RANGES[:2], strict=True):
+        for start, stop in RANGES[:, :2].astype(int):
             inside[start:stop] = True
         for now, before in zip(found, state(), strict=True):
             np.testing.assert_array_equal(now[~inside], before[~inside].astype(np.float32))
@@ -68,7 +74,8 @@ def test_the_first_step_is_the_sign_of_the_gradient(emulated):
     with guarded("float32") as array:
         param, m, v = (array(np.zeros(COUNT)) for _ in range(3))
         grad = array(normal(COUNT))
-        cuda.step(param, grad, m, v, *map(np.array, ([0], [COUNT], [0.1], [0.0])), *SETTINGS, 1, 1.0)
+        ranges = np.array([[0, COUNT, 1.0, 0.1 / (1 - 0.9), 1 / np.sqrt(1 - 0.95)]])
+        cuda.step(param, grad, m, v, ranges, *SETTINGS)
         np.testing.assert_allclose(param, -0.1 * np.sign(grad), rtol=1e-3)
 
 
@@ -78,7 +85,27 @@ def test_an_update_in_parts_has_the_bits_of_one(emulated):
         whole, _ = run_both(array, ["float32"] * 4, WHOLE)
         parts = [array(values) for values in state()]
         for start, stop in ((0, 777), (777, 778), (778, COUNT)):
-            piece = [np.array(x) for x in ([0], [stop - start], [1e-2], [0.1])]
-            cuda.step(*(part[start:stop] for part in parts), *piece, *SETTINGS, 3, 0.5)
+            piece = np.array([[0, stop - start, *WHOLE[0, 2:]]])
+            cuda.step(*(part[start:stop] for part in parts), piece, *SETTINGS)
         for one, other in zip(whole, parts, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+def test_one_launch_for_all_ranges_and_none_for_none(emulated):
+    with guarded("float32") as array:
+        found, _ = run_both(array, ["float32"] * 4, RANGES)
+        assert emulated.launches == ["adamw"]
+        cuda.step(*found, RANGES[:0], *SETTINGS)
+        assert emulated.launches == ["adamw"]
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+def test_a_range_has_the_same_bits_whatever_the_others_and_however_it_lies(emulated, element):
+    """Alone or among others; on the path of vectors or, one element further, on the other."""
+    with guarded(element) as array:
+        together, _ = run_both(array, [element] * 4, RANGES)
+        alone = [array(values, 1) for values in state()]
+        for row in RANGES:
+            cuda.step(*alone, row[None], *SETTINGS)
+        for one, other in zip(together, alone, strict=True):
             np.testing.assert_array_equal(one, other)

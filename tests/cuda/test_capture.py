@@ -8,7 +8,7 @@ import pytest
 
 from shardrt import device
 from shardrt.device.arena import Arena
-from shardrt.kernels.cuda import _launch, adamw, dropout, elementwise
+from shardrt.kernels.cuda import _launch, elementwise, philox
 from tests.cuda import fake_cupy
 
 
@@ -117,6 +117,42 @@ def test_a_replay_keeps_alive_what_the_work_reads(here):
     assert values(here, y) == [4] * 5
 
 
+def test_numbers_of_the_host_are_asked_for_before_each_replay_in_order(here):
+    (y,) = arrays(here, 0)
+    asked = []
+
+    def number(value):
+        asked.append(value)
+        return np.full(5, len(asked), np.float32)
+
+    def work():
+        here.copy(y, here.numbers(lambda: number("first")))
+        here.capturing.before_replay(lambda: asked.append("between"))
+        elementwise.add(y, here.numbers(lambda: number("second")), y)
+
+    graph = here.capture(work)
+    assert here.capturing is None
+    asked.clear()
+    for _ in range(2):
+        graph.replay()
+    assert asked == ["first", "between", "second"] * 2
+    assert values(here, y) == [4 + 6] * 5
+
+
+def test_what_a_capture_has_counted_is_undone_when_it_ends_also_by_an_error(here):
+    undone = []
+
+    def work(fails):
+        here.capturing.after_capture(lambda: undone.append(fails))
+        if fails:
+            here.wait_here()
+
+    here.capture(lambda: work(False)).replay()
+    with pytest.raises(RuntimeError, match="can't be captured"):
+        here.capture(lambda: work(True))
+    assert undone == [False, True]
+
+
 X, EVENT = np.ones(5, np.float32), []
 REFUSED = {
     "an array can't be read by the host": lambda here, x: here.to_numpy(x),
@@ -159,21 +195,16 @@ def test_capture_and_replay_want_the_compute_stream(here):
         here.capture(graph.replay)
 
 
-def test_kernels_whose_numbers_change_from_step_to_step_are_refused(here, monkeypatch):
+def test_random_numbers_that_would_be_the_same_in_every_replay_are_refused(here, monkeypatch):
     pytest.importorskip("cuda.pathfinder")
     monkeypatch.delitem(sys.modules, "shardrt.kernels.cuda._cupy", raising=False)
     from shardrt.kernels.cuda._cupy import CuPyBackend
 
     before = _launch.use(CuPyBackend())
-    param, grad, m, v = arrays(here, 1, 1, 0, 0)
-    ranges = [np.array([value]) for value in (0, 5, 0.1, 0.0)]
+    (x,) = arrays(here, 1)
     try:
-        for work in (
-            lambda: adamw.step(param, grad, m, v, *ranges, 0.9, 0.999, 1e-8, 1, 1.0),
-            lambda: dropout.forward(param, m, 0.1, 1, 2, 3),
-        ):
-            with pytest.raises(RuntimeError, match="in a captured graph they would stay as they are now"):
-                here.capture(work)
+        with pytest.raises(RuntimeError, match="would be the same in every replay"):
+            here.capture(lambda: philox.uniform(x, 1, 2, 3))
     finally:
         _launch.use(before)
         sys.modules.pop("shardrt.kernels.cuda._cupy", None)

@@ -32,7 +32,7 @@ def exact_forward(logits, targets):
 
 def exact_backward(logits, targets, lse, scale):
     dlogits = np.empty(logits.shape)
-    cpu.backward(logits.astype(np.float64), targets, lse.astype(np.float64), dlogits, scale, IGNORE)
+    cpu.backward(logits.astype(np.float64), targets, lse.astype(np.float64), dlogits, np.array(scale), IGNORE)
     return dlogits
 
 
@@ -60,7 +60,7 @@ def test_backward(emulated, element, shape, inplace, offset):
         lse = array(exact_forward(logits, targets)[1], dtype=kept(element))
         expected = exact_backward(logits, targets, lse, 0.25)
         dlogits = logits if inplace else array(np.full(shape, np.nan), offset)
-        cuda.backward(logits, targets, lse, dlogits, 0.25, IGNORE)
+        cuda.backward(logits, targets, lse, dlogits, np.array([0.25]), IGNORE)
         if shape[1] > 1:  # else the gradient is 0 but for lse's rounding
             assert_close(dlogits, expected)
         assert shape[0] == 1 or (dlogits[-1] == 0).all()
@@ -71,7 +71,7 @@ def test_arrays_of_different_alignment(emulated):
         logits, targets = array(normal(3, 40)), np.array([0, 39, 7])
         lse = array(exact_forward(logits, targets)[1], dtype=np.float32)
         dlogits = array(np.full((3, 40), np.nan), 1)
-        cuda.backward(logits, targets, lse, dlogits, 1.0, IGNORE)
+        cuda.backward(logits, targets, lse, dlogits, None, IGNORE)
         assert_close(dlogits, exact_backward(logits, targets, lse, 1.0))
 
 
@@ -89,7 +89,7 @@ def test_large_numbers_and_minus_infinity(emulated, width):
         cuda.forward(logits, targets, losses, lse, IGNORE)
         assert_close(lse, exact_forward(logits, targets)[1])
         np.testing.assert_array_equal(losses[2:], 0)
-        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        cuda.backward(logits, targets, lse, logits, None, IGNORE)
         np.testing.assert_array_equal(logits[2:], 0)
 
 
@@ -102,7 +102,7 @@ def test_nan_makes_the_loss_of_its_row_nan_and_no_gradient_of_an_ignored_one(emu
         logits, losses, lse = array(values), array(np.zeros(3)), array(np.zeros(3))
         cuda.forward(logits, targets, losses, lse, IGNORE)
         np.testing.assert_array_equal(np.isnan(losses), [True, False, False])
-        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        cuda.backward(logits, targets, lse, logits, None, IGNORE)
         assert np.isnan(logits[0]).all() and (logits[1] == 0).all() and np.isfinite(logits[2]).all()
 
 
@@ -111,5 +111,16 @@ def test_each_reads_the_logits_in_one_launch(emulated):
         logits, targets = array(normal(2, 64)), np.array([3, 5])
         losses, lse = (array(np.zeros(2), dtype=np.float32) for _ in range(2))
         cuda.forward(logits, targets, losses, lse, IGNORE)
-        cuda.backward(logits, targets, lse, logits, 1.0, IGNORE)
+        cuda.backward(logits, targets, lse, logits, None, IGNORE)
         assert emulated.launches == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("wrong", [-1, 40, 2**40])
+def test_a_target_outside_of_the_vocabulary_makes_its_row_nan_and_reads_nothing(emulated, wrong):
+    targets = np.array([3, wrong, IGNORE])
+    with guarded("float32") as array:
+        logits, losses, lse = array(normal(3, 40)), array(np.zeros(3)), array(np.zeros(3))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        np.testing.assert_array_equal(np.isnan(losses), [False, True, False])
+        cuda.backward(logits, targets, lse, logits, None, IGNORE)
+        assert np.isfinite(logits[[0, 2]]).all() and np.isnan(logits[1]).all()

@@ -73,6 +73,43 @@ def test_keys_may_have_another_time_and_fewer_heads(cudnn, emulated):
         assert len(cudnn.graphs) == 2 and emulated.launches == []
 
 
+@pytest.mark.parametrize("heads", [1, 2])
+def test_queries_may_go_in_groups(cudnn, emulated, heads):
+    """Six heads of q share one head of k and v, or two do; in one array, of which each takes its part."""
+    fused, group = emulated.attention(), 6 // heads
+    with guarded("bfloat16") as array:
+        packed = array(normal(2, 7, 6 + 2 * heads, 16)).transpose(0, 2, 1, 3)  # (batch, heads, time, width)
+        q, k, v = packed[:, :6], packed[:, 6 : 6 + heads], packed[:, 6 + heads :]
+        y, dy = array(np.full(q.shape, np.nan)), array(normal(*q.shape, seed=1))
+        lse = array(np.full(q.shape[:3], np.nan), dtype=np.float32)
+        made = array(np.full((2, 7, 6 + 2 * heads, 16), np.nan)).transpose(0, 2, 1, 3)
+        gradients = made[:, :6], made[:, 6 : 6 + heads], made[:, 6 + heads :]
+        assert fused.forward(q, k, v, y, lse, causal=True, scale=0.3)
+        assert fused.backward(dy, q, k, v, y, lse, *gradients, causal=True, scale=0.3)
+
+        exact = in_double(q, k, v)
+        exact[1:] = [np.stack([x[:, head // group] for head in range(6)], 1) for x in exact[1:]]
+        expected = np.empty(y.shape), np.empty(lse.shape)
+        cpu.forward(*exact, *expected, causal=True, scale=0.3)
+        assert_close(y, expected[0])
+        assert_close(lse, expected[1])
+        whole = [np.empty(q.shape) for _ in range(3)]
+        cpu.backward(*in_double(dy), *exact, *in_double(y, lse), *whole, causal=True, scale=0.3)
+        assert_close(gradients[0], whole[0])
+        for found, each in zip(gradients[1:], whole[1:], strict=True):
+            summed = [each[:, head * group : (head + 1) * group].sum(axis=1) for head in range(heads)]
+            assert_close(found, np.stack(summed, axis=1))
+        assert cudnn.graphs[0].tensors[1].dim == [2, heads, 7, 16] and emulated.launches == []
+
+
+def test_heads_that_make_no_whole_groups_are_left_to_others(cudnn, emulated):
+    with guarded("bfloat16") as array:
+        q, y = (array(normal(1, 6, 3, 8)) for _ in range(2))
+        k, lse = array(normal(1, 4, 3, 8)), array(np.zeros((1, 6, 3)), dtype=np.float32)
+        assert not emulated.attention().forward(q, k, k, y, lse, causal=True, scale=1.0)
+        assert cudnn.graphs == []
+
+
 def test_a_graph_is_built_once_for_each_kind_of_attention(cudnn):
     for _ in range(3):
         with packed("bfloat16") as arrays:

@@ -57,3 +57,15 @@ def test_in_place(emulated):
         cuda.forward(x, y, 0.25, *KEYS, 0)
         cuda.forward(x, x, 0.25, *KEYS, 0)
         np.testing.assert_array_equal(x, y)
+
+
+def test_a_place_in_memory_stands_for_the_seed_and_is_added_to_the_call(emulated):
+    x, expected = normal(515).astype(np.float32), np.empty(515, np.float32)
+    cpu.forward(x, expected, 0.4, *KEYS, 8)
+    for call in (0, 3, 2**64 - 5):
+        place = np.array([KEYS[0], (KEYS[1] - call) % 2**64], np.uint64)
+        for kernels in (cuda, cpu):
+            for function in (kernels.forward, kernels.backward):
+                y = np.full(515, np.nan, np.float32)
+                function(x, y, 0.4, 0, call, 8, place)
+                np.testing.assert_array_equal(y, expected)

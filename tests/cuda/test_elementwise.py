@@ -34,6 +34,17 @@ def test_scale(emulated, element, count):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("factor", [0.3, np.nan])
+@pytest.mark.parametrize("offset", [0, 1])
+def test_scale_by_a_number_in_memory_has_the_bits_of_scale(emulated, element, factor, offset):
+    with guarded(element) as array:
+        x, expected = (array(normal(4099), offset) for _ in range(2))
+        cuda.scale_(expected, factor)
+        cuda.scale_by_(x, np.array([factor]))
+        np.testing.assert_array_equal(x.astype(np.float64), expected.astype(np.float64))
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("bad", [None, np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("offset", [0, 1])
 def test_unscale(emulated, element, bad, offset):

@@ -99,3 +99,23 @@ def test_no_rows(emulated):
         cuda.forward(np.zeros(0, np.int64), dweight, np.zeros((0, 4), np.float32))
         np.testing.assert_array_equal(dweight, 1)
         assert emulated.launches == []
+
+
+@pytest.mark.parametrize("vocab", [40, 256])
+@pytest.mark.parametrize("width", [4, 33])
+def test_an_index_outside_gives_nan_and_has_no_gradient(emulated, vocab, width):
+    indices = indices_of("often", 333, vocab)
+    wrong = np.zeros(333, bool)
+    wrong[[0, 7, *range(100, 170)]] = True  # so many that a run of them crosses blocks
+    given = indices.copy()
+    given[wrong] = [vocab, -1, *[2**32 + 1] * 70]
+    with guarded("float32") as array:
+        weight, y = array(normal(vocab, width)), array(np.zeros((333, width)))
+        cuda.forward(given, weight, y)
+        np.testing.assert_array_equal(y[~wrong], weight[indices[~wrong]])
+        assert np.isnan(y[wrong]).all()
+        dy, dweight = array(normal(333, width)), array(np.zeros((vocab, width)))
+        cuda.backward(given, dy, dweight)
+        expected = np.zeros((vocab, width))
+        cpu.backward(indices[~wrong], dy[~wrong].astype(np.float64), expected)
+        assert_close(dweight, expected)

@@ -7,10 +7,20 @@ from shardrt.kernels.cpu import sgd as cpu
 from shardrt.kernels.cuda import sgd as cuda
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
-COUNT = 1500
-WHOLE = ([0], [COUNT], [1e-2], [0.1])
-RANGES = ([0, 3, 37, 600], [1, 20, 37, COUNT], [1e-2, 1e-1, 1.0, 3e-2], [0.1, 0.0, 1.0, 0.5])
+COUNT = 9000
+NUMBERS = np.array([[1e-2, 0.1], [1e-1, 0.0], [1.0, 1.0], [3e-2, 0.5]])
+WHOLE = np.array([[0, COUNT]])
+RANGES = np.array([[0, 1], [3, 20], [37, 37], [600, COUNT]])
+# momentum, dampening, Nesterov's, the first step
 RULES = [(0.9, 0.0, False, False), (0.9, 0.3, False, False), (0.9, 0.0, True, False), (0.9, 0.3, True, True)]
+
+
+def ranges_of(places, rule):
+    """The table and the settings of a kernel's call, where `places` are starts and stops."""
+    momentum, dampening, nesterov, first = rule
+    moving = (0, 1) if first else (momentum, 1 - dampening)
+    own = np.column_stack([NUMBERS[: len(places)], np.tile(moving, (len(places), 1))])
+    return np.column_stack([places, own]).astype(np.float64), momentum, nesterov
 
 
 def run_both(array, dtypes, ranges, rule, shift=0):
@@ -19,9 +29,8 @@ def run_both(array, dtypes, ranges, rule, shift=0):
     found = [array(v, shift, dtype_of(kind)) for v, kind in zip(values, dtypes, strict=True)]
     expected = [v.astype(np.float64) for v in found]
     none = [None] * (3 - len(dtypes))
-    ranges = [np.array(numbers) for numbers in ranges]
-    cuda.step(*found, *none, *ranges, *rule)
-    cpu.step(*expected, *none, *ranges, *rule)
+    cuda.step(*found, *none, *ranges_of(ranges, rule))
+    cpu.step(*expected, *none, *ranges_of(ranges, rule))
     return found, expected
 
 
@@ -54,15 +63,15 @@ def test_gradient_and_momentum_of_other_types(emulated, param, grad):
 def test_the_first_step_reads_no_momentum(emulated):
     with guarded("float32") as array:
         param, grad, momentum = array(normal(130)), array(normal(130)), array(np.full(130, np.nan))
-        ranges = [np.array(x) for x in ([0], [130], [0.1], [0.0])]
-        cuda.step(param, grad, momentum, *ranges, 0.9, 0.5, False, True)
+        cuda.step(param, grad, momentum, np.array([[0, 130, 0.1, 0.0, 0.0, 1.0]]), 0.9, False)
         np.testing.assert_array_equal(momentum, grad)
         assert np.isfinite(param).all()
 
 
-def test_both_paths_have_the_same_bits(emulated):
+def test_both_paths_have_the_same_bits_in_one_launch(emulated):
     with guarded("float32") as array:
-        aligned, _ = run_both(array, ["float32"] * 3, WHOLE, RULES[2])
-        others, _ = run_both(array, ["float32"] * 3, WHOLE, RULES[2], shift=1)
+        aligned, _ = run_both(array, ["float32"] * 3, RANGES, RULES[2])
+        assert emulated.launches == ["descend_with_momentum"]
+        others, _ = run_both(array, ["float32"] * 3, RANGES, RULES[2], shift=1)
         for one, other in zip(aligned, others, strict=True):
             np.testing.assert_array_equal(one, other)

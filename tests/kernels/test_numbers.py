@@ -117,7 +117,7 @@ def outputs_of_all(dtype):
     K.linear.backward_bias(x, dbias, False)
     targets = np.arange(300, dtype=np.int64) % 200
     K.cross_entropy.forward(x, targets, losses, lse, -100)
-    K.cross_entropy.backward(x, targets, lse, dx, 0.25, -100)
+    K.cross_entropy.backward(x, targets, lse, dx, np.array(0.25), -100)
     found += [dbias.copy(), losses, lse, dx.copy(), K.reduce.power_sums(x.reshape(-1), 2.0)]
     q = normal((2, 150, 3, 3, 8), dtype)  # batch, time, (q, k, v), heads, head_dim
     q, k, v = (q[:, :, i].transpose(0, 2, 1, 3) for i in range(3))
