@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import nn, optim
 from shardrt import functional as F
+from shardrt import nn, optim
 from shardrt.checkpoint import Checkpoints, full_state_dict, load, save
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
