@@ -27,7 +27,7 @@ def main(sizes: str = "2,3,4", launcher: str = "", python: str = sys.executable)
                 print(error, file=sys.stderr, flush=True)
     version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
     result = {
-        "mpirun": version.stdout.split("\n")[0].strip(),
+        "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
         "sizes": sizes,
         "cases": len(chosen),
         "wrong": wrong,
