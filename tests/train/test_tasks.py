@@ -24,7 +24,7 @@ def test_parts_ranks_and_steps_add_up_to_the_whole_batch():
     """The loss of a step, and what is evaluated, do not depend on how batches are cut."""
 
     def rank(parts):
-        task = task_of(smoothing=0.1)
+        task = task_of(60, smoothing=0.1)
         model = task.model()
         ((_, batch),) = zip([0], task.batches(3, 4), strict=True)
         pieces = task.parts(batch, parts)
