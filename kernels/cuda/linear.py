@@ -2,11 +2,10 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda.reduce import column_sum
-
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda import matmul as products
 from shardrt.kernels.cuda.matmul import matmul
+from shardrt.kernels.cuda.reduce import column_sum
 
 Array = Any
 
