@@ -27,8 +27,9 @@ from shardrt.comm.flight import Recorder
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.watchdog import _BEAT, Watch
 from shardrt.fsdp.plan import Plan
-from shardrt.train import config as settings
-from shardrt.train.data import load_corpus
+from shardrt.train.job import optimizer_of, sharded_model
+from shardrt.train.loop import backward, batches_of
+from shardrt.train.recipe import Recipe
 
 WARM = 5  # steps before the first that counts
 
@@ -38,7 +39,7 @@ def main() -> None:
     parser.add_argument("--config", type=Path, default=train.DEFAULT, metavar="TOML", help="what is trained")
     parser.add_argument("--steps", type=int, default=40, metavar="N", help="steps that are timed (40)")
     options = parser.parse_args()
-    config = settings.load(train.Config, options.config)
+    config = train.load(options.config)
     mesh = init_device_mesh("cpu")
     folder = Path(tempfile.mkdtemp()) if mesh.rank == 0 else None
     with Watch(mesh, config.watchdog.limits) as watch:
@@ -48,13 +49,13 @@ def main() -> None:
         print(json.dumps({"config": options.config.name, "ranks": mesh.size, **result}))
 
 
-def measured(config: train.Config, mesh: Any, watch: Watch, steps: int) -> dict[str, Any]:
+def measured(config: Recipe, mesh: Any, watch: Watch, steps: int) -> dict[str, Any]:
     """Times of calls, how many a step makes, and what that is of a step."""
     calls: Counter[str] = Counter()
     count_calls(calls)
-    corpus = load_corpus(config.data, block_size=config.model.block_size)
-    model = train.sharded_model(config, mesh)
-    optimizer = train.optimizer_of(config, model)
+    task = config.task()
+    model = sharded_model(config, mesh, task)
+    optimizer = optimizer_of(config, model)
     scaler = optim.GradScaler(enabled=False)
     took = []
     for step in range(WARM + steps):
@@ -64,7 +65,7 @@ def measured(config: train.Config, mesh: Any, watch: Watch, steps: int) -> dict[
         began = time.perf_counter()
         watch.step(step + 1)
         shardrt.manual_seed(config.seed, step)
-        train.backward(config, model, *train.batch_of(config, corpus, mesh, step), scaler)
+        backward(config, task, model, batches_of(config, mesh, task, step), scaler, step)
         watch.phase("optimizer")
         shardrt.nn.utils.clip_grad_norm_(list(model.parameters()), config.optimizer.clip_norm)
         optimizer.step()

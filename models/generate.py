@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -18,15 +19,15 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY
+from shardrt.train.data_command import open_tokenizer
 from shardrt.train.errors import USAGE, one_line
 
 from .cache import KVCache
-from .gpt import GPT, GPTConfig
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(settings.SampleConfig):
-    """Generate text from a byte-level model that models.train has left."""
+    """Generate text from a language model that models.train has left."""
 
     run: Path  # the directory of the run
     seed: int = 0  # of the draws
@@ -37,21 +38,65 @@ class Config(settings.SampleConfig):
             raise ValueError(f"seed must be at least 0, got {self.seed}")
 
 
-def generate(model: nn.Module, config: settings.SampleConfig, *, block_size: int, seed: int) -> bytes:
-    """The prompt and `config.length` bytes after it, the same on every rank. Collective.
+class Text(Protocol):
+    """How text becomes tokens, and tokens text."""
+
+    size: int  # tokens are below this
+
+    def encode(self, text: str) -> np.ndarray:
+        """int64 (tokens,), one at least."""
+
+    def decode(self, tokens: np.ndarray) -> str:
+        """What tokens stand for; what can't be read is replaced."""
+
+
+class ByteText:
+    """A token for each byte of UTF-8."""
+
+    size = VOCABULARY
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return tokens.astype(np.uint8).tobytes().decode(errors="replace")
+
+
+class TokenisedText:
+    """By a tokenizer.json of the package tokenizers."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises ValueError that names the file."""
+        self._tokenizer, _ = open_tokenizer(path)
+        self.size = self._tokenizer.get_vocab_size()
+
+    def encode(self, text: str) -> np.ndarray:
+        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
+        if not ids:
+            raise ValueError(f"sample.prompt {text!r} has no token")
+        return np.array(ids, np.int64)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return self._tokenizer.decode(tokens.tolist())
+
+
+def generate(
+    model: nn.Module, config: settings.SampleConfig, text: Text, *, block_size: int, seed: int
+) -> str:
+    """The prompt and `config.length` tokens after it, the same on every rank. Collective.
 
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
     """
     random = np.random.Generator(np.random.Philox(seed))
 
     def choose(logits: np.ndarray) -> list[int]:
-        return [draw(logits[0, :VOCABULARY], config.temperature, config.top_k, random.random())]
+        return [draw(logits[0, : text.size], config.temperature, config.top_k, random.random())]
 
-    prompt = np.frombuffer(config.prompt.encode(), np.uint8).astype(np.int64)
+    prompt = text.encode(config.prompt)
     model.eval()
     made = continued(model, prompt[None], config.length, choose, block_size=block_size)
     model.train()
-    return config.prompt.encode() + made.astype(np.uint8).tobytes()
+    return text.decode(np.concatenate([prompt, made[0]]))
 
 
 def continued(
@@ -98,19 +143,23 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
 
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
+    from .train import load as load_recipe  # which trains with what is above
+
     with one_line(USAGE, kinds=(ValueError, OSError, RuntimeError)):
         config = settings.command_line(Config, arguments, program="models.generate")
-        shape = settings.load(GPTConfig, config.run / "config.toml", section="model")
+        recipe = load_recipe(config.run / "config.toml")
         mesh = init_device_mesh("auto")
-    model = GPT(shape)
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh)
     with one_line(USAGE, mesh):
+        words = recipe.words()
+        model = recipe.network()
+        recipe.lora.prepare(model)
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
         load(config.run / "checkpoint", model)
-    text = generate(model, config, block_size=shape.block_size, seed=config.seed)
+        text = generate(model, config, words, block_size=model.config.block_size, seed=config.seed)
     if mesh.rank == 0:
-        print(text.decode(errors="replace"))
+        print(text)
 
 
 if __name__ == "__main__":

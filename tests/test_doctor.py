@@ -7,14 +7,16 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
-from models import train
 from shardrt.__main__ import main
 from shardrt.comm import thread
 from shardrt.comm.flight import ENTERED, Recorder
 from shardrt.tools import machine
+from shardrt.train import job as jobs
+from shardrt.train import loop
 from tests.train.test_command import furnish
 from tests.train.test_resume import CONFIG, STEPS, launch
 
@@ -49,8 +51,8 @@ def test_of_a_run_that_raised_it_says_who_and_what(folder, capsys, monkeypatch):
             raise ZeroDivisionError("in the middle of it")
         return original(job, done)
 
-    original = train.update
-    monkeypatch.setattr(train, "update", refuse)
+    original = loop.update
+    monkeypatch.setattr(loop, "update", refuse)
     with pytest.raises(ZeroDivisionError):
         launch(3, "failed", batch_size=6)
     code, out = told(capsys, "runs/failed")
@@ -159,4 +161,4 @@ def test_nothing_is_left_in_temporary_folders(folder, monkeypatch, tmp_path):
 
 
 def launch_bad():
-    train.launch(replace(CONFIG, data=(train.Path("none.txt"),)))
+    jobs.launch(replace(CONFIG, data=(Path("none.txt"),)))

@@ -48,6 +48,7 @@ def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], ste
         for parameter in model.parameters():
             if isinstance(parameter.storage, LocalStorage):
                 stack.enter_context(_untouched(parameter))
+        stack.enter_context(_buffers_as_they_are(model))
         step()
         return Rehearsed(here.peak_bytes(), here.host_bytes, stage.no_sync)
 
@@ -104,6 +105,17 @@ def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None
         for group, attributes in before:
             vars(group).clear()
             vars(group).update(attributes)
+
+
+@contextmanager
+def _buffers_as_they_are(model: Module) -> Iterator[None]:
+    """What a with block writes to the model's buffers, running statistics say, is undone."""
+    before = [(array, array.copy()) for _, array in model.named_buffers()]
+    try:
+        yield
+    finally:
+        for array, values in before:
+            array[...] = values
 
 
 @contextmanager

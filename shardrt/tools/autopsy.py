@@ -70,7 +70,8 @@ def first_to_end(flights: list[Flight]) -> int | None:
     """The rank that ended first of those that did not end well; None if all did, or none has ended.
 
     A rank that said why comes before those that were killed with it, which say nothing. Among ranks that were
-    all killed it is the one for which the others wait, or else the one that was silent first.
+    all killed it is the one that was silent first, of those for which others wait if there are such. The
+    launcher kills the others within milliseconds, so this may be wrong where several are behind.
     """
     ended = [flight for flight in flights if not _alive(flight) and flight.ended != "done"]
     if not ended:
@@ -78,8 +79,8 @@ def first_to_end(flights: list[Flight]) -> int | None:
     spoke = [f for f in ended if f.ended and not f.ended.startswith("hang:") and "PeerFailed" not in f.ended]
     if spoke:
         return min(spoke, key=lambda flight: flight.ended_wall).rank
-    awaited = [flight.rank for flight in ended if flight.rank in diagnosis.behind(flights)]
-    return awaited[0] if awaited else min(ended, key=lambda flight: flight.life).rank
+    awaited = [flight for flight in ended if flight.rank in diagnosis.behind(flights)]
+    return min(awaited or ended, key=lambda flight: flight.life).rank
 
 
 def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:

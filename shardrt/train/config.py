@@ -19,6 +19,7 @@ from shardrt.comm.watchdog import Limits
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
+from shardrt.nn.lora import add_lora
 from shardrt.nn.module import Module
 from shardrt.optim import warmup_cosine
 from shardrt.recompute import checkpoint_blocks
@@ -187,6 +188,28 @@ class MemoryConfig:
 
 
 @dataclass(frozen=True)
+class LoRAConfig:
+    """Trainable products of small matrices beside frozen layers, instead of all weights (docs/lora.md)."""
+
+    rank: int = 0  # of the products; 0 trains all weights
+    alpha: float = 0.0  # products are scaled by alpha / rank; 0 for 2 * rank
+    dropout: float = 0.0  # of what goes into them
+    targets: tuple[str, ...] = ("*",)  # patterns for the paths of the layers that get one
+
+    def __post_init__(self) -> None:
+        _at_least("lora.rank", self.rank, 0)
+        _at_least("lora.alpha", self.alpha, 0)
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"lora.dropout must be in [0, 1), got {self.dropout}")
+
+    def prepare(self, model: Module) -> None:
+        """Freeze `model` and give it adapters, if there are to be any."""
+        if self.rank:
+            how = {"targets": self.targets, "dropout": self.dropout}
+            add_lora(model, self.rank, alpha=self.alpha or None, **how)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """What is saved for going on from there, and when; in steps."""
 
@@ -228,7 +251,7 @@ class ReportConfig:
 
     log_interval: int = 10  # steps from one progress line to the next
     eval_interval: int = 100  # steps from one evaluation to the next
-    eval_windows: int = 128  # windows of held-out text for these; the last evaluation takes all
+    eval_samples: int = 128  # held-out samples for these; the last evaluation takes all
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -251,24 +274,30 @@ class SampleConfig:
             raise ValueError("sample.prompt must hold at least one byte")
 
 
-def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path, program: str) -> Settings:
-    """Settings of dataclass `kind` from the file behind --config (or `default`) and the other arguments.
+def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path | None, program: str) -> Settings:
+    """Settings of dataclass `kind` from the file behind --config, or `default`, and the other arguments.
 
     Prints help on rank 0 and exits where asked to. Raises ValueError that names the option, or the file and
     the key; OSError if the file cannot be read.
     """
     import tyro
 
-    file = _config_file(arguments) or default
-    loaded = load(kind, file)
+    file = config_file(arguments, default)
+    loaded = load(kind, file, size=last_of(arguments, "--size"))
 
     def from_both(
-        config: Path = file,  # TOML file with settings, over which the other options go
+        config: Path | None = file,  # TOML file with settings, over which the other options go
         settings: Annotated[kind, tyro.conf.arg(name="")] = loaded,
     ) -> kind:
         return settings
 
     return command_line(from_both, arguments, program=program, description=kind.__doc__)
+
+
+def config_file(arguments: Sequence[str], default: Path | None) -> Path | None:
+    """The last file behind --config, or `default` (also where none follows, which tyro will say)."""
+    given = last_of(arguments, "--config")
+    return Path(given) if given else default
 
 
 def command_line(
@@ -301,17 +330,35 @@ def command_line(
         raise ValueError(_unboxed(box.getvalue(), function.__name__)) from None
 
 
-def load(kind: type[Settings], path: Path, *, section: str = "") -> Settings:
+def load(kind: type[Settings], path: Path | None, *, section: str = "", size: str | None = None) -> Settings:
     """Settings of dataclass `kind` from a TOML file, or a section of it; what is left out keeps its default.
+
+    path: None for an empty file.
+
+    Where `kind` has SIZES, the key "size", or `size` in its place, names one: what [model] says goes over it.
 
     Raises ValueError that names the file and the key which is unknown or has a wrong value; OSError.
     """
+    table = {} if path is None else read_toml(path)
     try:
-        with open(path, "rb") as file:
-            table = tomllib.load(file)
-        return _built(kind, table.get(section, {}) if section else table, section and section + ".")
-    except (ValueError, TypeError) as error:  # TOMLDecodeError is a ValueError
-        raise ValueError(f"{path}: {error}") from None
+        table = table.get(section, {}) if section else table
+        if size:
+            table["size"] = size
+        named = getattr(kind, "SIZES", {}).get(table.get("size"))
+        if named is not None:
+            table["model"] = plain(named) | table.get("model", {})
+        return _built(kind, table, section and section + ".")
+    except (ValueError, TypeError) as error:
+        raise ValueError(str(error) if path is None else f"{path}: {error}") from None
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The tables of a file. Raises ValueError that names it if it is no TOML, OSError."""
+    with open(path, "rb") as file:
+        try:
+            return tomllib.load(file)
+        except ValueError as error:  # TOMLDecodeError, or what is no UTF-8
+            raise ValueError(f"{path}: {error}") from None
 
 
 def dump(settings: Any, path: Path) -> None:
@@ -321,15 +368,15 @@ def dump(settings: Any, path: Path) -> None:
     path.write_text(tomli_w.dumps(plain(settings)), encoding="utf-8")
 
 
-def _config_file(arguments: Sequence[str]) -> Path | None:
-    """What follows the last --config; None without one, or where nothing follows (which tyro will say)."""
+def last_of(arguments: Sequence[str], option: str) -> str | None:
+    """What follows an option for the last time; None without one, or where nothing follows."""
     found = None
     for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
-        if argument == "--config":
+        if argument == option:
             found = following
-        elif argument.startswith("--config="):
-            found = argument.removeprefix("--config=")
-    return Path(found) if found else None
+        elif argument.startswith(f"{option}="):
+            found = argument.removeprefix(f"{option}=")
+    return found
 
 
 def _unboxed(box: str, outermost: str) -> str:

@@ -1,7 +1,8 @@
-"""Text as bytes: a corpus from files, its held-out end, and batches that are functions of a sample's number.
+"""Text: a corpus from files, its held-out end, and windows of it that are functions of a sample's number.
 
-Token i is the i-th byte, so there is nothing to train, download or save before training. Sample n of a run
-is the same window of text at every world size and batch size.
+Without a tokeniser token i is the i-th byte, so there is nothing to train, download or save before training;
+or the tokens come from a token file (tokens.py), which is mapped and not read whole. Sample n of a run is the
+same window of text at every world size and batch size.
 """
 
 import gzip
@@ -15,6 +16,8 @@ from pathlib import Path
 
 import numpy as np
 
+from shardrt.train.tokens import SUFFIX, open_tokens
+
 VOCABULARY = 256
 IGNORED = -100  # the target that F.cross_entropy leaves out
 HELD_OUT = 20  # the last 1/20 of the text is never trained on
@@ -23,57 +26,79 @@ HELD_OUT = 20  # the last 1/20 of the text is never trained on
 _LEFT_OUT = {"dist-packages", "encodings", "idle_test", "idlelib", "site-packages", "test", "tests"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Corpus:
     """Text in two parts, and where it is from."""
 
     source: str
-    sha256: str  # of the whole text
-    train: np.ndarray  # uint8
-    held_out: np.ndarray  # uint8
+    digest: str  # of all of it
+    train: np.ndarray  # 1-D, unsigned integers; uint8 for bytes
+    held_out: np.ndarray
+    kind: str = "bytes"  # or "tokens"
+    bytes_per_token: float = 1.0
+    documents: np.ndarray | None = None  # int64: where each begins, in both parts together
 
-    def gzip_bits_per_byte(self) -> float:
-        """What gzip -9 makes of the held-out text: a figure to compare a model with."""
+    def gzip_bits_per_byte(self) -> float | None:
+        """What gzip -9 makes of the held-out text: a figure to compare a model with. None for tokens."""
+        if self.kind != "bytes":
+            return None
         return 8 * len(gzip.compress(self.held_out.tobytes(), 9)) / self.held_out.size
 
+    def starts(self, samples: range, window: int, seed: int) -> list[int]:
+        """Where training samples begin, by their numbers."""
+        return [window_start(self.train.size, sample, window, seed) for sample in samples]
 
-def load_corpus(files: Sequence[Path] = (), *, block_size: int) -> Corpus:
+
+def load_corpus(files: Sequence[Path] = (), *, block_size: int, vocabulary: int = VOCABULARY) -> Corpus:
     """The text of `files`, one after the other; of the .py files of Python's own library if there are none.
 
-    Raises ValueError, naming the file, for one that is missing, empty or no file, and where a part of the
-    text is shorter than one window of `block_size` tokens and a target; OSError for one that can't be read.
+    Or one token file. Raises ValueError, naming the file, for one that is missing, empty or no file, for
+    tokens that are not below `vocabulary`, and where a part of the text is shorter than one window of
+    `block_size` tokens and a target; OSError for one that can't be read.
     """
+    tokenised = [Path(file) for file in files if Path(file).suffix == SUFFIX]
+    if tokenised:
+        if len(files) > 1:
+            raise ValueError(f"data: {tokenised[0]} must be the only file")
+        return _tokens(tokenised[0], block_size, vocabulary)
+    if vocabulary < VOCABULARY:
+        raise ValueError(f"model.vocab_size must be at least {VOCABULARY} for bytes, got {vocabulary}")
     if files:
         source, texts = ", ".join(map(str, files)), [_read(Path(file)) for file in files]
     else:
         source, texts = f"Python {platform.python_version()} standard library", _standard_library()
     text = b"".join(texts)
-    cut = len(text) - len(text) // HELD_OUT
-    if len(text) - cut <= block_size:
+    cut = _cut(source, len(text), block_size, "bytes")
+    tokens = np.frombuffer(text, np.uint8)
+    return Corpus(source, f"sha256 {hashlib.sha256(text).hexdigest()}", tokens[:cut], tokens[cut:])
+
+
+def _tokens(path: Path, block_size: int, vocabulary: int) -> Corpus:
+    if not path.exists():
+        raise ValueError(f"data: {path} does not exist")
+    file = open_tokens(path)
+    file.check_vocabulary(vocabulary)
+    cut = _cut(str(path), file.tokens.size, block_size, "tokens")
+    return Corpus(
+        str(path),
+        f"xxh3 {file.digest}",
+        file.tokens[:cut],
+        file.tokens[cut:],
+        "tokens",
+        file.bytes / file.tokens.size,
+        file.documents,
+    )
+
+
+def _cut(source: str, size: int, block_size: int, kind: str) -> int:
+    """Where the held-out part begins."""
+    cut = size - size // HELD_OUT
+    if size - cut <= block_size:
         raise ValueError(
-            f"data: {source} has {len(text)} bytes, too short: windows of {block_size} tokens, "
+            f"data: {source} has {size} {kind}, too short: windows of {block_size} tokens, "
             f"with 1/{HELD_OUT} held out, need {HELD_OUT * (block_size + 1)}"
         )
-    tokens = np.frombuffer(text, np.uint8)
-    return Corpus(source, hashlib.sha256(text).hexdigest(), tokens[:cut], tokens[cut:])
-
-
-def training_batch(
-    text: np.ndarray, step: int, batch_size: int, block_size: int, *, seed: int, rank: int = 0, size: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's tokens and targets, int64 (batch_size / size, block_size), of a global batch.
-
-    Step s takes samples [s * batch_size, (s + 1) * batch_size), of which each rank has an equal, contiguous
-    part. Raises ValueError if there is no equal part.
-    """
-    if batch_size % size:
-        raise ValueError(
-            f"batch_size {batch_size} cannot be divided by {size} ranks; take a multiple of {size}"
-        )
-    share = batch_size // size
-    first = step * batch_size + rank * share
-    starts = [window_start(text.size, sample, block_size, seed) for sample in range(first, first + share)]
-    return _windows(text, starts, block_size)
+    return cut
 
 
 def window_start(length: int, sample: int, block_size: int, seed: int) -> int:
@@ -88,33 +113,32 @@ def window_start(length: int, sample: int, block_size: int, seed: int) -> int:
     return offset + int(order[index]) * block_size
 
 
-def held_out_batches(
-    text: np.ndarray,
+def held_out_starts(
+    length: int,
     batch_size: int,
     block_size: int,
     *,
     windows: int | None = None,
     rank: int = 0,
     size: int = 1,
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """This rank's (tokens, targets), int64 (batch_size, block_size), over neighbouring windows of the text.
+) -> Iterator[tuple[list[int], int]]:
+    """(where each of batch_size windows begins, how many of them count), this rank's part, batch by batch.
 
-    windows: how many, spread evenly over the text; all if None, which makes every byte but the first, and the
-    few behind the last whole window, a target once. Every rank gets as many batches, since the forward of a
-    sharded model is collective; rows beyond the last window have only IGNORED targets.
+    windows: how many, spread evenly over the text; all if None, which makes every token but the first, and
+    the few behind the last whole window, a target once. Every rank gets as many batches, since the forward of
+    a sharded model is collective; windows beyond the last do not count.
     """
-    count = (text.size - 1) // block_size
+    count = (length - 1) // block_size
     taken = count if windows is None else min(windows, count)
     chosen = np.arange(taken) * count // taken
     for first in range(0, taken, batch_size * size):
         mine = chosen[first + rank * batch_size :][:batch_size]
         padded = np.concatenate([mine, np.zeros(batch_size - mine.size, np.int64)])
-        tokens, targets = _windows(text, (padded * block_size).tolist(), block_size)
-        targets[mine.size :] = IGNORED
-        yield tokens, targets
+        yield (padded * block_size).tolist(), mine.size
 
 
-def _windows(text: np.ndarray, starts: Sequence[int], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_windows(text: np.ndarray, starts: Sequence[int], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Tokens and targets, the next tokens: int64 (windows, block_size) each."""
     rows = np.stack([text[start : start + block_size + 1] for start in starts]).astype(np.int64)
     return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
 

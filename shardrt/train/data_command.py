@@ -91,17 +91,23 @@ def _text_of(line: bytes, field: str, place: str) -> bytes:
         raise BadTokens(f"{place}: no JSON object with a text {field!r}") from None
 
 
-def _tokenizer(path: Path, end: str | None) -> tuple[int, str, Callable[[bytes], np.ndarray]]:
-    """(size of the vocabulary, name, what gives a document's tokens)."""
+def open_tokenizer(path: Path) -> tuple[Any, str]:
+    """A tokenizer.json, as the package tokenizers has it, and its name. Raises BadTokens, OSError."""
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise BadTokens("--tokenizer needs the package tokenizers: pip install 'shardrt[text]'") from None
+        raise BadTokens("a tokenizer needs the package tokenizers: pip install 'shardrt[text]'") from None
     content = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises nothing more exact
         raise BadTokens(f"{path}: no tokenizer ({error})") from None
+    return tokenizer, f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def _tokenizer(path: Path, end: str | None) -> tuple[int, str, Callable[[bytes], np.ndarray]]:
+    """(size of the vocabulary, name, what gives a document's tokens)."""
+    tokenizer, name = open_tokenizer(path)
     last = [] if end is None else [tokenizer.token_to_id(end)]
     if last == [None]:
         raise BadTokens(f"{path}: has no token {end!r}")
@@ -110,5 +116,4 @@ def _tokenizer(path: Path, end: str | None) -> tuple[int, str, Callable[[bytes],
         ids = tokenizer.encode(document.decode(errors="replace"), add_special_tokens=False).ids
         return np.array(ids + last if ids else [], np.int64)
 
-    name = f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
     return tokenizer.get_vocab_size(), name, encode

@@ -2,17 +2,14 @@
 
 Sample n of a run is the same image, cropped and flipped in the same way, at every number of ranks and every
 batch size; where a run goes on is told by its step alone. Images are read and batches made in a thread,
-ahead of training (Prefetched).
+ahead of training (prefetch.py).
 """
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from math import exp, log, sqrt
 from pathlib import Path
-from queue import Queue
-from typing import Any
 
 import numpy as np
 
@@ -181,45 +178,44 @@ def _decoded(path: Path, channels: int) -> np.ndarray:
     return array.reshape(*array.shape[:2], channels)
 
 
-def training_batch(
-    images: Images, view: View, step: int, batch_size: int, *, seed: int, rank: int = 0, size: int = 1
-) -> tuple[np.ndarray, np.ndarray]:
-    """This rank's images, float32 (batch_size / size, channels, height, width), and labels of a global batch.
+def samples_batch(images: Images, view: View, samples: range, *, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Samples of a run by their numbers: float32 (samples, channels, height, width), and labels int64.
 
-    Step s takes samples [s * batch_size, (s + 1) * batch_size), of which each rank has an equal, contiguous
-    part. Each epoch takes all images once, in another order. In the place of an image that can't be read
-    comes the next one in that order. Raises ValueError if there is no equal part or no image can be read.
+    Each epoch takes all images once, in another order. In the place of an image that can't be read comes the
+    next one in that order. Raises ValueError if no image can be read.
     """
-    if batch_size % size:
-        raise ValueError(
-            f"batch_size {batch_size} cannot be divided by {size} ranks; take a multiple of {size}"
-        )
-    share = batch_size // size
-    first = step * batch_size + rank * share
-    drawn = np.empty(share * _DRAWN, np.float32)
-    philox.uniform(drawn, seed, random.name_key("shardrt.train.images"), first * _DRAWN)
-    pairs = [_sample(images, first + i, seed) for i in range(share)]
+    drawn = np.empty(len(samples) * _DRAWN, np.float32)
+    philox.uniform(drawn, seed, random.name_key("shardrt.train.images"), samples.start * _DRAWN)
+    pairs = [_sample(images, sample, seed) for sample in samples]
     x = np.stack(
-        [_seen(pixels, view, d) for (pixels, _), d in zip(pairs, drawn.reshape(share, -1), strict=True)]
+        [_seen(pixels, view, d) for (pixels, _), d in zip(pairs, drawn.reshape(len(pairs), -1), strict=True)]
     )
     return x, np.array([label for _, label in pairs], np.int64)
 
 
 def held_out_batches(
-    images: Images, view: View, batch_size: int, *, rank: int = 0, size: int = 1
+    images: Images,
+    view: View,
+    batch_size: int,
+    *,
+    limit: int | None = None,
+    rank: int = 0,
+    size: int = 1,
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """This rank's (images, labels), batch_size of them, until all ranks together have seen every image once.
 
-    Every rank gets as many batches, since the forward of a sharded model is collective; what is beyond the
-    last image, or can't be read, has the label IGNORED.
+    limit: or that many, spread evenly. Every rank gets as many batches, since the forward of a sharded model
+    is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
-    for first in range(0, len(images), batch_size * size):
+    taken = len(images) if limit is None else min(limit, len(images))
+    chosen = np.arange(taken) * len(images) // taken
+    for first in range(0, taken, batch_size * size):
         x = np.zeros((batch_size, view.channels, view.size, view.size), np.float32)
         labels = np.full(batch_size, IGNORED, np.int64)
-        for row, i in enumerate(range(first + rank * batch_size, first + (rank + 1) * batch_size)):
-            pixels = _read(images, i) if i < len(images) else None
+        for row, index in enumerate(chosen[first + rank * batch_size :][:batch_size].tolist()):
+            pixels = _read(images, index)
             if pixels is not None:
-                x[row], labels[row] = _seen(pixels, view, None), images.labels[i]
+                x[row], labels[row] = _seen(pixels, view, None), images.labels[index]
         yield x, labels
 
 
@@ -296,53 +292,3 @@ def _resized(pixels: np.ndarray, size: int, box: tuple) -> np.ndarray:
     image = PIL.Image.fromarray(pixels if pixels.shape[2] == 3 else pixels[..., 0])
     seen = np.asarray(image.resize((size, size), PIL.Image.Resampling.BILINEAR, box=box))
     return seen.reshape(size, size, pixels.shape[2])
-
-
-class Prefetched:
-    """`make(step)` for steps from `first` on, made by a daemon thread up to `depth` steps ahead. An iterator.
-
-    What the thread raises is raised by `next` at the step it belongs to. `close` ends the thread.
-    """
-
-    def __init__(self, make: Callable[[int], Any], first: int, stop: int, depth: int = 2) -> None:
-        if depth < 1:
-            raise ValueError(f"Prefetched: depth must be at least 1, got {depth}")
-        self._ready: Queue = Queue(depth)
-        self._closed = threading.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(make, first, stop), name="shardrt-batches", daemon=True
-        )
-        self._thread.start()
-
-    def __iter__(self) -> "Prefetched":
-        return self
-
-    def __next__(self) -> Any:
-        if self._closed.is_set():
-            raise StopIteration
-        batch, error = self._ready.get()
-        if error is not None:
-            self._closed.set()
-            raise error
-        return batch
-
-    def close(self) -> None:
-        """No more batches are made; returns when the thread has ended."""
-        self._closed.set()
-        while self._thread.is_alive():
-            while not self._ready.empty():  # it may wait for room
-                self._ready.get_nowait()
-            self._thread.join(0.01)
-
-    def _run(self, make: Callable[[int], Any], first: int, stop: int) -> None:
-        for step in range(first, stop):
-            try:
-                entry = make(step), None
-            except BaseException as error:  # told to whoever waits for the batch
-                entry = None, error
-            if self._closed.is_set():
-                return
-            self._ready.put(entry)
-            if entry[1] is not None:
-                return
-        self._ready.put((None, StopIteration()))

@@ -116,7 +116,7 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
-    """A PNG with the training and the held-out loss over the steps."""
+    """A PNG with the training and the held-out loss over the steps, and the accuracy where there is one."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -125,13 +125,22 @@ def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
     axes = figure.add_subplot()
     for kind, key, style, label in (
         ("step", "loss", "-", "training (one batch)"),
-        ("evaluation", "held_out_loss", "o-", "held-out text"),
+        ("evaluation", "held_out_loss", "o-", "held out"),
     ):
         chosen = [record for record in records if record["kind"] == kind]
         axes.plot([r["step"] for r in chosen], [r[key] for r in chosen], style, label=label, markersize=4)
-    axes.set(xlabel="step", ylabel="loss (nats per byte)")
-    bits = axes.secondary_yaxis("right", functions=(lambda nats: nats * BITS, lambda value: value / BITS))
-    bits.set_ylabel("bits per byte")
+    run = next((record for record in records if record["kind"] == "run"), {})
+    axes.set(xlabel="step", ylabel=f"loss (nats per {run.get('unit', 'token')})")
+    rated = [record for record in records if "held_out_accuracy" in record and record["kind"] == "evaluation"]
+    if rated:
+        right = axes.twinx()
+        values = [100 * record["held_out_accuracy"] for record in rated]
+        right.plot([record["step"] for record in rated], values, "s--", color="C2", markersize=4)
+        right.set_ylabel("held out: % right (dashed)")
+    elif run.get("unit") == "token":
+        bits = BITS / run.get("bytes_per_token", 1.0)
+        scale = (lambda nats: nats * bits, lambda value: value / bits)
+        axes.secondary_yaxis("right", functions=scale).set_ylabel("bits per byte")
     axes.grid(alpha=0.3)
     axes.legend()
     figure.savefig(path)

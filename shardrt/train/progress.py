@@ -5,17 +5,19 @@ import time
 import psutil
 
 MEGABYTE = 1e6
+_SHORT = {"token": "tok", "image": "img"}
 
 
 class Stopwatch:
     """Wall-clock time per step over the steps since the last reading.
 
-    tokens_per_step: over all ranks.
+    per_step: tokens, images or what `unit` says, over all ranks.
     """
 
-    def __init__(self, total_steps: int, tokens_per_step: int) -> None:
+    def __init__(self, total_steps: int, per_step: int, unit: str = "token") -> None:
         self.total_steps = total_steps
-        self.tokens_per_step = tokens_per_step
+        self.per_step = per_step
+        self.unit = unit
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -23,11 +25,11 @@ class Stopwatch:
         self._step, self._since = step, time.perf_counter()
 
     def read(self, step: int) -> dict[str, float]:
-        """{"ms" per step, "tokens_per_s", "eta_s" until all steps are done}, and restart."""
+        """{"ms" per step, "tokens_per_s" or so, "eta_s" until all steps are done}, and restart."""
         seconds = (time.perf_counter() - self._since) / (step - self._step)
         self.restart(step)
         left = seconds * (self.total_steps - step)
-        return {"ms": 1e3 * seconds, "tokens_per_s": self.tokens_per_step / seconds, "eta_s": left}
+        return {"ms": 1e3 * seconds, f"{self.unit}s_per_s": self.per_step / seconds, "eta_s": left}
 
 
 def memory_mb() -> float:
@@ -35,24 +37,25 @@ def memory_mb() -> float:
     return psutil.Process().memory_info().rss / MEGABYTE
 
 
-def step_line(record: dict, total_steps: int) -> str:
+def step_line(record: dict, total_steps: int, unit: str = "token") -> str:
     """One line for a record of metrics.jsonl about training steps."""
     width = len(str(total_steps))
     return (
         f"step {record['step']:{width}}/{total_steps}  loss {record['loss']:7.4f}  "
         f"norm {record['norm']:7.3f}  lr {record['lr']:.2e}  "
-        f"{record['ms']:8.1f} ms  {record['tokens_per_s']:8.0f} tok/s  "
+        f"{record['ms']:8.1f} ms  {record[f'{unit}s_per_s']:8.0f} {_SHORT[unit]}/s  "
         f"{record['memory_mb']:6.0f} MB  ETA {clock(record['eta_s']):>7}"
     )
 
 
 def evaluation_line(record: dict, total_steps: int) -> str:
-    """One line for a record of metrics.jsonl about held-out text."""
-    width = len(str(total_steps))
-    return (
-        f"step {record['step']:{width}}/{total_steps}  held-out loss {record['held_out_loss']:.4f}, "
-        f"{record['held_out_bits_per_byte']:.4f} bits per byte over {record['held_out_bytes']} bytes"
-    )
+    """One line for a record of metrics.jsonl about held-out data."""
+    width, told = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
+    if "held_out_bits_per_byte" in record:
+        told.append(f"{record['held_out_bits_per_byte']:.4f} bits per byte")
+    if "held_out_accuracy" in record:
+        told.append(f"{100 * record['held_out_accuracy']:.2f} % right")
+    return f"step {record['step']:{width}}/{total_steps}  {', '.join(told)}"
 
 
 def clock(seconds: float) -> str:

@@ -1,39 +1,56 @@
-"""What a training loop asks of what it trains: the seam between a loop and text, images or anything else.
+"""What a training loop asks of what it trains: the seam between loop.py and text, images or anything else.
 
-The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns data, model, loss and figures;
-it is made on every rank, alike but for the rank, and holds no state that a step number does not tell.
+The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns data, model, loss and figures.
+It is made on every rank, alike, and holds no state that a sample's number does not tell.
 """
 
 from collections.abc import Iterator
 from typing import Any, Protocol
 
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.tensor import Tensor
+from shardrt.train.metrics import RunLog
 
 
 class Task(Protocol):
-    """One thing to train, as one rank sees it. Batches are what the task says, cut by it alone."""
+    """One thing to train. Sample n of a run is the same one at every batch size and number of ranks."""
+
+    unit: str  # what a sample is made of, for rates: "token", "image"
+    per_sample: int  # how many of these
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must agree on and the log keeps: the source of the data, how much, its hash."""
+        """What all ranks must have alike and the log keeps: the source of the data, how much, its hash."""
 
-    def model(self) -> Module:
+    def introduction(self) -> list[str]:
+        """Lines for the reader: what is trained, on what."""
+
+    def model(self, mesh: DeviceMesh) -> Module:
         """A new model. Nothing of it is in memory yet."""
 
     def units(self, model: Module) -> list[Module]:
         """The parts of the model that become units of fully_shard, in the order in which they run."""
 
-    def batches(self, first: int, stop: int) -> Iterator[Any]:
-        """This rank's batch of every step in [first, stop), made ahead in a thread."""
+    def batch(self, samples: range) -> Any:
+        """Training samples by their numbers, from a thread of its own."""
 
-    def parts(self, batch: Any, count: int) -> list[Any]:
-        """A batch as `count` micro-batches of one size."""
+    def count(self, samples: range) -> int:
+        """What the summed loss of these samples is divided by for the mean. Reads no sample."""
 
     def loss(self, model: Module, batch: Any) -> Tensor:
-        """A part's share of the mean loss of the whole step: summed over parts and ranks it is that."""
+        """The loss of a batch, summed."""
 
-    def evaluate(self, model: Module, limit: int | None) -> dict[str, tuple[float, float]]:
-        """Name of a figure -> (sum, count) on this rank, on held-out data: all of it, or `limit` batches.
+    def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Any]:
+        """This rank's batches of `count` held-out samples: of all samples, or `limit` spread over them.
 
-        The figure is the sum of sums over ranks by that of counts. Collective, in evaluation without a tape.
+        As many on every rank, since the forward of a sharded model is collective.
         """
+
+    def measure(self, model: Module, batch: Any) -> dict[str, tuple[float, float]]:
+        """Name of a figure -> (sum, count) over a held-out batch. The figure is the one over the other."""
+
+    def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
+        """The figures over all ranks, with those that follow from them, "held_out_loss" among them."""
+
+    def close(self, model: Module, run: RunLog) -> dict[str, Any]:
+        """What is done with the trained model at the end, and what of it the log keeps. Collective."""

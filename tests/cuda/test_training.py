@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.generate import generate
+from models.generate import ByteText, generate
 from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
@@ -149,7 +149,9 @@ def saved_and_loaded(name, directory):
             parameter.data *= 2
     save(directory, model)
     load(directory, model)
-    return generate(model, SampleConfig("\x05", 5, 0.8, 5), block_size=4, seed=0), full_state_dict(model)
+    return generate(
+        model, SampleConfig("\x05", 5, 0.8, 5), ByteText(), block_size=4, seed=0
+    ), full_state_dict(model)
 
 
 def test_weights_are_changed_saved_loaded_and_used_to_generate(fake_cuda, tmp_path):

@@ -18,6 +18,7 @@ from shardrt import device
 from shardrt.checkpoint.checkpoints import Checkpoints
 from shardrt.comm import world as worlds
 from shardrt.fsdp.schedule import Schedule
+from shardrt.train import job, loop
 
 STEP = 4
 
@@ -103,28 +104,28 @@ class Trap:
 def prepare(failure: str, phase: str, victim: int) -> None:
     """Wrap what the failure goes into."""
     trap = Trap(failure, victim)
-    batch_of, planned = train.batch_of, train.planned_memory
+    backward, planned = loop.backward, job.planned_memory
 
-    def batch_and_step(config, corpus, mesh, step):
-        trap.mesh, trap.step = mesh, step + 1
-        return batch_of(config, corpus, mesh, step)
-
-    def planned_memory(config, mesh, model, corpus):
-        plan = planned(config, mesh, model, corpus)
-        trap.mesh, trap.step = mesh, STEP
-        trap.spring()
+    def planned_memory(recipe, mesh, task, model, batches):
+        plan = planned(recipe, mesh, task, model, batches)
+        trap.mesh = mesh
+        if phase == "set-up":
+            trap.step = STEP
+            trap.spring()
         return plan
 
-    if phase == "set-up":
-        train.planned_memory = planned_memory
-        return
-    train.batch_of = batch_and_step
+    def backward_of_step(recipe, task, model, batches, scaler, step):
+        trap.step = step + 1
+        return backward(recipe, task, model, batches, scaler, step)
+
+    job.planned_memory = planned_memory
+    loop.backward = backward_of_step
     if phase == "forward":
         trap.before(GPT, "forward", lambda model, tokens: model.training)
     elif phase == "backward":
         trap.before(Schedule, "after_backward", lambda schedule, unit: unit.label == "blocks.1")
     elif phase == "optimizer":
-        trap.before(train, "update")
+        trap.before(loop, "update")
     elif phase == "save":
         trap.before(Checkpoints, "_begin")
     elif phase == "eval":

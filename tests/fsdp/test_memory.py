@@ -11,13 +11,14 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from shardrt import Tensor, nn, optim
 from shardrt import functional as F
-from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, memory_plan, no_sync
 from shardrt.recompute import checkpoint_blocks
 from tests.fsdp.nets import Net, loss_of, shard
+from tests.ranks import run_ranks
 
 TOKENS = np.random.default_rng(0).integers(0, 11, (4, 16))
 
@@ -148,3 +149,16 @@ def test_gradients_of_a_net_are_right_after_planning():
     loss_of(plain, TOKENS, TOKENS).backward()
     for ours, theirs in zip(net.parameters(), plain.parameters(), strict=True):
         np.testing.assert_array_equal(ours.grad.reshape(-1), theirs.grad.reshape(-1))
+
+
+def test_a_plan_leaves_running_statistics_as_they_are():
+    def rank():
+        model = nn.Sequential(nn.BatchNorm2d(3))
+        fully_shard(model, mesh=init_device_mesh("cpu"))
+        images = np.random.default_rng(0).normal(size=(2, 3, 4, 4)).astype(np.float32)
+        memory_plan(model, step=lambda: model(Tensor(images)).sum().backward())
+        return {name: np.array(values) for name, values in model.named_buffers()}
+
+    (buffers,) = run_ranks(1, rank)
+    np.testing.assert_array_equal(buffers["0.running_mean"], 0)
+    np.testing.assert_array_equal(buffers["0.running_var"], 1)

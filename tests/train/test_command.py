@@ -12,18 +12,19 @@ from safetensors.numpy import load_file
 
 from models import generate, train
 from models.gpt import GPT, GPTConfig
-from models.train import Config
+from models.language import GPTRecipe as Config
 from shardrt.checkpoint import save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train import config as settings
 from shardrt.train.errors import DATA, USAGE
+from shardrt.train.job import optimizer_of, sharded_model
 from tests.ranks import clean_environment, mpirun_path
 
 TINY = Config(
     steps=3,
     batch_size=4,
     model=GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=16, vocab_size=256),
-    report=settings.ReportConfig(log_interval=1, eval_interval=2, eval_windows=8),
+    report=settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=8),
     sample=settings.SampleConfig(length=20),
 )
 # Open MPI refuses root, and more ranks than cores, unless it is told; MPICH knows none of these.
@@ -257,9 +258,11 @@ def test_a_world_size_without_mpirun_is_told(tmp_path, module, args):
 def test_more_ranks_than_elements_are_told_once_the_batch_can_be_shared(capfd):
     smallest = GPTConfig(n_layer=1, n_head=1, n_embd=1, block_size=1, vocab_size=256, bias=False)
 
+    task = replace(TINY, model=smallest).task()
+
     def shard(batch_size):
         config = replace(TINY, model=smallest, batch_size=batch_size)
-        train.optimizer_of(config, train.sharded_model(config, init_device_mesh()))
+        optimizer_of(config, sharded_model(config, init_device_mesh(), task))
 
     with pytest.raises(ValueError, match="batch_size 4 cannot be shared equally by 300 ranks"):
         thread.run(300, shard, 4)
@@ -295,7 +298,7 @@ def test_generate_tells_what_is_wrong_with_a_run(folder, capfd, width, told):
         (["runs/none"], "runs/none/config.toml: No such file"),
         (["runs/taken", "--lenght", "3"], "--lenght"),
         (["runs/taken", "--seed", "-1"], "seed must be at least 0, got -1"),
-        (["runs/taken", "--prompt", ""], "prompt must hold at least one byte"),
+        (["runs/taken", "--prompt", ""], "prompt must hold"),
     ],
 )
 def test_generate_tells_what_is_wrong_with_its_options(folder, capfd, args, told):

@@ -7,7 +7,7 @@ import pytest
 
 from models import train
 from models.gpt import GPTConfig
-from models.train import Config
+from models.language import GPTRecipe as Config
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
 
@@ -20,7 +20,7 @@ def file(tmp_path):
 
 
 def parse(*arguments):
-    return settings.parse(Config, arguments, default=train.DEFAULT, program="models.train")
+    return train.parse(arguments)
 
 
 def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(file):
@@ -55,7 +55,7 @@ def test_the_command_line_takes_lists_names_and_truth_values():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_the_configurations_that_come_along_load(path):
-    settings.load(Config, path)
+    train.load(path)
 
 
 def test_what_is_dumped_loads_as_it_was(file):
@@ -80,7 +80,7 @@ def test_a_section_of_a_file_loads_alone(file):
 @pytest.mark.parametrize(
     ("text", "told"),
     [
-        ("stepps = 3", "unknown key 'stepps'; known: name, data,"),
+        ("stepps = 3", "unknown key 'stepps'; known: architecture, size, name, data,"),
         ("[fsdp]\nstrat = 1", "unknown key 'fsdp.strat'; known: strategy, prefetch"),
         ("steps = 'a'", "steps must be int, got 'a'"),
         ("steps = true", "steps must be int, got True"),
@@ -95,7 +95,7 @@ def test_a_section_of_a_file_loads_alone(file):
             "HYBRID_SHARD_GRAD_OP, got 'HALF'",
         ),
         ("[model]\nn_embd = 10\nn_head = 3", "n_embd must be a multiple of n_head, got 10 and 3"),
-        ("[model]\nvocab_size = 255", "model.vocab_size must be at least 256, got 255"),
+        ("[model]\nvocab_size = 255", "model.vocab_size must be at least 256 for bytes, got 255"),
         ("[fsdp", "Expected ']'"),
     ],
 )

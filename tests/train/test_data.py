@@ -8,22 +8,35 @@ import sysconfig
 import numpy as np
 import pytest
 
+from shardrt.train.config import Determinism
 from shardrt.train.data import (
     HELD_OUT,
     IGNORED,
-    held_out_batches,
+    cut_windows,
+    held_out_starts,
     load_corpus,
-    training_batch,
     window_start,
 )
+from shardrt.train.recipe import Recipe
+from shardrt.train.tokens import write as write_tokens
 from tests.ranks import clean_environment
 
 TEXT = np.arange(1000)  # every "byte" is its own position
 BLOCK = 16
 
 
-def batch(step=0, batch_size=8, text=TEXT, seed=0, **place):
-    return training_batch(text, step, batch_size, BLOCK, seed=seed, **place)
+def batch(step=0, batch_size=8, text=TEXT, seed=0, rank=0, size=1, **settings):
+    """This rank's tokens and targets of a step."""
+    parts = Recipe(batch_size=batch_size, **settings).samples(step, rank, size)
+    starts = [window_start(text.size, sample, BLOCK, seed) for part in parts for sample in part]
+    return cut_windows(text, starts, BLOCK)
+
+
+def held_out_batches(text, batch_size, block_size, **place):
+    for starts, there in held_out_starts(text.size, batch_size, block_size, **place):
+        tokens, targets = cut_windows(text, starts, block_size)
+        targets[there:] = IGNORED
+        yield tokens, targets
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -78,9 +91,34 @@ def test_the_shortest_text_has_one_window():
     np.testing.assert_array_equal(tokens, [np.arange(BLOCK)] * 2)
 
 
-def test_a_batch_that_the_ranks_cannot_share_is_refused():
-    with pytest.raises(ValueError, match="batch_size 8 cannot be divided by 3 ranks"):
-        batch(size=3)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_micro_batches_of_world_invariant_runs_go_round_the_ranks(size):
+    how = {"batch_size": 24, "micro_batches": 4, "deterministic": Determinism["world-invariant"]}
+    turns = [Recipe(**how).samples(3, rank, size) for rank in range(size)]
+    assert [part for turn in zip(*turns, strict=True) for part in turn] == [
+        range(72 + 6 * part, 78 + 6 * part) for part in range(4)
+    ]
+
+
+def test_a_token_file_is_a_corpus(tmp_path):
+    text, file = np.arange(2000) % 300, tmp_path / "a.tokens"
+    documents = {b"one.": text[:700], b"and another": text[700:]}
+    write_tokens(file, documents, documents.__getitem__, vocabulary=300, tokenizer="none")
+    corpus = load_corpus([file], block_size=BLOCK, vocabulary=300)
+    np.testing.assert_array_equal(np.concatenate([corpus.train, corpus.held_out]), text)
+    assert corpus.held_out.size == 2000 // HELD_OUT
+    assert (corpus.kind, corpus.bytes_per_token, corpus.gzip_bits_per_byte()) == ("tokens", 15 / 2000, None)
+    assert corpus.documents.tolist() == [0, 700]
+    with pytest.raises(
+        ValueError, match="token 256 at offset 256 is not below the model's vocabulary of 256"
+    ):
+        load_corpus([file], block_size=BLOCK)
+    with pytest.raises(ValueError, match="a.tokens must be the only file"):
+        load_corpus([file, file], block_size=BLOCK)
+    with pytest.raises(ValueError, match="a.tokens has 2000 tokens, too short"):
+        load_corpus([file], block_size=200, vocabulary=300)
+    with pytest.raises(ValueError, match="none.tokens does not exist"):
+        load_corpus([tmp_path / "none.tokens"], block_size=BLOCK)
 
 
 def test_held_out_text_is_the_end_and_nothing_of_it_is_trained_on(tmp_path):
@@ -90,18 +128,18 @@ def test_held_out_text_is_the_end_and_nothing_of_it_is_trained_on(tmp_path):
     corpus = load_corpus([tmp_path / "a", tmp_path / "b"], block_size=BLOCK)
     assert corpus.held_out.size == 10_000 // HELD_OUT
     np.testing.assert_array_equal(np.concatenate([corpus.train, corpus.held_out]), text)
-    assert corpus.sha256 == hashlib.sha256(text).hexdigest()
+    assert corpus.digest == f"sha256 {hashlib.sha256(text).hexdigest()}"
     assert corpus.source == f"{tmp_path / 'a'}, {tmp_path / 'b'}"
     assert corpus.gzip_bits_per_byte() == pytest.approx(8, rel=0.1), "noise cannot be compressed"
 
 
 def test_the_standard_library_is_the_same_text_in_another_process(tmp_path):
-    program = "from shardrt.train.data import load_corpus; print(load_corpus(block_size=1).sha256)"
+    program = "from shardrt.train.data import load_corpus; print(load_corpus(block_size=1).digest)"
     process = subprocess.run(
         [sys.executable, "-c", program], cwd=tmp_path, env=clean_environment(), capture_output=True, text=True
     )
     corpus = load_corpus(block_size=1)
-    assert process.stdout.strip() == corpus.sha256
+    assert process.stdout.strip() == corpus.digest
     assert corpus.train.size > 1_000_000 and b"import" in corpus.train.tobytes()
 
 
@@ -114,7 +152,7 @@ def test_what_is_installed_beside_the_standard_library_does_not_change_the_text(
     for name in ("site-packages/numpy.py", "test/x.py", "json/tests/x.py", "abc.txt", "__pycache__/abc.pyc"):
         write(tmp_path / name, "z")
     write(tmp_path / "_sysconfigdata_linux.py", "z")
-    assert load_corpus(block_size=4).sha256 == before.sha256
+    assert load_corpus(block_size=4).digest == before.digest
 
 
 def test_a_python_without_sources_is_told(tmp_path, monkeypatch):

@@ -126,7 +126,7 @@ def test_step_lines_are_whole_and_aligned():
 
 def test_an_evaluation_has_one_line():
     line = evaluation_line(EVALUATION, 1000)
-    assert line == "step    1/1000  held-out loss 2.0000, 2.8850 bits per byte over 240 bytes"
+    assert line == "step    1/1000  held-out loss 2.0000, 2.8850 bits per byte"
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_times_read_as_a_clock(seconds, text):
 def test_the_stopwatch_gives_the_mean_since_it_was_read_and_leaves_evaluations_out(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
-    stopwatch = Stopwatch(total_steps=10, tokens_per_step=50)
+    stopwatch = Stopwatch(total_steps=10, per_step=50)
     now[0] += 4
     assert stopwatch.read(2) == {"ms": 2000.0, "tokens_per_s": 25.0, "eta_s": 16.0}
     now[0] += 100  # an evaluation

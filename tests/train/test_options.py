@@ -4,9 +4,10 @@ import pytest
 from safetensors.numpy import load_file
 
 from models import train
-from models.train import Config
+from models.language import GPTRecipe as Config
 from shardrt.comm import thread
 from shardrt.train import config as settings
+from shardrt.train import job as jobs
 from shardrt.train.errors import USAGE, one_line
 from tests.ranks import ROOT
 from tests.train.test_command import arguments, furnish, records
@@ -57,8 +58,8 @@ def run(name, *options):
     """Train the tiny model on RANKS ranks."""
     with one_line(USAGE):  # as train.main has it; the parser's library is not for several threads
         args = arguments("--batch-size", "8", "--name", name, *options)
-        config = settings.parse(Config, args, default=train.DEFAULT, program="models.train")
-    thread.run(RANKS, train.launch, config)
+        config = train.parse(args)
+    thread.run(RANKS, jobs.launch, config)
 
 
 def curve(folder, name):

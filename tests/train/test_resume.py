@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from safetensors.numpy import load_file
 from models import train
 from shardrt.comm import thread
 from shardrt.train import config as settings
+from shardrt.train import job as jobs
 from shardrt.train.errors import DATA, USAGE
 from tests.ranks import clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
@@ -35,7 +37,7 @@ def folder(tmp_path, monkeypatch):
 
 
 def launch(ranks, name, **changes):
-    thread.run(ranks, train.launch, replace(CONFIG, name=name, data=(train.Path("text.txt"),), **changes))
+    thread.run(ranks, jobs.launch, replace(CONFIG, name=name, data=(Path("text.txt"),), **changes))
 
 
 def curves(folder, name):
@@ -141,7 +143,7 @@ def killed_and_resumed(folder, runs, kills):
     Every loss, norm, evaluation and weight at the end must be that of the run that nobody killed.
     """
     furnish(folder)
-    settings.dump(replace(CONFIG, steps=200, data=(train.Path("text.txt"),)), folder / "tiny.toml")
+    settings.dump(replace(CONFIG, steps=200, data=(Path("text.txt"),)), folder / "tiny.toml")
     assert started(folder, "whole").wait(timeout=100) == 0
     chooser, done = random.Random(0), 0
     for run in range(runs):

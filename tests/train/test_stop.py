@@ -5,16 +5,18 @@ import re
 import signal
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from models import train
 from models.gpt import GPT
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import thread
 from shardrt.comm.failure import OUT_OF_MEMORY
 from shardrt.train import config as settings
+from shardrt.train import job as jobs
+from shardrt.train import loop
 from shardrt.train.errors import DIFFERS, NONFINITE
 from shardrt.train.stop import STOPPED
 from tests.train.test_command import furnish, records, start
@@ -36,14 +38,14 @@ def stops(name, **changes):
 
 def at_step(monkeypatch, number, action):
     """Call `action(rank)` before the update of a step, on every rank."""
-    original = train.update
+    original = loop.update
 
     def update(job, done):
         if done == number:
             action(job)
         return original(job, done)
 
-    monkeypatch.setattr(train, "update", update)
+    monkeypatch.setattr(loop, "update", update)
 
 
 @pytest.mark.parametrize("every", [0, 3, 5])
@@ -88,7 +90,7 @@ def test_a_time_limit_stops(folder, monkeypatch, capfd):
 def test_a_signal_to_one_rank_stops_all(tmp_path, number):
     furnish(tmp_path)
     long = replace(CONFIG, steps=100_000, report=replace(CONFIG.report, eval_interval=100_000))
-    settings.dump(replace(long, data=(train.Path("text.txt"),)), tmp_path / "tiny.toml")
+    settings.dump(replace(long, data=(Path("text.txt"),)), tmp_path / "tiny.toml")
     process = started(tmp_path, "long")
     deadline = time.monotonic() + 60
     while not list((tmp_path / "runs" / "long").glob("checkpoints/step-*")) and time.monotonic() < deadline:
@@ -114,8 +116,9 @@ POISONED = """
 import sys
 import numpy as np
 from models import train
+from shardrt.train import loop
 
-original = train.update
+original = loop.update
 
 def update(job, done):
     if done == 2 and job.mesh.rank == 1:
@@ -123,7 +126,7 @@ def update(job, done):
         parameter.grad[:3] = np.nan
     return original(job, done)
 
-train.update = update
+loop.update = update
 train.main(sys.argv[1:])
 """
 
@@ -176,10 +179,10 @@ def test_ranks_with_other_settings_are_told(tmp_path):
 
 
 def differing(contents):
-    rank = train.init_device_mesh("auto").rank
-    (train.Path(f"text{rank}.txt")).write_text(contents[rank] * 100)
-    thread_config = replace(CONFIG, name="x", data=(train.Path(f"text{rank}.txt"),))
-    train.launch(thread_config)
+    rank = jobs.init_device_mesh("auto").rank
+    (Path(f"text{rank}.txt")).write_text(contents[rank] * 100)
+    thread_config = replace(CONFIG, name="x", data=(Path(f"text{rank}.txt"),))
+    jobs.launch(thread_config)
 
 
 def test_ranks_with_other_data_are_told(folder, capfd):
@@ -191,7 +194,7 @@ def test_ranks_with_other_data_are_told(folder, capfd):
 def test_a_run_alone_that_is_out_of_memory_has_the_code_and_the_plan(folder, monkeypatch, capfd):
     at_step(monkeypatch, 2, lambda job: np.empty(1 << 50))
     with pytest.raises(SystemExit) as stop:  # in this thread: a world of one, not one of threads
-        train.launch(replace(CONFIG, name="big", data=(train.Path("text.txt"),)))
+        jobs.launch(replace(CONFIG, name="big", data=(Path("text.txt"),)))
     assert stop.value.code == OUT_OF_MEMORY == 81
     told = capfd.readouterr().err
     assert "Unable to allocate 8.00 PiB" in told and "MB are resident" in told

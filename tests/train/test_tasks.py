@@ -1,80 +1,200 @@
-"""models/tasks.py: what the seam promises to a loop, and that the recipes for digits learn."""
+"""Tasks: what the seam promises to the loop, and what models.train makes of images, tokens and Llamas."""
 
-import json
-import tomllib
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
-from models.tasks import ImageClassification, ImagesConfig
+from models import generate, train
+from models.hub import load_pretrained
+from models.images import ViTRecipe
 from shardrt.comm import init_device_mesh
-from tests.ranks import ROOT, mpirun, run_ranks
+from shardrt.train.job import launch
+from tests.ranks import ROOT
+from tests.train.test_command import arguments, furnish, records, start
 
-pytest.importorskip("sklearn")
 CONFIGS = ROOT / "models" / "configs"
 
 
-def task_of(batch_size=12, **options):
-    return ImageClassification(
-        ImagesConfig(**options), init_device_mesh("auto"), batch_size=batch_size, seed=1
-    )
+def digits(**images):
+    recipe = train.load(CONFIGS / "digits-vit.toml")
+    return replace(recipe, images=replace(recipe.images, **images), batch_size=12)
 
 
-def test_parts_ranks_and_steps_add_up_to_the_whole_batch():
-    """The loss of a step, and what is evaluated, do not depend on how batches are cut."""
-
-    def rank(parts):
-        task = task_of(60, smoothing=0.1)
-        model = task.model()
-        ((_, batch),) = zip([0], task.batches(3, 4), strict=True)
-        pieces = task.parts(batch, parts)
-        assert len(pieces) == parts and len({len(labels) for _, labels in pieces}) == 1
-        return sum(float(task.loss(model, piece)) for piece in pieces), task.evaluate(model)
-
-    def whole(size, parts):
-        results = run_ranks(size, rank, parts)
-        figures = {name: np.sum([r[1][name] for r in results], axis=0) for name in results[0][1]}
-        return sum(loss for loss, _ in results), figures
-
-    loss, figures = whole(1, 1)
-    assert 1.5 < loss < 4 and figures["held_out_accuracy"][1] == 359
-    for size, parts in ((1, 3), (2, 2), (3, 1)):
-        other, other_figures = whole(size, parts)
-        assert other == pytest.approx(loss, rel=1e-5)
-        for name in figures:
-            np.testing.assert_allclose(other_figures[name], figures[name], rtol=1e-5)
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(furnish(tmp_path))
+    return tmp_path
 
 
-def test_batches_go_on_from_any_step():
-    task = task_of()
-    whole = list(task.batches(0, 4))
-    for one, other in zip(whole[2:], task.batches(2, 4), strict=True):
-        for array, same in zip(one, other, strict=True):
-            np.testing.assert_array_equal(array, same)
+def test_the_loss_of_a_step_does_not_depend_on_how_its_batch_is_cut():
+    pytest.importorskip("sklearn")
+    recipe = digits(smoothing=0.1)
+    task, mesh = recipe.task(), init_device_mesh("cpu")
+    model = task.model(mesh)
+    whole = float(task.loss(model, task.batch(range(36, 48))))
+    assert 12 * 1.5 < whole < 12 * 4
+    for ranks, parts in ((1, 3), (2, 2), (3, 1)):
+        cut = replace(recipe, micro_batches=parts)
+        samples = [part for rank in range(ranks) for part in cut.samples(3, rank, ranks)]
+        assert [n for part in samples for n in part] == list(range(36, 48))
+        assert sum(float(task.loss(model, task.batch(part))) for part in samples) == pytest.approx(
+            whole, rel=1e-5
+        )
+
+
+def test_all_ranks_together_measure_every_held_out_image_once():
+    pytest.importorskip("sklearn")
+    task, mesh = digits().task(), init_device_mesh("cpu")
+    model = task.model(mesh)
+
+    def figures(ranks, limit):
+        found = [
+            task.measure(model, batch)
+            for rank in range(ranks)
+            for batch in task.held_out(96 // ranks, limit, rank, ranks)
+        ]
+        return {name: np.sum([each[name] for each in found], axis=0) for name in found[0]}
+
+    whole = figures(1, None)
+    assert whole["held_out_accuracy"][1] == 359
+    for name, values in figures(2, None).items():
+        np.testing.assert_allclose(values, whole[name], rtol=1e-5)
+    assert figures(3, 100)["held_out_loss"][1] == 100
 
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("name", ["digits-vit", "digits-regnet"])
-def test_the_recipes_learn_on_two_ranks(name, tmp_path):
-    """A seventh of the recipe; bench/results has the curves of the whole."""
-    recipe, result = (CONFIGS / f"{name}.toml").read_text(), tmp_path / "result.json"
-    steps = tomllib.loads(recipe)["steps"]
-    (tmp_path / "short.toml").write_text(recipe.replace(f"steps = {steps}", f"steps = {steps // 70 * 10}"))
-    done = mpirun(2, ["-m", "bench.digits", str(tmp_path / "short.toml"), "--json", str(result)], timeout=280)
+def test_the_recipes_for_digits_learn_on_two_ranks(name, tmp_path):
+    """A part of the recipe; docs/vision.md has the whole."""
+    pytest.importorskip("sklearn")
+    steps = {"digits-vit": "100", "digits-regnet": "100"}[name]
+    options = ["--config", str(CONFIGS / f"{name}.toml"), "--steps", steps, "--name", "x"]
+    done = start("models.train", *options, "--report.eval-interval", "50", ranks=2, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    found = json.loads(result.read_text())
-    assert found["ranks"] == 2 and len(found["curve"]) == 10
-    assert found["accuracy"] == found["curve"][-1]["held_out_accuracy"] > 0.85
-    assert found["curve"][0]["loss"] > 1.2 * found["curve"][-1]["loss"]
+    evaluations = records(tmp_path, "x", "evaluation")
+    assert evaluations[-1]["held_out_accuracy"] > 0.8
+    assert evaluations[-1]["held_out_loss"] < evaluations[0]["held_out_loss"]
+    assert "img/s" in done.stdout and "% right" in done.stdout
+    weights = load_file(tmp_path / "runs" / "x" / "checkpoint" / "model.safetensors")
+    assert ("stem.norm.running_mean" in " ".join(weights)) == (name == "digits-regnet")
 
 
-def test_settings_that_make_no_sense_are_an_error():
-    for options, told in [
-        ({"model": "vit-b17"}, "model must be one of .*vit-b16.*regnety-16gf.*, got 'vit-b17'"),
-        ({"smoothing": 1.0}, r"smoothing must be in \[0, 1\), got 1.0"),
-        ({"channels": 2}, "channels 1 or 3"),
-    ]:
-        with pytest.raises(ValueError, match=told):
-            ImagesConfig(**options)
-    with pytest.raises(ValueError, match="no-such-folder does not exist"):
-        task_of(data="no-such-folder")
+def test_a_folder_of_images_that_is_not_there_is_one_line(folder, capfd):
+    with pytest.raises(SystemExit) as stop:
+        train.main(["--architecture", "vit", "--data", "none", "--batch-size", "4", "--steps", "1"])
+    assert stop.value.code == 65
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line == "error: images: none does not exist"
+
+
+def test_an_image_that_cannot_be_read_ends_training_with_one_line(folder, capfd):
+    pytest.importorskip("PIL")
+    for kind in ("cat", "dog"):
+        (folder / "pictures" / kind).mkdir(parents=True)
+        for number in range(6):
+            (folder / "pictures" / kind / f"{number}.png").write_text("no picture")
+    options = ["--architecture", "vit", "--data", "pictures", "--batch-size", "4", "--steps", "1"]
+    with pytest.raises(SystemExit) as stop:
+        train.main([*options, "--images.on-corrupt", "error"])
+    assert stop.value.code == 65
+    assert "pictures" in capfd.readouterr().err.splitlines()[-1]
+
+
+def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys):
+    tokenizers = pytest.importorskip("tokenizers")
+    vocabulary = {
+        "[UNK]": 0,
+        "<end>": 1,
+        **{word: i for i, word in enumerate("all the world's a stage".split(), 2)},
+    }
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save("tokenizer.json")
+    (folder / "lines.jsonl").write_text('{"text": "all the world\'s a stage"}\n' * 300)
+    from shardrt.__main__ import main
+
+    made = ["data", "make", "play.tokens", "lines.jsonl", "--tokenizer", "tokenizer.json", "--end", "<end>"]
+    assert main(made) == 0
+    shape = {
+        "n-layer": 1,
+        "n-head": 2,
+        "n-kv-head": 1,
+        "n-embd": 16,
+        "n-hidden": 32,
+        "block-size": 16,
+        "vocab-size": 7,
+    }
+    options = ["--architecture", "llama", "--data", "play.tokens", "--steps", "60", "--batch-size", "8"]
+    options += [word for name, value in shape.items() for word in (f"--model.{name}", str(value))]
+    options += ["--text.separate-documents", "True", "--text.tokenizer", "tokenizer.json", "--name", "play"]
+    options += ["--optimizer.lr", "0.02", "--optimizer.warmup-steps", "5", "--sample.prompt", "all the"]
+    train.main([*options, "--sample.length", "3", "--sample.temperature", "0", "--model.loss-chunk", "8"])
+    (run,) = records(folder, "play", "run")
+    assert (run["architecture"], run["train_tokens"]) == ("llama", 1710)
+    assert records(folder, "play", "evaluation")[-1]["held_out_loss"] < 0.1
+    assert records(folder, "play", "end")[0]["sample"] == "all the world's a stage"
+    capsys.readouterr()
+    generate.main(["runs/play", "--prompt", "the", "--length", "2", "--temperature", "0"])
+    assert capsys.readouterr().out == "the world's a\n"
+
+
+def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder):
+    train.main(arguments("--name", "base", "--export", "True"))
+    options = [
+        "--init-from",
+        "runs/base/pretrained",
+        "--name",
+        "tuned",
+        "--text.window",
+        "8",
+        "--export",
+        "True",
+    ]
+    train.main(arguments(*options, "--lora.rank", "2", "--steps", "2", "--resume", ""))
+    (run,) = records(folder, "tuned", "run")
+    assert 0 < run["trained_parameters"] < run["parameters"] / 5
+    base, tuned = (load_pretrained(folder / "runs" / name / "pretrained") for name in ("base", "tuned"))
+    before, after = base.state_dict(), tuned.state_dict()
+    changed = {name for name in before if (before[name] != after[name]).any()}
+    assert changed and all("attention" in name or "mlp" in name for name in changed), changed
+    first = records(folder, "tuned", "step")[0]["loss"]
+    assert first < records(folder, "base", "step")[0]["loss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--architecture", "bert"], "architecture must be one of gpt, llama, vit, regnet, got 'bert'"),
+        (["--size", "gpt3"], "size must be one of gpt2, gpt2-medium, gpt2-large, gpt2-xl, got 'gpt3'"),
+        (["--text.window", "17"], "text.window 17 is more than the model's 16"),
+        (["--text.separate-documents", "True"], "text.separate_documents needs a token file"),
+        (["--init-from", "nowhere"], "nowhere/config.json"),
+        (["--lora.rank", "99"], "rank 99 is more than"),
+        (["--architecture", "vit", "--images.smoothing", "1"], "images.smoothing must be in [0, 1), got 1"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(folder, capfd, options, told):
+    given = options if "vit" in options else arguments(*options)
+    with pytest.raises(SystemExit) as stop:
+        train.main(given)
+    assert stop.value.code in (2, 65)
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ") and told in line
+    assert not any(path.name not in ("taken", "untrained") for path in (folder / "runs").iterdir())
+
+
+def test_a_size_by_name_goes_under_the_files_settings():
+    recipe = train.parse(["--size", "gpt2-medium", "--config", str(CONFIGS / "gpt2.toml")])
+    assert (recipe.model.n_layer, recipe.model.n_embd) == (12, 768), "what the file says goes over it"
+    recipe = train.parse(["--architecture", "vit", "--size", "vit-s16", "--model.n-layer", "3"])
+    assert (recipe.model.n_layer, recipe.model.n_embd) == (3, 384)
+    assert isinstance(recipe, ViTRecipe)
+
+
+def test_a_run_of_vit_is_loaded_again(folder):
+    pytest.importorskip("sklearn")
+    recipe = replace(digits(), steps=2, name="x", data=())
+    launch(recipe)
+    assert train.load(folder / "runs" / "x" / "config.toml") == recipe

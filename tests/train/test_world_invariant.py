@@ -6,11 +6,10 @@ from safetensors.numpy import load_file
 
 import shardrt
 from models import train
-from models.train import Config
 from shardrt.checkpoint import read_manifest
 from shardrt.comm import thread
 from shardrt.kernels import cpu as kernels
-from shardrt.train import config as settings
+from shardrt.train import job as jobs
 from shardrt.train.errors import USAGE, one_line
 from tests.train.test_command import arguments, furnish, records, start
 from tests.train.test_resume import curves
@@ -33,11 +32,11 @@ def folder(tmp_path_factory):
 def configured(name, *options):
     with one_line(USAGE):
         args = arguments("--name", name, *INVARIANT, *options)
-        return settings.parse(Config, args, default=train.DEFAULT, program="models.train")
+        return train.parse(args)
 
 
 def run(ranks, name, *options):
-    thread.run(ranks, train.launch, configured(name, *options))
+    thread.run(ranks, jobs.launch, configured(name, *options))
 
 
 def left(folder, name):

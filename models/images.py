@@ -1,0 +1,186 @@
+"""What models.train needs to classify images: the recipes of ViT and RegNetY, and their task."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from hashlib import sha256
+from typing import Any, ClassVar
+
+import numpy as np
+
+from shardrt import Tensor, nn
+from shardrt import functional as F
+from shardrt.comm import DeviceMesh
+from shardrt.train.images import (
+    IGNORED,
+    View,
+    held_out_batches,
+    load_digits,
+    load_folder,
+    samples_batch,
+)
+from shardrt.train.metrics import RunLog
+from shardrt.train.recipe import Recipe
+
+from . import regnet, vit
+
+Batch = tuple[np.ndarray, np.ndarray]  # float32 (images, channels, height, width); labels, int64 (images,)
+
+
+@dataclass(frozen=True)
+class ImagesConfig:
+    """What the model sees of an image, and how it is asked. See shardrt.train.images.View."""
+
+    size: int = 8  # height and width that the model sees
+    channels: int = 1  # 1: grey, 3: colours
+    crop: str = "pad"  # "pad": moved in a border of `pad`; "resize": a piece of random area and shape
+    pad: int = 1
+    scale: tuple[float, float] = (0.08, 1.0)  # the pieces' part of the image
+    flip: bool = False  # exchange left and right for half the samples
+    mean: tuple[float, ...] = (0.5,)
+    std: tuple[float, ...] = (0.5,)
+    smoothing: float = 0.0  # of the labels: so much of each is spread over all classes (Szegedy et al., 2016)
+    on_corrupt: str = "skip"  # an image that can't be read: "skip", counted, or "error"
+    synchronise: bool = True  # batch norm's statistics are those of all ranks' images
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.smoothing < 1:
+            raise ValueError(f"images.smoothing must be in [0, 1), got {self.smoothing}")
+        self.view()
+
+    def view(self) -> View:
+        """What the model sees of an image."""
+        return View(self.size, self.channels, self.crop, self.pad, self.scale, self.flip, self.mean, self.std)
+
+
+@dataclass(frozen=True)
+class ImageRecipe(Recipe):
+    """Train a model to tell the classes of images, fully sharded.
+
+    data: a folder of folders of images, named after their classes; scikit-learn's digits if none.
+    """
+
+    images: ImagesConfig = ImagesConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if len(self.data) > 1:
+            raise ValueError(f"data must be one folder of images, got {len(self.data)}")
+
+    def task(self) -> "ImageClassification":
+        return ImageClassification(self)
+
+    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
+        """A new model for so many classes."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ViTRecipe(ImageRecipe):
+    """Train a ViT, fully sharded, to tell the classes of images. The TOML file takes the same options."""
+
+    model: vit.ViTConfig = vit.SIZES["vit-digits"]
+
+    ARCHITECTURE: ClassVar[str] = "vit"
+    SIZES: ClassVar[dict[str, Any]] = vit.SIZES
+
+    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
+        seen = {"image_size": self.images.size, "channels": self.images.channels, "classes": classes}
+        return vit.ViT(replace(self.model, **seen))
+
+
+@dataclass(frozen=True)
+class RegNetRecipe(ImageRecipe):
+    """Train a RegNetY, fully sharded, to tell the classes of images. The TOML file takes the same options."""
+
+    model: regnet.RegNetConfig = regnet.SIZES["regnety-digits"]
+
+    ARCHITECTURE: ClassVar[str] = "regnet"
+    SIZES: ClassVar[dict[str, Any]] = regnet.SIZES
+
+    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
+        made = regnet.RegNet(replace(self.model, channels=self.images.channels, classes=classes))
+        return nn.synchronise_batch_norm(made, mesh) if self.images.synchronise else made
+
+
+class ImageClassification:
+    """A Task (shardrt.train.tasks): the class of an image."""
+
+    unit, per_sample = "image", 1
+
+    def __init__(self, recipe: ImageRecipe) -> None:
+        self.recipe, self.view = recipe, recipe.images.view()
+        if recipe.data:
+            how = {"channels": recipe.images.channels, "on_corrupt": recipe.images.on_corrupt}
+            self.train, self.others = load_folder(recipe.data[0], **how)
+        else:
+            self.train, self.others = load_digits()
+
+    def facts(self) -> dict[str, Any]:
+        """As Task: where the images are from, and how they are labelled."""
+        labels = np.concatenate([self.train.labels, self.others.labels]).tobytes()
+        return {
+            "data": self.train.source,
+            "classes": len(self.train.classes),
+            "train_images": len(self.train),
+            "held_out_images": len(self.others),
+            "digest": "sha256 " + sha256(labels + repr(self.train.classes).encode()).hexdigest(),
+        }
+
+    def introduction(self) -> list[str]:
+        """As Task."""
+        seen, size = self.view, self.recipe.size or "of its own size"
+        return [
+            f"{self.recipe.ARCHITECTURE} {size} on {seen.size} x {seen.size} pixels",
+            f"data: {self.train.source}, {len(self.train)} images to train on and {len(self.others)} held "
+            f"out, {len(self.train.classes)} classes",
+        ]
+
+    def model(self, mesh: DeviceMesh) -> nn.Module:
+        """As Task."""
+        return self.recipe.network(len(self.train.classes), mesh)
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """As Task: the blocks."""
+        return list(model.blocks)
+
+    def batch(self, samples: range) -> Batch:
+        """As Task."""
+        return samples_batch(self.train, self.view, samples, seed=self.recipe.seed)
+
+    def count(self, samples: range) -> int:
+        """As Task."""
+        return len(samples)
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """As Task: the cross-entropy, of labels that are smoothed if the recipe says so."""
+        images, labels = batch
+        logits, smoothing = model(images), self.recipe.images.smoothing
+        loss = F.cross_entropy(logits, labels, reduction="sum")
+        if smoothing:
+            spread = F.log_softmax(logits).sum() * (smoothing / logits.shape[1])
+            loss = loss * (1 - smoothing) - spread
+        return loss
+
+    def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:
+        """As Task."""
+        yield from held_out_batches(self.others, self.view, count, limit=limit, rank=rank, size=size)
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+        """As Task: the loss and the accuracy."""
+        images, labels = batch
+        logits, count = model(images), float((labels != IGNORED).sum())
+        loss = float(F.cross_entropy(logits, labels, ignore_index=IGNORED, reduction="sum"))
+        right = float((np.asarray(logits).argmax(1) == labels).sum())
+        return {"held_out_loss": (loss, count), "held_out_accuracy": (right, count)}
+
+    def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
+        """As Task."""
+        self._last = figures
+        return figures
+
+    def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
+        """As Task: says how many are right, and how many images could not be read on this rank."""
+        skipped = len(self.train.skipped) + len(self.others.skipped)
+        told = f"; {skipped} images could not be read" * (skipped > 0)
+        run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
+        return {"skipped": skipped, **self._last}

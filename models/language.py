@@ -1,0 +1,245 @@
+"""What models.train needs to train language models: the recipes of GPT and Llama, and their task.
+
+Text is read as bytes, or comes as a token file (`python -m shardrt data make`). `init_from` begins with the
+weights of a folder of Hugging Face's.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from shardrt import Tensor, nn
+from shardrt import functional as F
+from shardrt.comm import DeviceMesh
+from shardrt.train import config as settings
+from shardrt.train.data import (
+    IGNORED,
+    VOCABULARY,
+    Corpus,
+    cut_windows,
+    held_out_starts,
+    load_corpus,
+)
+from shardrt.train.metrics import BITS, RunLog
+from shardrt.train.recipe import Recipe
+from shardrt.train.tokens import SUFFIX
+
+from . import gpt, llama
+from .generate import ByteText, Text, TokenisedText, generate
+from .hub import load_pretrained, save_pretrained
+
+
+@dataclass(frozen=True)
+class TextConfig:
+    """How text becomes samples."""
+
+    window: int = 0  # tokens of a sample; 0: the model's block_size
+    separate_documents: bool = False  # tokens do not see other documents in their window; needs a token file
+    tokenizer: Path = (
+        Path()
+    )  # tokenizer.json of a token file: for the sample at the end, which else is left out
+
+    def __post_init__(self) -> None:
+        if self.window < 0:
+            raise ValueError(f"text.window must be at least 0, got {self.window}")
+
+
+@dataclass(frozen=True)
+class LanguageRecipe(Recipe):
+    """Train a language model, fully sharded."""
+
+    init_from: Path = Path()  # a folder of Hugging Face's whose shape and weights it begins with
+    export: bool = False  # write such a folder at the end: runs/NAME/pretrained
+    text: TextConfig = TextConfig()
+    sample: settings.SampleConfig = settings.SampleConfig()
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        as_bytes = not self.pretrained and not any(path.suffix == SUFFIX for path in self.data)
+        if as_bytes and self.model.vocab_size < VOCABULARY:
+            raise ValueError(
+                f"model.vocab_size must be at least {VOCABULARY} for bytes, got {self.model.vocab_size}"
+            )
+
+    def task(self) -> "Language":
+        return Language(self)
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether shape and weights come from files."""
+        return self.init_from != Path()
+
+    def network(self) -> nn.Module:
+        """A new model: of the recipe's shape, or that of init_from. Raises ValueError for another kind."""
+        if not self.pretrained:
+            return self.NETWORK(self.model)
+        named = {"dropout", "loss_chunk"} & self.model.__dataclass_fields__.keys()
+        model = load_pretrained(self.init_from, **{name: getattr(self.model, name) for name in named})
+        if type(model) is not self.NETWORK:
+            raise ValueError(
+                f"init_from: {self.init_from} holds a {type(model).__name__}; "
+                f"architecture is {self.ARCHITECTURE!r}"
+            )
+        return model
+
+    def words(self) -> Text:
+        """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
+        if self.text.tokenizer != Path():
+            return TokenisedText(self.text.tokenizer)
+        if any(path.suffix == SUFFIX for path in self.data):
+            raise ValueError(
+                f"text.tokenizer: {self.data[0]} holds tokens; give the tokenizer.json they are from"
+            )
+        return ByteText()
+
+
+@dataclass(frozen=True)
+class GPTRecipe(LanguageRecipe):
+    """Train a GPT, fully sharded, on text. Every option can stand in the TOML file as well."""
+
+    model: gpt.GPTConfig = gpt.GPTConfig()
+
+    ARCHITECTURE: ClassVar[str] = "gpt"
+    NETWORK: ClassVar[type] = gpt.GPT
+    SIZES: ClassVar[dict[str, Any]] = gpt.SIZES
+
+
+@dataclass(frozen=True)
+class LlamaRecipe(LanguageRecipe):
+    """Train a Llama, fully sharded, on text. Every option can stand in the TOML file as well."""
+
+    model: llama.LlamaConfig = llama.LlamaConfig()
+
+    ARCHITECTURE: ClassVar[str] = "llama"
+    NETWORK: ClassVar[type] = llama.Llama
+    SIZES: ClassVar[dict[str, Any]] = llama.SIZES
+
+
+class Batch(NamedTuple):
+    """Windows of text: int64 (rows, window) each. documents: the number of each token's, if they matter."""
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    documents: np.ndarray | None
+
+
+class Language:
+    """A Task (shardrt.train.tasks): the next token of windows of text."""
+
+    unit = "token"
+
+    def __init__(self, recipe: LanguageRecipe) -> None:
+        self.recipe = recipe
+        self.shape = shape = recipe.network().config
+        self.block_size = shape.block_size
+        self.per_sample = recipe.text.window or self.block_size
+        if self.per_sample > self.block_size:
+            raise ValueError(f"text.window {self.per_sample} is more than the model's {self.block_size}")
+        self.corpus: Corpus = load_corpus(
+            recipe.data, block_size=self.per_sample, vocabulary=shape.vocab_size
+        )
+        if recipe.text.separate_documents and self.corpus.documents is None:
+            raise ValueError("text.separate_documents needs a token file, which says where documents begin")
+        self.gzip = self.corpus.gzip_bits_per_byte()
+        self._last_bits = float("nan")
+
+    def facts(self) -> dict[str, Any]:
+        """As Task."""
+        corpus, told = self.corpus, {}
+        if self.gzip is not None:
+            told["gzip_bits_per_byte"] = self.gzip
+        return {
+            "data": corpus.source,
+            "digest": corpus.digest,
+            "train_tokens": int(corpus.train.size),
+            "held_out_tokens": int(corpus.held_out.size),
+            "bytes_per_token": corpus.bytes_per_token,
+            **told,
+        }
+
+    def introduction(self) -> list[str]:
+        """As Task."""
+        config = self.shape
+        corpus, begun = self.corpus, f" from {self.recipe.init_from}" * self.recipe.pretrained
+        shape = f"{config.n_layer} x {config.n_embd}, T {self.per_sample}"
+        gzip = "" if self.gzip is None else f" (gzip -9: {self.gzip:.3f} bits per byte)"
+        return [
+            f"{self.recipe.NETWORK.__name__} {shape}{begun}",
+            f"data: {corpus.source}, {corpus.train.size} {corpus.kind} to train on and "
+            f"{corpus.held_out.size} held out{gzip}, {corpus.digest[:19]}",
+        ]
+
+    def model(self, mesh: DeviceMesh) -> nn.Module:
+        """As Task."""
+        return self.recipe.network()
+
+    def units(self, model: nn.Module) -> list[nn.Module]:
+        """As Task: the blocks."""
+        return list(model.blocks)
+
+    def batch(self, samples: range) -> Batch:
+        """As Task."""
+        starts = self.corpus.starts(samples, self.per_sample, self.recipe.seed)
+        return self._windows(self.corpus.train, starts, 0)
+
+    def count(self, samples: range) -> int:
+        """As Task: the targets that count."""
+        if not self.recipe.text.separate_documents:
+            return len(samples) * self.per_sample
+        starts = np.array(self.corpus.starts(samples, self.per_sample, self.recipe.seed), np.int64)
+        borders = np.searchsorted(self.corpus.documents, (starts, starts + self.per_sample), side="right")
+        return len(samples) * self.per_sample - int((borders[1] - borders[0]).sum())
+
+    def _windows(self, text: np.ndarray, starts: list[int], offset: int) -> Batch:
+        """offset: where `text` begins in the whole."""
+        tokens, targets = cut_windows(text, starts, self.per_sample)
+        if not self.recipe.text.separate_documents:
+            return Batch(tokens, targets, None)
+        places = np.array(starts, np.int64)[:, None] + np.arange(self.per_sample + 1) + offset
+        numbers = np.searchsorted(self.corpus.documents, places, side="right")
+        targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED  # the first of a document can't be told
+        return Batch(tokens, targets, numbers[:, :-1])
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """As Task."""
+        how = {} if batch.documents is None else {"starts": F.document_starts(batch.documents)}
+        if model.config.loss_chunk:
+            return model(batch.tokens, batch.targets, reduction="sum", **how)
+        logits = model(batch.tokens, **how)
+        return F.cross_entropy(logits, batch.targets, ignore_index=IGNORED, reduction="sum")
+
+    def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:
+        """As Task: neighbouring windows."""
+        corpus, window = self.corpus, self.per_sample
+        place = {"windows": limit, "rank": rank, "size": size}
+        for starts, there in held_out_starts(corpus.held_out.size, count, window, **place):
+            batch = self._windows(corpus.held_out, starts, corpus.train.size)
+            batch.targets[there:] = IGNORED  # rows beyond the last window
+            yield batch
+
+    def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
+        """As Task."""
+        return {"held_out_loss": (float(self.loss(model, batch)), float((batch.targets != IGNORED).sum()))}
+
+    def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
+        """As Task."""
+        bits = figures["held_out_loss"] * BITS / self.corpus.bytes_per_token
+        self._last_bits = bits
+        return {**figures, "held_out_bits_per_byte": bits}
+
+    def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
+        """As Task: text that the model makes, and its export."""
+        gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
+        run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
+        if self.recipe.export:
+            save_pretrained(model, run.directory / "pretrained" if run.directory else "")
+            run.say(f"exported {run.directory}/pretrained" if run.directory else "")
+        if self.corpus.kind == "tokens" and self.recipe.text.tokenizer == Path():
+            return {}  # nobody knows what they stand for
+        words = self.recipe.words()
+        made = generate(model, self.recipe.sample, words, block_size=self.block_size, seed=self.recipe.seed)
+        run.say(f"--- sample ---\n{made}\n--------------")
+        return {"sample": made}

@@ -1,0 +1,209 @@
+"""A run from its recipe to the loop and what comes after it: checks, model, memory plan, run directory."""
+
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from shardrt import device, nn, optim, random
+from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
+from shardrt.comm import failure, init_device_mesh
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import differences, from_all
+from shardrt.comm.watchdog import Watch
+from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, set_gradient_divide_factor, set_world_invariant
+from shardrt.train import config as settings
+from shardrt.train import loop
+from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
+from shardrt.train.metrics import RunLog, new_run_directory, resumed_run_directory
+from shardrt.train.recipe import Recipe
+from shardrt.train.tasks import Task
+from shardrt.train.versions import own_version, versions
+
+
+def launch(recipe: Recipe) -> None:
+    """One run, on every rank."""
+    with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
+        mesh = init_device_mesh("auto")
+    with Watch(mesh, recipe.watchdog.limits) as watch:
+        run_on(mesh, recipe, watch)
+
+
+def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
+    """One run, watched. What can be wrong with the input is found before anything is written."""
+    began = time.perf_counter()
+    with one_line(DIFFERS, mesh):
+        check_same(mesh, {"settings": settings.plain(recipe), **versions()})
+    with one_line(USAGE, mesh):
+        mesh = init_device_mesh("auto", recipe.fsdp.shape(mesh.size)) if recipe.fsdp.copies > 1 else mesh
+    watch.record(mesh)
+    if recipe.threads or recipe.invariant:
+        device.set_threads(max(1, recipe.threads))
+    with one_line(DATA, mesh):
+        task = recipe.task()
+    with one_line(DIFFERS, mesh):
+        check_same(mesh, task.facts())
+    with one_line(USAGE, mesh):
+        model = sharded_model(recipe, mesh, task)
+    with one_line(DATA, mesh):
+        batches = loop.batches_of(recipe, mesh, task, 0)
+    with one_line(USAGE, mesh):
+        plan = planned_memory(recipe, mesh, task, model, batches)
+        failure.describe_memory(lambda: f"memory as planned, per rank:\n{plan}")
+        run = run_log(recipe) if mesh.rank == 0 else RunLog(None)
+
+    watch.keep(run.directory / "flight" if run.directory else None)
+    if run.directory:
+        settings.dump(recipe, run.directory / "config.toml")
+    introduce(run, recipe, mesh, task, model, plan)
+    job = job_of(recipe, mesh, task, model, run, watch)
+    with one_line(DATA, mesh, kinds=(CheckpointError,)):
+        first = resume(job)
+    with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
+        loop.train(job, first)
+    # Rank 0 gathers and writes; the others take part and need no directory.
+    watch.phase("save")
+    save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
+    watch.phase("sample")
+    kept = task.close(model, run)
+    watch.phase("end")
+    run.finish({"seconds": time.perf_counter() - began, **kept})
+    run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
+
+
+def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
+    """Raise ValueError that names the fields and ranks unless all ranks have the same. Collective."""
+    told = differences(from_all(mesh.communicator("control"), what))
+    if told:
+        raise ValueError(f"ranks differ: {'; '.join(told[:5])}")
+
+
+def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
+    """The task's model with its units and one for the rest. Nothing of it is in memory yet."""
+    if recipe.batch_size % recipe.parts(mesh.size):
+        parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
+        sharers = f"{mesh.size} ranks{parts}"
+        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {sharers}")
+    random.manual_seed(recipe.seed)
+    model = task.model(mesh)
+    recipe.lora.prepare(model)
+    units = task.units(model)
+    recipe.memory.prepare(units)
+    chosen = {
+        "mesh": mesh,
+        "strategy": recipe.fsdp.strategy,
+        "prefetch": recipe.fsdp.prefetch,
+        "offload_policy": recipe.memory.policy,
+    }
+    for unit in units:
+        fully_shard(unit, mp_policy=recipe.precision.policy(outermost=False), **chosen)
+    fully_shard(model, mp_policy=recipe.precision.policy(outermost=True), **chosen)
+    set_gradient_divide_factor(model, 1.0)  # the loss is divided by what all ranks have instead
+    if recipe.invariant:
+        set_world_invariant(model, recipe.micro_batches)
+    return model
+
+
+def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
+    """AdamW. Makes this rank's shards, their gradients and the optimizer's state."""
+    groups = optim.decay_groups(model, recipe.optimizer.weight_decay)
+    wanted = recipe.optimizer
+    return optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
+
+
+def planned_memory(
+    recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any]
+) -> MemoryPlan:
+    """What training will take, learnt without taking it, from one step's micro-batches."""
+    unscaled = optim.GradScaler(enabled=False)
+    return memory_plan(model, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0))
+
+
+def run_log(recipe: Recipe) -> RunLog:
+    """Rank 0's, in a directory of its own, or that of the run that is resumed."""
+    if recipe.resume == "auto":
+        return RunLog(resumed_run_directory(recipe.name), resumed=True)
+    if recipe.resume:
+        read_manifest(Path(recipe.resume))  # before a directory is made
+    return RunLog(new_run_directory(recipe.name))
+
+
+@dataclass(frozen=True)
+class Job:
+    """All that a run is made of. Only rank 0's `run` prints and writes."""
+
+    recipe: Recipe
+    mesh: DeviceMesh
+    task: Task
+    model: nn.Module
+    optimizer: optim.Optimizer
+    scaler: optim.GradScaler
+    checkpoints: Checkpoints
+    run: RunLog
+    watch: Watch
+
+
+def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:
+    """The run's optimizer, loss scale and checkpoints, with everything that they work on."""
+    optimizer = optimizer_of(recipe, model)
+    scaler = optim.GradScaler(enabled=recipe.precision.param is settings.Precision.float16)
+    kept = {"keep_last": recipe.checkpoint.keep_last, "keep_every": recipe.checkpoint.keep_every}
+    folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
+    checkpoints = Checkpoints(folder, model, optimizer, mesh, **kept)
+    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch)
+
+
+def resume(job: Job) -> int:
+    """The step to go on from: 0, or that of the checkpoint that was restored."""
+    wanted = job.recipe.resume
+    if not wanted:
+        return 0
+    step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+    if extra.get("scaler") and job.scaler.is_enabled():
+        job.scaler.load_state_dict(extra["scaler"])
+    changed = changed_bits(extra.get("config", {}), settings.plain(job.recipe))
+    if step and changed:
+        job.run.say(f"warning: not the bits of a run that was not resumed: {changed}")
+    job.run.rewind(step)
+    job.run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
+    return step
+
+
+def changed_bits(saved: dict[str, Any], own: dict[str, Any]) -> str:
+    """Settings that change what world-invariant runs compute, and how; "" if none or neither run is one."""
+    if "world-invariant" not in (saved.get("deterministic"), own["deterministic"]):
+        return ""
+    names = ("deterministic", "micro_batches", "threads", "batch_size")
+    return ", ".join(f"{n} was {saved.get(n)}, is {own[n]}" for n in names if saved.get(n) != own[n])
+
+
+def introduce(
+    run: RunLog, recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, plan: MemoryPlan
+) -> None:
+    """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
+    parameters = sum(parameter.size for parameter in model.parameters())
+    trained = sum(parameter.size for parameter in model.parameters() if parameter.requires_grad)
+    first, *more = task.introduction()
+    adapters = f" ({trained / 1e6:.2f} M of them trained)" * (trained < parameters)
+    run.say(
+        f"shardrt {own_version()}: {first}, {parameters / 1e6:.2f} M parameters{adapters}, "
+        f"{recipe.fsdp.strategy.name} over {mesh.size} rank{'s' * (mesh.size > 1)}"
+    )
+    for line in more:
+        run.say(line)
+    run.say(f"memory as planned, per rank:\n{plan}")
+    run.say(f"run: {run.directory}")
+    run.write(
+        "run",
+        {
+            "shardrt": own_version(),
+            "architecture": recipe.ARCHITECTURE,
+            "parameters": parameters,
+            "trained_parameters": trained,
+            "ranks": mesh.size,
+            "unit": task.unit,
+            **task.facts(),
+            "device_bytes": plan.device,
+            "host_bytes": plan.host,
+        },
+    )

@@ -1,0 +1,217 @@
+"""The training loop, top to bottom: forward and backward, update, report, checkpoint. It knows no model."""
+
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from math import fsum, isfinite
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import device, nn, optim, random
+from shardrt.autograd import no_grad
+from shardrt.checkpoint import CheckpointError
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import from_all
+from shardrt.fsdp import no_sync
+from shardrt.train import config as settings
+from shardrt.train.errors import DATA
+from shardrt.train.metrics import RunLog, exact_sum, over_ranks
+from shardrt.train.prefetch import Prefetched
+from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
+from shardrt.train.recipe import Recipe
+from shardrt.train.stop import STOPPED, StopRequests
+from shardrt.train.tasks import Task
+
+if TYPE_CHECKING:
+    from shardrt.train.job import Job
+
+
+def train(job: "Job", first: int) -> None:
+    """The loop, from step `first`.
+
+    Exits with code 75, having saved, where it is asked to stop; with 65 where data can't be read. Raises
+    FloatingPointError for a loss or gradients that are no numbers.
+    """
+    recipe, steps, task = job.recipe, job.recipe.steps, job.task
+    stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit)
+    stopwatch.restart(first)
+    batches = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
+    with StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after) as requests:
+        for step in range(first, steps):
+            job.watch.step(step + 1)
+            random.manual_seed(recipe.seed, step)
+            lr = recipe.optimizer.lr_at(step, steps)
+            for group in job.optimizer.param_groups:
+                group["lr"] = lr
+            losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
+            job.watch.phase("optimizer")
+            norm = update(job, step + 1)
+
+            done = step + 1
+            job.watch.phase("report")
+            keep(job, done)
+            if done % recipe.report.log_interval == 0 or done in (first + 1, steps):
+                report(job, done, losses, norm, lr, stopwatch)
+            if done % recipe.report.eval_interval == 0 or done == steps:
+                evaluate(job, done, recipe.report.eval_samples if done < steps else None)
+                stopwatch.restart(done)
+            if done < steps and (reason := requests.reason()):
+                leave(job, done, reason)
+    batches.close()
+    job.watch.phase("save")
+    tell_saved(job.run, job.checkpoints.settle)
+    if first >= steps:  # a run that was finished before
+        evaluate(job, steps, None)
+
+
+def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[Any]:
+    """This rank's micro-batches of a step."""
+    return [task.batch(samples) for samples in recipe.samples(step, mesh.rank, mesh.size)]
+
+
+def next_of(batches: Prefetched) -> list[Any]:
+    """The next step's. What can't be read ends the job with one line: the other ranks compute already."""
+    try:
+        return next(batches)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(DATA)
+
+
+def backward(
+    recipe: Recipe, task: Task, model: nn.Module, batches: list[Any], scaler: optim.GradScaler, step: int
+) -> list[float]:
+    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
+
+    The loss of a micro-batch is divided by what all samples of the step have, on all ranks: so gradients add
+    up to that of one large batch, however it is cut.
+    """
+    count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
+    each = recipe.reduce_each or recipe.invariant
+    losses = []
+    for number, batch in enumerate(batches, start=1):
+        with nullcontext() if each or number == len(batches) else no_sync(model):
+            loss = task.loss(model, batch) * (1 / max(1, count))
+            scaler.scale(loss).backward()
+        losses.append(float(loss))
+    return losses
+
+
+def update(job: "Job", done: int) -> float:
+    """Clip the gradients and update the parameters; gives the norm before.
+
+    A norm that is not finite, which all ranks see alike, leaves the update out, where loss scaling expects it
+    or the settings say so; else a FloatingPointError names rank and parameter.
+    """
+    wanted, parameters = job.recipe.optimizer, list(job.model.parameters())
+    job.scaler.unscale_(job.optimizer)
+    if wanted.in_backward:  # they have been applied already
+        norm = nn.utils.grad_norm(parameters, wanted.clip_type)
+    elif job.scaler.is_enabled():
+        norm = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
+    else:
+        try:
+            norm = nn.utils.clip_grad_norm_(
+                parameters, wanted.clip_norm, wanted.clip_type, error_if_nonfinite=True
+            )
+        except RuntimeError:  # nothing has been changed
+            norm = nn.utils.grad_norm(parameters, wanted.clip_type)
+            told = f"step {done}: the norm of the gradients is {norm}"
+            if wanted.on_nonfinite is settings.Nonfinite.stop:
+                raise FloatingPointError(f"{told}: {culprit(job)}") from None
+            job.run.say(f"{told}, so this update is skipped")
+            job.optimizer.zero_grad()
+            return norm
+    job.scaler.step(job.optimizer)
+    job.scaler.update()
+    job.optimizer.zero_grad()
+    return norm
+
+
+def culprit(job: "Job") -> str:
+    """The first parameter, and the ranks, whose part of its gradient is no number. Collective."""
+    here = device.current()
+    found = [
+        name
+        for name, parameter in job.model.named_parameters()
+        if parameter.grad is not None and not np.isfinite(here.to_numpy(parameter.grad)).all()
+    ]
+    everyone = from_all(job.mesh.communicator("control"), found)
+    first = next(name for name, _ in job.model.named_parameters() if any(name in names for names in everyone))
+    ranks = [rank for rank, names in enumerate(everyone) if first in names]
+    return f"that of {first!r} first, in the part of rank {', '.join(map(str, ranks))}"
+
+
+def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
+    """A line for the reader, and a record. Raises FloatingPointError for a loss that is no number."""
+    mean_loss = exact_sum(job.mesh, losses)
+    (memory,) = over_ranks(job.mesh, "max", memory_mb())
+    record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
+    record |= stopwatch.read(done)
+    job.run.say(step_line(record, job.recipe.steps, job.task.unit))
+    if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:
+        raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")
+    kept = {
+        name: value if isfinite(value) else None for name, value in record.items()
+    }  # JSON has no infinity
+    job.run.write("step", kept)
+
+
+def evaluate(job: "Job", done: int, limit: int | None) -> dict[str, float]:
+    """Figures on `limit` held-out samples, or all, shared among the ranks. Says and writes them."""
+    job.watch.phase("eval")
+    recipe, mesh, task = job.recipe, job.mesh, job.task
+    share = recipe.batch_size // (recipe.parts(mesh.size) if recipe.invariant else mesh.size)
+    found: list[dict[str, tuple[float, float]]] = []
+    job.model.eval()
+    with no_grad():
+        for batch in task.held_out(share, limit, mesh.rank, mesh.size):
+            found.append(task.measure(job.model, batch))
+    job.model.train()
+    figures = {}
+    for name in found[0]:
+        (count,) = over_ranks(mesh, "sum", fsum(each[name][1] for each in found))
+        figures[name] = exact_sum(mesh, [each[name][0] for each in found]) / count
+    record = {"step": done} | task.evaluation(figures)
+    job.run.say(evaluation_line(record, recipe.steps))
+    job.run.write("evaluation", record)
+    return record
+
+
+def keep(job: "Job", done: int) -> None:
+    """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
+    chosen = job.recipe.checkpoint
+    due = chosen.every and (done % chosen.every == 0 or done == job.recipe.steps)
+    if due or job.checkpoints.under_way:
+        job.watch.phase("save")
+    tell_saved(job.run, job.checkpoints.tick)
+    if due:
+        save = job.checkpoints.start if chosen.in_background else job.checkpoints.save
+        tell_saved(job.run, save, done, extra_of(job))
+
+
+def extra_of(job: "Job") -> dict[str, Any]:
+    """What a checkpoint holds beside parameters and the optimizer's state."""
+    return {"scaler": job.scaler.state_dict(), "config": settings.plain(job.recipe)}
+
+
+def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
+    """Call something that may give the directory of a checkpoint, or fail to write one; say so."""
+    try:
+        path = function(*args)
+        if path is not None:
+            run.say(f"saved {path}")
+    except CheckpointError as error:
+        run.say(f"warning: {error}")
+
+
+def leave(job: "Job", done: int, reason: str) -> None:
+    """Save, and exit with a code that says so; where saving fails, with the error."""
+    job.watch.phase("save")
+    tell_saved(job.run, job.checkpoints.settle)
+    if job.checkpoints.last_saved != done:
+        job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
+    job.run.say(f"stopped by {reason} after step {done}; go on with --resume auto")
+    job.run.close()
+    sys.exit(STOPPED)

@@ -1,0 +1,94 @@
+"""Recipe: all settings of a run but those of one kind of model and data, which subclasses add."""
+
+from dataclasses import dataclass
+from math import inf
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shardrt.train import config as settings
+from shardrt.train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A run. Every setting can stand in the TOML file as well."""
+
+    architecture: str = ""  # what is trained; it decides which other settings there are
+    size: str = ""  # of the model by its name, as gpt2-xl; what [model] says goes over it
+    name: str = ""  # of the folder in runs/; empty for date and time
+    data: tuple[Path, ...] = ()  # what is trained on; empty: what needs no download
+    seed: int = 0  # of the initial weights, the order of the samples, dropout and what is generated
+    steps: int = 1000  # updates of the weights
+    batch_size: int = 16  # samples per step, over all ranks
+    resume: str = ""  # "auto": the newest whole checkpoint of run `name`; or the directory of a checkpoint
+    micro_batches: int = 1  # parts of a step's batch that go through the model one after the other
+    reduce_each: bool = False  # reduce after each part: more traffic, less memory than once at the end
+    # per-world: the same bits at one number of ranks; world-invariant: at all, and micro_batches are those of
+    # all ranks together.
+    deterministic: settings.Determinism = settings.Determinism["per-world"]
+    threads: int = 0  # of the CPU per rank; 0: this rank's share of the cores, but 1 with world-invariant
+    ahead: int = 2  # steps whose batches are made ahead, in a thread
+    optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
+    fsdp: settings.FSDPConfig = settings.FSDPConfig()
+    precision: settings.PrecisionConfig = settings.PrecisionConfig()
+    memory: settings.MemoryConfig = settings.MemoryConfig()
+    lora: settings.LoRAConfig = settings.LoRAConfig()
+    checkpoint: settings.CheckpointConfig = settings.CheckpointConfig()
+    watchdog: settings.WatchdogConfig = settings.WatchdogConfig()
+    report: settings.ReportConfig = settings.ReportConfig()
+
+    ARCHITECTURE: ClassVar[str] = ""
+    SIZES: ClassVar[dict[str, Any]] = {}  # the model's settings by name
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch_size", "micro_batches", "ahead"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.architecture not in ("", self.ARCHITECTURE):
+            raise ValueError(f"architecture must be {self.ARCHITECTURE!r} here, got {self.architecture!r}")
+        if self.size and self.size not in self.SIZES:
+            raise ValueError(f"size must be one of {', '.join(self.SIZES)}, got {self.size!r}")
+        if self.threads < 0:
+            raise ValueError(f"threads must be at least 0, got {self.threads}")
+        if not 0 <= self.seed < 2**64:
+            raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
+        self._check_reductions()
+
+    def _check_reductions(self) -> None:
+        if self.invariant and self.optimizer.clip_type not in (1, 2, inf):
+            raise ValueError(
+                "optimizer.clip_type must be 1, 2 or inf with deterministic = 'world-invariant', got "
+                f"{self.optimizer.clip_type}"
+            )
+        if self.reduce_each and self.invariant:
+            raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
+        if self.reduce_each and self.micro_batches == 1:
+            raise ValueError("reduce_each needs micro_batches above 1")
+        if self.optimizer.in_backward:
+            if self.precision.param is settings.Precision.float16:
+                raise ValueError("optimizer.in_backward updates before the loss scale is known to be right")
+            if self.reduce_each:
+                raise ValueError("optimizer.in_backward needs one reduction per step: leave reduce_each off")
+
+    def task(self) -> Task:
+        """What this recipe trains. Reads data. Raises ValueError, OSError for what is wrong with it."""
+        raise NotImplementedError(f"{type(self).__name__}.task")
+
+    @property
+    def invariant(self) -> bool:
+        """Whether the number of ranks changes no bit."""
+        return self.deterministic is settings.Determinism["world-invariant"]
+
+    def parts(self, ranks: int) -> int:
+        """Micro-batches of a step, over all ranks."""
+        return self.micro_batches if self.invariant else ranks * self.micro_batches
+
+    def samples(self, step: int, rank: int, ranks: int) -> list[range]:
+        """The samples of each micro-batch that `rank` has in a step.
+
+        Neighbouring micro-batches; world-invariant: at each turn the one of its rank.
+        """
+        parts, each = self.parts(ranks), self.micro_batches
+        own = range(rank, parts, ranks) if self.invariant else range(rank * each, (rank + 1) * each)
+        share, first = self.batch_size // parts, step * self.batch_size
+        return [range(first + part * share, first + (part + 1) * share) for part in own]
