@@ -12,9 +12,8 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.cuda.test_training import VARIANTS, saved_and_loaded, train
+from tests.cuda.test_training import VARIANTS, make_late, same_bits, saved_and_loaded, train
 from tests.gpu.spin import spin
 
 pytestmark = pytest.mark.gpu
@@ -136,36 +135,17 @@ def test_ranks_have_the_mean_loss_of_one(gpu, on_the_cpu, ranks):
     np.testing.assert_allclose(losses, on_the_cpu, rtol=0, atol=1e-4)
 
 
-LATE = {
-    "nothing on the host": {},
-    "all on the host": {"offload_policy": CPUOffloadPolicy()},
-    "updates on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
-    "bfloat16, all on the host": {"offload_policy": CPUOffloadPolicy(), "mp_policy": BFLOAT16},
-}
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("case", LATE)
-def test_late_copies_change_no_bit(gpu, monkeypatch, case, ranks):
-    """A wait that is missing would let somebody read what has not arrived."""
-    prompt = thread.run(ranks, train, "cuda", **LATE[case])
-    copy = CUDADevice.copy
-
-    def late(self, target, source):
-        spin(0.3)
-        copy(self, target, source)
-
-    monkeypatch.setattr(CUDADevice, "copy", late)
-    for (steps, weights), (other_steps, other_weights) in zip(
-        thread.run(ranks, train, "cuda", **LATE[case]), prompt, strict=True
-    ):
-        np.testing.assert_array_equal(steps, other_steps)
-        for key, values in (weights or {}).items():
-            np.testing.assert_array_equal(values, other_weights[key], err_msg=key)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, monkeypatch, variant):
+    """A wait that is missing would let somebody read what has not arrived, or what is there no more."""
+    prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
+    make_late(monkeypatch, spin)
+    same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
 
 
 def test_offload_changes_no_bit(gpu):
-    kept, moved = (thread.run(1, losses_of, "cuda", **LATE[case])[0] for case in list(LATE)[:2])
+    policies = ({}, {"offload_policy": CPUOffloadPolicy()})
+    kept, moved = (thread.run(1, losses_of, "cuda", **policy)[0] for policy in policies)
     np.testing.assert_array_equal(moved, kept)
 
 
