@@ -48,7 +48,7 @@ class CuDNN:
         never: tuple[str, ...] = (),
         refused: str = "",
     ) -> bool:
-        """Run the operation that `describe` adds to a graph; False, with nothing done, where there is no plan.
+        """Run the operation that `describe` adds to a graph; if there is no plan for it, False, nothing done.
 
         kind: what a plan depends on besides types, shapes and strides. arrays: those with uid 1, 2, ...
         never: numerical notes that no plan may have. refused: what a warning then says that cuDNN refuses.

@@ -1,6 +1,6 @@
-"""Convolution by cuDNN: float16 and bfloat16 on tensor cores, float32, (batch, channels, height, width) as it lies.
+"""Convolution by cuDNN: float16 and bfloat16, on tensor cores, and float32.
 
-The number of groups is in the shapes: channels of x over channels of weight. Sums are float32, and the same
+Arrays are told by their strides, as they lie: pixels last (NCHW), which cuDNN may turn in its workspace. The number of groups is in the shapes: channels of x over channels of weight. Sums are float32, and the same
 bits come out every time.
 """
 
@@ -39,9 +39,7 @@ class CuDNNConv2d:
         """As conv2d.backward_input."""
         return self._run("conv_dgrad", ("loss", "filter"), (dy, weight, dx), geometry)
 
-    def backward_weight(
-        self, x: Array, dy: Array, dweight: Array, accumulate: bool, *geometry: Pair
-    ) -> bool:
+    def backward_weight(self, x: Array, dy: Array, dweight: Array, accumulate: bool, *geometry: Pair) -> bool:
         """As conv2d.backward_weight.
 
         The frontend can't add to what is there: the sum is then made beside it, in float32. Where cuDNN has
@@ -74,7 +72,8 @@ class CuDNNConv2d:
         stride, padding, dilation = map(list, geometry)
 
         def describe(graph: Any) -> None:
-            inputs = {name: self._cudnn.input(graph, uid, arrays[uid - 1]) for uid, name in enumerate(names, 1)}
+            tensors = self._cudnn.input(graph, 1, first), self._cudnn.input(graph, 2, second)
+            inputs = dict(zip(names, tensors, strict=True))
             made = getattr(graph, node)(**inputs, stride=stride, padding=padding, dilation=dilation)
             self._cudnn.output(made, 3, out)
 
@@ -89,9 +88,9 @@ class CuDNNConv2d:
 
 
 def _suits(*arrays: Array) -> bool:
-    """Whether cuDNN is made for these: of one type that it has, not too large, aligned as it takes for granted.
+    """Whether cuDNN is made for these: of one type that it has, not too large, aligned to 16 bytes.
 
-    A stride of 0, which an axis of length 1 may have, it does not know.
+    It does not know a stride of 0, which an axis of length 1 may have.
     """
     one_type = arrays[0].dtype.name in _ELEMENTS and all(x.dtype == arrays[0].dtype for x in arrays)
     sound = one_type and all(0 < x.size <= _LARGEST and min(x.strides) > 0 for x in arrays)

@@ -1,4 +1,4 @@
-"""Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else, the reference,
+"""Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else the reference:
 products with the matrix of patches, some images at a time.
 
 The reference's patches go through memory, and each group is a product of its own.

@@ -1,5 +1,5 @@
-"""A stand-in for nvidia-cudnn-frontend: graphs of one node, attention or convolution, computed on the CPU from
-addresses.
+"""A stand-in for nvidia-cudnn-frontend: graphs of one node, computed on the CPU from addresses: attention
+and convolution.
 
 It has the names and keywords that versions 1.22 to 1.32 share, and is strict about them.
 """

@@ -228,3 +228,20 @@ def test_on_the_device_it_runs_in_the_current_stream(backend, monkeypatch):
     _launch.use(before)
     assert list(module.handles.values()) == [fake_cupy.Stream.here.stream.ptr]
     assert backend.attention() is backend.attention()
+
+
+def test_convolution_there_shares_the_library(backend, monkeypatch):
+    module = fake_cudnn.module()
+    module.stream = backend.stream()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    x, weight = (np.ones(shape, np.float32) for shape in ((2, 3, 5, 4), (8, 3, 2, 2)))
+    y, dx, dweight = (np.full(shape, np.nan, np.float32) for shape in ((2, 8, 4, 3), x.shape, weight.shape))
+    geometry = (1, 1), (0, 0), (1, 1)
+    fused, device = backend.convolution(), fake_cupy.on_device
+    assert fused.forward(device(x), device(weight), device(y), *geometry)
+    assert fused.backward_input(device(y), device(weight), device(dx), *geometry)
+    assert fused.backward_weight(device(x), device(y), device(dweight), False, *geometry)
+    np.testing.assert_array_equal(y, 12)  # of ones
+    np.testing.assert_array_equal(dweight, 12 * 2 * 4 * 3)
+    assert dx.sum() == 12 * 12 * y.size  # each number of y, 12, goes to 12 pixels
+    assert backend.attention() is not None and len(module.handles) == 1
