@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from bench.gpu import __main__ as command
-from bench.gpu import ceilings, clock, contestant, host, kernels, needs, products, report, state, training
+from bench.gpu import (
+    ceilings,
+    clock,
+    contestant,
+    convolution,
+    host,
+    kernels,
+    needs,
+    products,
+    report,
+    state,
+    training,
+)
 from bench.gpu.job import Job
 from bench.gpu.report import Row
 from tests.cuda import fake_cupy
@@ -271,6 +283,16 @@ def test_products_without_torch(played, monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     products.measure(played, products.Sizes(batch=1, time=8, width=16, heads=2, vocab=24))
     assert all(row.theirs == 2.0 for row in fine(played).values())
+
+
+@pytest.mark.torch
+def test_convolution_beside_torch(played, torch_played):
+    convolution.measure(played, {"small": (2, 4, 6, 3, 2, 1, 2, 7)})
+    rows = fine(played)
+    assert len(rows) == 3
+    assert all(row.beside == "torch" and row.check.startswith("differ by") for row in rows.values())
+    assert not [row for row in rows.values() if "WRONG" in row.check]
+    assert played.rows[0].figure == pytest.approx(2 * (2 * 6 * 4 * 4) * (2 * 3 * 3) / 1e-4 / 1e12)
 
 
 def test_launches(played, monkeypatch):

@@ -54,15 +54,15 @@ def measure(run: Run, sizes: Sizes | None = None) -> None:
         for name, (inputs, outputs) in layers(sizes.width).items():
             with run.guarded(name):
                 for product in products(clock, torch, name, sizes.batch * sizes.time, inputs, outputs):
-                    seconds.append((product.flops, *_measure(run, clock, product)))
+                    seconds.append((product.flops, *compare(run, clock, product)))
         if len(seconds) == 12:
             flops, ours, theirs = map(sum, zip(*seconds, strict=True))
             _row(run, "the twelve together", flops, ours, theirs, "")
         with run.guarded("up with GELU"):
-            _measure(run, clock, with_gelu(torch, sizes))
+            compare(run, clock, with_gelu(torch, sizes))
         with run.guarded("head"):
             for product in products(clock, torch, "head", sizes.batch * sizes.time, sizes.width, sizes.vocab):
-                _measure(run, clock, product)
+                compare(run, clock, product)
         with run.guarded("attention"):
             attention(run, clock, torch, sizes)
 
@@ -126,8 +126,8 @@ def _both(torch: Torch, ours: Any, theirs: Any) -> Callable[[], tuple[Any, Any]]
     return lambda: (torch.of(ours), theirs)
 
 
-def _measure(run: Run, clock: Clock, product: Product) -> tuple[float, float]:
-    """(our seconds, theirs; 0 without PyTorch)."""
+def compare(run: Run, clock: Clock, product: Product) -> tuple[float, float]:
+    """A row; (our seconds, theirs; 0 without PyTorch)."""
     works = [product.ours] if product.theirs is None else [product.ours, product.theirs]
     seconds, _ = clock.by_turns(works)
     check = ""

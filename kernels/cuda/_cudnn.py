@@ -1,11 +1,7 @@
-"""Attention by cuDNN's fused kernels, through nvidia-cudnn-frontend: 16-bit, on tensor cores, any strides.
+"""cuDNN through nvidia-cudnn-frontend: operations as graphs of one node, on arrays where they lie.
 
-An operation is described once per shape, strides and type as a graph of one node, which cuDNN plans for some
-tenths of a second; from then on it takes addresses. What it keeps for backward is our lse: the natural
-logarithm of the sum of exponentials of the scaled products, float32, (batch, heads, time).
-
-Keys and values, and their gradients, may have fewer heads than queries, which then go in groups: head h of q
-looks at head h // (heads of q / heads of k). cuDNN sees that from the shapes; nothing is repeated in memory.
+A graph is described once per shape, strides and type, and cuDNN plans it for some tenths of a second; from
+then on it takes addresses. What the operations are is in _cudnn_attention.py and _cudnn_conv2d.py.
 
 Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for the module `cudnn`.
 """
@@ -17,158 +13,107 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import Array, address, vectors
+from shardrt.kernels.cuda._launch import Array, address
 
-WIDEST = 128  # elements of a head, forward and backward, on every GPU since Ampere
-_ELEMENTS = {"float16": "HALF", "bfloat16": "BFLOAT16"}
-_VECTOR = 8  # elements of 16 bytes, in which cuDNN reads
-_FORWARD, _BACKWARD = ("q", "k", "v", "y", "lse"), ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv")
+_ELEMENTS = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 
 
 class Stage(Protocol):
-    """Where attention runs."""
+    """Where operations run."""
 
     def stream(self) -> int:
         """The current stream's handle."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
-        """Scratch memory."""
+        """Scratch memory, in the order of the current stream."""
 
 
-class CuDNNAttention:
-    """The library, and a plan for every kind of attention met so far; they live as long as the process."""
+class CuDNN:
+    """The library, and a plan for every kind of operation met so far; they live as long as the process."""
 
     def __init__(self, cudnn: ModuleType, stage: Stage) -> None:
         """Raises RuntimeError where the module finds no cuDNN."""
-        self._cudnn = cudnn
+        self.module = cudnn
         self._stage = stage
         self._handles: dict[int, Any] = {}  # by stream: threads must not share one
-        self._workspaces: dict[int, Array] = {}  # by stream: attention in two streams may run at once
         self._graphs: dict[tuple, Any] = {}
         self._handle()
 
-    def forward(
-        self, q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float
-    ) -> bool:
-        """As attention.forward, if cuDNN can; else does nothing and gives False."""
-        return self._run(_FORWARD, (q, k, v, y, lse), causal, scale, self._describe_forward)
-
-    def backward(
+    def run(
         self,
-        dy: Array,
-        q: Array,
-        k: Array,
-        v: Array,
-        y: Array,
-        lse: Array,
-        dq: Array,
-        dk: Array,
-        dv: Array,
+        kind: tuple,
+        arrays: tuple[Array, ...],
+        describe: Callable[[Any], None],
         *,
-        causal: bool,
-        scale: float,
+        never: tuple[str, ...] = (),
+        refused: str = "",
     ) -> bool:
-        """As attention.backward, the same bits every time, if cuDNN can; else does nothing: False."""
-        arrays = dy, q, k, v, y, lse, dq, dk, dv
-        return self._run(_BACKWARD, arrays, causal, scale, self._describe_backward)
+        """Run the operation that `describe` adds to a graph; if there is no plan for it, False, nothing done.
 
-    def _run(
-        self, names: tuple, arrays: tuple, causal: bool, scale: float, describe: Callable[..., None]
-    ) -> bool:
-        if not _suits(dict(zip(names, arrays, strict=True))):
-            return False
-        key = (names, arrays[1].dtype.name, *((x.shape, x.strides) for x in arrays), causal, scale)
+        kind: what a plan depends on besides types, shapes and strides. arrays: those with uid 1, 2, ...
+        never: numerical notes that no plan may have. refused: what a warning then says that cuDNN refuses.
+        """
+        key = (*kind, *((x.dtype.name, x.shape, x.strides) for x in arrays))
         if key not in self._graphs:
-            self._graphs[key] = self._graph(dict(zip(names, arrays, strict=True)), causal, scale, describe)
+            self._graphs[key] = self._graph(arrays[0], describe, never, refused)
         graph = self._graphs[key]
         if graph is None:
             return False
+        # Not kept from call to call: a captured graph would go on using what a larger one had replaced.
+        workspace = self._stage.empty((max(graph.get_workspace_size(), 1),), np.uint8)
         places = {uid: address(x) for uid, x in enumerate(arrays, 1)}
-        graph.execute(places, self._workspace(graph.get_workspace_size()), handle=self._handle())
+        graph.execute(places, address(workspace), handle=self._handle())
         return True
 
-    def _graph(self, arrays: dict[str, Array], causal: bool, scale: float, describe: Callable) -> Any:
-        """What runs this kind of attention; None where cuDNN has nothing, which a warning says."""
-        cudnn = self._cudnn
-        graph = cudnn.pygraph(
-            io_data_type=self._element(arrays["q"]),
-            intermediate_data_type=cudnn.data_type.FLOAT,
-            compute_data_type=cudnn.data_type.FLOAT,
-            handle=self._handle(),
-        )
-        mask = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
-        try:
-            describe(graph, arrays, attn_scale=float(scale), **(mask if causal else {}))
-            graph.build([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
-        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
-            q, k = arrays["q"], arrays["k"]
-            what = f"q {q.shape}, k {k.shape} of {q.dtype.name}"
-            warnings.warn(f"attention: cuDNN refuses {what}; slower kernels do it ({error})", stacklevel=5)
-            return None
-        return graph
-
-    def _describe_forward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        inputs = {name: self._input(graph, uid, arrays[name]) for uid, name in enumerate(_FORWARD[:3], 1)}
-        outputs = graph.sdpa(**inputs, generate_stats=True, **how)
-        for uid, (name, output) in enumerate(zip(_FORWARD[3:], outputs, strict=True), 4):
-            self._output(output, uid, arrays[name])
-
-    def _describe_backward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        dy, q, k, v, y, lse = (
-            self._input(graph, uid, arrays[name]) for uid, name in enumerate(_BACKWARD[:6], 1)
-        )
-        outputs = graph.sdpa_backward(
-            q=q, k=k, v=v, o=y, dO=dy, stats=lse, use_deterministic_algorithm=True, **how
-        )
-        for uid, (name, output) in enumerate(zip(_BACKWARD[6:], outputs, strict=True), 7):
-            self._output(output, uid, arrays[name])
-
-    def _input(self, graph: Any, uid: int, x: Array) -> Any:
+    def input(self, graph: Any, uid: int, x: Array) -> Any:
+        """A tensor like x, four-dimensional, to read."""
         shape, strides = _layout(x)
         return graph.tensor(dim=shape, stride=strides, data_type=self._element(x), uid=uid)
 
-    def _output(self, tensor: Any, uid: int, x: Array) -> None:
+    def output(self, tensor: Any, uid: int, x: Array) -> None:
+        """Have a node's result written like x."""
         shape, strides = _layout(x)
         tensor.set_output(True).set_uid(uid).set_dim(shape).set_stride(strides)
         tensor.set_data_type(self._element(x))
 
+    def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
+        """Scratch memory."""
+        return self._stage.empty(shape, dtype)
+
+    def _graph(self, first: Array, describe: Callable[[Any], None], never: tuple, refused: str) -> Any:
+        """A graph with its plan; None where cuDNN has none."""
+        cudnn = self.module
+        graph = cudnn.pygraph(
+            io_data_type=self._element(first),
+            intermediate_data_type=cudnn.data_type.FLOAT,
+            compute_data_type=cudnn.data_type.FLOAT,
+            handle=self._handle(),
+        )
+        try:
+            describe(graph)
+            graph.validate()
+            graph.build_operation_graph()
+            graph.create_execution_plans([cudnn.heur_mode.A, cudnn.heur_mode.FALLBACK])
+            graph.deselect_numeric_notes([getattr(cudnn.numerical_note, note) for note in never])
+            graph.check_support()
+            graph.build_plans()
+        except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
+            if refused:
+                warnings.warn(f"{refused}; slower kernels do it ({error})", stacklevel=6)
+            return None
+        return graph
+
     def _element(self, x: Array) -> Any:
-        return getattr(self._cudnn.data_type, _ELEMENTS.get(x.dtype.name, "FLOAT"))
+        return getattr(self.module.data_type, _ELEMENTS[x.dtype.name])
 
     def _handle(self) -> Any:
         """The one of the current stream."""
         stream = self._stage.stream()
         if stream not in self._handles:
-            handle = self._cudnn.create_handle()
-            self._cudnn.set_stream(handle, stream)
+            handle = self.module.create_handle()
+            self.module.set_stream(handle, stream)
             self._handles[stream] = handle
         return self._handles[stream]
-
-    def _workspace(self, nbytes: int) -> int:
-        """The address of that many bytes that only the current stream uses; it only grows."""
-        stream = self._stage.stream()
-        if stream not in self._workspaces or self._workspaces[stream].size < nbytes:
-            self._workspaces[stream] = self._stage.empty((max(nbytes, 1),), np.uint8)
-        return address(self._workspaces[stream])
-
-
-def _suits(arrays: dict[str, Array]) -> bool:
-    """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
-
-    And whole groups of heads of q for each of k.
-    """
-    q, lse = arrays["q"], arrays["lse"]
-    heads = [x for name, x in arrays.items() if name != "lse"]
-    if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
-        return False
-    whole = lse.dtype == np.float32 and lse.flags.c_contiguous
-    readable = whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
-    return readable and q.shape[1] % arrays["k"].shape[1] == 0
-
-
-def _in_vectors(x: Array) -> bool:
-    steps = [stride for stride, count in zip(x.strides[:3], x.shape[:3], strict=True) if count > 1]
-    return x.size > 0 and all(step > 0 and step % (_VECTOR * x.dtype.itemsize) == 0 for step in steps)
 
 
 def _layout(x: Array) -> tuple[list[int], list[int]]:

@@ -15,7 +15,9 @@ import numpy as np
 
 from shardrt.kernels.cuda import _compile
 from shardrt.kernels.cuda._cublaslt import WORKSPACE, CublasLt
-from shardrt.kernels.cuda._cudnn import CuDNNAttention
+from shardrt.kernels.cuda._cudnn import CuDNN
+from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
+from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
 from shardrt.kernels.cuda._launch import Array
 
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
@@ -82,19 +84,24 @@ class CuPyBackend:
 
     def attention(self) -> CuDNNAttention | None:
         """cuDNN's, where nvidia-cudnn-frontend is installed (the extra "cudnn") and finds the library."""
-        return self._cudnn
+        return self._cudnn[0]
+
+    def convolution(self) -> CuDNNConv2d | None:
+        """cuDNN's, as attention."""
+        return self._cudnn[1]
 
     @cached_property
-    def _cudnn(self) -> CuDNNAttention | None:
+    def _cudnn(self) -> tuple[CuDNNAttention, CuDNNConv2d] | tuple[None, None]:
         try:
             import cudnn
         except ImportError:
-            return None
+            return None, None
         try:
-            return CuDNNAttention(cudnn, self)
+            library = CuDNN(cudnn, self)
         except RuntimeError as error:
-            warnings.warn(f"attention: no cuDNN, so slower kernels do it ({error})", stacklevel=2)
-            return None
+            warnings.warn(f"no cuDNN, so slower kernels do attention and convolution ({error})", stacklevel=2)
+            return None, None
+        return CuDNNAttention(library), CuDNNConv2d(library)
 
     def prepare(self, wanted: Iterable[tuple[str, _compile.Defines]]) -> None:
         """Compile these (file, macros), or load them from the cache on disk; several at a time."""

@@ -46,7 +46,10 @@ class Backend(Protocol):
         """inner = a b (+ bias), out = GELU of it (tanh form); False if there is no such product."""
 
     def attention(self) -> Any | None:
-        """What is better at attention than the kernels here (see _cudnn.py), if there is something."""
+        """What is better at attention than the kernels here, if anything is (see _cudnn_attention.py)."""
+
+    def convolution(self) -> Any | None:
+        """The same for convolution (see _cudnn_conv2d.py)."""
 
     def prepare(self, wanted: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
         """Have these files ready, each with its macros."""

@@ -1,5 +1,6 @@
-"""Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits (_cudnn.py);
-else reference kernels (attention.cu), for every type and width, and for documents side by side.
+"""Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits
+(_cudnn_attention.py); else reference kernels (attention.cu), for every type and width, and for documents side
+by side.
 """
 
 from typing import Any

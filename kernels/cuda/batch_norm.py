@@ -3,6 +3,9 @@
 (Ioffe, Szegedy: Batch Normalization, 2015.) Forward: statistics, then normalise; backward: two sums over each
 channel, then the gradient of the input. Statistics, parameters and their gradients are float32 or, for
 float64, float64.
+
+cuDNN's batch norm is not bound: bandwidth bounds either, both read x twice and write once, and its one node
+leaves no place between the statistics and what uses them for ranks to join theirs.
 """
 
 from typing import Any

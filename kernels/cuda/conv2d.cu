@@ -69,3 +69,9 @@ extern "C" __global__ void scatter(const T* beside, const T* bias, T* planes, in
         planes[(image * all + from + c) * pixels + pixel] = from_acc<T>(value);
     }
 }
+
+// y (images, channels, pixels) += bias, for a convolution that came without it.
+extern "C" __global__ void add_bias(T* y, const T* bias, int64 count, int64 channels, int64 pixels) {
+    for (int64 i = first_of_grid(); i < count; i += grid_stride())
+        y[i] = from_acc<T>(to_acc(y[i]) + to_acc(bias[i / pixels % channels]));
+}

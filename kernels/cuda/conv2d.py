@@ -1,6 +1,7 @@
-"""Two-dimensional convolution as products with the matrix of patches, some images at a time.
+"""Two-dimensional convolution: cuDNN's where that is at hand and fits (_cudnn_conv2d.py); else the reference:
+products with the matrix of patches, some images at a time.
 
-The reference path: its patches go through memory, and each group is a product of its own.
+The reference's patches go through memory, and each group is a product of its own.
 
 stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type; gradients of the
 weights may be float32 where the others have 16 bits.
@@ -12,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import blocks_for, empty, launch
+from shardrt.kernels.cuda._launch import backend, blocks_for, empty, launch
 from shardrt.kernels.cuda.batch_norm import channel_sums
 from shardrt.kernels.cuda.matmul import matmul
 
@@ -34,6 +35,12 @@ def forward(
 ) -> None:
     """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
     or None -> y (batch, outputs, ...)."""
+    fused = backend().convolution()
+    if fused is not None and fused.forward(x, weight, y, stride, padding, dilation):
+        if bias is not None:
+            args = y, bias, y.size, y.shape[1], prod(y.shape[2:])
+            launch("conv2d", "add_bias", y.dtype, blocks_for(y.size, 1), args)
+        return
     each, geometry = len(weight) // groups, (*stride, *padding, *dilation)
     for images in _chunks(x, y, weight):
         for group in range(groups):
@@ -47,6 +54,9 @@ def backward_input(
     dy: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> None:
     """dx, in the shape of x, from dy, in the shape of y."""
+    fused = backend().convolution()
+    if fused is not None and fused.backward_input(dy, weight, dx, stride, padding, dilation):
+        return
     each, geometry = len(weight) // groups, (*stride, *padding, *dilation)
     for images in _chunks(dx, dy, weight):
         for group in range(groups):
@@ -70,6 +80,9 @@ def backward_weight(
     groups: int,
 ) -> None:
     """dweight, written or added to, from x and dy."""
+    fused = backend().convolution()
+    if fused is not None and fused.backward_weight(x, dy, dweight, accumulate, stride, padding, dilation):
+        return
     each, geometry = len(dweight) // groups, (*stride, *padding, *dilation)
     for images in _chunks(x, dy, dweight):
         add = accumulate or images.start > 0

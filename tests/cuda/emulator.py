@@ -72,6 +72,9 @@ class Emulator:
     def attention(self):
         """Only the kernels of the files here."""
 
+    def convolution(self):
+        """Only the kernels of the files here."""
+
     def prepare(self, wanted):
         """Each is compiled when it is first launched."""
 

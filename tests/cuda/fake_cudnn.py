@@ -1,4 +1,5 @@
-"""A stand-in for nvidia-cudnn-frontend: graphs of one attention node, computed on the CPU from addresses.
+"""A stand-in for nvidia-cudnn-frontend: graphs of one node, computed on the CPU from addresses: attention
+and convolution.
 
 It has the names and keywords that versions 1.22 to 1.32 share, and is strict about them.
 """
@@ -9,9 +10,30 @@ from types import ModuleType, SimpleNamespace
 import ml_dtypes
 import numpy as np
 
-from shardrt.kernels.cpu import attention as cpu
+from shardrt.kernels import cpu
 
 ELEMENTS = {"HALF": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT": np.float32}
+STEPS = [
+    "validate",
+    "build_operation_graph",
+    "create_execution_plans",
+    "deselect_numeric_notes",
+    "check_support",
+    "build_plans",
+]
+# The notes of the plans that a heuristic proposes, the fastest first.
+PLANS = [
+    ("WINOGRAD",),
+    ("FFT",),
+    ("TENSOR_CORE", "NONDETERMINISTIC"),
+    ("TENSOR_CORE", "REDUCED_PRECISION_REDUCTION"),
+    ("DOWN_CONVERT_INPUTS", "TENSOR_CORE"),
+    ("TENSOR_CORE",),
+    ("DOWN_CONVERT_INPUTS",),
+    ("NONDETERMINISTIC",),
+    (),
+]
+NOTES = sorted({note for plan in PLANS for note in plan})
 
 
 class NotSupported(Exception):
@@ -46,7 +68,7 @@ class Tensor:
 
     def at(self, address):
         """The memory as a NumPy array."""
-        assert type(address) is int and address
+        assert type(address) is int and address % 16 == 0
         kind = np.dtype(ELEMENTS[self.data_type])
         assert len(self.dim) == len(self.stride) == 4
         last = sum((count - 1) * step for count, step in zip(self.dim, self.stride, strict=True))
@@ -59,80 +81,149 @@ class Graph:
     """cudnn.pygraph."""
 
     def __init__(self, cudnn, *, io_data_type, intermediate_data_type, compute_data_type, handle):
-        assert io_data_type in ("HALF", "BFLOAT16")
+        assert io_data_type in ELEMENTS
         assert intermediate_data_type == compute_data_type == "FLOAT"
         assert handle in cudnn.handles
-        self.cudnn, self.tensors, self.built, self.runs = cudnn, [], False, 0
+        self.cudnn, self.io, self.tensors, self.steps, self.runs = cudnn, io_data_type, [], [], 0
         cudnn.graphs.append(self)
 
     def tensor(self, *, dim, stride, data_type, uid):
         self.tensors.append(Tensor(dim, stride, data_type, uid))
         return self.tensors[-1]
 
+    # -- nodes
+
     def sdpa(self, *, q, k, v, generate_stats, attn_scale, **mask):
         assert generate_stats is True
-        return self._node("forward", (q, k, v), 2, attn_scale, mask)
+        return self._attention("forward", (q, k, v), 2, attn_scale, mask)
 
     def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm, **mask):
         assert use_deterministic_algorithm is True
-        return self._node("backward", (dO, q, k, v, o, stats), 3, attn_scale, mask)
+        return self._attention("backward", (dO, q, k, v, o, stats), 3, attn_scale, mask)
 
-    def _node(self, kind, inputs, outputs, scale, mask):
+    def conv_fprop(self, *, image, weight, stride, padding, dilation):
+        return self._convolution("forward", (image, weight), (0, 1, 2), stride, padding, dilation)
+
+    def conv_dgrad(self, *, loss, filter, stride, padding, dilation):
+        return self._convolution("backward_input", (loss, filter), (2, 1, 0), stride, padding, dilation)
+
+    def conv_wgrad(self, *, image, loss, stride, padding, dilation):
+        return self._convolution("backward_weight", (image, loss), (0, 2, 1), stride, padding, dilation)
+
+    def _attention(self, kind, inputs, outputs, scale, mask):
+        assert self.io in ("HALF", "BFLOAT16")
         assert mask in ({}, {"diagonal_alignment": "TOP_LEFT", "diagonal_band_right_bound": 0})
-        self.kind, self.scale, self.causal = kind, scale, bool(mask)
+        how = {"causal": bool(mask), "scale": scale}
+        return self._node(kind, inputs, outputs, lambda arrays: attend(kind, arrays, how))
+
+    def _convolution(self, kind, inputs, places, *geometry):
+        """places: where x, weight and y are among the arguments."""
+        assert all(type(pair) is list and len(pair) == 2 for pair in geometry)
+        assert {t.data_type for t in inputs} == {self.io}
+        return self._node(kind, inputs, 1, lambda arrays: convolve(kind, arrays, places, geometry))[0]
+
+    def _node(self, kind, inputs, outputs, compute):
+        self.kind, self.inputs, self.compute = kind, len(inputs), compute
         made = [Tensor() for _ in range(outputs)]
         self.tensors.extend(made)
         self.arguments = [*inputs, *made]
         return made
 
-    def build(self, modes):
-        assert modes == ["A", "FALLBACK"]
-        if self.cudnn.refuses:
-            raise NotSupported("no engine")
+    # -- from a graph to a plan, in this order
+
+    def validate(self):
+        self._step("validate")
         assert [t.uid for t in self.tensors] == list(range(1, len(self.tensors) + 1))
-        assert all(t.output for t in self.tensors[len(self.arguments) :])
-        self.built = True
+        assert all(t.output for t in self.arguments[self.inputs :])
+
+    def build_operation_graph(self):
+        self._step("build_operation_graph")
+        if self.cudnn.refuses(self):
+            raise NotSupported("no engine")
+
+    def create_execution_plans(self, modes):
+        self._step("create_execution_plans")
+        assert modes == ["A", "FALLBACK"]
+        self.plans = [set(notes) for notes in PLANS]
+
+    def deselect_numeric_notes(self, notes):
+        self._step("deselect_numeric_notes")
+        assert set(notes) <= set(NOTES)
+        self.plans = [plan for plan in self.plans if not plan & set(notes)]
+
+    def check_support(self):
+        self._step("check_support")
+        if not self.plans:
+            raise RuntimeError("No execution plans support the graph")
+
+    def build_plans(self):
+        self._step("build_plans")
+
+    def _step(self, name):
+        self.steps.append(name)
+        assert self.steps == STEPS[: len(self.steps)]
 
     def get_workspace_size(self):
         return self.cudnn.workspace
 
     def execute(self, places, workspace, handle):
-        assert self.built and workspace and sorted(places) == sorted(t.uid for t in self.tensors)
+        assert self.steps == STEPS and sorted(places) == sorted(t.uid for t in self.tensors)
         assert self.cudnn.handles[handle] == self.cudnn.stream, "a handle of another stream"
+        (ctypes.c_ubyte * self.cudnn.workspace).from_address(workspace)[:] = b"w" * self.cudnn.workspace
         self.runs += 1
-        self.cudnn.workspaces.append(workspace)
         arrays = [t.at(places[t.uid]) for t in self.arguments]
-        statistics = 4 if self.kind == "forward" else 5
-        inputs = 3 if self.kind == "forward" else 6
-        exact = [x.astype(np.float64) for x in arrays]
-        exact[statistics] = exact[statistics][..., 0]
-        self._compute(exact)
-        exact[statistics] = exact[statistics][..., None]
-        for array, value in zip(arrays[inputs:], exact[inputs:], strict=True):
+        exact = [np.ascontiguousarray(x, np.float64) for x in arrays]
+        for x in exact[self.inputs :]:
+            x.fill(np.nan)
+        self.compute(exact)
+        for array, value in zip(arrays[self.inputs :], exact[self.inputs :], strict=True):
             array[...] = value.astype(array.dtype)
 
-    def _compute(self, arrays):
-        """Grouped queries too: each head of k and v for several of q, their gradients summed over those."""
-        first = 0 if self.kind == "forward" else 1  # of q, k, v; the gradients of k and v are last
-        grouped = [first + 1, first + 2, *((-2, -1) if first else ())]
-        group = arrays[first].shape[1] // arrays[first + 1].shape[1]
-        assert group * arrays[first + 1].shape[1] == arrays[first].shape[1]
-        whole = list(arrays)
-        for place in grouped:
-            whole[place] = np.repeat(arrays[place], group, axis=1)
-        getattr(cpu, self.kind)(*whole, causal=self.causal, scale=self.scale)
-        for place in grouped[2:]:
-            batch, heads, time, width = arrays[place].shape
-            arrays[place][...] = whole[place].reshape(batch, heads, group, time, width).sum(axis=2)
+
+def attend(kind, arrays, how):
+    """Grouped queries too: each head of k and v for several of q, their gradients summed over those."""
+    statistics = 4 if kind == "forward" else 5
+    arrays[statistics] = arrays[statistics][..., 0]
+    first = 0 if kind == "forward" else 1  # of q, k, v; the gradients of k and v are last
+    grouped = [first + 1, first + 2, *((-2, -1) if first else ())]
+    group = arrays[first].shape[1] // arrays[first + 1].shape[1]
+    assert group * arrays[first + 1].shape[1] == arrays[first].shape[1]
+    whole = list(arrays)
+    for place in grouped:
+        whole[place] = np.repeat(arrays[place], group, axis=1)
+    getattr(cpu.attention, kind)(*whole, **how)
+    for place in grouped[2:]:
+        batch, heads, time, width = arrays[place].shape
+        arrays[place][...] = whole[place].reshape(batch, heads, group, time, width).sum(axis=2)
+    arrays[statistics] = arrays[statistics][..., None]
+
+
+def convolve(kind, arrays, places, geometry):
+    """The number of groups is what the shapes say."""
+    x, weight, y = (arrays[place] for place in places)
+    groups, left = divmod(x.shape[1], weight.shape[1])
+    assert not left and len(weight) % groups == 0
+    for axis, (stride, padding, dilation) in enumerate(zip(*geometry, strict=True), 2):
+        reach = x.shape[axis] + 2 * padding - dilation * (weight.shape[axis] - 1) - 1
+        assert y.shape[axis] == reach // stride + 1
+    assert y.shape[:2] == (len(x), len(weight))
+    stride, padding, dilation = map(tuple, geometry)
+    calls = {
+        "forward": (x, weight, None, y),
+        "backward_input": (y, weight, x),
+        "backward_weight": (x, y, weight, False),
+    }
+    getattr(cpu.conv2d, kind)(*calls[kind], stride, padding, dilation, groups)
 
 
 def module():
-    """A module that passes for cudnn. `refuses`: whether it has no plan; `stream`: where work goes now."""
+    """A module that passes for cudnn. `refuses`: of which graphs; `stream`: where work goes now."""
     cudnn = ModuleType("cudnn")
-    cudnn.handles, cudnn.graphs, cudnn.workspaces = {}, [], []
-    cudnn.refuses, cudnn.stream, cudnn.workspace = False, 7, 1000
+    cudnn.handles, cudnn.graphs = {}, []
+    cudnn.refuses, cudnn.stream, cudnn.workspace = lambda graph: False, 7, 1000
     cudnn.data_type = SimpleNamespace(**{name: name for name in ELEMENTS})
     cudnn.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
+    cudnn.numerical_note = SimpleNamespace(**{note: note for note in NOTES})
     cudnn.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT")
     cudnn.cudnnGraphNotSupportedError = NotSupported
     cudnn.pygraph = lambda **how: Graph(cudnn, **how)

@@ -9,7 +9,8 @@ import pytest
 
 from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import _launch, attention
-from shardrt.kernels.cuda._cudnn import CuDNNAttention
+from shardrt.kernels.cuda._cudnn import CuDNN
+from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from tests.cuda import fake_cudnn, fake_cupy
 from tests.cuda.numbers import assert_close, guarded, normal
 from tests.cuda.test_attention import heads_of, in_double
@@ -20,7 +21,7 @@ def cudnn(emulated):
     """The stand-in; the emulator uses it."""
     module = fake_cudnn.module()
     emulated.stream = lambda: module.stream
-    fused = CuDNNAttention(module, emulated)
+    fused = CuDNNAttention(CuDNN(module, emulated))
     emulated.attention = lambda: fused
     return module
 
@@ -129,26 +130,22 @@ def test_a_graph_is_built_once_for_each_kind_of_attention(cudnn):
     assert len(cudnn.graphs) == 2 * (1 + len(others) + 2 + 1 + 1)
 
 
-def test_each_stream_has_a_handle_and_a_workspace(cudnn):
+def test_each_stream_has_a_handle(cudnn):
     with packed("bfloat16") as arrays:
-        run(*arrays)
-        cudnn.stream = 8
-        run(*arrays)
-        cudnn.stream = 7
-        run(*arrays)
+        for cudnn.stream in (7, 8, 7):
+            run(*arrays)
         assert sorted(cudnn.handles.values()) == [7, 8]
-        first, _, second, _, third, _ = cudnn.workspaces
-        assert first == third != second
         assert len(cudnn.graphs) == 2
 
 
-def test_a_workspace_grows(cudnn, emulated):
-    fused = emulated.attention()
-    for size in (1000, 5000, 2000):
-        cudnn.workspace = size
-        with packed("bfloat16", time=size // 500) as arrays:
+def test_a_workspace_is_taken_anew_for_each_call(cudnn, emulated, monkeypatch):
+    """One that was kept and outgrown would be missing in captured graphs."""
+    taken, empty = [], emulated.empty
+    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how) or empty(*how))
+    for cudnn.workspace in (1000, 5000, 0):
+        with packed("bfloat16") as arrays:
             run(*arrays)
-    assert [memory.size for memory in fused._workspaces.values()] == [5000]
+    assert taken == [((size,), np.uint8) for size in (1000, 1000, 5000, 5000, 1, 1)]
 
 
 @pytest.mark.parametrize(
@@ -176,7 +173,7 @@ def test_what_does_not_begin_at_16_bytes_runs_by_the_reference_kernels(cudnn, em
 
 
 def test_what_cudnn_refuses_runs_by_the_reference_kernels_and_is_said_once(cudnn, emulated):
-    cudnn.refuses = True
+    cudnn.refuses = lambda graph: True
     with packed("bfloat16") as arrays:
         with pytest.warns(UserWarning, match=r"cuDNN refuses q \(2, 3, 9, 16\), .* of bfloat16; slower"):
             run(*arrays)
@@ -202,7 +199,7 @@ def backend(fake_cuda, monkeypatch):
 
 def test_without_the_extra_there_is_only_the_reference(backend, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert backend.attention() is None
+    assert backend.attention() is None and backend.convolution() is None
 
 
 def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, monkeypatch):
@@ -213,9 +210,9 @@ def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, 
 
     module.create_handle = create_handle
     monkeypatch.setitem(sys.modules, "cudnn", module)
-    with pytest.warns(UserWarning, match="no cuDNN, so slower kernels do it .*cudnnCreate"):
+    with pytest.warns(UserWarning, match="no cuDNN, so slower kernels do .*cudnnCreate"):
         assert backend.attention() is None
-    assert backend.attention() is None
+    assert backend.attention() is None and backend.convolution() is None
 
 
 def test_on_the_device_it_runs_in_the_current_stream(backend, monkeypatch):
@@ -231,3 +228,20 @@ def test_on_the_device_it_runs_in_the_current_stream(backend, monkeypatch):
     _launch.use(before)
     assert list(module.handles.values()) == [fake_cupy.Stream.here.stream.ptr]
     assert backend.attention() is backend.attention()
+
+
+def test_convolution_there_shares_the_library(backend, monkeypatch):
+    module = fake_cudnn.module()
+    module.stream = backend.stream()
+    monkeypatch.setitem(sys.modules, "cudnn", module)
+    x, weight = (np.ones(shape, np.float32) for shape in ((2, 3, 5, 4), (8, 3, 2, 2)))
+    y, dx, dweight = (np.full(shape, np.nan, np.float32) for shape in ((2, 8, 4, 3), x.shape, weight.shape))
+    geometry = (1, 1), (0, 0), (1, 1)
+    fused, device = backend.convolution(), fake_cupy.on_device
+    assert fused.forward(device(x), device(weight), device(y), *geometry)
+    assert fused.backward_input(device(y), device(weight), device(dx), *geometry)
+    assert fused.backward_weight(device(x), device(y), device(dweight), False, *geometry)
+    np.testing.assert_array_equal(y, 12)  # of ones
+    np.testing.assert_array_equal(dweight, 12 * 2 * 4 * 3)
+    assert dx.sum() == 12 * 12 * y.size  # each number of y, 12, goes to 12 pixels
+    assert backend.attention() is not None and len(module.handles) == 1

@@ -36,6 +36,9 @@ class Mirror:
     def attention(self):
         """None: these tests are of our own kernels."""
 
+    def convolution(self):
+        """None, as attention."""
+
     def prepare(self, wanted):
         self._real.prepare(wanted)
 

@@ -13,6 +13,7 @@ pytestmark = pytest.mark.gpu
 
 TESTS = Path(__file__).parents[1] / "cuda"
 OPS = [path.stem for path in sorted(Path(kernels.__file__).parent.glob("[a-z]*.py"))]
+FILES = [*OPS, "vision"]  # of tests; that one has convolution, batch norm and pooling
 
 
 def _class_of(op):
@@ -22,6 +23,6 @@ def _class_of(op):
     return type(f"Test_{op}", (), tests)
 
 
-for _op in OPS:
+for _op in FILES:
     if (TESTS / f"test_{_op}.py").exists():  # products have their own, in test_products.py
         globals()[f"Test_{_op}"] = _class_of(_op)
