@@ -26,7 +26,7 @@ from shardrt.train.recipe import Recipe
 
 from .cache import KVCache
 from .gpt import GPT
-from .hub import load_pretrained
+from .hub import kind_in, load_pretrained
 from .llama import Llama
 
 TOKENIZER = "tokenizer.json"  # beside weights, as Hugging Face has it
@@ -153,9 +153,10 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
 
     Without one tokens are bytes, if there are 256. Raises ValueError for what writes no text; OSError.
     """
+    kind = kind_in(directory)
+    if kind not in (GPT, Llama):
+        raise ValueError(f"{directory} holds a {kind.__name__}, which writes no text")
     model = load_pretrained(directory)
-    if not isinstance(model, (GPT, Llama)):
-        raise ValueError(f"{directory} holds a {type(model).__name__}, which writes no text")
     path, tokens = directory / TOKENIZER, model.config.vocab_size
     if not path.exists() and tokens != VOCABULARY:
         raise ValueError(f"{path} is not there, and the model's {tokens} tokens are no bytes")

@@ -38,8 +38,7 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
     are missing, not expected or of another shape, and damaged files; OSError.
     """
     directory = Path(directory)
-    settings = Settings(directory / "config.json", read_json(directory / "config.json"))
-    form = FORMATS[settings.one_of("model_type", *FORMATS)]
+    settings, form = _opened(directory)
     stored = open_folder(directory)
     settings.layers_at_most = len(stored)
     settings.require("quantization_config", None)
@@ -60,6 +59,11 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
         if name not in fresh:
             parameter.init = _joined(directory, parameter, places[name], found)
     return model
+
+
+def kind_in(directory: str | Path) -> type[nn.Module]:
+    """What load_pretrained would make. Reads config.json alone. Raises as it does."""
+    return _opened(Path(directory))[1].model
 
 
 def starts_afresh(model: nn.Module) -> list[str]:
@@ -161,6 +165,11 @@ def _merged(layer: LoRALinear, weight: np.ndarray) -> np.ndarray:
     """The weight with the adapter's product, which is gathered as it is."""
     a, b = (device.of(p.data).to_numpy(p.data) for p in (layer.lora_a, layer.lora_b))
     return weight + (b @ a) * weight.dtype.type(layer.lora_scale)
+
+
+def _opened(directory: Path) -> tuple[Settings, Format]:
+    settings = Settings(directory / "config.json", read_json(directory / "config.json"))
+    return settings, FORMATS[settings.one_of("model_type", *FORMATS)]
 
 
 def _canonical(directory: Path, stored: dict[str, StoredTensor], prefix: str) -> dict[str, StoredTensor]:

@@ -9,7 +9,7 @@ from shardrt.train.metrics import RunLog
 from shardrt.train.recipe import Recipe
 
 from .formats import FORMATS
-from .hub import described, load_pretrained, save_pretrained
+from .hub import described, kind_in, load_pretrained, save_pretrained
 
 
 @dataclass(frozen=True)
@@ -40,12 +40,11 @@ class PretrainedRecipe(Recipe):
 
         Raises ValueError for files of another kind, and for a model that `export` could not keep.
         """
-        model = load_pretrained(self.init_from, **changes) if self.pretrained else self.NETWORK(config)
-        if type(model) is not self.NETWORK:
+        if self.pretrained and (kind := kind_in(self.init_from)) is not self.NETWORK:
             raise ValueError(
-                f"init_from: {self.init_from} holds a {type(model).__name__}; "
-                f"architecture is {self.ARCHITECTURE!r}"
+                f"init_from: {self.init_from} holds a {kind.__name__}; architecture is {self.ARCHITECTURE!r}"
             )
+        model = load_pretrained(self.init_from, **changes) if self.pretrained else self.NETWORK(config)
         if self.export:
             described(model)
         return model
