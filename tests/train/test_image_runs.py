@@ -61,17 +61,21 @@ def test_a_regnet_learns_to_tell_the_classes_of_a_folder(folder, capfd):
     assert end["skipped"] == 1 and "; 1 images could not be read" in capfd.readouterr().out
 
 
-def test_a_resumed_run_with_batch_norm_leaves_what_the_uninterrupted_one_does(folder):
+@pytest.mark.parametrize("synchronise", ["True", "False"])
+def test_a_resumed_run_with_batch_norm_leaves_what_the_uninterrupted_one_does(folder, synchronise):
+    """Of statistics that are each rank's own, checkpoints hold rank 0's: evaluations may then differ."""
     how = ("--steps", "6", "--checkpoint.every", "2", "--report.eval-interval", "3")
     how += ("--report.log-interval", "1", "--optimizer.lr", "0.01", "--optimizer.warmup-steps", "1")
+    how += ("--images.synchronise", synchronise)
     run(2, "whole", REGNET, *how)
     run(2, "cut", REGNET, *how)
     remove_after(folder / "runs" / "cut", 4)
     run(2, "cut", REGNET, *how, "--resume", "auto")
-    whole = curves(folder, "whole")
-    assert curves(folder, "cut") == whole
+    whole, cut = curves(folder, "whole"), curves(folder, "cut")
+    assert (cut[0], cut[2]) == (whole[0], whole[2])
+    assert cut[1] == whole[1] or synchronise == "False"
     buffers = {name: values for name, values in whole[2].items() if "running" in name}
-    assert len(buffers) == 10 and len(set(buffers.values())) == 10
+    assert len(buffers) == 8 and len(set(buffers.values())) == 8
 
 
 def test_the_same_bits_of_a_vit_on_one_and_two_ranks(folder):
