@@ -5,6 +5,7 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -129,6 +130,8 @@ class ImageClassification:
             self.train, self.others = load_digits()
         new = self._network()
         self.new_head = recipe.pretrained and starts_afresh(new)
+        if self.new_head and recipe.lora.rank and not any(fnmatch("head", t) for t in recipe.lora.targets):
+            raise ValueError("lora.targets: the head starts afresh and would never learn; add 'head'")
 
     def _network(self) -> nn.Module:
         return self.recipe.network(len(self.train.classes))

@@ -117,7 +117,14 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
     for name, values in before.items():
         np.testing.assert_allclose(after[name], values, atol=1e-5, err_msg=name)
 
+    adapted = (*VIT, "--init-from", str(base), "--lora.rank", "2")
+    run(2, "adapted", adapted, "--steps", "2", "--export", "True")
+    merged = load_pretrained(folder / "runs/adapted/pretrained").state_dict()
+    np.testing.assert_array_equal(merged["patches.weight"], before["patches.weight"])
+    assert (merged["blocks.0.mlp.up.weight"] != before["blocks.0.mlp.up.weight"]).any()
+
     for options, message in (
+        ((*adapted, "--lora.targets", "*.qkv"), "lora.targets: the head starts afresh and would never learn"),
         (
             (*VIT, "--init-from", str(base), "--images.size", "16"),
             "needs images.size 8 and images.channels 1",
