@@ -1,8 +1,9 @@
 """Generates tokens one after the other; every rank runs the same forward.
 
-`python -m models.generate runs/NAME --prompt "def "` loads what models.train left there, on any number of
-ranks. Keys and values of what was read are kept, so a token costs one row; beyond the model's block_size the
-window moves, every position with it, and each token costs a forward over the whole window.
+`python -m models.generate runs/NAME --prompt "def "` loads what models.train left there, or a folder of
+Hugging Face's, on any number of ranks. Keys and values of what was read are kept, so a token costs one row;
+beyond the model's block_size the window moves, every position with it, and each token costs a forward over
+the whole window.
 """
 
 import sys
@@ -21,15 +22,21 @@ from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY
 from shardrt.train.data_command import open_tokenizer
 from shardrt.train.errors import USAGE, one_line
+from shardrt.train.recipe import Recipe
 
 from .cache import KVCache
+from .gpt import GPT
+from .hub import kind_in, load_pretrained
+from .llama import Llama
+
+TOKENIZER = "tokenizer.json"  # beside weights, as Hugging Face has it
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config(settings.SampleConfig):
-    """Generate text from a language model that models.train has left."""
+    """Generate text from a language model that models.train has left, or from a folder of Hugging Face's."""
 
-    run: Path  # the directory of the run
+    run: Path  # the directory of the run, or the folder with config.json, weights and tokenizer.json
     seed: int = 0  # of the draws
 
     def __post_init__(self) -> None:
@@ -141,22 +148,51 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
     return int(order[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
 
 
+def of_folder(directory: Path) -> tuple[nn.Module, Text]:
+    """The language model in a folder of Hugging Face's, and its tokenizer.json.
+
+    Without one tokens are bytes, if there are 256. Raises ValueError for what writes no text; OSError.
+    """
+    kind = kind_in(directory)
+    if kind not in (GPT, Llama):
+        raise ValueError(f"{directory} holds a {kind.__name__}, which writes no text")
+    model = load_pretrained(directory)
+    path, tokens = directory / TOKENIZER, model.config.vocab_size
+    if not path.exists() and tokens != VOCABULARY:
+        raise ValueError(f"{path} is not there, and the model's {tokens} tokens are no bytes")
+    words = TokenisedText(path) if path.exists() else ByteText()
+    if words.size > tokens:
+        raise ValueError(f"{path} has {words.size} tokens, more than the model's {tokens}")
+    return model, words
+
+
+def of_recipe(recipe: Recipe) -> tuple[nn.Module, Text]:
+    """The language model of a run, whose weights are still to be loaded, and what its tokens stand for."""
+    from .language import LanguageRecipe  # which generates with what is above
+
+    if not isinstance(recipe, LanguageRecipe):
+        raise ValueError(f"a run of {recipe.ARCHITECTURE} writes no text")
+    model = recipe.network()
+    recipe.lora.prepare(model)
+    return model, recipe.words()
+
+
 def main(arguments: Sequence[str]) -> None:
     """The command line."""
-    from .train import load as load_recipe  # which trains with what is above
+    from .train import load as load_recipe  # as above
 
     with one_line(USAGE, kinds=(ValueError, OSError, RuntimeError)):
         config = settings.command_line(Config, arguments, program="models.generate")
-        recipe = load_recipe(config.run / "config.toml")
+        is_run = not (config.run / "config.json").exists()
+        recipe = load_recipe(config.run / "config.toml") if is_run else None
         mesh = init_device_mesh("auto")
     with one_line(USAGE, mesh):
-        words = recipe.words()
-        model = recipe.network()
-        recipe.lora.prepare(model)
+        model, words = of_recipe(recipe) if recipe else of_folder(config.run)
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
-        load(config.run / "checkpoint", model)
+        if recipe:
+            load(config.run / "checkpoint", model)
         text = generate(model, config, words, block_size=model.config.block_size, seed=config.seed)
     if mesh.rank == 0:
         print(text)

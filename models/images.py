@@ -1,7 +1,11 @@
-"""What models.train needs to classify images: the recipes of ViT and RegNetY, and their task."""
+"""What models.train needs to classify images: the recipes of ViT and RegNetY, and their task.
+
+`init_from` begins with the weights of a folder of Hugging Face's; with a new head where it has other classes.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from hashlib import sha256
 from typing import Any, ClassVar
 
@@ -19,9 +23,10 @@ from shardrt.train.images import (
     samples_batch,
 )
 from shardrt.train.metrics import RunLog
-from shardrt.train.recipe import Recipe
 
 from . import regnet, vit
+from .hub import starts_afresh
+from .pretrained import PretrainedRecipe
 
 Batch = tuple[np.ndarray, np.ndarray]  # float32 (images, channels, height, width); labels, int64 (images,)
 
@@ -53,7 +58,7 @@ class ImagesConfig:
 
 
 @dataclass(frozen=True)
-class ImageRecipe(Recipe):
+class ImageRecipe(PretrainedRecipe):
     """Train a model to tell the classes of images, fully sharded.
 
     data: a folder of folders of images, named after their classes; scikit-learn's digits if none.
@@ -69,8 +74,8 @@ class ImageRecipe(Recipe):
     def task(self) -> "ImageClassification":
         return ImageClassification(self)
 
-    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
-        """A new model for so many classes."""
+    def network(self, classes: int) -> nn.Module:
+        """A new model for so many classes: of the recipe's shape, or that of init_from."""
         raise NotImplementedError
 
 
@@ -81,11 +86,20 @@ class ViTRecipe(ImageRecipe):
     model: vit.ViTConfig = vit.SIZES["vit-digits"]
 
     ARCHITECTURE: ClassVar[str] = "vit"
+    NETWORK: ClassVar[type[nn.Module]] = vit.ViT
     SIZES: ClassVar[dict[str, Any]] = vit.SIZES
 
-    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
-        seen = {"image_size": self.images.size, "channels": self.images.channels, "classes": classes}
-        return vit.ViT(replace(self.model, **seen))
+    def network(self, classes: int) -> nn.Module:
+        seen = {"image_size": self.images.size, "channels": self.images.channels}
+        shape = replace(self.model, **seen, classes=classes)
+        model = self.begun(shape, dropout=shape.dropout, classes=classes)
+        own = {name: getattr(model.config, name) for name in seen}
+        if own != seen:
+            raise ValueError(
+                f"init_from: {self.init_from} needs images.size {own['image_size']} and images.channels "
+                f"{own['channels']}, got {self.images.size} and {self.images.channels}"
+            )
+        return model
 
 
 @dataclass(frozen=True)
@@ -95,11 +109,11 @@ class RegNetRecipe(ImageRecipe):
     model: regnet.RegNetConfig = regnet.SIZES["regnety-digits"]
 
     ARCHITECTURE: ClassVar[str] = "regnet"
+    NETWORK: ClassVar[type[nn.Module]] = regnet.RegNet
     SIZES: ClassVar[dict[str, Any]] = regnet.SIZES
 
-    def network(self, classes: int, mesh: DeviceMesh) -> nn.Module:
-        made = regnet.RegNet(replace(self.model, channels=self.images.channels, classes=classes))
-        return nn.synchronise_batch_norm(made, mesh) if self.images.synchronise else made
+    def network(self, classes: int) -> nn.Module:
+        return self.begun(replace(self.model, channels=self.images.channels, classes=classes))
 
 
 class ImageClassification:
@@ -114,6 +128,13 @@ class ImageClassification:
             self.train, self.others = load_folder(recipe.data[0], **how)
         else:
             self.train, self.others = load_digits()
+        new = self._network()
+        self.new_head = recipe.pretrained and starts_afresh(new)
+        if self.new_head and recipe.lora.rank and not any(fnmatch("head", t) for t in recipe.lora.targets):
+            raise ValueError("lora.targets: the head starts afresh and would never learn; add 'head'")
+
+    def _network(self) -> nn.Module:
+        return self.recipe.network(len(self.train.classes))
 
     def facts(self) -> dict[str, Any]:
         """As Task: where the images are from, and how they are labelled."""
@@ -128,16 +149,20 @@ class ImageClassification:
 
     def introduction(self) -> list[str]:
         """As Task."""
-        seen, size = self.view, self.recipe.size or "of its own size"
+        recipe, seen, classes = self.recipe, self.view, len(self.train.classes)
+        kind = f"from {recipe.init_from}" if recipe.pretrained else recipe.size or "of its own size"
+        head = f"the head starts afresh for {classes} classes: {recipe.init_from} has none of so many"
         return [
-            f"{self.recipe.ARCHITECTURE} {size} on {seen.size} x {seen.size} pixels",
+            f"{recipe.ARCHITECTURE} {kind} on {seen.size} x {seen.size} pixels",
             f"data: {self.train.source}, {len(self.train)} images to train on and {len(self.others)} held "
-            f"out, {len(self.train.classes)} classes",
+            f"out, {classes} classes",
+            *([head] if self.new_head else []),
         ]
 
     def model(self, mesh: DeviceMesh) -> nn.Module:
         """As Task."""
-        return self.recipe.network(len(self.train.classes), mesh)
+        made = self._network()
+        return nn.synchronise_batch_norm(made, mesh) if self.recipe.images.synchronise else made
 
     def units(self, model: nn.Module) -> list[nn.Module]:
         """As Task: the blocks."""
@@ -179,8 +204,10 @@ class ImageClassification:
         return figures
 
     def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
-        """As Task: says how many are right, and how many images could not be read on this rank."""
+        """As Task: says how many are right, and how many images could not be read on this rank; exports."""
         skipped = len(self.train.skipped) + len(self.others.skipped)
         told = f"; {skipped} images could not be read" * (skipped > 0)
         run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
+        labels = dict(enumerate(self.train.classes))
+        self.recipe.leave(model, run, id2label=labels, label2id={name: i for i, name in labels.items()})
         return {"skipped": skipped, **self._last}

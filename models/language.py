@@ -7,6 +7,7 @@ weights of a folder of Hugging Face's.
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import copyfile
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -24,12 +25,11 @@ from shardrt.train.data import (
     load_corpus,
 )
 from shardrt.train.metrics import BITS, RunLog
-from shardrt.train.recipe import Recipe
 from shardrt.train.tokens import SUFFIX
 
 from . import gpt, llama
-from .generate import ByteText, Text, TokenisedText, generate
-from .hub import load_pretrained, save_pretrained
+from .generate import TOKENIZER, ByteText, Text, TokenisedText, generate
+from .pretrained import PretrainedRecipe
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,9 @@ class TextConfig:
 
 
 @dataclass(frozen=True)
-class LanguageRecipe(Recipe):
+class LanguageRecipe(PretrainedRecipe):
     """Train a language model, fully sharded."""
 
-    init_from: Path = Path()  # a folder of Hugging Face's whose shape and weights it begins with
-    export: bool = False  # write such a folder at the end: runs/NAME/pretrained
     text: TextConfig = TextConfig()
     sample: settings.SampleConfig = settings.SampleConfig()
 
@@ -67,23 +65,10 @@ class LanguageRecipe(Recipe):
     def task(self) -> "Language":
         return Language(self)
 
-    @property
-    def pretrained(self) -> bool:
-        """Whether shape and weights come from files."""
-        return self.init_from != Path()
-
     def network(self) -> nn.Module:
-        """A new model: of the recipe's shape, or that of init_from. Raises ValueError for another kind."""
-        if not self.pretrained:
-            return self.NETWORK(self.model)
+        """A new model: of the recipe's shape, or that of init_from."""
         named = {"dropout", "loss_chunk"} & self.model.__dataclass_fields__.keys()
-        model = load_pretrained(self.init_from, **{name: getattr(self.model, name) for name in named})
-        if type(model) is not self.NETWORK:
-            raise ValueError(
-                f"init_from: {self.init_from} holds a {type(model).__name__}; "
-                f"architecture is {self.ARCHITECTURE!r}"
-            )
-        return model
+        return self.begun(self.model, **{name: getattr(self.model, name) for name in named})
 
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
@@ -234,10 +219,10 @@ class Language:
         """As Task: text that the model makes, and its export."""
         gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
         run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
-        if self.recipe.export:
-            save_pretrained(model, run.directory / "pretrained" if run.directory else "")
-            run.say(f"exported {run.directory}/pretrained" if run.directory else "")
-        if self.corpus.kind == "tokens" and self.recipe.text.tokenizer == Path():
+        folder, tokenizer = self.recipe.leave(model, run), self.recipe.text.tokenizer
+        if folder and tokenizer != Path():
+            copyfile(tokenizer, folder / TOKENIZER)
+        if self.corpus.kind == "tokens" and tokenizer == Path():
             return {}  # nobody knows what they stand for
         words = self.recipe.words()
         made = generate(model, self.recipe.sample, words, block_size=self.block_size, seed=self.recipe.seed)

@@ -144,31 +144,3 @@ class ViT(nn.Module):
 def linear(config: ViTConfig, inputs: int, outputs: int) -> nn.Linear:
     """A linear layer that starts with N(0, init_std) and zero bias."""
     return nn.Linear(inputs, outputs, init=nn.init.Normal(0.0, config.init_std))
-
-
-def hugging_face_names(config: ViTConfig) -> dict[str, tuple[str, ...]]:
-    """Our name -> those in a ViTForImageClassification file; several stand one under the other in ours."""
-    found = {
-        "token": ("vit.embeddings.cls_token",),
-        "positions": ("vit.embeddings.position_embeddings",),
-    }
-    pairs = [
-        ("patches", ["vit.embeddings.patch_embeddings.projection"]),
-        ("norm", ["vit.layernorm"]),
-        ("head", ["classifier"]),
-    ]
-    for i in range(config.n_layer):
-        ours, theirs = f"blocks.{i}.", f"vit.encoder.layer.{i}."
-        parts = [f"{theirs}attention.attention.{part}" for part in ("query", "key", "value")]
-        pairs += [
-            (f"{ours}norm1", [f"{theirs}layernorm_before"]),
-            (f"{ours}attention.qkv", parts),
-            (f"{ours}attention.output", [f"{theirs}attention.output.dense"]),
-            (f"{ours}norm2", [f"{theirs}layernorm_after"]),
-            (f"{ours}mlp.up", [f"{theirs}intermediate.dense"]),
-            (f"{ours}mlp.down", [f"{theirs}output.dense"]),
-        ]
-    for ours, theirs in pairs:
-        for kind in ("weight", "bias"):
-            found[f"{ours}.{kind}"] = tuple(f"{name}.{kind}" for name in theirs)
-    return found

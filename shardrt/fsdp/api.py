@@ -21,6 +21,7 @@ from shardrt.fsdp.whole import built_units
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement
+from shardrt.nn.vision import BatchNorm2d
 
 
 def fully_shard(
@@ -147,9 +148,15 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
     the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
     log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch.
 
-    Raises ValueError for numbers that don't fit, or `module` without a unit; when the units are built, for
-    gradients on the host and trained parameters that are ignored. RuntimeError if they are built already.
+    Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
+    are those of what one rank, or all at one time, have; when the units are built, for gradients on the host
+    and trained parameters that are ignored. RuntimeError if they are built already.
     """
+    normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
+    if normed is not None:
+        raise ValueError(
+            f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks"
+        )
     for unit in units_for("set_world_invariant", module):
         size = unit.settings.mesh.size
         for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):

@@ -96,8 +96,8 @@ def synchronise_batch_norm(model: Module, mesh: DeviceMesh) -> Module:
     One collective per layer in each direction, in training only. Every rank must run the same layers in the
     same order. The running statistics are then the same bits on all ranks. Collective.
     """
-    communicator = mesh.communicator("batch_norm") if mesh.size > 1 else None
-    for module in model.modules():
-        if isinstance(module, BatchNorm2d):
-            module.communicator = communicator
+    layers = [module for module in model.modules() if isinstance(module, BatchNorm2d)]
+    communicator = mesh.communicator("batch_norm") if layers and mesh.size > 1 else None
+    for layer in layers:
+        layer.communicator = communicator
     return model

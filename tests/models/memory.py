@@ -13,12 +13,15 @@ from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
 from models.llama import Llama, LlamaConfig
+from models.vit import Block as ViTBlock
+from models.vit import ViT, ViTConfig
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import by_class, units, wrap
 
 KINDS = {
     "gpt2": lambda: GPT(GPTConfig(n_layer=6, n_head=8, n_embd=512, block_size=256, vocab_size=16384)),
     "llama": lambda: Llama(LlamaConfig(n_layer=6, n_head=8, n_embd=512, n_hidden=1536, vocab_size=16384)),
+    "vit": lambda: ViT(ViTConfig(n_layer=2, n_head=8, n_embd=1024, n_hidden=4608)),
 }
 
 
@@ -46,11 +49,11 @@ def main(kind: str, directory: str) -> None:
     mesh = init_device_mesh("auto")
     mesh.device.warm_up()
     first = KINDS[kind]()
-    wrap(first, by_class(GPTBlock, LlamaBlock), mesh=mesh)
+    wrap(first, by_class(GPTBlock, LlamaBlock, ViTBlock), mesh=mesh)
     _ = next(first.parameters()).shard  # built: from here on only what saving takes
     saving = grown(lambda: save_pretrained(first, directory))
     model = load_pretrained(directory)
-    wrap(model, by_class(GPTBlock, LlamaBlock), mesh=mesh)
+    wrap(model, by_class(GPTBlock, LlamaBlock, ViTBlock), mesh=mesh)
     loading = grown(lambda: next(model.parameters()).shard)
     line = {
         "saving": saving,

@@ -1,9 +1,11 @@
-"""GPT-2 and Llama beside transformers: the same logits, losses, gradients and tokens, weights both ways."""
+"""GPT-2, Llama and ViT beside transformers: logits, losses, gradients and tokens, and weights both ways."""
 
+import json
 import os
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("torch")
@@ -14,6 +16,7 @@ from models.generate import continued, greedy
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
+from models.vit import Block as ViTBlock
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, full_gradients, wrap
@@ -21,18 +24,31 @@ from shardrt.fsdp import by_class, full_gradients, wrap
 pytestmark = pytest.mark.torch
 
 TOKENS = np.random.default_rng(0).integers(0, 61, (4, 20))
+IMAGES = np.random.default_rng(1).normal(size=(4, 3, 24, 24)).astype(np.float32)
+LABELS = np.array([3, 0, 4, 3])
 
 
 def made(kind):
     """A small model of transformers with random weights, wide enough that all of it matters."""
     import torch
-    from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+    from transformers import (
+        GPT2Config,
+        GPT2LMHeadModel,
+        LlamaConfig,
+        LlamaForCausalLM,
+        ViTConfig,
+        ViTForImageClassification,
+    )
 
     torch.manual_seed(0)
     if kind == "gpt2":
         shape = {"vocab_size": 61, "n_embd": 48, "n_layer": 2, "n_head": 4, "n_positions": 128}
         ends = {"bos_token_id": 0, "eos_token_id": 0}
         return GPT2LMHeadModel(GPT2Config(**shape, **ends, initializer_range=0.2)).eval()
+    if kind == "vit":
+        shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 5}
+        shape |= {"intermediate_size": 80, "image_size": 24, "patch_size": 8}
+        return ViTForImageClassification(ViTConfig(**shape, initializer_range=0.2)).eval()
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if kind == "llama-scaled":
         rope = {
@@ -59,44 +75,68 @@ def made(kind):
     return LlamaForCausalLM(config).eval()
 
 
-KINDS = ["gpt2", "llama-tied", "llama-scaled"]
+LANGUAGE = ["gpt2", "llama-tied", "llama-scaled"]
+KINDS = [*LANGUAGE, "vit"]
+
+
+def asked(kind):
+    """What a model sees, and what it should say."""
+    return (IMAGES, LABELS) if kind == "vit" else (TOKENS, TOKENS)
 
 
 class Reference:
-    """Its weights in a folder; logits, the mean loss and gradients for TOKENS; what it goes on with."""
+    """Its weights in a folder; logits, the mean loss and gradients; what a language model goes on with."""
 
     def __init__(self, kind, folder):
         import torch
 
         model = made(kind)
         model.save_pretrained(folder)
-        tokens = torch.from_numpy(TOKENS)
-        logits = model(tokens).logits
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        inputs, targets = map(torch.from_numpy, asked(kind))
+        logits = model(inputs).logits
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()
         self.kind, self.folder = kind, folder
         self.logits, self.loss = logits.detach().numpy(), loss.item()
-        self.gradients = {name: p.grad.numpy() for name, p in model.named_parameters()}
+        self.greedy = self._greedy(model, inputs[:2, :5]) if kind in LANGUAGE else None
+        for parameter in model.parameters():
+            parameter.data = parameter.grad
+        model.save_pretrained(folder / "gradients")  # by the names of files, which may not be the modules'
+        self.gradients = load_file(folder / "gradients" / "model.safetensors")
+
+    @staticmethod
+    def _greedy(model, tokens):
+        import torch
+
         how = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
-        seen = torch.ones_like(tokens[:2, :5])  # or it takes tokens that are 0 for padding
-        self.greedy = model.generate(tokens[:2, :5], attention_mask=seen, **how).numpy()
+        seen = torch.ones_like(tokens)  # or it takes tokens that are 0 for padding
+        return model.generate(tokens, attention_mask=seen, **how).numpy()
 
 
-@pytest.fixture(scope="module", params=KINDS)
-def reference(request, tmp_path_factory):
-    return Reference(request.param, tmp_path_factory.mktemp(request.param))
+@pytest.fixture(scope="module")
+def references(tmp_path_factory):
+    made = {}
+
+    def of(kind):
+        return made.get(kind) or made.setdefault(kind, Reference(kind, tmp_path_factory.mktemp(kind)))
+
+    return of
 
 
-def step(folder):
+def blocks_are_units(model, **how):
+    return wrap(model, by_class(GPTBlock, LlamaBlock, ViTBlock), **how)
+
+
+def step(folder, kind):
     """This rank's logits and loss, and the gradients under transformers' names."""
     mesh = init_device_mesh("auto")
     model = load_pretrained(folder)
-    wrap(model, by_class(GPTBlock, LlamaBlock), mesh=mesh)
-    tokens = np.split(TOKENS, mesh.size)[mesh.rank]
-    logits = model(tokens)
-    loss = F.cross_entropy(logits, tokens)
+    blocks_are_units(model, mesh=mesh)
+    inputs, targets = (np.split(whole, mesh.size)[mesh.rank] for whole in asked(kind))
+    logits = model(inputs)
+    loss = F.cross_entropy(logits, targets)
     loss.backward()
-    form = next(form for form in hub.FORMATS.values() if isinstance(model, form.model))
+    form, _ = hub.described(model)
     places, gradients = dict(form.tensors(model.config)), {}
     for name, values in full_gradients(model):
         for part, rows in hub.rows_of(values.shape, places[name]):
@@ -105,9 +145,11 @@ def step(folder):
     return np.array(logits.data), loss.item(), gradients
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_logits_loss_and_gradients_are_those_of_transformers(reference, ranks):
-    found = thread.run(ranks, step, reference.folder)
+def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, ranks):
+    reference = references(kind)
+    found = thread.run(ranks, step, reference.folder, kind)
     logits = np.concatenate([logits for logits, _, _ in found])
     assert np.abs(logits - reference.logits).max() <= 1e-4 * np.abs(reference.logits).max()
     assert np.mean([loss for _, loss, _ in found]) == pytest.approx(reference.loss, rel=1e-5)
@@ -115,17 +157,21 @@ def test_logits_loss_and_gradients_are_those_of_transformers(reference, ranks):
     assert gradients.keys() == reference.gradients.keys()
     for name, expected in reference.gradients.items():
         difference = np.linalg.norm(gradients[name] - expected)
-        assert difference <= 1e-4 * np.linalg.norm(expected), name
+        # A bias of all keys changes no softmax: its gradient is zero but for rounding.
+        scale = reference.gradients[name.replace("key.bias", "query.bias")]
+        assert difference <= 1e-4 * np.linalg.norm(scale), name
 
 
 def went_on(folder):
     model = load_pretrained(folder).eval()
-    wrap(model, by_class(GPTBlock, LlamaBlock))
+    blocks_are_units(model)
     return continued(model, TOKENS[:2, :5], 64, greedy, block_size=128)
 
 
+@pytest.mark.parametrize("kind", LANGUAGE)
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_it_goes_on_as_transformers_does_token_for_token(reference, ranks):
+def test_greedy_it_goes_on_as_transformers_does_token_for_token(references, kind, ranks):
+    reference = references(kind)
     for found in thread.run(ranks, went_on, reference.folder):
         np.testing.assert_array_equal(found, reference.greedy[:, 5:])
     assert len(np.unique(reference.greedy)) > 10  # not one token over and over
@@ -133,19 +179,20 @@ def test_greedy_it_goes_on_as_transformers_does_token_for_token(reference, ranks
 
 def exported(source, target):
     model = load_pretrained(source)
-    wrap(model, by_class(GPTBlock, LlamaBlock))
+    blocks_are_units(model)
     save_pretrained(model, target, file_bytes=40_000)
 
 
-def test_transformers_reads_what_was_exported_and_gives_the_same_logits(reference, tmp_path):
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_reads_what_was_exported_and_gives_the_same_logits(references, kind, tmp_path):
     import torch
-    from transformers import AutoModelForCausalLM
 
+    reference, expected = references(kind), type(made(kind))
     thread.run(2, exported, reference.folder, tmp_path / "out")
     assert (tmp_path / "out" / "model.safetensors.index.json").exists()
-    model, told = AutoModelForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["architectures"] == [expected.__name__]
+    model, told = expected.from_pretrained(tmp_path / "out", output_loading_info=True)
     assert not any(told.values()), told
-    assert type(model) is type(made(reference.kind))
     with torch.no_grad():
-        logits = model.eval()(torch.from_numpy(TOKENS)).logits.numpy()
+        logits = model.eval()(torch.from_numpy(asked(kind)[0])).logits.numpy()
     np.testing.assert_allclose(logits, reference.logits, rtol=1e-6, atol=1e-6)

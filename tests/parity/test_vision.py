@@ -9,7 +9,7 @@ import shardrt
 from models.regnet import SIZES as REGNETS
 from models.regnet import RegNet, RegNetConfig
 from models.vit import SIZES as VITS
-from models.vit import ViT, ViTConfig, hugging_face_names
+from models.vit import ViT, ViTConfig
 from shardrt import Tensor, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
@@ -127,13 +127,6 @@ def test_named_sizes_have_the_parameters_that_are_published():
     assert count(RegNet(REGNETS["regnety-800mf"])) == 6_432_512
     assert count(RegNet(REGNETS["regnety-16gf"])) == 83_590_140
     assert REGNETS["regnety-16gf"] == RegNetConfig()
-
-
-def test_hugging_face_names_cover_every_parameter():
-    names = hugging_face_names(VIT)
-    assert names.keys() == ViT(VIT).state_dict().keys()
-    theirs = [name for group in names.values() for name in group]
-    assert len(set(theirs)) == len(theirs) == 8 + 16 * VIT.n_layer
 
 
 BAD = [

@@ -9,7 +9,7 @@ from safetensors.numpy import load_file
 from models import generate, train
 from models.hub import load_pretrained
 from models.images import ViTRecipe
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, thread
 from shardrt.train.job import launch
 from tests.ranks import ROOT
 from tests.train.test_command import arguments, furnish, records, start
@@ -130,17 +130,24 @@ def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys):
     options += [word for name, value in shape.items() for word in (f"--model.{name}", str(value))]
     options += ["--text.separate-documents", "True", "--text.tokenizer", "tokenizer.json", "--name", "play"]
     options += ["--optimizer.lr", "0.02", "--optimizer.warmup-steps", "5", "--sample.prompt", "all the"]
+    options += ["--export", "True"]
     train.main([*options, "--sample.length", "3", "--sample.temperature", "0", "--model.loss-chunk", "8"])
     (run,) = records(folder, "play", "run")
     assert (run["architecture"], run["train_tokens"]) == ("llama", 1710)
     assert records(folder, "play", "evaluation")[-1]["held_out_loss"] < 0.1
     assert records(folder, "play", "end")[0]["sample"] == "all the world's a stage"
-    capsys.readouterr()
-    generate.main(["runs/play", "--prompt", "the", "--length", "2", "--temperature", "0"])
-    assert capsys.readouterr().out == "the world's a\n"
+    for directory in ("runs/play", "runs/play/pretrained"):  # with tokenizer.json beside it
+        capsys.readouterr()
+        wanted = [directory, "--prompt", "the", "--length", "2", "--temperature", "0"]
+        thread.run(2, generate.main, wanted)
+        assert capsys.readouterr().out == "the world's a\n"
+    (folder / "runs" / "play" / "pretrained" / "tokenizer.json").unlink()
+    with pytest.raises(SystemExit):
+        generate.main(wanted)
+    assert "tokenizer.json is not there, and the model's 7 tokens are no bytes" in capsys.readouterr().err
 
 
-def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder):
+def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder, capsys):
     train.main(arguments("--name", "base", "--export", "True"))
     options = [
         "--init-from",
@@ -161,6 +168,9 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
     assert changed and all("attention" in name or "mlp" in name for name in changed), changed
     first = records(folder, "tuned", "step")[0]["loss"]
     assert first < records(folder, "base", "step")[0]["loss"]
+    capsys.readouterr()
+    generate.main(["runs/tuned", "--length", "20"])
+    assert capsys.readouterr().out == records(folder, "tuned", "end")[0]["sample"] + "\n"
 
 
 @pytest.mark.parametrize(

@@ -44,12 +44,17 @@ def left(folder, name):
     steps, evaluations, weights = curves(folder, name)
     (end,) = records(folder, name, "end")
     assert len(steps) == 6
-    return steps, evaluations[-1], weights, end["sample"], state(folder / "runs" / name / "checkpoints")
+    return (
+        steps,
+        evaluations[-1],
+        weights,
+        end["sample"],
+        state(folder / "runs" / name / "checkpoints" / "step-00000006"),
+    )
 
 
-def state(checkpoints):
+def state(folder):
     """kind/parameter -> all elements in a checkpoint, of the weights and the moments."""
-    folder = checkpoints / "step-00000006"
     manifest = read_manifest(folder)
     arrays = [load_file(folder / file.name) for file in manifest.files]
     found = {}

@@ -1,0 +1,62 @@
+"""What the recipes of all architectures share: to begin with a folder of Hugging Face's, and to leave one."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, ClassVar
+
+from shardrt import nn
+from shardrt.train.metrics import RunLog
+from shardrt.train.recipe import Recipe
+
+from .formats import FORMATS
+from .hub import described, kind_in, load_pretrained, save_pretrained
+
+
+@dataclass(frozen=True)
+class PretrainedRecipe(Recipe):
+    """A recipe of one of the models here. Raises ValueError for `init_from` or `export` without a format."""
+
+    init_from: Path = Path()  # a folder of Hugging Face's whose shape and weights it begins with
+    export: bool = False  # write such a folder at the end: runs/NAME/pretrained
+
+    NETWORK: ClassVar[type[nn.Module]]
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        kinds = [form.model for form in FORMATS.values()]
+        if (self.pretrained or self.export) and self.NETWORK not in kinds:
+            raise ValueError(
+                f"init_from and export: {self.ARCHITECTURE} has no Hugging Face format here; these have: "
+                f"{', '.join(kind.__name__ for kind in kinds)}"
+            )
+
+    @property
+    def pretrained(self) -> bool:
+        """Whether shape and weights come from files."""
+        return self.init_from != Path()
+
+    def begun(self, config: Any, **changes: Any) -> nn.Module:
+        """A new model: of `config`, or that of init_from with `changes` to its own.
+
+        Raises ValueError for files of another kind, and for a model that `export` could not keep.
+        """
+        if self.pretrained and (kind := kind_in(self.init_from)) is not self.NETWORK:
+            raise ValueError(
+                f"init_from: {self.init_from} holds a {kind.__name__}; architecture is {self.ARCHITECTURE!r}"
+            )
+        model = load_pretrained(self.init_from, **changes) if self.pretrained else self.NETWORK(config)
+        if self.export:
+            described(model)
+        return model
+
+    def leave(self, model: nn.Module, run: RunLog, **settings: Any) -> Path | None:
+        """Export the trained model if the recipe says so; settings: more of config.json. Collective.
+
+        Gives the folder, on rank 0.
+        """
+        if not self.export:
+            return None
+        folder = run.directory / "pretrained" if run.directory else None
+        save_pretrained(model, folder or "", settings=settings)
+        run.say(f"exported {folder}")
+        return folder
