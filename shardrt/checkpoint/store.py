@@ -2,7 +2,7 @@
 
 There is no file that points to the newest: that is the highest step whose manifest verifies. What is being
 written has a name that begins with ".tmp-", what is being deleted ".trash-"; the next start removes both. What
-makes way for another checkpoint of its step is ".replaced-" until that one is there; else it comes back.
+makes way for another checkpoint of its step is called ".replaced-" meanwhile; without that one, it comes back.
 """
 
 import re
@@ -70,7 +70,7 @@ class Store:
         return sorted(found, reverse=True)
 
     def clean(self) -> None:
-        """Remove what a process that is gone has left half written or half deleted; undo half of a replacement.
+        """Remove what a process that is gone has left half written or half deleted; undo half a replacement.
 
         Raises OSError.
         """

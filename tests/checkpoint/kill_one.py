@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shardrt.checkpoint import verify
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import thread
 from tests.checkpoint.victim import HOWS, change, digest, made
 from tests.failures.matrix import survivors
 from tests.ranks import ROOT, clean_environment, mpirun_path
@@ -101,7 +101,7 @@ class Job:
 
 
 def look(folder: Path, case: Case, told: str) -> None:
-    """What the next start finds is the old or the new step, to the bit; it leaves nothing over, and goes on."""
+    """The next start finds the old or the new step, to the bit, leaves nothing over, and can save again."""
     recorded = [
         [(int(step), found) for step, found in map(str.split, (folder / f"recorded-{r}").open())]
         for r in range(RANKS)
