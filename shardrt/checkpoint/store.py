@@ -1,8 +1,8 @@
 """A folder of checkpoints: one directory per step, which exists under its name only when it is complete.
 
 There is no file that points to the newest: that is the highest step whose manifest verifies. What is being
-written has a name that begins with ".tmp-", what is being deleted ".trash-"; the next start removes both. What
-makes way for another checkpoint of its step is called ".replaced-" meanwhile; without that one, it comes back.
+written has a name that begins with ".tmp-", what is being deleted ".trash-"; the next start removes both.
+".replaced-" is what makes way for another checkpoint of its step; the next start brings it back if need be.
 """
 
 import re
