@@ -59,6 +59,7 @@ class Checkpoints:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
+        self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
         self._snapshot = Snapshot()
         self._pending: _Save | None = None
         self.last_saved: int | None = None  # the step that was published last
@@ -84,8 +85,9 @@ class Checkpoints:
         """Take a copy of what checkpoint `step` is made of, and write it while training goes on.
 
         Needs the bytes of this rank's pieces on the host, and keeps them for the next time. Call `tick` in
-        every step from then on, and `settle` at the end. Waits for a save that is still under way. Raises
-        CheckpointError if that, or the copy, failed.
+        every step from then on, and `settle` at the end: they tell if anything failed, the copy too. Waits
+        for a save that is still under way, and raises CheckpointError if that one failed; otherwise, from the
+        second time on, this is the copy and no more, and ranks do not wait for each other.
         """
         self.settle()
         self._begin(step, extra or {}, best, copy=True)
@@ -98,60 +100,65 @@ class Checkpoints:
         """
         if self._pending is None:
             return None
-        done = np.array([self._pending.done], np.int64)
-        self._control.all_reduce(done, op="min", stream=device.current().current_stream)
-        return self._advance() if done[0] else None
+        done = self._pending.done  # before the error is read, which is there first
+        state = np.array([done, self._pending.error is None], np.int64)
+        self._control.all_reduce(state, op="min", stream=device.current().current_stream)
+        return self._advance(failed=not state[1]) if state[0] else None
 
     def settle(self) -> Path | None:
         """Wait for a save that is under way, and publish it; gives its directory, None if there was none."""
         path = None
         while self._pending is not None:
             self._pending.wait()
-            path = self._advance()
+            path = self.tick()
         return path
 
     def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
-        temporary, error = "", None
-        if self._mesh.rank == 0:
-            try:
-                temporary = str(self.store.begin(step, secrets.token_hex(4)))
-            except OSError as failed:
-                error = failed
-        self._agree(f"step {step} was not saved", error)
-        folder = Path(talk.from_first(self._control, temporary))
-        pieces, error = [], None
+        if self._place is None:
+            self._place = self._agreed_place(step)
+        root, tag = self._place
+        folder = root / f".tmp-{self.store.name(step)}-{tag}"
+        save = self._pending = _Save(folder, step, extra, best, steps_of(self._model, self._optimizer))
         try:
             pieces = list(pieces_of(self._model, self._optimizer, saving=True))
             pieces = self._snapshot.of(pieces) if copy else pieces
-        except MemoryError as failed:
-            error = failed
-        self._agree(f"step {step} was not saved", error, folder)
-        self._pending = _Save(folder, step, extra, best, steps_of(self._model, self._optimizer))
-        path = folder / f"rank-{self._mesh.rank:05d}.safetensors"
-        self._pending.go(lambda save: save.write(self.store.disk, path, pieces, self._mesh.rank), copy)
+        except MemoryError as error:  # told by the next tick: a meeting here would hold up training
+            save.error, save.done = error, True
+        else:
+            save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank), copy)
 
-    def _advance(self) -> Path | None:
+    def _agreed_place(self, step: int) -> tuple[Path, str]:
+        """Rank 0's folder, made where it is not there yet, and eight random digits of its own."""
+        error = None
+        if self._mesh.rank == 0:
+            try:
+                self.store.begin()
+            except OSError as failed:
+                error = failed
+        self._agree(f"step {step} was not saved", error)
+        root, tag = talk.from_first(self._control, [str(self.store.root), secrets.token_hex(4)])
+        return Path(root), tag
+
+    def _advance(self, failed: bool) -> Path | None:
         """What follows when every rank has done its part: publishing, then the end, which gives the path."""
-        pending = self._pending
-        try:
-            self._agree(f"step {pending.step} was not saved", pending.error, pending.folder)
-        except CheckpointError:
-            self._pending = None
-            raise
-        if not pending.written:
-            pending.written = True
+        save = self._pending
+        if failed:
+            self._pending = self._place = None
+            self._agree(f"step {save.step} was not saved", save.error, save.folder)
+        if not save.written:
+            save.written = True
             everyone = talk.from_all(
-                self._control, [asdict(pending.file), [list(vars(p).values()) for p in pending.saved]]
+                self._control, [asdict(save.file), [list(vars(p).values()) for p in save.saved]]
             )
             if self._mesh.rank == 0:
-                manifest = self._manifest(pending, everyone)
-                pending.go(lambda save: save.publish(self.store, manifest, self._keep), pending.in_background)
+                manifest = self._manifest(save, everyone)
+                save.go(lambda: save.publish(self.store, manifest, self._keep), save.in_background)
             return None
         self._pending = None
-        self.last_saved = pending.step
-        if pending.left is not None:  # the new checkpoint is there; that an old one is too harms nobody
-            warnings.warn(f"an old checkpoint could not be removed: {pending.left}", stacklevel=3)
-        return pending.folder.parent / self.store.name(pending.step)
+        self.last_saved = save.step
+        if save.left is not None:  # the new checkpoint is there; that an old one is too harms nobody
+            warnings.warn(f"an old checkpoint could not be removed: {save.left}", stacklevel=3)
+        return save.folder.parent / self.store.name(save.step)
 
     def _manifest(self, pending: "_Save", everyone: list) -> Manifest:
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in everyone)
@@ -235,7 +242,7 @@ class Checkpoints:
 
 
 class _Save:
-    """One save on one rank: what is written, where, and how it went. All ranks write, then rank 0 publishes."""
+    """One save on one rank: what is written, where, and how it went. All write, then rank 0 publishes."""
 
     def __init__(
         self, folder: Path, step: int, extra: dict[str, Any], best: int | None, steps: dict[str, int]
@@ -249,7 +256,7 @@ class _Save:
         self.saved: list[SavedPiece] = []
         self._thread: threading.Thread | None = None
 
-    def go(self, part: Callable[["_Save"], None], in_background: bool) -> None:
+    def go(self, part: Callable[[], None], in_background: bool) -> None:
         """Do a part, in a thread of its own or at once."""
         self.done, self.in_background = False, in_background
         if in_background:
@@ -263,8 +270,13 @@ class _Save:
         if self._thread is not None:
             self._thread.join()
 
-    def write(self, disk: Disk, path: Path, pieces: list[Piece], rank: int) -> None:
-        """This rank's file."""
+    def write(self, disk: Disk, pieces: list[Piece], rank: int) -> None:
+        """This rank's file, in the directory that the first rank to come makes."""
+        try:
+            disk.make_directory(self.folder)
+        except FileExistsError:
+            pass
+        path = self.folder / f"rank-{rank:05d}.safetensors"
         self.file, self.saved = rankfile.write(disk, path, pieces, rank)
 
     def publish(self, store: Store, manifest: Manifest, keep: tuple[int, int]) -> None:
@@ -275,9 +287,9 @@ class _Save:
         except OSError as error:
             self.left = error
 
-    def _do(self, part: Callable[["_Save"], None]) -> None:
+    def _do(self, part: Callable[[], None]) -> None:
         try:
-            part(self)
+            part()
         except BaseException as error:  # told to all ranks by who waits
             self.error = error
         self.done = True

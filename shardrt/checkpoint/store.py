@@ -25,14 +25,11 @@ class Store:
         self.root = Path(root)
         self.disk = disk or Disk()
 
-    def begin(self, step: int, tag: str) -> Path:
-        """Make the directory that a checkpoint is written to. Raises OSError."""
+    def begin(self) -> None:
+        """Make the folder, if it is not there. Raises OSError."""
         if not self.root.exists():
             self.disk.make_directory(self.root)
             self.disk.sync_directory(self.root.parent)
-        temporary = self.root / f".tmp-{self.name(step)}-{tag}"
-        self.disk.make_directory(temporary)
-        return temporary
 
     def publish(self, temporary: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.

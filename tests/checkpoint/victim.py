@@ -48,10 +48,11 @@ class Watched(Disk):
         hit = len(self.done) - 1 == self.at
         if hit and self.when == "before":
             self._die()
-        result = operation(*args)
-        if hit and self.when == "after":
-            self._die()
-        return result
+        try:
+            return operation(*args)
+        finally:  # a directory that the other rank has made is an operation, too
+            if hit and self.when == "after":
+                self._die()
 
     def _die(self):
         (self.folder / "killed").write_text(json.dumps([time.time(), self.done[-1]]))
