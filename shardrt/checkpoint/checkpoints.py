@@ -22,6 +22,7 @@ from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest, SavedFile, SavedParameter, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece, pieces_of, set_steps, steps_of
+from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
 from shardrt.nn.module import Module
@@ -58,6 +59,8 @@ class Checkpoints:
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
+        self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
+        self._snapshot = Snapshot()
         self._pending: _Save | None = None
         self.last_saved: int | None = None  # the step that was published last
 
@@ -81,70 +84,81 @@ class Checkpoints:
     def start(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> None:
         """Take a copy of what checkpoint `step` is made of, and write it while training goes on.
 
-        Needs the bytes of this rank's pieces on the host, until it is written. Call `tick` in every step from
-        then on, and `settle` at the end. Waits for a save that is still under way. Raises CheckpointError
-        if that, or the copy, failed.
+        Needs the bytes of this rank's pieces on the host, and keeps them for the next time. Call `tick` in
+        every step from then on, and `settle` at the end: they tell if anything failed, the copy too. Waits
+        for a save that is still under way, and raises CheckpointError if that one failed; otherwise, from the
+        second time on, this is the copy and no more, and ranks do not wait for each other.
         """
         self.settle()
         self._begin(step, extra or {}, best, copy=True)
 
     def tick(self) -> Path | None:
-        """Publish the checkpoint that was started, once every rank has written it; gives its directory then.
+        """Have rank 0 publish the checkpoint that was started, once every rank has written it.
 
-        Raises CheckpointError if a rank failed to write; the run may go on.
+        Gives its directory in the call that finds it published. Never waits for the disk. Raises
+        CheckpointError if a rank failed to write; the run may go on.
         """
         if self._pending is None:
             return None
-        done = np.array([self._pending.done], np.int64)
-        self._control.all_reduce(done, op="min", stream=device.current().current_stream)
-        return self._publish() if done[0] else None
+        done = self._pending.done  # before the error is read, which is there first
+        state = np.array([done, self._pending.error is None], np.int64)
+        self._control.all_reduce(state, op="min", stream=device.current().current_stream)
+        return self._advance(failed=not state[1]) if state[0] else None
 
     def settle(self) -> Path | None:
         """Wait for a save that is under way, and publish it; gives its directory, None if there was none."""
-        if self._pending is None:
-            return None
-        self._pending.wait()
-        return self._publish()
+        path = None
+        while self._pending is not None:
+            self._pending.wait()
+            path = self.tick()
+        return path
 
     def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
-        temporary, error = "", None
+        if self._place is None:
+            self._place = self._agreed_place(step)
+        root, tag = self._place
+        folder = root / f".tmp-{self.store.name(step)}-{tag}"
+        save = self._pending = _Save(folder, step, extra, best, steps_of(self._model, self._optimizer))
+        try:
+            pieces = list(pieces_of(self._model, self._optimizer, saving=True))
+            pieces = self._snapshot.of(pieces) if copy else pieces
+        except MemoryError as error:  # told by the next tick: a meeting here would hold up training
+            save.error, save.done = error, True
+        else:
+            save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank), copy)
+
+    def _agreed_place(self, step: int) -> tuple[Path, str]:
+        """Rank 0's folder, made where it is not there yet, and eight random digits of its own."""
+        error = None
         if self._mesh.rank == 0:
             try:
-                temporary = str(self.store.begin(step, secrets.token_hex(4)))
+                self.store.begin()
             except OSError as failed:
                 error = failed
         self._agree(f"step {step} was not saved", error)
-        folder = Path(talk.from_first(self._control, temporary))
-        pieces, error = [], None
-        try:
-            pieces = _stable(list(pieces_of(self._model, self._optimizer, saving=True)), copy)
-        except MemoryError as failed:
-            error = failed
-        self._agree(f"step {step} was not saved", error, folder)
-        steps = steps_of(self._model, self._optimizer)
-        self._pending = _Save(self.store.disk, folder, step, extra, best, pieces, steps, self._mesh.rank)
-        self._pending.go(in_background=copy)
+        root, tag = talk.from_first(self._control, [str(self.store.root), secrets.token_hex(4)])
+        return Path(root), tag
 
-    def _publish(self) -> Path:
-        pending, self._pending = self._pending, None
-        self._agree(f"step {pending.step} was not saved", pending.error, pending.folder)
-        everyone = talk.from_all(
-            self._control, [asdict(pending.file), [list(vars(p).values()) for p in pending.saved]]
-        )
-        path, error = "", None
-        if self._mesh.rank == 0:
-            try:
-                path = str(self.store.publish(pending.folder, self._manifest(pending, everyone)))
-            except OSError as failed:
-                error = failed
-        self._agree(f"step {pending.step} was not saved", error, pending.folder)
-        self.last_saved = pending.step
-        if self._mesh.rank == 0:
-            try:
-                self.store.prune(*self._keep, pending.best)
-            except OSError as failed:  # the new checkpoint is there; that an old one is too harms nobody
-                warnings.warn(f"an old checkpoint could not be removed: {failed}", stacklevel=3)
-        return Path(talk.from_first(self._control, path))
+    def _advance(self, failed: bool) -> Path | None:
+        """What follows when every rank has done its part: publishing, then the end, which gives the path."""
+        save = self._pending
+        if failed:
+            self._pending = self._place = None
+            self._agree(f"step {save.step} was not saved", save.error, save.folder)
+        if not save.written:
+            save.written = True
+            everyone = talk.from_all(
+                self._control, [asdict(save.file), [list(vars(p).values()) for p in save.saved]]
+            )
+            if self._mesh.rank == 0:
+                manifest = self._manifest(save, everyone)
+                save.go(lambda: save.publish(self.store, manifest, self._keep), save.in_background)
+            return None
+        self._pending = None
+        self.last_saved = save.step
+        if save.left is not None:  # the new checkpoint is there; that an old one is too harms nobody
+            warnings.warn(f"an old checkpoint could not be removed: {save.left}", stacklevel=3)
+        return save.folder.parent / self.store.name(save.step)
 
     def _manifest(self, pending: "_Save", everyone: list) -> Manifest:
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in everyone)
@@ -228,58 +242,57 @@ class Checkpoints:
 
 
 class _Save:
-    """One save on one rank: what is written, where, and how it went."""
+    """One save on one rank: what is written, where, and how it went. All write, then rank 0 publishes."""
 
     def __init__(
-        self,
-        disk: Disk,
-        folder: Path,
-        step: int,
-        extra: dict[str, Any],
-        best: int | None,
-        pieces: list[Piece],
-        steps: dict[str, int],
-        rank: int,
+        self, folder: Path, step: int, extra: dict[str, Any], best: int | None, steps: dict[str, int]
     ) -> None:
         self.folder, self.step, self.extra, self.best, self.steps = folder, step, extra, best, steps
+        self.written = False  # by all ranks, as all ranks know
+        self.done = self.in_background = False
         self.error: BaseException | None = None
-        self.done = False
+        self.left: OSError | None = None  # why old checkpoints are still there
         self.file = SavedFile("", 0, ())
         self.saved: list[SavedPiece] = []
-        self._disk, self._pieces, self._rank = disk, pieces, rank
         self._thread: threading.Thread | None = None
 
-    def go(self, in_background: bool) -> None:
-        """Write, in a thread of its own or at once."""
+    def go(self, part: Callable[[], None], in_background: bool) -> None:
+        """Do a part, in a thread of its own or at once."""
+        self.done, self.in_background = False, in_background
         if in_background:
-            self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+            self._thread = threading.Thread(target=self._do, args=(part,), name="checkpoint", daemon=True)
             self._thread.start()
         else:
-            self._write()
+            self._do(part)
 
     def wait(self) -> None:
-        """Return when it is written, or has failed."""
+        """Return when the part is done, or has failed."""
         if self._thread is not None:
             self._thread.join()
 
-    def _write(self) -> None:
+    def write(self, disk: Disk, pieces: list[Piece], rank: int) -> None:
+        """This rank's file, in the directory that the first rank to come makes."""
         try:
-            path = self.folder / f"rank-{self._rank:05d}.safetensors"
-            self.file, self.saved = rankfile.write(self._disk, path, self._pieces, self._rank)
+            disk.make_directory(self.folder)
+        except FileExistsError:
+            pass
+        path = self.folder / f"rank-{rank:05d}.safetensors"
+        self.file, self.saved = rankfile.write(disk, path, pieces, rank)
+
+    def publish(self, store: Store, manifest: Manifest, keep: tuple[int, int]) -> None:
+        """The rest, on rank 0, when all files are there."""
+        store.publish(self.folder, manifest)
+        try:
+            store.prune(*keep, self.best)
+        except OSError as error:
+            self.left = error
+
+    def _do(self, part: Callable[[], None]) -> None:
+        try:
+            part()
         except BaseException as error:  # told to all ranks by who waits
             self.error = error
-        self._pieces = []
         self.done = True
-
-
-def _stable(pieces: list[Piece], copy: bool) -> list[Piece]:
-    """The same pieces; copies on the host if asked for, which training can't change."""
-    if not copy:
-        return pieces
-    return [
-        Piece(p.kind, p.parameter, p.first, np.array(device.of(p.array).to_numpy(p.array), copy=True))
-        for p in pieces
-    ]
 
 
 def _transfers(

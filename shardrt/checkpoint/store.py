@@ -2,6 +2,7 @@
 
 There is no file that points to the newest: that is the highest step whose manifest verifies. What is being
 written has a name that begins with ".tmp-", what is being deleted ".trash-"; the next start removes both.
+".replaced-" is what makes way for another checkpoint of its step; the next start brings it back if need be.
 """
 
 import re
@@ -13,6 +14,7 @@ from shardrt.checkpoint.manifest import LARGEST, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
 
 MANIFEST = "manifest.json"
+_REPLACED = ".replaced-"
 _STEP = re.compile(r"step-(\d{8,})")
 
 
@@ -23,21 +25,19 @@ class Store:
         self.root = Path(root)
         self.disk = disk or Disk()
 
-    def begin(self, step: int, tag: str) -> Path:
-        """Make the directory that a checkpoint is written to. Raises OSError."""
+    def begin(self) -> None:
+        """Make the folder, if it is not there. Raises OSError."""
         if not self.root.exists():
             self.disk.make_directory(self.root)
             self.disk.sync_directory(self.root.parent)
-        temporary = self.root / f".tmp-{self.name(step)}-{tag}"
-        self.disk.make_directory(temporary)
-        return temporary
 
     def publish(self, temporary: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
 
-        A checkpoint of the same step that is there already makes way. Raises OSError.
+        A checkpoint of the same step that is there already makes way; `prune` removes it. Raises OSError.
         """
         data, target = manifest.dump(), self.root / self.name(manifest.step)
+        replaced = self.root / f"{_REPLACED}{target.name}"
         file = self.disk.create(temporary / MANIFEST)
         try:
             self.disk.write(file, memoryview(data))
@@ -46,8 +46,14 @@ class Store:
             self.disk.close(file)
         self.disk.sync_directory(temporary)
         if target.exists():
-            self._discard(target)
-        self.disk.rename(temporary, target)
+            self._remove_replaced()
+            self.disk.rename(target, replaced)  # one rename can't exchange directories
+        try:
+            self.disk.rename(temporary, target)
+        except OSError:
+            if replaced.exists():
+                self.disk.rename(replaced, target)
+            raise
         self.disk.sync_directory(self.root)
         return target
 
@@ -61,19 +67,35 @@ class Store:
         return sorted(found, reverse=True)
 
     def clean(self) -> None:
-        """Remove what a process that is gone has left half written or half deleted. Raises OSError."""
+        """Remove what a process that is gone has left half written or half deleted; undo half a replacement.
+
+        Raises OSError.
+        """
+        self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            if path.name.startswith((".tmp-", ".trash-")):
+            if path.name.startswith(_REPLACED):
+                self.disk.rename(path, self.root / path.name.removeprefix(_REPLACED))
+            elif path.name.startswith((".tmp-", ".trash-")):
                 self.disk.remove(path)
 
     def prune(self, keep_last: int, keep_every: int = 0, best: int | None = None) -> list[int]:
-        """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; gives what went."""
+        """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; gives what went.
+
+        And what was replaced by another checkpoint of its step. Raises OSError.
+        """
+        self._remove_replaced()
         gone = []
         for place, (step, path) in enumerate(self.checkpoints()):
             if place >= keep_last and step != best and not (keep_every and step % keep_every == 0):
                 self._discard(path)
                 gone.append(step)
         return gone
+
+    def _remove_replaced(self) -> None:
+        """Remove checkpoints that made way for one that is there."""
+        for path in sorted(self.root.glob(f"{_REPLACED}*")):
+            if (self.root / path.name.removeprefix(_REPLACED)).exists():
+                self.disk.remove(path)
 
     def _discard(self, path: Path) -> None:
         """Remove a checkpoint; renamed first, so that half of one never looks whole."""

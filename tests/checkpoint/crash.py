@@ -42,12 +42,14 @@ class Stop(Disk):
         own = world.current().rank == self.rank
         if own and self.count == self.at and self.when == "before":
             self.die()
-        result = operation(*args)
-        self.note(name, args, result)
-        if own and self.count == self.at and self.when == "after":
-            self.die()
-        self.count += own
-        return result
+        try:
+            result = operation(*args)
+            self.note(name, args, result)
+            return result
+        finally:  # a directory that another rank has made is an operation, too
+            if own and self.count == self.at and self.when == "after":
+                self.die()
+            self.count += own
 
     def note(self, name, args, result):
         """Keep in mind what would be lost if the machine stopped now."""

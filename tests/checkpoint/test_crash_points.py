@@ -1,4 +1,4 @@
-"""Wherever a save was when process or machine stopped, the next start finds a whole checkpoint."""
+"""Wherever a save was when a process or the machine stopped, the next start finds a whole checkpoint."""
 
 import re
 import subprocess
@@ -6,6 +6,7 @@ import sys
 
 import pytest
 
+from tests.checkpoint.kill_one import Job, short
 from tests.ranks import ROOT, clean_environment
 
 
@@ -21,3 +22,11 @@ def test_the_old_or_the_new_step_is_found_after_every_operation():
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(re.fullmatch(r"(\d+) cases\n", done.stdout).group(1)) > 300
+
+
+@pytest.mark.mpi
+def test_of_two_processes_either_may_be_killed_at_any_operation(tmp_path):
+    """A selection; `python -m tests.checkpoint.kill_one` has every operation."""
+    job = Job(tmp_path)
+    for case in short(job):
+        job.check(case)

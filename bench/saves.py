@@ -1,0 +1,195 @@
+"""What a save costs training: how long it holds up the thread that trains, beside a copy of the same bytes.
+
+Three kinds of round by turns: no save, one in the background, one that training waits for. Ranks meet before
+whatever is timed, so that no rank's figure holds the wait for a slower one. A copy is timed in every round:
+of the very arrays that are saved, into memory that was written before.
+
+    mpirun -n 2 python -m bench.saves --config models/configs/default.toml --rounds 20 --every 10
+"""
+
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import json
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from bench.step import gathered
+from models import train
+from shardrt import device, optim
+from shardrt.checkpoint import Checkpoints
+from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.pieces import pieces_of
+from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.comm.talk import from_first
+from shardrt.train.job import optimizer_of, sharded_model
+from shardrt.train.loop import backward, batches_of
+from shardrt.train.recipe import Recipe
+
+KINDS = ("none", "background", "waiting")
+WARM = 5  # steps before the first round
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.saves", description=__doc__.split("\n")[0])
+    parser.add_argument("--config", type=Path, default=train.DEFAULT, metavar="TOML", help="what is trained")
+    parser.add_argument("--rounds", type=int, default=20, metavar="N", help="of each kind (20)")
+    parser.add_argument("--every", type=int, default=10, metavar="STEPS", help="steps of a round (10)")
+    parser.add_argument("--folder", type=Path, metavar="DIR", help="where to save (a temporary one)")
+    options = parser.parse_args()
+    mesh = init_device_mesh("cpu")
+    with tempfile.TemporaryDirectory(dir=options.folder) as own:
+        folder = Path(from_first(mesh.communicator("control"), own))
+        load = os.getloadavg()[0]
+        result = measured(train.load(options.config), mesh, folder, options.rounds, options.every)
+    if mesh.rank == 0:
+        about = {"config": options.config.name, "ranks": mesh.size, "rounds": options.rounds}
+        about |= {"steps_of_a_round": options.every, "cores": os.cpu_count()}
+        about["load_average"] = [round(load, 2), round(os.getloadavg()[0], 2)]
+        print(json.dumps(about | result))
+
+
+class Timed(Disk):
+    """Notes how long a rank's file takes from its first byte until it is on the disk."""
+
+    def __init__(self) -> None:
+        self.began, self.bytes = {}, {}
+        self.rates: list[float] = []  # bytes per second
+
+    def create(self, path: Path) -> int:
+        file = super().create(path)
+        if path.name.startswith("rank-"):
+            self.began[file], self.bytes[file] = time.perf_counter(), 0
+        return file
+
+    def write(self, file: int, data: memoryview) -> None:
+        if file in self.bytes:
+            self.bytes[file] += len(data)
+        super().write(file, data)
+
+    def sync(self, file: int) -> None:
+        super().sync(file)
+        if file in self.began:
+            self.rates.append(self.bytes.pop(file) / (time.perf_counter() - self.began.pop(file)))
+
+
+class Rounds:
+    """One rank's job and what was timed of it, in seconds."""
+
+    def __init__(self, recipe: Recipe, mesh: DeviceMesh, folder: Path) -> None:
+        self.recipe, self.mesh, self.disk = recipe, mesh, Timed()
+        self.task = recipe.task()
+        self.model = sharded_model(recipe, mesh, self.task)
+        self.optimizer = optimizer_of(recipe, self.model)
+        self.scaler = optim.GradScaler(enabled=False)
+        self.checkpoints = Checkpoints(
+            folder / "c", self.model, self.optimizer, mesh, keep_last=1, disk=self.disk
+        )
+        self.done = 0
+        self.steps: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "beside")}
+        self.stalls: dict[str, list[float]] = {
+            name: [] for name in ("start", "ticks", "background", "waiting")
+        }
+        self.copies: list[float] = []
+
+    def step(self, kind: str) -> None:
+        """Train one. beside: a save is being written meanwhile."""
+        recipe, step = self.recipe, self.done
+        batches = batches_of(recipe, self.mesh, self.task, step)
+
+        def train() -> None:
+            shardrt.manual_seed(recipe.seed, step)
+            backward(recipe, self.task, self.model, batches, self.scaler, step)
+            shardrt.nn.utils.clip_grad_norm_(list(self.model.parameters()), recipe.optimizer.clip_norm)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+
+        self.steps[kind].append(self.timed(train))
+        self.done += 1
+
+    def timed(self, function: Callable[[], Any]) -> float:
+        """Seconds, from when all ranks are here."""
+        self.mesh.communicator("control").barrier(stream=device.current().current_stream)
+        began = time.perf_counter()
+        function()
+        return time.perf_counter() - began
+
+    def round(self, kind: str, steps: int) -> None:
+        """Some steps, of which a save is made after the first."""
+        self.copy()
+        self.step(kind)
+        if kind == "waiting":
+            self.stalls["waiting"].append(self.timed(lambda: self.checkpoints.save(self.done)))
+        elif kind == "background":
+            self.stalls["start"].append(self.timed(lambda: self.checkpoints.start(self.done)))
+            self.stalls["ticks"].append(0.0)
+        for _ in range(steps - 1):
+            beside = self.checkpoints.under_way
+            self.step("beside" if beside else kind)
+            if beside:
+                self.stalls["ticks"][-1] += self.timed(self.checkpoints.tick)
+        while self.checkpoints.under_way:
+            self.step("beside")
+            self.stalls["ticks"][-1] += self.timed(self.checkpoints.tick)
+        if kind == "background":
+            self.stalls["background"].append(self.stalls["start"][-1] + self.stalls["ticks"][-1])
+
+    def copy(self) -> None:
+        """Copy what a save copies, once more than needed: the first time touches the pages."""
+        sources = [piece.array for piece in pieces_of(self.model, self.optimizer, saving=True)]
+        if not hasattr(self, "targets"):
+            self.targets = [np.ones_like(array) for array in sources]
+            self.nbytes = sum(array.nbytes for array in sources)
+
+        def copy() -> None:
+            for target, source in zip(self.targets, sources, strict=True):
+                np.copyto(target, source)
+
+        self.copies.append(self.timed(copy))
+
+
+def measured(recipe: Recipe, mesh: DeviceMesh, folder: Path, rounds: int, every: int) -> dict[str, Any]:
+    """Milliseconds by kind, of the slowest rank at each place; bytes per second by rank."""
+    job = Rounds(recipe, mesh, folder)
+    for _ in range(WARM):
+        job.step("none")
+    job.round("background", every)  # the first has memory to find
+    first = job.stalls["background"][0]
+    for times in (*job.steps.values(), *job.stalls.values(), job.copies, job.disk.rates):
+        times.clear()
+    for _ in range(rounds):
+        for kind in KINDS:
+            job.round(kind, every)
+    saves = {name: _slowest(times, mesh) for name, times in job.stalls.items()}
+    copies = _slowest(job.copies, mesh)
+    rates = gathered([statistics.median(job.disk.rates)], mesh)[:, 0]
+    return {
+        "parameters": sum(parameter.size for parameter in job.model.parameters()),
+        "saved_bytes_per_rank": gathered([job.nbytes], mesh)[:, 0].astype(int).tolist(),
+        "copy_ms": _p50_and_max(copies),
+        "stall_ms": {name: _p50_and_max(times) for name, times in saves.items()},
+        "first_background_ms": round(1e3 * _slowest([first], mesh)[0], 3),
+        "stall_over_copy_p50": round(statistics.median(saves["background"]) / statistics.median(copies), 2),
+        "step_ms": {kind: _p50_and_max(_slowest(times, mesh)) for kind, times in job.steps.items()},
+        "written_mb_per_s_by_rank": [round(rate / 1e6, 1) for rate in rates],
+    }
+
+
+def _slowest(times: list[float], mesh: DeviceMesh) -> list[float]:
+    """The largest of the ranks' at each place."""
+    return gathered(times, mesh).max(axis=0).tolist()
+
+
+def _p50_and_max(seconds: list[float]) -> dict[str, float]:
+    return {"p50": round(1e3 * statistics.median(seconds), 3), "max": round(1e3 * max(seconds), 3)}
+
+
+if __name__ == "__main__":
+    main()

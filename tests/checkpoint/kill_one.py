@@ -1,0 +1,177 @@
+"""Kills one of two processes that save, by SIGKILL, before and after every file operation of its own.
+
+python -m tests.checkpoint.kill_one [MPIRUN PYTHON]        a JSON line with what was found; minutes
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardrt.checkpoint import verify
+from shardrt.comm import thread
+from tests.checkpoint.victim import HOWS, change, digest, made
+from tests.failures.matrix import survivors
+from tests.ranks import ROOT, clean_environment, mpirun_path
+from tests.train.test_command import OPEN_MPI
+
+RANKS = 2
+LIMIT = 2.0  # seconds from the kill to the end of the job
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rank `rank` dies around its operation `at`. published: the step has its name by then."""
+
+    how: str
+    rank: int
+    at: int
+    when: str
+    operation: str
+    published: bool
+
+    def __str__(self) -> str:
+        return f"{self.how}: rank {self.rank} {self.when} {self.at} ({self.operation})"
+
+
+class Job:
+    """Folders as they are before a save, made by a job that nobody kills, and how to run the others."""
+
+    def __init__(self, folder: Path, launcher: str = "", python: str = sys.executable) -> None:
+        self.folder = folder
+        self.command = [launcher or mpirun_path(), "-n", str(RANKS), python, "-m", "tests.checkpoint.victim"]
+        (folder / "first").mkdir()
+        shutil.copytree(folder / "first", folder / "whole-first")
+        self.run(folder / "whole-first", "first", 0, -1, "")
+        for how in HOWS.keys() - {"first"}:
+            shutil.copytree(folder / "whole-first", folder / how)
+
+    def run(self, folder: Path, how: str, rank: int, at: int, when: str) -> tuple[int, str, float]:
+        """(exit code, what it printed, when it ended)."""
+        done = subprocess.run(
+            [*self.command, str(folder), how, str(rank), str(at), when],
+            cwd=ROOT,
+            env=clean_environment(**OPEN_MPI, SHARDRT_CASE=str(folder)),
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            timeout=60,
+        )
+        return done.returncode, done.stdout.decode(errors="replace"), time.time()
+
+    def cases(self, how: str) -> list[Case]:
+        """Every operation of every rank, before and after, as a save that nobody kills does them."""
+        folder = self.folder / f"whole-{how}"
+        if how != "first":
+            shutil.copytree(self.folder / how, folder)
+            code, told, _ = self.run(folder, how, 0, -1, "")
+            assert code == 0, told
+        found = []
+        for rank in range(RANKS):
+            names = json.loads((folder / f"done-{rank}").read_text())
+            publishes = [bool(re.fullmatch(r"rename \.tmp-\S+ step-\d+", name)) for name in names]
+            for at, name in enumerate(names):
+                for when in ("before", "after"):
+                    # What a killed process has renamed is renamed: only a machine that stops can lose that.
+                    published = any(publishes[:at]) or (publishes[at] and when == "after")
+                    found.append(Case(how, rank, at, when, name, published))
+        return found
+
+    def check(self, case: Case) -> float:
+        """Run one, and start again; gives the seconds from the kill to the end. Raises AssertionError."""
+        folder = self.folder / "case"
+        shutil.copytree(self.folder / case.how, folder)
+        try:
+            code, told, ended = self.run(folder, case.how, case.rank, case.at, case.when)
+            told = f"{case}, exit code {code}\n{told[-3000:]}"
+            left = survivors(f"SHARDRT_CASE={folder}")
+            assert not left, f"processes {left} are left: {told}"
+            assert (folder / "killed").exists() and code != 0, told
+            killed, operation = json.loads((folder / "killed").read_text())
+            assert operation == case.operation, f"killed at {operation}: {told}"
+            look(folder, case, told)
+        finally:
+            shutil.rmtree(folder)
+        assert ended - killed < LIMIT, f"{ended - killed:.1f} s, {LIMIT} allowed: {told}"
+        return ended - killed
+
+
+def look(folder: Path, case: Case, told: str) -> None:
+    """The next start finds the old or the new step, to the bit, leaves nothing over, and can save again."""
+    recorded = [
+        [(int(step), found) for step, found in map(str.split, (folder / f"recorded-{r}").open())]
+        for r in range(RANKS)
+    ]
+    before = [(0, None)] * RANKS if case.how == "first" else [rows[0] for rows in recorded]
+    expected = [rows[-1] for rows in recorded] if case.published else before
+    found = thread.run(RANKS, restored, folder / "c")
+    assert [(step, step and hashed or None) for step, hashed in found] == expected, (found, recorded, told)
+    root = folder / "c"
+    left = sorted(path.name for path in root.iterdir()) if root.exists() else []
+    assert all(re.fullmatch(r"step-\d{8}", name) for name in left), (left, told)
+    for name in left:
+        verify(root / name)
+    assert thread.run(RANKS, saved_and_restored, root) == [True] * RANKS, told
+
+
+def restored(root: Path) -> tuple[int, str]:
+    """(step, hash of what this rank then holds)."""
+    model, optimizer, checkpoints = made(root)
+    step, _ = checkpoints.restore()
+    return step, digest(model, optimizer)
+
+
+def saved_and_restored(root: Path) -> bool:
+    """Whether the run goes on: a later step can be saved, and comes back."""
+    model, optimizer, checkpoints = made(root)
+    change(model, optimizer, 9)
+    expected = digest(model, optimizer)
+    checkpoints.save(9)
+    return restored(root) == (9, expected)
+
+
+def short(job: Job) -> list[Case]:
+    """The first and the last operation of a rank, one in the middle, and both sides of the rename."""
+    cases = job.cases("again")
+    first, second = ([case for case in cases if case.rank == rank] for rank in range(RANKS))
+    rename = next(number for number, case in enumerate(first) if case.published)
+    return [first[0], first[rename - 1], first[rename], first[-1], second[len(second) // 2], second[-1]]
+
+
+def main(launcher: str = "", python: str = sys.executable) -> int:
+    began, seconds, wrong, counts = time.monotonic(), [], [], {}
+    with tempfile.TemporaryDirectory() as name:
+        job = Job(Path(name), launcher, python)
+        for how in HOWS:
+            cases = job.cases(how)
+            counts[how] = [sum(case.rank == rank for case in cases) for rank in range(RANKS)]
+            for case in cases:
+                try:
+                    seconds.append(job.check(case))
+                except AssertionError as error:
+                    wrong.append(str(case))
+                    print(error, file=sys.stderr, flush=True)
+    version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
+    result = {
+        "command": "python -m tests.checkpoint.kill_one",
+        "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
+        "cases_by_rank": counts,
+        "cases": sum(map(sum, counts.values())),
+        "wrong": wrong,
+        "limit_s": LIMIT,
+        "seconds_to_the_end": {
+            "median": round(sorted(seconds)[len(seconds) // 2], 3),
+            "max": round(max(seconds), 3),
+        },
+        "seconds": round(time.monotonic() - began),
+    }
+    print(json.dumps(result))
+    return bool(wrong)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
