@@ -13,14 +13,16 @@ from shardrt.device import cuda
 _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for what it can't read, instead of printing its usage on every rank."""
+
     def error(self, message: str) -> None:
         raise ValueError(message)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     """The options as nccl-tests calls them. Raises ValueError."""
-    parser = _Parser(prog="python -m bench.collectives", description="Times collectives.", allow_abbrev=False)
+    parser = Parser(prog="python -m bench.collectives", description="Times collectives.", allow_abbrev=False)
     add = parser.add_argument
     add("ops", nargs="*", metavar="OP", help=f"{', '.join(OPS)} (all)")
     add("-b", "--minbytes", type=nbytes, default="1K", metavar="SIZE", help="smallest size (1K)")
@@ -30,12 +32,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("-n", "--iters", type=int, default=20, metavar="N", help="timed calls in a row (20)")
     add("-r", "--rounds", type=int, default=5, metavar="N", help="of -n calls, ours and raw by turns (5)")
     add("-c", "--check", type=int, default=1, metavar="N", help="rounds of checking, 0 for none (1)")
-    add("-d", "--dtypes", type=_words, default=["float32"], metavar="A,B", help=f"{', '.join(DTYPES)}, all")
-    add("-p", "--places", type=_words, default=["all"], metavar="A,B", help="out, in, all (all)")
+    add("-d", "--dtypes", type=words, default=["float32"], metavar="A,B", help=f"{', '.join(DTYPES)}, all")
+    add("-p", "--places", type=words, default=["all"], metavar="A,B", help="out, in, all (all)")
     add(
         "-k",
         "--communicators",
-        type=_words,
+        type=words,
         default=["auto"],
         metavar="A,B",
         help=f"{', '.join(KINDS)}, or all that fit this run (auto)",
@@ -46,8 +48,8 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     form.add_argument("--json", action="store_true", help="print one JSON object")
     add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
     options = parser.parse_args(arguments)
-    words = sys.argv[1:] if arguments is None else arguments
-    options.given = " ".join(["python -m bench.collectives", *words])
+    given = sys.argv[1:] if arguments is None else arguments
+    options.given = " ".join(["python -m bench.collectives", *given])
     _check(options)
     return options
 
@@ -97,7 +99,8 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def _words(text: str) -> list[str]:
+def words(text: str) -> list[str]:
+    """An argparse type: a,b,c, each once."""
     return list(dict.fromkeys(word for word in text.split(",") if word))
 
 
