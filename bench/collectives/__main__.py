@@ -1,0 +1,106 @@
+"""Times collectives in the manner of nccl-tests, ours beside the raw calls of MPI or NCCL.
+
+    mpirun -n 2 python -m bench.collectives all_gather reduce_scatter -k mpi,shm -b 1K -e 256M
+    python -m bench.collectives -t 4 -d all -e 1M       # ranks as threads
+
+Exit code 1 where an element was wrong, 2 for options that make no sense. docs/measuring.md has the columns.
+"""
+
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import json
+import sys
+from collections.abc import Callable, Iterator
+
+from bench import environment
+from bench.collectives import report
+from bench.collectives.contestants import Contestant, Ours, RawMPI, RawNCCL
+from bench.collectives.measure import Effort, Line, line
+from bench.collectives.ops import Case
+from bench.collectives.options import cases, parse
+from shardrt import device as devices
+from shardrt.comm import Communicator, create, thread
+from shardrt.comm import world as worlds
+from shardrt.comm.backends import DEVICE_KINDS, for_device
+from shardrt.train.errors import USAGE, launched_rank, one_line
+
+Wrap = Callable[[Communicator], Communicator]
+
+
+def main(arguments: list[str] | None = None, wrap: Wrap = lambda communicator: communicator) -> int:
+    """The exit code. `wrap` is put around the communicators that are timed."""
+    with one_line(USAGE):
+        options = parse(arguments)
+        launched = worlds.launch()
+        ranks = options.threads or (launched.size if launched else 1)
+        todo = cases(options, ranks)
+        if options.output is not None and launched_rank() == 0:
+            options.output.touch()  # now, not after the measurement
+    if options.threads:
+        return max(thread.run(options.threads, run, options, todo, wrap))
+    return run(options, todo, wrap)
+
+
+def run(options: argparse.Namespace, todo: list[Case], wrap: Wrap) -> int:
+    """This rank's part: every line, printed by rank 0 as it is measured."""
+    control = create("auto")
+    speaks = control.rank == 0
+    as_text = speaks and not (options.csv or options.json)
+    facts = environment.facts(options.given) | {"ranks": control.size}
+    if as_text:
+        print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
+        print(report.HEAD, flush=True)
+    lines = []
+    for found in measured(options, todo, control, wrap):
+        lines.append(found)
+        if as_text:
+            print(report.text(found), flush=True)
+    if speaks:
+        _finish(options, lines, facts, as_text)
+    return int(any(found.wrong or found.raw_wrong for found in lines))
+
+
+def measured(
+    options: argparse.Namespace, todo: list[Case], control: Communicator, wrap: Wrap
+) -> Iterator[Line]:
+    """A line for each communicator and case. Collective."""
+    effort = Effort(options.warmup_iters, options.iters, options.rounds, options.check)
+    nbytes = max(case.nbytes for case in todo)
+    for kind in options.kinds:
+        ours, raw = _contestants(kind, nbytes, wrap)
+        for case in todo:
+            yield line(kind, case, ours, raw, control, effort)
+
+
+def _contestants(kind: str, nbytes: int, wrap: Wrap) -> tuple[Contestant, Contestant | None]:
+    """Ours and, where there is one of the same work, the raw library. Collective."""
+    if kind in DEVICE_KINDS:
+        device = devices.get(f"cuda:{worlds.current().local_rank % devices.cuda.count()}")
+        devices.set_current(device)
+        communicator = for_device(create("auto"), device, kind, "gather")
+        raw = RawNCCL(communicator, nbytes) if kind == "nccl" else None
+        return Ours(wrap(communicator), device, nbytes), raw
+    device = devices.get("cpu")
+    devices.set_current(device)
+    communicator = create(kind)
+    raw = RawMPI(device, nbytes) if worlds.current().kind == "mpi" else None
+    return Ours(wrap(communicator), device, nbytes), raw
+
+
+def _finish(options: argparse.Namespace, lines: list[Line], facts: dict, as_text: bool) -> None:
+    rows = [report.record(found) for found in lines]
+    fits = report.fits(lines)
+    result = {**facts, "lines": rows, "fits": fits, "verdict": report.verdict(lines).strip("# ")}
+    if options.json:
+        print(json.dumps(result))
+    elif options.csv:
+        print(report.as_csv(lines))
+    if as_text:
+        print("\n".join([*map(report.fit_text, fits), report.verdict(lines)]))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

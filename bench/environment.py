@@ -1,0 +1,44 @@
+"""What a measurement belongs to: command, date, processor, versions. Goes with every result."""
+
+import datetime
+import os
+import platform
+import sys
+from importlib import metadata
+
+PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x")
+
+
+def facts(command: str) -> dict[str, str]:
+    """By name, as text."""
+    return {
+        "command": command,
+        "date": datetime.date.today().isoformat(),
+        "processor": f"{_processor()}, {os.cpu_count()} cores",
+        "python": platform.python_version(),
+        "versions": ", ".join(f"{name} {version}" for name in PACKAGES if (version := _version(name))),
+        **({"mpi": _mpi()} if "mpi4py.MPI" in sys.modules else {}),
+    }
+
+
+def _processor() -> str:
+    """Its name where the system tells it."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as file:
+            names = [line.partition(":")[2].strip() for line in file if line.startswith("model name")]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _mpi() -> str:
+    """The library that mpi4py has loaded."""
+    lines = sys.modules["mpi4py.MPI"].Get_library_version().split("\n")
+    return " ".join(" ".join(lines[:1]).replace("\0", "").split())

@@ -1,0 +1,1 @@
+"""Times what offload is made of: copies, streamed updates, spill to disk. docs/measuring.md explains it."""
