@@ -1,7 +1,8 @@
 """Convolution by cuDNN: float16 and bfloat16, on tensor cores, and float32.
 
-Arrays are told by their strides, as they lie: pixels last (NCHW), which cuDNN may turn in its workspace. The number of groups is in the shapes: channels of x over channels of weight. Sums are float32, and the same
-bits come out every time.
+Arrays are described as they lie, pixels last (NCHW), which cuDNN may turn in its workspace. The number of
+groups is in the shapes: channels of x over channels of weight. Sums are float32, and the same bits come out
+every time.
 """
 
 from typing import Any
