@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
+from shutil import rmtree
 from typing import Any, ClassVar
 
 from shardrt import nn
@@ -52,11 +53,13 @@ class PretrainedRecipe(Recipe):
     def leave(self, model: nn.Module, run: RunLog, **settings: Any) -> Path | None:
         """Export the trained model if the recipe says so; settings: more of config.json. Collective.
 
-        Gives the folder, on rank 0.
+        Gives the folder, on rank 0. What the run has left there before it was resumed goes.
         """
         if not self.export:
             return None
         folder = run.directory / "pretrained" if run.directory else None
+        if folder and folder.exists():
+            rmtree(folder)
         save_pretrained(model, folder or "", settings=settings)
         run.say(f"exported {folder}")
         return folder

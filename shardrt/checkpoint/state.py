@@ -19,7 +19,10 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     """
     here = device.current()
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    state = {names[id(parameter)]: np.array(values) for parameter, values in gathered(model)}
+    state = {}
+    for parameter, values in gathered(model):
+        state[names[id(parameter)]] = np.array(values)
+        del values
     if worlds.current().rank != 0:
         return {}
     buffers = {name: np.array(here.to_numpy(array)) for name, array in model.named_buffers()}
@@ -27,7 +30,10 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 
 
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
-    """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once."""
+    """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
+
+    Delete the array before the next one: it is a view that keeps its unit in memory.
+    """
     here = device.current()
     first = worlds.current().rank == 0
     wanted = {id(parameter) for parameter in model.parameters()}

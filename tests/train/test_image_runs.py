@@ -117,6 +117,10 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
     for name, values in before.items():
         np.testing.assert_allclose(after[name], values, atol=1e-5, err_msg=name)
 
+    written = (folder / "runs/tuned/pretrained/model.safetensors").stat().st_mtime_ns
+    run(2, "tuned", VIT, *how, "--export", "True", "--resume", "auto")
+    assert (folder / "runs/tuned/pretrained/model.safetensors").stat().st_mtime_ns > written
+
     adapted = (*VIT, "--init-from", str(base), "--lora.rank", "2")
     run(2, "adapted", adapted, "--steps", "2", "--export", "True")
     merged = load_pretrained(folder / "runs/adapted/pretrained").state_dict()
