@@ -4,6 +4,7 @@ Three kinds of round by turns: no save, one in the background, one that training
 whatever is timed, so that no rank's figure holds the wait for a slower one. A copy is timed in every round:
 of the very arrays that are saved, into memory that was written before. Beside the time by the clock there is
 the thread's own processor time, which other work on the machine moves less; it holds no wait for the disk.
+A meeting is one all-reduce of two numbers: what a tick does, at the least.
 
     mpirun -n 2 python -m bench.saves --config models/configs/default.toml --rounds 20 --every 10
 """
@@ -99,6 +100,7 @@ class Rounds:
             name: [] for name in ("start", "ticks", "background", "waiting")
         }
         self.copies: list[np.ndarray] = []
+        self.meetings: list[np.ndarray] = []
         self.ticks: list[int] = []  # of each save
 
     def step(self, kind: str) -> None:
@@ -156,6 +158,9 @@ class Rounds:
                 np.copyto(target, source)
 
         self.copies.append(self.timed(copy))
+        control, stream = self.mesh.communicator("control"), device.current().current_stream
+        two = np.zeros(2, np.int64)
+        self.meetings.append(self.timed(lambda: control.all_reduce(two, op="min", stream=stream)))
 
 
 def measured(recipe: Recipe, mesh: DeviceMesh, folder: Path, rounds: int, every: int) -> dict[str, Any]:
@@ -165,23 +170,31 @@ def measured(recipe: Recipe, mesh: DeviceMesh, folder: Path, rounds: int, every:
         job.step("none")
     job.round("background", every)  # the first has memory to find
     first = job.stalls["background"][0]
-    for times in (*job.steps.values(), *job.stalls.values(), job.copies, job.disk.rates, job.ticks):
+    for times in (
+        *job.steps.values(),
+        *job.stalls.values(),
+        job.copies,
+        job.meetings,
+        job.disk.rates,
+        job.ticks,
+    ):
         times.clear()
     for _ in range(rounds):
         for kind in KINDS:
             job.round(kind, every)
     stalls = {name: _slowest(times, mesh) for name, times in job.stalls.items()}
     copies = _slowest(job.copies, mesh)
-    ratios = np.median(stalls["background"], axis=0) / np.median(copies, axis=0)
+    ratios = np.median(stalls["start"], axis=0) / np.median(copies, axis=0)
     rates = gathered([statistics.median(job.disk.rates)], mesh)[:, 0]
     return {
         "parameters": sum(parameter.size for parameter in job.model.parameters()),
         "saved_bytes_per_rank": gathered([job.nbytes], mesh)[:, 0].astype(int).tolist(),
         "copy_ms": _summary(copies),
+        "meeting_ms": _summary(_slowest(job.meetings, mesh)),
         "stall_ms": {name: _summary(times) for name, times in stalls.items()},
         "first_background_ms": _summary(_slowest([first], mesh)),
         "ticks_per_save": statistics.median(job.ticks),
-        "stall_over_copy": dict(zip(("clock", "processor"), ratios.round(2).tolist(), strict=True)),
+        "start_over_copy": dict(zip(("clock", "processor"), ratios.round(2).tolist(), strict=True)),
         "step_ms": {kind: _summary(_slowest(times, mesh)) for kind, times in job.steps.items()},
         "written_mb_per_s_by_rank": [round(rate / 1e6, 1) for rate in rates],
     }
