@@ -2,7 +2,9 @@
 
 Three kinds of round by turns: no save, one in the background, one that training waits for. Ranks meet before
 whatever is timed, so that no rank's figure holds the wait for a slower one. A copy is timed in every round:
-of the very arrays that are saved, into memory that was written before.
+of the very arrays that are saved, into memory that was written before. Beside the time by the clock there is
+the thread's own processor time, which other work on the machine moves less; it holds no wait for the disk.
+A meeting is one all-reduce of two numbers: what a tick does, at the least.
 
     mpirun -n 2 python -m bench.saves --config models/configs/default.toml --rounds 20 --every 10
 """
@@ -81,7 +83,7 @@ class Timed(Disk):
 
 
 class Rounds:
-    """One rank's job and what was timed of it, in seconds."""
+    """One rank's job and what was timed of it: by the clock and of the processor, in seconds."""
 
     def __init__(self, recipe: Recipe, mesh: DeviceMesh, folder: Path) -> None:
         self.recipe, self.mesh, self.disk = recipe, mesh, Timed()
@@ -93,11 +95,13 @@ class Rounds:
             folder / "c", self.model, self.optimizer, mesh, keep_last=1, disk=self.disk
         )
         self.done = 0
-        self.steps: dict[str, list[float]] = {kind: [] for kind in (*KINDS, "beside")}
-        self.stalls: dict[str, list[float]] = {
+        self.steps: dict[str, list[np.ndarray]] = {kind: [] for kind in (*KINDS, "beside")}
+        self.stalls: dict[str, list[np.ndarray]] = {
             name: [] for name in ("start", "ticks", "background", "waiting")
         }
-        self.copies: list[float] = []
+        self.copies: list[np.ndarray] = []
+        self.meetings: list[np.ndarray] = []
+        self.ticks: list[int] = []  # of each save
 
     def step(self, kind: str) -> None:
         """Train one. beside: a save is being written meanwhile."""
@@ -114,12 +118,12 @@ class Rounds:
         self.steps[kind].append(self.timed(train))
         self.done += 1
 
-    def timed(self, function: Callable[[], Any]) -> float:
-        """Seconds, from when all ranks are here."""
+    def timed(self, function: Callable[[], Any]) -> np.ndarray:
+        """Seconds by the clock and of the processor, from when all ranks are here."""
         self.mesh.communicator("control").barrier(stream=device.current().current_stream)
-        began = time.perf_counter()
+        began = np.array([time.perf_counter(), time.thread_time()])
         function()
-        return time.perf_counter() - began
+        return np.array([time.perf_counter(), time.thread_time()]) - began
 
     def round(self, kind: str, steps: int) -> None:
         """Some steps, of which a save is made after the first."""
@@ -129,15 +133,16 @@ class Rounds:
             self.stalls["waiting"].append(self.timed(lambda: self.checkpoints.save(self.done)))
         elif kind == "background":
             self.stalls["start"].append(self.timed(lambda: self.checkpoints.start(self.done)))
-            self.stalls["ticks"].append(0.0)
-        for _ in range(steps - 1):
+            self.stalls["ticks"].append(np.zeros(2))
+            self.ticks.append(0)
+        left = steps - 1
+        while left > 0 or self.checkpoints.under_way:
             beside = self.checkpoints.under_way
             self.step("beside" if beside else kind)
             if beside:
                 self.stalls["ticks"][-1] += self.timed(self.checkpoints.tick)
-        while self.checkpoints.under_way:
-            self.step("beside")
-            self.stalls["ticks"][-1] += self.timed(self.checkpoints.tick)
+                self.ticks[-1] += 1
+            left -= 1
         if kind == "background":
             self.stalls["background"].append(self.stalls["start"][-1] + self.stalls["ticks"][-1])
 
@@ -153,42 +158,59 @@ class Rounds:
                 np.copyto(target, source)
 
         self.copies.append(self.timed(copy))
+        control, stream = self.mesh.communicator("control"), device.current().current_stream
+        two = np.zeros(2, np.int64)
+        self.meetings.append(self.timed(lambda: control.all_reduce(two, op="min", stream=stream)))
 
 
 def measured(recipe: Recipe, mesh: DeviceMesh, folder: Path, rounds: int, every: int) -> dict[str, Any]:
-    """Milliseconds by kind, of the slowest rank at each place; bytes per second by rank."""
+    """Milliseconds by kind, of the slowest rank at each place; megabytes per second by rank."""
     job = Rounds(recipe, mesh, folder)
     for _ in range(WARM):
         job.step("none")
     job.round("background", every)  # the first has memory to find
     first = job.stalls["background"][0]
-    for times in (*job.steps.values(), *job.stalls.values(), job.copies, job.disk.rates):
+    for times in (
+        *job.steps.values(),
+        *job.stalls.values(),
+        job.copies,
+        job.meetings,
+        job.disk.rates,
+        job.ticks,
+    ):
         times.clear()
     for _ in range(rounds):
         for kind in KINDS:
             job.round(kind, every)
-    saves = {name: _slowest(times, mesh) for name, times in job.stalls.items()}
+    stalls = {name: _slowest(times, mesh) for name, times in job.stalls.items()}
     copies = _slowest(job.copies, mesh)
+    ratios = np.median(stalls["start"], axis=0) / np.median(copies, axis=0)
     rates = gathered([statistics.median(job.disk.rates)], mesh)[:, 0]
     return {
         "parameters": sum(parameter.size for parameter in job.model.parameters()),
         "saved_bytes_per_rank": gathered([job.nbytes], mesh)[:, 0].astype(int).tolist(),
-        "copy_ms": _p50_and_max(copies),
-        "stall_ms": {name: _p50_and_max(times) for name, times in saves.items()},
-        "first_background_ms": round(1e3 * _slowest([first], mesh)[0], 3),
-        "stall_over_copy_p50": round(statistics.median(saves["background"]) / statistics.median(copies), 2),
-        "step_ms": {kind: _p50_and_max(_slowest(times, mesh)) for kind, times in job.steps.items()},
+        "copy_ms": _summary(copies),
+        "meeting_ms": _summary(_slowest(job.meetings, mesh)),
+        "stall_ms": {name: _summary(times) for name, times in stalls.items()},
+        "first_background_ms": _summary(_slowest([first], mesh)),
+        "ticks_per_save": statistics.median(job.ticks),
+        "start_over_copy": dict(zip(("clock", "processor"), ratios.round(2).tolist(), strict=True)),
+        "step_ms": {kind: _summary(_slowest(times, mesh)) for kind, times in job.steps.items()},
         "written_mb_per_s_by_rank": [round(rate / 1e6, 1) for rate in rates],
     }
 
 
-def _slowest(times: list[float], mesh: DeviceMesh) -> list[float]:
-    """The largest of the ranks' at each place."""
-    return gathered(times, mesh).max(axis=0).tolist()
+def _slowest(times: list[np.ndarray], mesh: DeviceMesh) -> np.ndarray:
+    """(places, 2): the largest of the ranks' at each place."""
+    return gathered(np.ravel(times).tolist(), mesh).max(axis=0).reshape(-1, 2)
 
 
-def _p50_and_max(seconds: list[float]) -> dict[str, float]:
-    return {"p50": round(1e3 * statistics.median(seconds), 3), "max": round(1e3 * max(seconds), 3)}
+def _summary(seconds: np.ndarray) -> dict[str, float]:
+    """Milliseconds."""
+    clock, processor = 1e3 * seconds.T
+    figures = {"min": clock.min(), "p50": np.median(clock), "max": clock.max()}
+    figures["processor_p50"] = np.median(processor)
+    return {name: round(float(value), 3) for name, value in figures.items()}
 
 
 if __name__ == "__main__":

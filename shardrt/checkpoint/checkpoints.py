@@ -6,8 +6,8 @@
 docs/checkpoints.md says what is promised when something fails in between.
 """
 
+import json
 import secrets
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -25,6 +25,7 @@ from shardrt.checkpoint.pieces import PARAMETER, Piece, pieces_of, set_steps, st
 from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
+from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module
 from shardrt.optim.optimizer import Optimizer
 
@@ -61,6 +62,7 @@ class Checkpoints:
         self._keep = keep_last, keep_every
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
         self._snapshot = Snapshot()
+        self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
         self._pending: _Save | None = None
         self.last_saved: int | None = None  # the step that was published last
 
@@ -118,14 +120,17 @@ class Checkpoints:
             self._place = self._agreed_place(step)
         root, tag = self._place
         folder = root / f".tmp-{self.store.name(step)}-{tag}"
-        save = self._pending = _Save(folder, step, extra, best, steps_of(self._model, self._optimizer))
+        if copy and self._writer is None:
+            self._writer = ThreadStream("checkpoint")
+        steps = steps_of(self._model, self._optimizer)
+        save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         try:
             pieces = list(pieces_of(self._model, self._optimizer, saving=True))
             pieces = self._snapshot.of(pieces) if copy else pieces
         except MemoryError as error:  # told by the next tick: a meeting here would hold up training
             save.error, save.done = error, True
         else:
-            save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank), copy)
+            save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank))
 
     def _agreed_place(self, step: int) -> tuple[Path, str]:
         """Rank 0's folder, made where it is not there yet, and eight random digits of its own."""
@@ -147,12 +152,9 @@ class Checkpoints:
             self._agree(f"step {save.step} was not saved", save.error, save.folder)
         if not save.written:
             save.written = True
-            everyone = talk.from_all(
-                self._control, [asdict(save.file), [list(vars(p).values()) for p in save.saved]]
-            )
-            if self._mesh.rank == 0:
-                manifest = self._manifest(save, everyone)
-                save.go(lambda: save.publish(self.store, manifest, self._keep), save.in_background)
+            everyone = talk.bytes_from_all(self._control, save.described)
+            if self._mesh.rank == 0:  # what takes time is done in the background
+                save.go(lambda: self._publish(save, everyone))
             return None
         self._pending = None
         self.last_saved = save.step
@@ -160,14 +162,23 @@ class Checkpoints:
             warnings.warn(f"an old checkpoint could not be removed: {save.left}", stacklevel=3)
         return save.folder.parent / self.store.name(save.step)
 
-    def _manifest(self, pending: "_Save", everyone: list) -> Manifest:
-        files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in everyone)
-        pieces = tuple(SavedPiece(*row) for _, rows in everyone for row in rows)
+    def _publish(self, save: "_Save", everyone: list[bytes]) -> None:
+        """The rest, on rank 0, when all files are there."""
+        self.store.publish(save.folder, self._manifest(save, everyone))
+        try:
+            self.store.prune(*self._keep, save.best)
+        except OSError as error:
+            save.left = error
+
+    def _manifest(self, save: "_Save", everyone: list[bytes]) -> Manifest:
+        described = [json.loads(data) for data in everyone]
+        files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in described)
+        pieces = tuple(SavedPiece(*row) for _, rows in described for row in rows)
         parameters = {
             name: SavedParameter(array.shape, rankfile.kind_of(array.dtype))
             for name, array in _named_arrays(self._model)
         }
-        return Manifest(pending.step, files, parameters, pieces, pending.steps, pending.extra)
+        return Manifest(save.step, files, parameters, pieces, save.steps, save.extra)
 
     def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
         """Raise CheckpointError on every rank if any has an error; rank 0 removes what was begun."""
@@ -245,30 +256,34 @@ class _Save:
     """One save on one rank: what is written, where, and how it went. All write, then rank 0 publishes."""
 
     def __init__(
-        self, folder: Path, step: int, extra: dict[str, Any], best: int | None, steps: dict[str, int]
+        self,
+        folder: Path,
+        step: int,
+        extra: dict[str, Any],
+        best: int | None,
+        steps: dict[str, int],
+        writer: ThreadStream | None,
     ) -> None:
         self.folder, self.step, self.extra, self.best, self.steps = folder, step, extra, best, steps
         self.written = False  # by all ranks, as all ranks know
-        self.done = self.in_background = False
+        self.done = False
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
-        self.file = SavedFile("", 0, ())
-        self.saved: list[SavedPiece] = []
-        self._thread: threading.Thread | None = None
+        self.described = b""  # this rank's file and what is where in it, for the manifest
+        self._writer = writer
 
-    def go(self, part: Callable[[], None], in_background: bool) -> None:
-        """Do a part, in a thread of its own or at once."""
-        self.done, self.in_background = False, in_background
-        if in_background:
-            self._thread = threading.Thread(target=self._do, args=(part,), name="checkpoint", daemon=True)
-            self._thread.start()
-        else:
+    def go(self, part: Callable[[], None]) -> None:
+        """Do a part: in the writer's thread, or, if there is none, at once."""
+        self.done = False
+        if self._writer is None:
             self._do(part)
+        else:
+            self._writer.submit(self._do, part)
 
     def wait(self) -> None:
         """Return when the part is done, or has failed."""
-        if self._thread is not None:
-            self._thread.join()
+        if self._writer is not None:
+            self._writer.synchronize()
 
     def write(self, disk: Disk, pieces: list[Piece], rank: int) -> None:
         """This rank's file, in the directory that the first rank to come makes."""
@@ -277,15 +292,8 @@ class _Save:
         except FileExistsError:
             pass
         path = self.folder / f"rank-{rank:05d}.safetensors"
-        self.file, self.saved = rankfile.write(disk, path, pieces, rank)
-
-    def publish(self, store: Store, manifest: Manifest, keep: tuple[int, int]) -> None:
-        """The rest, on rank 0, when all files are there."""
-        store.publish(self.folder, manifest)
-        try:
-            store.prune(*keep, self.best)
-        except OSError as error:
-            self.left = error
+        file, saved = rankfile.write(disk, path, pieces, rank)
+        self.described = json.dumps([asdict(file), [list(vars(piece).values()) for piece in saved]]).encode()
 
     def _do(self, part: Callable[[], None]) -> None:
         try:

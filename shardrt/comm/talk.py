@@ -11,7 +11,12 @@ from shardrt.comm.protocol import Communicator
 
 def from_all(control: Communicator, value: Any) -> list[Any]:
     """Everyone's `value`, as JSON has it, by rank. Collective."""
-    own = np.frombuffer(json.dumps(value).encode(), np.uint8)
+    return [json.loads(data) for data in bytes_from_all(control, json.dumps(value).encode())]
+
+
+def bytes_from_all(control: Communicator, data: bytes) -> list[bytes]:
+    """Everyone's `data`, by rank, of any lengths. Collective."""
+    own = np.frombuffer(data, np.uint8)
     stream = device.current().current_stream
     lengths = np.zeros(control.size, np.int64)
     lengths[control.rank] = own.size
@@ -20,7 +25,7 @@ def from_all(control: Communicator, value: Any) -> list[Any]:
     table = np.zeros((control.size, room), np.uint8)
     table[control.rank, : own.size] = own
     control.all_gather(table.reshape(-1), stream=stream)
-    return [json.loads(bytes(row[:length])) for row, length in zip(table, lengths.tolist(), strict=True)]
+    return [bytes(row[:length]) for row, length in zip(table, lengths.tolist(), strict=True)]
 
 
 def from_first(control: Communicator, value: Any) -> Any:

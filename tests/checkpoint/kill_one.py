@@ -1,6 +1,8 @@
 """Kills one of two processes that save, by SIGKILL, before and after every file operation of its own.
 
-python -m tests.checkpoint.kill_one [MPIRUN PYTHON]        a JSON line with what was found; minutes
+A JSON line says what was found, after some minutes. HOWS are those of the victim, all if none are given.
+
+python -m tests.checkpoint.kill_one [HOWS [MPIRUN PYTHON]]        e.g. next,again
 """
 
 import json
@@ -45,11 +47,19 @@ class Job:
     def __init__(self, folder: Path, launcher: str = "", python: str = sys.executable) -> None:
         self.folder = folder
         self.command = [launcher or mpirun_path(), "-n", str(RANKS), python, "-m", "tests.checkpoint.victim"]
-        (folder / "first").mkdir()
-        shutil.copytree(folder / "first", folder / "whole-first")
-        self.run(folder / "whole-first", "first", 0, -1, "")
+        (folder / "before" / "first").mkdir(parents=True)
+        self.whole("first")
         for how in HOWS.keys() - {"first"}:
-            shutil.copytree(folder / "whole-first", folder / how)
+            shutil.copytree(folder / "whole" / "first", folder / "before" / how)
+
+    def whole(self, how: str) -> Path:
+        """The folder after a save, made if need be."""
+        folder = self.folder / "whole" / how
+        if not folder.exists():
+            shutil.copytree(self.folder / "before" / how, folder)
+            code, told, _ = self.run(folder, how, 0, -1, "")
+            assert code == 0, told
+        return folder
 
     def run(self, folder: Path, how: str, rank: int, at: int, when: str) -> tuple[int, str, float]:
         """(exit code, what it printed, when it ended)."""
@@ -65,12 +75,7 @@ class Job:
 
     def cases(self, how: str) -> list[Case]:
         """Every operation of every rank, before and after, as a save that nobody kills does them."""
-        folder = self.folder / f"whole-{how}"
-        if how != "first":
-            shutil.copytree(self.folder / how, folder)
-            code, told, _ = self.run(folder, how, 0, -1, "")
-            assert code == 0, told
-        found = []
+        folder, found = self.whole(how), []
         for rank in range(RANKS):
             names = json.loads((folder / f"done-{rank}").read_text())
             publishes = [bool(re.fullmatch(r"rename \.tmp-\S+ step-\d+", name)) for name in names]
@@ -83,8 +88,8 @@ class Job:
 
     def check(self, case: Case) -> float:
         """Run one, and start again; gives the seconds from the kill to the end. Raises AssertionError."""
-        folder = self.folder / "case"
-        shutil.copytree(self.folder / case.how, folder)
+        folder = self.folder / "case" / case.how
+        shutil.copytree(self.folder / "before" / case.how, folder)
         try:
             code, told, ended = self.run(folder, case.how, case.rank, case.at, case.when)
             told = f"{case}, exit code {code}\n{told[-3000:]}"
@@ -142,11 +147,11 @@ def short(job: Job) -> list[Case]:
     return [first[0], first[rename - 1], first[rename], first[-1], second[len(second) // 2], second[-1]]
 
 
-def main(launcher: str = "", python: str = sys.executable) -> int:
+def main(hows: str = ",".join(HOWS), launcher: str = "", python: str = sys.executable) -> int:
     began, seconds, wrong, counts = time.monotonic(), [], [], {}
     with tempfile.TemporaryDirectory() as name:
         job = Job(Path(name), launcher, python)
-        for how in HOWS:
+        for how in hows.split(","):
             cases = job.cases(how)
             counts[how] = [sum(case.rank == rank for case in cases) for rank in range(RANKS)]
             for case in cases:
@@ -157,7 +162,7 @@ def main(launcher: str = "", python: str = sys.executable) -> int:
                     print(error, file=sys.stderr, flush=True)
     version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
     result = {
-        "command": "python -m tests.checkpoint.kill_one",
+        "command": f"python -m tests.checkpoint.kill_one {hows}",
         "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
         "cases_by_rank": counts,
         "cases": sum(map(sum, counts.values())),
