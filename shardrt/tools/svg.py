@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
-from math import ceil, floor, isfinite, log10
+from math import ceil, floor, inf, isfinite, log10
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#8a8a8a")
 _FONT = "font-family:system-ui,sans-serif"
+_NARROW = 0.5  # pixels
 _GLYPH = 0.58  # of the font's size: how wide a letter is on average
 
 
@@ -64,7 +65,7 @@ def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> s
         parts.append(_text(at(value, 0)[0], height - bottom + 14, number(value, x_ticks), "middle"))
     parts.append(_text((left + width - right) / 2, height - 6, x, "middle"))
     parts.append(_text(width - right, 20, y, "end"))
-    parts.append(_legend([s.label for s in series if s.label], left, height - 6))
+    parts += _legend([s.label for s in series if s.label], left, height - 6)
     for colour, (one, own) in zip(COLOURS, points, strict=False):
         places = [at(a, b) for a, b in own]
         path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
@@ -80,7 +81,8 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *,
     colours = dict(zip(parts_of, COLOURS * (len(parts_of) // len(COLOURS) + 1), strict=False))
     many = any(len(own) > 1 for _, own in rows)
     width, row, left, top = 460, 22, 190, 30
-    height = top + row * max(1, len(rows)) + (24 if many else 8)
+    legend = _legend(parts_of, 8, 0, width=width) if many else []
+    height = top + row * max(1, len(rows)) + 8 + 16 * len(legend)
     most = max((sum(value for _, value in own) for _, own in rows), default=0) or 1.0
     drawn = [_title(title)]
     for line, (name, own) in enumerate(rows):
@@ -92,28 +94,36 @@ def bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *,
             drawn.append(_rect(across, y + 3, wide, row - 6, colours[part], told))
             across += wide
         drawn.append(_text(across + 5, y + 14, f"{sum(value for _, value in own):.4g} {unit}"))
-    if many:
-        drawn.append(_legend(parts_of, 8, height - 6))
+    base = height - 16 * len(legend) + 6
+    drawn += [f'<g transform="translate(0,{base + 16 * n})">{line}</g>' for n, line in enumerate(legend)]
     return _svg(title, width, height, drawn)
 
 
 def schedule(
     title: str, rows: dict[str, list[Bar]], legend: dict[str, str], *, axis: str, width: int = 960
 ) -> str:
-    """Streams below each other over one time axis in milliseconds. Labels stand where they fit."""
+    """Streams below each other over one time axis in milliseconds.
+
+    Labels stand where they fit; where some do not, all are what stands behind the last point of the name.
+    """
     left, top, row, right = 110, 34, 40, 12
     stop = max((bar.stop for own in rows.values() for bar in own), default=1.0) or 1.0
     height = top + row * len(rows) + 36
     scale = (width - left - right) / stop
-    drawn = [_legend(list(legend), left, 20, list(legend.values()))]
+    labelled = [bar for own in rows.values() for bar in own if not bar.faint]
+    short = any(fitting(bar.label, (bar.stop - bar.start) * scale) != bar.label for bar in labelled)
+    drawn = _legend(list(legend), left, 20, list(legend.values()))
     for line, (stream, own) in enumerate(rows.items()):
         y = top + row * line
         drawn.append(_text(left - 8, y + row / 2 + 4, clipped(stream, left - 12), "end", 12))
         drawn.append(f'<line x1="{left}" x2="{width - right}" y1="{y + row}" y2="{y + row}" stroke="#eee"/>')
         for bar in sorted(own, key=lambda bar: not bar.faint):
             x, wide = left + bar.start * scale, (bar.stop - bar.start) * scale
+            if wide < _NARROW and not bar.label:
+                continue
             drawn.append(_rect(x, y + 4, wide, row - 8, bar.colour, bar.title or bar.label, bar.faint))
-            label = fitting(bar.label, wide) if not bar.faint else ""
+            shown = bar.label.rpartition(".")[2] if short else bar.label
+            label = fitting(shown, wide) if not bar.faint else ""
             if label:
                 drawn.append(_text(x + wide / 2, y + row / 2 + 4, label, "middle", 11, "#fff"))
     base = top + row * len(rows)
@@ -123,6 +133,11 @@ def schedule(
         drawn.append(_text(x, base + 16, number(value, marks), "middle"))
     drawn.append(_text((left + width - right) / 2, base + 31, axis, "middle"))
     return _svg(title, width, height, drawn)
+
+
+def file(drawn: str) -> str:
+    """A chart as a file of its own; inside a page it needs no name space."""
+    return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
@@ -146,11 +161,8 @@ def number(value: float, among: Sequence[float]) -> str:
 
 
 def fitting(label: str, wide: float, size: float = 11) -> str:
-    """The label, or what stands behind its last point, or nothing: what fits into `wide` pixels."""
-    for text in (label, label.rpartition(".")[2]):
-        if text and _GLYPH * size * len(text) + 4 <= wide:
-            return text
-    return ""
+    """The label, or nothing where it is wider than `wide` pixels."""
+    return label if _GLYPH * size * len(label) + 4 <= wide else ""
 
 
 def clipped(text: str, wide: float, size: float = 11) -> str:
@@ -161,8 +173,8 @@ def clipped(text: str, wide: float, size: float = 11) -> str:
 
 def _svg(title: str, width: float, height: float, parts: list[str]) -> str:
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" style="{_FONT}"><title>{escape(title)}</title>\n'
+        f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
+        f'style="{_FONT}"><title>{escape(title)}</title>\n'
         f'<rect width="{width}" height="{height}" fill="#fff"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
@@ -183,9 +195,16 @@ def _rect(x: float, y: float, w: float, h: float, colour: str, title: str, faint
     return f"<rect {box} {look}><title>{escape(title)}</title></rect>"
 
 
-def _legend(labels: list[str], x: float, y: float, colours: Sequence[str] = COLOURS) -> str:
-    parts = []
+def _legend(
+    labels: list[str], left: float, y: float, colours: Sequence[str] = COLOURS, width: float = inf
+) -> list[str]:
+    """Lines of coloured squares with labels, each up to `width` pixels wide."""
+    lines, x = [""], left
     for label, colour in zip(labels, colours, strict=False):
-        parts.append(_rect(x, y - 8, 9, 9, colour, label) + _text(x + 13, y, label))
-        x += 13 + _GLYPH * 11 * len(label) + 12
-    return "".join(parts)
+        wide = 13 + _GLYPH * 11 * len(label) + 12
+        if x + wide > width:
+            lines.append("")
+            x = left
+        lines[-1] += _rect(x, y - 8, 9, 9, colour, label) + _text(x + 13, y, label)
+        x += wide
+    return lines

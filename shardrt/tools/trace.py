@@ -15,7 +15,7 @@ COLOURS = {
     "backward": "#72b7b2",
     "all_gather": "#f58518",
     "reduce_scatter": "#e45756",
-    "all_reduce": "#e45756",
+    "all_reduce": "#ff9da6",
     "optimizer": "#54a24b",
     "wait": "#c8c8c8",
 }
@@ -48,7 +48,7 @@ def draw(options: argparse.Namespace) -> int:
     if number not in steps:
         raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
-    output.write_text(picture(events, options.rank, number), encoding="utf-8")
+    output.write_text(svg.file(picture(events, options.rank, number)), encoding="utf-8")
     parts = split(events, options.rank, number)
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
     print(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
@@ -111,7 +111,7 @@ def busy(events: list[Event], rank: int, step: int) -> dict[str, float]:
 
 
 def picture(events: list[Event], rank: int, step: int) -> str:
-    """The SVG of one step: gathers above, compute, reductions and copies below."""
+    """One step, for a page: gathers above, compute, reductions and copies below."""
     spans = spans_in(events, rank, step)
     begin = spans["compute"][0]["ts"]
     order = sorted(spans, key=lambda s: (["gather", "compute", "reduce"].index(s) if s in _FIRST else 3, s))
@@ -128,7 +128,7 @@ def picture(events: list[Event], rank: int, step: int) -> str:
             legend.setdefault(name, colour)
             told = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
             outer = unit == "(root)" and stream == "compute"
-            label = "" if phase == "wait" else unit or phase
+            label = "" if phase == "wait" else unit or name
             bars.append(svg.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
         rows[f"{stream} stream"] = bars
     of = f"rank {rank} of {len(ranks_of(events))}"

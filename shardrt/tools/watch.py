@@ -55,7 +55,7 @@ def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
 
 
 def follow(path: Path, metrics: "Metrics", teller: "Teller") -> int:
-    """Print what is there, then what comes, until the run has ended by its last record or its flight files."""
+    """Print what is there, then what comes, until the last record or the flight files say that it ended."""
     look = 0
     while True:
         over = look % _LOOKS == 0 and ended(path)  # before the last records are read
