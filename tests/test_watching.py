@@ -11,7 +11,7 @@ from shardrt.__main__ import main
 from shardrt.tools import svg, watch
 from shardrt.tools.runs import BadRun
 from tests.test_doctor import processes
-from tests.train.test_command import arguments, furnish, start
+from tests.train.test_trace import traced_run
 
 ABOUT = {
     "kind": "run",
@@ -52,10 +52,7 @@ def run(tmp_path):
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """A run of two ranks that is done, with a trace."""
-    folder = furnish(tmp_path_factory.mktemp("watched"))
-    done = start("models.train", *arguments("--name", "it", "--report.trace", "3"), ranks=2, cwd=folder)
-    assert done.returncode == 0, done.stderr
-    return folder / "runs" / "it"
+    return traced_run(tmp_path_factory.getbasetemp())
 
 
 class Page(HTMLParser):

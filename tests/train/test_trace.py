@@ -3,6 +3,7 @@
 import json
 from collections import defaultdict
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -20,13 +21,20 @@ STEPS, RANKS, UNITS = (2, 3), (0, 1), ("blocks.0", "blocks.1", "(root)")
 EXACT = 1e-3  # microseconds: to what times are written
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    """The folder of a run on two ranks of which steps 2 and 3 were traced."""
-    folder = furnish(tmp_path_factory.mktemp("traced"))
+@cache
+def traced_run(temporary):
+    """The folder of a run on two ranks of which steps 2 and 3 were traced; made once."""
+    folder = temporary / "traced"
+    folder.mkdir()
+    furnish(folder)
     done = start("models.train", *arguments("--name", "it", "--report.trace", "2:3"), ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "it"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return traced_run(tmp_path_factory.getbasetemp())
 
 
 @pytest.fixture(scope="module")
