@@ -129,11 +129,13 @@ def test_what_cannot_be_reported_is_one_line(run, capsys):
         assert capsys.readouterr() == ("", f"error: {told}\n")
 
     metrics = run / "metrics.jsonl"
-    (run / "trace.json").write_text("[]")
-    fails(f"{run}/trace.json: not a whole trace")
+    for text in ("[]", '{"traceEvents": [{"name": "x", "pid": 0, "ph": "X", "cat": "s", "ts": 0}]}'):
+        (run / "trace.json").write_text(text)
+        fails(f"{run}/trace.json: not a whole trace")
     (run / "trace.json").unlink()
     for text, told in (
         (written(step(1)), f"{run}: the record of the run is missing from its metrics"),
+        (written({"kind": "run"}), f"{run}: a record is not as expected (KeyError('trained_parameters'))"),
         (written(ABOUT) + "{]\n", f"{metrics}: line 2 is damaged"),
         (written(ABOUT) + '{"kind": "step"}\n', f"{metrics}: line 2 is damaged"),
         ("", f"{metrics}: nothing in it yet"),
@@ -237,6 +239,15 @@ def test_ticks_are_around_what_is_drawn_and_differ(low, high):
     marks = svg.ticks(low, high)
     assert marks[0] <= low and high <= marks[-1] * (1 + 1e-9) and 2 <= len(marks) <= 8
     assert len({svg.number(mark, marks) for mark in marks}) == len(marks)
+
+
+def test_a_missing_value_leaves_a_gap_and_no_peak_is_lost():
+    drawn = svg.lines("", [svg.Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, float("nan")])], y="")
+    assert [path.count(",") for path in re.findall('points="([^"]*)"', drawn)] == [2, 1]
+    assert "no values yet" in svg.lines("", [svg.Series("a", [1], [None])], y="")
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    assert len(svg.thinned(points)) <= 800 and points[54_321] in svg.thinned(points)
 
 
 def test_labels_stand_only_where_they_fit():

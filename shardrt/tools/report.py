@@ -41,7 +41,11 @@ def report(options: argparse.Namespace) -> int:
     if not run.about:
         raise BadRun(f"{options.path}: the record of the run is missing from its metrics")
     output = options.output or options.path / "report.html"
-    output.write_text(page(run), encoding="utf-8")
+    try:
+        made = page(run)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRun(f"{options.path}: a record is not as expected ({error!r})") from None
+    output.write_text(made, encoding="utf-8")
     print(f"wrote {output}")
     return 0
 

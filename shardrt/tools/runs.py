@@ -91,8 +91,15 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
     """The events of a trace of ours. Raises BadRun, OSError."""
     try:
         events = json.loads(path.read_bytes())["traceEvents"]
-        if any(not isinstance(event["ph"], str) or not isinstance(event["pid"], int) for event in events):
+        if not all(_is_event(event) for event in events):
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise BadRun(f"{path}: not a whole trace") from None
     return events
+
+
+def _is_event(event: dict[str, Any]) -> bool:
+    """Whether an event has what a picture needs. Raises KeyError, TypeError if it is none at all."""
+    named = isinstance(event["name"], str) and isinstance(event["pid"], int)
+    span = event["ph"] != "X" or (isinstance(event["cat"], str) and event["ts"] >= 0 and event["dur"] >= 0)
+    return named and span

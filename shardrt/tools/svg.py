@@ -35,11 +35,8 @@ class Bar:
 
 def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> str:
     """A line chart with a legend. Says so where there is nothing to draw."""
-    points = [
-        (s, [(a, b) for a, b in zip(s.xs, s.ys, strict=True) if b is not None and isfinite(b)])
-        for s in series
-    ]
-    drawn = [point for _, own in points for point in own]
+    runs = [(s, _unbroken(s)) for s in series]
+    drawn = [point for _, own in runs for run in own for point in run]
     width, height, left, top, right, bottom = 460, 240, 62, 30, 10, 36
     if not drawn:
         return _svg(
@@ -47,7 +44,7 @@ def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> s
         )
     x_ticks = ticks(min(a for a, _ in drawn), max(a for a, _ in drawn))
     y_ticks = ticks(min(b for _, b in drawn), max(b for _, b in drawn))
-    x_low, x_high = min(x_ticks[0], drawn[0][0]), x_ticks[-1]
+    x_low, x_high = x_ticks[0], x_ticks[-1]
 
     def at(a: float, b: float) -> tuple[float, float]:
         across = (a - x_low) / (x_high - x_low)
@@ -66,12 +63,13 @@ def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> s
     parts.append(_text((left + width - right) / 2, height - 6, x, "middle"))
     parts.append(_text(width - right, 20, y, "end"))
     parts += _legend([s.label for s in series if s.label], left, height - 6)
-    for colour, (one, own) in zip(COLOURS, points, strict=False):
-        places = [at(a, b) for a, b in own]
-        path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
-        if one.dots or len(places) == 1:
-            parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{colour}"/>' for a, b in places]
+    for colour, (one, own) in zip(COLOURS, runs, strict=False):
+        for run in own:
+            places = [at(a, b) for a, b in thinned(run)]
+            path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
+            parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.5"/>')
+            if one.dots or len(places) == 1:
+                parts += [f'<circle cx="{a:.1f}" cy="{b:.1f}" r="2.5" fill="{colour}"/>' for a, b in places]
     return _svg(title, width, height, parts)
 
 
@@ -140,6 +138,19 @@ def file(drawn: str) -> str:
     return drawn.replace("<svg ", '<svg xmlns="http://www.w3.org/2000/svg" ', 1)
 
 
+def thinned(points: list[tuple[float, float]], most: int = 800) -> list[tuple[float, float]]:
+    """At most `most` of the points: the lowest and the highest of each stretch, so that no peak is lost."""
+    if len(points) <= most:
+        return points
+    size = ceil(len(points) / (most // 2))
+    kept = []
+    for first in range(0, len(points), size):
+        stretch = points[first : first + size]
+        ends = {min(stretch, key=lambda point: point[1]), max(stretch, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return kept
+
+
 def ticks(low: float, high: float, wanted: int = 5) -> list[float]:
     """Round numbers, equally far apart, the first at most `low` and the last at least `high`."""
     if not high > low:
@@ -169,6 +180,17 @@ def clipped(text: str, wide: float, size: float = 11) -> str:
     """The text, its end cut off where it is wider than `wide` pixels."""
     room = int(wide / (_GLYPH * size))
     return text if len(text) <= room else text[: max(0, room - 1)] + "…"
+
+
+def _unbroken(series: Series) -> list[list[tuple[float, float]]]:
+    """The points of a series, cut where a value is missing."""
+    runs: list[list[tuple[float, float]]] = [[]]
+    for x, y in zip(series.xs, series.ys, strict=True):
+        if y is not None and isfinite(y):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def _svg(title: str, width: float, height: float, parts: list[str]) -> str:
