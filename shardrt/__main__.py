@@ -1,4 +1,4 @@
-"""`python -m shardrt`: checkpoints, data, and what became of a run, from a shell. One process, no MPI."""
+"""`python -m shardrt`: checkpoints, data, and what a run does or did, from a shell. One process, no MPI."""
 
 import argparse
 import sys
@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
-from shardrt.tools import doctor
+from shardrt.tools import doctor, report, trace, watch
+from shardrt.tools.runs import BadRun
 from shardrt.train import data_command
 from shardrt.train.tokens import BadTokens
 
@@ -19,11 +20,12 @@ def main(arguments: Sequence[str]) -> int:
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
     data_command.add_to(commands)
-    doctor.add_to(commands)
+    for tool in (doctor, report, watch, trace):
+        tool.add_to(commands)
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
-    except (Damaged, BadTokens, OSError) as error:
+    except (Damaged, BadTokens, BadRun, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"error: {told}", file=sys.stderr)
         return DATA

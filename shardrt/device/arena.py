@@ -9,6 +9,7 @@ flight by construction.
 from collections.abc import Callable
 from typing import Any
 
+from shardrt.device import timeline
 from shardrt.device.protocol import Device, Event
 
 Array = Any
@@ -30,15 +31,21 @@ class Arena:
     """`count` slots, each made by `allocate()`: a 1-D array.
 
     poison: fill every slot with NaN when it is released, so that a read without the right wait shows.
-    Only for slots that hold nothing of value once they are released.
+    Only for slots that hold nothing of value once they are released. name: what the slots are for, in traces.
     """
 
     def __init__(
-        self, device: Device, allocate: Callable[[], Array], count: int, poison: bool = False
+        self,
+        device: Device,
+        allocate: Callable[[], Array],
+        count: int,
+        poison: bool = False,
+        name: str = "",
     ) -> None:
         self._device = device
         self._allocate = allocate
         self.poison = poison
+        self.name = name
         self.slots: list[Slot] = []
         self._available: list[Slot] = []
         self.peak_in_use = 0
@@ -65,12 +72,19 @@ class Arena:
             return None
         slot = self._available.pop(0)  # the one released longest ago: its free-event is the likeliest reached
         self.peak_in_use = max(self.peak_in_use, self.in_use)
+        self._tell()
         return slot
 
     def put_back(self, slot: Slot) -> None:
         """Take back a slot that was acquired and not used: it is the next one to be lent."""
         self._available.insert(0, slot)
+        self._tell()
 
     def release(self, slot: Slot) -> None:
         """Take a slot back. `slot.free` must have been recorded in the stream that used it last."""
         self._available.append(slot)
+        self._tell()
+
+    def _tell(self) -> None:
+        if self.name and timeline.recording():
+            timeline.count_of(self.name, self, self.in_use)

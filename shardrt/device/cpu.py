@@ -27,20 +27,24 @@ _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 class _Mark:
     """One recorded point: a lock that is held until the point is reached."""
 
-    __slots__ = ("lock", "error")
+    __slots__ = ("lock", "error", "number")
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.lock.acquire()
         self.error: BaseException | None = None
+        self.number = timeline.new_mark()
 
-    def reach(self, error: BaseException | None) -> None:
+    def reach(self, stream: str, error: BaseException | None) -> None:
         self.error = error
+        timeline.passed(stream, self.number, waited=False)
         self.lock.release()
 
-    def wait(self) -> None:
+    def wait(self, stream: str = "") -> None:
         with self.lock:
             pass
+        if stream:
+            timeline.passed(stream, self.number, waited=True)
         if self.error is not None:
             raise StreamError(f"work in a stream failed: {self.error!r}") from self.error
 
@@ -62,7 +66,10 @@ class CPUEvent(Event):
 
 
 class InlineStream(Stream):
-    """The calling thread: work runs at once, so a record is reached when it is made."""
+    """The calling thread: work runs at once, so a record is reached when it is made.
+
+    It needs a mark only for the arrows of a trace.
+    """
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -72,11 +79,17 @@ class InlineStream(Stream):
 
     def record(self, event: CPUEvent) -> None:
         event.mark = None
+        if timeline.recording():
+            event.mark = _Mark()
+            event.mark.reach(self.name, None)
 
     def wait(self, event: Event) -> None:
-        if not isinstance(event, CPUEvent) or event.mark is not None:
+        if not isinstance(event, CPUEvent):
             with timeline.span(self.name, "wait"):
                 event.synchronize()
+        elif event.mark is not None:
+            with timeline.span(self.name, "wait"):
+                event.mark.wait(self.name)
 
     def synchronize(self) -> None:
         pass
@@ -104,7 +117,7 @@ class ThreadStream(Stream):
         if not isinstance(event, CPUEvent):
             self._queue.put((event.synchronize, (), ""))
         elif event.mark is not None:
-            self._queue.put((event.mark.wait, (), ""))  # this mark, should the event be recorded again
+            self._queue.put((event.mark.wait, (self.name,), ""))  # this mark: it may be recorded again
 
     def synchronize(self) -> None:
         event = CPUEvent()
@@ -125,7 +138,7 @@ def _work(work: queue.SimpleQueue, name: str) -> None:
     while (item := work.get()) is not None:
         function, args, label = item
         if function is None:
-            args.reach(error)
+            args.reach(name, error)
         elif error is None:
             try:
                 _run(name, label, function, args)
@@ -156,6 +169,7 @@ class CPUDevice(Device):
     """NumPy arrays on the host."""
 
     name = "cpu"
+    timed = True
 
     def __init__(self) -> None:
         self.current_stream = InlineStream("compute")

@@ -65,6 +65,7 @@ class Device(ABC):
 
     name: str
     current_stream: Stream
+    timed = False  # whether its streams tell the timeline what ran when
 
     @property
     def capturing(self) -> Any | None:

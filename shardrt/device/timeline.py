@@ -1,13 +1,15 @@
-"""Records what ran when, in which stream: the source of the schedule's picture and of overlap figures.
+"""Records what ran when, in which stream, of one rank: for traces, pictures and figures of overlap.
 
-Off unless `record()` is active. Times are seconds of time.perf_counter().
+Off unless `record()` is active: then nothing is kept, and nothing but a test for None runs. Times are seconds
+of time.perf_counter(). Ranks that are threads of one process share a recording; traces want processes.
 """
 
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import count
 
 
 @dataclass(frozen=True)
@@ -20,25 +22,75 @@ class Span:
     stop: float
 
 
-_spans: list[Span] | None = None
+@dataclass(frozen=True)
+class Passed:
+    """A stream came to a point, its own (`waited` False), or one of another stream that it waited for.
+
+    mark: number of the point, the same for the stream that recorded it and for those that waited.
+    """
+
+    stream: str
+    mark: int
+    time: float
+    waited: bool
+
+
+@dataclass(frozen=True)
+class Count:
+    """From `time` on, `value` of the things called `name` are in use in the place `owner`, one of several."""
+
+    name: str
+    owner: int
+    time: float
+    value: int
+
+
+@dataclass(frozen=True)
+class Recording:
+    """What was recorded, each list in the order in which things ended."""
+
+    spans: list[Span] = field(default_factory=list)
+    passed: list[Passed] = field(default_factory=list)
+    counts: list[Count] = field(default_factory=list)
+
+
+_recording: Recording | None = None
 _lock = threading.Lock()
+_marks = count(1)
 
 
 def recording() -> bool:
-    """Whether spans are kept now."""
-    return _spans is not None
+    """Whether anything is kept now."""
+    return _recording is not None
 
 
 def add(stream: str, label: str, start: float, stop: float) -> None:
     """Keep one span; list.append is atomic, so streams need no lock."""
-    if _spans is not None:
-        _spans.append(Span(stream, label, start, stop))
+    if (kept := _recording) is not None:
+        kept.spans.append(Span(stream, label, start, stop))
+
+
+def new_mark() -> int:
+    """A number for a point in a stream; 0 where nothing is kept."""
+    return next(_marks) if _recording is not None else 0
+
+
+def passed(stream: str, mark: int, *, waited: bool) -> None:
+    """Keep that a stream has come to a point, or has waited for one; marks of 0 are of no interest."""
+    if mark and (kept := _recording) is not None:
+        kept.passed.append(Passed(stream, mark, time.perf_counter(), waited))
+
+
+def count_of(name: str, owner: object, value: int) -> None:
+    """Keep how many of something `owner` has in use from now on."""
+    if (kept := _recording) is not None:
+        kept.counts.append(Count(name, id(owner), time.perf_counter(), value))
 
 
 @contextmanager
 def span(stream: str, label: str) -> Iterator[None]:
     """Keep the time that a with block takes, where spans are recorded at all."""
-    if _spans is None:
+    if _recording is None:
         yield
         return
     start = time.perf_counter()
@@ -48,13 +100,23 @@ def span(stream: str, label: str) -> Iterator[None]:
 
 @contextmanager
 def record() -> Iterator[list[Span]]:
-    """Record this process's streams inside a with block; gives the list that fills."""
-    global _spans
+    """As `record_all`, for the spans alone."""
+    with record_all() as kept:
+        yield kept.spans
+
+
+@contextmanager
+def record_all() -> Iterator[Recording]:
+    """Record this process's streams inside a with block; gives what fills.
+
+    Raises RuntimeError where a recording is active already.
+    """
+    global _recording
     with _lock:
-        if _spans is not None:
+        if _recording is not None:
             raise RuntimeError("timeline.record: a recording is active already")
-        _spans = spans = []
+        _recording = kept = Recording()
     try:
-        yield spans
+        yield kept
     finally:
-        _spans = None
+        _recording = None

@@ -193,7 +193,7 @@ def _arena(group: Group, role: str, spec: Spec, here: Device) -> Arena:
     else:
         reduce = team.copies if team.size == 1 and team.copies is not None else team.reduce
         allocate = partial(reduce.allocate, spec.count, spec.dtype, shared=False)
-    return Arena(here, allocate, spec.slots)
+    return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
 
 
 def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:

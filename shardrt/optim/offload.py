@@ -10,6 +10,7 @@ staged and the host's kernels run. Bits do not depend on any of this. docs/offlo
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -82,7 +83,8 @@ class Updates:
             self._upload = here.new_stream("optimizer upload")
             self._download = here.new_stream("optimizer download")
             nbytes = max(_bytes_of_slot(piece) for piece in slices)
-            self.staging = Arena(here, lambda: here.buffer(nbytes // 4, np.float32), SLOTS)
+            allocate = partial(here.buffer, nbytes // 4, np.float32)
+            self.staging = Arena(here, allocate, SLOTS, name="staging of the optimizer")
             self.staging_bytes = SLOTS * nbytes
         else:
             self.staging_bytes = 0

@@ -252,10 +252,21 @@ class ReportConfig:
     log_interval: int = 10  # steps from one progress line to the next
     eval_interval: int = 100  # steps from one evaluation to the next
     eval_samples: int = 128  # held-out samples for these; the last evaluation takes all
+    trace: str = ""  # steps FIRST:LAST, counted from 1, of which a trace is kept; or one step
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            _at_least(f"report.{field.name}", getattr(self, field.name), 1)
+        for name in ("log_interval", "eval_interval", "eval_samples"):
+            _at_least(f"report.{name}", getattr(self, name), 1)
+        if self.trace and not self.traced:
+            raise ValueError(f"report.trace must be FIRST:LAST, steps from 1 on, got {self.trace!r}")
+
+    @property
+    def traced(self) -> range:
+        """The steps of `trace`; empty if there are none."""
+        first, _, last = self.trace.partition(":")
+        if not first.isdecimal() or not (last or first).isdecimal() or self.trace.endswith(":"):
+            return range(0)
+        return range(int(first), int(last or first) + 1) if int(first) else range(0)
 
 
 @dataclass(frozen=True)

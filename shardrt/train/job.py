@@ -16,9 +16,11 @@ from shardrt.train import config as settings
 from shardrt.train import loop
 from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.metrics import RunLog, new_run_directory, resumed_run_directory
+from shardrt.train.progress import Ranks, memory_mb
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
-from shardrt.train.versions import own_version, versions
+from shardrt.train.trace import check_timed
+from shardrt.train.versions import own_version, surroundings, versions
 
 
 def launch(recipe: Recipe) -> None:
@@ -44,6 +46,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(DIFFERS, mesh):
         check_same(mesh, task.facts())
     with one_line(USAGE, mesh):
+        check_timed(recipe.report.traced)
         model = sharded_model(recipe, mesh, task)
     with one_line(DATA, mesh):
         batches = loop.batches_of(recipe, mesh, task, 0)
@@ -141,6 +144,7 @@ class Job:
     checkpoints: Checkpoints
     run: RunLog
     watch: Watch
+    ranks: Ranks
 
 
 def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:
@@ -150,7 +154,8 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     kept = {"keep_last": recipe.checkpoint.keep_last, "keep_every": recipe.checkpoint.keep_every}
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
     checkpoints = Checkpoints(folder, model, optimizer, mesh, **kept)
-    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch)
+    ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
+    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks)
 
 
 def resume(job: Job) -> int:
@@ -200,10 +205,14 @@ def introduce(
             "architecture": recipe.ARCHITECTURE,
             "parameters": parameters,
             "trained_parameters": trained,
+            "steps": recipe.steps,
             "ranks": mesh.size,
             "unit": task.unit,
             **task.facts(),
             "device_bytes": plan.device,
             "host_bytes": plan.host,
+            "memory_mb_before": memory_mb(),
+            "began": time.time(),
+            "environment": {**versions(), **surroundings(mesh)},
         },
     )

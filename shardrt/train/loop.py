@@ -13,15 +13,17 @@ from shardrt.autograd import no_grad
 from shardrt.checkpoint import CheckpointError
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.device import timeline
 from shardrt.fsdp import no_sync
 from shardrt.train import config as settings
 from shardrt.train.errors import DATA
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
 from shardrt.train.prefetch import Prefetched
-from shardrt.train.progress import Stopwatch, evaluation_line, memory_mb, step_line
+from shardrt.train.progress import Stopwatch, evaluation_line, step_line
 from shardrt.train.recipe import Recipe
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
+from shardrt.train.trace import Trace
 
 if TYPE_CHECKING:
     from shardrt.train.job import Job
@@ -36,6 +38,8 @@ def train(job: "Job", first: int) -> None:
     recipe, steps, task = job.recipe, job.recipe.steps, job.task
     stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit)
     stopwatch.restart(first)
+    job.ranks.restart(first)
+    trace = Trace(job.mesh, job.run.directory, recipe.report.traced)
     batches = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
     with StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after) as requests:
         for step in range(first, steps):
@@ -44,9 +48,11 @@ def train(job: "Job", first: int) -> None:
             lr = recipe.optimizer.lr_at(step, steps)
             for group in job.optimizer.param_groups:
                 group["lr"] = lr
-            losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
-            job.watch.phase("optimizer")
-            norm = update(job, step + 1)
+            with trace.step(step + 1):
+                losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
+                job.watch.phase("optimizer")
+                with timeline.span("compute", "optimizer"):
+                    norm = update(job, step + 1)
 
             done = step + 1
             job.watch.phase("report")
@@ -73,7 +79,8 @@ def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[
 def next_of(batches: Prefetched) -> list[Any]:
     """The next step's. What can't be read ends the job with one line: the other ranks compute already."""
     try:
-        return next(batches)
+        with timeline.span("compute", "data"):
+            return next(batches)
     except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(DATA)
@@ -146,8 +153,7 @@ def culprit(job: "Job") -> str:
 def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is no number."""
     mean_loss = exact_sum(job.mesh, losses)
-    (memory,) = over_ranks(job.mesh, "max", memory_mb())
-    record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, "memory_mb": memory}
+    record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit))
     if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:

@@ -1,8 +1,12 @@
 """Timing of steps, and whole lines with aligned columns: a launcher passes nothing on before a newline."""
 
 import time
+from collections.abc import Callable
 
 import psutil
+
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import from_all
 
 MEGABYTE = 1e6
 _SHORT = {"token": "tok", "image": "img"}
@@ -30,6 +34,38 @@ class Stopwatch:
         self.restart(step)
         left = seconds * (self.total_steps - step)
         return {"ms": 1e3 * seconds, f"{self.unit}s_per_s": self.per_step / seconds, "eta_s": left}
+
+
+class Ranks:
+    """Which rank takes most memory, and for which one the others wait.
+
+    in_collectives: gives this rank's seconds in collectives so far. Those of the slowest rank are the fewest,
+    since the others are there before it.
+    """
+
+    def __init__(self, mesh: DeviceMesh, in_collectives: Callable[[], float]) -> None:
+        self._mesh = mesh
+        self._in_collectives = in_collectives
+        self.restart(0)
+
+    def restart(self, step: int) -> None:
+        """Count from now on, `step` steps being done."""
+        self._step, self._before = step, self._in_collectives()
+
+    def read(self, step: int) -> dict[str, float]:
+        """{"memory_mb" of "memory_rank", and with several ranks "slowest_rank", "lag_ms"}. Collective.
+
+        lag_ms: how much longer per step than the slowest rank the one that waited most was in collectives.
+        """
+        own = (self._in_collectives() - self._before) / (step - self._step)
+        everyone = from_all(self._mesh.communicator("control"), [memory_mb(), own])
+        self.restart(step)
+        memory, seconds = zip(*everyone, strict=True)
+        found = {"memory_mb": max(memory), "memory_rank": memory.index(max(memory))}
+        if len(seconds) > 1:
+            lag = 1e3 * (max(seconds) - min(seconds))
+            found |= {"slowest_rank": seconds.index(min(seconds)), "lag_ms": lag}
+        return found
 
 
 def memory_mb() -> float:

@@ -52,6 +52,8 @@ class Recipe:
             raise ValueError(f"threads must be at least 0, got {self.threads}")
         if not 0 <= self.seed < 2**64:
             raise ValueError(f"seed must be at least 0 and below 2^64, got {self.seed}")
+        if self.report.trace and self.report.traced[-1] > self.steps:
+            raise ValueError(f"report.trace is {self.report.trace}, but the run has {self.steps} steps")
         self._check_reductions()
 
     def _check_reductions(self) -> None:

@@ -1,10 +1,15 @@
-"""What code this rank runs: versions of the libraries that compute, and a digest of our own sources."""
+"""What code this rank runs, and where: versions, a digest of our own sources, the machine."""
 
+import os
 import platform
+import socket
 import sys
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+
+from shardrt.comm import world as worlds
+from shardrt.comm.mesh import DeviceMesh
 
 _PACKAGES = ("numpy", "numba", "mpi4py")
 _SOURCES = ("*.py", "*.cu", "*.cuh")
@@ -19,6 +24,34 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "none"
     return found | {"code": code_digest(Path(__file__).parents[1])}
+
+
+def surroundings(mesh: DeviceMesh) -> dict[str, str]:
+    """Where rank 0 runs, by name, for the log: system, host, processor, cores, MPI, device, communicators."""
+    world = worlds.current()
+    found = {
+        "system": platform.platform(),
+        "host": socket.gethostname(),
+        "processor": _processor(),
+        "cores": str(len(os.sched_getaffinity(0))),
+        "device": mesh.device.name,
+        "communicator": type(mesh.communicator("gather")).__name__,
+    }
+    if world.kind == "mpi":
+        from mpi4py import MPI
+
+        vendor, number = MPI.get_vendor()
+        found["MPI"] = f"{vendor} {'.'.join(map(str, number))}"
+    return found
+
+
+def _processor() -> str:
+    try:
+        told = Path("/proc/cpuinfo").read_text(encoding="utf-8")
+    except OSError:
+        return platform.machine()
+    names = [line.partition(":")[2].strip() for line in told.splitlines() if line.startswith("model name")]
+    return names[0] if names else platform.machine()
 
 
 def own_version() -> str:

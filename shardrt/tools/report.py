@@ -1,0 +1,223 @@
+"""`python -m shardrt report RUN`: one HTML page about a run that goes on, has ended or was killed.
+
+The page is one file: styles inside, charts as SVG, no script, nothing loaded from elsewhere.
+"""
+
+import argparse
+import time
+from collections.abc import Iterable
+from html import escape
+from pathlib import Path
+from typing import Any
+
+from shardrt.tools import svg, trace
+from shardrt.tools.runs import BadRun, Run, read_run
+
+_STYLE = """
+body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 24px auto }
+body { max-width: 980px; padding: 0 12px }
+h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 28px; border-bottom: 1px solid #ddd }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 12px }
+svg { max-width: 100%; height: auto } .wide svg { width: 100% }
+table { border-collapse: collapse } td, th { padding: 2px 14px 2px 0; text-align: left; vertical-align: top }
+th { font-weight: 600 } pre { background: #f6f6f6; padding: 10px; overflow-x: auto; font-size: 12px }
+.bad { color: #b00020 } .note { color: #666 }
+"""
+MEGABYTE = 1e6
+
+
+def add_to(commands: Any) -> None:
+    """Add `report` to argparse's subparsers."""
+    told = "make one HTML page about a run, which may still be going"
+    parser = commands.add_parser("report", help=told, description=told)
+    parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, runs/NAME")
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="where to (RUN/report.html)")
+    parser.set_defaults(run=report)
+
+
+def report(options: argparse.Namespace) -> int:
+    """Write the page; gives the exit code. Raises BadRun, OSError."""
+    run = read_run(options.path)
+    if not run.about:
+        raise BadRun(f"{options.path}: the record of the run is missing from its metrics")
+    output = options.output or options.path / "report.html"
+    try:
+        made = page(run)
+    except (KeyError, TypeError, ValueError) as error:
+        raise BadRun(f"{options.path}: a record is not as expected ({error!r})") from None
+    output.write_text(made, encoding="utf-8")
+    print(f"wrote {output}")
+    return 0
+
+
+def page(run: Run) -> str:
+    """The whole page."""
+    name = escape(run.path.resolve().name)
+    made = time.strftime("%Y-%m-%d %H:%M:%S")
+    body = [
+        f"<h1>{name}</h1>",
+        _table(_summary(run)),
+        '<div class="charts">',
+        *(chart for chart in curves(run) if chart),
+        "</div>",
+        "<h2>Memory per rank</h2>",
+        *_memory(run),
+        "<h2>Where a step's time goes</h2>",
+        *_time(run),
+        "<h2>Ranks</h2>",
+        *_ranks(run),
+        "<h2>Environment</h2>",
+        _table(_flat(run.about.get("environment", {}))),
+        "<h2>Settings</h2>",
+        f"<pre>{escape(run.config) or 'no config.toml'}</pre>",
+        f'<p class="note">Made {made} from metrics.jsonl, config.toml, trace.json and flight/.</p>',
+    ]
+    head = f'<meta charset="utf-8"><title>{name}: shardrt report</title><style>{_STYLE}</style>'
+    return (
+        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
+        + "\n".join(body)
+        + "\n</body></html>\n"
+    )
+
+
+def curves(run: Run) -> list[str]:
+    """The charts over the steps."""
+    steps, held = run.steps, run.evaluations
+    rate = f"{run.unit}s_per_s"
+    losses = [_series("one batch", steps, "loss"), _series("held out", held, "held_out_loss", dots=True)]
+    memory = [_series("resident, largest rank", steps, "memory_mb")]
+    charts = [
+        svg.lines("Loss", losses, y=f"nats per {run.unit}"),
+        svg.lines("Gradient norm", [_series("before clipping", steps, "norm")], y="norm"),
+        svg.lines("Learning rate", [_series("", steps, "lr")], y="lr"),
+        svg.lines("Rate", [_series("all ranks", steps, rate)], y=f"{run.unit}s/s"),
+        svg.lines("Step time", [_series("per step", steps, "ms")], y="ms"),
+        svg.lines("Memory", memory, y="MB"),
+    ]
+    if any("held_out_accuracy" in record for record in held):
+        rated = [_series("held out", held, "held_out_accuracy", dots=True)]
+        charts.append(svg.lines("Accuracy", rated, y="part that is right"))
+    if any("lag_ms" in record for record in steps):
+        charts.append(
+            svg.lines("Waiting for the slowest rank", [_series("", steps, "lag_ms")], y="ms per step")
+        )
+    return charts
+
+
+def _series(label: str, records: list[dict[str, Any]], key: str, dots: bool = False) -> svg.Series:
+    values = [record.get(key) for record in records]
+    known = [value if isinstance(value, (int, float)) else None for value in values]
+    return svg.Series(label, [record["step"] for record in records], known, dots)
+
+
+def _summary(run: Run) -> Iterable[tuple[str, str]]:
+    about, last = run.about, (run.steps or [{}])[-1]
+    adapters = f", {about['trained_parameters'] / 1e6:.2f} M of them trained"
+    whole = about.get("trained_parameters") == about.get("parameters")
+    yield (
+        "model",
+        f"{about['architecture']}, {about['parameters'] / 1e6:.2f} M parameters{'' if whole else adapters}",
+    )
+    yield "data", str(about.get("data", ""))
+    yield "ranks", str(about.get("ranks", ""))
+    yield "state", f"{'done' if run.end else run.doctor['verdict']}"
+    if "began" in about:
+        yield "began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["began"]))
+    if "seconds" in run.end:
+        yield "took", f"{run.end['seconds']:.0f} s"
+    if last:
+        loss = last.get("loss")
+        yield (
+            "last step",
+            f"{last['step']} of {run.total or '?'}, loss {'not finite' if loss is None else f'{loss:.4f}'}",
+        )
+    if run.evaluations:
+        figures = {k.removeprefix("held_out_"): v for k, v in run.evaluations[-1].items() if k != "step"}
+        del figures["kind"]
+        yield "held out", ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in figures.items())
+    rates = [r[f"{run.unit}s_per_s"] for r in run.steps[1:] if f"{run.unit}s_per_s" in r]
+    if rates:
+        yield "rate", f"{sorted(rates)[len(rates) // 2]:,.0f} {run.unit}s/s, the median of what was logged"
+    if "slowest_rank" in last:
+        slowest = [r["slowest_rank"] for r in run.steps if "slowest_rank" in r]
+        worst = max(set(slowest), key=slowest.count)
+        times = f"{slowest.count(worst)} of {len(slowest)} logged times"
+        yield "slowest rank", f"{worst}, in {times}: it was in collectives least, so the others waited for it"
+
+
+def _memory(run: Run) -> list[str]:
+    plan = [(f"{place}: {name}", [("planned", nbytes / MEGABYTE)]) for place, name, nbytes in _planned(run)]
+    together = sum(nbytes for _, _, nbytes in _planned(run)) / MEGABYTE
+    before = run.about.get("memory_mb_before")
+    rows = [*plan, ("all of it, as planned", [("planned", together)])]
+    most = max((r for r in run.steps if "memory_mb" in r), key=lambda r: r["memory_mb"], default=None)
+    if before is not None and most is not None:
+        rows.append(("before the model", [("measured", before)]))
+        rows.append((f"rank {most.get('memory_rank', '?')}, at most", [("measured", most["memory_mb"])]))
+    note = (
+        "The plan is what was decided before the first step. Measured is resident memory: Python and its "
+        "libraries (before the model), compiled kernels, and pages that ranks share are counted, too."
+    )
+    return [svg.bars("Planned and measured", rows, unit="MB"), f'<p class="note">{note}</p>']
+
+
+def _planned(run: Run) -> list[tuple[str, str, int]]:
+    about = run.about
+    places = (("device", about.get("device_bytes", {})), ("host", about.get("host_bytes", {})))
+    return [(place, name, nbytes) for place, table in places for name, nbytes in table.items()]
+
+
+def _time(run: Run) -> list[str]:
+    steps = trace.steps_of(run.events, 0)
+    if not steps:
+        return ['<p class="note">No step was traced: --report.trace FIRST:LAST keeps some.</p>']
+    number = max(steps)
+    ranks = [rank for rank in trace.ranks_of(run.events) if number in trace.steps_of(run.events, rank)]
+    rows = [(f"rank {rank}", list(trace.split(run.events, rank, number).items())) for rank in ranks]
+    beside = [
+        (f"rank {rank}: {stream}", [("busy", ms)])
+        for rank in ranks
+        for stream, ms in trace.busy(run.events, rank, number).items()
+    ]
+    return [
+        '<div class="charts">',
+        svg.bars(f"Step {number}, the compute stream", rows, unit="ms"),
+        svg.bars(f"Step {number}, the other streams", beside, unit="ms"),
+        "</div>",
+        f'<div class="wide">{trace.picture(run.events, 0, number)}</div>',
+    ]
+
+
+def _ranks(run: Run) -> list[str]:
+    found = run.doctor
+    wrong = ' class="bad"' if found["code"] == 1 else ""
+    parts = [f"<p{wrong}>{escape(found['verdict'])}</p>"]
+    rows = [
+        (
+            f"rank {rank['rank']}",
+            f"{rank['state']}{': ' + rank['how'] if rank['how'] not in ('', rank['state']) else ''}; "
+            f"{rank['host']}, step {rank['step']}, {rank['phase']}, {rank['resident'] / MEGABYTE:.0f} MB; "
+            f"last done {rank['done'] or 'nothing'}",
+        )
+        for rank in found["ranks"]
+    ]
+    parts.append(_table(rows))
+    if found["hang"]:
+        parts.append(f"<pre>{escape(found['hang'])}</pre>")
+    parts += [f'<p class="note">{escape(line)}</p>' for line in found["told"]]
+    return parts
+
+
+def _table(rows: Iterable[tuple[str, str]]) -> str:
+    cells = "\n".join(f"<tr><th>{escape(name)}</th><td>{escape(value)}</td></tr>" for name, value in rows)
+    return f"<table>\n{cells}\n</table>"
+
+
+def _flat(table: dict[str, Any]) -> list[tuple[str, str]]:
+    return [(name, str(value)) for name, value in table.items()]
+
+
+def _number(value: Any) -> str:
+    return (
+        f"{value:.4f}" if isinstance(value, float) else f"{value:,}" if isinstance(value, int) else str(value)
+    )

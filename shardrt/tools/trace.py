@@ -1,0 +1,140 @@
+"""`python -m shardrt trace RUN`: one traced step of one rank as an SVG; and where the time of steps went."""
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from shardrt.tools import svg
+from shardrt.tools.runs import BadRun, read_trace
+from shardrt.train.trace import TRACE
+
+Event = dict[str, Any]
+
+COLOURS = {
+    "forward": "#4c78a8",
+    "backward": "#72b7b2",
+    "all_gather": "#f58518",
+    "reduce_scatter": "#e45756",
+    "all_reduce": "#ff9da6",
+    "optimizer": "#54a24b",
+    "wait": "#c8c8c8",
+}
+NAMES = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_reduce": "all-reduce"}
+_OTHER = "#b279a2"  # copies, updates
+_PARTS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "data": "data"}
+_PARTS |= {"wait": "waiting for streams", "step": "other"}
+COLLECTIVES = "collectives in compute"
+
+
+def add_to(commands: Any) -> None:
+    """Add `trace` to argparse's subparsers."""
+    told = "draw a step that --report.trace has kept, as an SVG"
+    parser = commands.add_parser("trace", help=told, description=told)
+    parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, or a trace.json")
+    parser.add_argument("--step", type=int, metavar="N", help="which step (the last one that was traced)")
+    parser.add_argument("--rank", type=int, default=0, metavar="R", help="of which rank (0)")
+    parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="where to (RUN/schedule.svg)")
+    parser.set_defaults(run=draw)
+
+
+def draw(options: argparse.Namespace) -> int:
+    """Write the picture and say where the step's time went; gives the exit code."""
+    folder = options.path if options.path.is_dir() else options.path.parent
+    events = read_trace(folder / TRACE if folder == options.path else options.path)
+    steps = steps_of(events, options.rank)
+    if not steps:
+        raise BadRun(f"{options.path}: no step of rank {options.rank} in the trace")
+    number = max(steps) if options.step is None else options.step
+    if number not in steps:
+        raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
+    output = options.output or folder / "schedule.svg"
+    output.write_text(svg.file(picture(events, options.rank, number)), encoding="utf-8")
+    parts = split(events, options.rank, number)
+    told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
+    print(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
+    print(f"wrote {output}")
+    return 0
+
+
+def ranks_of(events: list[Event]) -> list[int]:
+    """The ranks in a trace."""
+    return sorted({event["pid"] for event in events})
+
+
+def steps_of(events: list[Event], rank: int) -> dict[int, Event]:
+    """Number of each traced step -> the span around it."""
+    found = {}
+    for event in events:
+        phase, _, number = event["name"].partition(" ")
+        if event["ph"] == "X" and event["pid"] == rank and phase == "step" and number.isdecimal():
+            found[int(number)] = event
+    return dict(sorted(found.items()))
+
+
+def spans_in(events: list[Event], rank: int, step: int) -> dict[str, list[Event]]:
+    """Stream -> the spans of a rank that began in a step, by start; the step's own span first of compute."""
+    whole = steps_of(events, rank)[step]
+    stop = whole["ts"] + whole["dur"]
+    found: dict[str, list[Event]] = {}
+    for event in events:
+        if event["ph"] == "X" and event["pid"] == rank and whole["ts"] <= event["ts"] < stop:
+            found.setdefault(event["cat"], []).append(event)
+    for spans in found.values():
+        spans.sort(key=lambda event: (event["ts"], -event["dur"]))
+    return found
+
+
+def split(events: list[Event], rank: int, step: int) -> dict[str, float]:
+    """Milliseconds of the compute stream by what it did. The parts add up to the step.
+
+    A span counts for what is not in a span inside it. "waiting for streams" is communication, and copies,
+    that compute did not hide; collectives in compute are those of clipping and of the ranks' agreeing.
+    """
+    parts: dict[str, float] = {}
+    around: list[tuple[float, str]] = []  # end and part of the spans that are going on
+    for event in spans_in(events, rank, step)["compute"]:
+        while around and around[-1][0] <= event["ts"]:
+            around.pop()
+        part = _PARTS.get(event["name"].partition(" ")[0], COLLECTIVES)
+        parts[part] = parts.get(part, 0.0) + event["dur"] / 1e3
+        if around:
+            parts[around[-1][1]] -= event["dur"] / 1e3
+        around.append((event["ts"] + event["dur"], part))
+    order = [*dict.fromkeys(_PARTS.values()), COLLECTIVES]
+    return {part: parts[part] for part in order if part in parts}
+
+
+def busy(events: list[Event], rank: int, step: int) -> dict[str, float]:
+    """Milliseconds for which each other stream ran something in a step."""
+    others = {s: spans for s, spans in spans_in(events, rank, step).items() if s != "compute"}
+    return {stream: sum(event["dur"] for event in spans) / 1e3 for stream, spans in others.items()}
+
+
+def picture(events: list[Event], rank: int, step: int) -> str:
+    """One step, for a page: gathers above, compute, reductions and copies below."""
+    spans = spans_in(events, rank, step)
+    begin = spans["compute"][0]["ts"]
+    order = sorted(spans, key=lambda s: (["gather", "compute", "reduce"].index(s) if s in _FIRST else 3, s))
+    rows, legend = {}, {}
+    for stream in order:
+        bars = []
+        for event in spans[stream]:
+            phase, _, unit = event["name"].partition(" ")
+            if phase == "step" or (stream == "compute" and phase not in COLOURS):
+                continue
+            start = (event["ts"] - begin) / 1e3
+            colour = COLOURS.get(phase, _OTHER)
+            name = NAMES.get(phase, phase if phase in COLOURS else "copies, updates")
+            legend.setdefault(name, colour)
+            told = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
+            outer = unit == "(root)" and stream == "compute"
+            label = "" if phase == "wait" else unit or name
+            bars.append(svg.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
+        rows[f"{stream} stream"] = bars
+    of = f"rank {rank} of {len(ranks_of(events))}"
+    order_of = [*(NAMES.get(phase, phase) for phase in COLOURS), "copies, updates"]
+    legend = {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
+    return svg.schedule(f"step {step}, {of}", rows, legend, axis=f"milliseconds of one step, {of}")
+
+
+_FIRST = ("gather", "compute", "reduce")

@@ -1,0 +1,141 @@
+"""`python -m shardrt watch RUN`: a run's figures as they come, in another terminal, until it ends.
+
+Exit code 0 where the run is done or goes on, 1 where it ended in another way, 65 where nothing can be read.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Iterator
+from math import nan
+from pathlib import Path
+from typing import Any
+
+from shardrt.tools import autopsy
+from shardrt.tools.runs import BadRun, parsed
+from shardrt.train.metrics import METRICS
+from shardrt.train.progress import evaluation_line, step_line
+
+EVERY = 0.5  # seconds from one look at the metrics to the next
+_LOOKS = 4  # of these to one at the flight files
+
+
+def add_to(commands: Any) -> None:
+    """Add `watch` to argparse's subparsers."""
+    told = "print a run's figures as they come, until it ends"
+    parser = commands.add_parser("watch", help=told, description=told)
+    parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, runs/NAME")
+    parser.add_argument("--once", action="store_true", help="print the latest figures and leave")
+    parser.set_defaults(run=watch)
+
+
+def watch(options: argparse.Namespace) -> int:
+    """Follow a run, or say how it stands; gives the exit code. Raises BadRun, OSError."""
+    metrics, teller = Metrics(options.path / METRICS), Teller()
+    if options.once:
+        return once(options.path, metrics, teller)
+    try:
+        return follow(options.path, metrics, teller)
+    except KeyboardInterrupt:
+        return 0
+
+
+def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
+    """The run, its latest step and evaluation, and how it stands."""
+    latest = {record["kind"]: record for record in metrics.new()}
+    for kind in ("run", "step", "evaluation"):
+        if kind in latest:
+            print(teller.line(latest[kind]))
+    if "end" in latest:
+        print(teller.line(latest["end"]))
+        return 0
+    found = autopsy.examine(path)
+    print(found["verdict"] if found["ranks"] else "no flight files: whether it goes on is not known")
+    return found["code"] if found["ranks"] else 0
+
+
+def follow(path: Path, metrics: "Metrics", teller: "Teller") -> int:
+    """Print what is there, then what comes, until the last record or the flight files say that it ended."""
+    look = 0
+    while True:
+        over = look % _LOOKS == 0 and ended(path)  # before the last records are read
+        for record in metrics.new():
+            print(teller.line(record), flush=True)
+            if record["kind"] == "end":
+                return 0
+        if over:
+            found = autopsy.examine(path)
+            print(f"the run has ended: {found['verdict']}", flush=True)
+            return found["code"]
+        look += 1
+        time.sleep(EVERY)
+
+
+def ended(path: Path) -> bool:
+    """Whether every rank is known to have ended."""
+    ranks = autopsy.examine(path)["ranks"]
+    return bool(ranks) and all(rank["state"] != "alive" for rank in ranks)
+
+
+class Metrics:
+    """The records of a metrics.jsonl that grows, each once."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.parent.is_dir():
+            raise FileNotFoundError(2, "no such folder", str(path.parent))
+        if not path.exists():
+            raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
+        self._path = path
+        self._file: tuple[int, int] | None = None
+        self._read = 0  # bytes
+
+    def new(self) -> Iterator[dict[str, Any]]:
+        """What has come since. A line that is not whole yet waits. Raises BadRun for one that is damaged."""
+        with open(self._path, "rb") as file:
+            facts = os.fstat(file.fileno())
+            resumed = self._file not in (None, (facts.st_dev, facts.st_ino))
+            self._file = facts.st_dev, facts.st_ino
+            self._read = 0 if resumed or facts.st_size < self._read else self._read
+            file.seek(self._read)
+            *lines, _ = file.read().split(b"\n")
+        self._read += sum(len(line) + 1 for line in lines)
+        records = [parsed(line) for line in lines]
+        if None in records:
+            raise BadRun(f"{self._path}: a line is damaged: {lines[records.index(None)][:60]!r}")
+        if resumed:  # what was before the last start has been printed
+            starts = [place for place, record in enumerate(records) if record["kind"] == "run"]
+            records = records[starts[-1] :] if starts else records
+        yield from records
+
+
+class Teller:
+    """Records as aligned lines. What the run said of itself decides what a line says."""
+
+    def __init__(self) -> None:
+        self._steps, self._unit = 0, "token"
+
+    def line(self, record: dict[str, Any]) -> str:
+        """One line. Raises BadRun for a record that lacks something."""
+        try:
+            return self._line(record)
+        except (KeyError, TypeError, ValueError) as error:
+            told = f"a record of kind {record['kind']!r} is not as expected ({error!r})"
+            raise BadRun(f"{METRICS}: {told}") from None
+
+    def _line(self, record: dict[str, Any]) -> str:
+        kind = record["kind"]
+        if kind == "run":
+            self._steps, self._unit = record["steps"], record["unit"]
+            size = f"{record['parameters'] / 1e6:.2f} M parameters"
+            return f"{record['architecture']}, {size}, {record['ranks']} ranks, {self._steps} steps"
+        if kind == "step":
+            finite = {name: nan if value is None else value for name, value in record.items()}
+            lag = (
+                f"  rank {record['slowest_rank']} {record['lag_ms']:7.1f} ms late"
+                if "lag_ms" in record
+                else ""
+            )
+            return step_line(finite, self._steps, self._unit) + lag
+        if kind == "evaluation":
+            return evaluation_line(record, self._steps)
+        return f"done in {record['seconds']:.0f} s" if kind == "end" else f"{kind}: {record}"

@@ -1,0 +1,261 @@
+"""`python -m shardrt report` and `watch`: of runs that are done, go on, were killed, or are no runs."""
+
+import json
+import re
+import shutil
+from html.parser import HTMLParser
+
+import pytest
+
+from shardrt.__main__ import main
+from shardrt.tools import svg, watch
+from shardrt.tools.runs import BadRun
+from tests.test_doctor import processes
+from tests.train.test_trace import traced_run
+
+ABOUT = {
+    "kind": "run",
+    "architecture": "gpt",
+    "parameters": 1_500_000,
+    "trained_parameters": 1_500_000,
+    "ranks": 2,
+    "steps": 4,
+    "unit": "token",
+    "data": "<b>text</b> & more",
+    "device_bytes": {"sharded parameters": 3_000_000},
+    "host_bytes": {},
+}
+CHARTS = ("Loss", "Gradient norm", "Learning rate", "Rate", "Step time", "Memory", "Planned and measured")
+TRACED = ("Step 3, the compute stream", "Step 3, the other streams", "step 3, rank 0 of 2")
+VOID = ("meta", "line", "rect", "circle", "polyline")
+
+
+def step(number, **more):
+    figures = {"loss": 5.5, "norm": 1.25, "lr": 1e-3, "ms": 12.5, "tokens_per_s": 1e5, "eta_s": 61.0}
+    figures |= {"memory_mb": 150.0, "memory_rank": 1, "slowest_rank": 0, "lag_ms": 2.5}
+    return {"kind": "step", "step": number, **figures, **more}
+
+
+def written(*records):
+    return "".join(json.dumps(record) + "\n" for record in records)
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that goes on, or was killed: nobody knows, and a line is being written."""
+    folder = tmp_path / "cut"
+    folder.mkdir()
+    (folder / "metrics.jsonl").write_text(written(ABOUT, step(1), step(2, loss=None)) + '{"kind": "st')
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of two ranks that is done, with a trace."""
+    return traced_run(tmp_path_factory.getbasetemp())
+
+
+class Page(HTMLParser):
+    """Checks that every element ends where it should; keeps what is told, and what refers to elsewhere."""
+
+    def __init__(self, path):
+        super().__init__()
+        self.open, self.titles, self.headings, self.attributes, self.tags = [], [], [], [], set()
+        self.text = path.read_text(encoding="utf-8")
+        self.feed(self.text)
+        self.close()
+        assert not self.open, f"never ended: {self.open}"
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.add(tag)
+        self.attributes += attributes
+        if tag != "meta":
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attributes):
+        self.attributes += attributes
+
+    def handle_endtag(self, tag):
+        assert self.open and self.open[-1] == tag, f"</{tag}> inside {self.open[-3:]}"
+        self.open.pop()
+
+    def handle_data(self, data):
+        if self.open[-2:] == ["svg", "title"]:
+            self.titles.append(data)
+        elif self.open[-1:] in (["h1"], ["h2"]):
+            self.headings.append(data)
+
+
+def reported(run, capsys):
+    assert main(["report", str(run)]) == 0
+    assert capsys.readouterr().out == f"wrote {run}/report.html\n"
+    page = Page(run / "report.html")
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "a", "use", "image"}
+    assert not {name for name, _ in page.attributes} & {"src", "href", "xlink:href", "onload", "srcset"}
+    assert not re.search(r"https?:|url\(|@import", page.text)
+    return page
+
+
+@pytest.mark.mpi
+def test_the_report_of_a_run_has_everything_and_loads_nothing(finished, capsys):
+    page = reported(finished, capsys)
+    assert page.titles == [*CHARTS[:6], "Waiting for the slowest rank", CHARTS[6], *TRACED]
+    assert page.headings[0] == "it" and page.headings[-2:] == ["Environment", "Settings"]
+    for told in (
+        "3 of 3, loss ",
+        "batch_size = 4",
+        "<th>state</th><td>done</td>",
+        "<th>rank 1</th><td>done;",
+    ):
+        assert told in page.text, told
+    assert re.search("<th>numpy</th><td>[0-9.]+</td>", page.text) and "<th>MPI</th><td>" in page.text
+    assert re.search("rank [01], at most", page.text)
+    for category in ("sharded parameters", "optimizer state", "activations"):
+        assert f"device: {category}" in page.text
+    assert page.text.count("<polyline") == 8, "two curves of the loss, one of each of the others"
+
+
+def test_the_report_of_a_run_that_was_cut_off_says_what_is_there(run, capsys):
+    page = reported(run, capsys)
+    assert page.titles == [*CHARTS[:6], "Waiting for the slowest rank", CHARTS[6]]
+    for told in ("2 of 4, loss not finite", "No step was traced", "nothing is known", "no flight files"):
+        assert told in page.text
+    assert "&lt;b&gt;text&lt;/b&gt; &amp; more" in page.text and "<b>" not in page.text
+
+
+def test_what_cannot_be_reported_is_one_line(run, capsys):
+    def fails(told, *command):
+        assert main([*(command or ("report",)), str(run)]) == 65
+        assert capsys.readouterr() == ("", f"error: {told}\n")
+
+    metrics = run / "metrics.jsonl"
+    for text in ("[]", '{"traceEvents": [{"name": "x", "pid": 0, "ph": "X", "cat": "s", "ts": 0}]}'):
+        (run / "trace.json").write_text(text)
+        fails(f"{run}/trace.json: not a whole trace")
+    (run / "trace.json").unlink()
+    for text, told in (
+        (written(step(1)), f"{run}: the record of the run is missing from its metrics"),
+        (written({"kind": "run"}), f"{run}: a record is not as expected (KeyError('trained_parameters'))"),
+        (written(ABOUT) + "{]\n", f"{metrics}: line 2 is damaged"),
+        (written(ABOUT) + '{"kind": "step"}\n', f"{metrics}: line 2 is damaged"),
+        ("", f"{metrics}: nothing in it yet"),
+    ):
+        metrics.write_text(text)
+        fails(told)
+    metrics.write_bytes(b"\xff\xfe\n")
+    fails(f"{metrics}: line 1 is damaged")
+    metrics.unlink()
+    fails(f"{run}: no metrics.jsonl, so no run of models.train")
+    fails(f"{run}: no metrics.jsonl, so no run of models.train", "watch")
+    shutil.rmtree(run)
+    fails(f"{run}: no such folder")
+    fails(f"{run}: no such folder", "watch")
+
+
+def test_watching_prints_whole_lines_as_they_come_until_the_end(run, capsys, monkeypatch):
+    metrics, printed = run / "metrics.jsonl", []
+
+    def append(text):
+        with open(metrics, "a") as file:
+            file.write(text)
+
+    def resume():  # as RunLog.rewind: another file, without what is done again
+        (run / "new").write_text(written(ABOUT, step(1), ABOUT, step(2)))
+        (run / "new").replace(metrics)
+
+    evaluation = {"kind": "evaluation", "step": 3, "held_out_loss": 2.0, "held_out_accuracy": 0.5}
+    line = written(step(3, loss=4.5))
+    happenings = iter(
+        [
+            lambda: append(line[12:40]),
+            lambda: append(line[40:]),
+            resume,
+            lambda: append(written(evaluation)),
+            lambda: None,
+            lambda: append(written({"kind": "end", "seconds": 7.0})),
+        ]
+    )
+
+    def sleep(seconds):
+        printed.append(capsys.readouterr().out.splitlines())
+        next(happenings)()
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    assert main(["watch", str(run)]) == 0
+    printed.append(capsys.readouterr().out.splitlines())
+    about = "gpt, 1.50 M parameters, 2 ranks, 4 steps"
+    first, nothing, third, again, held_out, still, end = printed
+    assert first[0] == about and [line[:8] for line in first[1:]] == ["step 1/4", "step 2/4"]
+    assert "loss     nan" in first[2] and len({len(line) for line in first[1:]}) == 1
+    assert nothing == still == []
+    (third,) = third
+    assert third.startswith("step 3/4  loss  4.5000") and third.endswith("  rank 0     2.5 ms late")
+    assert [line[:8] for line in again] == [about[:8], "step 2/4"]
+    assert held_out == ["step 3/4  held-out loss 2.0000, 50.00 % right"]
+    assert end == ["done in 7 s"]
+
+
+def test_watching_ends_with_a_run_that_was_killed(run, capsys, monkeypatch):
+    alive = processes(run / "flight", ["waits", "killed"])
+
+    def sleep(seconds):
+        for process in alive:
+            process.kill()
+            process.wait()
+
+    monkeypatch.setattr(watch.time, "sleep", sleep)
+    try:
+        assert main(["watch", str(run)]) == 1
+    finally:
+        sleep(0)
+    assert (
+        capsys.readouterr().out.splitlines()[-1].startswith("the run has ended: rank 1 ended first (killed")
+    )
+
+
+@pytest.mark.mpi
+def test_watching_once_says_how_it_stands(finished, run, capsys):
+    assert main(["watch", "--once", str(finished)]) == 0
+    about, latest, held_out, end = capsys.readouterr().out.splitlines()
+    assert about.startswith("gpt, ") and latest.startswith("step 3/3  loss") and "held-out" in held_out
+    assert end.startswith("done in ")
+    assert main(["watch", "--once", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "no flight files: whether it goes on is not known"
+
+
+def test_a_record_that_lacks_something_is_told(run, capsys):
+    (run / "metrics.jsonl").write_text(written(ABOUT, {"kind": "step", "step": 1}))
+    assert main(["watch", str(run)]) == 65
+    assert "a record of kind 'step' is not as expected (KeyError(" in capsys.readouterr().err
+    (run / "metrics.jsonl").write_text("{]\n")
+    with pytest.raises(BadRun, match="a line is damaged"):
+        list(watch.Metrics(run / "metrics.jsonl").new())
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 1), (5.0, 5.0), (0, 0), (-3, 7), (1e-9, 2e-9), (99_999, 3e6), (0.1, 0.30000001)]
+)
+def test_ticks_are_around_what_is_drawn_and_differ(low, high):
+    marks = svg.ticks(low, high)
+    assert marks[0] <= low and high <= marks[-1] * (1 + 1e-9) and 2 <= len(marks) <= 8
+    assert len({svg.number(mark, marks) for mark in marks}) == len(marks)
+
+
+def test_a_missing_value_leaves_a_gap_and_no_peak_is_lost():
+    drawn = svg.lines("", [svg.Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, float("nan")])], y="")
+    assert [path.count(",") for path in re.findall('points="([^"]*)"', drawn)] == [2, 1]
+    assert "no values yet" in svg.lines("", [svg.Series("a", [1], [None])], y="")
+    points = [(float(x), 1.0) for x in range(100_000)]
+    points[54_321] = (54_321.0, 9.0)
+    assert len(svg.thinned(points)) <= 800 and points[54_321] in svg.thinned(points)
+
+
+def test_labels_stand_only_where_they_fit():
+    def texts(width):
+        bars = [svg.Bar(0, 1, "blocks.10", "#000"), svg.Bar(1, 100, "blocks.11", "#000")]
+        drawn = svg.schedule("", {"compute": bars}, {}, axis="", width=width)
+        return re.findall(r'fill="#fff" text-anchor="middle">([^<]*)<', drawn)
+
+    assert texts(300) == ["11"]  # the first is 2 pixels wide; so the names are short
+    assert texts(122 + 25 * 100) == ["10", "11"]
+    assert texts(122 + 70 * 100) == ["blocks.10", "blocks.11"]
