@@ -74,7 +74,7 @@ class TokenisedText:
 
     def __init__(self, path: Path) -> None:
         """Raises ValueError that names the file."""
-        self._tokenizer, _ = open_tokenizer(path)
+        self._tokenizer, self.name = open_tokenizer(path)
         self.size = self._tokenizer.get_vocab_size()
 
     def encode(self, text: str) -> np.ndarray:

@@ -25,7 +25,7 @@ from shardrt.train.data import (
     load_corpus,
 )
 from shardrt.train.metrics import BITS, RunLog
-from shardrt.train.tokens import SUFFIX
+from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
 from . import gpt, llama
 from .generate import TOKENIZER, ByteText, Text, TokenisedText, generate
@@ -38,9 +38,7 @@ class TextConfig:
 
     window: int = 0  # tokens of a sample; 0: the model's block_size
     separate_documents: bool = False  # tokens do not see other documents in their window; needs a token file
-    tokenizer: Path = (
-        Path()
-    )  # tokenizer.json of a token file: for the sample at the end, which else is left out
+    tokenizer: Path = Path()  # tokenizer.json of a token file: for the sample, which else is left out
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -72,13 +70,20 @@ class LanguageRecipe(PretrainedRecipe):
 
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
-        if self.text.tokenizer != Path():
-            return TokenisedText(self.text.tokenizer)
-        if any(path.suffix == SUFFIX for path in self.data):
-            raise ValueError(
-                f"text.tokenizer: {self.data[0]} holds tokens; give the tokenizer.json they are from"
-            )
-        return ByteText()
+        tokens = [path for path in self.data if path.suffix == SUFFIX]
+        made_by = open_tokens(tokens[0]).tokenizer if tokens else "bytes"
+        if made_by == "bytes":
+            if self.text.tokenizer != Path():
+                raise ValueError(
+                    f"text.tokenizer: the data are bytes, which need none; got {self.text.tokenizer}"
+                )
+            return ByteText()
+        if self.text.tokenizer == Path():
+            raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}; give that tokenizer.json")
+        words = TokenisedText(self.text.tokenizer)
+        if words.name.split()[1:] != made_by.split()[1:]:
+            raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}, this is {words.name}")
+        return words
 
 
 @dataclass(frozen=True)
@@ -128,8 +133,19 @@ class Language:
         )
         if recipe.text.separate_documents and self.corpus.documents is None:
             raise ValueError("text.separate_documents needs a token file, which says where documents begin")
+        self._words = self._known_words()
         self.gzip = self.corpus.gzip_bits_per_byte()
         self._last_bits = float("nan")
+
+    def _known_words(self) -> Text | None:
+        """For the sample at the end; found out now, not after hours of training."""
+        recipe = self.recipe
+        if self.corpus.tokenizer != "bytes" and recipe.text.tokenizer == Path():
+            return None
+        words = recipe.words()
+        if words.encode(recipe.sample.prompt).max() >= self.shape.vocab_size:
+            raise ValueError(f"sample.prompt has tokens beyond the model's {self.shape.vocab_size}")
+        return words
 
     def facts(self) -> dict[str, Any]:
         """As Task."""
@@ -181,6 +197,11 @@ class Language:
     def _windows(self, text: np.ndarray, starts: list[int], offset: int) -> Batch:
         """offset: where `text` begins in the whole."""
         tokens, targets = cut_windows(text, starts, self.per_sample)
+        if max(tokens.max(), targets.max()) >= self.shape.vocab_size:
+            raise BadTokens(
+                f"{self.corpus.source}: a token is not below the vocabulary, against what its header says; "
+                "see `python -m shardrt data check`"
+            )
         if not self.recipe.text.separate_documents:
             return Batch(tokens, targets, None)
         places = np.array(starts, np.int64)[:, None] + np.arange(self.per_sample + 1) + offset

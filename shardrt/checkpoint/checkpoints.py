@@ -351,7 +351,9 @@ def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
-        raise Damaged(f"{folder}: it is of another model: missing {missing[:10]}, not expected {extra[:10]}")
+        raise Damaged(
+            f"{folder}: it does not fit this model: missing {missing[:10]}, not expected {extra[:10]}"
+        )
     for name in own:
         if own[name] != theirs[name]:
             raise Damaged(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")

@@ -142,7 +142,7 @@ def export(options: argparse.Namespace) -> int:
             name: values.whole("parameter", name).reshape(parameter.shape)
             for name, parameter in manifest.parameters.items()
         }
-    save_file(weights, options.file, metadata={"format": "shardrt", "step": str(manifest.step)})
+    save_file(weights, options.file, metadata={"step": str(manifest.step)})
     print(f"wrote {options.file}: {len(weights)} tensors of {path}")
     return 0
 

@@ -28,7 +28,9 @@ def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     # safetensors stores other than C-contiguous arrays wrongly, without a word; these are copies and are.
-    save_file(state, temporary, metadata={"format": "shardrt", "step": str(step)})
+    # One entry: the library writes several in another order each time, and equal weights as other bytes.
+    save_file(state, temporary, metadata={"step": str(step)})
+    os.chmod(temporary, 0o666 & ~_umask())  # the library's files are for their owner alone
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())
     os.replace(temporary, path)
@@ -49,6 +51,13 @@ def load(directory: str | Path, model: Module) -> int:
             return int((file.metadata() or {}).get("step", "0"))
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+
+
+def _umask() -> int:
+    """What new files are not allowed to; it can only be read by setting it."""
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 class _Tensors(Mapping):

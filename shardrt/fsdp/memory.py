@@ -63,8 +63,9 @@ def memory_plan(
     """
     units = _whole("memory_plan", model)
     layouts = lay_out(units)
+    teams = teams_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
-    facts = facts_of(units, teams_of(units), no_sync=no_sync or (taken is not None and taken.no_sync))
+    facts = facts_of(units, teams, no_sync=no_sync or (taken is not None and taken.no_sync))
     specs = buffers.plan(units, layouts, facts)
     device: dict[str, int] = {}
     host: dict[str, int] = {}

@@ -36,6 +36,7 @@ class Corpus:
     held_out: np.ndarray
     kind: str = "bytes"  # or "tokens"
     bytes_per_token: float = 1.0
+    tokenizer: str = "bytes"  # what made the tokens
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
 
     def gzip_bits_per_byte(self) -> float | None:
@@ -86,6 +87,7 @@ def _tokens(path: Path, block_size: int, vocabulary: int) -> Corpus:
         file.tokens[cut:],
         "tokens",
         file.bytes / file.tokens.size,
+        file.tokenizer,
         file.documents,
     )
 
@@ -140,7 +142,7 @@ def held_out_starts(
 def cut_windows(text: np.ndarray, starts: Sequence[int], block_size: int) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets, the next tokens: int64 (windows, block_size) each."""
     rows = np.stack([text[start : start + block_size + 1] for start in starts]).astype(np.int64)
-    return np.ascontiguousarray(rows[:, :-1]), np.ascontiguousarray(rows[:, 1:])
+    return rows[:, :-1].copy(), rows[:, 1:].copy()  # two arrays: targets may be marked as ignored
 
 
 @lru_cache(2)

@@ -30,6 +30,7 @@ def one_line(
 
     Without a mesh (MPI has not started), every rank is taken to fail alike, and rank 0 speaks. With one, the
     block is collective: all ranks learn at its end whether one failed, the lowest of those speaks, all exit.
+    So nothing that one rank alone may fail at can come before a collective inside the block.
     SHARDRT_DEBUG shows the traceback as well.
     """
     failure = None

@@ -55,13 +55,17 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         failure.describe_memory(lambda: f"memory as planned, per rank:\n{plan}")
         run = run_log(recipe) if mesh.rank == 0 else RunLog(None)
 
+    job = job_of(recipe, mesh, task, model, run, watch)
+    with one_line(DATA, mesh, kinds=(CheckpointError,)):
+        first, told = resume(job)  # before anything of a run that was there is changed
     watch.keep(run.directory / "flight" if run.directory else None)
     if run.directory:
         settings.dump(recipe, run.directory / "config.toml")
+    if recipe.resume:
+        run.rewind(first)
     introduce(run, recipe, mesh, task, model, plan)
-    job = job_of(recipe, mesh, task, model, run, watch)
-    with one_line(DATA, mesh, kinds=(CheckpointError,)):
-        first = resume(job)
+    for line in told:
+        run.say(line)
     with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
         loop.train(job, first)
     # Rank 0 gathers and writes; the others take part and need no directory.
@@ -125,7 +129,12 @@ def planned_memory(
 def run_log(recipe: Recipe) -> RunLog:
     """Rank 0's, in a directory of its own, or that of the run that is resumed."""
     if recipe.resume == "auto":
-        return RunLog(resumed_run_directory(recipe.name), resumed=True)
+        directory = resumed_run_directory(recipe.name)
+        if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
+            raise ValueError(
+                f"{directory} is finished, and has no checkpoint to go on from: give another --name"
+            )
+        return RunLog(directory, resumed=True)
     if recipe.resume:
         read_manifest(Path(recipe.resume))  # before a directory is made
     return RunLog(new_run_directory(recipe.name))
@@ -158,28 +167,62 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks)
 
 
-def resume(job: Job) -> int:
-    """The step to go on from: 0, or that of the checkpoint that was restored."""
+def resume(job: Job) -> tuple[int, list[str]]:
+    """(the step to go on from: 0, or that of the checkpoint that was restored; what to tell the reader).
+
+    Raises CheckpointError, having removed the run's directory if it is a new one.
+    """
     wanted = job.recipe.resume
     if not wanted:
-        return 0
-    step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+        return 0, []
+    try:
+        step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+    except CheckpointError:
+        if wanted != "auto":
+            job.run.discard()
+        raise
     if extra.get("scaler") and job.scaler.is_enabled():
         job.scaler.load_state_dict(extra["scaler"])
-    changed = changed_bits(extra.get("config", {}), settings.plain(job.recipe))
-    if step and changed:
-        job.run.say(f"warning: not the bits of a run that was not resumed: {changed}")
-    job.run.rewind(step)
-    job.run.say(f"resumed from step {step}" if step else "no checkpoint yet: from the beginning")
-    return step
+    told = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
+    if changed := changes(extra, loop.extra_of(job)) if step else []:
+        told.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
+    return step, told
 
 
-def changed_bits(saved: dict[str, Any], own: dict[str, Any]) -> str:
-    """Settings that change what world-invariant runs compute, and how; "" if none or neither run is one."""
-    if "world-invariant" not in (saved.get("deterministic"), own["deterministic"]):
-        return ""
-    names = ("deterministic", "micro_batches", "threads", "batch_size")
-    return ", ".join(f"{n} was {saved.get(n)}, is {own[n]}" for n in names if saved.get(n) != own[n])
+def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
+    """What a checkpoint says of its run that differs here and changes numbers, if only by rounding."""
+    told = []
+    for part in ("config", "data", "versions"):
+        before, now = (_flat(each.get(part, {})) for each in (saved, own))
+        told += [
+            f"{name} was {before.get(name)}, is {now.get(name)}"
+            for name in sorted(before.keys() | now.keys())
+            if before.get(name) != now.get(name) and name.partition(".")[0] not in _HARMLESS
+        ]
+    return told
+
+
+_HARMLESS = (
+    "name",
+    "resume",
+    "ahead",
+    "export",
+    "sample",
+    "fsdp",
+    "memory",
+    "checkpoint",
+    "watchdog",
+    "report",
+    "data",
+)
+
+
+def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Tables in tables as one, with dots in its keys."""
+    flat = {}
+    for key, value in table.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def introduce(

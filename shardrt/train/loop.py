@@ -24,6 +24,7 @@ from shardrt.train.recipe import Recipe
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
 from shardrt.train.trace import Trace
+from shardrt.train.versions import versions
 
 if TYPE_CHECKING:
     from shardrt.train.job import Job
@@ -178,7 +179,7 @@ def evaluate(job: "Job", done: int, limit: int | None) -> dict[str, float]:
     figures = {}
     for name in found[0]:
         (count,) = over_ranks(mesh, "sum", fsum(each[name][1] for each in found))
-        figures[name] = exact_sum(mesh, [each[name][0] for each in found]) / count
+        figures[name] = exact_sum(mesh, [each[name][0] for each in found]) / max(1, count)
     record = {"step": done} | task.evaluation(figures)
     job.run.say(evaluation_line(record, recipe.steps))
     job.run.write("evaluation", record)
@@ -199,7 +200,12 @@ def keep(job: "Job", done: int) -> None:
 
 def extra_of(job: "Job") -> dict[str, Any]:
     """What a checkpoint holds beside parameters and the optimizer's state."""
-    return {"scaler": job.scaler.state_dict(), "config": settings.plain(job.recipe)}
+    return {
+        "scaler": job.scaler.state_dict(),
+        "config": settings.plain(job.recipe),
+        "data": job.task.facts(),
+        "versions": versions(),
+    }
 
 
 def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:

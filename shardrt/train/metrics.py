@@ -78,6 +78,14 @@ class RunLog:
         temporary.replace(path)
         self._metrics = open(path, "a", encoding="utf-8")
 
+    def discard(self) -> None:
+        """Remove the directory, which is new, and write nothing more."""
+        if self._metrics:
+            self._metrics.close()
+            self._metrics = None
+            (self.directory / METRICS).unlink()
+            self.directory.rmdir()
+
     def say(self, line: str) -> None:
         """Print a line."""
         if self.directory:

@@ -208,3 +208,53 @@ def test_a_run_of_vit_is_loaded_again(folder):
     recipe = replace(digits(), steps=2, name="x", data=())
     launch(recipe)
     assert train.load(folder / "runs" / "x" / "config.toml") == recipe
+
+
+def test_one_row_per_rank_is_evaluated_and_its_tokens_are_its_own(folder):
+    """Targets are marked as ignored where a rank has less to evaluate: not so the tokens."""
+    train.main(arguments("--batch-size", "1", "--name", "one"))
+    assert len(records(folder, "one", "evaluation")) == 2
+
+
+def test_a_resume_that_is_refused_leaves_the_run_as_it_was(folder, capfd):
+    train.main(arguments("--name", "a", "--checkpoint.every", "2"))
+    settings_file = folder / "runs" / "a" / "config.toml"
+    before = settings_file.read_text()
+    capfd.readouterr()
+    for name, where in (("a", "auto"), ("b", "runs/a/checkpoints/step-00000002")):
+        with pytest.raises(SystemExit) as stop:
+            train.main(arguments("--name", name, "--resume", where, "--model.n-embd", "32"))
+        assert stop.value.code == 65
+        (line,) = capfd.readouterr().err.splitlines()
+        assert "does not fit this model" in line or "is (" in line, line
+    assert settings_file.read_text() == before
+    assert not (folder / "runs" / "b").exists()
+
+
+def test_a_resume_says_what_is_not_as_it_was(folder, capfd):
+    train.main(arguments("--name", "a", "--checkpoint.every", "2"))
+    (folder / "other.txt").write_text("to be or not to be " * 200)
+    capfd.readouterr()
+    train.main(
+        arguments("--name", "a", "--resume", "auto", "--seed", "7", "--data", "other.txt", "--steps", "4")
+    )
+    out = capfd.readouterr().out
+    (line,) = [line for line in out.splitlines() if line.startswith("warning: not the run that was saved")]
+    for told in ("seed was 0, is 7", "steps was 3, is 4", "digest was sha256"):
+        assert told in line, line
+
+
+def test_a_finished_run_without_checkpoints_is_not_begun_again(folder, capfd):
+    train.main(arguments("--name", "a"))
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments("--name", "a", "--resume", "auto"))
+    assert stop.value.code == 2
+    assert "runs/a is finished, and has no checkpoint to go on from" in capfd.readouterr().err
+
+
+def test_a_tokenizer_that_bytes_do_not_need_is_told_before_training(folder, capfd):
+    for path, told in (("none.json", "the data are bytes"), ("tiny.toml", "the data are bytes")):
+        with pytest.raises(SystemExit) as stop:
+            train.main(arguments("--text.tokenizer", path))
+        assert stop.value.code in (2, 65)
+        assert told in capfd.readouterr().err
