@@ -204,6 +204,7 @@ def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
 
 _HARMLESS = (
     "name",
+    "steps",
     "resume",
     "ahead",
     "export",

@@ -240,7 +240,7 @@ def test_a_resume_says_what_is_not_as_it_was(folder, capfd):
     )
     out = capfd.readouterr().out
     (line,) = [line for line in out.splitlines() if line.startswith("warning: not the run that was saved")]
-    for told in ("seed was 0, is 7", "steps was 3, is 4", "digest was sha256"):
+    for told in ("seed was 0, is 7", "digest was sha256"):
         assert told in line, line
 
 

@@ -88,14 +88,14 @@ def test_processes_that_resume_at_other_numbers_of_ranks_leave_the_same(folder):
         options = (*INVARIANT, "--name", "moved", "--steps", str(steps), "--resume", "auto")
         done = start("models.train", *arguments(*options), ranks=ranks, cwd=folder)
         assert done.returncode == 0, done.stderr
-        assert "not the bits" not in done.stdout
+        assert "not the run" not in done.stdout
     assert left(folder, "moved") == left(folder, "alone")
 
 
 def test_another_number_of_micro_batches_is_told(folder, capfd):
     run(2, "told", "--steps", "2")
     run(2, "told", "--steps", "3", "--resume", "auto", "--micro-batches", "4")
-    told = "warning: not the bits of a run that was not resumed: micro_batches was 8, is 4"
+    told = "warning: not the run that was saved: micro_batches was 8, is 4"
     assert told in capfd.readouterr().out
     run(2, "told", "--steps", "4", "--resume", "auto", "--micro-batches", "4", "--deterministic", "per-world")
     assert "deterministic was world-invariant, is per-world" in capfd.readouterr().out
