@@ -55,7 +55,7 @@ class Line:
 
     @property
     def overhead_allowed(self) -> float | None:
-        """What GOALS allow above the raw call: 5 us and 1 % of it."""
+        """What we allow ourselves above the raw call: 5 us and 1 % of it."""
         return 5e-6 + 0.01 * self.raw if self.raw else None
 
 
