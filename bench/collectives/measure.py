@@ -10,6 +10,7 @@ from bench.collectives.ops import ROOT, Case
 from bench.collectives.values import count_wrong, fill, poison
 from shardrt import device as devices
 from shardrt.comm import Communicator
+from shardrt.device import Array
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ class Line:
 
     @property
     def overhead_allowed(self) -> float | None:
-        """What GOALS allow above the raw call: 5 us and 1 % of it."""
+        """What we allow ourselves above the raw call: 5 us and 1 % of it."""
         return 5e-6 + 0.01 * self.raw if self.raw else None
 
 
@@ -100,7 +101,10 @@ def _timed(contestants: list[Contestant], case: Case, control: Communicator, eff
     return seconds
 
 
-def _round(contestant, source, target, case, control: Communicator, effort: Effort) -> float:
+def _round(
+    contestant: Contestant, source: Array, target: Array, case: Case, control: Communicator, effort: Effort
+) -> float:
+    """Seconds of a call on this rank, from a start that all ranks share."""
     stream = contestant.device.current_stream
     call = getattr(contestant, case.op.name)
     stream.synchronize()

@@ -90,7 +90,7 @@ def fit_text(row: dict) -> str:
 
 
 def verdict(lines: Sequence[Line]) -> str:
-    """One line: wrong elements, and how many overheads are above what GOALS allow."""
+    """One line: wrong elements, and how many overheads are above what we allow."""
     checked = [line for line in lines if line.wrong is not None]
     wrong = sum(line.wrong for line in checked)
     raw_wrong = sum(line.raw_wrong or 0 for line in lines)

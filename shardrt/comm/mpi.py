@@ -116,9 +116,6 @@ class MPICommunicator(Communicator):
 
     def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
         self._meet("all_to_all", buffer, 0, what)
-        if buffer.size <= _MESSAGE:
-            self._mpi.Alltoall(buffer, output)
-            return
         n = buffer.size // self.size
         for step in range(self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
