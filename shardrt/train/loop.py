@@ -63,6 +63,7 @@ def train(job: "Job", first: int) -> None:
             if done % recipe.report.eval_interval == 0 or done == steps:
                 evaluate(job, done, recipe.report.eval_samples if done < steps else None)
                 stopwatch.restart(done)
+                job.ranks.restart(done)
             if done < steps and (reason := requests.reason()):
                 leave(job, done, reason)
     batches.close()

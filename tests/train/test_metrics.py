@@ -9,7 +9,7 @@ import pytest
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train import metrics, progress
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, plot_losses, read_metrics
-from shardrt.train.progress import Stopwatch, clock, evaluation_line, memory_mb, step_line
+from shardrt.train.progress import Ranks, Stopwatch, clock, evaluation_line, memory_mb, step_line
 
 STEP = {
     "step": 1,
@@ -147,6 +147,19 @@ def test_the_stopwatch_gives_the_mean_since_it_was_read_and_leaves_evaluations_o
     stopwatch.restart(2)
     now[0] += 8
     assert stopwatch.read(10) == {"ms": 1000.0, "tokens_per_s": 50.0, "eta_s": 0.0}
+
+
+def test_the_rank_that_was_in_collectives_least_is_the_one_the_others_waited_for():
+    def read():
+        mesh = init_device_mesh()
+        seconds = iter([0.0, 10.0, 10.0 + [0.4, 0.1, 0.3][mesh.rank], 20.0])
+        ranks = Ranks(mesh, lambda: next(seconds))
+        ranks.restart(4)
+        return ranks.read(6)
+
+    for found in thread.run(3, read):
+        assert found["slowest_rank"] == 1 and found["lag_ms"] == pytest.approx(150.0)  # over two steps
+        assert found["memory_mb"] > 0 and found["memory_rank"] in (0, 1, 2)
 
 
 def test_memory_is_that_of_this_process():
