@@ -25,6 +25,9 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     try:
         return options.run(options)
+    except BrokenPipeError:  # `| head` has seen enough
+        sys.stderr.close()
+        return 0
     except (Damaged, BadTokens, BadRun, OSError) as error:
         told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
         print(f"error: {told}", file=sys.stderr)

@@ -62,6 +62,17 @@ def test_of_a_run_that_raised_it_says_who_and_what(folder, capsys, monkeypatch):
     assert "    step 3, optimizer; " in out
 
 
+def test_of_a_run_that_was_asked_to_stop_it_says_how_to_go_on(folder, capsys):
+    (folder / "runs" / "asked").mkdir()
+    with pytest.raises(SystemExit) as stop:
+        (folder / "runs" / "asked" / "stop").touch()
+        launch(1, "asked", resume="auto")
+    assert stop.value.code == 75
+    code, out = told(capsys, "runs/asked")
+    assert code == 0
+    assert "runs/asked: asked to stop, and saved: go on with --resume auto" in out
+
+
 def processes(folder, states):
     """Flight files of processes that live no more, or are stopped, or still run; gives those that live."""
     alive = []

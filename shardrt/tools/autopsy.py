@@ -14,6 +14,7 @@ from shardrt.train.metrics import METRICS
 
 DATA = 65  # nothing here can be read
 _ALIVE = 5.0  # seconds since the last beat
+_ASKED = "exit code 75"  # how a rank ended that was asked to stop, and has saved
 
 
 def examine(run: Path) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def examine(run: Path) -> dict[str, Any]:
     hang = _text(folder / REPORT)
     # A launcher may let a stopped rank go on for a moment before it ends it: what the watchdog saw counts.
     blame, behind = diagnosis.blamed(hang)
-    if not hang and not _all_done(flights):
+    if not hang and not _all_done(flights) and not _all_asked(flights):
         blame, behind = diagnosis.blame(flights), diagnosis.behind(flights)
     found = {
         "run": str(run),
@@ -44,6 +45,7 @@ def examine(run: Path) -> dict[str, Any]:
     }
     found["verdict"] = _verdict(flights, found)
     well = flights and not told and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
+    well = well or (not told and _all_asked(flights))
     return found | {"code": DATA if not flights else 0 if well else 1}
 
 
@@ -73,7 +75,7 @@ def first_to_end(flights: list[Flight]) -> int | None:
     all killed it is the one that was silent first, of those for which others wait if there are such. The
     launcher kills the others within milliseconds, so this may be wrong where several are behind.
     """
-    ended = [flight for flight in flights if not _alive(flight) and flight.ended != "done"]
+    ended = [flight for flight in flights if not _alive(flight) and flight.ended not in ("done", _ASKED)]
     if not ended:
         return None
     spoke = [f for f in ended if f.ended and not f.ended.startswith("hang:") and "PeerFailed" not in f.ended]
@@ -90,6 +92,8 @@ def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:
         return "still running"
     if _all_done(flights):
         return "done"
+    if _all_asked(flights):
+        return "asked to stop, and saved: go on with --resume auto"
     told = ["ended by the watchdog"] if found["hang"] else []
     first = next((rank for rank in found["ranks"] if rank["rank"] == found["first"]), None)
     if first is not None:
@@ -127,6 +131,10 @@ def _state(flight: Flight) -> str:
     if flight.ended == "done":
         return "done"
     return "ended" if flight.ended else "killed, it said nothing"
+
+
+def _all_asked(flights: list[Flight]) -> bool:
+    return bool(flights) and all(flight.ended == _ASKED for flight in flights)
 
 
 def _all_done(flights: list[Flight]) -> bool:
