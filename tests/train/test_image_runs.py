@@ -106,7 +106,7 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
     assert "afresh" not in capfd.readouterr().out
 
     how = ("--init-from", str(base), "--steps", "2", "--optimizer.lr", "1e-6", "--seed", "7")
-    run(2, "tuned", VIT, *how, "--export", "True")
+    run(2, "tuned", VIT, *how, "--export", "True", "--checkpoint.every", "1")
     told = f"the head starts afresh for 2 classes: {base} has none of so many"
     assert capfd.readouterr().out.count(told) == 1
     table = json.loads((folder / "runs" / "tuned" / "pretrained" / "config.json").read_text())
@@ -118,7 +118,7 @@ def test_a_vit_begins_with_the_weights_of_files_and_a_new_head_for_other_classes
         np.testing.assert_allclose(after[name], values, atol=1e-5, err_msg=name)
 
     written = (folder / "runs/tuned/pretrained/model.safetensors").stat().st_mtime_ns
-    run(2, "tuned", VIT, *how, "--export", "True", "--resume", "auto")
+    run(2, "tuned", VIT, *how, "--export", "True", "--checkpoint.every", "1", "--resume", "auto")
     assert (folder / "runs/tuned/pretrained/model.safetensors").stat().st_mtime_ns > written
 
     adapted = (*VIT, "--init-from", str(base), "--lora.rank", "2")
