@@ -40,6 +40,20 @@ class KVCache:
         return first, self.layers
 
 
+def extended(
+    tokens: np.ndarray, cache: "KVCache | None", layers: int, block_size: int
+) -> tuple[int, int, list]:
+    """(position of the first of `tokens`, that after the last, each layer's cache or None).
+
+    Raises ValueError for more positions than the model has, and as KVCache.extend.
+    """
+    first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
+    last = first + tokens.shape[1]
+    if last > block_size:
+        raise ValueError(f"tokens: at most block_size = {block_size} at a time, got {last}")
+    return first, last, caches
+
+
 class LayerCache:
     """Of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`."""
 

@@ -13,7 +13,7 @@ import numpy as np
 from shardrt import Tensor, nn
 from shardrt import functional as F
 
-from .cache import KVCache, LayerCache
+from .cache import KVCache, LayerCache, extended
 from .head import head
 
 Array = Any
@@ -126,10 +126,7 @@ class GPT(nn.Module):
         cache: KVCache | None = None,
         starts: Array = None,
     ) -> Tensor:
-        first, layers = (0, [None] * len(self.blocks)) if cache is None else cache.extend(tokens)
-        last = first + tokens.shape[1]
-        if last > self.config.block_size:
-            raise ValueError(f"tokens: at most block_size = {self.config.block_size} at a time, got {last}")
+        first, last, layers = extended(tokens, cache, len(self.blocks), self.config.block_size)
         x = self.wte(tokens) + self.wpe(range(first, last))  # (batch, time, n_embd)
         x = self.dropout(x)
         for block, layer in zip(self.blocks, layers, strict=True):

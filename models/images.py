@@ -14,14 +14,8 @@ import numpy as np
 from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
-from shardrt.train.images import (
-    IGNORED,
-    View,
-    held_out_batches,
-    load_digits,
-    load_folder,
-    samples_batch,
-)
+from shardrt.train.held_out import IGNORED
+from shardrt.train.images import View, held_out_batches, load_digits, load_folder, samples_batch
 from shardrt.train.metrics import RunLog
 
 from . import regnet, vit

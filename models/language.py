@@ -16,14 +16,8 @@ from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.train import config as settings
-from shardrt.train.data import (
-    IGNORED,
-    VOCABULARY,
-    Corpus,
-    cut_windows,
-    held_out_starts,
-    load_corpus,
-)
+from shardrt.train.data import VOCABULARY, Corpus, cut_windows, held_out_starts, load_corpus
+from shardrt.train.held_out import IGNORED
 from shardrt.train.metrics import BITS, RunLog
 from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
@@ -140,8 +134,8 @@ class Language:
     def _known_words(self) -> Text | None:
         """For the sample at the end; found out now, not after hours of training."""
         recipe = self.recipe
-        if self.corpus.tokenizer != "bytes" and recipe.text.tokenizer == Path():
-            return None
+        if self.corpus.kind == "tokens" and recipe.text.tokenizer == Path():
+            return None  # nobody knows what they stand for
         words = recipe.words()
         if words.encode(recipe.sample.prompt).max() >= self.shape.vocab_size:
             raise ValueError(f"sample.prompt has tokens beyond the model's {self.shape.vocab_size}")
@@ -243,9 +237,9 @@ class Language:
         folder, tokenizer = self.recipe.leave(model, run), self.recipe.text.tokenizer
         if folder and tokenizer != Path():
             copyfile(tokenizer, folder / TOKENIZER)
-        if self.corpus.kind == "tokens" and tokenizer == Path():
-            return {}  # nobody knows what they stand for
-        words = self.recipe.words()
-        made = generate(model, self.recipe.sample, words, block_size=self.block_size, seed=self.recipe.seed)
+        if self._words is None:
+            return {}
+        how = {"block_size": self.block_size, "seed": self.recipe.seed}
+        made = generate(model, self.recipe.sample, self._words, **how)
         run.say(f"--- sample ---\n{made}\n--------------")
         return {"sample": made}

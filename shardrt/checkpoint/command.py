@@ -13,6 +13,7 @@ import numpy as np
 from shardrt.checkpoint.manifest import DTYPES, Damaged
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, read_manifest, verify
+from shardrt.comm.talk import differing
 
 
 class _Values:
@@ -104,7 +105,7 @@ def _compared(first: _Values, second: _Values) -> list[str]:
     """A line for everything that differs."""
     one, other = first.manifest, second.manifest
     lines = [] if one.step == other.step else [f"step: {one.step} and {other.step}"]
-    lines += _differences("", one.extra, other.extra)
+    lines += [f"{name}: {a} and {b}" for name, (a, b) in differing([one.extra, other.extra])]
     for name in sorted(one.parameters.keys() | other.parameters.keys()):
         shapes = one.parameters.get(name), other.parameters.get(name)
         if shapes[0] != shapes[1]:
@@ -161,16 +162,6 @@ def _found(directory: Path) -> list[Path]:
     if not paths:
         raise FileNotFoundError(2, "No checkpoint here", str(directory))
     return paths
-
-
-def _differences(prefix: str, first: Any, second: Any) -> list[str]:
-    """ "a.b: 1 and 2" for every leaf in which two nests of dicts differ."""
-    if isinstance(first, dict) and isinstance(second, dict):
-        keys = sorted(first.keys() | second.keys())
-        return [
-            line for key in keys for line in _differences(f"{prefix}{key}.", first.get(key), second.get(key))
-        ]
-    return [] if first == second else [f"{prefix.rstrip('.')}: {first} and {second}"]
 
 
 def _positive(text: str) -> int:

@@ -1,6 +1,7 @@
 """Slows every collective down by a given time: for tests of overlap and of missing waits."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shardrt.comm.protocol import Communicator
@@ -8,15 +9,15 @@ from shardrt.comm.wrapper import Wrapper
 
 
 class DelayedCommunicator(Wrapper):
-    """Sleeps `delay` seconds in the stream before each collective (not before barriers)."""
+    """Calls wait(delay) in the stream before each collective (not before barriers): by default, seconds."""
 
-    def __init__(self, inner: Communicator, delay: float) -> None:
+    def __init__(self, inner: Communicator, delay: float, wait: Callable[[float], Any] = time.sleep) -> None:
         super().__init__(inner)
-        self.delay = delay
+        self.delay, self.wait = delay, wait
 
     def _wrap(self, inner: Communicator) -> "DelayedCommunicator":
-        return DelayedCommunicator(inner, self.delay)
+        return DelayedCommunicator(inner, self.delay, self.wait)
 
     def _before(self, call: str, buffer: Any, stream: Any) -> None:
         if buffer is not None:
-            stream.submit(time.sleep, self.delay, label=f"delay {call}")
+            stream.submit(self.wait, self.delay, label=f"delay {call}")

@@ -1,6 +1,7 @@
 """How ranks agree about things that are no arrays: JSON to everyone, who failed, and what differs."""
 
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -41,14 +42,19 @@ def failures(control: Communicator, error: BaseException | None) -> list[str]:
 
 def differences(everyone: list[Any], name: str = "") -> list[str]:
     """ "a.b: 1 on rank 0, 2 on rank 3" for every leaf in which the ranks' nests of dicts differ."""
-    if all(value == everyone[0] for value in everyone):
-        return []
-    if not all(isinstance(value, dict) for value in everyone):
-        other = next(rank for rank, value in enumerate(everyone) if value != everyone[0])
-        return [f"{name}: {everyone[0]} on rank 0, {everyone[other]} on rank {other}"]
-    keys = sorted({key for value in everyone for key in value})
-    return [
-        line
-        for key in keys
-        for line in differences([value.get(key) for value in everyone], f"{name}.{key}".lstrip("."))
-    ]
+    told = []
+    for leaf, values in differing(everyone, name):
+        other = next(rank for rank, value in enumerate(values) if value != values[0])
+        told.append(f"{leaf}: {values[0]} on rank 0, {values[other]} on rank {other}")
+    return told
+
+
+def differing(nests: list[Any], name: str = "") -> Iterator[tuple[str, list[Any]]]:
+    """("a.b", its value in each) for every leaf in which nests of dicts differ; None where one lacks it."""
+    if all(value == nests[0] for value in nests):
+        return
+    if not all(isinstance(value, dict) for value in nests):
+        yield name, nests
+        return
+    for key in sorted({key for value in nests for key in value}):
+        yield from differing([value.get(key) for value in nests], f"{name}.{key}".lstrip("."))

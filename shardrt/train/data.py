@@ -16,10 +16,10 @@ from pathlib import Path
 
 import numpy as np
 
+from shardrt.train.held_out import shares
 from shardrt.train.tokens import SUFFIX, open_tokens
 
 VOCABULARY = 256
-IGNORED = -100  # the target that F.cross_entropy leaves out
 HELD_OUT = 20  # the last 1/20 of the text is never trained on
 
 # Folders that are no library code, or tables (encodings), or differ between machines with the same Python.
@@ -36,7 +36,6 @@ class Corpus:
     held_out: np.ndarray
     kind: str = "bytes"  # or "tokens"
     bytes_per_token: float = 1.0
-    tokenizer: str = "bytes"  # what made the tokens
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
 
     def gzip_bits_per_byte(self) -> float | None:
@@ -87,7 +86,6 @@ def _tokens(path: Path, block_size: int, vocabulary: int) -> Corpus:
         file.tokens[cut:],
         "tokens",
         file.bytes / file.tokens.size,
-        file.tokenizer,
         file.documents,
     )
 
@@ -130,11 +128,7 @@ def held_out_starts(
     the few behind the last whole window, a target once. Every rank gets as many batches, since the forward of
     a sharded model is collective; windows beyond the last do not count.
     """
-    count = (length - 1) // block_size
-    taken = count if windows is None else min(windows, count)
-    chosen = np.arange(taken) * count // taken
-    for first in range(0, taken, batch_size * size):
-        mine = chosen[first + rank * batch_size :][:batch_size]
+    for mine in shares((length - 1) // block_size, batch_size, limit=windows, rank=rank, size=size):
         padded = np.concatenate([mine, np.zeros(batch_size - mine.size, np.int64)])
         yield (padded * block_size).tolist(), mine.size
 

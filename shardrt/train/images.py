@@ -15,8 +15,8 @@ import numpy as np
 
 from shardrt import random
 from shardrt.kernels.cpu import philox
+from shardrt.train.held_out import IGNORED, shares
 
-IGNORED = -100  # the label that F.cross_entropy leaves out
 HELD_OUT = 5  # one image in so many of each class, where the source does not say which to test on
 SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 _DRAWN = 5  # random numbers of a sample
@@ -207,12 +207,10 @@ def held_out_batches(
     limit: or that many, spread evenly. Every rank gets as many batches, since the forward of a sharded model
     is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
-    taken = len(images) if limit is None else min(limit, len(images))
-    chosen = np.arange(taken) * len(images) // taken
-    for first in range(0, taken, batch_size * size):
+    for mine in shares(len(images), batch_size, limit=limit, rank=rank, size=size):
         x = np.zeros((batch_size, view.channels, view.size, view.size), np.float32)
         labels = np.full(batch_size, IGNORED, np.int64)
-        for row, index in enumerate(chosen[first + rank * batch_size :][:batch_size].tolist()):
+        for row, index in enumerate(mine.tolist()):
             pixels = _read(images, index)
             if pixels is not None:
                 x[row], labels[row] = _seen(pixels, view, None), images.labels[index]

@@ -9,7 +9,7 @@ from shardrt import device, nn, optim, random
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
 from shardrt.comm import failure, init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import differences, from_all
+from shardrt.comm.talk import differences, differing, from_all
 from shardrt.comm.watchdog import Watch
 from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, set_gradient_divide_factor, set_world_invariant
 from shardrt.train import config as settings
@@ -63,7 +63,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         settings.dump(recipe, run.directory / "config.toml")
     if recipe.resume:
         run.rewind(first)
-    introduce(run, recipe, mesh, task, model, plan)
+    introduce(job, plan)
     for line in told:
         run.say(line)
     with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
@@ -154,6 +154,7 @@ class Job:
     run: RunLog
     watch: Watch
     ranks: Ranks
+    origin: dict[str, Any]  # settings, data and code, for checkpoints and the log
 
 
 def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:
@@ -164,7 +165,8 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
     checkpoints = Checkpoints(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
-    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks)
+    origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
+    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin)
 
 
 def resume(job: Job) -> tuple[int, list[str]]:
@@ -184,22 +186,19 @@ def resume(job: Job) -> tuple[int, list[str]]:
     if extra.get("scaler") and job.scaler.is_enabled():
         job.scaler.load_state_dict(extra["scaler"])
     told = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
-    if changed := changes(extra, loop.extra_of(job)) if step else []:
+    if changed := changes(extra, job.origin) if step else []:
         told.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
     return step, told
 
 
 def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
     """What a checkpoint says of its run that differs here and changes numbers, if only by rounding."""
-    told = []
-    for part in ("config", "data", "versions"):
-        before, now = (_flat(each.get(part, {})) for each in (saved, own))
-        told += [
-            f"{name} was {before.get(name)}, is {now.get(name)}"
-            for name in sorted(before.keys() | now.keys())
-            if before.get(name) != now.get(name) and name.partition(".")[0] not in _HARMLESS
-        ]
-    return told
+    return [
+        f"{name} was {before}, is {now}"
+        for part in own
+        for name, (before, now) in differing([each.get(part, {}) for each in (saved, own)])
+        if name.partition(".")[0] not in _HARMLESS
+    ]
 
 
 _HARMLESS = (
@@ -218,18 +217,9 @@ _HARMLESS = (
 )
 
 
-def _flat(table: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Tables in tables as one, with dots in its keys."""
-    flat = {}
-    for key, value in table.items():
-        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return flat
-
-
-def introduce(
-    run: RunLog, recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, plan: MemoryPlan
-) -> None:
+def introduce(job: Job, plan: MemoryPlan) -> None:
     """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
+    run, recipe, mesh, task, model = job.run, job.recipe, job.mesh, job.task, job.model
     parameters = sum(parameter.size for parameter in model.parameters())
     trained = sum(parameter.size for parameter in model.parameters() if parameter.requires_grad)
     first, *more = task.introduction()
@@ -252,11 +242,11 @@ def introduce(
             "steps": recipe.steps,
             "ranks": mesh.size,
             "unit": task.unit,
-            **task.facts(),
+            **job.origin["data"],
             "device_bytes": plan.device,
             "host_bytes": plan.host,
             "memory_mb_before": memory_mb(),
             "began": time.time(),
-            "environment": {**versions(), **surroundings(mesh)},
+            "environment": {**job.origin["versions"], **surroundings(mesh)},
         },
     )

@@ -24,7 +24,6 @@ from shardrt.train.recipe import Recipe
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
 from shardrt.train.trace import Trace
-from shardrt.train.versions import versions
 
 if TYPE_CHECKING:
     from shardrt.train.job import Job
@@ -201,12 +200,7 @@ def keep(job: "Job", done: int) -> None:
 
 def extra_of(job: "Job") -> dict[str, Any]:
     """What a checkpoint holds beside parameters and the optimizer's state."""
-    return {
-        "scaler": job.scaler.state_dict(),
-        "config": settings.plain(job.recipe),
-        "data": job.task.facts(),
-        "versions": versions(),
-    }
+    return {"scaler": job.scaler.state_dict(), **job.origin}
 
 
 def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:

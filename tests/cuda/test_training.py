@@ -17,7 +17,7 @@ from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.comm import mesh as comm_mesh
-from shardrt.comm.wrapper import Wrapper
+from shardrt.comm.delayed import DelayedCommunicator
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import (
@@ -117,21 +117,6 @@ def test_it_trains_as_on_the_cpu(fake_cuda, variant, ranks):
     agree(found, expected, 2e-2 if "16" in variant else 2e-5)
 
 
-class Late(Wrapper):
-    """Keeps the stream busy before each collective."""
-
-    def __init__(self, inner, spin):
-        super().__init__(inner)
-        self.spin = spin
-
-    def _wrap(self, inner):
-        return Late(inner, self.spin)
-
-    def _before(self, call, buffer, stream):
-        if buffer is not None and stream is not None:
-            stream.submit(self.spin, 0.3)
-
-
 def make_late(monkeypatch, spin):
     """Delay each copy and collective of CUDA devices by spin(milliseconds), poison slots at their release."""
     copy, made = CUDADevice.copy, comm_mesh.for_device
@@ -141,7 +126,7 @@ def make_late(monkeypatch, spin):
         copy(self, target, source)
 
     monkeypatch.setattr(CUDADevice, "copy", late)
-    monkeypatch.setattr(comm_mesh, "for_device", lambda *how: Late(made(*how), spin))
+    monkeypatch.setattr(comm_mesh, "for_device", lambda *how: DelayedCommunicator(made(*how), 0.3, spin))
     monkeypatch.setattr(
         Arena, "poison", property(lambda arena: True, lambda arena, value: None), raising=False
     )

@@ -11,12 +11,12 @@ import pytest
 from shardrt.train.config import Determinism
 from shardrt.train.data import (
     HELD_OUT,
-    IGNORED,
     cut_windows,
     held_out_starts,
     load_corpus,
     window_start,
 )
+from shardrt.train.held_out import IGNORED
 from shardrt.train.recipe import Recipe
 from shardrt.train.tokens import write as write_tokens
 from tests.ranks import clean_environment

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
+from shardrt.train.held_out import IGNORED
 from shardrt.train.images import (
-    IGNORED,
     Corrupt,
     Images,
     View,
