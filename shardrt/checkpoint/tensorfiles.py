@@ -297,11 +297,17 @@ def _inside(folder: Path, name: str) -> Path:
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
         raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name")
-    if path.is_symlink():
-        raise ValueError(f"{folder / INDEX}: {name!r} is a link; only files in the folder itself are read")
+    if path.is_symlink() and path.resolve().parent != _blobs(folder):
+        raise ValueError(f"{folder / INDEX}: {name!r} is a link, not to a download cache's blobs")
     if not path.exists():
         raise ValueError(f"{folder / INDEX}: {name!r} is not there")
     return path
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Where a download cache keeps what its snapshots link to; None for other folders."""
+    revision = folder.resolve()
+    return revision.parents[1] / "blobs" if revision.parent.name == "snapshots" else None
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

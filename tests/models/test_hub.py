@@ -295,6 +295,21 @@ def test_a_good_index_is_read_and_one_that_lacks_a_tensor_is_not(folder):
         load_pretrained(folder)
 
 
+def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_path):
+    indexed("model-1.safetensors")(folder)
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "1f0c", tmp_path / "cache" / "blobs"
+    snapshot.mkdir(parents=True), blobs.mkdir()
+    for file in folder.iterdir():
+        file.rename(blobs / f"hash-of-{file.name}")
+        (snapshot / file.name).symlink_to(Path("../../blobs") / f"hash-of-{file.name}")
+    load_pretrained(snapshot)
+    blob = (blobs / "hash-of-model-1.safetensors").rename(tmp_path / "elsewhere")
+    (snapshot / "model-1.safetensors").unlink()
+    (snapshot / "model-1.safetensors").symlink_to(blob)
+    with pytest.raises(ValueError, match="is a link, not to a download cache's blobs"):
+        load_pretrained(snapshot)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [
