@@ -15,7 +15,10 @@ from .hub import described, kind_in, load_pretrained, save_pretrained
 
 @dataclass(frozen=True)
 class PretrainedRecipe(Recipe):
-    """A recipe of one of the models here. Raises ValueError for `init_from` or `export` without a format."""
+    """A recipe of one of the models here. Raises ValueError for `init_from` or `export` without a format.
+
+    init_from brings the model's shape: with `size` as well it is an error, and [model] is not read.
+    """
 
     init_from: Path = Path()  # a folder of Hugging Face's whose shape and weights it begins with
     export: bool = False  # write such a folder at the end: runs/NAME/pretrained
@@ -24,6 +27,8 @@ class PretrainedRecipe(Recipe):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        if self.pretrained and self.size:
+            raise ValueError(f"size is {self.size!r}, but init_from brings the shape: leave one of them out")
         kinds = [form.model for form in FORMATS.values()]
         if (self.pretrained or self.export) and self.NETWORK not in kinds:
             raise ValueError(

@@ -181,6 +181,7 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
         (["--text.window", "17"], "text.window 17 is more than the model's 16"),
         (["--text.separate-documents", "True"], "text.separate_documents needs a token file"),
         (["--init-from", "nowhere"], "nowhere/config.json"),
+        (["--init-from", "here", "--size", "gpt2"], "size is 'gpt2', but init_from brings the shape"),
         (["--lora.rank", "99"], "rank 99 is more than"),
         (["--architecture", "vit", "--images.smoothing", "1"], "images.smoothing must be in [0, 1), got 1"),
     ],
