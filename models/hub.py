@@ -14,11 +14,9 @@ import numpy as np
 
 from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
-from shardrt.checkpoint.state import gathered
+from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, read_json
-from shardrt.comm import talk
 from shardrt.comm import world as worlds
-from shardrt.fsdp.setup import units_below
 from shardrt.nn.lora import LoRALinear
 
 from .formats import FORMATS, Format, Settings, Stored
@@ -226,12 +224,7 @@ def _shapes(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Store
 
 def _agree(model: nn.Module, directory: Path, error: OSError | None, writer: FolderWriter | None) -> None:
     """Raise CheckpointError on every rank if rank 0 has an error, and leave nothing behind."""
-    units = units_below(model)
-    if units:
-        told = talk.failures(units[0].schedule.control, error)
-    else:
-        told = [] if error is None else [f"{type(error).__name__}: {error}"]
-    if told:
+    if told := failures(model, error):
         if writer is not None:
             writer.abandon()
         raise CheckpointError(f"{directory} was not written: {'; '.join(told)}") from error

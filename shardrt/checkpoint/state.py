@@ -1,12 +1,14 @@
-"""Gathers a model's whole weights on one rank, unit by unit."""
+"""Gathers a model's whole weights on one rank, unit by unit, and lets all ranks know how their use went."""
 
 from collections.abc import Iterator
 
 import numpy as np
 
 from shardrt import device
+from shardrt.comm import talk
 from shardrt.comm import world as worlds
 from shardrt.fsdp.group import Group
+from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.whole import full_unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -48,3 +50,14 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
                 for member in storage.unit.parameters if first else ():
                     if id(member) in wanted:
                         yield member, here.to_numpy(member.data)
+
+
+def failures(model: Module, error: BaseException | None) -> list[str]:
+    """What went wrong on any rank, alike on all; every rank has come here when it returns. Collective.
+
+    A model that is not sharded knows of no other ranks: then it is this rank's error alone.
+    """
+    units = units_below(model)
+    if units:
+        return talk.failures(units[0].schedule.control, error)
+    return [] if error is None else [f"{type(error).__name__}: {error}"]

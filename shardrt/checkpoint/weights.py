@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.checkpoint.state import full_state_dict
+from shardrt.checkpoint.checkpoints import CheckpointError
+from shardrt.checkpoint.state import failures, full_state_dict
 from shardrt.nn.module import Module
 
 WEIGHTS = "model.safetensors"
@@ -16,20 +17,32 @@ WEIGHTS = "model.safetensors"
 def save(directory: str | Path, model: Module, *, step: int = 0) -> None:
     """Write the model's weights, gathered on rank 0, to `directory`/model.safetensors. Collective.
 
-    The directory is made if need be. `step` is kept in the file's metadata. Raises OSError where writing
-    fails; a file that was there before is then as it was.
+    The directory is made if need be. `step` is kept in the file's metadata. When this returns, the file is
+    there for every rank of a sharded model. Raises CheckpointError, on every rank, where writing fails; a
+    file that was there before is then as it was.
     """
+    state, error = full_state_dict(model), None
+    if state:
+        try:
+            _write(Path(directory) / WEIGHTS, state, step)
+        except OSError as failed:
+            error = failed
+    if told := failures(model, error):
+        raise CheckpointError(f"{directory} was not written: {'; '.join(told)}") from error
+
+
+def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
+    from safetensors import SafetensorError
     from safetensors.numpy import save_file
 
-    state = full_state_dict(model)
-    if not state:
-        return
-    path = Path(directory) / WEIGHTS
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_suffix(".tmp")
     # safetensors stores other than C-contiguous arrays wrongly, without a word; these are copies and are.
     # One entry: the library writes several in another order each time, and equal weights as other bytes.
-    save_file(state, temporary, metadata={"step": str(step)})
+    try:
+        save_file(state, temporary, metadata={"step": str(step)})
+    except SafetensorError as error:  # what the library makes of an OSError
+        raise OSError(f"{temporary}: {error}") from None
     os.chmod(temporary, 0o666 & ~_umask())  # the library's files are for their owner alone
     with open(temporary, "rb") as file:
         os.fsync(file.fileno())

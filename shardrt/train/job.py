@@ -70,7 +70,8 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         loop.train(job, first)
     # Rank 0 gathers and writes; the others take part and need no directory.
     watch.phase("save")
-    save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
+    with one_line(DATA, mesh, kinds=(CheckpointError,)):
+        save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
     watch.phase("sample")
     kept = task.close(model, run)
     watch.phase("end")

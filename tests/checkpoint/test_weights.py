@@ -1,11 +1,16 @@
 """Weights go to one file and come back at any world size; a bad file is refused by name."""
 
+import errno
+import os
+import threading
+import time
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 import shardrt
-from shardrt.checkpoint import full_state_dict, load, save
+from shardrt.checkpoint import CheckpointError, full_state_dict, load, save, weights
 from shardrt.comm import init_device_mesh, thread
 from tests.fsdp.nets import Block, Nested, Net, shard
 
@@ -62,3 +67,37 @@ def test_a_damaged_file_is_refused_by_name(tmp_path, keep):
 def test_a_missing_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         load(tmp_path, Net())
+
+
+def test_the_file_is_there_for_every_rank_when_save_returns(tmp_path, monkeypatch):
+    written = threading.Event()
+    slowly = weights._write
+
+    def write(path, state, step):
+        time.sleep(0.2)
+        slowly(path, state, step)
+        written.set()
+
+    def job():
+        model = made(Net, 1)
+        save(tmp_path, model)
+        return written.is_set()
+
+    monkeypatch.setattr(weights, "_write", write)
+    assert thread.run(3, job) == [True, True, True]
+
+
+def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_file(tmp_path, monkeypatch):
+    thread.run(1, saved, Net, tmp_path)
+    before = (tmp_path / "model.safetensors").read_bytes()
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def job():
+        with pytest.raises(CheckpointError, match="was not written: rank 0: OSError.*No space left"):
+            save(tmp_path, made(Net, 2))
+
+    monkeypatch.setattr(os, "fsync", full)
+    thread.run(2, job)
+    assert (tmp_path / "model.safetensors").read_bytes() == before
