@@ -12,6 +12,7 @@ import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any, Protocol
 
 import numpy as np
@@ -36,13 +37,13 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.grad_enabled = True
-        self.sequence = 0
         self.running: Backward | None = None
         self.modules: list = []  # the layers whose forward runs now, outermost first
         self.keeper: Keeper | None = None
 
 
 _state = _State()
+_numbers = count(1)  # one for all threads: a forward that goes on in another thread must go on counting
 
 
 def is_grad_enabled() -> bool:
@@ -77,8 +78,8 @@ def enable_grad() -> Any:
 
 
 def newest() -> int:
-    """The sequence number of the newest node: what is recorded from now on has a greater one."""
-    return _state.sequence
+    """A sequence number above those of all nodes so far: what is recorded from now on has a greater one."""
+    return next(_numbers)
 
 
 class Keeper(Protocol):
@@ -239,8 +240,7 @@ class Function:
 
     def enter_tape(self) -> None:
         """Take the next sequence number."""
-        _state.sequence += 1
-        self.sequence = _state.sequence
+        self.sequence = next(_numbers)
         self.module = _state.modules[-1] if _state.modules else None
 
     def wrap(self, result: Any, recorded: bool) -> Any:

@@ -1,5 +1,7 @@
 """autograd.py: the order of the tape, what is recorded, and where gradients go."""
 
+import threading
+
 import numpy as np
 import pytest
 
@@ -387,3 +389,13 @@ def test_an_error_in_backward_leaves_no_run_behind():
     with pytest.raises(ArithmeticError):
         Fails.apply(leaf([1.0]), "x", []).backward()
     assert autograd.running() is None
+
+
+def test_a_forward_that_goes_on_in_another_thread_has_all_its_gradients():
+    x = leaf([2.0])
+    middle, results = x * 3.0 * 5.0, []
+    thread = threading.Thread(target=lambda: results.append(middle * 7.0))
+    thread.start()
+    thread.join()
+    (results[0] * 1.0).backward()
+    assert x.grad.tolist() == [105.0]
