@@ -7,24 +7,54 @@ before NumPy. What the user has set is left alone.
 
 import os
 import sys
+from pathlib import Path
 
-
-def local_size() -> int:
-    """Number of ranks that the launcher started on this machine (1 without a launcher)."""
-    for name in ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE"):
-        value = os.environ.get(name, "")
-        if value.isdigit() and int(value) > 0:
-            return int(value)
-    return 1
+_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
 
 
 def threads_per_rank() -> int:
-    """Cores that this process may use, divided by the ranks that share them; at least 1."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    ranks = local_size()
-    # A launcher that binds (Open MPI) has already cut the cores to this rank's share.
-    bound = cores < (os.cpu_count() or 1)
-    return max(1, cores if bound else cores // ranks)
+    """This rank's share of the cores that the launcher may use on this machine; at least 1.
+
+    No more than this process may use itself: Open MPI and srun bind ranks to cores.
+    """
+    variable, ranks = _local_ranks()
+    share = _cores_of_launcher(variable) // ranks
+    return max(1, min(share, _cores(0)))
+
+
+def _local_ranks() -> tuple[str, int]:
+    """(the variable that says so, how many ranks the launcher started on this machine); ("", 1) without."""
+    for name in _LOCAL_SIZE:
+        value = os.environ.get(name, "")
+        if value.isdigit() and int(value) > 0:
+            return name, int(value)
+    return "", 1
+
+
+def _cores_of_launcher(variable: str) -> int:
+    """Cores of the nearest ancestor that is not a part of a rank, as a shell between it and mpirun is."""
+    process = os.getppid()
+    try:
+        while variable and variable.encode() + b"=" in Path(f"/proc/{process}/environ").read_bytes():
+            process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+        return _cores(process if variable else 0)
+    except OSError:  # another user's process, or no /proc
+        return _cores(0)
+
+
+def _cores(process: int) -> int:
+    """Cores that a process (0: this one) may use: its affinity, and the time that its container has."""
+    cores = len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(cores, _quota())
+
+
+def _quota() -> int:
+    """Whole cores whose time the container has, at least 1; a great number without a limit."""
+    try:
+        limit, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
+        return max(1, round(int(limit) / int(period)))
+    except (OSError, ValueError):  # no cgroups of version 2, or "max"
+        return 1 << 30
 
 
 def prepare() -> None:

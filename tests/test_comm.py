@@ -1,5 +1,6 @@
 """Communicators keep one contract on every backend; the mesh and the world say who communicates."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,7 +10,7 @@ import time
 import numpy as np
 import pytest
 
-from shardrt import device
+from shardrt import _environment, device
 from shardrt.comm import (
     CountedCommunicator,
     DelayedCommunicator,
@@ -381,6 +382,25 @@ def test_a_launcher_is_known_by_its_environment(environment, expected):
     assert found == expected
 
 
+@pytest.mark.parametrize(
+    ("own", "launcher", "ranks", "threads"),
+    [
+        (64, 64, 4, 16),
+        (4, 4, 4, 1),  # four cores of a large machine, not bound to one each
+        (1, 64, 4, 1),  # bound to a core
+        (16, 64, 4, 16),  # bound to a quarter
+        (32, 64, 4, 16),  # bound by twos
+        (2, 2, 8, 1),
+    ],
+)
+def test_ranks_share_the_cores_that_their_launcher_has(monkeypatch, own, launcher, ranks, threads):
+    cores = {0: range(own), os.getppid(): range(launcher)}
+    monkeypatch.setattr(os, "sched_getaffinity", cores.get)
+    monkeypatch.setattr(_environment, "_quota", lambda: 1000)
+    monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
+    assert _environment.threads_per_rank() == threads
+
+
 def python(code, **variables):
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -425,6 +445,7 @@ PIECES = """
 import numpy as np
 from shardrt import device
 from shardrt.device import cuda
+from shardrt import _environment
 from shardrt.comm import create, mpi
 from tests.mpi.contract import own, same, values
 mpi._MESSAGE, mpi._CHUNK = 1000, 512

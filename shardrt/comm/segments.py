@@ -6,8 +6,10 @@ against /dev/shm (64 MB in a default container), and goes away with the last pro
 
 import mmap
 import os
+import weakref
 from bisect import bisect
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -25,9 +27,15 @@ class Segment:
 
     number: int
     shared: bool
-    regions: list[np.ndarray]  # uint8, by rank
+    memory: "weakref.ref[np.ndarray]"  # uint8, every rank's region; arrays of this rank's keep it
+    stride: int  # bytes from one rank's region to the next; 0 where it is the same
     start: int  # address of this rank's region
     nbytes: int
+
+    def region(self, rank: int) -> np.ndarray:
+        """What `rank` has, as long as an array of this rank's is there."""
+        first = rank * self.stride
+        return self.memory()[first : first + self.nbytes]
 
 
 @dataclass(frozen=True)
@@ -44,16 +52,19 @@ class Place:
 
     def of(self, rank: int, like: np.ndarray) -> np.ndarray:
         """The counterpart of `like` in the region of `rank`."""
-        return self.segment.regions[rank][self.offset : self.offset + like.nbytes].view(like.dtype)
+        return self.segment.region(rank)[self.offset : self.offset + like.nbytes].view(like.dtype)
 
 
 class Segments:
-    """The allocations of one group of ranks, found by address. Memory is kept as long as this object."""
+    """The allocations of one group of ranks, found by address.
+
+    Memory goes when the last array in it does, on each rank by itself: the others have their own mapping.
+    """
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         """Collective over `mpi`. Raises SharedMemoryUnavailable."""
-        self._segments: list[Segment] = []  # in the order of their addresses here
-        self._starts: list[int] = []
+        self._table: tuple[list[int], list[Segment]] = [], []  # by address; streams read it: never changed
+        self._numbers = count()
         _map(mpi, _PAGE)  # whether it works at all is known now, before anyone builds on it
 
     def allocate(self, mpi: MPI.Intracomm, count: int, dtype: Any, shared: bool) -> np.ndarray:
@@ -62,24 +73,26 @@ class Segments:
         stride = -(-max(nbytes, 1) // _PAGE) * _PAGE
         ranks = mpi.size
         memory = _map(mpi, stride if shared else stride * ranks)
-        starts = [0] * ranks if shared else range(0, stride * ranks, stride)
-        regions = [memory[start : start + nbytes] for start in starts]
-        own = regions[mpi.rank]
-        segment = Segment(len(self._segments), shared, regions, own.ctypes.data, nbytes)
-        index = bisect(self._starts, segment.start)
-        self._starts.insert(index, segment.start)
-        self._segments.insert(index, segment)
-        return own.view(dtype)
+        stride = 0 if shared else stride
+        start = memory.ctypes.data + mpi.rank * stride
+        segment = Segment(next(self._numbers), shared, weakref.ref(memory), stride, start, nbytes)
+        alive = [other for other in self._table[1] if other.memory() is not None]
+        segments = sorted([*alive, segment], key=lambda each: each.start)
+        self._table = [each.start for each in segments], segments
+        return segment.region(mpi.rank).view(dtype)
 
     def find(self, array: np.ndarray) -> Place | None:
         """Where `array` lies; None for memory that did not come from here, and for no memory."""
         address = array.__array_interface__["data"][0]
-        index = bisect(self._starts, address) - 1
+        starts, segments = self._table
+        index = bisect(starts, address) - 1
         if index < 0 or array.nbytes == 0:  # an empty array may lie at the border of two segments
             return None
-        segment = self._segments[index]
+        segment = segments[index]
         offset = address - segment.start
-        return Place(segment, offset) if offset + array.nbytes <= segment.nbytes else None
+        if offset + array.nbytes > segment.nbytes or segment.memory() is None:
+            return None
+        return Place(segment, offset)
 
 
 def _map(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
