@@ -16,6 +16,13 @@ from tests.mpi.contract import INLINE, Contract, digest
 SIZE = world.of_mpi().size
 
 
+def mapped():
+    """Bytes of this process's address space that are shared between ranks."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        ranges = [line.split("-", 1) for line in file if "memfd:shardrt" in line]
+    return sum(int(end.split()[0], 16) - int(start, 16) for start, end in ranges)
+
+
 class OverMPI(Contract):
     """Every rank runs the same tests in the same order, each with a communicator of its own."""
 
@@ -52,6 +59,23 @@ class TestShm(OverMPI):
         part = buffer[SIZE:] if made.rank == 1 else buffer[:-SIZE]
         with pytest.raises(CollectiveMismatch, match=r"rank 1 called all_gather\(.*, memory 0x\w+\)"):
             made.all_gather(part, stream=INLINE)
+        made.close()
+
+    @pytest.mark.parametrize("shared", [True, False])
+    def test_memory_goes_with_the_last_array_in_it(self, shared):
+        made = self.make()
+        kept = made.allocate(SIZE << 10, np.float32, shared=shared)
+        before = mapped()
+        for _ in range(3):
+            part = made.allocate(SIZE << 20, np.float32, shared=shared)[SIZE:]
+            made.all_gather(part, stream=INLINE)
+            made.barrier(stream=INLINE)
+        assert mapped() - before == (4 << 20) * (1 if shared else SIZE) * SIZE
+        del part
+        assert mapped() == before
+        kept[made.rank << 10 :][: 1 << 10] = made.rank
+        made.all_gather(kept, stream=INLINE)
+        assert np.array_equal(kept, np.repeat(np.arange(SIZE), 1 << 10))
         made.close()
 
     @pytest.mark.parametrize("call", ["reduce_scatter", "all_reduce", "all_to_all"])
