@@ -3,16 +3,20 @@
 A fresh large array costs a page fault per 4 KiB when it is first written, in every step again, since the
 C library gives large blocks straight back to the system. A training step asks for the same sizes each
 time, so the pool keeps a free list per size and, after the first step, hands out memory that is mapped.
+Where sizes change, as lengths of sequences do, free blocks of sizes not asked for lately are unmapped.
 Blocks come from mmap with huge pages asked for. Small arrays are left to NumPy.
 """
 
 import mmap
 import threading
+from collections import OrderedDict
 from math import prod
 
 import numpy as np
 
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
+# Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
+_MOST = 2
 _HUGE = 1 << 21
 
 
@@ -32,7 +36,7 @@ class _Block:
 
 
 class _Region:
-    """One mapping of `size` bytes; lives as long as the pool."""
+    """One mapping of `size` bytes, lent or free."""
 
     __slots__ = ("memory", "address", "size")
 
@@ -52,7 +56,8 @@ class Pool:
     """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
 
     def __init__(self) -> None:
-        self._free: dict[int, list[_Region]] = {}
+        self._free: OrderedDict[int, list[_Region]] = OrderedDict()  # by size, the size used last at the end
+        self._mapped = self._most = 0  # bytes: lent and free now; lent at once, ever
         self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -65,21 +70,50 @@ class Pool:
             return np.empty(shape, dtype)
         size = _rounded(nbytes)
         with self._lock:
-            free = self._free.get(size)
-            region = free.pop() if free else None
+            region = self._reused(size) or self._mapped_anew(size)
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
-        return np.asarray(_Block(self, region or _Region(size), shape, dtype))
+            self._most = max(self._most, self.held_bytes)
+        return np.asarray(_Block(self, region, shape, dtype))
 
     def reset_peak(self) -> None:
         """Count the peak anew, from what is held now."""
         with self._lock:
             self.peak_bytes = self.held_bytes
 
+    def _reused(self, size: int) -> _Region | None:
+        free = self._free.get(size)
+        if not free:
+            return None
+        self._free.move_to_end(size)
+        return free.pop()
+
+    def _mapped_anew(self, size: int) -> _Region:
+        while self._free and self._mapped + size > _MOST * max(self._most, self.held_bytes + size):
+            self._unmap()
+        try:
+            region = _Region(size)
+        except MemoryError:
+            while self._free:
+                self._unmap()
+            region = _Region(size)
+        self._mapped += size
+        return region
+
+    def _unmap(self) -> None:
+        """Give a free region of the size that was not used for longest back to the system."""
+        size, free = next(iter(self._free.items()))
+        if free:
+            free.pop()
+            self._mapped -= size
+        else:
+            del self._free[size]
+
     def _give_back(self, region: _Region) -> None:
         with self._lock:
             self.held_bytes -= region.size
             self._free.setdefault(region.size, []).append(region)
+            self._free.move_to_end(region.size)
 
 
 def _rounded(nbytes: int) -> int:

@@ -1,0 +1,54 @@
+"""The CPU's pool of memory: what it keeps for the next step, and what it gives back to the system."""
+
+import numpy as np
+import pytest
+
+from shardrt.device import memory
+from shardrt.device.memory import SMALL, Pool
+
+F = np.dtype(np.float32)
+
+
+def mapped(pool):
+    """Bytes that it has from the system."""
+    return pool.held_bytes + sum(size * len(free) for size, free in pool._free.items())
+
+
+def step(pool, rows):
+    held = [pool.empty((rows, 1 << 10), F) for _ in range(4)]
+    return [array.ctypes.data for array in held]
+
+
+def test_the_same_sizes_get_the_same_memory():
+    pool = Pool()
+    first = {*step(pool, 100), *step(pool, 40)}
+    assert all({*step(pool, 100), *step(pool, 40)} == first for _ in range(3))
+
+
+def test_sizes_that_keep_changing_do_not_add_up():
+    pool = Pool()
+    for rows in [512, *range(100, 512, 9)]:
+        step(pool, rows)
+    assert mapped(pool) <= 2 * pool.peak_bytes == 2 * 4 * 512 * 4096
+    assert mapped(pool) == pool._mapped
+
+
+def test_free_memory_goes_before_there_is_said_to_be_none(monkeypatch):
+    pool = Pool()
+    step(pool, 100)
+    kept = pool.empty((3, SMALL), F)
+    tries = iter([MemoryError, None, MemoryError, MemoryError])
+    region = memory._Region
+
+    def sparse(size):
+        if next(tries):
+            raise MemoryError("no memory")
+        return region(size)
+
+    monkeypatch.setattr(memory, "_Region", sparse)
+    held = pool.held_bytes
+    other = pool.empty((5, SMALL), F)
+    assert mapped(pool) == kept.nbytes + other.nbytes
+    with pytest.raises(MemoryError):
+        pool.empty((7, SMALL), F)
+    assert pool.held_bytes == held + other.nbytes, "what failed is not counted"
