@@ -31,7 +31,11 @@ from shardrt.optim.optimizer import Optimizer
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or restored, told to every rank. Training state is as it was."""
+    """A checkpoint could not be written or restored; every rank raises it.
+
+    A save that failed leaves training as it was. A restore that failed on a damaged file may have changed
+    some parameters: restore another checkpoint before training goes on.
+    """
 
 
 class Checkpoints:
