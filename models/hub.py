@@ -71,18 +71,12 @@ def starts_afresh(model: nn.Module) -> list[str]:
 
 def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     """How `model` would be kept: its format and config.json. Raises ValueError if there is no way."""
-    form = next((form for form in FORMATS.values() if _same(type(model), form.model)), None)
+    form = next((form for form in FORMATS.values() if type(model) is form.model), None)
     if form is None:
         kinds = ", ".join(form.model.__name__ for form in FORMATS.values())
         raise ValueError(f"save_pretrained: a {type(model).__name__} has no format; supported: {kinds}")
     settings = {"model_type": form.kind, "architectures": [form.architecture]}
     return form, settings | form.describe(model.config)
-
-
-def _same(kind: type, other: type) -> bool:
-    """Whether two classes are one: models.gpt and shardrt.models.gpt are the same file, imported twice."""
-    modules = (each.__module__.removeprefix("shardrt.") for each in (kind, other))
-    return kind.__qualname__ == other.__qualname__ and len(set(modules)) == 1
 
 
 def save_pretrained(

@@ -204,5 +204,10 @@ def test_public_names_of_the_readme_are_there():
         "from shardrt.fsdp import fully_shard, ShardingStrategy\n"
         "from shardrt.checkpoint import save, load, full_state_dict\n"
         "from models.gpt import GPT, GPTConfig\n"
-        "from shardrt.models.gpt import GPT as Installed\n"
     )
+    _python("from shardrt.models.gpt import GPT, GPTConfig")
+
+
+def test_the_models_have_one_name_in_a_process():
+    twice = "import models.gpt\ntry: import shardrt.models.gpt\nexcept ImportError as error: print(error)"
+    assert "are the same files: import them under one of the two names" in _python(twice)

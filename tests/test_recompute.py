@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardrt
+from models.gpt import GPT, Block, GPTConfig
 from shardrt import Tensor, autograd, device, nn, no_grad
 from shardrt import functional as F
 from shardrt import random as shardrt_random
@@ -13,7 +14,6 @@ from shardrt.autograd import Function
 from shardrt.functional.attention import SelfAttention
 from shardrt.functional.linear import Linear, LinearGELU
 from shardrt.functional.matmul import MatMul
-from shardrt.models.gpt import GPT, Block, GPTConfig
 from shardrt.recompute import Recompute, checkpoint, checkpoint_blocks, current, recomputing
 from tests.gradcheck import leaf, normal
 
