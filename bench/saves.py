@@ -148,7 +148,8 @@ class Rounds:
 
     def copy(self) -> None:
         """Copy what a save copies, once more than needed: the first time touches the pages."""
-        sources = [piece.array for piece in pieces_of(self.model, self.optimizer, saving=True)]
+        pieces = pieces_of(self.model, self.optimizer, saving=True)
+        sources = list({id(piece.flat): piece.flat for piece in pieces}.values())
         if not hasattr(self, "targets"):
             self.targets = [np.ones_like(array) for array in sources]
             self.nbytes = sum(array.nbytes for array in sources)
