@@ -24,8 +24,8 @@ PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
 class Piece:
     """Elements [first, first + array.size) of a parameter, or of the optimizer's state for it.
 
-    kind: "parameter", or the name of the state ("m"). flat: this rank's 1-D array, a unit's shard for one, that
-    has them at [start, stop).
+    kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
+    this rank, a unit's shard for one.
     """
 
     kind: str
