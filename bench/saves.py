@@ -65,8 +65,8 @@ class Timed(Disk):
         self.began, self.bytes = {}, {}
         self.rates: list[float] = []  # bytes per second
 
-    def create(self, path: Path) -> int:
-        file = super().create(path)
+    def create(self, path: Path, direct: bool = False) -> int:
+        file = super().create(path, direct)
         if path.name.startswith("rank-"):
             self.began[file], self.bytes[file] = time.perf_counter(), 0
         return file
