@@ -69,10 +69,10 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
 def _blocks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
     """The bytes of the file, BLOCK of them at a time but for the last, where the next ones overwrite them.
 
-    In whole pages, so that they can go past the page cache: beside threads that train that takes a fraction of
-    the processor time.
+    In whole pages, so that they can go past the page cache, with a fraction of the processor time: other
+    threads train.
     """
-    block, filled = np.frombuffer(mmap.mmap(-1, BLOCK), np.uint8), 0
+    block, filled = np.frombuffer(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE), np.uint8), 0
     for data in _parts(header, pieces):
         while data.size:
             part = data[: BLOCK - filled]
