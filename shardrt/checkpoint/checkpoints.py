@@ -38,6 +38,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in one folder. All calls are collective.
 
+    What is saved, and where it is, is found at the first save: by then the model must be sharded.
     root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """

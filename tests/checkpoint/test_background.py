@@ -9,9 +9,10 @@ import pytest
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints
+from shardrt.checkpoint import CheckpointError, Checkpoints
 from shardrt.checkpoint.pieces import pieces_of
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, world
+from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.checkpoint.test_checkpoints import everything, train
 from tests.fsdp.nets import Frozen, Net, shard
@@ -117,3 +118,28 @@ def test_each_is_the_state_of_its_step(tmp_path, monkeypatch, size):
                 for (*what, values), (*_, right) in zip(found, expected, strict=True):
                     np.testing.assert_array_equal(values, right, err_msg=f"{case}: {what}")
             assert all((held[0][0][0][3] != values[0][3]).any() for values, _ in held[1:]), case
+
+
+def without_memory(root):
+    mesh = init_device_mesh("auto")
+    model = shard(Net(), mesh)
+    checkpoints = Checkpoints(root, model, optim.AdamW(model.parameters()), mesh)
+    checkpoints.start(1)
+    with pytest.raises(CheckpointError, match=r"^step 1 was not saved: rank 1: MemoryError: no room$"):
+        checkpoints.settle()
+    checkpoints.start(2)
+    return checkpoints.settle().name
+
+
+def test_a_rank_without_memory_for_the_copy_tells_all_and_they_go_on(tmp_path, monkeypatch):
+    pinned, refused = CPUDevice.pinned, []
+
+    def refuse_once(self, count, dtype):
+        if world.current().rank == 1 and not refused:
+            refused.append(count)
+            raise MemoryError("no room")
+        return pinned(self, count, dtype)
+
+    monkeypatch.setattr(CPUDevice, "pinned", refuse_once)
+    assert run_ranks(3, without_memory, tmp_path / "c") == ["step-00000002"] * 3
+    assert [path.name for path in (tmp_path / "c").iterdir()] == ["step-00000002"]
