@@ -3,8 +3,8 @@
 Three kinds of round by turns: no save, one in the background, one that training waits for. Ranks meet before
 whatever is timed, so that no rank's figure holds the wait for a slower one. A copy is timed in every round:
 of the very flat arrays that are saved, into memory that was written before. Beside the time by the clock
-there is the thread's own processor time, which other work on the machine moves less; it holds no wait for the disk.
-A meeting is one all-reduce of two numbers: what a tick does, at the least.
+there is the thread's own processor time, which other work on the machine moves less; it holds no wait for the
+disk. A meeting is one all-reduce of two numbers: what a tick does, at the least.
 
     mpirun -n 2 python -m bench.saves --config models/configs/default.toml --rounds 20 --every 10
 """
