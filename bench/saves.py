@@ -2,9 +2,9 @@
 
 Three kinds of round by turns: no save, one in the background, one that training waits for. Ranks meet before
 whatever is timed, so that no rank's figure holds the wait for a slower one. A copy is timed in every round:
-of the very arrays that are saved, into memory that was written before. Beside the time by the clock there is
-the thread's own processor time, which other work on the machine moves less; it holds no wait for the disk.
-A meeting is one all-reduce of two numbers: what a tick does, at the least.
+of the very flat arrays that are saved, into memory that was written before. Beside the time by the clock
+there is the thread's own processor time, which other work on the machine moves less; it holds no wait for the
+disk. A meeting is one all-reduce of two numbers: what a tick does, at the least.
 
     mpirun -n 2 python -m bench.saves --config models/configs/default.toml --rounds 20 --every 10
 """
@@ -65,8 +65,8 @@ class Timed(Disk):
         self.began, self.bytes = {}, {}
         self.rates: list[float] = []  # bytes per second
 
-    def create(self, path: Path) -> int:
-        file = super().create(path)
+    def create(self, path: Path, direct: bool = False) -> int:
+        file = super().create(path, direct)
         if path.name.startswith("rank-"):
             self.began[file], self.bytes[file] = time.perf_counter(), 0
         return file
@@ -148,7 +148,8 @@ class Rounds:
 
     def copy(self) -> None:
         """Copy what a save copies, once more than needed: the first time touches the pages."""
-        sources = [piece.array for piece in pieces_of(self.model, self.optimizer, saving=True)]
+        pieces = pieces_of(self.model, self.optimizer, saving=True)
+        sources = list({id(piece.flat): piece.flat for piece in pieces}.values())
         if not hasattr(self, "targets"):
             self.targets = [np.ones_like(array) for array in sources]
             self.nbytes = sum(array.nbytes for array in sources)

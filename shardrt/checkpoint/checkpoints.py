@@ -21,13 +21,14 @@ from shardrt import device
 from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest, SavedFile, SavedParameter, SavedPiece
-from shardrt.checkpoint.pieces import PARAMETER, Piece, pieces_of, set_steps, steps_of
+from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, pieces_of, set_steps
 from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module
 from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.slices import Slice
 
 
 class CheckpointError(RuntimeError):
@@ -41,6 +42,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in one folder. All calls are collective.
 
+    What is saved, and where it is, is found at the first save: by then the model must be sharded.
     root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """
@@ -65,7 +67,9 @@ class Checkpoints:
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
-        self._snapshot = Snapshot()
+        self._saved: list[Piece] = []  # what this rank saves, found once
+        self._counted: dict[str, Slice] = {}
+        self._snapshot: Snapshot | None = None
         self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
         self._pending: _Save | None = None
         self.last_saved: int | None = None  # the step that was published last
@@ -122,19 +126,28 @@ class Checkpoints:
     def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
         if self._place is None:
             self._place = self._agreed_place(step)
-        root, tag = self._place
-        folder = root / f".tmp-{self.store.name(step)}-{tag}"
+        if not self._counted:
+            self._counted = counted(self._model, self._optimizer)
+            self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
-        steps = steps_of(self._model, self._optimizer)
+        root, tag = self._place
+        folder = root / f".tmp-{self.store.name(step)}-{tag}"
+        steps = {name: slice.steps for name, slice in self._counted.items()}
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         try:
-            pieces = list(pieces_of(self._model, self._optimizer, saving=True))
-            pieces = self._snapshot.of(pieces) if copy else pieces
+            pieces = self._copied() if copy else self._saved
         except MemoryError as error:  # told by the next tick: a meeting here would hold up training
             save.error, save.done = error, True
         else:
             save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank))
+
+    def _copied(self) -> list[Piece]:
+        """Copies of what this rank saves; they last until the next call. Raises MemoryError."""
+        if self._snapshot is None:
+            self._snapshot = Snapshot(self._saved)
+        self._snapshot.take()
+        return self._snapshot.pieces
 
     def _agreed_place(self, step: int) -> tuple[Path, str]:
         """Rank 0's folder, made where it is not there yet, and eight random digits of its own."""

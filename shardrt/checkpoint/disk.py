@@ -3,6 +3,8 @@
 Nothing is buffered here: what `write` returned from is with the kernel; what `sync` returned from, on disk.
 """
 
+import errno
+import fcntl
 import os
 import shutil
 from pathlib import Path
@@ -15,14 +17,24 @@ class Disk:
         """Make one directory, whose parent exists. Raises FileExistsError."""
         os.mkdir(path)
 
-    def create(self, path: Path) -> int:
-        """Open a new file for writing; gives its descriptor. Raises FileExistsError."""
-        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+    def create(self, path: Path, direct: bool = False) -> int:
+        """Open a new file for writing; gives its descriptor. Raises FileExistsError.
+
+        direct: what is written goes past the page cache, where the file system can do that.
+        """
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        if direct:
+            _set_direct(file, True)
+        return file
 
     def write(self, file: int, data: memoryview) -> None:
-        """Append all of `data`."""
+        """Append all of `data`; from the first that is no whole pages on, through the page cache."""
         while data:
-            data = data[os.write(file, data) :]
+            try:
+                data = data[os.write(file, data) :]
+            except OSError as error:
+                if error.errno != errno.EINVAL or not _set_direct(file, False):
+                    raise
 
     def sync(self, file: int) -> None:
         """Wait until what was written is on the disk."""
@@ -47,3 +59,14 @@ class Disk:
     def remove(self, path: Path) -> None:
         """Remove a directory with all that is in it."""
         shutil.rmtree(path)
+
+
+def _set_direct(file: int, wanted: bool) -> bool:
+    """Whether that changed how the file is written."""
+    flags = fcntl.fcntl(file, fcntl.F_GETFL)
+    changed = flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, changed)
+    except OSError:  # not on this file system
+        return False
+    return changed != flags

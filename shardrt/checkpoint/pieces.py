@@ -6,6 +6,7 @@ is, does not show; so a checkpoint loads into any layout, strategy and number of
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from shardrt.comm import world as worlds
@@ -13,6 +14,7 @@ from shardrt.fsdp.group import Group
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.slices import Slice
 
 Array = Any
 PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
@@ -22,13 +24,21 @@ PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
 class Piece:
     """Elements [first, first + array.size) of a parameter, or of the optimizer's state for it.
 
-    kind: "parameter", or the name of the state ("m"). array: a 1-D view of where they live on this rank.
+    kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
+    this rank, a unit's shard for one.
     """
 
     kind: str
     parameter: str
     first: int
-    array: Array
+    flat: Array
+    start: int
+    stop: int
+
+    @cached_property
+    def array(self) -> Array:
+        """A 1-D view of where they live on this rank."""
+        return self.flat[self.start : self.stop]
 
 
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
@@ -41,13 +51,13 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         start, stop, first = parameter.storage.range_of(parameter)
         if start == stop or (saving and not _saves(parameter)):
             continue
-        yield Piece(PARAMETER, name, first, parameter.storage.shard[start:stop])
+        yield Piece(PARAMETER, name, first, parameter.storage.shard, start, stop)
         if id(parameter) in states:
-            for kind, array in states[id(parameter)].state.items():
-                yield Piece(kind, name, first, array[start:stop])
+            for kind, state in states[id(parameter)].state.items():
+                yield Piece(kind, name, first, state, start, stop)
     if not saving or worlds.current().rank == 0:
         for name, buffer in model.named_buffers():
-            yield Piece(PARAMETER, name, 0, buffer.reshape(-1))
+            yield Piece(PARAMETER, name, 0, buffer.reshape(-1), 0, buffer.size)
 
 
 def _saves(parameter: Parameter) -> bool:
@@ -58,10 +68,10 @@ def _saves(parameter: Parameter) -> bool:
     return worlds.current().rank == 0
 
 
-def steps_of(model: Module, optimizer: Optimizer) -> dict[str, int]:
-    """How many updates each trained parameter has had."""
+def counted(model: Module, optimizer: Optimizer) -> dict[str, Slice]:
+    """What counts the updates of each trained parameter."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)]: s.steps for s in optimizer.slices for p, _ in s.members if id(p) in names}
+    return {names[id(p)]: s for s in optimizer.slices for p, _ in s.members if id(p) in names}
 
 
 def set_steps(model: Module, optimizer: Optimizer, steps: dict[str, int]) -> None:

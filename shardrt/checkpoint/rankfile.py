@@ -5,6 +5,7 @@ library takes the files for its own is tested.
 """
 
 import json
+import mmap
 import os
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -29,17 +30,19 @@ def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[Sav
 
     number: this file's, in the manifest. Raises OSError.
     """
+    from xxhash import xxh3_128_hexdigest
+
     header, saved = _lay_out(pieces, number)
-    file = disk.create(path)
+    file, size, checksums = disk.create(path, True), 0, []
     try:
-        hasher = _Blocks()
-        for data in _chunks(header, pieces):
-            hasher.add(data)
-            disk.write(file, data)
+        for block in _blocks(header, pieces):
+            checksums.append(xxh3_128_hexdigest(block))
+            disk.write(file, block)
+            size += len(block)
         disk.sync(file)
     finally:
         disk.close(file)
-    return SavedFile(path.name, hasher.bytes, tuple(hasher.finish())), saved
+    return SavedFile(path.name, size, tuple(checksums)), saved
 
 
 def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]:
@@ -63,45 +66,33 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
     return header, saved
 
 
-def _chunks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
-    """The bytes of the file, a block's worth at a time at most."""
-    yield memoryview(header)
+def _blocks(header: bytes, pieces: Iterable[Piece]) -> Iterator[memoryview]:
+    """The bytes of the file, BLOCK of them at a time but for the last, where the next ones overwrite them.
+
+    In whole pages, so that they can go past the page cache, with a fraction of the processor time: other
+    threads train.
+    """
+    block, filled = np.frombuffer(mmap.mmap(-1, BLOCK, mmap.MAP_PRIVATE), np.uint8), 0
+    for data in _parts(header, pieces):
+        while data.size:
+            part = data[: BLOCK - filled]
+            block[filled : filled + part.size] = part
+            filled, data = filled + part.size, data[part.size :]
+            if filled == BLOCK:
+                yield memoryview(block)
+                filled = 0
+    if filled:
+        yield memoryview(block)[:filled]
+
+
+def _parts(header: bytes, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
+    """The bytes of the file, of each piece at most a block's worth on the host at a time."""
+    yield np.frombuffer(header, np.uint8)
     for piece in pieces:
-        per_chunk = BLOCK // piece.array.dtype.itemsize
-        for start in range(0, piece.array.size, per_chunk):
-            host = device.of(piece.array).to_numpy(piece.array[start : start + per_chunk])
-            yield memoryview(np.ascontiguousarray(host)).cast("B")
-
-
-class _Blocks:
-    """XXH3-128 of each BLOCK bytes of a stream."""
-
-    def __init__(self) -> None:
-        from xxhash import xxh3_128
-
-        self._new, self._hash = xxh3_128, xxh3_128()
-        self._done: list[str] = []
-        self.bytes = 0
-
-    def add(self, data: memoryview) -> None:
-        """The next bytes."""
-        while data:
-            room = BLOCK - self.bytes % BLOCK
-            self._hash.update(data[:room])
-            self.bytes += min(room, len(data))
-            data = data[room:]
-            if self.bytes % BLOCK == 0:
-                self._next()
-
-    def finish(self) -> list[str]:
-        """The checksums, the last of a block that may be shorter."""
-        if self.bytes % BLOCK:
-            self._next()
-        return self._done
-
-    def _next(self) -> None:
-        self._done.append(self._hash.hexdigest())
-        self._hash = self._new()
+        each = BLOCK // piece.array.dtype.itemsize
+        for start in range(0, piece.array.size, each):
+            host = device.of(piece.array).to_numpy(piece.array[start : start + each])
+            yield np.ascontiguousarray(host).view(np.uint8)
 
 
 class Reader:

@@ -1,5 +1,7 @@
 """The copy on the host that a save in the background is written from, while training changes the original."""
 
+from dataclasses import replace
+
 import numpy as np
 
 from shardrt import device
@@ -9,25 +11,25 @@ _ALIGN = 64  # bytes
 
 
 class Snapshot:
-    """Page-locked memory, where the device knows such, kept from save to save.
+    """`pieces`, as they were when `take` was called last, in memory that is kept from save to save.
 
-    New pages with every save would take several times as long as the copy into them.
+    It is page-locked where the device knows such. The flat arrays that the pieces lie in are copied whole,
+    with padding: a few long copies, however many parameters there are. Raises MemoryError.
     """
 
-    def __init__(self) -> None:
-        self._memory = np.empty(0, np.uint8)
+    def __init__(self, pieces: list[Piece]) -> None:
+        flats = {id(piece.flat): piece.flat for piece in pieces}
+        starts = np.cumsum([0, *(-(-flat.nbytes // _ALIGN) * _ALIGN for flat in flats.values())]).tolist()
+        memory = device.current().pinned(starts[-1], np.uint8)
+        copies = {
+            key: memory[start : start + flat.nbytes].view(flat.dtype)
+            for (key, flat), start in zip(flats.items(), starts, strict=False)
+        }
+        self._copies = [(device.of(flat), copies[key], flat) for key, flat in flats.items()]
+        self.pieces = [replace(piece, flat=copies[id(piece.flat)]) for piece in pieces]
 
-    def of(self, pieces: list[Piece]) -> list[Piece]:
-        """The same pieces, copied; they last until the next call. Raises MemoryError."""
-        starts = np.cumsum([0, *(-(-piece.array.nbytes // _ALIGN) * _ALIGN for piece in pieces)]).tolist()
-        here = device.current()
-        if len(self._memory) < starts[-1]:
-            self._memory = np.empty(0, np.uint8)  # the old one goes before the new one comes
-            self._memory = here.pinned(starts[-1], np.uint8)
-        copies = []
-        for piece, start in zip(pieces, starts, strict=False):
-            target = self._memory[start : start + piece.array.nbytes].view(piece.array.dtype)
-            device.of(piece.array).copy(target, piece.array)
-            copies.append(Piece(piece.kind, piece.parameter, piece.first, target))
-        here.wait_here()
-        return copies
+    def take(self) -> None:
+        """Copy; what the last copy held is gone."""
+        for where, target, source in self._copies:
+            where.copy(target, source)
+        device.current().wait_here()

@@ -22,6 +22,7 @@ from typing import Any
 
 from shardrt.comm import diagnosis, failure, talk
 from shardrt.comm import world as worlds
+from shardrt.comm.deadline import Deadline
 from shardrt.comm.flight import Flight, Recorder, read_all
 from shardrt.comm.mesh import DeviceMesh
 
@@ -77,6 +78,7 @@ class Watch:
         self._thread: threading.Thread | None = None
         self._stacks: Any = None
         self._lock = threading.Lock()  # of the file of stacks, which moves
+        self._deadline: Deadline | None = None
         self.record(mesh)
 
     def record(self, mesh: DeviceMesh) -> None:
@@ -119,6 +121,10 @@ class Watch:
     def __enter__(self) -> "Watch":
         failure.tell(self.recorder.end)
         if self._kind != "thread":
+            try:
+                self._deadline = Deadline(failure.HANG)
+            except OSError:  # no memory for a thread
+                pass
             self._open_stacks()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
@@ -139,6 +145,8 @@ class Watch:
             self._stop.set()
             self._thread.join(timeout=2 * _BEAT)
             self._close_stacks()
+            if self._deadline is not None:
+                self._deadline.close()
         self._forget_temporary()
         if self._kind == "single" and failure.code_of(error) == failure.OUT_OF_MEMORY:
             traceback.print_exception(error)
@@ -170,13 +178,17 @@ class Watch:
         return self.limits.of(self.recorder.phase, len(steps), statistics.median(steps) if steps else 0.0)
 
     def _arm(self, limit: float) -> None:
-        """The second layer: the C library's timer, in case that this thread never runs again."""
+        """The second layer: stacks, then the end, by timers in C, in case this thread never runs again."""
+        seconds = 1.5 * limit + _BEAT
         with self._lock:
+            faulthandler.cancel_dump_traceback_later()
             if limit and self._stacks is not None:
                 try:
-                    faulthandler.dump_traceback_later(1.5 * limit + _BEAT, exit=True, file=self._stacks)
+                    faulthandler.dump_traceback_later(seconds, file=self._stacks)
                 except RuntimeError:  # no memory for a thread
                     pass
+            if self._deadline is not None:
+                self._deadline.set(seconds + _GATHERING if limit else 0)
 
     def _speak(self, idle: float, limit: float) -> None:
         """End the job: the first rank that comes here with the report, the others in silence."""
@@ -229,7 +241,7 @@ class Watch:
 
     def _close_stacks(self) -> None:
         """Close the file; it goes if nothing is in it."""
-        faulthandler.cancel_dump_traceback_later()
+        self._arm(0)
         faulthandler.unregister(_SIGNAL)
         with self._lock:
             file, self._stacks = self._stacks, None

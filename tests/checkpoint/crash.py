@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints, verify
+from shardrt.checkpoint import Checkpoints, manifest, rankfile, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.fsdp import fully_shard
@@ -193,6 +193,7 @@ def prepared(folder, number, first):
 
 
 def main():
+    rankfile.BLOCK = manifest.BLOCK = 128  # bytes: a file takes several writes
     folder, number = Path(tempfile.mkdtemp()), 0
     try:
         for first in (OLD, NEW):

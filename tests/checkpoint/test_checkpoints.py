@@ -8,7 +8,7 @@ import shardrt
 from shardrt import optim
 from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, verify
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.pieces import pieces_of, steps_of
+from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
 from tests.fsdp.nets import Net, batches, loss_of, shard
@@ -47,7 +47,7 @@ def everything(model, optimizer):
     held = [
         (p.kind, p.parameter, p.first, np.array(p.array)) for p in pieces_of(model, optimizer, saving=True)
     ]
-    return held, steps_of(model, optimizer)
+    return held, {name: slice.steps for name, slice in counted(model, optimizer).items()}
 
 
 def whole(results):

@@ -18,7 +18,7 @@ import numpy as np
 from shardrt import nn, optim
 from shardrt.checkpoint import Checkpoints
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.pieces import pieces_of, steps_of
+from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, world
 from shardrt.fsdp import fully_shard
 
@@ -84,7 +84,8 @@ def change(model, optimizer, step):
 
 def digest(model, optimizer):
     """A hash of all that this rank holds."""
-    found = hashlib.sha256(repr(steps_of(model, optimizer)).encode())
+    steps = {name: slice.steps for name, slice in counted(model, optimizer).items()}
+    found = hashlib.sha256(repr(steps).encode())
     for piece in pieces_of(model, optimizer, saving=False):
         found.update(f"{piece.kind} {piece.parameter} {piece.first}".encode() + piece.array.tobytes())
     return found.hexdigest()
