@@ -1,7 +1,7 @@
 """Models in the files of Hugging Face: config.json with model.safetensors, or several files with an index.
 
 load_pretrained makes a model whose parameters start as what the files hold: each is read when it is first
-needed, and of a sharded one only this rank's piece. What a model is called there: models/formats.py.
+needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -62,17 +62,17 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:
-    """What load_pretrained would make. Reads config.json alone. Raises as it does."""
+    """The kind of model that load_pretrained would make. Reads config.json alone. Raises as it does."""
     return _opened(Path(directory))[1].model
 
 
 def starts_afresh(model: nn.Module) -> list[str]:
-    """The parameters of a model by load_pretrained that files say nothing of: those of a new head."""
+    """The parameters of a model by load_pretrained that the files do not have: those of a new head."""
     return [name for name, p in model.named_parameters() if not isinstance(p.init, _FromFiles)]
 
 
 def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
-    """How `model` would be kept: its format and config.json. Raises ValueError if there is no way."""
+    """How `model` would be kept: its format and config.json. Raises ValueError if no format fits."""
     form = next((form for form in FORMATS.values() if _same(type(model), form.model)), None)
     if form is None:
         kinds = ", ".join(form.model.__name__ for form in FORMATS.values())

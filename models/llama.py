@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one half of what comes up is the gate of the other."""
+    """SwiGLU: one half of the widened values is the gate of the other."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()

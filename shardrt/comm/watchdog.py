@@ -35,7 +35,7 @@ _LIKE_EVAL = ("eval", "sample")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress after which a rank takes the job to hang; 0 never does."""
+    """Seconds without progress after which a rank considers the job hung; 0: never."""
 
     step: float = 30.0  # or 20 median steps, if that is more
     set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
@@ -170,7 +170,7 @@ class Watch:
         return self.limits.of(self.recorder.phase, len(steps), statistics.median(steps) if steps else 0.0)
 
     def _arm(self, limit: float) -> None:
-        """The second layer: the C library's timer, in case that this thread never runs again."""
+        """The second layer: the C library's timer, in case this thread never runs again."""
         with self._lock:
             if limit and self._stacks is not None:
                 try:

@@ -1,4 +1,4 @@
-"""A piece of work captured in a CUDA graph, to be launched again as a whole; of what: docs/gpu.md.
+"""A piece of work captured in a CUDA graph, to be launched again as a whole (docs/gpu.md).
 
 While work is captured nothing runs. All streams of the thread take part: they are forked from the compute
 stream at the beginning and joined to it at the end, so that work in any of them is in the graph. Only points

@@ -29,7 +29,7 @@ Settings = TypeVar("Settings")
 
 
 class Nonfinite(Enum):
-    """What is done about gradients that are no numbers."""
+    """What to do about gradients that are not finite."""
 
     stop = "stop"
     skip = "skip"
@@ -346,7 +346,7 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
 
     path: None for an empty file.
 
-    Where `kind` has SIZES, the key "size", or `size` in its place, names one: what [model] says goes over it.
+    Where `kind` has SIZES, the key "size", or `size` in its place, names one; [model] overrides it.
 
     Raises ValueError that names the file and the key which is unknown or has a wrong value; OSError.
     """
@@ -364,11 +364,11 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file. Raises ValueError that names it if it is no TOML, OSError."""
+    """The tables of a file. Raises ValueError that names it if it is not TOML, OSError."""
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)
-        except ValueError as error:  # TOMLDecodeError, or what is no UTF-8
+        except ValueError as error:  # TOMLDecodeError, or bytes that are not UTF-8
             raise ValueError(f"{path}: {error}") from None
 
 

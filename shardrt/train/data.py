@@ -22,7 +22,7 @@ from shardrt.train.tokens import SUFFIX, open_tokens
 VOCABULARY = 256
 HELD_OUT = 20  # the last 1/20 of the text is never trained on
 
-# Folders that are no library code, or tables (encodings), or differ between machines with the same Python.
+# Folders that are not library code, or tables (encodings), or differ between machines with the same Python.
 _LEFT_OUT = {"dist-packages", "encodings", "idle_test", "idlelib", "site-packages", "test", "tests"}
 
 
