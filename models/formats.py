@@ -37,7 +37,7 @@ class Format:
 
     read: settings -> config. describe: config -> settings. tensors: config -> (parameter, its tensors).
     ignored: matches names of tensors that hold nothing to be read. bare: tensors that never have the prefix.
-    fresh: field of the config -> parameters that start as those of a new model if it is to be another.
+    fresh: field of the config -> parameters that start as those of a new model if the field is changed.
     """
 
     kind: str

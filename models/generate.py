@@ -151,7 +151,7 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
 def of_folder(directory: Path) -> tuple[nn.Module, Text]:
     """The language model in a folder of Hugging Face's, and its tokenizer.json.
 
-    Without one tokens are bytes, if there are 256. Raises ValueError for what writes no text; OSError.
+    Without one tokens are bytes, if there are 256. Raises ValueError if it writes no text; OSError.
     """
     kind = kind_in(directory)
     if kind not in (GPT, Llama):

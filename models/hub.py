@@ -30,9 +30,9 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
     """The model that is kept in `directory`: a GPT, Llama or ViT. Reads config.json and headers alone.
 
     Parameters are read, and converted to float32, when they are first needed: fully_shard the model before,
-    and each rank reads what it holds. The files must stay as they are until then. changes: other fields of
-    the model's config than its shape, such as dropout (0 unless given); and a ViT's classes, of which another
-    number than the files' makes a new head (starts_afresh).
+    and each rank reads what it holds. The files must stay as they are until then. changes: fields of
+    the model's config other than its shape, such as dropout (0 unless given), and a ViT's classes; another
+    number of classes than the files' makes a new head (starts_afresh).
 
     Raises ValueError, in one line, for another kind of model, settings that it does not know, tensors that
     are missing, not expected or of another shape, and damaged files; OSError.

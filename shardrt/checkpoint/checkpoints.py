@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in one folder. All calls are collective.
 
-    root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
+    root: the folder, as rank 0 names it. Ranks on other nodes must see the same file system.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """
 

@@ -68,7 +68,7 @@ class Recorder:
         return self._file
 
     def move(self, folder: Path) -> None:
-        """Go on in a file of the same name in another folder; what was recorded goes along."""
+        """Continue in a file of the same name in another folder, with all that was recorded."""
         folder.mkdir(parents=True, exist_ok=True)
         path, before = folder / f"rank-{self.rank}.bin", self._file
         temporary = path.with_suffix(".tmp")

@@ -85,7 +85,7 @@ class Watch:
         self._meshes.append(mesh)
 
     def keep(self, folder: Path | None) -> None:
-        """Go on in `folder`, rank 0's counts; what an earlier run left there goes. Collective."""
+        """Continue in `folder`, as rank 0 names it; files of an earlier run there are removed. Collective."""
         mesh = self._meshes[-1]
         control = mesh.communicator("control")
         if mesh.rank == 0 and folder.exists():

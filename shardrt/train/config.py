@@ -318,7 +318,7 @@ def command_line(
     program: str,
     description: str | None = None,
 ) -> Settings:
-    """What `function`, a dataclass say, makes of the arguments; a field without a default is positional.
+    """Call `function`, a dataclass say, with the arguments; a field without a default is positional.
 
     Prints help on rank 0 and exits where asked to. Raises ValueError that names the option.
     """
@@ -380,7 +380,7 @@ def dump(settings: Any, path: Path) -> None:
 
 
 def last_of(arguments: Sequence[str], option: str) -> str | None:
-    """What follows an option for the last time; None without one, or where nothing follows."""
+    """The value after the last use of an option; None without one, or where nothing follows."""
     found = None
     for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         if argument == option:

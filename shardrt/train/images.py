@@ -204,7 +204,7 @@ def held_out_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """This rank's (images, labels), batch_size of them, until all ranks together have seen every image once.
 
-    limit: or that many, spread evenly. Every rank gets as many batches, since the forward of a sharded model
+    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
     is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
     for mine in shares(len(images), batch_size, limit=limit, rank=rank, size=size):
