@@ -72,7 +72,7 @@ def starts_afresh(model: nn.Module) -> list[str]:
 
 
 def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
-    """How `model` would be kept: its format and config.json. Raises ValueError if no format fits."""
+    """How `model` would be kept: its format and config.json. Raises ValueError if there is no way."""
     form = next((form for form in FORMATS.values() if _same(type(model), form.model)), None)
     if form is None:
         kinds = ", ".join(form.model.__name__ for form in FORMATS.values())

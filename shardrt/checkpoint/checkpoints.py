@@ -37,7 +37,7 @@ class CheckpointError(RuntimeError):
 class Checkpoints:
     """The checkpoints of one run, in one folder. All calls are collective.
 
-    root: the folder, as rank 0 names it. Ranks on other nodes must see the same file system.
+    root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """
 
@@ -127,7 +127,7 @@ class Checkpoints:
         try:
             pieces = list(pieces_of(self._model, self._optimizer, saving=True))
             pieces = self._snapshot.of(pieces) if copy else pieces
-        except MemoryError as error:  # reported by the next tick: a meeting here would hold up training
+        except MemoryError as error:  # told by the next tick: a meeting here would hold up training
             save.error, save.done = error, True
         else:
             save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank))

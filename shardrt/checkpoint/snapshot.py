@@ -9,7 +9,7 @@ _ALIGN = 64  # bytes
 
 
 class Snapshot:
-    """Page-locked memory, where the device has it, kept from save to save.
+    """Page-locked memory, where the device knows such, kept from save to save.
 
     New pages with every save would take several times as long as the copy into them.
     """

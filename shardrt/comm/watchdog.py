@@ -170,7 +170,7 @@ class Watch:
         return self.limits.of(self.recorder.phase, len(steps), statistics.median(steps) if steps else 0.0)
 
     def _arm(self, limit: float) -> None:
-        """The second layer: the C library's timer, in case this thread never runs again."""
+        """The second layer: the C library's timer, in case that this thread never runs again."""
         with self._lock:
             if limit and self._stacks is not None:
                 try:
