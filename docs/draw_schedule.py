@@ -39,7 +39,7 @@ class Block(nn.Module):
 
 
 def train(folder: Path) -> None:
-    """A few steps, of which the last is traced."""
+    """A few steps; the last one is traced."""
     mesh = init_device_mesh("cpu", communicator="mpi")
     model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     for block in model:

@@ -99,7 +99,7 @@ def train(model: GPT, mesh: DeviceMesh, steps: int) -> list[float]:
 
 
 def loss_of(model: GPT, mesh: DeviceMesh, step: int) -> shardrt.Tensor:
-    """Of this rank's sequences, in which each of 32 words is the one before plus 1, 2 or 3."""
+    """The loss of this rank's sequences, where each of 32 words is the one before plus 1, 2 or 3."""
     random = np.random.default_rng([step, mesh.rank])
     steps = random.integers(1, 4, (BATCH, model.config.block_size + 1))
     text = (random.integers(0, 32, (BATCH, 1)) + steps.cumsum(axis=1)) % 32
@@ -126,7 +126,7 @@ def describe(model: GPT) -> str:
 
 
 def digest(model: GPT, mesh: DeviceMesh) -> str:
-    """Of all bytes of all parameters, in the order in which this number of ranks holds them."""
+    """A hash of all bytes of all parameters, in the order in which this number of ranks holds them."""
     own = hashlib.sha256()
     for parameter in model.parameters():
         own.update(parameter.shard)
@@ -136,7 +136,7 @@ def digest(model: GPT, mesh: DeviceMesh) -> str:
 
 
 def over_ranks(mesh: DeviceMesh, value: float) -> np.ndarray:
-    """What each rank has. Collective."""
+    """Every rank's value. Collective."""
     values = np.zeros(mesh.size, np.asarray(value).dtype)
     values[mesh.rank] = value
     mesh.communicator("control").all_gather(values, stream=device.current().current_stream)

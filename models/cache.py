@@ -55,7 +55,7 @@ def extended(
 
 
 class LayerCache:
-    """Of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`."""
+    """The cache of one layer: two arrays (batch, kv_heads, room, head_dim), filled up to `length`."""
 
     def __init__(self, room: int) -> None:
         self.room, self.length = room, 0

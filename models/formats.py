@@ -1,4 +1,4 @@
-"""What models are called in the files of Hugging Face: one Format for each kind, settings in and out.
+"""Names and settings of models in the files of Hugging Face, in and out: one Format for each kind.
 
 A parameter is one tensor there, or several, one after the other; models/hub.py reads and writes them.
 """
@@ -20,7 +20,7 @@ from .vit import ViT, ViTConfig
 
 @dataclass(frozen=True)
 class Stored:
-    """What a tensor is called in the files, without the prefix.
+    """A tensor's name in the files, without the prefix.
 
     rows: of the parameter, where it is several tensors one after the other. transposed: kept the other way
     round, as GPT-2's linear layers are.
@@ -37,7 +37,7 @@ class Format:
 
     read: settings -> config. describe: config -> settings. tensors: config -> (parameter, its tensors).
     ignored: matches names of tensors that hold nothing to be read. bare: tensors that never have the prefix.
-    fresh: field of the config -> parameters that start as those of a new model if it is to be another.
+    fresh: field of the config -> parameters that start as those of a new model if the field is changed.
     """
 
     kind: str

@@ -117,7 +117,7 @@ def continued(
     """The `count` tokens (batch, count) that follow `tokens` (batch, time), time at least 1. Collective.
 
     model: a GPT or a Llama, sharded or not, in evaluation mode. choose: the next token of each sequence from
-    logits (batch, vocab) on the host; it must give the same on every rank. Greedy: that of `greedy`.
+    logits (batch, vocab) on the host, the same on every rank; `greedy` is one such function.
     """
     text = np.asarray(tokens, np.int64)
     start = text.shape[1]
@@ -151,7 +151,7 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
 def of_folder(directory: Path) -> tuple[nn.Module, Text]:
     """The language model in a folder of Hugging Face's, and its tokenizer.json.
 
-    Without one tokens are bytes, if there are 256. Raises ValueError for what writes no text; OSError.
+    Without one tokens are bytes, if there are 256. Raises ValueError if it writes no text; OSError.
     """
     kind = kind_in(directory)
     if kind not in (GPT, Llama):
@@ -159,7 +159,7 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
     model = load_pretrained(directory)
     path, tokens = directory / TOKENIZER, model.config.vocab_size
     if not path.exists() and tokens != VOCABULARY:
-        raise ValueError(f"{path} is not there, and the model's {tokens} tokens are no bytes")
+        raise ValueError(f"{path} is not there, and the model's {tokens} tokens are not bytes")
     words = TokenisedText(path) if path.exists() else ByteText()
     if words.size > tokens:
         raise ValueError(f"{path} has {words.size} tokens, more than the model's {tokens}")

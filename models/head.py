@@ -1,4 +1,4 @@
-"""What a language model ends with: logits, or the loss that they would give."""
+"""The end of a language model: logits, or the loss that they would give."""
 
 from typing import Any
 
@@ -9,8 +9,8 @@ from shardrt import functional as F
 def head(x: Tensor, weight: Tensor, targets: Any, reduction: str, chunk: int) -> Tensor:
     """Logits (..., vocab) of x (..., width); with targets (...) the loss, `chunk` rows at a time (0: all).
 
-    At once, backward writes the gradient over the logits, which nobody else has. In chunks, there are never
-    more logits than that, and backward makes them again: one more product of the head.
+    Without chunks, backward writes the gradient over the logits, which nothing else uses. With them, at most
+    `chunk` rows of logits exist at a time, and backward makes them again: one more product of the head.
     """
     if targets is None:
         return F.linear(x, weight)

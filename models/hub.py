@@ -1,7 +1,7 @@
 """Models in the files of Hugging Face: config.json with model.safetensors, or several files with an index.
 
 load_pretrained makes a model whose parameters start as what the files hold: each is read when it is first
-needed, and of a sharded one only this rank's piece. What a model is called there: models/formats.py.
+needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -28,9 +28,9 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
     """The model that is kept in `directory`: a GPT, Llama or ViT. Reads config.json and headers alone.
 
     Parameters are read, and converted to float32, when they are first needed: fully_shard the model before,
-    and each rank reads what it holds. The files must stay as they are until then. changes: other fields of
-    the model's config than its shape, such as dropout (0 unless given); and a ViT's classes, of which another
-    number than the files' makes a new head (starts_afresh).
+    and each rank reads what it holds. The files must stay as they are until then. changes: fields of
+    the model's config other than its shape, such as dropout (0 unless given), and a ViT's classes; another
+    number of classes than the files' makes a new head (starts_afresh).
 
     Raises ValueError, in one line, for another kind of model, settings that it does not know, tensors that
     are missing, not expected or of another shape, and damaged files; OSError.
@@ -60,12 +60,12 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:
-    """What load_pretrained would make. Reads config.json alone. Raises as it does."""
+    """The kind of model that load_pretrained would make. Reads config.json alone. Raises as it does."""
     return _opened(Path(directory))[1].model
 
 
 def starts_afresh(model: nn.Module) -> list[str]:
-    """The parameters of a model by load_pretrained that files say nothing of: those of a new head."""
+    """The parameters of a model by load_pretrained that the files do not have: those of a new head."""
     return [name for name, p in model.named_parameters() if not isinstance(p.init, _FromFiles)]
 
 

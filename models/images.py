@@ -27,7 +27,7 @@ Batch = tuple[np.ndarray, np.ndarray]  # float32 (images, channels, height, widt
 
 @dataclass(frozen=True)
 class ImagesConfig:
-    """What the model sees of an image, and how it is asked. See shardrt.train.images.View."""
+    """The model's view of an image (shardrt.train.images.View), and how it is trained on it."""
 
     size: int = 8  # height and width that the model sees
     channels: int = 1  # 1: grey, 3: colours

@@ -200,7 +200,7 @@ class Language:
             return Batch(tokens, targets, None)
         places = np.array(starts, np.int64)[:, None] + np.arange(self.per_sample + 1) + offset
         numbers = np.searchsorted(self.corpus.documents, places, side="right")
-        targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED  # the first of a document can't be told
+        targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED  # the first of a document can't be predicted
         return Batch(tokens, targets, numbers[:, :-1])
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:

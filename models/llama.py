@@ -119,7 +119,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: one half of what comes up is the gate of the other."""
+    """SwiGLU: one half of the widened values is the gate of the other."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -210,8 +210,8 @@ def frequencies(config: LlamaConfig) -> np.ndarray:
     """Radians per position of each pair of a head's elements, float32, slowed down as Llama 3 does.
 
     Pairs that turn less than rope_low_freq_factor times in the positions of the first training turn
-    rope_factor times slower, those that turn more than rope_high_freq_factor times as before, and those in
-    between in between. In float32, as where the published weights were trained.
+    rope_factor times slower, those that turn more than rope_high_freq_factor times as before; between the two
+    limits the frequency is interpolated. In float32, as where the published weights were trained.
     """
     exponent = np.arange(0, config.head_dim, 2, dtype=np.float32) / np.float32(config.head_dim)
     plain = np.float32(1) / np.float32(config.rope_theta) ** exponent

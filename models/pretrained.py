@@ -58,7 +58,7 @@ class PretrainedRecipe(Recipe):
     def leave(self, model: nn.Module, run: RunLog, **settings: Any) -> Path | None:
         """Export the trained model if the recipe says so; settings: more of config.json. Collective.
 
-        Gives the folder, on rank 0. What the run has left there before it was resumed goes.
+        Gives the folder, on rank 0. What the run left there before it was resumed is removed.
         """
         if not self.export:
             return None

@@ -1,6 +1,6 @@
 """RegNetY (Radosavovic et al., Designing Network Design Spaces, 2020).
 
-Reads top to bottom like the figure: a stem, stages of residual blocks, of which the first of each halves the
+Reads top to bottom like the figure: a stem, stages of residual blocks, the first of each halving the
 image, and a head on the mean of all pixels. Knows nothing of sharding.
 """
 

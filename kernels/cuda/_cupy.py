@@ -51,8 +51,7 @@ class CuPyBackend:
         """Run a kernel in CuPy's current stream."""
         if file == "philox" and cupy.cuda.get_current_stream().is_capturing():
             raise RuntimeError(
-                "random numbers made in a captured graph would be the same in every replay; "
-                "see docs/gpu_capture.md"
+                "random numbers made in a captured graph would be the same in every replay; see docs/gpu.md"
             )
         key = file, defines, function
         kernel = self._functions.get(key)

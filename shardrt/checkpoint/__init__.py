@@ -1,7 +1,7 @@
 """Checkpoints of a run, and whole weights in and out.
 
-Read in this order: disk, pieces, manifest, rankfile, store, checkpoints; weights and state are about
-files and dicts of whole weights alone.
+Read in this order: disk, pieces, manifest, rankfile, store, checkpoints. weights and state handle only files
+and dicts of whole weights.
 """
 
 from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints

@@ -92,12 +92,12 @@ class Checkpoints:
         return self.settle()
 
     def start(self, step: int, extra: dict[str, Any] | None = None, *, best: int | None = None) -> None:
-        """Take a copy of what checkpoint `step` is made of, and write it while training goes on.
+        """Copy the contents of checkpoint `step`, and write the copy while training continues.
 
-        Needs the bytes of this rank's pieces on the host, and keeps them for the next time. Call `tick` in
-        every step from then on, and `settle` at the end: they tell if anything failed, the copy too. Waits
-        for a save that is still under way, and raises CheckpointError if that one failed; otherwise, from the
-        second time on, this is the copy and no more, and ranks do not wait for each other.
+        The copy takes the bytes of this rank's pieces on the host, which are kept for the next time. Call
+        `tick` in every step from then on, and `settle` at the end: they report if anything failed, the copy
+        too. Waits for a save that is still under way, and raises CheckpointError if that one failed.
+        Otherwise, from the second time on, this only copies, and ranks do not wait for each other.
         """
         self.settle()
         self._begin(step, extra or {}, best, copy=True)
@@ -162,7 +162,7 @@ class Checkpoints:
         return Path(root), tag
 
     def _advance(self, failed: bool) -> Path | None:
-        """What follows when every rank has done its part: publishing, then the end, which gives the path."""
+        """Go on when every rank has done its part: publish, then end, which gives the path."""
         save = self._pending
         if failed:
             self._pending = self._place = None
@@ -270,7 +270,7 @@ class Checkpoints:
 
 
 class _Save:
-    """One save on one rank: what is written, where, and how it went. All write, then rank 0 publishes."""
+    """One save on one rank: what to write, where, and the outcome. All write, then rank 0 publishes."""
 
     def __init__(
         self,
@@ -315,7 +315,7 @@ class _Save:
     def _do(self, part: Callable[[], None]) -> None:
         try:
             part()
-        except BaseException as error:  # told to all ranks by who waits
+        except BaseException as error:  # reported to all ranks by whoever waits
             self.error = error
         self.done = True
 

@@ -1,6 +1,6 @@
-"""What a checkpoint does to a file system, one method for each operation, so that tests can stop at any.
+"""The file system operations of a checkpoint, one method each, so that tests can stop at any.
 
-Nothing is buffered here: what `write` returned from is with the kernel; what `sync` returned from, on disk.
+Nothing is buffered here: when `write` returns, the kernel has the data; when `sync` returns, the disk has it.
 """
 
 import errno

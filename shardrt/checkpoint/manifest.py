@@ -1,7 +1,7 @@
-"""The manifest of a checkpoint: what is where, and a checksum of every 8 MiB. JSON, read with suspicion.
+"""The manifest of a checkpoint: where everything is, and a checksum of every 8 MiB. Untrusted JSON.
 
-Whatever is read here may be damaged or made up: types, names, sizes and ranges are checked before any of them
-is used, and nothing is allocated on its word.
+It may be damaged or forged: types, names, sizes and ranges are checked before any of them is used, or before
+anything is allocated because of it.
 """
 
 import json
@@ -20,7 +20,7 @@ DTYPES = {"F32": "float32", "F64": "float64"}
 
 
 class Damaged(ValueError):
-    """A checkpoint is not what it should be. Says which file and what of it."""
+    """A checkpoint is damaged. The message names the file and the fault."""
 
 
 @dataclass(frozen=True)
@@ -140,11 +140,11 @@ class Manifest:
 def _file(entry: Any) -> SavedFile:
     name, nbytes, blocks = _row(entry, str, int, list)
     if not plain(name):
-        raise Damaged(f"{name!r} is no plain file name")
+        raise Damaged(f"{name!r} is not a plain file name")
     if nbytes < 0 or len(blocks) != -(-nbytes // BLOCK):
         raise Damaged(f"{name} has {nbytes} bytes and {len(blocks)} checksums")
     if not all(isinstance(block, str) and _HASH.fullmatch(block) for block in blocks):
-        raise Damaged(f"{name} has something that is no checksum")
+        raise Damaged(f"{name} has something that is not a checksum")
     return SavedFile(name, nbytes, tuple(blocks))
 
 
@@ -168,7 +168,7 @@ def _row(entry: Any, *kinds: type) -> list:
 
 def _natural(value: Any) -> int:
     if type(value) is not int or not 0 <= value < 1 << 62:
-        raise Damaged(f"{str(value)[:80]!r} is no natural number")
+        raise Damaged(f"{str(value)[:80]!r} is not a natural number")
     return value
 
 
@@ -187,7 +187,7 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(constant: str) -> None:
-    raise Damaged(f"{constant} is no number")
+    raise Damaged(f"{constant} is not a number")
 
 
 def _checksum(body: dict[str, Any]) -> str:

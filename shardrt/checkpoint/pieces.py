@@ -1,7 +1,8 @@
-"""What of a model and its optimizer this rank saves and restores: pieces of parameters, not of flat buffers.
+"""The parts of a model and its optimizer that this rank saves and restores.
 
-A piece is a range of a parameter's elements, in memory order. How parameters lie in units, and where padding
-is, does not show; so a checkpoint loads into any layout, strategy and number of ranks.
+They are pieces of parameters, not of flat buffers: a piece is a range of a parameter's elements, in memory
+order. Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of
+ranks.
 """
 
 from collections.abc import Iterator
@@ -44,7 +45,8 @@ class Piece:
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
     """The pieces that this rank holds, parameter by parameter, then the buffers; none of them empty.
 
-    saving: of what several ranks hold copies of, the first has it alone. Rank 0's buffers are everyone's.
+    saving: if several ranks hold copies of a piece, only the first saves it; of the buffers, only rank 0's
+    are saved.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     for name, parameter in model.named_parameters():

@@ -1,7 +1,7 @@
 """One rank's pieces as a safetensors file, written and hashed in one pass, read block by verified block.
 
-The writer is our own because the library's can't hash, sync, or take one array after the other. That the
-library takes the files for its own is tested.
+The writer is our own because the library's can't hash, sync, or take one array after the other. Tests check
+that the library reads the files.
 """
 
 import json

@@ -1,8 +1,8 @@
 """A folder of checkpoints: one directory per step, which exists under its name only when it is complete.
 
-There is no file that points to the newest: that is the highest step whose manifest verifies. What is being
-written has a name that begins with ".tmp-", what is being deleted ".trash-"; the next start removes both.
-".replaced-" is what makes way for another checkpoint of its step; the next start brings it back if need be.
+No file points to the newest: it is the highest step whose manifest verifies. The name of a directory that is
+being written begins with ".tmp-", that of one being deleted with ".trash-"; the next start removes both. A
+directory ".replaced-..." makes way for another checkpoint of its step; the next start restores it if need be.
 """
 
 import re
@@ -81,7 +81,7 @@ class Store:
     def prune(self, keep_last: int, keep_every: int = 0, best: int | None = None) -> list[int]:
         """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; gives what went.
 
-        And what was replaced by another checkpoint of its step. Raises OSError.
+        Also removes what was replaced by another checkpoint of its step. Raises OSError.
         """
         self._remove_replaced()
         gone = []

@@ -1,8 +1,8 @@
-"""Folders of safetensors files as others keep them, one or several with an index; read in ranges, written by
-tensor.
+"""Folders of safetensors files as other programs keep them, one file or several with an index.
 
-A header is checked by the safetensors library and once more here, where that is lenient; nothing that a file
-says is believed before. Names of files in an index are plain names of regular files in the same folder.
+They are read in ranges and written tensor by tensor. The safetensors library checks a header, and this module
+checks it again where the library is lenient, before it uses anything that a file says. Names of files in an
+index are plain names of regular files in the same folder.
 """
 
 import json
@@ -93,7 +93,7 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
     """Name -> tensor of all files of `folder`. Reads headers alone.
 
     Raises ValueError, in one line that names the file, for what is damaged or points elsewhere, and for types
-    that are no floats; FileNotFoundError where there is neither file nor index.
+    that are not floats; FileNotFoundError where there is neither file nor index.
     """
     if (folder / SINGLE).exists():
         return _header(folder / SINGLE)
@@ -269,7 +269,7 @@ def _header(path: Path) -> dict[str, StoredTensor]:
 
     status = path.stat()
     if not stat.S_ISREG(status.st_mode):
-        raise ValueError(f"{path} is no regular file")
+        raise ValueError(f"{path} is not a regular file")
     try:
         with safe_open(path, "np"):  # refuses wrong lengths, holes and overlaps
             pass
@@ -296,7 +296,7 @@ def _inside(folder: Path, name: str) -> Path:
     """The file of that plain name. Raises ValueError for what would lead out of the folder."""
     path = folder / name
     if Path(name).name != name or name in ("", ".", "..") or "\0" in name:
-        raise ValueError(f"{folder / INDEX}: {name!r} is no plain file name")
+        raise ValueError(f"{folder / INDEX}: {name!r} is not a plain file name")
     if path.is_symlink() and path.resolve().parent != _blobs(folder):
         raise ValueError(f"{folder / INDEX}: {name!r} is a link, not to a download cache's blobs")
     if not path.exists():

@@ -13,11 +13,11 @@ DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communic
 
 
 def for_device(host: Communicator, device: Device, kind: str, role: str) -> Communicator:
-    """The communicator of `device`'s arrays for a role, over the ranks of `host`, which it takes. Collective.
+    """The communicator for `device`'s arrays in a role, over the ranks of `host`. Collective.
 
-    On the CPU `host` itself. On a GPU "staged", "nccl" or "ipc" (the ranks of one node); "auto" takes NCCL
-    where every rank has a GPU of its own, else "staged". What is for control carries host arrays and little
-    else, so it is always staged.
+    It takes over `host`; on the CPU it is `host`. On a GPU it is "staged", "nccl" or "ipc" (the ranks of one
+    node); "auto" takes NCCL where every rank has a GPU of its own, else "staged". The control role carries
+    mostly host arrays, so it is always staged.
     """
     if device.name == "cpu":
         return host

@@ -1,7 +1,7 @@
-"""What a rank calls, as a few integers that ranks exchange at the cost of a barrier, compare and print.
+"""A rank's call as a few integers, which ranks exchange at the cost of a barrier, compare and print.
 
-Two ranks are in the same call when all words agree. What a call is for goes in as a hash of its name; `Names`
-knows the way back. Nothing here communicates: flags.py, mpi.py and thread.py bring the words together.
+Two ranks are in the same call when all words agree. One word is a hash of the name that the call is made for;
+`Names` finds the name again. Nothing here communicates: flags.py, mpi.py and thread.py exchange the words.
 """
 
 from collections.abc import Iterable, Sequence
@@ -44,7 +44,7 @@ class Names:
         return code
 
     def text(self, code: int) -> str:
-        """What a message says of a call with this code."""
+        """The name for this code, as a message prints it."""
         return f"unit {self._names[code]}" if code in self._names else "another unit"
 
 

@@ -1,8 +1,8 @@
 """Who waits where, and for whom: read off the flights of several ranks, of a run that hangs or has ended.
 
 A collective has the same number on every rank of its communicator. So a rank that waits in number 42 of
-"gather" waits for those whose latest call there has a lower number; and the one that is to blame waits for
-nobody.
+"gather" waits for those whose latest call there has a lower number, and the rank that is behind waits for no
+other.
 """
 
 import re

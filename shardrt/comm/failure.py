@@ -1,8 +1,8 @@
 """A rank that fails ends the whole job at once, with one traceback that names it.
 
 Without this, a rank whose program raises waits in MPI's shutdown for ranks that wait for it in a collective.
-The hooks are installed when the ranks first meet (world.of_mpi); a world of one needs none. docs/failures.md
-lists the exit codes.
+The hooks are installed when the ranks first meet (world.of_mpi); a world of one needs none. They replace
+sys.exit, sys.excepthook and threading.excepthook for the whole process. docs/failures.md lists exit codes.
 """
 
 import atexit
@@ -41,9 +41,9 @@ def install_hooks(mpi: Any, node: Any) -> None:
     """From now on an uncaught exception, in any thread, aborts the job: `mpi` (all ranks). Once per process.
 
     So do KeyboardInterrupt (exit code 130) and `sys.exit` with a code other than 0, unless all ranks call
-    it. Where a rank ends otherwise while others wait for it, those raise PeerFailed. `node` is the
-    communicator of the ranks on this node, of which the first to fail prints its traceback and the others a
-    line each. Collective over `node`.
+    it; for that, `sys.exit` is replaced for the whole process. If a rank ends in another way while others
+    wait for it, the others raise PeerFailed. `node` is the communicator of the ranks on this node: the first
+    of them to fail prints its traceback, the others a line each. Collective over `node`.
     """
     global _job
     if _job is not None:
@@ -73,7 +73,7 @@ def forget(witness: Callable[[str], None]) -> None:
 
 
 def describe_memory(function: Callable[[], str]) -> None:
-    """Let a rank that is out of memory print what `function()` says of it: the memory plan, say."""
+    """A rank that runs out of memory will also print `function()`, such as the memory plan."""
     _memory[:] = [function]
 
 
@@ -87,12 +87,12 @@ def end_job(report: str, code: int) -> None:
 
 
 def departed() -> set[int]:
-    """The ranks of the job whose programs have ended, while this one goes on; those that have said so yet."""
+    """The ranks whose programs have ended while this one runs, as far as they have said so."""
     return _job.departed() if _job is not None else set()
 
 
 def code_of(error: BaseException) -> int:
-    """The exit code for an uncaught error, by what is at its root."""
+    """The exit code for an uncaught error, by its root cause."""
     for kind, code in ((MemoryError, OUT_OF_MEMORY), (CollectiveMismatch, MISMATCH)):
         if _root(error, kind) is not None:
             return code
@@ -100,7 +100,7 @@ def code_of(error: BaseException) -> int:
 
 
 def out_of_memory(error: BaseException) -> str:
-    """What is known of it: the bytes asked for, where the error says so, what is taken, what was planned."""
+    """A report: the bytes asked for, if the error says so, the bytes resident, and the plan."""
     root = _root(error, MemoryError)
     lines = [f"out of memory: {root}" if str(root) else "out of memory"]
     lines.append(f"{resident_bytes() / 1e6:.1f} MB are resident{_limit()}")
@@ -162,7 +162,7 @@ class _Job:
         return set(self._departed)
 
     def _wait_for(self, everyone: Any) -> None:
-        """Tell those that go on that this rank has left: who waits for it in MPI would wait forever."""
+        """Tell the other ranks that this one has left: whoever waits for it in MPI would wait forever."""
         word = self._mpi.rank.to_bytes(8, "little")
         others = (rank for rank in range(self._mpi.size) if rank != self._mpi.rank)
         self._farewells = [self._leaving.Isend(word, rank, _LEFT) for rank in others]
@@ -241,7 +241,7 @@ class _Exit(SystemExit):
 
 
 def _exit(status: Any = None) -> None:
-    """sys.exit"""
+    """In place of sys.exit."""
     raise _Exit(status)
 
 

@@ -1,7 +1,7 @@
 """Counters that the ranks of a node show each other, and a way to sleep until one of them moves.
 
-Every rank has its own cache lines in a shared MPI window: how far it has come, and what it called. A waiting
-rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word has this value"): it
+Every rank has its own cache lines in a shared MPI window: how far it has come, and its calls. A waiting rank
+looks for a moment and then sleeps in the kernel (a futex: "sleep while this word has this value"): it
 takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync orders the memory.
 """
 

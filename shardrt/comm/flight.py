@@ -37,7 +37,7 @@ _SIZE = _RING_AT + RECORDS * _RECORD.size
 
 
 class DamagedFlight(ValueError):
-    """A file that is no flight file, or no whole one."""
+    """A file that is not a whole flight file."""
 
 
 class Recorder:
@@ -68,7 +68,7 @@ class Recorder:
         return self._file
 
     def move(self, folder: Path) -> None:
-        """Go on in a file of the same name in another folder; what was recorded goes along."""
+        """Continue in a file of the same name in another folder, with all that was recorded."""
         folder.mkdir(parents=True, exist_ok=True)
         path, before = folder / f"rank-{self.rank}.bin", self._file
         temporary = path.with_suffix(".tmp")
@@ -185,7 +185,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Flight:
-    """What a flight file says."""
+    """The contents of a flight file."""
 
     rank: int
     size: int
@@ -222,7 +222,7 @@ class Flight:
 
 
 def read(path: Path) -> Flight:
-    """What a flight file says. Raises DamagedFlight, which names it, or OSError."""
+    """The contents of a flight file. Raises DamagedFlight, which names it, or OSError."""
     data = path.read_bytes()
     if len(data) != _SIZE:
         raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")

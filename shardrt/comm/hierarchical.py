@@ -1,9 +1,9 @@
 """Several nodes: shared memory inside a node, MPI between ranks of the same place on different nodes.
 
 A gathered buffer is one physical buffer per node: every rank fetches the slices of its counterparts on the
-other nodes straight into it, so that each slice crosses the network once per node, not once per rank. All
-else goes through MPI over all ranks: the tree of a sum is the same wherever the ranks are, so that it cannot
-be added up per node first.
+other nodes straight into it, so that each slice crosses the network once per node, not once per rank.
+Everything else goes through MPI over all ranks: the tree of a sum must be the same wherever the ranks are, so
+a sum cannot be added up per node first.
 """
 
 import warnings
@@ -24,8 +24,8 @@ def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = No
     """The communicator that fits where the ranks of `mpi` are. Collective.
 
     One node: shm. Several with equally many ranks each: hierarchical. Else, or where memory cannot be
-    shared: mpi, with a warning on rank 0 that says why. `node`: this rank's node, if not to be asked of MPI.
-    `names`: of the communicator that this one is made from.
+    shared: mpi, with a warning on rank 0 that says why. `node`: this rank's node; MPI is asked if None.
+    `names`: those of the communicator that this one is made from.
     """
     names = names or Names()
     local = mpi.Split_type(MPI.COMM_TYPE_SHARED, mpi.rank) if node is None else mpi.Split(node, mpi.rank)

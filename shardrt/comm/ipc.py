@@ -3,11 +3,11 @@
 Arrays from `allocate` are mapped by every rank when they are made. An all-gather then copies the slices of
 the peers straight out of their memory, by copy engines, which takes no processor from the kernels that
 compute; a reduce-scatter is one kernel that reads this rank's slice of every peer's buffer and adds them by
-the tree, so the bits are those of every other backend. Ranks may share a GPU. Other arrays, messages and what
-is small go through pinned host memory (staged.py).
+the tree, so the bits are those of every other backend. Ranks may share a GPU. Other arrays, small arrays and
+messages go through pinned host memory (staged.py).
 
-Ordering between ranks is the host's: a stream is waited for, then the ranks meet through the host
-communicator. So a call keeps the host until it is done, and nothing overlaps. Interprocess events
+The host orders the ranks: it waits for a stream, then the ranks meet through the host communicator. So a call
+keeps the host until it is done, and nothing overlaps. Interprocess events
 (Event(interprocess=True), exported like memory, recorded after the last write and the last read) would let
 streams wait for streams of other processes: ranks would only tell each other that an event has been recorded,
 and could run ahead.
@@ -34,7 +34,7 @@ from shardrt.device.cuda import CUDADevice
 Array = Any
 
 _PROCESS = os.urandom(16)  # a process id may be another process's in another container
-# What a rank tells the others of an allocation.
+# What a rank sends the others about an allocation.
 _EXPORT = np.dtype([("process", "u1", 16), ("handle", "u1", 64), ("address", "u8")])
 _WHOLE = 2 << 20  # a handle stands for whole pages of the driver: what shares one must not be exported twice
 _MEMORY = 3  # the word of a call that says where its buffer lies
@@ -221,7 +221,7 @@ class _Memory:
             self._device.close_memory(self._opened.pop())
 
     def forget(self) -> None:
-        """Leave own memory to who holds arrays of it. When every rank has unmapped it."""
+        """Leave own memory to the holders of its arrays; call it when every rank has unmapped it."""
         self._parts.clear()
         self._starts.clear()
 

@@ -97,7 +97,7 @@ class DeviceMesh:
             made.recorder = recorder
 
     def part(self, phase: str) -> None:
-        """A part of a step begins, "forward" or "backward"."""
+        """Note that a part of a step begins, "forward" or "backward"."""
         if self._recorder is not None:
             self._recorder.part(phase)
 

@@ -1,9 +1,9 @@
 """Ranks as MPI processes, arrays in host memory, over mpi4py.
 
-Every collective first tells all ranks what this one calls, and waits politely until they have said it too:
-what differs is an error here rather than a hang in MPI, and a blocking MPI call spins, which takes a core
-from the ranks that compute. The reduce-scatter is our own: MPI's takes twice as long on large arrays, and
-sums in an order of its own.
+Before every collective the ranks exchange what each is about to call, and wait for each other without
+spinning. So a difference is an error here, not a hang in MPI, and a waiting rank leaves its core to those
+that compute, unlike in a blocking MPI call. The reduce-scatter is our own: MPI's takes twice as long on large
+arrays, and sums in an order of its own.
 """
 
 import time

@@ -31,9 +31,10 @@ class PeerFailed(RuntimeError):
 class Communicator(ABC):
     """Collectives over a group of ranks.
 
-    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits, which only `reduce_scatter` sums, told
-    what they are). A call returns None at once: its work is in order in `stream`, and is seen through the
-    stream's events. One communicator serves one stream at a time; `duplicate()` gives an independent one.
+    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits, which only `reduce_scatter` sums, where
+    `kind` says what they are). A call returns None at once: its work is in order in `stream`, and is seen
+    through the stream's events. One communicator serves one stream at a time; `duplicate()` gives an
+    independent one.
 
     Every rank of the group makes the same collective calls in the same order, with equal `what`: the name of
     the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who

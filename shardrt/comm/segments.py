@@ -1,4 +1,4 @@
-"""Memory that the ranks of a node have in common, and which of it an array lies in.
+"""Memory that the ranks of a node share, and where in it an array lies.
 
 A segment is an anonymous file in memory (memfd) that one rank makes and all map: it counts as memory, not
 against /dev/shm (64 MB in a default container), and goes away with the last process that maps it.
@@ -82,7 +82,7 @@ class Segments:
         return segment.region(mpi.rank).view(dtype)
 
     def find(self, array: np.ndarray) -> Place | None:
-        """Where `array` lies; None for memory that did not come from here, and for no memory."""
+        """Where `array` lies; None for memory that did not come from here, and for an empty array."""
         address = array.__array_interface__["data"][0]
         starts, segments = self._table
         index = bisect(starts, address) - 1

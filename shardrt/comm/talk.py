@@ -1,4 +1,4 @@
-"""How ranks agree about things that are no arrays: JSON to everyone, who failed, and what differs."""
+"""How ranks agree about things that are not arrays: values as JSON, who failed, and what differs."""
 
 import json
 from collections.abc import Iterator

@@ -36,7 +36,7 @@ _LIKE_EVAL = ("eval", "sample")
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress after which a rank takes the job to hang; 0 never does."""
+    """Seconds without progress after which a rank considers the job hung; 0: never."""
 
     step: float = 30.0  # or 20 median steps, if that is more
     set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
@@ -87,7 +87,7 @@ class Watch:
         self._meshes.append(mesh)
 
     def keep(self, folder: Path | None) -> None:
-        """Go on in `folder`, rank 0's counts; what an earlier run left there goes. Collective."""
+        """Continue in `folder`, as rank 0 names it; files of an earlier run there are removed. Collective."""
         mesh = self._meshes[-1]
         control = mesh.communicator("control")
         if mesh.rank == 0 and folder.exists():

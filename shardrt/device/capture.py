@@ -1,4 +1,4 @@
-"""A piece of work captured in a CUDA graph, to be launched again as a whole; of what: docs/gpu_capture.md.
+"""A piece of work captured in a CUDA graph, to be launched again as a whole (docs/gpu.md).
 
 While work is captured nothing runs. All streams of the thread take part: they are forked from the compute
 stream at the beginning and joined to it at the end, so that work in any of them is in the graph. Only points
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
-WHY = "nothing runs while a CUDA graph is captured; see docs/gpu_capture.md"
+WHY = "nothing runs while a CUDA graph is captured; see docs/gpu.md"
 
 
 class Graph:

@@ -100,7 +100,6 @@ class ThreadStream(Stream):
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._error: BaseException | None = None
         self._queue: queue.SimpleQueue = queue.SimpleQueue()
         self._thread = threading.Thread(target=_work, args=(self._queue, name), name=name, daemon=True)
         self._thread.start()

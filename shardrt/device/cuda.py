@@ -262,7 +262,7 @@ class CUDADevice(Device):
 
         Call the function once before, so that its kernels are compiled and its streams made. What it takes
         from the host is as it is now in every replay: addresses, which branch is taken, numbers but for those
-        of optimizers and dropout; what it does on the host happens once, now. See docs/gpu_capture.md.
+        of optimizers and dropout; what it does on the host happens once, now. See docs/gpu.md.
 
         Raises RuntimeError where it reads what is on the GPU, or waits for it.
         """

@@ -52,7 +52,7 @@ def fully_shard(
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
-    Raises TypeError if `module` is no Module, ValueError for settings that do not fit together.
+    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
@@ -124,7 +124,7 @@ def _default_mesh() -> DeviceMesh:
 def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """Divide the sum of the ranks' gradients by `factor` in all units of `module` (default: the world size).
 
-    1 leaves the weighting to the loss, which then is the sum over ranks of what each rank calls backward on.
+    1 leaves the weighting to the loss: gradients are then those of the sum of all ranks' losses.
     Raises ValueError if `factor` is not positive or `module` has no unit.
     """
     if not factor > 0:
@@ -149,8 +149,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
     log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch.
 
     Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
-    are those of what one rank, or all at one time, have; when the units are built, for gradients on the host
-    and trained parameters that are ignored. RuntimeError if they are built already.
+    depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
+    for gradients on the host and trained parameters that are ignored. RuntimeError if they are built already.
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
     if normed is not None:
@@ -199,11 +199,11 @@ def no_sync(module: Module) -> Iterator[None]:
 def register_forward_method(module: Module, name: str) -> None:
     """Make the method `name` of a sharded module an entry like forward: gathered around each call.
 
-    Raises ValueError if `module` is no unit, AttributeError if it has no such method.
+    Raises ValueError if `module` is not a unit, AttributeError if it has no such method.
     """
     if unit_of(module) is None:
         raise ValueError(
-            f"register_forward_method: {type(module).__name__} is no unit; call fully_shard first"
+            f"register_forward_method: {type(module).__name__} is not a unit; call fully_shard first"
         )
     object.__setattr__(module, name, module.entered_around(getattr(module, name)))
 

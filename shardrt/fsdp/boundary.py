@@ -47,7 +47,7 @@ class UnitBoundary:
 
 
 def _caster(dtype: str) -> Callable[[Variable], Variable]:
-    """A function that casts floating tensors to `dtype`, or to what stands for it on the device."""
+    """A function that casts floating tensors to `dtype`, or to the type that represents it on the device."""
 
     def cast(tensor: Variable) -> Variable:
         if not dtypes.floating(tensor.data.dtype) or tensor.data.dtype.name == dtype:

@@ -1,4 +1,4 @@
-"""Which memory a model needs beside its activations: every buffer, decided before any is allocated.
+"""The memory that a model needs beside its activations: every buffer, decided before any is allocated.
 
 `plan` gives a Spec for each role of each group; setup allocates exactly these, and memory.py adds them up.
 Groups of units that come and go one after the other share slots. A unit that stays gathered while others are
@@ -27,7 +27,7 @@ STAGING_SLOTS = 2  # one that is copied while the other is used
 class Spec:
     """`slots` buffers of `count` elements.
 
-    role: what for, see ROLES. sharers: how many ranks have it in common, each counting its part.
+    role: its purpose, see ROLES. sharers: how many ranks share it; each counts its part.
     """
 
     role: str
@@ -100,7 +100,7 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
 
 
 def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
-    """What a group does not share with others."""
+    """The buffers that a group does not share with others."""
     place, dtype = group.placement, group.kind.dtype
     if in_slot(group, layout, facts):
         sharers = min(layout.world_size, max(1, facts.sharers))
@@ -117,7 +117,7 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
 
 
 def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
-    """What data passes through on its way: one buffer, or two slots, for all groups of a kind and cut."""
+    """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
     low = [g for g in groups if g.kind.param in dtypes.LOW and layouts[g].world_size > 1]
     for members in _alike(g for g in low if _compute(g, facts).name not in dtypes.LOW):
         _share(specs, layouts, members, "wire", dtypes.storage(members[0].kind.param), 1)

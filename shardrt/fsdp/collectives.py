@@ -1,5 +1,5 @@
-"""How the parameters of a group are gathered and its gradients reduced: what is moved, in which stream, after
-which event. When and whether it happens is the schedule's.
+"""Gathers the parameters of a group and reduces its gradients: what is moved, in which stream, after which
+event. The schedule decides whether and when.
 
     gather   [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
     reduce   [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]

@@ -1,8 +1,8 @@
 """Group: the parameters of a unit that lie in one flat buffer, and the storage behind them.
 
 They have one element type and are all trained or all frozen: a frozen parameter costs no gradient memory and
-is never reduced. A group holds arrays and knows where things are; when anything happens to it is the
-schedule's, how it is moved stands in collectives.py.
+is never reduced. A group holds arrays and knows where things are. The schedule decides when anything happens
+to it, and collectives.py moves it.
 """
 
 import os
@@ -62,8 +62,8 @@ class Group(Storage):
         self._initial = [parameter.storage for parameter in parameters]  # until `build` has taken them over
         for parameter in parameters:
             parameter.storage = self
-        self.reductions = 0  # that have gone into the sharded gradient
-        self.used = False  # some of them were more than zeros
+        self.reductions = 0  # how many have gone into the sharded gradient
+        self.used = False  # whether any of them was more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
@@ -95,7 +95,7 @@ class Group(Storage):
 
     @property
     def label(self) -> str:
-        """For messages and traces: the unit, and what tells this group from its others."""
+        """For messages and traces: the unit, and what distinguishes this group from its others."""
         if len(self.unit.groups) == 1:
             return self.unit.label
         return f"{self.unit.label} ({self.kind.param}{'' if self.kind.trainable else ', frozen'})"
@@ -153,8 +153,8 @@ class Group(Storage):
             )
         if self.reductions and not self.complete:
             raise RuntimeError(
-                f"unit {self.unit.label}: its gradients are there after {self.unit.turns} backwards "
-                f"(set_world_invariant), of which there were {self.reductions}"
+                f"unit {self.unit.label}: its gradients are complete after {self.unit.turns} backwards "
+                f"(set_world_invariant); there were {self.reductions}"
             )
         return self.sums[0] if self.used else None
 
@@ -265,7 +265,7 @@ def _reserve(file: int, nbytes: int, directory: Path) -> None:
 
 
 def _read_only(array: Array) -> Array:
-    """A view that can't be written to, where the kind of array knows such."""
+    """A view that can't be written to, if this kind of array supports that."""
     if isinstance(array, np.ndarray):
         array = array.view()
         array.flags.writeable = False

@@ -51,15 +51,16 @@ def memory_plan(
     """Bytes per rank that training `model` takes, before anything is allocated. Collective.
 
     step: runs forward and backward of `model` as training will, without the optimizer. It is called once,
-    on a device that computes nothing, and what it holds at its peak is the plan's activations; None leaves
-    them out. It must not decide anything by the values of tensors, which are not there.
+    on a device that computes nothing; the most that it holds at once becomes the plan's activations. None
+    leaves them out. It must not depend on the values of tensors: there are none.
     optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum.
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
     does counts as well.
 
     `model` may be a part: the units that it is sharded with count as well. Where ranks of a node share the
     memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations.
-    Raises ValueError if `model` has no unit, or several and none around them, and as the first forward would.
+    Raises ValueError if `model` has no unit, or several without one around them all, and whatever the first
+    forward would raise.
     """
     units = _whole("memory_plan", model)
     layouts = lay_out(units)
@@ -113,8 +114,8 @@ def _add_optimizer(
 def explain(model: Module) -> str:
     """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
 
-    MB: of the parameters that this rank holds. prefetch: after which unit's start the gather is issued, as
-    the plan stands; it is the order of declaration until the first forward has recorded another. Raises
+    MB: of the parameters that this rank holds. gathered: the unit at whose start the gather is issued, by
+    the present plan, which is the order of declaration until the first forward has recorded another. Raises
     ValueError if `model` has no unit.
     """
     units = _whole("explain", model)

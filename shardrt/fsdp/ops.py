@@ -1,6 +1,6 @@
 """Unshard and Exit: the only nodes of FSDP on the tape.
 
-Unshard is the op of the idea: shards in, whole parameters out, all-gather forward, reduce-scatter backward.
+Unshard is FSDP as one op: shards in, whole parameters out, all-gather forward, reduce-scatter backward.
 It has one node per unit per tape, made when the unit is entered first. All nodes that use the unit's
 parameters are newer, so the tape runs its backward last, exactly when the unit's gradients are complete,
 however often the unit was called and whether or not its inputs need a gradient.
@@ -8,7 +8,7 @@ however often the unit was called and whether or not its inputs need a gradient.
 Exit is the identity on what a unit's forward returns. Its node is newer than everything in the unit, so its
 backward comes first: the moment to gather again. It also leads to Unshard by an edge that only carries order,
 so a unit in which nothing was used still takes part in its reduction on every rank. A unit that this rank
-passed by, while others may use it, has an Exit without outputs, to which the outermost Exit leads.
+skipped, while others may use it, has an Exit without outputs, to which the outermost Exit leads.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -52,7 +52,7 @@ class Exit(Function):
     def mark(cls, unit: "Unit", outputs: list[Variable], passed: "list[Exit]") -> list[Variable]:
         """The same tensors with an Exit node behind them, if anything in them was recorded.
 
-        passed: Exits of units that were passed by, which must run as well.
+        passed: Exits of skipped units, which must run as well.
         """
         if not recorded(outputs):
             return outputs

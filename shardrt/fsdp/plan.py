@@ -1,9 +1,9 @@
 """Plan: the order in which a forward enters the units, recorded once and followed from then on.
 
-Prefetch reads from it what comes next. A rank that passes a unit by, which others may be using, learns so
-here, and the schedule has it take part in that unit's collectives all the same: conditional layers may differ
-from rank to rank. Before anything was recorded the plan is the order in which the model declares its units;
-after the first forward the ranks compare, and what none of them used is struck out.
+Prefetch follows it. It also shows when this rank skips a unit that others may be using. The schedule then has
+the rank join that unit's collectives all the same, so conditional layers may differ from rank to rank.
+Before the first forward the plan is the order in which the model declares its units. After it the ranks
+compare the recorded order and strike out the units that none of them used.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from shardrt.fsdp.unit import Unit
 
 
 class Plan:
-    """The units as they are entered; a unit that is called twice stands there twice."""
+    """The units in the order in which they are entered; a unit that is called twice appears twice."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
@@ -38,8 +38,8 @@ class Plan:
     def skip_to(self, unit: Unit) -> int:
         """How many planned units this rank skips by entering `unit` now: 0 where all is as planned.
 
-        Counts the forward as one that deviates if any. Where the plan has no place for `unit` from here on,
-        it forgets the rest and is recorded anew.
+        If it skips any, the forward counts as one that deviates. If the plan has no place for `unit` from
+        here on, the rest is forgotten and recorded anew.
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
@@ -64,7 +64,7 @@ class Plan:
         return count
 
     def advance(self, used: bool) -> int:
-        """Go on by one unit, which this rank uses or not; gives the place where it stands."""
+        """Advance by one unit, which this rank uses or not; gives its place in the plan."""
         self.used[self.place] |= used
         self.place += 1
         return self.place - 1
@@ -74,7 +74,7 @@ class Plan:
         return self.order[self.place :]
 
     def settle(self, control: Communicator, stream: Any) -> set[int]:
-        """Compare with the other ranks and strike out what nobody used; gives the places that were.
+        """Compare with the other ranks and strike out the units that no rank used; gives their places.
 
         Collective. Raises CollectiveMismatch that names ranks and units if ranks have different orders.
         """

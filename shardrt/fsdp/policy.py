@@ -1,4 +1,4 @@
-"""What a user may choose for a unit besides its strategy: element types, and what lives on the host."""
+"""The settings of a unit besides its strategy: element types, and what lives on the host."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +36,7 @@ class MixedPrecisionPolicy:
             if value is not None:
                 dtypes.check(name, value)
                 if value == dtypes.float64:
-                    raise ValueError(f"{name}: float64 is no type of mixed precision; leave it None")
+                    raise ValueError(f"{name}: float64 is not a type of mixed precision; leave it None")
 
     def types_of(self, module: Module, own: str) -> tuple[str, str]:
         """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""
@@ -48,13 +48,16 @@ class MixedPrecisionPolicy:
 
 @dataclass(frozen=True)
 class CPUOffloadPolicy:
-    """What of a unit lives in host memory between uses. Frees 4 bytes per element each, 8 for AdamW's state.
+    """The parts of a unit that live in host memory between uses.
+
+    Each frees 4 bytes per element on the device, AdamW's state 8.
+
 
     parameters: the float32 shards; copied to the device before each gather.
     gradients: the sharded gradients; copied to the host after each reduction.
     optimizer_state: brought to the device piece by piece during the update, and back.
-    step: "device" updates on the device, with what is on the host streamed through; "host" with the host's
-    kernels, which needs all three on the host.
+    step: "device" updates on the device and streams what is on the host through it; "host" updates with the
+    host's kernels, which needs all three on the host.
     directory: host arrays are memory-mapped files there, for models larger than host memory. The files have
     no names and are gone when the program ends, however it does.
 
@@ -78,6 +81,6 @@ class CPUOffloadPolicy:
 
     @property
     def placement(self) -> Placement:
-        """The same for a storage."""
+        """This policy as the placement of a storage."""
         directory = None if self.directory is None else Path(self.directory)
         return Placement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)

@@ -50,7 +50,7 @@ class Schedule:
         self._make_gradient_slots = make_gradient_slots
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
-        self._passed: list[tuple[int, Exit]] = []  # units this rank did not call: place in the plan, node
+        self._passed: list[tuple[int, Exit]] = []  # units this rank skipped: place in the plan, node
         self._in_backward = False
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
@@ -132,7 +132,7 @@ class Schedule:
         self.refresh()
 
     def _begin_micro_batch(self) -> None:
-        """Which of the step's is it? Its dropout masks depend on that, not on ranks."""
+        """Find which of the step's micro-batches this is: dropout masks depend on that, not on ranks."""
         done = {group.reductions for unit in self.units for group in unit.groups if group.trainable} or {0}
         turn, turns = max(done), self.root.turns
         if len(done) > 1 or turn >= turns:
@@ -172,7 +172,7 @@ class Schedule:
                 other.read = False
 
     def _pass_by(self, count: int) -> None:
-        """Do for the next `count` planned units what ranks do that call them, but for the computing."""
+        """Do for the next `count` planned units what ranks that call them do, except the computing."""
         around: list[Unit] = []
         for _ in range(count):
             unit = self.plan.order[self.plan.place]
@@ -189,7 +189,7 @@ class Schedule:
             self._release_after_forward(unit)
 
     def _settle(self, unit: Unit) -> list[Exit]:
-        """At the end of the whole forward: the units that this rank passed by and others may have called."""
+        """At the end of the whole forward: Exits of the units that this rank skipped and others called."""
         if not self._planned or unit is not self.root or self.depth > 1:
             return []
         unused = self.plan.settle(self.control, self.lanes.compute)
@@ -310,7 +310,7 @@ class Schedule:
             self._release(unit)
 
     def ensure(self, unit: Unit) -> None:
-        """Have the parameters of `unit` gathered, as far as the compute stream is concerned."""
+        """Whatever comes later in the compute stream finds the parameters of `unit` gathered."""
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
         unit.read = True

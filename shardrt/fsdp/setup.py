@@ -1,7 +1,7 @@
 """Builds the schedule of a model: finds its units, checks them, lays out memory, makes this rank's shards.
 
 Runs once, when something first needs the parameters: the optimizer, the first forward, or a state dict. Only
-then is it known which unit is the outermost, and so what every parameter is called.
+then is it known which unit is the outermost, and with it the full name of every parameter.
 """
 
 import zlib
@@ -75,7 +75,7 @@ def build(unit: Unit) -> None:
 
 
 def arranged(unit: Unit) -> list[Unit]:
-    """The outermost unit above `unit` and all units below that, checked, each told where it stands."""
+    """The outermost unit above `unit` and all units below that, checked; each knows which contain it."""
     module = unit.modules[0]
     while module is not None:
         unit = unit_of(module) or unit
@@ -96,7 +96,7 @@ def _arrange(units: list[Unit]) -> None:
         )
         row = unit.settings.strategy.row
         asked = unit.settings.reshard_after_forward
-        # The outermost unit stays gathered from forward to backward, which needs it at once, unless told.
+        # By default the outermost unit stays gathered from forward to backward, which needs it at once.
         kept = row.keep_after_forward or unit is units[0]
         unit.reshard_after_forward = not kept if asked is None else asked
         unit.reshard_after_backward = not row.keep_after_backward
@@ -150,7 +150,7 @@ def make_gradient_slots(units: list[Unit]) -> None:
     _make_arenas(buffers.plan(units, layouts, facts), facts.device, ("gradients",))
 
 
-_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards are no arenas
+_AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards have no arena
 
 
 def _lanes(units: list[Unit]) -> Lanes:
@@ -256,7 +256,7 @@ def _check(units: list[Unit]) -> None:
 
 
 def _check_world_invariant(units: list[Unit]) -> None:
-    """All units add up by one tree, or none, and then there are no gradients besides."""
+    """All units add up by one tree, or none does; with a tree, every gradient belongs to a unit."""
     first = units[0]
     for u in units:
         if u.micro_batches != first.micro_batches:

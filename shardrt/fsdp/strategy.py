@@ -1,4 +1,4 @@
-"""What is cut over which ranks, and what stays gathered when: one row per sharding strategy.
+"""How each sharding strategy cuts parameters over ranks, and how long it keeps them gathered: one row each.
 
 All strategies run the same schedule; they differ in the answers below, and give the same bits at one world
 size. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section
@@ -27,7 +27,8 @@ class ShardingStrategy(Enum):
     """How the parameters, gradients and optimizer state of a unit are held. P: bytes of all parameters.
 
     NO_SHARD (DDP): every rank has everything; gradients are reduced. Traffic per step and rank 2P.
-    SHARD_OPT (ZeRO-1): parameters and gradients whole on every rank, optimizer state cut; 2P.
+    SHARD_OPT (ZeRO-1): optimizer state cut; parameters and gradients whole on every rank, beside shards of
+        both: 2P / N more memory than ZeRO-1 needs on N ranks; 2P.
     SHARD_GRAD_OP (ZeRO-2 in FSDP's sense): all cut; gathered from forward to backward; 2P.
     FULL_SHARD (ZeRO-3): all cut; gathered for forward and again for backward; 3P.
     HYBRID_SHARD: FULL_SHARD within the last axis of a two-axis mesh, copies along the first.
@@ -48,9 +49,9 @@ class ShardingStrategy(Enum):
 
     @classmethod
     def parse(cls, name: "str | ShardingStrategy | None", axes: int) -> "ShardingStrategy":
-        """The strategy called `name` for a mesh of `axes` axes; None for the usual one of such a mesh.
+        """The strategy called `name`, or for None the default of a mesh with `axes` axes.
 
-        Raises ValueError that lists the known ones, or says what mesh a hybrid strategy needs.
+        Raises ValueError, which lists the known strategies, or says which mesh a hybrid strategy needs.
         """
         if name is None:
             return cls.FULL_SHARD if axes == 1 else cls.HYBRID_SHARD

@@ -19,7 +19,7 @@ class Place:
 
 
 def place(turn: int) -> Place:
-    """Of turn number `turn`, from 0."""
+    """The place of turn number `turn`, counted from 0."""
     set_bits = turn.bit_count()
     if turn % 2 == 0:
         return Place(set_bits, False, 0)

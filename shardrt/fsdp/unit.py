@@ -45,7 +45,7 @@ class Settings:
     mesh: DeviceMesh
     strategy: ShardingStrategy
     reshard_after_forward: bool | None
-    prefetch: int
+    prefetch: int | None  # None: as the outermost unit says
     precision: MixedPrecisionPolicy
     placement: Placement
 
@@ -88,7 +88,7 @@ class Unit:
 
     @property
     def turns(self) -> int | None:
-        """Backwards of a step, each of one micro-batch on every rank, where that is set."""
+        """Backwards per step, each of one micro-batch per rank; None without set_world_invariant."""
         return None if self.micro_batches is None else self.micro_batches // self.settings.mesh.size
 
     @property

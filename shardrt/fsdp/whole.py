@@ -1,4 +1,4 @@
-"""Whole parameters and gradients outside forward, lent for a while. unshard, reshard.
+"""Lends whole parameters and gradients outside forward, for a while.
 
 full_parameters lends copies of the float32 values that the optimizer updates, whatever type they are computed
 in; unshard gathers what forward computes with, and keeps it until reshard.
@@ -39,10 +39,10 @@ def reshard(module: Module) -> Module:
 def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Module]:
     """Parameter.data of all of `module` is a whole array inside a with block. Collective.
 
-    The arrays are copies in the type of the shards (float32). writeback: at the end each rank takes over, of
-    what it has written, the part that it holds; write the same values on every rank. Costs the bytes of the
-    whole parameters of `module`; call it on one block after the other where that is too much. The plain
-    parameters of a module that is not sharded are simply there.
+    The arrays are copies in the type of the shards (float32). writeback: at the end each rank copies its part
+    of the arrays into its shard; write the same values on every rank. Costs the bytes of the whole parameters
+    of `module`; call it on one block after the other where that is too much. The plain parameters of a module
+    that is not sharded are simply there.
     """
     units = units_below(module)
     with ExitStack() as stack:
@@ -57,10 +57,11 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
 
 
 def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
-    """(name, whole gradient) of each trained parameter of `module`, unit by unit. Collective: go to the end.
+    """(name, whole gradient) of each trained parameter of `module`, unit by unit.
 
-    Copies on the device, in the type of the shards, None where there is no gradient; those of one unit take
-    memory at a time. The plain parameters of a module that is not sharded are there as well.
+    Collective: every rank must iterate to the end. The gradients are copies on the device, in the type of the
+    shards, or None; only those of one unit take memory at a time. The plain parameters of a module that is
+    not sharded are there as well.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter in module.parameters():
@@ -90,7 +91,7 @@ def built_units(module: Module) -> list[Unit]:
 
 @contextmanager
 def full_unit(unit: Unit) -> Iterator[None]:
-    """As full_parameters, read only, for one unit. Where the whole is lent already, that is it."""
+    """As full_parameters, read only, for one unit. If the parameters are already lent, nothing is done."""
     unit.ensure_built()
     if all(group.whole is not None for group in unit.groups):
         yield
@@ -105,7 +106,7 @@ def full_unit(unit: Unit) -> Iterator[None]:
 
 
 def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
-    """A new flat buffer with the shards of all ranks, of which `shard` is this one's."""
+    """A new flat buffer with the shards of all ranks; `shard` is this rank's."""
     lanes, layout, team = unit.schedule.lanes, group.layout, group.team
     whole = lanes.device.buffer(layout.total, group.kind.dtype)
     start, stop = layout.shard_range(team.rank)

@@ -25,7 +25,7 @@ def wrap(
 
     policy: by_class, by_size, by_predicate, or a function like theirs. It is asked about every module that
     has a forward and parameters left, inner ones first, but not about `model`.
-    settings: for all calls of fully_shard; a dict from the policy goes before them. ignored: as there.
+    settings: for all calls of fully_shard; a dict from the policy overrides them. ignored: as there.
 
     Raises ValueError if the policy picks nothing, and as fully_shard.
     """
@@ -56,7 +56,7 @@ def wrap(
 def by_class(*classes: type[Module], **settings: Any) -> WrapPolicy:
     """Picks modules of these classes. `settings`: of fully_shard, for them.
 
-    Raises TypeError for what is no class of modules.
+    Raises TypeError for anything but classes of modules.
     """
     for kind in classes:
         if not (isinstance(kind, type) and issubclass(kind, Module)):
@@ -76,8 +76,8 @@ def by_size(
 ) -> WrapPolicy:
     """Picks a module once at least `min_parameters` elements in it are in no unit below it.
 
-    So units are at least that large, except the outermost, which takes what is left. leave: classes that are
-    not picked themselves; embeddings, unless told, because a head often reads their weight directly, and a
+    So units are at least that large, except the outermost, which takes the rest. leave: classes that are not
+    picked themselves; by default embeddings, because a head often reads their weight directly, and a
     parameter can be read only while its unit is gathered. Raises ValueError for less than 1.
     """
     if min_parameters < 1:

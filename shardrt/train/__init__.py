@@ -1,1 +1,1 @@
-"""What a training script needs beside the library: settings, text, metrics and progress lines."""
+"""A training script's needs beside the library: settings, data, the loop, metrics and progress lines."""

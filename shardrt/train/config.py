@@ -29,7 +29,7 @@ Settings = TypeVar("Settings")
 
 
 class Nonfinite(Enum):
-    """What is done about gradients that are no numbers."""
+    """What to do about gradients that are not finite."""
 
     stop = "stop"
     skip = "skip"
@@ -318,7 +318,7 @@ def command_line(
     program: str,
     description: str | None = None,
 ) -> Settings:
-    """What `function`, a dataclass say, makes of the arguments; a field without a default is positional.
+    """Call `function`, a dataclass say, with the arguments; a field without a default is positional.
 
     Prints help on rank 0 and exits where asked to. Raises ValueError that names the option.
     """
@@ -346,7 +346,7 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
 
     path: None for an empty file.
 
-    Where `kind` has SIZES, the key "size", or `size` in its place, names one: what [model] says goes over it.
+    Where `kind` has SIZES, the key "size", or `size` in its place, names one; [model] overrides it.
 
     Raises ValueError that names the file and the key which is unknown or has a wrong value; OSError.
     """
@@ -364,11 +364,11 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """The tables of a file. Raises ValueError that names it if it is no TOML, OSError."""
+    """The tables of a file. Raises ValueError that names it if it is not TOML, OSError."""
     with open(path, "rb") as file:
         try:
             return tomllib.load(file)
-        except ValueError as error:  # TOMLDecodeError, or what is no UTF-8
+        except ValueError as error:  # TOMLDecodeError, or bytes that are not UTF-8
             raise ValueError(f"{path}: {error}") from None
 
 
@@ -380,7 +380,7 @@ def dump(settings: Any, path: Path) -> None:
 
 
 def last_of(arguments: Sequence[str], option: str) -> str | None:
-    """What follows an option for the last time; None without one, or where nothing follows."""
+    """The value after the last use of an option; None without one, or where nothing follows."""
     found = None
     for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
         if argument == option:

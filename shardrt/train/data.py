@@ -22,7 +22,7 @@ from shardrt.train.tokens import SUFFIX, open_tokens
 VOCABULARY = 256
 HELD_OUT = 20  # the last 1/20 of the text is never trained on
 
-# Folders that are no library code, or tables (encodings), or differ between machines with the same Python.
+# Folders that are not library code, or tables (encodings), or differ between machines with the same Python.
 _LEFT_OUT = {"dist-packages", "encodings", "idle_test", "idlelib", "site-packages", "test", "tests"}
 
 
@@ -125,7 +125,7 @@ def held_out_starts(
     """(where each of batch_size windows begins, how many of them count), this rank's part, batch by batch.
 
     windows: how many, spread evenly over the text; all if None, which makes every token but the first, and
-    the few behind the last whole window, a target once. Every rank gets as many batches, since the forward of
+    the few behind the last whole window, a target once. Every rank gets equally many batches: the forward of
     a sharded model is collective; windows beyond the last do not count.
     """
     for mine in shares((length - 1) // block_size, batch_size, limit=windows, rank=rank, size=size):

@@ -1,6 +1,6 @@
 """`python -m shardrt data`: make and check token files.
 
-A .jsonl file holds a document a line, as {"text": ...}; any other file is one document.
+A .jsonl file holds one document per line, as {"text": ...}; any other file is one document.
 """
 
 import argparse

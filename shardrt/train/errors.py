@@ -1,7 +1,7 @@
-"""Turns what is wrong with the user's input into one line on stderr and an exit code, once for all ranks.
+"""Reports an error in the user's input as one line on stderr and an exit code, once for all ranks.
 
-For input that is checked before training, and for losses that are no numbers; any other error inside the loop
-keeps its traceback.
+This is for input that is checked before training, and for losses that are not finite. Any other error inside
+the loop keeps its traceback.
 """
 
 import os
@@ -57,7 +57,7 @@ def launched_rank() -> int:
 
 
 def _speaker(failed: bool, mesh: DeviceMesh | None) -> int | None:
-    """The lowest rank that failed; None if no rank did."""
+    """The lowest rank that failed; None if none did."""
     if mesh is None or mesh.size == 1:
         return 0 if failed else None
     lowest = np.array([mesh.rank if failed else mesh.size], np.int64)

@@ -12,7 +12,7 @@ def shares(
 ) -> Iterator[np.ndarray]:
     """The numbers of this rank's samples, at most batch_size at a time, until all ranks have had all `count`.
 
-    limit: or that many, spread evenly. Every rank gets as many batches, since the forward of a sharded model
+    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
     is collective: the last ones may be shorter, or empty.
     """
     taken = count if limit is None else min(limit, count)

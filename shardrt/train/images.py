@@ -1,8 +1,8 @@
 """Labelled images: scikit-learn's digits or a folder, and batches that are functions of a sample's number.
 
 Sample n of a run is the same image, cropped and flipped in the same way, at every number of ranks and every
-batch size; where a run goes on is told by its step alone. Images are read and batches made in a thread,
-ahead of training (prefetch.py).
+batch size. The step number alone determines where a resumed run continues. A thread reads images and makes
+batches ahead of training (prefetch.py).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -28,12 +28,12 @@ class Corrupt(ValueError):
 
 @dataclass(frozen=True)
 class View:
-    """What of an image is seen, and how: size x size pixels, (value / 255 - mean) / std.
+    """The model's view of an image: size x size pixels, (value / 255 - mean) / std.
 
     crop: "pad", the image at `size` with `pad` pixels of border, moved at random; or "resize", a piece of
     random area (a part in `scale`) and shape (Szegedy et al., Going Deeper with Convolutions, 2015).
-    flip: left and right exchanged, for half the samples. In evaluation nothing is drawn: all of the image is
-    seen, or, after "resize", the middle of it, 7/8 across. Raises ValueError for values without sense.
+    flip: left and right exchanged, for half the samples. Evaluation is not random: the view is the whole
+    image, or, with "resize", its middle, 7/8 across. Raises ValueError for values that make no sense.
     """
 
     size: int
@@ -204,7 +204,7 @@ def held_out_batches(
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """This rank's (images, labels), batch_size of them, until all ranks together have seen every image once.
 
-    limit: or that many, spread evenly. Every rank gets as many batches, since the forward of a sharded model
+    limit: or that many, spread evenly. Every rank gets equally many batches: the forward of a sharded model
     is collective; what is beyond the last image, or can't be read, has the label IGNORED.
     """
     for mine in shares(len(images), batch_size, limit=limit, rank=rank, size=size):
@@ -254,7 +254,7 @@ def _read(images: Images, index: int) -> np.ndarray | None:
 
 
 def _seen(pixels: np.ndarray, view: View, drawn: Sequence[float] | None) -> np.ndarray:
-    """What is seen of an image (height, width, channels): float32 (channels, size, size)."""
+    """The view of an image (height, width, channels): float32 (channels, size, size)."""
     if view.crop == "resize":
         piece = _resized(pixels, view.size, _box(*pixels.shape[:2], view.scale, drawn))
     else:

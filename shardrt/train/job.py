@@ -122,13 +122,13 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
 def planned_memory(
     recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any]
 ) -> MemoryPlan:
-    """What training will take, learnt without taking it, from one step's micro-batches."""
+    """The memory that training will take, from a rehearsal of one step's micro-batches."""
     unscaled = optim.GradScaler(enabled=False)
     return memory_plan(model, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0))
 
 
 def run_log(recipe: Recipe) -> RunLog:
-    """Rank 0's, in a directory of its own, or that of the run that is resumed."""
+    """Rank 0's log, in a directory of its own, or in that of the run that is resumed."""
     if recipe.resume == "auto":
         directory = resumed_run_directory(recipe.name)
         if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
@@ -193,7 +193,7 @@ def resume(job: Job) -> tuple[int, list[str]]:
 
 
 def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:
-    """What a checkpoint says of its run that differs here and changes numbers, if only by rounding."""
+    """Settings of the checkpoint's run that differ here and change numbers, if only by rounding."""
     return [
         f"{name} was {before}, is {now}"
         for part in own

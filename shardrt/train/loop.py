@@ -33,7 +33,7 @@ def train(job: "Job", first: int) -> None:
     """The loop, from step `first`.
 
     Exits with code 75, having saved, where it is asked to stop; with 65 where data can't be read. Raises
-    FloatingPointError for a loss or gradients that are no numbers.
+    FloatingPointError for a loss or gradients that are not finite.
     """
     recipe, steps, task = job.recipe, job.recipe.steps, job.task
     stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit)
@@ -78,7 +78,7 @@ def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[
 
 
 def next_of(batches: Prefetched) -> list[Any]:
-    """The next step's. What can't be read ends the job with one line: the other ranks compute already."""
+    """The next step's batches. A read error ends the job with one line: other ranks already compute."""
     try:
         with timeline.span("compute", "data"):
             return next(batches)
@@ -92,8 +92,8 @@ def backward(
 ) -> list[float]:
     """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
 
-    The loss of a micro-batch is divided by what all samples of the step have, on all ranks: so gradients add
-    up to that of one large batch, however it is cut.
+    The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
+    add up to that of one large batch, however it is cut.
     """
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
     each = recipe.reduce_each or recipe.invariant
@@ -138,7 +138,7 @@ def update(job: "Job", done: int) -> float:
 
 
 def culprit(job: "Job") -> str:
-    """The first parameter, and the ranks, whose part of its gradient is no number. Collective."""
+    """The first parameter with a gradient that is not finite, and the ranks with that part. Collective."""
     here = device.current()
     found = [
         name
@@ -152,7 +152,7 @@ def culprit(job: "Job") -> str:
 
 
 def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
-    """A line for the reader, and a record. Raises FloatingPointError for a loss that is no number."""
+    """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
     mean_loss = exact_sum(job.mesh, losses)
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= stopwatch.read(done)

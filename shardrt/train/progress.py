@@ -55,7 +55,7 @@ class Ranks:
     def read(self, step: int) -> dict[str, float]:
         """{"memory_mb" of "memory_rank", and with several ranks "slowest_rank", "lag_ms"}. Collective.
 
-        lag_ms: how much longer per step than the slowest rank the one that waited most was in collectives.
+        lag_ms: per step, how much longer the rank that waited most was in collectives than the slowest.
         """
         own = (self._in_collectives() - self._before) / (step - self._step)
         everyone = from_all(self._mesh.communicator("control"), [memory_mb(), own])

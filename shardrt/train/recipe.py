@@ -1,4 +1,4 @@
-"""Recipe: all settings of a run but those of one kind of model and data, which subclasses add."""
+"""Recipe: all settings of a run except those of one kind of model and data, which subclasses add."""
 
 from dataclasses import dataclass
 from math import inf

@@ -1,7 +1,7 @@
-"""What a training loop asks of what it trains: the seam between loop.py and text, images or anything else.
+"""The interface between the training loop (loop.py) and its task: text, images or anything else.
 
 The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns data, model, loss and figures.
-It is made on every rank, alike, and holds no state that a sample's number does not tell.
+Every rank builds the same task. It is stateless: a sample depends only on its number.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ class Task(Protocol):
     per_sample: int  # how many of these
 
     def facts(self) -> dict[str, Any]:
-        """What all ranks must have alike and the log keeps: the source of the data, how much, its hash."""
+        """Facts that all ranks must share and the log keeps: the source of the data, how much, its hash."""
 
     def introduction(self) -> list[str]:
         """Lines for the reader: what is trained, on what."""
@@ -35,7 +35,7 @@ class Task(Protocol):
         """Training samples by their numbers, from a thread of its own."""
 
     def count(self, samples: range) -> int:
-        """What the summed loss of these samples is divided by for the mean. Reads no sample."""
+        """The number by which the summed loss of these samples is divided for the mean. Reads no sample."""
 
     def loss(self, model: Module, batch: Any) -> Tensor:
         """The loss of a batch, summed."""
@@ -43,14 +43,14 @@ class Task(Protocol):
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Any]:
         """This rank's batches of `count` held-out samples: of all samples, or `limit` spread over them.
 
-        As many on every rank, since the forward of a sharded model is collective.
+        Every rank gets equally many, since the forward of a sharded model is collective.
         """
 
     def measure(self, model: Module, batch: Any) -> dict[str, tuple[float, float]]:
-        """Name of a figure -> (sum, count) over a held-out batch. The figure is the one over the other."""
+        """Name of a figure -> (sum, count) over a held-out batch. The figure is sum / count."""
 
     def evaluation(self, figures: dict[str, float]) -> dict[str, float]:
         """The figures over all ranks, with those that follow from them, "held_out_loss" among them."""
 
     def close(self, model: Module, run: RunLog) -> dict[str, Any]:
-        """What is done with the trained model at the end, and what of it the log keeps. Collective."""
+        """Use the trained model at the end; gives a record for the log. Collective."""

@@ -1,4 +1,4 @@
-"""What code this rank runs, and where: versions, a digest of our own sources, the machine."""
+"""The code that this rank runs, and where: versions, a digest of our own sources, the machine."""
 
 import os
 import platform

@@ -165,5 +165,5 @@ def test_outputs_are_cast_if_told():
 def test_unknown_types_are_refused():
     with pytest.raises(ValueError, match="param_dtype: unknown dtype 'half'"):
         MixedPrecisionPolicy("half")
-    with pytest.raises(ValueError, match="float64 is no type of mixed precision"):
+    with pytest.raises(ValueError, match="float64 is not a type of mixed precision"):
         MixedPrecisionPolicy(reduce_dtype="float64")

@@ -324,7 +324,7 @@ def test_a_registered_method_is_recomputed_like_forward():
 
 
 def test_only_methods_of_units_can_be_registered():
-    with pytest.raises(ValueError, match="Net is no unit"):
+    with pytest.raises(ValueError, match="Net is not a unit"):
         register_forward_method(Net(), "run_blocks")
     with pytest.raises(AttributeError, match="nothing"):
         register_forward_method(fully_shard(Net()), "nothing")

@@ -144,7 +144,7 @@ def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys):
     (folder / "runs" / "play" / "pretrained" / "tokenizer.json").unlink()
     with pytest.raises(SystemExit):
         generate.main(wanted)
-    assert "tokenizer.json is not there, and the model's 7 tokens are no bytes" in capsys.readouterr().err
+    assert "tokenizer.json is not there, and the model's 7 tokens are not bytes" in capsys.readouterr().err
 
 
 def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(folder, capsys):
