@@ -1,0 +1,8 @@
+"""One thread for this process: ranks are threads here, and two of them on BLAS with two threads each wait for its
+workers most of the time. (Tests of threads ask for more themselves, processes under mpirun get their share.)
+"""
+
+import os
+
+for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
+    os.environ.setdefault(name, "1")
