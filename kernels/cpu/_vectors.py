@@ -53,7 +53,9 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
         kind = ir.FunctionType(vector, [vector] * 3)
         name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
         fma = cgutils.get_or_insert_function(builder.module, kind, name)
-        offsets = _multiples(builder, a_i, count)
+        a_i, itemsize = builder.mul(a_i, _WORD(BYTES // vector.count)), _WORD(BYTES // vector.count)
+        three, five = (_hidden(builder, builder.mul(a_i, _WORD(rows))) for rows in (3, 5))
+        near = _WORD(0), a_i, builder.mul(a_i, _WORD(2)), three, builder.mul(a_i, _WORD(4))
 
         def part(r, sums):
             at_a = builder.add(first_a, builder.load(builder.gep(starts_a, [r])))
@@ -63,8 +65,17 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
         def product(at_a, at_b, k, sums):
             at_a = builder.add(at_a, builder.mul(k, a_k))
             at_b = builder.add(at_b, builder.mul(k, b_k))
-            at = [builder.add(at_a, offset) for offset in offsets]
+            base = _hidden(builder, builder.ptrtoint(builder.gep(from_a, [at_a]), _WORD))
+            places = []
+            for i in range(count):
+                if i and i % 5 == 0:
+                    base = _hidden(builder, builder.add(base, five))
+                places.append(builder.add(base, near[i % 5]))
             sums = list(sums)
+
+            def load_a(i, kind, v):
+                place = builder.add(places[i], builder.mul(_WORD(v * vector.count), itemsize))
+                return builder.load(builder.inttoptr(place, kind.as_pointer()), align=BYTES // vector.count)
 
             def add_to(place, left, right):
                 sums[place] = builder.call(fma, [left, right, sums[place]])
@@ -75,12 +86,12 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
             if not turns:
                 right = [load_b(v) for v in range(columns)]
                 for i in range(count):
-                    left = _spread(builder, vector, builder.load(builder.gep(from_a, [at[i]])))
+                    left = _spread(builder, vector, load_a(i, vector.element, 0))
                     for v in range(columns):
                         add_to(i * columns + v, left, right[v])
                 return sums
             for v in range(columns):
-                left = [_load(builder, vector, from_a, at[i], v * vector.count) for i in range(count)]
+                left = [load_a(i, vector, v) for i in range(count)]
                 right = load_b(v) if kept else None
                 for t in range(turns):
                     b_now = _turned(builder, right, turns, t) if kept else load_b(t * columns + v)
@@ -168,24 +179,14 @@ def _store(builder: Any, value: Any, base: Any, index: Any, offset: int) -> None
     builder.store(value, place, align=BYTES // value.type.count)
 
 
-def _multiples(builder: Any, step: Any, count: int) -> list:
-    """0, step, 2 step, ...: five by five from numbers that LLVM can't see through.
+def _hidden(builder: Any, value: Any) -> Any:
+    """The same number, of which LLVM does not know where it comes from.
 
-    It would make each address from the one before, a chain that is slower than the products. An x86 address
-    adds 1, 2, 4 or 8 times a register to another: for five rows that needs step, 3 step and their first.
+    Else it would make the address of each row from the one before, a chain that takes longer than the
+    products, or keep all of them and run out of registers. An x86 address adds 1, 2 or 4 times a register to
+    another: with 3 steps in a register as well, one reaches five rows.
     """
-    hidden = ir.FunctionType(_WORD, [_WORD])
-
-    def hide(value):
-        return builder.asm(hidden, "", "=r,0", [value], False)
-
-    three = hide(builder.mul(step, _WORD(3)))
-    found = []
-    for first in range(0, count, 5):
-        base = hide(builder.mul(step, _WORD(first))) if first else _WORD(0)
-        near = [_WORD(0), step, builder.mul(step, _WORD(2)), three, builder.mul(step, _WORD(4))]
-        found += [builder.add(base, offset) for offset in near]
-    return found[:count]
+    return builder.asm(ir.FunctionType(_WORD, [_WORD]), "", "=r,0", [value], False)
 
 
 def _turned(builder: Any, value: Any, run: int, by: int) -> Any:
