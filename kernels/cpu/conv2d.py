@@ -14,6 +14,7 @@ stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of o
 """
 
 from collections.abc import Iterator
+from functools import lru_cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -41,8 +42,8 @@ def forward(
 ) -> None:
     """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
     or None -> y (batch, outputs, ...)."""
-    work = flops(y.shape, weight.shape) // 2
-    run_rows(_forward, len(y), work, x, weight, y, stride, padding, dilation, groups)
+    plan = _forward_plan(x.shape[1:], weight.shape, y.shape[1:], stride, padding, dilation, groups, x.dtype)
+    _convolve(plan, x, weight, y, False, groups)
     if bias is not None:
         y += bias[:, None, None]
 
@@ -51,8 +52,8 @@ def backward_input(
     dy: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> None:
     """dx, in the shape of x, from dy, in the shape of y."""
-    work = flops(dy.shape, weight.shape) // 2
-    run_rows(_backward_input, len(dx), work, dy, weight, dx, stride, padding, dilation, groups)
+    plan = _input_plan(dx.shape[1:], weight.shape, dy.shape[1:], stride, padding, dilation, groups, dy.dtype)
+    _convolve(plan, dy, weight, dx, True, groups)
 
 
 def backward_weight(
@@ -66,40 +67,21 @@ def backward_weight(
     groups: int,
 ) -> None:
     """dweight, written or added to, from x and dy."""
-    turns, times = _lanewise(dweight, groups)
-    joined = _joined(x.shape[1], groups, dilation, x.dtype)
-    count = _chunk(len(x), x, dy)
-    source = _turned(_order(x.shape[1] * times, times, False), x.shape[2:], padding, padding, count, x.dtype, joined)
-    upper = _turned(_order(dy.shape[1], 1, False), dy.shape[2:], (0, 0), (0, 0), count, x.dtype)
-    image, line = np.arange(count)[:, None], np.arange(dy.shape[2])
-    from_dy = (image * upper.image + line * upper.row).reshape(-1)
-    from_x = (image * source.image + line * stride[0] * source.row).reshape(-1)
-    if turns:
-        sums = _aligned(np.empty, _whole(len(dweight), x.dtype) * prod(dweight.shape[1:]), x.dtype)
-        nests = list(_lane_products(dweight, turns, source, upper, from_x, from_dy, stride, dilation))
-    else:
-        length, across = (dweight.shape[3] * dweight.shape[1], 1) if joined else dweight.shape[1:4:2]
-        width = _whole(length, x.dtype)
-        sums = np.empty(len(dweight) * dweight.shape[2] * across * width, x.dtype)
-        each = len(dweight) // groups, groups, dweight.shape[2], across, length, dweight.shape[1]
-        nests = list(_group_products(each, source, upper, from_x, from_dy, stride, dilation))
+    plan = _weight_plan(x.shape[1:], dweight.shape, dy.shape[1:], stride, padding, dilation, groups, x.dtype)
+    count = min(plan.images, len(x))
+    source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
+    sums = _aligned(np.empty, plan.sums, x.dtype)
     work = count * flops(dy.shape[1:], dweight.shape)
     for first in range(0, len(x), count):
         images = min(count, len(x) - first)
-        run_rows(_turn, images, images * x[0].size, x[first:], source.data, *source.where)
-        run_rows(_turn, images, images * dy[0].size, dy[first:], upper.data, *upper.where)
+        run_rows(_turn, images, images * x[0].size, x[first:], source, *plan.source.where)
+        run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
         sizes = images * dy.shape[2], dy.shape[3]
-        for tile, a, b, steps, *nest in nests:
-            arrays = a[0], b[0], sums, a[1], b[1]
-            run_rows(_tiles, nest[0][0], work, tile, *arrays, sizes, steps, first > 0, *nest)
-    if turns:
-        taps = np.arange(prod(dweight.shape[2:]))
-        flat = dweight.reshape(len(dweight), dweight.shape[1], -1)
-        sizes = turns, 1, 1 if turns > 1 else VECTORS
-        run_rows(_move_lanes, len(dweight), sums.size, flat, taps, sums, sizes, True, True, accumulate)
-    else:
-        taps = dweight.shape[2] * across
-        run_rows(_unpack, len(dweight), dweight.size, sums, dweight, groups, taps, width, joined, accumulate)
+        for tile, starts, steps, *nest in plan.nests:
+            arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
+            run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
+    args = sums, dweight, groups, plan.turns, plan.width, accumulate
+    run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
 
 
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
@@ -121,136 +103,204 @@ def flops(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
     return 2 * prod(y) * prod(weight[1:])
 
 
-def _forward(start, stop, x, weight, y, stride, padding, dilation, groups):
-    rows, columns = weight.shape[2:]
-    _, times = _lanewise(weight, groups)
-    joined = _joined(x.shape[1], groups, dilation, x.dtype)
-    count = _chunk(stop - start, x, y)
-    source = _turned(_order(x.shape[1] * times, times, False), x.shape[2:], padding, padding, count, x.dtype, joined)
-    target = _target(y.shape[1:], groups, count, y.dtype)
-    taps = [(i, j) for i in range(rows) for j in range(columns)]
-    packed = _packed(weight, taps, groups, False)
-    places = [i * dilation[0] * source.row + j * dilation[1] * source.pixel for i, j in taps]
-    if joined:
-        places, packed = places[::columns], packed._replace(length=columns * packed.length)
-    places = np.array(places, np.int64)
+class _Layout(NamedTuple):
+    """Images as (height, width, channels) in a flat array; elements from one row and pixel to another."""
+
+    row: int
+    pixel: int
+    where: tuple[int, Array, Array]  # elements of an image, where its pixels begin, the channels of a pixel
+    border: bool
+
+
+class _Plan(NamedTuple):
+    """What depends on sizes alone, and is the same at each step.
+
+    phases: the taps, as places in the window, and the nests of tiles that multiply with their weights.
+    """
+
+    images: int  # at a time
+    source: _Layout
+    target: _Layout
+    turns: int
+    phases: tuple
+
+
+class _WeightPlan(NamedTuple):
+    images: int
+    source: _Layout
+    target: _Layout
+    turns: int
+    nests: tuple
+    sums: int  # elements
+    width: int  # of a tap's sums
+
+
+def _convolve(plan: _Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
+    packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
+    work = len(x) * max(x[0].size, y[0].size) * prod(weight.shape[1:])
+    run_rows(_convolve_images, len(x), work, plan, packed, x, y)
+
+
+def _convolve_images(start, stop, plan, packed, x, y):
+    count = min(plan.images, stop - start)
+    source, target = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
     for first in range(start, stop, count):
         images = min(count, stop - first)
-        _turn(0, images, x[first:], source.data, *source.where)
-        _correlate(source, target, packed, images, y.shape[2:], places, stride, (1, 1), 0)
-        _turn_back(0, images, target.data, y[first:], *target.where)
+        _turn(0, images, x[first:], source, *plan.source.where)
+        for weights, (_, nests) in zip(packed, plan.phases, strict=True):
+            for tile, starts, sizes, steps, (groups, blocks, rows, pieces), *nest in nests:
+                counts = groups, blocks, images, rows, pieces
+                _tiles(0, groups, tile, source, weights, target, *starts, sizes, steps, False, counts, *nest)
+        _turn_back(0, images, target, y[first:], *plan.target.where)
 
 
-def _backward_input(start, stop, dy, weight, dx, stride, padding, dilation, groups):
+@lru_cache(1024)
+def _forward_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _Plan:
+    """For arrays of these shapes; x and y without the batch, here and below."""
+    turns, times = _lanewise(weight, groups, dtype)
+    joined = _joined(x[0], groups, dilation, dtype)
+    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
+    target = _target(y, groups, dtype)
+    rows, columns = (range(size) for size in weight[2:])
+    places = [i * dilation[0] * source.row + j * dilation[1] * source.pixel for i in rows for j in columns]
+    inputs = weight[1] if not turns else 1
+    if joined:
+        places, inputs = places[:: len(columns)], inputs * len(columns)
+    sizes = groups, weight[0] // groups, inputs
+    nests = _nests(source, target, sizes, turns, y[1:], places, stride, (1, 1), 0, dtype)
+    taps = np.arange(prod(weight[2:]))
+    return _Plan(_images(x, y, dtype), source, target, turns, ((taps, nests),))
+
+
+@lru_cache(1024)
+def _input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _Plan:
     """A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each
     of the stride[0] * stride[1] phases in which it can lie to the windows."""
-    _, times = _lanewise(weight, groups)
-    phases = [
-        _phases(dx.shape[2 + i], weight.shape[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)
-    ]
-    reach = [_reach(phases[i], dx.shape[2 + i], dy.shape[2 + i], stride[i]) for i in (0, 1)]
+    turns, times = _lanewise(weight, groups, dtype)
+    phases = [_phases(x[1 + i], weight[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
+    reach = [_reach(phases[i], x[1 + i], y[1 + i], stride[i]) for i in (0, 1)]
     before, after = zip(*reach, strict=True)
-    count = _chunk(stop - start, dx, dy)
-    source = _turned(_order(len(weight), times, True), dy.shape[2:], before, after, count, dy.dtype)
-    target = _target(dx.shape[1:], groups, count, dx.dtype)
-    work = []
+    source = _layout(_order(weight[0], times, True), y[1:], before, after, dtype)
+    target = _target(x, groups, dtype)
+    sizes = groups, weight[1], times if turns else weight[0] // groups
+    found = []
     for i, down in enumerate(phases[0]):
         for j, across in enumerate(phases[1]):
-            reached = [(row, column) for row in down for column in across]
-            packed = _packed(weight, [(row[0], column[0]) for row, column in reached], groups, True)
+            taps = np.array([row * weight[3] + column for row, _ in down for column, _ in across], np.int64)
             places = [
-                (before[0] + row[1]) * source.row + (before[1] + column[1]) * source.pixel
-                for row, column in reached
+                (before[0] + lower) * source.row + (before[1] + right) * source.pixel
+                for _, lower in down
+                for _, right in across
             ]
-            shape = -(-(dx.shape[2] - i) // stride[0]), -(-(dx.shape[3] - j) // stride[1])
+            shape = -(-(x[1] - i) // stride[0]), -(-(x[2] - j) // stride[1])
             origin = i * target.row + j * target.pixel
-            work.append((packed, shape, np.array(places, np.int64), origin))
-    for first in range(start, stop, count):
-        images = min(count, stop - first)
-        _turn(0, images, dy[first:], source.data, *source.where)
-        for packed, shape, places, origin in work:
-            _correlate(source, target, packed, images, shape, places, (1, 1), stride, origin)
-        _turn_back(0, images, target.data, dx[first:], *target.where)
+            nests = _nests(source, target, sizes, turns, shape, places, (1, 1), stride, origin, dtype)
+            found.append((taps, nests))
+    return _Plan(_images(x, y, dtype), source, target, turns, tuple(found))
 
 
-def _group_products(each, source, upper, from_x, from_dy, stride, dilation) -> Iterator:
+@lru_cache(1024)
+def _weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _WeightPlan:
+    """target: of dy."""
+    (turns, times), joined = _lanewise(weight, groups, dtype), _joined(x[0], groups, dilation, dtype)
+    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
+    target = _layout(_order(y[0], 1, False), y[1:], (0, 0), (0, 0), dtype)
+    count = _images(x, y, dtype)
+    image, line = np.arange(count)[:, None], np.arange(y[1])
+    from_dy = (image * target.where[0] + line * target.row).reshape(-1)
+    from_x = (image * source.where[0] + line * stride[0] * source.row).reshape(-1)
+    down, right = dilation[0] * source.row, dilation[1] * source.pixel
+    if turns:
+        starts, steps = (from_x, from_dy), (stride[1] * source.pixel, right, target.pixel)
+        nests = tuple(_lane_products(weight, turns, starts, steps, (down, right), dtype))
+        sums = _whole(weight[0], dtype) * prod(weight[1:])
+        return _WeightPlan(count, source, target, turns, nests, sums, _most(turns) * lanes(dtype))
+    length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
+    starts, steps = (from_dy, from_x), (target.pixel, 1, stride[1] * source.pixel)
+    sizes = weight[0] // groups, groups, weight[2], across, length
+    nests = tuple(_group_products(sizes, weight[1], starts, steps, (down, right), dtype))
+    width = _whole(length, dtype)
+    return _WeightPlan(count, source, target, 0, nests, weight[0] * weight[2] * across * width, width)
+
+
+def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
+    """Of tiles: target = the sum of source at `places` from each output times the weights.
+
+    sizes: groups, outputs and inputs of each. shape: the pixels of the outputs, `stride` pixels of source from
+    one to the next, `apart` pixels of target.
+    """
+    if min(shape) < 1:
+        return ()
+    groups, outputs, inputs = sizes
+    step, turned = 1, (0,) * turns
+    if turns:  # all groups are one, whose input i is a vector of channels
+        groups, outputs = 1, groups * outputs
+        step = outputs
+    products = inputs * max(1, turns)
+    each = products * len(places)
+    across, along = stride[1] * source.pixel, apart[1] * target.pixel
+    places, starts, found = np.array(places, np.int64), np.arange(len(places)) * products, []
+    for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
+        width = vectors * lanes(dtype)
+        for at, size, pieces in _pieces(shape[1], ROWS // 2 if turns > 1 else ROWS):
+            found.append(
+                (
+                    ((0,) * size, (0,) * vectors, turned, ()),
+                    (places, starts * width),
+                    (len(places), inputs),
+                    (step, across, max(1, turns) * width, along),
+                    (groups, blocks, shape[0], pieces),
+                    (inputs, width if turns else 0, source.where[0], stride[0] * source.row, size * across),
+                    (_whole(outputs, dtype) * each, width * each, 0, 0, 0),
+                    (outputs, width, target.where[0], apart[0] * target.row, size * along),
+                    (at * across + (low if turns else 0), low * each, origin + at * along + low),
+                )
+            )
+    return tuple(found)
+
+
+def _group_products(sizes, channels, starts, steps, apart, dtype) -> Iterator:
     """For each group, tap, piece of the outputs and vectors of channels: the sum over all pixels."""
-    outputs, groups, rows, across, length, channels = each
-    dtype, width = source.data.dtype, _whole(length, source.data.dtype)
+    outputs, groups, rows, across, length = sizes
+    width = _whole(length, dtype)
+    tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
     for at, size, pieces in _pieces(outputs, ROWS):
         for low, vectors, blocks in _blocks(length, dtype):
             step = vectors * lanes(dtype)
             yield (
                 ((0,) * size, (0,) * vectors, (), ()),
-                (upper.data, from_dy),
-                (source.data, from_x),
-                (upper.pixel, 1, stride[1] * source.pixel, width),
+                starts,
+                (*steps, width),
                 (pieces, groups, rows, across, blocks),
                 (size, outputs, 0, 0, 0),
-                (0, channels, dilation[0] * source.row, dilation[1] * source.pixel, step),
-                (
-                    *(size * width, rows * across * outputs * width, across * outputs * width),
-                    *(outputs * width, step),
-                ),
+                (0, channels, *apart, step),
+                (size * width, group, row, tap, step),
                 (at, low, at * width + low),
             )
 
 
-def _lane_products(dweight, turns, source, upper, from_x, from_dy, stride, dilation) -> Iterator:
-    """For each few vectors of channels, row of the window, piece of its columns and turn: the same."""
-    rows, columns = dweight.shape[2:]
-    dtype, most = source.data.dtype, VECTORS if turns == 1 else 1
-    right = dilation[1] * source.pixel
-    for low, vectors, blocks in _blocks(len(dweight), dtype, most):
+def _lane_products(weight, turns, starts, steps, apart, dtype) -> Iterator:
+    """The same for each few vectors of channels, row of the window and piece of its columns."""
+    _, _, rows, columns = weight
+    for low, vectors, blocks in _blocks(weight[0], dtype, _most(turns)):
         width = vectors * lanes(dtype)
         for at, size, pieces in _pieces(columns, ROWS * VECTORS // (turns * vectors)):
             yield (
                 ((0,) * size, (0,) * vectors, (0,) * turns, (0,)),
-                (source.data, from_x),
-                (upper.data, from_dy),
-                (stride[1] * source.pixel, right, upper.pixel, turns * width),
+                starts,
+                (*steps, turns * width),
                 (blocks, rows, pieces, 1, 1),
-                (width, dilation[0] * source.row, size * right, 0, 0),
+                (width, apart[0], size * apart[1], 0, 0),
                 (width, 0, 0, 0, 0),
                 (rows * columns * turns * width, columns * turns * width, size * turns * width, 0, 0),
-                (low + at * right, low, (low * rows * columns + at * width) * turns),
+                (low + at * apart[1], low, (low * rows * columns + at * width) * turns),
             )
 
 
-class _Images(NamedTuple):
-    """Images as (height, width, channels) in a flat array; elements from one image, row, pixel to another."""
-
-    data: Array
-    image: int
-    row: int
-    pixel: int
-    where: tuple[int, Array, Array]  # image, where its pixels begin, the channels as they lie in a pixel
-
-
-class _Weights(NamedTuple):
-    """Weights as (group, vectors of outputs, tap, input, turn, output); lanewise there is one group."""
-
-    data: Array
-    groups: int
-    outputs: int  # in a group
-    length: int  # inputs at a tap
-    turns: int
-    inputs: int  # in a group, so that the next group's are so much further
-    step: int  # from input to input
-
-
-def _turned(
-    order: Array,
-    shape: Pair,
-    before: Pair,
-    after: Pair,
-    images: int,
-    dtype: Any,
-    joined: bool = False,
-    room: int = 0,
-) -> _Images:
-    """Room for `images` images of (height, width) with a border of zeros, the channels in this order, and
-    `room` for more of them."""
+def _layout(
+    order: Array, shape: Pair, before: Pair, after: Pair, dtype: Any, joined: bool = False, room: int = 0
+) -> _Layout:
+    """Images of (height, width) with a border of zeros, the channels in this order, and room for more."""
     height, width = shape
     pixel = order.size + room
     if not joined:
@@ -258,18 +308,22 @@ def _turned(
         if pixel * dtype.itemsize % 512 == 0:  # a large power of two would use few lines of the first cache
             pixel += lanes(dtype)
     row = (before[1] + width + after[1]) * pixel
-    image = (before[0] + height + after[0]) * row
     down, across = np.arange(height) + before[0], np.arange(width) + before[1]
     where = (down[:, None] * row + across * pixel).reshape(-1)
-    make = np.zeros if (*before, *after) != (0, 0, 0, 0) else np.empty
-    data = _aligned(make, images * image + VECTORS * lanes(dtype), dtype)  # vectors may reach beyond the last
-    return _Images(data, image, row, pixel, (image, where, order))
+    border = (*before, *after) != (0, 0, 0, 0)
+    return _Layout(row, pixel, ((before[0] + height + after[0]) * row, where, order), border)
 
 
-def _target(shape: tuple, groups: int, images: int, dtype: Any) -> _Images:
-    """Room for results. The last vector of a group reaches into the next, which is written after it."""
+def _target(shape: tuple, groups: int, dtype: Any) -> _Layout:
+    """Of results. The last vector of a group reaches into the next, which is written after it."""
     room = lanes(dtype) if shape[0] // groups % lanes(dtype) else 0
-    return _turned(np.arange(shape[0]), shape[1:], (0, 0), (0, 0), images, dtype, room=room)
+    return _layout(np.arange(shape[0]), shape[1:], (0, 0), (0, 0), dtype, room=room)
+
+
+def _scratch(layout: _Layout, images: int, dtype: Any) -> Array:
+    """Room for images; vectors may reach beyond the last pixel."""
+    make = np.zeros if layout.border else np.empty
+    return _aligned(make, images * layout.where[0] + VECTORS * lanes(dtype), dtype)
 
 
 def _aligned(make: Any, count: int, dtype: Any) -> Array:
@@ -284,12 +338,12 @@ def _order(count: int, times: int, outputs: bool) -> Array:
     return line % channels * times + line // channels if outputs else line // times
 
 
-def _lanewise(weight: Array, groups: int) -> Pair:
+def _lanewise(weight: tuple, groups: int, dtype: Any) -> Pair:
     """(turns that take a lane to all inputs of its group, outputs of each lane of the input); or 0 turns."""
-    outputs, channels = len(weight) // groups, weight.shape[1]
+    outputs, channels = weight[0] // groups, weight[1]
     if channels == 1 < groups:
         return 1, outputs
-    fit = outputs == channels < lanes(weight.dtype) and lanes(weight.dtype) % channels == 0 and groups > 1
+    fit = outputs == channels < lanes(dtype) and lanes(dtype) % channels == 0 and groups > 1
     return channels if fit else 0, 1
 
 
@@ -303,9 +357,14 @@ def _joined(channels: int, groups: int, dilation: Pair, dtype: Any) -> bool:
     return groups == 1 and dilation[1] == 1 and channels < lanes(dtype)
 
 
-def _chunk(images: int, *arrays: Array) -> int:
-    """How many images at a time."""
-    return max(1, min(images, _CHUNK // sum(array[0].nbytes for array in arrays)))
+def _images(x: tuple, y: tuple, dtype: Any) -> int:
+    """How many at a time."""
+    return max(1, _CHUNK // ((prod(x) + prod(y)) * dtype.itemsize))
+
+
+def _most(turns: int) -> int:
+    """Vectors of channels of a tile of a weight's gradient, lane by lane: its sums are `turns` times as many."""
+    return VECTORS if turns == 1 else 1
 
 
 def _pieces(count: int, most: int) -> list[tuple[int, int, int]]:
@@ -323,33 +382,6 @@ def _blocks(channels: int, dtype: Any, most: int = VECTORS) -> list[tuple[int, i
     whole, rest = divmod(_whole(channels, dtype) // lanes(dtype), most)
     cut = [(0, most, whole), (whole * most * lanes(dtype), rest, min(rest, 1))]
     return [block for block in cut if block[2]]
-
-
-def _correlate(source, target, packed, images, shape, places, stride, apart, origin):
-    """target = the sum of source at `places` from each output times the weights.
-
-    shape: the outputs, `stride` pixels of source from one to the next, `apart` pixels of target.
-    """
-    if min(shape) < 1:
-        return
-    dtype, turns = source.data.dtype, (0,) * packed.turns
-    products = packed.length * max(1, packed.turns)
-    starts, group = np.arange(len(places)), _whole(packed.outputs, dtype) * products * len(places)
-    across, along = stride[1] * source.pixel, apart[1] * target.pixel
-    for low, vectors, blocks in reversed(_blocks(packed.outputs, dtype)):  # whole ones last: see _target
-        width = vectors * lanes(dtype)
-        a_low, a_step = (low, width) if turns else (0, 0)
-        for at, size, pieces in _pieces(shape[1], ROWS // 2 if packed.turns > 1 else ROWS):
-            _tiles(
-                *(0, packed.groups, ((0,) * size, (0,) * vectors, turns, ())),
-                *(source.data, packed.data, target.data, places, starts * (products * width)),
-                *((len(places), packed.length), (packed.step, across, max(1, packed.turns) * width, along), False),
-                (packed.groups, blocks, images, shape[0], pieces),
-                (packed.inputs, a_step, source.image, stride[0] * source.row, size * across),
-                (group, width * products * len(places), 0, 0, 0),
-                (packed.outputs, width, target.image, apart[0] * target.row, size * along),
-                (a_low + at * across, low * products * len(places), origin + at * along + low),
-            )
 
 
 def _phases(size: int, window: int, stride: int, padding: int, dilation: int) -> list[list[Pair]]:
@@ -374,25 +406,24 @@ def _reach(phases: list[list[Pair]], size: int, outputs: int, stride: int) -> Pa
     return before, after
 
 
-def _packed(weight: Array, taps: list[Pair], groups: int, transposed: bool) -> _Weights:
-    """The weights of these taps; `transposed`: from outputs to inputs."""
+def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: bool) -> Array:
+    """The weights of these taps as (group, vectors of outputs, tap, input, turn, output); `transposed`: from
+    outputs to inputs. With turns the groups are one."""
     each, channels, area = len(weight) // groups, weight.shape[1], weight.shape[2] * weight.shape[3]
-    dtype, (turns, times) = weight.dtype, _lanewise(weight, groups)
-    places = np.array([i * weight.shape[3] + j for i, j in taps], np.int64)
-    if turns:
-        outputs, length = (groups * channels, times) if transposed else (len(weight), 1)
-        data = _aligned(np.zeros, _whole(outputs, dtype) * places.size * length * turns, dtype)
-        flat = weight.reshape(len(weight), channels, area)
-        sizes = turns, length, VECTORS
-        run_rows(_move_lanes, outputs, data.size, flat, places, data, sizes, transposed, False, False)
-        return _Weights(data, 1, outputs, length, turns, 0, outputs)
     outputs, inputs = (channels, each) if transposed else (each, channels)
+    if turns:
+        rows, times = groups * outputs, inputs // turns
+        data = _aligned(np.empty, _whole(rows, weight.dtype) * taps.size * inputs, weight.dtype)
+        sizes = turns, times, _whole(rows, weight.dtype)
+        run_rows(_pack_lanes, rows, data.size, weight, taps, data, sizes, transposed)
+        return data
     steps = (area, channels * area) if transposed else (channels * area, area)
-    data = _aligned(np.empty, groups * _whole(outputs, dtype) * len(taps) * inputs, dtype)
+    whole = _whole(outputs, weight.dtype)
+    data = _aligned(np.empty, groups * whole * taps.size * inputs, weight.dtype)
     sizes = each * channels * area, outputs, inputs
-    args = weight.reshape(-1), places, data, sizes, steps, lanes(dtype)
-    run_rows(_pack, groups * _whole(outputs, dtype), data.size, *args)
-    return _Weights(data, groups, outputs, inputs, 0, inputs, 1)
+    args = weight.reshape(-1), taps, data, sizes, steps, lanes(weight.dtype)
+    run_rows(_pack, groups * whole, data.size, *args)
+    return data
 
 
 @exact
@@ -417,40 +448,55 @@ def _pack(start, stop, weight, taps, packed, sizes, steps, lanes):
 
 
 @exact
-def _move_lanes(start, stop, weight, taps, packed, sizes, transposed, back, add):
-    """Lanes [start, stop) of `packed` (vectors of lanes, tap, input, turn, lane) from weight (outputs, channels,
-    window), or `back`. Lanes are outputs, or inputs if `transposed`."""
-    turns, times, most = sizes
-    most *= _lanes_of(packed)
-    whole = packed.size // (taps.size * times * turns)
+def _pack_lanes(start, stop, weight, taps, packed, sizes, transposed):
+    """Lanes [start, stop), which are outputs, or if `transposed` inputs, of which each has `times` outputs."""
+    turns, times, whole = sizes
+    columns, most = weight.shape[3], VECTORS * _lanes_of(packed)
     for lane in range(start, stop):
-        low = lane // most * most
-        width, run = min(most, whole - low), lane // turns * turns
-        first = low * taps.size * times * turns + lane - low
+        low, run = lane // most * most, lane // turns * turns
+        width = min(most, whole - low)
+        to = packed[low * taps.size * times * turns + lane - low :]
         for turn in range(turns):
             met = run + (lane - run + turn) % turns
             for i in range(times):
                 line = weight[met * times + i, lane - run] if transposed else weight[lane, met - run]
                 for t in range(taps.size):
-                    at = first + ((t * times + i) * turns + turn) * width
-                    if not back:
-                        packed[at] = line[taps[t]]
-                    elif add:
-                        line[taps[t]] += packed[at]
-                    else:
-                        line[taps[t]] = packed[at]
+                    at = ((t * times + i) * turns + turn) * width
+                    to[at] = line[taps[t] // columns, taps[t] % columns]
 
 
 @exact
-def _unpack(start, stop, sums, dweight, groups, taps, width, joined, accumulate):
+def _unpack_lanes(start, stop, sums, dweight, groups, turns, most, accumulate):
+    """Inputs [start, stop): what each lane of x has given to the outputs it met."""
+    outputs, _, rows, columns = dweight.shape
+    whole = sums.size // (turns * rows * columns)
+    for lane in range(start, stop):
+        low, run = lane // most * most, lane // turns * turns
+        width = min(most, whole - low)
+        given = sums[low * rows * columns * turns + lane - low :]
+        for turn in range(turns):
+            line = dweight[run + (lane - run + turn) % turns, lane - run]
+            for i in range(rows):
+                for j in range(columns):
+                    total = given[((i * columns + j) * turns + turn) * width]
+                    line[i, j] = line[i, j] + total if accumulate else total
+
+
+@exact
+def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
+    """Outputs [start, stop) from sums as (group, row of the window, column, output, `width` channels), or where
+    the columns are joined (..., row of the window, output, columns and channels)."""
     outputs, channels, rows, columns = dweight.shape
     each = outputs // groups
+    joined = sums.size == outputs * rows * width and columns > 1
     for output in range(start, stop):
         group, o = output // each, output % each
         for i in range(rows):
             for j in range(columns):
-                tap, shift = (i, j * channels) if joined else (i * columns + j, 0)
-                line = sums[((group * taps + tap) * each + o) * width + shift :][:channels]
+                tap, shift = (
+                    (group * rows + i, j * channels) if joined else ((group * rows + i) * columns + j, 0)
+                )
+                line = sums[(tap * each + o) * width + shift :][:channels]
                 if accumulate:
                     for c in range(channels):
                         dweight[output, c, i, j] += line[c]
