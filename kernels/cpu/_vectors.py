@@ -39,8 +39,8 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
     - with turns that are kept apart: out[i, t, v] = a[i, v] turned(b[v], t).
 
     a, b, out: 1-D arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
-    steps[1], b[r, k] begins at firsts[1] + b_starts[r] + k * steps[2], out[i] at firsts[2] + i * steps[3]; (t, v)
-    are vectors side by side. sizes: how many r, how many k.
+    steps[1], b[r, k] begins at firsts[1] + b_starts[r] + k * steps[2], out[i] at firsts[2] + i * steps[3]; t
+    and v count vectors side by side. sizes: how many r, how many k.
     """
 
     def generate(context, builder, signature, arguments):

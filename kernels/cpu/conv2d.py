@@ -13,21 +13,25 @@ until every output has met every input.
 stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type.
 """
 
-from collections.abc import Iterator
-from functools import lru_cache
 from math import prod
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cpu._conv2d_plan import (
+    Layout,
+    Plan,
+    forward_plan,
+    input_plan,
+    weight_plan,
+    whole_vectors,
+)
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu._vectors import BYTES, ROWS, VECTORS, lanes, tile_sum, transpose_tile
+from shardrt.kernels.cpu._vectors import BYTES, VECTORS, lanes, tile_sum, transpose_tile
 
 Array = Any
 Pair = tuple[int, int]
-
-_CHUNK = 1 << 20  # bytes of turned images, about, that are worked on at once
 
 
 def forward(
@@ -42,7 +46,8 @@ def forward(
 ) -> None:
     """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
     or None -> y (batch, outputs, ...)."""
-    plan = _forward_plan(x.shape[1:], weight.shape, y.shape[1:], stride, padding, dilation, groups, x.dtype)
+    shapes = x.shape[1:], weight.shape, y.shape[1:]
+    plan = forward_plan(*shapes, stride, padding, dilation, groups, x.dtype)
     _convolve(plan, x, weight, y, False, groups)
     if bias is not None:
         y += bias[:, None, None]
@@ -52,7 +57,8 @@ def backward_input(
     dy: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> None:
     """dx, in the shape of x, from dy, in the shape of y."""
-    plan = _input_plan(dx.shape[1:], weight.shape, dy.shape[1:], stride, padding, dilation, groups, dy.dtype)
+    shapes = dx.shape[1:], weight.shape, dy.shape[1:]
+    plan = input_plan(*shapes, stride, padding, dilation, groups, dy.dtype)
     _convolve(plan, dy, weight, dx, True, groups)
 
 
@@ -67,7 +73,8 @@ def backward_weight(
     groups: int,
 ) -> None:
     """dweight, written or added to, from x and dy."""
-    plan = _weight_plan(x.shape[1:], dweight.shape, dy.shape[1:], stride, padding, dilation, groups, x.dtype)
+    shapes = x.shape[1:], dweight.shape, dy.shape[1:]
+    plan = weight_plan(*shapes, stride, padding, dilation, groups, x.dtype)
     count = min(plan.images, len(x))
     source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
     sums = _aligned(np.empty, plan.sums, x.dtype)
@@ -103,39 +110,8 @@ def flops(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
     return 2 * prod(y) * prod(weight[1:])
 
 
-class _Layout(NamedTuple):
-    """Images as (height, width, channels) in a flat array; elements from one row and pixel to another."""
-
-    row: int
-    pixel: int
-    where: tuple[int, Array, Array]  # elements of an image, where its pixels begin, the channels of a pixel
-    border: bool
-
-
-class _Plan(NamedTuple):
-    """What depends on sizes alone, and is the same at each step.
-
-    phases: the taps, as places in the window, and the nests of tiles that multiply with their weights.
-    """
-
-    images: int  # at a time
-    source: _Layout
-    target: _Layout
-    turns: int
-    phases: tuple
-
-
-class _WeightPlan(NamedTuple):
-    images: int
-    source: _Layout
-    target: _Layout
-    turns: int
-    nests: tuple
-    sums: int  # elements
-    width: int  # of a tap's sums
-
-
-def _convolve(plan: _Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
+def _convolve(plan: Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
+    """Forward from x to y; `transposed`: from dy to dx."""
     packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
     work = len(x) * max(x[0].size, y[0].size) * prod(weight.shape[1:])
     run_rows(_convolve_images, len(x), work, plan, packed, x, y)
@@ -154,256 +130,16 @@ def _convolve_images(start, stop, plan, packed, x, y):
         _turn_back(0, images, target, y[first:], *plan.target.where)
 
 
-@lru_cache(1024)
-def _forward_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _Plan:
-    """For arrays of these shapes; x and y without the batch, here and below."""
-    turns, times = _lanewise(weight, groups, dtype)
-    joined = _joined(x[0], groups, dilation, dtype)
-    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
-    target = _target(y, groups, dtype)
-    rows, columns = (range(size) for size in weight[2:])
-    places = [i * dilation[0] * source.row + j * dilation[1] * source.pixel for i in rows for j in columns]
-    inputs = weight[1] if not turns else 1
-    if joined:
-        places, inputs = places[:: len(columns)], inputs * len(columns)
-    sizes = groups, weight[0] // groups, inputs
-    nests = _nests(source, target, sizes, turns, y[1:], places, stride, (1, 1), 0, dtype)
-    taps = np.arange(prod(weight[2:]))
-    return _Plan(_images(x, y, dtype), source, target, turns, ((taps, nests),))
-
-
-@lru_cache(1024)
-def _input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _Plan:
-    """A pixel's gradient comes from the outputs whose window it is in: with strides, by other taps for each
-    of the stride[0] * stride[1] phases in which it can lie to the windows."""
-    turns, times = _lanewise(weight, groups, dtype)
-    phases = [_phases(x[1 + i], weight[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
-    reach = [_reach(phases[i], x[1 + i], y[1 + i], stride[i]) for i in (0, 1)]
-    before, after = zip(*reach, strict=True)
-    source = _layout(_order(weight[0], times, True), y[1:], before, after, dtype)
-    target = _target(x, groups, dtype)
-    sizes = groups, weight[1], times if turns else weight[0] // groups
-    found = []
-    for i, down in enumerate(phases[0]):
-        for j, across in enumerate(phases[1]):
-            taps = np.array([row * weight[3] + column for row, _ in down for column, _ in across], np.int64)
-            places = [
-                (before[0] + lower) * source.row + (before[1] + right) * source.pixel
-                for _, lower in down
-                for _, right in across
-            ]
-            shape = -(-(x[1] - i) // stride[0]), -(-(x[2] - j) // stride[1])
-            origin = i * target.row + j * target.pixel
-            nests = _nests(source, target, sizes, turns, shape, places, (1, 1), stride, origin, dtype)
-            found.append((taps, nests))
-    return _Plan(_images(x, y, dtype), source, target, turns, tuple(found))
-
-
-@lru_cache(1024)
-def _weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> _WeightPlan:
-    """target: of dy."""
-    (turns, times), joined = _lanewise(weight, groups, dtype), _joined(x[0], groups, dilation, dtype)
-    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
-    target = _layout(_order(y[0], 1, False), y[1:], (0, 0), (0, 0), dtype)
-    count = _images(x, y, dtype)
-    image, line = np.arange(count)[:, None], np.arange(y[1])
-    from_dy = (image * target.where[0] + line * target.row).reshape(-1)
-    from_x = (image * source.where[0] + line * stride[0] * source.row).reshape(-1)
-    down, right = dilation[0] * source.row, dilation[1] * source.pixel
-    if turns:
-        starts, steps = (from_x, from_dy), (stride[1] * source.pixel, right, target.pixel)
-        nests = tuple(_lane_products(weight, turns, starts, steps, (down, right), dtype))
-        sums = _whole(weight[0], dtype) * prod(weight[1:])
-        return _WeightPlan(count, source, target, turns, nests, sums, _most(turns) * lanes(dtype))
-    length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
-    starts, steps = (from_dy, from_x), (target.pixel, 1, stride[1] * source.pixel)
-    sizes = weight[0] // groups, groups, weight[2], across, length
-    nests = tuple(_group_products(sizes, weight[1], starts, steps, (down, right), dtype))
-    width = _whole(length, dtype)
-    return _WeightPlan(count, source, target, 0, nests, weight[0] * weight[2] * across * width, width)
-
-
-def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
-    """Of tiles: target = the sum of source at `places` from each output times the weights.
-
-    sizes: groups, outputs and inputs of each. shape: the pixels of the outputs, `stride` pixels of source from
-    one to the next, `apart` pixels of target.
-    """
-    if min(shape) < 1:
-        return ()
-    groups, outputs, inputs = sizes
-    step, turned = 1, (0,) * turns
-    if turns:  # all groups are one, whose input i is a vector of channels
-        groups, outputs = 1, groups * outputs
-        step = outputs
-    products = inputs * max(1, turns)
-    each = products * len(places)
-    across, along = stride[1] * source.pixel, apart[1] * target.pixel
-    places, starts, found = np.array(places, np.int64), np.arange(len(places)) * products, []
-    for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
-        width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(shape[1], ROWS // 2 if turns > 1 else ROWS):
-            found.append(
-                (
-                    ((0,) * size, (0,) * vectors, turned, ()),
-                    (places, starts * width),
-                    (len(places), inputs),
-                    (step, across, max(1, turns) * width, along),
-                    (groups, blocks, shape[0], pieces),
-                    (inputs, width if turns else 0, source.where[0], stride[0] * source.row, size * across),
-                    (_whole(outputs, dtype) * each, width * each, 0, 0, 0),
-                    (outputs, width, target.where[0], apart[0] * target.row, size * along),
-                    (at * across + (low if turns else 0), low * each, origin + at * along + low),
-                )
-            )
-    return tuple(found)
-
-
-def _group_products(sizes, channels, starts, steps, apart, dtype) -> Iterator:
-    """For each group, tap, piece of the outputs and vectors of channels: the sum over all pixels."""
-    outputs, groups, rows, across, length = sizes
-    width = _whole(length, dtype)
-    tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
-    for at, size, pieces in _pieces(outputs, ROWS):
-        for low, vectors, blocks in _blocks(length, dtype):
-            step = vectors * lanes(dtype)
-            yield (
-                ((0,) * size, (0,) * vectors, (), ()),
-                starts,
-                (*steps, width),
-                (pieces, groups, rows, across, blocks),
-                (size, outputs, 0, 0, 0),
-                (0, channels, *apart, step),
-                (size * width, group, row, tap, step),
-                (at, low, at * width + low),
-            )
-
-
-def _lane_products(weight, turns, starts, steps, apart, dtype) -> Iterator:
-    """The same for each few vectors of channels, row of the window and piece of its columns."""
-    _, _, rows, columns = weight
-    for low, vectors, blocks in _blocks(weight[0], dtype, _most(turns)):
-        width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(columns, ROWS * VECTORS // (turns * vectors)):
-            yield (
-                ((0,) * size, (0,) * vectors, (0,) * turns, (0,)),
-                starts,
-                (*steps, turns * width),
-                (blocks, rows, pieces, 1, 1),
-                (width, apart[0], size * apart[1], 0, 0),
-                (width, 0, 0, 0, 0),
-                (rows * columns * turns * width, columns * turns * width, size * turns * width, 0, 0),
-                (low + at * apart[1], low, (low * rows * columns + at * width) * turns),
-            )
-
-
-def _layout(
-    order: Array, shape: Pair, before: Pair, after: Pair, dtype: Any, joined: bool = False, room: int = 0
-) -> _Layout:
-    """Images of (height, width) with a border of zeros, the channels in this order, and room for more."""
-    height, width = shape
-    pixel = order.size + room
-    if not joined:
-        pixel = _whole(pixel, dtype)
-        if pixel * dtype.itemsize % 512 == 0:  # a large power of two would use few lines of the first cache
-            pixel += lanes(dtype)
-    row = (before[1] + width + after[1]) * pixel
-    down, across = np.arange(height) + before[0], np.arange(width) + before[1]
-    where = (down[:, None] * row + across * pixel).reshape(-1)
-    border = (*before, *after) != (0, 0, 0, 0)
-    return _Layout(row, pixel, ((before[0] + height + after[0]) * row, where, order), border)
-
-
-def _target(shape: tuple, groups: int, dtype: Any) -> _Layout:
-    """Of results. The last vector of a group reaches into the next, which is written after it."""
-    room = lanes(dtype) if shape[0] // groups % lanes(dtype) else 0
-    return _layout(np.arange(shape[0]), shape[1:], (0, 0), (0, 0), dtype, room=room)
-
-
-def _scratch(layout: _Layout, images: int, dtype: Any) -> Array:
+def _scratch(layout: Layout, images: int, dtype: Any) -> Array:
     """Room for images; vectors may reach beyond the last pixel."""
     make = np.zeros if layout.border else np.empty
     return _aligned(make, images * layout.where[0] + VECTORS * lanes(dtype), dtype)
 
 
 def _aligned(make: Any, count: int, dtype: Any) -> Array:
-    """An array that begins where a vector may begin: those that straddle lines of the cache take two loads."""
+    """An array whose vectors lie in one line of the cache each: those across two take two loads."""
     data = make(count + lanes(dtype), dtype)
     return data[-data.ctypes.data % BYTES // data.itemsize :][:count]
-
-
-def _order(count: int, times: int, outputs: bool) -> Array:
-    """Channels, each repeated for its `times` outputs; or outputs, the first of every channel before the second."""
-    line, channels = np.arange(count), count // times
-    return line % channels * times + line // channels if outputs else line // times
-
-
-def _lanewise(weight: tuple, groups: int, dtype: Any) -> Pair:
-    """(turns that take a lane to all inputs of its group, outputs of each lane of the input); or 0 turns."""
-    outputs, channels = weight[0] // groups, weight[1]
-    if channels == 1 < groups:
-        return 1, outputs
-    fit = outputs == channels < lanes(dtype) and lanes(dtype) % channels == 0 and groups > 1
-    return channels if fit else 0, 1
-
-
-def _whole(channels: int, dtype: Any) -> int:
-    """Channels rounded up to whole vectors."""
-    return -(-channels // lanes(dtype)) * lanes(dtype)
-
-
-def _joined(channels: int, groups: int, dilation: Pair, dtype: Any) -> bool:
-    """Whether a row of the window is taken as one piece of memory: where pixels have few channels."""
-    return groups == 1 and dilation[1] == 1 and channels < lanes(dtype)
-
-
-def _images(x: tuple, y: tuple, dtype: Any) -> int:
-    """How many at a time."""
-    return max(1, _CHUNK // ((prod(x) + prod(y)) * dtype.itemsize))
-
-
-def _most(turns: int) -> int:
-    """Vectors of channels of a tile of a weight's gradient, lane by lane: its sums are `turns` times as many."""
-    return VECTORS if turns == 1 else 1
-
-
-def _pieces(count: int, most: int) -> list[tuple[int, int, int]]:
-    """(first, size, how many of it) that cut range(count) into pieces of about one size, at most `most`."""
-    for size in range(min(most, count), most // 2, -1):
-        if count % size == 0:
-            return [(0, size, count // size)]
-    size, larger = divmod(count, -(-count // most))
-    cut = [(0, size + 1, larger), (larger * (size + 1), size, -(-count // most) - larger)]
-    return [piece for piece in cut if piece[2]]
-
-
-def _blocks(channels: int, dtype: Any, most: int = VECTORS) -> list[tuple[int, int, int]]:
-    """(first channel, vectors, how many of so many vectors) that cover a group's channels."""
-    whole, rest = divmod(_whole(channels, dtype) // lanes(dtype), most)
-    cut = [(0, most, whole), (whole * most * lanes(dtype), rest, min(rest, 1))]
-    return [block for block in cut if block[2]]
-
-
-def _phases(size: int, window: int, stride: int, padding: int, dilation: int) -> list[list[Pair]]:
-    """For a pixel at each phase, the taps that reach it, each with how far from it the output lies."""
-    return [
-        [
-            (tap, (phase + padding - tap * dilation) // stride)
-            for tap in range(window)
-            if (phase + padding - tap * dilation) % stride == 0
-        ]
-        for phase in range(min(stride, size))
-    ]
-
-
-def _reach(phases: list[list[Pair]], size: int, outputs: int, stride: int) -> Pair:
-    """The border that outputs need so that every tap of every pixel finds a number."""
-    before = after = 0
-    for phase, taps in enumerate(phases):
-        last = (size - 1 - phase) // stride
-        for _, offset in taps:
-            before, after = max(before, -offset), max(after, last + offset - (outputs - 1))
-    return before, after
 
 
 def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: bool) -> Array:
@@ -413,12 +149,12 @@ def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: boo
     outputs, inputs = (channels, each) if transposed else (each, channels)
     if turns:
         rows, times = groups * outputs, inputs // turns
-        data = _aligned(np.empty, _whole(rows, weight.dtype) * taps.size * inputs, weight.dtype)
-        sizes = turns, times, _whole(rows, weight.dtype)
+        data = _aligned(np.empty, whole_vectors(rows, weight.dtype) * taps.size * inputs, weight.dtype)
+        sizes = turns, times, whole_vectors(rows, weight.dtype)
         run_rows(_pack_lanes, rows, data.size, weight, taps, data, sizes, transposed)
         return data
     steps = (area, channels * area) if transposed else (channels * area, area)
-    whole = _whole(outputs, weight.dtype)
+    whole = whole_vectors(outputs, weight.dtype)
     data = _aligned(np.empty, groups * whole * taps.size * inputs, weight.dtype)
     sizes = each * channels * area, outputs, inputs
     args = weight.reshape(-1), taps, data, sizes, steps, lanes(weight.dtype)
@@ -449,7 +185,7 @@ def _pack(start, stop, weight, taps, packed, sizes, steps, lanes):
 
 @exact
 def _pack_lanes(start, stop, weight, taps, packed, sizes, transposed):
-    """Lanes [start, stop), which are outputs, or if `transposed` inputs, of which each has `times` outputs."""
+    """Lanes [start, stop), which are outputs; if `transposed` inputs, that have `times` outputs each."""
     turns, times, whole = sizes
     columns, most = weight.shape[3], VECTORS * _lanes_of(packed)
     for lane in range(start, stop):
@@ -484,8 +220,8 @@ def _unpack_lanes(start, stop, sums, dweight, groups, turns, most, accumulate):
 
 @exact
 def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
-    """Outputs [start, stop) from sums as (group, row of the window, column, output, `width` channels), or where
-    the columns are joined (..., row of the window, output, columns and channels)."""
+    """Outputs [start, stop) from sums as (group, row, column, output, `width` channels), or where the columns
+    are joined (group, row, output, `width` columns and channels)."""
     outputs, channels, rows, columns = dweight.shape
     each = outputs // groups
     joined = sums.size == outputs * rows * width and columns > 1
