@@ -113,7 +113,7 @@ def flops(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
 def _convolve(plan: Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
     """Forward from x to y; `transposed`: from dy to dx."""
     packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
-    work = len(x) * max(x[0].size, y[0].size) * prod(weight.shape[1:])
+    work = flops((x if transposed else y).shape, weight.shape) // 2
     run_rows(_convolve_images, len(x), work, plan, packed, x, y)
 
 
