@@ -37,8 +37,13 @@ CONVOLUTIONS = {
     "ResNet-50 stage 4, 3 x 3": (8, 512, 512, 3, 1, 1, 1, 7),
     "RegNetY-16GF stage 1": (8, 224, 224, 3, 1, 1, 2, 56),
     "RegNetY-16GF stage 2": (8, 448, 448, 3, 1, 1, 4, 28),
+    "RegNetY-3.2GF stage 2": (8, 216, 216, 3, 1, 1, 9, 28),
     "RegNetY-800MF stage 2": (8, 144, 144, 3, 1, 1, 9, 28),
+    "RegNetY-800MF stage 4": (8, 784, 784, 3, 1, 1, 49, 7),
+    "RegNetY-400MF stage 2": (8, 104, 104, 3, 1, 1, 13, 28),
     "depthwise": (8, 128, 128, 3, 1, 1, 128, 28),
+    "depthwise, stride": (8, 144, 144, 3, 2, 1, 144, 56),
+    "depthwise, 7 x 7": (8, 960, 960, 3, 1, 1, 960, 7),
 }
 # batch, heads, time, head_dim, causal
 ATTENTIONS = {

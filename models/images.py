@@ -131,14 +131,15 @@ class ImageClassification:
         return self.recipe.network(len(self.train.classes))
 
     def facts(self) -> dict[str, Any]:
-        """As Task: where the images are from, and how they are labelled."""
+        """As Task: where the images are from, which they are, and how they are labelled."""
         labels = np.concatenate([self.train.labels, self.others.labels]).tobytes()
+        told = repr((self.train.classes, self.train.digest, self.others.digest))
         return {
             "data": self.train.source,
             "classes": len(self.train.classes),
             "train_images": len(self.train),
             "held_out_images": len(self.others),
-            "digest": "sha256 " + sha256(labels + repr(self.train.classes).encode()).hexdigest(),
+            "digest": "sha256 " + sha256(labels + told.encode()).hexdigest(),
         }
 
     def introduction(self) -> list[str]:

@@ -1,6 +1,6 @@
 """Two loops written in LLVM's language, because Numba would not keep their vectors in registers.
 
-`outer_sum` is the micro-kernel of a matrix product (Goto, van de Geijn: Anatomy of High-Performance Matrix
+`tile_sum` is the micro-kernel of a matrix product (Goto, van de Geijn: Anatomy of High-Performance Matrix
 Multiplication, 2008) whose operands may lie anywhere in steps, so that a convolution needs no matrix of its
 patches. `transpose_tile` turns a square of numbers. Starts and steps are in elements.
 """
@@ -16,7 +16,7 @@ from numba.extending import intrinsic
 
 _WIDE = binding.get_host_cpu_features().get("avx512f", False)
 BYTES = 64 if _WIDE else 32  # of a vector register
-VECTORS = 2  # of an operand that outer_sum holds at once
+VECTORS = 2  # of an operand that tile_sum holds at once
 ROWS = 14 if _WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
 _WORD = ir.IntType(64)
 
@@ -27,25 +27,35 @@ def lanes(dtype: Any) -> int:
 
 
 @intrinsic
-def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, sizes, firsts, steps, add):
-    """out[i] = the sum over r and k of a[r, k, i] * b[r, k], or plus it if `add`.
+def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add):
+    """out = the sum over r and k of a[r, k] times b[r, k], in one of three ways, or plus it if `add`.
+
+    tile: (rows, vectors, turns, kept), tuples of which only the lengths count; they are known when this is
+    compiled. Vector v of i, in `rows` and `vectors`:
+
+    - without turns, the product of a matrix: out[i, v] = a[i] b[v], a[i] one number;
+    - with turns, lane by lane: out[i, v] = sum over t of turned(a[i, v], t) b[t, v], where turned(x, t) moves
+      each run of len(turns) lanes round by t: every lane meets all lanes of its run;
+    - with turns that are kept apart: out[i, t, v] = a[i, v] turned(b[v], t).
 
     a, b, out: 1-D arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
-    steps[1], the vectors of b[r, k] begin at firsts[1] + b_starts[r] + k * steps[2], those of out[i] at
-    firsts[2] + i * steps[3]. sizes: how many r, how many k. rows, vectors: tuples of which only the lengths
-    count: how many i, and how many vectors each; they are known when this is compiled.
+    steps[1], b[r, k] begins at firsts[1] + b_starts[r] + k * steps[2], out[i] at firsts[2] + i * steps[3]; t
+    and v count vectors side by side. sizes: how many r, how many k.
     """
 
     def generate(context, builder, signature, arguments):
-        count, columns = signature.args[0].count, signature.args[1].count
-        vector = _vector(signature.args[2])
-        from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 2, 7)
-        parts, length = cgutils.unpack_tuple(builder, arguments[7], 2)
-        first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[8], 3)
-        a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[9], 4)
+        count, columns, turns, kept = (part.count for part in signature.args[0])
+        vector = _vector(signature.args[1])
+        from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 1, 6)
+        parts, length = cgutils.unpack_tuple(builder, arguments[6], 2)
+        first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[7], 3)
+        a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[8], 4)
         kind = ir.FunctionType(vector, [vector] * 3)
         name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
         fma = cgutils.get_or_insert_function(builder.module, kind, name)
+        a_i, itemsize = builder.mul(a_i, _WORD(BYTES // vector.count)), _WORD(BYTES // vector.count)
+        three, five = (_hidden(builder, builder.mul(a_i, _WORD(rows))) for rows in (3, 5))
+        near = _WORD(0), a_i, builder.mul(a_i, _WORD(2)), three, builder.mul(a_i, _WORD(4))
 
         def part(r, sums):
             at_a = builder.add(first_a, builder.load(builder.gep(starts_a, [r])))
@@ -55,28 +65,57 @@ def outer_sum(typing_context, rows, vectors, a, b, out, a_starts, b_starts, size
         def product(at_a, at_b, k, sums):
             at_a = builder.add(at_a, builder.mul(k, a_k))
             at_b = builder.add(at_b, builder.mul(k, b_k))
-            right = [_load(builder, vector, from_b, at_b, v * vector.count) for v in range(columns)]
-            left = [builder.add(at_a, builder.mul(a_i, _WORD(i))) for i in range(count)]
-            spread = [_spread(builder, vector, builder.load(builder.gep(from_a, [at]))) for at in left]
-            return [
-                builder.call(fma, [spread[i], right[v], sums[i * columns + v]])
-                for i in range(count)
-                for v in range(columns)
-            ]
+            base = _hidden(builder, builder.ptrtoint(builder.gep(from_a, [at_a]), _WORD))
+            places = []
+            for i in range(count):
+                if i and i % 5 == 0:
+                    base = _hidden(builder, builder.add(base, five))
+                places.append(builder.add(base, near[i % 5]))
+            sums = list(sums)
 
+            def load_a(i, kind, v):
+                place = builder.add(places[i], builder.mul(_WORD(v * vector.count), itemsize))
+                return builder.load(builder.inttoptr(place, kind.as_pointer()), align=BYTES // vector.count)
+
+            def add_to(place, left, right):
+                sums[place] = builder.call(fma, [left, right, sums[place]])
+
+            def load_b(place):
+                return _load(builder, vector, from_b, at_b, place * vector.count)
+
+            if not turns:
+                right = [load_b(v) for v in range(columns)]
+                for i in range(count):
+                    left = _spread(builder, vector, load_a(i, vector.element, 0))
+                    for v in range(columns):
+                        add_to(i * columns + v, left, right[v])
+                return sums
+            for v in range(columns):
+                left = [load_a(i, vector, v) for i in range(count)]
+                right = load_b(v) if kept else None
+                for t in range(turns):
+                    b_now = _turned(builder, right, turns, t) if kept else load_b(t * columns + v)
+                    for i in range(count):
+                        if kept:
+                            add_to((i * turns + t) * columns + v, left[i], b_now)
+                        else:
+                            add_to(i * columns + v, _turned(builder, left[i], turns, t), b_now)
+            return sums
+
+        each = columns * (turns if kept else 1)
         zero = ir.Constant(vector, [0.0] * vector.count)
-        sums = _loop(builder, parts, [zero] * (count * columns), part)
+        sums = _loop(builder, parts, [zero] * (count * each), part)
         for adding in (True, False):
-            with builder.if_then(arguments[10] if adding else builder.not_(arguments[10])):
+            with builder.if_then(arguments[9] if adding else builder.not_(arguments[9])):
                 for position, total in enumerate(sums):
-                    i, v = divmod(position, columns)
+                    i, v = divmod(position, each)
                     at = builder.add(first_out, builder.mul(out_i, _WORD(i)))
                     if adding:
                         total = builder.fadd(total, _load(builder, vector, to, at, v * vector.count))
                     _store(builder, total, to, at, v * vector.count)
         return context.get_dummy_value()
 
-    given = (rows, vectors, a, b, out, a_starts, b_starts, sizes, firsts, steps, add)
+    given = (tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add)
     return types.void(*given), generate
 
 
@@ -138,6 +177,25 @@ def _load(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: in
 def _store(builder: Any, value: Any, base: Any, index: Any, offset: int) -> None:
     place = _place(builder, value.type, base, index, offset)
     builder.store(value, place, align=BYTES // value.type.count)
+
+
+def _hidden(builder: Any, value: Any) -> Any:
+    """The same number, of which LLVM does not know where it comes from.
+
+    Else it would make the address of each row from the one before, a chain that takes longer than the
+    products, or keep all of them and run out of registers. An x86 address adds 1, 2 or 4 times a register to
+    another: with 3 steps in a register as well, one reaches five rows.
+    """
+    return builder.asm(ir.FunctionType(_WORD, [_WORD]), "", "=r,0", [value], False)
+
+
+def _turned(builder: Any, value: Any, run: int, by: int) -> Any:
+    """Each `run` lanes of a vector moved round by `by`: lane l gets what lane l + by of its run had."""
+    if not by:
+        return value
+    lanes = [lane // run * run + (lane + by) % run for lane in range(value.type.count)]
+    mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
+    return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
 
 
 def _spread(builder: Any, vector: ir.VectorType, number: Any) -> Any:

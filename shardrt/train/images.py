@@ -8,6 +8,7 @@ batches ahead of training (prefetch.py).
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from hashlib import sha256
 from math import exp, log, sqrt
 from pathlib import Path
 
@@ -71,6 +72,7 @@ class Images:
     labels: np.ndarray  # int64
     read: Callable[[int], np.ndarray]
     strict: bool = False  # an image that can't be read is an error, and not passed over
+    digest: str = ""  # of the pixels, or of the names and sizes of files
     skipped: set[int] = field(default_factory=set)  # those that were passed over on this rank
 
     def __len__(self) -> int:
@@ -93,7 +95,8 @@ def load_digits() -> tuple[Images, Images]:
 
     def part(chosen: np.ndarray) -> Images:
         kept = images[chosen]
-        return Images("scikit-learn's digits", names, found.target[chosen].astype(np.int64), kept.__getitem__)
+        labels, digest = found.target[chosen].astype(np.int64), sha256(kept.tobytes()).hexdigest()
+        return Images("scikit-learn's digits", names, labels, kept.__getitem__, digest=digest)
 
     return part(~held_out), part(held_out)
 
@@ -164,7 +167,11 @@ def _classes(root: Path) -> dict[str, list[Path]]:
 def _of_files(root: Path, classes: dict[str, list[Path]], channels: int, strict: bool) -> Images:
     files = [path for paths in classes.values() for path in paths]
     labels = np.repeat(np.arange(len(classes)), [len(paths) for paths in classes.values()])
-    return Images(str(root), tuple(classes), labels, lambda i: _decoded(files[i], channels), strict)
+    told = "".join(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0" for path in files)
+    digest = sha256(told.encode(errors="surrogateescape")).hexdigest()
+    return Images(
+        str(root), tuple(classes), labels, lambda i: _decoded(files[i], channels), strict, digest=digest
+    )
 
 
 def _decoded(path: Path, channels: int) -> np.ndarray:

@@ -42,15 +42,21 @@ def test_a_weight_used_twice_gets_both_gradients():
 # Whole vectors and what is left of them, in channels, pixels and images; groups; all geometries.
 LARGE = [
     ((3, 3, 32, 32), (24, 3, 7, 7), 2, 3, 1, 1),  # few channels: rows of the window in one piece
-    ((2, 40, 9, 10), (36, 40, 3, 3), 1, 1, 1, 1),
+    ((2, 40, 9, 14), (36, 40, 3, 3), 1, 1, 1, 1),
     ((2, 33, 14, 14), (20, 33, 1, 1), 1, 0, 1, 1),
     ((2, 48, 12, 7), (72, 16, 3, 3), 2, 1, 1, 3),
-    ((5, 32, 8, 8), (32, 8, 3, 3), 1, 1, 1, 4),
-    ((1, 80, 10, 9), (80, 40, 2, 3), (1, 2), (2, 0), (2, 1), 2),
+    ((5, 40, 9, 14), (40, 8, 3, 3), (1, 2), 1, 1, 5),
+    ((1, 80, 9, 14), (80, 40, 2, 3), (1, 2), (2, 1), (2, 1), 2),
     ((2, 3, 16, 16), (64, 3, 4, 4), 4, 0, 1, 1),  # patches
-    ((2, 24, 13, 15), (24, 1, 3, 3), (2, 1), 1, 1, 24),
-    ((1, 4, 11, 9), (8, 1, 5, 3), 2, (2, 1), (1, 2), 4),
+    ((2, 24, 13, 7), (24, 1, 3, 3), (2, 1), 1, 1, 24),
+    ((1, 4, 11, 14), (8, 1, 5, 3), 2, 2, (1, 2), 4),
     ((9, 64, 56, 20), (16, 64, 1, 1), 1, 0, 1, 1),  # more than one chunk of images
+    # Lane by lane: groups of 4 and 2, three outputs for each channel, a window wider than a tile.
+    ((2, 28, 9, 14), (28, 4, 5, 3), (2, 1), 2, (1, 2), 7),
+    ((2, 6, 5, 7), (6, 2, 3, 1), 1, (1, 0), 1, 3),
+    ((2, 20, 9, 7), (60, 1, 3, 3), (2, 1), (1, 2), (1, 2), 20),
+    ((2, 17, 4, 7), (17, 1, 2, 15), (3, 1), (0, 7), 1, 17),
+    ((2, 24, 8, 7), (36, 8, 3, 3), 1, 1, 1, 3),  # the last vector of a group reaches into the next
 ]
 
 
@@ -59,7 +65,9 @@ LARGE = [
 def test_equal_to_torch(dtype):
     torch = pytest.importorskip("torch")
     tolerance = 2e-5 if dtype == "float32" else 1e-12
-    for x, weight, stride, padding, dilation, groups in LARGE if dtype == "float32" else LARGE[1:4]:
+    for x, weight, stride, padding, dilation, groups in (
+        LARGE if dtype == "float32" else LARGE[1:4] + LARGE[10:11]
+    ):
         arrays = [normal(*shape).astype(dtype) for shape in (x, weight, weight[:1])]
         ours = [Tensor(a, requires_grad=True) for a in arrays]
         theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
@@ -81,7 +89,7 @@ def test_the_same_bits_on_any_number_of_threads():
     def everything(threads):
         cpu.set_threads(threads)
         try:
-            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1]:
+            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1], LARGE[4]:
                 inputs = [Tensor(normal(*s).astype("float32"), requires_grad=True) for s in (x, weight)]
                 y = F.conv2d(*inputs, None, *geometry)
                 y.backward(normal(*y.shape).astype("float32"))
@@ -91,6 +99,22 @@ def test_the_same_bits_on_any_number_of_threads():
 
     for one, other in zip(everything(1), everything(3), strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("case", [LARGE[4], LARGE[10], LARGE[14]], ids=str)
+def test_what_is_not_finite_stays_in_its_group(case):
+    x, weight, *geometry = case
+    groups, outputs = geometry[-1], weight[0] // geometry[-1]
+    inputs = [Tensor(normal(*shape).astype("float32"), requires_grad=True) for shape in (x, weight)]
+    inputs[0].data[:, weight[1] : 2 * weight[1]] = np.inf
+    y = F.conv2d(*inputs, None, *geometry)
+    dy = normal(*y.shape).astype("float32")
+    dy[:, :outputs] = np.nan
+    y.backward(dy)
+    found = y.data, inputs[0].grad, inputs[1].grad.reshape(1, groups, -1)
+    for array, spoiled in zip(found, ([1], [0], [0, 1]), strict=True):
+        whole = np.isfinite(array.reshape(len(array), groups, -1)).all((0, 2))
+        assert np.flatnonzero(~whole).tolist() == spoiled
 
 
 BAD = [

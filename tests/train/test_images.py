@@ -138,6 +138,27 @@ def test_digits_are_there_whole():
     assert np.bincount(held_out.labels).min() > 20
 
 
+def test_a_digest_tells_of_other_pixels_files_and_sizes(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("sklearn.datasets")
+    found, before = datasets.load_digits(), load_digits()
+    found.images[4, 3, 3] = 15 - found.images[4, 3, 3]  # the first that is held out
+    monkeypatch.setattr(datasets, "load_digits", lambda: found)
+    assert [one.digest == other.digest for one, other in zip(before, load_digits(), strict=True)] == [
+        True,
+        False,
+    ]
+    for i in range(5):
+        write(tmp_path / "a" / f"{i}.png", (0, 0, 0))
+        write(tmp_path / "b" / f"{i}.png", (0, 0, 0))
+    seen = {load_folder(tmp_path)[0].digest}
+    assert load_folder(tmp_path)[0].digest in seen
+    write(tmp_path / "a" / "0.png", (0, 0, 0), size=(60, 50))
+    seen.add(load_folder(tmp_path)[0].digest)
+    (tmp_path / "b" / "1.png").rename(tmp_path / "b" / "1.jpg")
+    seen.add(load_folder(tmp_path)[0].digest)
+    assert len(seen) == 3
+
+
 def write(path, colour, size=(6, 5)):
     PIL = pytest.importorskip("PIL.Image")
     path.parent.mkdir(parents=True, exist_ok=True)
