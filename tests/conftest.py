@@ -1,5 +1,6 @@
-"""One thread for this process: ranks are threads here, and two of them on BLAS with two threads each wait for its
-workers most of the time. (Tests of threads ask for more themselves, processes under mpirun get their share.)
+"""One thread for this process: ranks are threads here, and BLAS with two for each of two ranks mostly waits.
+
+(Tests of threads ask for more themselves; processes under mpirun get their share.)
 """
 
 import os
