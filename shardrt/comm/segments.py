@@ -8,7 +8,7 @@ import mmap
 import os
 from bisect import bisect
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -30,8 +30,7 @@ class Segment:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an array lies: `offset` bytes into every rank's region of `segment`."""
 
     segment: Segment
@@ -73,7 +72,7 @@ class Segments:
 
     def find(self, array: np.ndarray) -> Place | None:
         """Where `array` lies; None for memory that did not come from here, and for no memory."""
-        address = array.__array_interface__["data"][0]
+        address = MPI.Get_address(array)
         index = bisect(self._starts, address) - 1
         if index < 0 or array.nbytes == 0:  # an empty array may lie at the border of two segments
             return None
