@@ -2,8 +2,8 @@
 
 Every rank has its own cache lines in a shared MPI window: how far it has come, what it calls, and the data of
 a small call. A waiting rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word
-has this value"): it takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync orders
-the memory.
+has this value"): it takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync
+orders the memory.
 """
 
 import ctypes
@@ -143,9 +143,8 @@ class Flags:
                 return
             if left:
                 raise PeerFailed(f"rank {rank} has left; rank {self.rank} waits for it in {doing}")
-            self._system(
-                row + column, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(_Time(*divmod(_NAP, 10**9)))
-            )
+            nap = ctypes.byref(_Time(*divmod(_NAP, 10**9)))
+            self._system(row + column, _FUTEX_WAIT, seen & 0xFFFFFFFF, nap)
 
     def _wake(self, column: int) -> None:
         self._system(self._own + column, _FUTEX_WAKE, _EVERYONE)

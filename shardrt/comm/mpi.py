@@ -75,9 +75,9 @@ class MPICommunicator(Communicator):
     ) -> list[np.ndarray]:
         """Return when every rank has come to this call; `facts` (see calls.encode) describe it.
 
-        Little `data`, equally long on all ranks, go along: then the result is what each rank has for this one,
-        all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its data
-        are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
+        Little `data`, equally long on all ranks, go along: then the result is what each rank has for this
+        one, all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its
+        data are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
         """
         teller = self._teller
         if data is not None and not teller.fits(data, sliced):
