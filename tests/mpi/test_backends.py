@@ -43,7 +43,7 @@ class TestMPI(OverMPI):
         many = self.make()
         assert digest(many) == digest(few)
         if SIZE > 1:
-            with pytest.raises(CollectiveMismatch, match="rank 1 called barrier.*unit late"):
+            with pytest.raises(CollectiveMismatch, match="rank 1 called barrier"):
                 many.barrier(stream=INLINE, what="late" if many.rank == 1 else "")
         many.close()
         few.close()
