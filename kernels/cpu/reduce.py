@@ -28,8 +28,11 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
     1-D arrays of one length and float dtype; `out` may be one of the parts. Each element depends on its own
     elements only: an array may be cut into any pieces.
     """
-    elements = out.size * len(parts) // 2
-    run_rows(_sum_range, out.size, elements, out, parts, out.dtype.type(scale), accumulate, None)
+    scale, elements = out.dtype.type(scale), out.size * len(parts) // 2
+    if len(parts) <= 2:  # at once: for few numbers, ways to the kernel take longer than it does
+        run_rows(_sum_two, out.size, elements, out, parts[0], parts[-1], len(parts), scale, accumulate)
+    else:
+        run_rows(_sum_range, out.size, elements, out, parts, scale, accumulate, None)
 
 
 def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:

@@ -17,7 +17,6 @@ Call = tuple[int, int, int, int, int]  # collective and element type, count, op 
 WORDS = 5
 PACKED = 8 * WORDS  # bytes of a packed call
 HEAD = 64  # bytes from a packed call to data that go along with it: data begin on a cache line
-LITTLE = 1 << 13  # bytes of data that go along
 
 _PACKED = Struct(f"={WORDS}q")
 _REMEMBERED = 4096  # packed calls

@@ -15,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.calls import HEAD, LITTLE, PACKED
+from shardrt.comm.calls import HEAD, PACKED
 from shardrt.comm.protocol import PeerFailed
 
 
@@ -23,6 +23,7 @@ class SharedMemoryUnavailable(RuntimeError):
     """These ranks cannot share memory. Raised on all of them."""
 
 
+LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
 _READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row
 _BOX = HEAD + LITTLE  # bytes; what the last two calls were comes behind a line for the words
 _ROW = 64 + 2 * _BOX

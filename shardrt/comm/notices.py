@@ -3,9 +3,10 @@
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.calls import HEAD, LITTLE, PACKED
+from shardrt.comm.calls import HEAD, PACKED
 from shardrt.comm.patience import Patience
 
+LITTLE = 1 << 15  # bytes of data in a notice; for more, the copies cost what a second message does
 _FEW = 8  # ranks of which each writes to each; more of them gather what they call, and nothing goes along
 _TAG = 1  # apart from messages that users send
 

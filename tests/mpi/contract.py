@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 
 from shardrt import device, dtypes
-from shardrt.comm.calls import LITTLE
 from shardrt.comm.protocol import DTYPES, CollectiveMismatch
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
+LITTLE = 1 << 15  # bytes that go along with a call: notices.LITTLE; flags.LITTLE is a quarter of it
 CPU = device.get("cpu")
 INLINE = CPU.current_stream
 _GOLDEN = np.uint64(11400714819323198485)
@@ -289,7 +289,8 @@ class Contract:
 
     def test_little_data_go_along_with_a_call_up_to_the_last_byte(self):
         def body(comm):
-            for n in (LITTLE // comm.size, LITTLE // comm.size + 1, LITTLE, LITTLE + 1):
+            edges = LITTLE // 4 // comm.size, LITTLE // 4, LITTLE // comm.size, LITTLE
+            for n in (*edges, *(edge + 1 for edge in edges)):
                 mine = [values(rank, comm.size * n, np.uint8) for rank in range(comm.size)]
                 gathered, exchanged = np.zeros((2, comm.size * n), np.uint8)
                 gathered[own(comm, n)] = mine[comm.rank][own(comm, n)]

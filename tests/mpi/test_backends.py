@@ -12,7 +12,7 @@ from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
-from tests.mpi.contract import INLINE, Contract, digest
+from tests.mpi.contract import INLINE, LITTLE, Contract, digest
 
 SIZE = world.of_mpi().size
 
@@ -36,6 +36,9 @@ class TestMPI(OverMPI):
         made = create("mpi")
         assert type(made) is MPICommunicator
         return made
+
+    def test_the_edges_of_what_goes_along_are_those_of_the_contract(self):
+        assert (notices.LITTLE, flags.LITTLE) == (LITTLE, LITTLE // 4)
 
     def test_ranks_too_many_to_write_to_each_gather_what_they_call(self, monkeypatch):
         few = self.make()
