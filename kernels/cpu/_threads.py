@@ -31,7 +31,7 @@ def run_rows(kernel: Callable, rows: int, elements: int, *args: Any) -> None:
 
     elements: how much work there is in all; little work is not split.
     """
-    pieces = min(_count, rows, elements // 16384)
+    pieces = min(_count, rows, elements // 16384) if _count > 1 else 1
     if pieces <= 1:
         kernel(0, rows, *args)
         return

@@ -28,8 +28,11 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
     1-D arrays of one length and float dtype; `out` may be one of the parts. Each element depends on its own
     elements only: an array may be cut into any pieces.
     """
-    work = (out, parts, out.dtype.type(scale), accumulate, None)
-    run_rows(_sum_range, out.size, out.size * len(parts) // 2, *work)
+    scale, elements = out.dtype.type(scale), out.size * len(parts) // 2
+    if len(parts) <= 2:  # at once: for few numbers, ways to the kernel take longer than it does
+        run_rows(_sum_two, out.size, elements, out, parts[0], parts[-1], len(parts), scale, accumulate)
+    else:
+        run_rows(_sum_range, out.size, elements, out, parts, scale, accumulate, None)
 
 
 def sum_packed(out: Array, parts: list[Array], scale: float, accumulate: bool, kind: str) -> None:
@@ -75,6 +78,10 @@ def _sum_two(start, stop, out, first, second, count, scale, accumulate):
     if count == 2 and accumulate:
         for i in range(out.size):
             out[i] = out[i] + scale * (first[i] + second[i])
+    elif count == 2 and out.ctypes.data == first.ctypes.data:
+        _add_to(out, second, scale)
+    elif count == 2 and out.ctypes.data == second.ctypes.data:
+        _add_to(out, first, scale)
     elif count == 2:
         for i in range(out.size):
             out[i] = scale * (first[i] + second[i])
@@ -84,6 +91,13 @@ def _sum_two(start, stop, out, first, second, count, scale, accumulate):
     else:
         for i in range(out.size):
             out[i] = scale * first[i]
+
+
+@exact
+def _add_to(out, other, scale):
+    """A loop that reads `out` under another name would not be vectorised."""
+    for i in range(out.size):
+        out[i] = scale * (out[i] + other[i])
 
 
 @exact

@@ -6,6 +6,7 @@ Two ranks are in the same call when all words agree. One word is a hash of the n
 
 from collections.abc import Iterable, Sequence
 from hashlib import blake2b
+from struct import Struct
 
 import numpy as np
 
@@ -14,7 +15,11 @@ from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
 WORDS = 5
+PACKED = 8 * WORDS  # bytes of a packed call
+HEAD = 64  # bytes from a packed call to data that go along with it: data begin on a cache line
 
+_PACKED = Struct(f"={WORDS}q")
+_REMEMBERED = 4096  # packed calls
 _COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
 _ELEMENTS = (*DTYPES, *dtypes.LOW)
 _COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
@@ -27,6 +32,7 @@ class Names:
     """Names that calls are made for, and the 63 bits that stand for each; the same bits in every process."""
 
     def __init__(self) -> None:
+        self.packed: dict[tuple, bytes] = {}  # calls that were made; see `pack`
         self._codes = {"": 0}
         self._names = {0: ""}
 
@@ -68,6 +74,31 @@ def encode(
     element = _KIND_CODES[kind] if kind else DTYPE_CODES[array.dtype]
     word = _OP_CODES[detail] if isinstance(detail, str) else detail
     return first | element, array.size, word, memory, name
+
+
+def pack(
+    names: Names,
+    collective: str,
+    array: np.ndarray | None = None,
+    detail: int | str = 0,
+    what: str = "",
+    kind: str = "",
+    memory: int = 0,
+) -> bytes:
+    """`encode`, as bytes. Remembered: training makes the same calls in every step."""
+    form = collective, None if array is None else (array.dtype, array.size), detail, what, kind, memory
+    packed = names.packed.get(form)
+    if packed is None:
+        if len(names.packed) == _REMEMBERED:
+            names.packed.clear()
+        packed = _PACKED.pack(*encode(names, collective, array, detail, what, kind, memory))
+        names.packed[form] = packed
+    return packed
+
+
+def unpack(packed: bytes) -> Call:
+    """The words of a packed call."""
+    return _PACKED.unpack(packed)
 
 
 def describe(call: Call, names: Names, memory: bool = False) -> str:

@@ -1,8 +1,9 @@
 """Counters that the ranks of a node show each other, and a way to sleep until one of them moves.
 
-Every rank has its own cache lines in a shared MPI window: how far it has come, and its calls. A waiting rank
-looks for a moment and then sleeps in the kernel (a futex: "sleep while this word has this value"): it
-takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync orders the memory.
+Every rank has its own cache lines in a shared MPI window: how far it has come, what it calls, and the data of
+a small call. A waiting rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word
+has this value"): it takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync
+orders the memory.
 """
 
 import ctypes
@@ -14,7 +15,7 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.calls import WORDS, Call, Names, mismatch
+from shardrt.comm.calls import HEAD, PACKED
 from shardrt.comm.protocol import PeerFailed
 
 
@@ -22,9 +23,12 @@ class SharedMemoryUnavailable(RuntimeError):
     """These ranks cannot share memory. Raised on all of them."""
 
 
-READY, DONE, _LEFT, _CALLS = 0, 1, 2, 8  # columns of a rank's row
-_LINE = 8  # int64 words of a cache line
-_ROW = 3 * _LINE  # one line for the counters, one each for what the last two calls were
+LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
+_READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row
+_BOX = HEAD + LITTLE  # bytes; what the last two calls were comes behind a line for the words
+_ROW = 64 + 2 * _BOX
+_WORDS = _ROW // 8
+_BOXES = 64, 64 + _BOX
 _LOOKS = 50  # before a rank sleeps; about 10 us
 _NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case a peer has left
 
@@ -40,20 +44,26 @@ _open: "weakref.WeakSet[Flags]" = weakref.WeakSet()
 class Flags:
     """The counters of one communicator, whose ranks share a node."""
 
+    cuts = False  # a box holds all that its rank has
+
     def __init__(self, mpi: MPI.Intracomm) -> None:
         """Collective over `mpi`. Raises SharedMemoryUnavailable where the system is not known."""
         if sys.platform != "linux" or platform.machine() not in _FUTEX:
             raise SharedMemoryUnavailable(f"no futex known on {sys.platform} {platform.machine()}")
         self.rank = mpi.rank
         self.size = mpi.size
+        self.sequence = 0  # of the collectives of this communicator, the latest
         self._futex = _FUTEX[platform.machine()]
-        self._window = MPI.Win.Allocate_shared(8 * _ROW * mpi.size if mpi.rank == 0 else 0, 8, comm=mpi)
+        self._window = MPI.Win.Allocate_shared(_ROW * mpi.size if mpi.rank == 0 else 0, 8, comm=mpi)
         self._window.Lock_all()
         memory, _ = self._window.Shared_query(0)
-        self._words = memoryview(memory).cast("B").cast("q")
+        rows = memoryview(memory).cast("B")
+        self._words = rows.cast("q")
+        boxes = [[rows[row + at : row + at + _BOX] for row in range(0, len(rows), _ROW)] for at in _BOXES]
+        self._boxes = boxes  # for even and odd calls, by rank
         self._address = np.frombuffer(memory, np.uint8).ctypes.data
-        self._own = _ROW * mpi.rank
-        self._words[self._own : self._own + _ROW] = memoryview(np.zeros(_ROW, np.int64)).cast("B").cast("q")
+        self._own = _WORDS * mpi.rank
+        rows[_ROW * mpi.rank : _ROW * (mpi.rank + 1)] = bytes(_ROW)
         self._window.Sync()
         mpi.Barrier()
         _open.add(self)
@@ -61,61 +71,84 @@ class Flags:
     def close(self) -> None:
         """Give the window back. Collective."""
         _open.discard(self)
+        self._boxes.clear()
         self._words.release()
         self._window.Unlock_all()
         self._window.Free()
 
-    def publish(self, column: int, value: int) -> None:
-        """Set one of this rank's counters, after everything it has written, and wake who sleeps on it."""
-        self._window.Sync()
-        self._words[self._own + column] = value
-        self._system(self._own + column, _FUTEX_WAKE, _EVERYONE)
+    def fits(self, data: np.ndarray, sliced: bool) -> bool:
+        """Whether data go along."""
+        return data.nbytes <= LITTLE
 
-    def wait(self, column: int, value: int, doing: str) -> None:
-        """Return when that counter of every rank is at least `value`; then what they wrote before is seen."""
-        for rank in range(self.size):
-            if self._words[rank * _ROW + column] < value:
-                self._wait_for(rank, column, value, doing)
-        self._window.Sync()
+    def tell(
+        self, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None, doing: str
+    ) -> list[memoryview]:
+        """Say what this rank calls, with data that fit, and wait until all ranks have said it.
 
-    def describe(self, sequence: int, call: Call) -> None:
-        """Say what this rank's collective number `sequence` is; before it is published."""
-        start = self._own + _CALLS + _LINE * (sequence % 2)
-        for word, value in enumerate(call, start):
-            self._words[word] = value
-
-    def compare(self, sequence: int, names: Names) -> None:
-        """Raise CollectiveMismatch unless all ranks described this collective alike.
-
-        Two places suffice: a rank describes s + 2 only after it has seen everyone arrive at s + 1, and then
-        everyone has compared s.
+        The box of each rank, or of `root`, holds its call and from HEAD on its data. It lasts until this
+        rank's next call: two for each suffice, for a rank fills the one of call s + 2 only after it has seen
+        everyone arrive at s + 1. What ranks wrote before they came here is seen. Raises PeerFailed.
         """
-        starts = range(_CALLS + _LINE * (sequence % 2), self.size * _ROW, _ROW)
-        calls = [self._words[start : start + WORDS].tolist() for start in starts]
-        if calls.count(calls[0]) < self.size:
-            raise mismatch(sequence, [tuple(call) for call in calls], names)
+        self.sequence += 1
+        boxes = self._boxes[self.sequence % 2]
+        own = boxes[self.rank]
+        own[:PACKED] = call
+        if data is not None and data.nbytes and root in (None, self.rank):
+            own[HEAD : HEAD + data.nbytes] = data.data.cast("B")
+        self._publish(_READY)
+        self._wait(_READY, doing)
+        return boxes
+
+    def part(self, doing: str) -> None:
+        """Return when every rank is done with the memory of the others in this call."""
+        self._publish(_DONE)
+        self._wait(_DONE, doing)
 
     def leave(self) -> None:
         """Tell the others that this rank's program ends: whoever waits for it would wait forever."""
-        self.publish(_LEFT, 1)
-        for column in (READY, DONE):  # the words that others sleep on; they look again
-            self._system(self._own + column, _FUTEX_WAKE, _EVERYONE)
+        self._words[self._own + _LEFT] = 1
+        self._window.Sync()
+        for column in (_READY, _DONE):  # the words that others sleep on; they look again
+            self._wake(column)
 
-    def _wait_for(self, rank: int, column: int, value: int, doing: str) -> None:
-        word = rank * _ROW + column
+    def _publish(self, column: int) -> None:
+        """Say that this rank has come so far, after everything it has written; wake those who sleep on it.
+
+        A rank that goes to sleep first says in which call. Several may, of which one is a call ahead.
+        """
+        self._window.Sync()
+        self._words[self._own + column] = self.sequence
+        self._window.Sync()
+        if self._words[self._own + _ASLEEP] >= self.sequence - 1:
+            self._wake(column)
+
+    def _wait(self, column: int, doing: str) -> None:
+        """Return when every rank has come so far; then what they wrote before is seen."""
+        for rank in range(self.size):
+            if self._words[rank * _WORDS + column] < self.sequence:
+                self._wait_for(rank, column, doing)
+        self._window.Sync()
+
+    def _wait_for(self, rank: int, column: int, doing: str) -> None:
+        row, value = rank * _WORDS, self.sequence
         for _ in range(_LOOKS):
             self._window.Sync()
-            if self._words[word] >= value:
+            if self._words[row + column] >= value:
                 return
         while True:
-            left = self._words[rank * _ROW + _LEFT]  # before the counter: it may arrive and then leave
+            self._words[row + _ASLEEP] = value
+            left = self._words[row + _LEFT]  # before the counter: it may arrive and then leave
             self._window.Sync()
-            seen = self._words[word]
+            seen = self._words[row + column]
             if seen >= value:
                 return
             if left:
                 raise PeerFailed(f"rank {rank} has left; rank {self.rank} waits for it in {doing}")
-            self._system(word, _FUTEX_WAIT, seen & 0xFFFFFFFF, ctypes.byref(_Time(0, _NAP)))
+            nap = ctypes.byref(_Time(*divmod(_NAP, 10**9)))
+            self._system(row + column, _FUTEX_WAIT, seen & 0xFFFFFFFF, nap)
+
+    def _wake(self, column: int) -> None:
+        self._system(self._own + column, _FUTEX_WAKE, _EVERYONE)
 
     def _system(self, word: int, operation: int, value: int, time: object = None) -> None:
         """futex(2) on a word. Whatever it returns, the caller looks again; the interpreter lock is free."""

@@ -2,75 +2,112 @@
 
 Before every collective the ranks exchange what each is about to call, and wait for each other without
 spinning. So a difference is an error here, not a hang in MPI, and a waiting rank leaves its core to those
-that compute, unlike in a blocking MPI call. The reduce-scatter is our own: MPI's takes twice as long on large
-arrays, and sums in an order of its own.
+that compute, unlike in a blocking MPI call. Small data travel with that message, which then is all. The
+reduce-scatter is our own: MPI's takes twice as long on large arrays, and sums in an order of its own.
 """
 
-import time
-from array import array as array_of
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm import failure
-from shardrt.comm.calls import WORDS, Names, encode, mismatch
-from shardrt.comm.protocol import Communicator, PeerFailed
+from shardrt.comm.calls import HEAD, PACKED, Names, mismatch, pack, unpack
+from shardrt.comm.notices import Notices
+from shardrt.comm.patience import Patience
+from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
-_SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
-_SLEEP = 1e-3  # seconds, the longest sleep between two polls
-_LOOK = 0.5  # seconds between two looks at who has left
+
+
+class Teller(Protocol):
+    """How ranks learn what each of them calls: Notices over MPI, Flags in shared memory."""
+
+    sequence: int
+    cuts: bool
+
+    def fits(self, data: np.ndarray, sliced: bool) -> bool: ...
+
+    def tell(
+        self, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None, doing: str
+    ) -> list[memoryview]: ...
+
+    def close(self) -> None: ...
 
 
 class MPICommunicator(Communicator):
     """A group of MPI processes."""
 
-    def __init__(self, mpi: MPI.Intracomm, names: Names | None = None) -> None:
+    def __init__(self, mpi: MPI.Intracomm, names: Names | None = None, teller: Teller | None = None) -> None:
         """`mpi` is used by nobody else: this object's collectives and messages have it for themselves.
 
-        `names`: of the communicator that this one was made from.
+        `names`: of the communicator that this one was made from. `teller`: if not Notices over `mpi`.
         """
         self._mpi = mpi
         self.rank = mpi.rank
         self.size = mpi.size
         self._names = names or Names()
-        self._sequence = 0  # of the collectives of this communicator, the latest
+        self._patience = Patience(mpi)
+        self._teller = teller or Notices(mpi, self._patience)
         self._scratch = np.empty(0, np.uint8)
-        self._calls = array_of("q", [0] * (WORDS * mpi.size))  # what each rank calls
-        self._own_call = array_of("q", [0] * WORDS)
-        self._exchange = [self._own_call, WORDS, MPI.INT64_T], [self._calls, WORDS, MPI.INT64_T]
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else MPICommunicator(mpi, self._names)
 
     def close(self) -> None:
+        self._teller.close()
         self._mpi.Free()
 
     def register_names(self, names: Iterable[str]) -> None:
         self._names.register(names)
 
-    def _meet(self, collective: str, *facts: Any) -> None:
-        """Return when every rank has come to this call, leaving the core to others meanwhile.
+    def _meet(
+        self,
+        collective: str,
+        *facts: Any,
+        data: np.ndarray | None = None,
+        sliced: bool = False,
+        root: int | None = None,
+    ) -> list[np.ndarray]:
+        """Return when every rank has come to this call; `facts` (see calls.encode) describe it.
 
-        `facts` (see calls.encode) describe it. Raises CollectiveMismatch, on all ranks, where they differ.
+        Little `data`, equally long on all ranks, go along: then the result is what each rank has for this
+        one, all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its
+        data are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
         """
-        self._sequence += 1
-        self._own_call[:] = array_of("q", encode(self._names, collective, *facts))
-        self._wait(self._mpi.Iallgather(*self._exchange), collective)
-        if self._calls != self._own_call * self.size:
-            calls = [tuple(self._calls[start : start + WORDS]) for start in range(0, len(self._calls), WORDS)]
-            raise mismatch(self._sequence, calls, self._names)
+        teller = self._teller
+        if data is not None and not teller.fits(data, sliced):
+            data = None
+        call = pack(self._names, collective, *facts)
+        boxes = teller.tell(call, data, sliced, root, collective)
+        for box in boxes:
+            if box[:PACKED] != call:
+                calls = [unpack(box[:PACKED]) for box in boxes]
+                raise mismatch(teller.sequence, calls, self._names)
+        if data is None:
+            return []
+        start, stop = 0, data.size
+        if sliced:
+            n = data.size // self.size
+            start, stop = self.rank * n, (self.rank + 1) * n
+        place = HEAD if teller.cuts else HEAD + start * data.itemsize
+        everyone = [np.frombuffer(box, data.dtype, stop - start, place) for box in boxes]
+        everyone[self.rank] = data[start:stop]
+        return everyone
 
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
-        self._meet("all_gather", buffer, 0, what)
         n = buffer.size // self.size
-        if buffer.size <= _MESSAGE:
+        own = buffer[self.rank * n : (self.rank + 1) * n]
+        everyone = self._meet("all_gather", buffer, 0, what, data=own)
+        if everyone:
+            for rank, theirs in enumerate(everyone):
+                if rank != self.rank:
+                    buffer[rank * n : (rank + 1) * n] = theirs
+        elif buffer.size <= _MESSAGE:
             self._mpi.Allgather(MPI.IN_PLACE, buffer)
         else:  # every rank's slice in turn, in pieces
             for rank in range(self.size):
@@ -86,8 +123,10 @@ class MPICommunicator(Communicator):
         kind: str,
         what: str,
     ) -> None:
-        self._meet("reduce_scatter", buffer, op, what, kind)
         n = output.size
+        everyone = self._meet("reduce_scatter", buffer, op, what, kind, data=buffer, sliced=True)
+        if everyone:
+            return combine(output, everyone, scale, accumulate, op, kind)
         chunk = max(1, min(_CHUNK, _SCRATCH // self.size) // buffer.itemsize)
         theirs = self._scratch_array(self.size * min(chunk, n), buffer.dtype).reshape(self.size, -1)
         for start in range(0, n, chunk):
@@ -99,24 +138,34 @@ class MPICommunicator(Communicator):
                 piece = buffer[to * n + start : to * n + stop]
                 self._mpi.Sendrecv(piece, to, recvbuf=parts[source], source=source)
             combine(output[start:stop], parts, scale, accumulate, op, kind)
+        return None
 
     def _all_reduce_small(self, buffer: np.ndarray, op: str, what: str) -> None:
-        self._meet("all_reduce", buffer, op, what)
-        everyone = self._scratch_array(self.size * buffer.size, buffer.dtype).reshape(self.size, -1)
-        self._mpi.Allgather(buffer, everyone)
-        combine(buffer, list(everyone), op=op)
+        everyone = self._meet("all_reduce", buffer, op, what, data=buffer)
+        if not everyone:
+            rows = self._scratch_array(self.size * buffer.size, buffer.dtype).reshape(self.size, -1)
+            self._mpi.Allgather(buffer, rows)
+            everyone = list(rows)
+        combine(buffer, everyone, op=op)
 
     def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
-        self._meet("broadcast", buffer, root, what)
-        self._broadcast_pieces(buffer, root)
+        everyone = self._meet("broadcast", buffer, root, what, data=buffer, root=root)
+        if not everyone:
+            self._broadcast_pieces(buffer, root)
+        elif self.rank != root:
+            buffer[:] = everyone[root]
 
     def _broadcast_pieces(self, buffer: np.ndarray, root: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
     def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
-        self._meet("all_to_all", buffer, 0, what)
         n = buffer.size // self.size
+        everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
+        if everyone:
+            for rank, theirs in enumerate(everyone):
+                output[rank * n : (rank + 1) * n] = theirs
+            return
         for step in range(self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
             for start in range(0, n, _MESSAGE):
@@ -128,11 +177,11 @@ class MPICommunicator(Communicator):
 
     def _send(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            self._wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer), "send", peer)
+            self._patience.wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer), "send", peer)
 
     def _recv(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            self._wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer), "recv", peer)
+            self._patience.wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer), "recv", peer)
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)
@@ -143,30 +192,3 @@ class MPICommunicator(Communicator):
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
-
-    def _wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
-        """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
-
-        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
-        """
-        deadline = time.perf_counter() + _SPIN
-        pause, next_look, gone = _SPIN, deadline + _LOOK, None
-        while not request.Test():
-            now = time.perf_counter()
-            if now > next_look:
-                if gone is not None:  # since it said so, half a second has passed for what was under way
-                    raise PeerFailed(f"rank {gone} has left; rank {self.rank} waits for it in {doing}")
-                gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
-                next_look = now + _LOOK
-            if now > deadline:
-                time.sleep(pause)
-                pause = min(2 * pause, _SLEEP)
-
-    def _departed(self) -> list[int]:
-        """Ranks of this communicator whose programs have ended."""
-        left = sorted(failure.departed())
-        if not left:
-            return []
-        world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()
-        here = MPI.Group.Translate_ranks(world, left, own)
-        return [rank for rank in here if rank != MPI.UNDEFINED]

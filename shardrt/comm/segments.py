@@ -10,7 +10,7 @@ import weakref
 from bisect import bisect
 from dataclasses import dataclass
 from itertools import count
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
@@ -38,8 +38,7 @@ class Segment:
         return self.memory()[first : first + self.nbytes]
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where an array lies: `offset` bytes into every rank's region of `segment`."""
 
     segment: Segment
@@ -83,7 +82,7 @@ class Segments:
 
     def find(self, array: np.ndarray) -> Place | None:
         """Where `array` lies; None for memory that did not come from here, and for an empty array."""
-        address = array.__array_interface__["data"][0]
+        address = MPI.Get_address(array)
         starts, segments = self._table
         index = bisect(starts, address) - 1
         if index < 0 or array.nbytes == 0:  # an empty array may lie at the border of two segments

@@ -2,8 +2,8 @@
 
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
-reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Other arrays go
-through MPI.
+reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
+along when ranks tell each other what they call; other arrays go through MPI.
 """
 
 from typing import Any
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.calls import Names, encode
-from shardrt.comm.flags import DONE, READY, Flags
+from shardrt.comm.calls import Names
+from shardrt.comm.flags import Flags
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Place, Segments
@@ -30,8 +30,8 @@ class ShmCommunicator(MPICommunicator):
 
         `names`: of the communicator that this one was made from.
         """
-        super().__init__(mpi, names)
         self._flags = Flags(mpi)
+        super().__init__(mpi, names, self._flags)
         self._segments = segments or Segments(mpi)
 
     def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
@@ -44,38 +44,19 @@ class ShmCommunicator(MPICommunicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
         return self._segments.allocate(self._mpi, count, dtype, shared)
 
-    def close(self) -> None:
-        self._flags.close()
-        super().close()
-
-    def _meet(self, collective: str, *facts: Any) -> None:
-        """Return when every rank has come to this call and what it wrote before is seen here.
-
-        As in MPICommunicator, but without MPI.
-        """
-        self._sequence += 1
-        self._flags.describe(self._sequence, encode(self._names, collective, *facts))
-        self._flags.publish(READY, self._sequence)
-        self._flags.wait(READY, self._sequence, collective)
-        self._flags.compare(self._sequence, self._names)
-
-    def _part(self, collective: str) -> None:
-        """Return when every rank is done with the memory of the others in this call."""
-        self._flags.publish(DONE, self._sequence)
-        self._flags.wait(DONE, self._sequence, collective)
-
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         place = self._segments.find(buffer)
-        if place is None:
+        n = buffer.size // self.size
+        little = self._flags.fits(buffer[:n], False)
+        if place is None or (little and not place.segment.shared):
             return super()._all_gather(buffer, what)
         self._meet("all_gather", buffer, 0, what, "", place.word)
         if place.segment.shared:
             return None  # everyone's slice is written, here
-        n = buffer.size // self.size
         for step in range(1, self.size):  # each rank begins with another peer
             peer = (self.rank + step) % self.size
             buffer[peer * n : (peer + 1) * n] = place.of(peer, buffer)[peer * n : (peer + 1) * n]
-        return self._part("all_gather")
+        return self._flags.part("all_gather")
 
     def _reduce_scatter(
         self,
@@ -87,17 +68,16 @@ class ShmCommunicator(MPICommunicator):
         kind: str,
         what: str,
     ) -> None:
-        place = self._segments.find(buffer)
-        if place is None:
+        place = self._separate("reduce_scatter", buffer)
+        if place is None or self._flags.fits(buffer, True):
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
-        _refuse_shared("reduce_scatter", place)
         self._meet("reduce_scatter", buffer, op, what, kind, place.word)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
         combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op, kind)
-        return self._part("reduce_scatter")
+        return self._flags.part("reduce_scatter")
 
     def _all_reduce(self, buffer: np.ndarray, op: str, what: str) -> None:
-        _refuse_shared("all_reduce", self._segments.find(buffer))
+        self._separate("all_reduce", buffer)
         super()._all_reduce(buffer, op, what)
 
     def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
@@ -108,22 +88,23 @@ class ShmCommunicator(MPICommunicator):
             self._meet("broadcast", buffer, root, what, "", place.word)
 
     def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
-        place = self._segments.find(buffer)
-        if place is None:
+        place = self._separate("all_to_all", buffer)
+        if place is None or self._flags.fits(buffer, True):
             return super()._all_to_all(output, buffer, what)
-        _refuse_shared("all_to_all", place)
         self._meet("all_to_all", buffer, 0, what, "", place.word)
         n = buffer.size // self.size
         own = slice(self.rank * n, (self.rank + 1) * n)
         for step in range(self.size):  # each rank begins with another peer
             peer = (self.rank + step) % self.size
             output[peer * n : (peer + 1) * n] = place.of(peer, buffer)[own]
-        return self._part("all_to_all")
+        return self._flags.part("all_to_all")
 
-
-def _refuse_shared(call: str, place: Place | None) -> None:
-    if place is not None and place.segment.shared:
-        raise ValueError(
-            f"{call}: buffer comes from allocate(shared=True), one memory for all ranks, so their values "
-            f"cannot differ; allocate it with shared=False"
-        )
+    def _separate(self, call: str, buffer: np.ndarray) -> Place | None:
+        """Where a buffer lies of which each rank has its own. Raises ValueError if they have one together."""
+        place = self._segments.find(buffer)
+        if place is not None and place.segment.shared:
+            raise ValueError(
+                f"{call}: buffer comes from allocate(shared=True), one memory for all ranks, so their values "
+                f"cannot differ; allocate it with shared=False"
+            )
+        return place

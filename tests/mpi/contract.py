@@ -17,6 +17,7 @@ from shardrt.comm.protocol import DTYPES, CollectiveMismatch
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
+LITTLE = 1 << 15  # bytes that go along with a call: notices.LITTLE; flags.LITTLE is a quarter of it
 CPU = device.get("cpu")
 INLINE = CPU.current_stream
 _GOLDEN = np.uint64(11400714819323198485)
@@ -82,6 +83,7 @@ CALLS = {  # as an error prints them
     ),
     "all_gather(840 of float32)": lambda comm: comm.all_gather(np.zeros(840, np.float32), stream=INLINE),
     "all_gather(1680 of float32)": lambda comm: comm.all_gather(np.zeros(1680, np.float32), stream=INLINE),
+    "all_gather(84000 of float32)": lambda comm: comm.all_gather(np.zeros(84000, np.float32), stream=INLINE),
     "all_gather(840 of float64)": lambda comm: comm.all_gather(np.zeros(840), stream=INLINE),
     "all_to_all(840 of float64)": lambda comm: comm.all_to_all(np.ones(840), np.ones(840), stream=INLINE),
     "all_reduce(840 of float64, sum)": lambda comm: comm.all_reduce(np.zeros(840), stream=INLINE),
@@ -105,6 +107,8 @@ DIFFERENCES = {
     "name": ("all_gather(840 of float32, unit blocks.3)", "all_gather(840 of float32, unit blocks.4)"),
     "no name": ("all_gather(840 of float32, unit blocks.3)", "all_gather(840 of float32)"),
     "size": ("all_gather(840 of float32)", "all_gather(1680 of float32)"),
+    "little and much": ("all_gather(840 of float32)", "all_gather(84000 of float32)"),
+    "much and little": ("all_gather(84000 of float32)", "barrier(unit blocks.3)"),
     "dtype": ("all_gather(840 of float32)", "all_gather(840 of float64)"),
     "order": ("reduce_scatter(840 of float32, sum)", "all_gather(840 of float32)"),
     "call": ("all_to_all(840 of float64)", "broadcast(840 of float64, root 0)"),
@@ -280,6 +284,28 @@ class Contract:
                 comm.recv(received, peer=left, stream=INLINE)
                 same(received, values(left, count, np.float32, salt))
             sending.synchronize()
+
+        self.run(body)
+
+    def test_little_data_go_along_with_a_call_up_to_the_last_byte(self):
+        def body(comm):
+            edges = LITTLE // 4 // comm.size, LITTLE // 4, LITTLE // comm.size, LITTLE
+            for n in (*edges, *(edge + 1 for edge in edges)):
+                mine = [values(rank, comm.size * n, np.uint8) for rank in range(comm.size)]
+                gathered, exchanged = np.zeros((2, comm.size * n), np.uint8)
+                gathered[own(comm, n)] = mine[comm.rank][own(comm, n)]
+                comm.all_gather(gathered, stream=INLINE)
+                same(gathered, np.concatenate([mine[r][r * n : (r + 1) * n] for r in range(comm.size)]))
+                comm.all_to_all(exchanged, mine[comm.rank], stream=INLINE)
+                same(exchanged, np.concatenate([theirs[own(comm, n)] for theirs in mine]))
+                output = np.zeros(n, np.uint8)
+                comm.reduce_scatter(output, mine[comm.rank], stream=INLINE)
+                same(output, tree([theirs[own(comm, n)] for theirs in mine]))
+                reduced, sent = mine[comm.rank][:n].copy(), mine[comm.rank][:n].copy()
+                comm.all_reduce(reduced, op="max", stream=INLINE)
+                same(reduced, tree([theirs[:n] for theirs in mine], np.maximum))
+                comm.broadcast(sent, root=comm.size - 1, stream=INLINE)
+                same(sent, mine[-1][:n])
 
         self.run(body)
 

@@ -1,17 +1,18 @@
 """The contract for the backends of MPI, under mpirun: tests/test_comm.py starts `python -m tests.mpi`."""
 
 import sys
+import time
 import warnings
 
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, create, hierarchical, world
+from shardrt.comm import CollectiveMismatch, create, flags, hierarchical, notices, world
 from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
-from tests.mpi.contract import INLINE, Contract, digest
+from tests.mpi.contract import INLINE, LITTLE, Contract, digest
 
 SIZE = world.of_mpi().size
 
@@ -42,6 +43,20 @@ class TestMPI(OverMPI):
         made = create("mpi")
         assert type(made) is MPICommunicator
         return made
+
+    def test_the_edges_of_what_goes_along_are_those_of_the_contract(self):
+        assert (notices.LITTLE, flags.LITTLE) == (LITTLE, LITTLE // 4)
+
+    def test_ranks_too_many_to_write_to_each_gather_what_they_call(self, monkeypatch):
+        few = self.make()
+        monkeypatch.setattr(notices, "_FEW", 0)
+        many = self.make()
+        assert digest(many) == digest(few)
+        if SIZE > 1:
+            with pytest.raises(CollectiveMismatch, match="rank 1 called barrier"):
+                many.barrier(stream=INLINE, what="late" if many.rank == 1 else "")
+        many.close()
+        few.close()
 
 
 class TestShm(OverMPI):
@@ -76,6 +91,20 @@ class TestShm(OverMPI):
         kept[made.rank << 10 :][: 1 << 10] = made.rank
         made.all_gather(kept, stream=INLINE)
         assert np.array_equal(kept, np.repeat(np.arange(SIZE), 1 << 10))
+        made.close()
+
+    def test_a_rank_that_sleeps_is_woken(self, monkeypatch):
+        monkeypatch.setattr(flags, "_NAP", 100 * 10**9)  # without the nap, a wake that is lost takes long
+        made = self.make()
+        buffer = made.allocate(4096 * SIZE, np.float32, shared=False)
+        output, late = np.zeros(4096, np.float32), np.random.default_rng(made.rank)
+        start = time.monotonic()
+        for step in range(200):
+            buffer[:] = step + made.rank
+            time.sleep(late.choice([0, 1e-5, 2e-4]))
+            made.reduce_scatter(output, buffer, stream=INLINE)
+            assert (output == SIZE * step + sum(range(SIZE))).all()
+        assert time.monotonic() - start < 50
         made.close()
 
     @pytest.mark.parametrize("call", ["reduce_scatter", "all_reduce", "all_to_all"])

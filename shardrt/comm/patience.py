@@ -1,0 +1,48 @@
+"""Waiting for MPI without spinning: a rank that waits for long leaves its core to those that compute."""
+
+import time
+
+from mpi4py import MPI
+
+from shardrt.comm import failure
+from shardrt.comm.protocol import PeerFailed
+
+_SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
+_SLEEP = 1e-3  # seconds, the longest sleep between two polls
+_LOOK = 0.5  # seconds between two looks at who has left
+
+
+class Patience:
+    """Of one rank of a group."""
+
+    def __init__(self, mpi: MPI.Intracomm) -> None:
+        self._mpi = mpi
+
+    def wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
+        """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
+
+        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
+        """
+        if request.Test():
+            return
+        deadline = time.perf_counter() + _SPIN
+        pause, next_look, gone = _SPIN, deadline + _LOOK, None
+        while not request.Test():
+            now = time.perf_counter()
+            if now > next_look:
+                if gone is not None:  # since it said so, half a second has passed for what was under way
+                    raise PeerFailed(f"rank {gone} has left; rank {self._mpi.rank} waits for it in {doing}")
+                gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
+                next_look = now + _LOOK
+            if now > deadline:
+                time.sleep(pause)
+                pause = min(2 * pause, _SLEEP)
+
+    def _departed(self) -> list[int]:
+        """Ranks of this group whose programs have ended."""
+        left = sorted(failure.departed())
+        if not left:
+            return []
+        world, own = MPI.COMM_WORLD.Get_group(), self._mpi.Get_group()
+        here = MPI.Group.Translate_ranks(world, left, own)
+        return [rank for rank in here if rank != MPI.UNDEFINED]
