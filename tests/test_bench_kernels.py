@@ -1,4 +1,4 @@
-"""The benchmark of kernels: every op is right beside its peers, nothing wrong has a figure, nonsense is refused."""
+"""The benchmark of kernels: every op is right, nothing wrong has a figure, nonsense is refused."""
 
 import csv
 import json

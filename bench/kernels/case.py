@@ -70,9 +70,10 @@ class Sizes:
 class Case:
     """One pass. nbytes, flops: that it can't do without, as its kernels declare.
 
-    ours leaves its results in `results`. plain: the same in NumPy, from `inputs` to a tuple like `results`;
-    of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where results are random: how wrong
-    they are, from (inputs, results), both float64 on the host; else they are compared with plain in float64.
+    ours leaves its results in `results`, or gives them where that is empty. plain: the same in NumPy, from
+    `inputs` to a tuple of results; of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where
+    results are random: how wrong they are, from (inputs, results), both float64 on the host; else they are
+    compared with plain in float64. dtype: where it is not the one that was asked for.
     """
 
     op: str
@@ -86,6 +87,7 @@ class Case:
     plain: Callable[..., tuple]
     peer: Peer | None = None
     judge: Callable[[tuple, tuple], float] | None = None
+    dtype: str = ""
 
     @property
     def name(self) -> str:

@@ -44,6 +44,7 @@ def cast(make: Maker) -> Iterator[Case]:
             inputs=(exact,),
             plain=partial(_packed, kind=kind),
             peer=value(lambda torch, x, kind=kind: x.to(getattr(torch, kind)).view(torch.uint16)),
+            dtype="float32",
         )
         module.pack(exact, bits, kind)
         yield Case(
@@ -53,6 +54,7 @@ def cast(make: Maker) -> Iterator[Case]:
             inputs=(bits,),
             plain=partial(_unpacked, kind=kind),
             peer=value(lambda torch, x, kind=kind: x.view(getattr(torch, kind)).float()),
+            dtype="float32",
         )
 
 
@@ -81,6 +83,7 @@ def normal(make: Maker) -> Iterator[Case]:
         inputs=(),
         plain=lambda: (random.standard_normal(count, np.float32),),
         peer=lambda torch: partial(_drawn, torch.empty(count)),
+        dtype="float32",
         judge=_not_normal,
     )
 
@@ -110,6 +113,7 @@ def sum_ranks(make: Maker) -> Iterator[Case]:
             inputs=parts,
             plain=lambda *parts: (_sum(parts) * scale,),
             peer=value(lambda torch, *parts: _sum(parts).mul_(scale)),
+            dtype="float32",
         )
         bits = tuple(blank(count, dtype=np.uint16) for _ in parts)
         for part, packed in zip(parts, bits, strict=True):
@@ -123,6 +127,7 @@ def sum_ranks(make: Maker) -> Iterator[Case]:
             inputs=bits,
             plain=lambda *parts: (_sum([_unpacked(part, "bfloat16")[0] for part in parts]) * scale,),
             peer=value(lambda torch, *parts: _sum([_float(torch, part) for part in parts]).mul_(scale)),
+            dtype="float32",
         )
 
 
@@ -152,15 +157,11 @@ def column_sum(make: Maker) -> Iterator[Case]:
 
 def power_sums(make: Maker) -> Iterator[Case]:
     """For the norm of gradients: exact to 100 bits; the others' in float64, for in float32 they are wrong."""
-    x, total = make.numbers(make.sizes.elements), np.empty(1)
-
-    def ours():
-        total[0] = float(make.kernels.reduce.power_sums(x, 2.0).sum())
-
+    x = make.numbers(make.sizes.elements)
     yield Case(
         *("power_sums", "forward", str(x.size), x.nbytes, 2 * x.size),
-        ours=ours,
-        results=(total,),
+        ours=lambda: (make.kernels.reduce.power_sums(x, 2.0).sum().reshape(1),),
+        results=(),
         inputs=(x,),
         plain=lambda x: (np.square(x, dtype=np.float64).sum().reshape(1),),
         peer=value(lambda torch, x: torch.linalg.vector_norm(x, dtype=torch.float64).square().reshape(1)),
@@ -196,6 +197,7 @@ def adamw(make: Maker) -> Iterator[Case]:
         inputs=inputs,
         plain=lambda *arrays: plain.adamw(*arrays, lr, decay, *betas, eps),
         peer=peer,
+        dtype="float32",
     )
 
 
@@ -225,6 +227,7 @@ def sgd(make: Maker) -> Iterator[Case]:
         inputs=inputs,
         plain=lambda *arrays: plain.sgd(*arrays, lr, decay),
         peer=peer,
+        dtype="float32",
     )
 
 
