@@ -101,22 +101,17 @@ class Judge:
         source, target = filled(elements, dtype=self._dtype), blank(elements, dtype=self._dtype)
         a, b, out = (filled(side, side, dtype=self._dtype, seed=seed) for seed in range(3))
         product = self._device.kernels.matmul
-        works = {
-            2 * source.nbytes: lambda: self._device.copy(target, source),
-            product.flops(side, side, side): lambda: product.matmul(a, b, out),
-        }
-        for work in works.values():
+        works = [lambda: self._device.copy(target, source), lambda: product.matmul(a, b, out)]
+        for work in works:
             work()
-        rounds = [[self.clock.round(work, 1) for work in works.values()] for _ in range(2 * self._rounds)]
-        least = map(min, zip(*rounds, strict=True))
-        return Ceilings(*(amount / seconds for amount, seconds in zip(works, least, strict=True)))
+        rounds = [[self.clock.round(work, 1) for work in works] for _ in range(2 * self._rounds)]
+        copied, multiplied = map(min, zip(*rounds, strict=True))
+        return Ceilings(2 * source.nbytes / copied, product.flops(side, side, side) / multiplied)
 
     def line(self, case: Case, ceilings: Ceilings) -> Line:
         """Check and time one case."""
-        found = Line(
-            *(case, self._dtype, ceilings.bound(case), ceilings.seconds(case), TOLERANCE[self._dtype]),
-            errors={},
-        )
+        dtype = case.dtype or self._dtype
+        found = Line(case, dtype, ceilings.bound(case), ceilings.seconds(case), TOLERANCE[dtype], errors={})
         right = {}
         host = tuple(map(self._exact, case.inputs))
         truth = None if case.judge else case.plain(*host)
