@@ -261,13 +261,13 @@ def test_ceilings(played):
 
 
 def test_every_kernel_is_called_as_it_wants_to_be(played):
-    sizes = kernels.Sizes(rows=8, width=16, wide=32, classified=4, vocab=40, flat=64)
+    sizes = kernels.Sizes(tokens=8, width=16, heads=2, time=4, classified=4, vocab=40, elements=64)
     kernels.measure(played, sizes)
     rows = fine(played)
-    assert len(rows) == 27
+    assert len(rows) == 34
     assert all(row.theirs == 1.0 for row in rows.values())
     # the stand-in's clock says a millisecond for ten calls
-    assert rows["layer norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 1e-4 / 1e9)
+    assert rows["layer_norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 1e-4 / 1e9)
 
 
 @pytest.mark.torch

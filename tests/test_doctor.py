@@ -141,8 +141,12 @@ def test_of_this_machine_it_says_what_is_there(capsys):
     assert found["mpi"]["threads"] == "multiple" and found["two ranks"] == "well", found
     assert found["cores"] >= 1 and found["memory"]["all"] > found["memory"]["free"] > 0
     assert found["packages"]["numpy"].count(".") == 2
+    if found["for GPUs"]:
+        assert {"runtime", "driver", "NCCL", "cuDNN"} == found["CUDA"].keys(), "loaded without a GPU, too"
     assert code == bool(found["lacking"])
-    assert [line.split()[0] for line in machine.lines(found)][:4] == ["shardrt", "packages", "for", "MPI"]
+    assert [line.split()[0] for line in machine.lines(found)][:5] == [
+        *("shardrt", "packages", "for", "CUDA", "MPI")
+    ]
 
 
 def test_a_kernel_cache_that_others_may_write_or_nobody_can_is_told(tmp_path, monkeypatch):

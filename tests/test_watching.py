@@ -113,6 +113,10 @@ def test_the_report_of_a_run_has_everything_and_loads_nothing(finished, capsys):
     for category in ("sharded parameters", "optimizer state", "activations"):
         assert f"device: {category}" in page.text
     assert page.text.count("<polyline") == 8, "two curves of the loss, one of each of the others"
+    parts, spans = page.text[page.text.index(TRACED[0]) :].split(TRACED[2])
+    for name in ("forward", "backward"):  # two charts beside each other, one colour for one thing
+        pattern = f'fill="(#[0-9a-f]+)"[^>]*><title>{name}'
+        assert set(re.findall(pattern, parts)) == set(re.findall(pattern, spans)) != set()
 
 
 def test_the_report_of_a_run_that_was_cut_off_says_what_is_there(run, capsys):
@@ -245,6 +249,8 @@ def test_a_missing_value_leaves_a_gap_and_no_peak_is_lost():
     drawn = svg.lines("", [svg.Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, float("nan")])], y="")
     assert [path.count(",") for path in re.findall('points="([^"]*)"', drawn)] == [2, 1]
     assert "no values yet" in svg.lines("", [svg.Series("a", [1], [None])], y="")
+    level = svg.lines("", [svg.Series("a", [1, 2], [351.0, 351.1])], y="", from_zero=True)
+    assert re.search('text-anchor="end">0<', level) and "351.05" not in level
     points = [(float(x), 1.0) for x in range(100_000)]
     points[54_321] = (54_321.0, 9.0)
     assert len(svg.thinned(points)) <= 800 and points[54_321] in svg.thinned(points)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exp, reordered
+from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
 from shardrt.kernels.cpu.matmul import matmul, set_blas_threads
 
@@ -167,7 +167,7 @@ def _softmax(scores, lse, scale, first):
         near, far = line[:seen], line[seen:]
         highest = near[0] * scale
         for j in range(near.size):
-            highest = max(highest, near[j] * scale)
+            highest = larger(highest, near[j] * scale)
         total = scores.dtype.type(0)
         for j in range(near.size):
             value = exp(near[j] * scale - highest)

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exp, reordered
+from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -45,7 +45,7 @@ def _forward(start, stop, logits, targets, losses, lse, ignore_index):
         line = logits[row]
         highest = line[0]
         for j in range(line.size):
-            highest = max(highest, line[j])
+            highest = larger(highest, line[j])
         total = logits.dtype.type(0)
         for j in range(line.size):
             total += exp(line[j] - highest)

@@ -33,6 +33,21 @@ levels |= {MPI.THREAD_SERIALIZED: "serialized", MPI.THREAD_MULTIPLE: "multiple"}
 vendor, number = MPI.get_vendor()
 print(json.dumps({"vendor": f"{vendor} {'.'.join(map(str, number))}", "threads": levels[MPI.Query_thread()]}))
 """
+_CUDA = """
+import json, warnings
+warnings.simplefilter("ignore")
+from cupy.cuda import nccl, runtime
+def told(number): return f"{number // 1000}.{number % 1000 // 10}" if number else "missing"
+found = {"runtime": told(runtime.runtimeGetVersion()), "driver": told(runtime.driverGetVersion())}
+number = nccl.get_version() if nccl.available else 0
+found["NCCL"] = f"{number // 10000}.{number % 10000 // 100}.{number % 100}" if number else "missing"
+try:
+    import cudnn
+    found["cuDNN"] = cudnn.backend_version_string()
+except Exception:
+    found["cuDNN"] = "missing"
+print(json.dumps(found))
+"""
 _SELF_TEST = """
 import numpy as np
 from shardrt.comm import init_device_mesh
@@ -48,12 +63,15 @@ def examine() -> dict[str, Any]:
     """Everything, as JSON has it; `code` is the exit code of the command, `lacking` says why it is not 0."""
     packages = {name: _version(name) for name in _NEEDED}
     mpi = _asked([sys.executable, "-c", _MPI])
+    for_gpus = {name: _version(name) for name in _FOR_GPUS if _version(name)}
+    loaded = _asked([sys.executable, "-c", _CUDA]) if any("cupy" in name for name in for_gpus) else {}
     found: dict[str, Any] = {
         "shardrt": _version("shardrt"),
         "python": platform.python_version(),
         "system": platform.platform(),
         "packages": packages,
-        "for GPUs": {name: _version(name) for name in _FOR_GPUS if _version(name)},
+        "for GPUs": for_gpus,
+        "CUDA": loaded if isinstance(loaded, dict) else {"error": loaded},
         "gpus": cuda.count(),
         "mpi": mpi if isinstance(mpi, dict) else {"error": mpi},
         "cores": len(os.sched_getaffinity(0)),
@@ -83,6 +101,7 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("shardrt", f"{found['shardrt']}, Python {found['python']}, {found['system']}"),
         ("packages", _listed(found["packages"])),
         ("for GPUs", f"{found['gpus']} GPUs; {_listed(found['for GPUs']) or 'no packages'}"),
+        ("CUDA", _listed(found["CUDA"]) or "no CuPy"),
         ("MPI", mpi.get("error") or f"{mpi['vendor']}, threads {mpi['threads']}"),
         ("cores", str(found["cores"])),
         ("memory", _sizes(memory)),

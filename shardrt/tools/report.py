@@ -15,13 +15,18 @@ from shardrt.tools.runs import BadRun, Run, read_run
 
 _STYLE = """
 body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 24px auto }
-body { max-width: 980px; padding: 0 12px }
+body { max-width: 980px; padding: 0 12px; background: #fff; color-scheme: light dark }
 h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 28px; border-bottom: 1px solid #ddd }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(440px, 1fr)); gap: 12px }
-svg { max-width: 100%; height: auto } .wide svg { width: 100% }
+.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)) }
+.charts { gap: 12px } .wide { overflow-x: auto }
+svg { max-width: 100%; height: auto } .wide svg { width: 100%; min-width: 720px }
 table { border-collapse: collapse } td, th { padding: 2px 14px 2px 0; text-align: left; vertical-align: top }
 th { font-weight: 600 } pre { background: #f6f6f6; padding: 10px; overflow-x: auto; font-size: 12px }
-.bad { color: #b00020 } .note { color: #666 }
+td { overflow-wrap: anywhere } .bad { color: #b00020 } .note { color: #666 }
+@media (prefers-color-scheme: dark) {
+body { background: #1a1a1a; color: #ddd } h2 { border-color: #444 } pre { background: #262626 }
+.bad { color: #ff6b7d } .note { color: #aaa } svg { filter: invert(0.9) hue-rotate(180deg) }
+}
 """
 MEGABYTE = 1e6
 
@@ -72,7 +77,8 @@ def page(run: Run) -> str:
         f"<pre>{escape(run.config) or 'no config.toml'}</pre>",
         f'<p class="note">Made {made} from metrics.jsonl, config.toml, trace.json and flight/.</p>',
     ]
-    head = f'<meta charset="utf-8"><title>{name}: shardrt report</title><style>{_STYLE}</style>'
+    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+    head += f"<title>{name}: shardrt report</title><style>{_STYLE}</style>"
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
         + "\n".join(body)
@@ -92,7 +98,7 @@ def curves(run: Run) -> list[str]:
         svg.lines("Learning rate", [_series("", steps, "lr")], y="lr"),
         svg.lines("Rate", [_series("all ranks", steps, rate)], y=f"{run.unit}s/s"),
         svg.lines("Step time", [_series("per step", steps, "ms")], y="ms"),
-        svg.lines("Memory", memory, y="MB"),
+        svg.lines("Memory", memory, y="MB", from_zero=True),
     ]
     if any("held_out_accuracy" in record for record in held):
         rated = [_series("held out", held, "held_out_accuracy", dots=True)]
@@ -181,7 +187,7 @@ def _time(run: Run) -> list[str]:
     ]
     return [
         '<div class="charts">',
-        svg.bars(f"Step {number}, the compute stream", rows, unit="ms"),
+        svg.bars(f"Step {number}, the compute stream", rows, unit="ms", colours=trace.PART_COLOURS),
         svg.bars(f"Step {number}, the other streams", beside, unit="ms"),
         "</div>",
         f'<div class="wide">{trace.picture(run.events, 0, number)}</div>',

@@ -1,8 +1,9 @@
 """Charts as SVG text, made by hand: small, the same bytes for the same numbers, nothing loaded."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
+from itertools import cycle
 from math import ceil, floor, inf, isfinite, log10
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#8a8a8a")
@@ -33,8 +34,11 @@ class Bar:
     faint: bool = False
 
 
-def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> str:
-    """A line chart with a legend. Says so where there is nothing to draw."""
+def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step", from_zero: bool = False) -> str:
+    """A line chart with a legend. Says so where there is nothing to draw.
+
+    from_zero: the axis begins there, so that what hardly changes does not look like a jump.
+    """
     runs = [(s, _unbroken(s)) for s in series]
     drawn = [point for _, own in runs for run in own for point in run]
     width, height, left, top, right, bottom = 460, 240, 62, 30, 10, 36
@@ -43,7 +47,8 @@ def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> s
             title, width, height, [_title(title), _text(width / 2, height / 2, "no values yet", "middle")]
         )
     x_ticks = ticks(min(a for a, _ in drawn), max(a for a, _ in drawn))
-    y_ticks = ticks(min(b for _, b in drawn), max(b for _, b in drawn))
+    y_low = 0.0 if from_zero else min(b for _, b in drawn)
+    y_ticks = ticks(y_low, max(b for _, b in drawn))
     x_low, x_high = x_ticks[0], x_ticks[-1]
 
     def at(a: float, b: float) -> tuple[float, float]:
@@ -73,13 +78,22 @@ def lines(title: str, series: Sequence[Series], *, y: str, x: str = "step") -> s
     return _svg(title, width, height, parts)
 
 
-def bars(title: str, rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], *, unit: str) -> str:
-    """Horizontal bars, a row each, of one part or of several side by side: (row, [(part, value), ...])."""
+def bars(
+    title: str,
+    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]],
+    *,
+    unit: str,
+    colours: Mapping[str, str] | None = None,
+) -> str:
+    """Horizontal bars, a row each, of one part or of several side by side: (row, [(part, value), ...]).
+
+    colours: of some parts; the others take theirs in order.
+    """
     parts_of = list(dict.fromkeys(part for _, own in rows for part, _ in own))
-    colours = dict(zip(parts_of, COLOURS * (len(parts_of) // len(COLOURS) + 1), strict=False))
+    colours = dict(zip(parts_of, cycle(COLOURS), strict=False)) | dict(colours or {})
     many = any(len(own) > 1 for _, own in rows)
     width, row, left, top = 460, 22, 190, 30
-    legend = _legend(parts_of, 8, 0, width=width) if many else []
+    legend = _legend(parts_of, 8, 0, [colours[part] for part in parts_of], width) if many else []
     height = top + row * max(1, len(rows)) + 8 + 16 * len(legend)
     most = max((sum(value for _, value in own) for _, own in rows), default=0) or 1.0
     drawn = [_title(title)]

@@ -24,6 +24,9 @@ _OTHER = "#b279a2"  # copies, updates
 _PARTS = {"forward": "forward", "backward": "backward", "optimizer": "optimizer", "data": "data"}
 _PARTS |= {"wait": "waiting for streams", "step": "other"}
 COLLECTIVES = "collectives in compute"
+# The parts of a step in the colours of the spans.
+PART_COLOURS = {part: COLOURS.get(phase, "#9d755d") for phase, part in _PARTS.items()}
+PART_COLOURS |= {"data": "#b279a2", COLLECTIVES: COLOURS["all_reduce"]}
 
 
 def add_to(commands: Any) -> None:

@@ -13,7 +13,7 @@ from shardrt.comm.talk import differences, differing, from_all
 from shardrt.comm.watchdog import Watch
 from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, set_gradient_divide_factor, set_world_invariant
 from shardrt.train import config as settings
-from shardrt.train import loop
+from shardrt.train import loop, tensorboard
 from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.metrics import RunLog, new_run_directory, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb
@@ -129,16 +129,18 @@ def planned_memory(
 
 def run_log(recipe: Recipe) -> RunLog:
     """Rank 0's log, in a directory of its own, or in that of the run that is resumed."""
+    if recipe.tensorboard:
+        tensorboard.check()  # before a directory is made
     if recipe.resume == "auto":
         directory = resumed_run_directory(recipe.name)
         if (directory / "checkpoint").exists() and not (directory / "checkpoints").exists():
             raise ValueError(
                 f"{directory} is finished, and has no checkpoint to go on from: give another --name"
             )
-        return RunLog(directory, resumed=True)
+        return RunLog(directory, resumed=True, tensorboard=recipe.tensorboard)
     if recipe.resume:
         read_manifest(Path(recipe.resume))  # before a directory is made
-    return RunLog(new_run_directory(recipe.name))
+    return RunLog(new_run_directory(recipe.name), tensorboard=recipe.tensorboard)
 
 
 @dataclass(frozen=True)

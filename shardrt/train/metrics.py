@@ -5,6 +5,7 @@ Everything that shows a run reads metrics.jsonl. Only rank 0 writes.
 
 import json
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from itertools import count
@@ -17,6 +18,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.train.tensorboard import FOLDER, Events
 
 RUNS = Path("runs")
 METRICS = "metrics.jsonl"
@@ -56,11 +58,12 @@ def resumed_run_directory(name: str) -> Path:
 class RunLog:
     """What rank 0 prints and writes to the run's directory; where `directory` is None, it does neither.
 
-    metrics.jsonl holds the records, loss.png their curves.
+    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events as well.
     """
 
-    def __init__(self, directory: Path | None, *, resumed: bool = False) -> None:
+    def __init__(self, directory: Path | None, *, resumed: bool = False, tensorboard: bool = False) -> None:
         self.directory = directory
+        self._events = Events(directory / FOLDER) if directory and tensorboard else None
         if directory and resumed:
             _drop_unfinished_line(directory / METRICS)
         mode = "a" if resumed else "x"
@@ -77,13 +80,17 @@ class RunLog:
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         temporary.replace(path)
         self._metrics = open(path, "a", encoding="utf-8")
+        if self._events:
+            self._events.rewind(step)
 
     def discard(self) -> None:
         """Remove the directory, which is new, and write nothing more."""
         if self._metrics:
-            self._metrics.close()
+            self.close()
             self._metrics = None
             (self.directory / METRICS).unlink()
+            if self._events:
+                shutil.rmtree(self.directory / FOLDER)
             self.directory.rmdir()
 
     def say(self, line: str) -> None:
@@ -96,17 +103,21 @@ class RunLog:
         if self._metrics:
             self._metrics.write(json.dumps({"kind": kind, **record}, allow_nan=False) + "\n")
             self._metrics.flush()
+            if self._events:
+                self._events.write(kind, record)
 
     def close(self) -> None:
         """Write nothing more."""
         if self._metrics:
             self._metrics.close()
+        if self._events:
+            self._events.close()
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the last record and the picture."""
         self.write("end", record)
         if self._metrics:
-            self._metrics.close()
+            self.close()
             plot_losses(read_metrics(self.directory / METRICS), self.directory / "loss.png")
 
 

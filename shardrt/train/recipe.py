@@ -28,6 +28,7 @@ class Recipe:
     deterministic: settings.Determinism = settings.Determinism["per-world"]
     threads: int = 0  # of the CPU per rank; 0: this rank's share of the cores, but 1 with world-invariant
     ahead: int = 2  # steps whose batches are made ahead, in a thread
+    tensorboard: bool = False  # write its event files as well, to runs/NAME/tensorboard
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
     precision: settings.PrecisionConfig = settings.PrecisionConfig()

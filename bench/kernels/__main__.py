@@ -1,0 +1,96 @@
+"""Times kernels, each pass beside plain NumPy, PyTorch and the roofline of this machine, one thread each.
+
+    python -m bench.kernels
+    python -m bench.kernels --op attention,conv2d -o kernels.json
+    python -m bench.kernels --device cuda --dtype bfloat16       # CuPy in NumPy's place
+
+Exit code 1 where a result of ours was wrong, 2 for options that make no sense. docs/measuring.md has the
+columns.
+"""
+
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Iterator
+from typing import Any
+
+from threadpoolctl import threadpool_limits
+
+from bench import environment
+from bench.kernels import report
+from bench.kernels.case import Maker
+from bench.kernels.measure import Ceilings, Judge, Line, keep_freed_memory
+from bench.kernels.options import OPS, parse
+from shardrt import device as devices
+from shardrt.kernels import cpu
+from shardrt.train.errors import USAGE, one_line
+
+SIDE = 2048  # of the product that is the ceiling; less where rows of products are fewer
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The exit code."""
+    with one_line(USAGE):
+        options = parse(arguments)
+        if options.output is not None:
+            options.output.touch()  # now, not after the measurement
+    devices.set_current(devices.get(options.device))
+    torch = None if "torch" in options.without else _torch()
+    if options.device == "cpu":
+        keep_freed_memory()
+        cpu.set_threads(1)
+    with threadpool_limits(1):
+        return _run(options, torch)
+
+
+def _run(options: argparse.Namespace, torch: Any) -> int:
+    judge = Judge(options.dtype, options.rounds, torch, "numpy" not in options.without)
+    ceilings = judge.ceilings(options.elements, min(SIDE, options.multiplied))
+    facts = environment.facts(options.given) | {
+        "torch": "none" if torch is None else torch.__version__,
+        "load average": " ".join(f"{load:.1f}" for load in os.getloadavg()),
+        "copy": f"{ceilings.copied / 1e9:.2f} GB/s, read and written",
+        "product": f"{ceilings.multiplied / 1e9:.1f} GFLOP/s, {options.dtype}",
+    }
+    as_text = not (options.csv or options.json)
+    if as_text:
+        print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
+        print(report.HEAD, flush=True)
+    lines = []
+    for line in _measured(options, judge, ceilings):
+        lines.append(line)
+        if as_text:
+            print(report.text(line), flush=True)
+    facts["load average, after"] = " ".join(f"{load:.1f}" for load in os.getloadavg())
+    result = {**facts, "lines": [report.record(line) for line in lines], "verdict": report.verdict(lines)[2:]}
+    if options.csv or options.json:
+        print(report.as_csv(lines) if options.csv else json.dumps(result))
+    else:
+        print(report.verdict(lines))
+    if options.output is not None:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    return int(not all(line.right("ours") for line in lines))
+
+
+def _measured(options: argparse.Namespace, judge: Judge, ceilings: Ceilings) -> Iterator[Line]:
+    make = Maker(options.sizes, options.dtype)
+    for name in options.op:
+        for case in OPS[name](make):
+            yield judge.line(case, ceilings)
+
+
+def _torch() -> Any:
+    """PyTorch with one thread, None where it is not installed."""
+    try:
+        import torch
+    except ImportError:
+        return None
+    torch.set_num_threads(1)
+    return torch
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,185 @@
+"""One line: every contestant checked against NumPy in float64, then those that are right timed by turns."""
+
+import ctypes
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from bench.gpu.clock import Clock, Torch, blank, filled
+from bench.kernels.case import Case
+from shardrt import device as devices
+
+TOLERANCE = {"float64": 1e-10, "float32": 5e-5, "float16": 5e-3, "bfloat16": 2e-2}  # of the largest number
+LEAST = 5e-3  # seconds of a round, of calls in a row
+_MOST = 200  # such calls
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What this machine does in a second, measured: bytes copied (read and written), flops of a product."""
+
+    copied: float
+    multiplied: float
+
+    def seconds(self, case: Case) -> float:
+        """The least that a case can take (Williams et al., Roofline, 2009)."""
+        return max(case.nbytes / self.copied, case.flops / self.multiplied)
+
+    def bound(self, case: Case) -> str:
+        """Which of the two that is."""
+        return "bytes" if case.nbytes / self.copied >= case.flops / self.multiplied else "flops"
+
+
+@dataclass(frozen=True)
+class Line:
+    """A case and what was found. errors: by contestant, of its largest number; the tolerance is `allowed`.
+
+    seconds: of a call in each round, for contestants that were right.
+    """
+
+    case: Case
+    dtype: str
+    bound: str
+    least: float  # seconds, by the roofline
+    allowed: float
+    errors: dict[str, float]
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+
+    def right(self, who: str) -> bool:
+        """Whether the contestant's results are what they must be."""
+        return self.errors[who] <= self.allowed  # nan is not
+
+    def time(self, who: str) -> float | None:
+        """Median over rounds."""
+        return statistics.median(self.seconds[who]) if who in self.seconds else None
+
+    def fastest(self, who: str) -> float | None:
+        """Of the round that was disturbed least."""
+        return min(self.seconds[who]) if who in self.seconds else None
+
+    def of_roofline(self) -> tuple[float, float, float] | None:
+        """Median and quartiles over rounds of the least time over ours."""
+        return quartiles([self.least / own for own in self.seconds.get("ours", ())])
+
+    def over_ours(self, who: str) -> tuple[float, float, float] | None:
+        """Median and quartiles over rounds of a contestant's time over ours, both of one round."""
+        pairs = zip(self.seconds.get(who, ()), self.seconds.get("ours", ()), strict=False)
+        return quartiles([theirs / own for theirs, own in pairs])
+
+
+class HostClock:
+    """Times calls on the CPU, as bench.gpu.clock.Clock does on a GPU.
+
+    Each contestant is one thread, this one: its processor time is what it would take by the clock if nobody
+    else had the core meanwhile.
+    """
+
+    def round(self, work: Callable[[], Any], calls: int) -> float:
+        """Seconds of one of so many calls, one after the other."""
+        start = time.thread_time()
+        for _ in range(calls):
+            work()
+        return (time.thread_time() - start) / calls
+
+
+class Judge:
+    """Measures cases on the current device, beside `torch`, a module or None."""
+
+    def __init__(self, dtype: str, rounds: int, torch: Any, with_plain: bool = True) -> None:
+        self._dtype, self._rounds, self._plain = dtype, rounds, with_plain
+        self._device = devices.current()
+        self.clock = HostClock() if self._device.name == "cpu" else Clock()
+        self._torch = torch
+        self._tensor = torch.from_numpy if self._device.name == "cpu" and torch else Torch(self.clock).of
+
+    def ceilings(self, elements: int, side: int) -> Ceilings:
+        """By a copy of so many elements and a square product; the best of all rounds counts."""
+        source, target = filled(elements, dtype=self._dtype), blank(elements, dtype=self._dtype)
+        a, b, out = (filled(side, side, dtype=self._dtype, seed=seed) for seed in range(3))
+        product = self._device.kernels.matmul
+        works = [lambda: self._device.copy(target, source), lambda: product.matmul(a, b, out)]
+        for work in works:
+            work()
+        rounds = [[self.clock.round(work, 1) for work in works] for _ in range(2 * self._rounds)]
+        copied, multiplied = map(min, zip(*rounds, strict=True))
+        return Ceilings(2 * source.nbytes / copied, product.flops(side, side, side) / multiplied)
+
+    def line(self, case: Case, ceilings: Ceilings) -> Line:
+        """Check and time one case."""
+        dtype = case.dtype or self._dtype
+        found = Line(case, dtype, ceilings.bound(case), ceilings.seconds(case), TOLERANCE[dtype], errors={})
+        right = {}
+        host = tuple(map(self._exact, case.inputs))
+        truth = None if case.judge else case.plain(*host)
+        for who, call in self._contestants(case).items():
+            results = tuple(map(self._exact, call()))
+            found.errors[who] = case.judge(host, results) if case.judge else apart(results, truth)
+            if found.right(who):
+                right[who] = call
+        del truth, host
+        calls = {}
+        for who, call in right.items():
+            calls[who] = max(1, min(_MOST, int(LEAST / max(self.clock.round(call, 1), 1e-6))))
+            found.seconds[who] = []
+        for _ in range(self._rounds):
+            for who, call in right.items():
+                found.seconds[who].append(self.clock.round(call, calls[who]))
+        return found
+
+    def _contestants(self, case: Case) -> dict[str, Callable[[], Sequence]]:
+        """Calls that give their results. NumPy's and PyTorch's inputs are copies: ours may be written to."""
+
+        def ours() -> Sequence:
+            made = case.ours()
+            return case.results or made
+
+        works: dict[str, Callable] = {"ours": ours}
+        if self._plain:
+            inputs = tuple(array.copy() for array in case.inputs)
+            works["numpy"] = lambda: case.plain(*inputs)
+        if self._torch is not None and case.peer is not None:
+            tensors = [self._tensor(array).clone() for array in case.inputs]
+            works["torch"] = case.peer(self._torch, *tensors)
+        return works
+
+    def _exact(self, array: Any) -> np.ndarray:
+        """Any contestant's array on the host: floats as float64, integers as they are."""
+        if self._torch is not None and isinstance(array, self._torch.Tensor):
+            floats = array.is_floating_point()
+            return (array.detach().double() if floats else array.detach()).cpu().numpy()
+        array = self._device.to_numpy(array)
+        return array if array.dtype.kind in "iu" else array.astype(np.float64)
+
+
+def apart(found: Sequence[np.ndarray], truth: Sequence[np.ndarray]) -> float:
+    """The largest difference of all arrays, each over the largest number of its truth; nan if one is nan."""
+    worst = 0.0
+    for one, other in zip(found, truth, strict=True):
+        if one.shape != other.shape:
+            return np.inf
+        difference = np.abs(one - np.asarray(other, np.float64)).max(initial=0.0)
+        worst = np.maximum(
+            worst, difference / (np.abs(other).max(initial=0.0) or 1.0)
+        )  # unlike max, keeps nan
+    return float(worst)
+
+
+def quartiles(values: list[float]) -> tuple[float, float, float] | None:
+    """(median, first quartile, third quartile), None of nothing."""
+    if not values:
+        return None
+    return tuple(float(q) for q in np.quantile(values, [0.5, 0.25, 0.75]))
+
+
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: else PyTorch and NumPy fault in every page of every result again, and
+    that is what would be measured. Elsewhere nothing happens."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        trim, mapped = -1, -4  # M_TRIM_THRESHOLD, M_MMAP_MAX
+        mallopt(trim, 2**31 - 1)
+        mallopt(mapped, 0)

@@ -1,0 +1,81 @@
+"""The command line, and what of it makes no sense: a ValueError of one line, before anything is measured."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from bench.collectives.options import Parser, nbytes, words
+from bench.kernels import flat, images, products, rows
+from bench.kernels.case import Sizes
+from shardrt.comm import world as worlds
+from shardrt.device import cuda
+
+OPS = products.OPS | rows.OPS | images.OPS | flat.OPS
+DTYPES = ("float32", "float64", "bfloat16", "float16")
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The options; `sizes` among them. Raises ValueError."""
+    parser = Parser(prog="python -m bench.kernels", description="Times kernels.", allow_abbrev=False)
+    add, default = parser.add_argument, Sizes()
+    add("--op", type=words, default=["all"], metavar="A,B", help=f"{', '.join(OPS)}, all (all)")
+    add("--device", default="cpu", help="cpu or cuda (cpu)")
+    add("--dtype", default="float32", help=f"{', '.join(DTYPES)}; the CPU computes in the first two")
+    add("--rounds", type=int, default=9, metavar="N", help="timed turns of each contestant (9)")
+    add("--without", type=words, default=[], metavar="A,B", help="contestants left out: numpy, torch")
+    for name, told in _SIZES.items():
+        add(f"--{name}", type=nbytes, default=getattr(default, name), metavar="N", help=told)
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print the lines as CSV")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
+    options = parser.parse_args(arguments)
+    given = sys.argv[1:] if arguments is None else arguments
+    options.given = " ".join(["python -m bench.kernels", *given])
+    _check(options)
+    options.sizes = Sizes(**{name: getattr(options, name) for name in _SIZES})
+    return options
+
+
+_SIZES = {
+    "tokens": "rows of what is done row by row (8192)",
+    "width": "of a row (768); inside of an MLP four times that",
+    "heads": "of rotary (12)",
+    "time": "tokens of a sequence, and width of softmax (1024)",
+    "vocab": "of embedding and losses (50304)",
+    "multiplied": "rows of matrix products (2048)",
+    "classified": "rows of the losses (512)",
+    "elements": "of a flat shard (16M)",
+    "side": "height and width of images of batch norm and pooling (56)",
+}
+
+
+def _check(options: argparse.Namespace) -> None:
+    if options.op == ["all"]:
+        options.op = list(OPS)
+    _known("--op", options.op, (*OPS, "all"))
+    _known("--dtype", [options.dtype], DTYPES)
+    _known("--device", [options.device], ("cpu", "cuda"))
+    _known("--without", options.without, ("numpy", "torch"))
+    for name in ("rounds", *_SIZES):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
+    if options.width % (2 * options.heads):
+        raise ValueError(f"--width: {options.width} is no multiple of 2 * {options.heads} heads")
+    if options.tokens % options.time:
+        raise ValueError(f"--tokens: {options.tokens} is no multiple of --time, {options.time}")
+    if options.elements < 4:
+        raise ValueError(f"--elements: must be at least 4, got {options.elements}")
+    if options.device == "cpu" and options.dtype not in DTYPES[:2]:
+        raise ValueError(f"--dtype: the CPU computes {options.dtype} in float32; take that, or --op cast")
+    if options.device == "cuda" and not cuda.count():
+        raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
+    launched = worlds.launch()
+    if launched is not None and launched.size > 1:
+        raise ValueError("bench.kernels measures one process; start it without mpirun")
+
+
+def _known(what: str, given: list[str], known: tuple[str, ...]) -> None:
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")
