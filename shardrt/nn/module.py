@@ -51,20 +51,55 @@ class Module:
     # -- the tree
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Parameter | Module):
-            if "_modules" not in self.__dict__:
-                raise RuntimeError(f"{type(self).__name__}: call super().__init__() before setting {name!r}")
-            self._parameters.pop(name, None)
-            self._modules.pop(name, None)
-            (self._parameters if isinstance(value, Parameter) else self._modules)[name] = value
+        state, before = self.__dict__, self.__dict__.get(name)
+        held = isinstance(value, Parameter | Module)
+        if held and "_modules" not in state:
+            raise RuntimeError(f"{type(self).__name__}: call super().__init__() before setting {name!r}")
+        if isinstance(before, Parameter) and not held and value is not None:
+            raise TypeError(
+                f"{type(self).__name__}: {name!r} is a parameter, and {type(value).__name__} is none; assign "
+                f"a Parameter, or None to take it out, or set its values: {name}.data = ..."
+            )
+        kind = self._kind(name, value)
+        if value is not before:
+            self._let_go(name, before, kind)
+        if kind is not None:
+            state[kind][name] = value
+        if held:
             value.belongs_to(self, name)
         object.__setattr__(self, name, value)
 
+    def __delattr__(self, name: str) -> None:
+        before = self.__dict__.get(name)
+        object.__delattr__(self, name)
+        self._let_go(name, before, None)
+
+    def _kind(self, name: str, value: Any) -> str | None:
+        """Which of the dictionaries below `value` goes into under this name."""
+        if isinstance(value, Parameter):
+            return "_parameters"
+        if isinstance(value, Module):
+            return "_modules"
+        return "_buffers" if value is not None and name in self.__dict__.get("_buffers", ()) else None
+
+    def _let_go(self, name: str, before: Any, kind: str | None) -> None:
+        """`name` is `before` no more; in the dictionary `kind` something else takes its place."""
+        for other in {"_parameters", "_modules", "_buffers"} - {kind}:
+            self.__dict__.get(other, {}).pop(name, None)
+        if isinstance(before, Parameter | Module):
+            before.leaves(self, name)
+
     def belongs_to(self, parent: "Module", attribute: str) -> None:
         """Take the name `attribute` in `parent`; the first parent that is alive stays."""
-        if self._parent is None or self._parent() is None:
+        if self.parent is None:
             object.__setattr__(self, "_parent", weakref.ref(parent))
             object.__setattr__(self, "_attribute", attribute)
+
+    def leaves(self, parent: "Module", attribute: str) -> None:
+        """Give up the name `attribute` in `parent`, if that is its name."""
+        if self.parent is parent and self._attribute == attribute:
+            object.__setattr__(self, "_parent", None)
+            object.__setattr__(self, "_attribute", "")
 
     @property
     def parent(self) -> "Module | None":

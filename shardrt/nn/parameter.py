@@ -60,6 +60,11 @@ class Parameter(Tensor):
         if self._owner is None or self._owner() is None:
             self._owner, self._attribute = weakref.ref(module), attribute
 
+    def leaves(self, module: "Module", attribute: str) -> None:
+        """Give up the name `attribute` in `module`, if that is its name."""
+        if self._owner is not None and self._owner() is module and self._attribute == attribute:
+            self._owner, self._attribute = None, ""
+
     @property
     def name(self) -> str:
         """The path from the outermost module: "blocks.0.norm1.weight"; "" before it is in a module."""
