@@ -57,3 +57,9 @@ def test_a_parameter_is_replaced_by_parameters_only():
         with pytest.raises(TypeError, match=r"'weight' is a parameter, .* weight\.data = \.\.\."):
             layer.weight = value
     assert names(layer) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("shape", [np.ones(3), np.ones((2, 2), np.int64), 3, (2.0, 3), "34"], ids=str)
+def test_a_shape_is_integers(shape):
+    with pytest.raises(TypeError, match="shape must be a tuple of integers"):
+        nn.Parameter(shape, nn.init.Zeros())

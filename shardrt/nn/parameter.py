@@ -25,7 +25,7 @@ class Parameter(Tensor):
     """A trainable tensor of a Module.
 
     shape: its shape. init: what its values start as (nn.init). requires_grad: False freezes it. dtype:
-    float32 (float64 for gradient checks).
+    float32 (float64 for gradient checks). Raises TypeError or ValueError for what is no shape.
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
     that names it. `shard` and `grad` are what this rank holds: the piece of a sharded parameter as a 1-D
@@ -33,6 +33,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute")
+    changed_in_place = True
 
     def __init__(
         self,
@@ -42,9 +43,7 @@ class Parameter(Tensor):
         requires_grad: bool = True,
         dtype: Any = np.float32,
     ) -> None:
-        self._shape = tuple(int(n) for n in shape)
-        if not self._shape or min(self._shape) < 1:
-            raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+        self._shape = _checked(shape)
         self.init = init
         self.seed = random.initial_seed()
         self.dtype = np.dtype(dtype)
@@ -144,3 +143,14 @@ class Parameter(Tensor):
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r}, shape={self._shape}, dtype={self.dtype.name})"
+
+
+def _checked(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) for n in shape):
+        raise TypeError(
+            f"Parameter: shape must be a tuple of integers, got {type(shape).__name__}: values come from "
+            "`init`, or are set afterwards, `parameter.data = values`"
+        )
+    if not shape or min(shape) < 1:
+        raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+    return tuple(int(n) for n in shape)
