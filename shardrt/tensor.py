@@ -270,8 +270,8 @@ class Tensor(Variable):
         if self.changed_in_place or (self.requires_grad and self.is_leaf):
             if recorded:
                 raise RuntimeError(
-                    f"x {sign} y would change a parameter, which backward may need: use x = x {sign[0]} y, or, "
-                    "to change it, `with no_grad():`"
+                    f"x {sign} y would change a parameter, which backward may need: use x = x {sign[0]} y, "
+                    "or `with no_grad():`"
                 )
             array = self.data
             ufunc(array, _raw(other), out=array, casting="same_kind")

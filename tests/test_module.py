@@ -1,9 +1,17 @@
 """nn/module.py: the tree of modules as attributes are set, replaced and deleted."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 
-from shardrt import Tensor, nn
+import shardrt
+from shardrt import Tensor, nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.recompute import checkpoint
+from tests.ranks import run_ranks
 
 
 def names(module):
@@ -63,3 +71,63 @@ def test_a_parameter_is_replaced_by_parameters_only():
 def test_a_shape_is_integers(shape):
     with pytest.raises(TypeError, match="shape must be a tuple of integers"):
         nn.Parameter(shape, nn.init.Zeros())
+
+
+class Pair(nn.Module):
+    """Two linear layers with one weight, and a norm with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm2d(3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_deep_copy_has_equal_values_under_any_name_and_is_its_own(made):
+    model = Pair()
+    model.first.bias.requires_grad = False
+    shardrt.manual_seed(8)
+    if made:
+        model(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+        model.norm.running_mean += 1
+    checkpoint(model.first)
+    twin = copy.deepcopy(model)
+    holder = nn.ModuleList([twin, copy.deepcopy(model.first), model])
+    for part in (twin, holder[1]):
+        assert all(parameter.grad is None for parameter in part.parameters())
+        for name, values in part.state_dict().items():
+            np.testing.assert_array_equal(values, (model if part is twin else model.first).state_dict()[name])
+    assert twin.second.weight is twin.first.weight and twin.first.weight is not model.first.weight
+    assert [p.name for p in twin.parameters()] == [f"0.{name}" for name in names(model)]
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+    twin.first.weight.data += 1
+    twin.norm.running_mean += 1
+    assert np.abs(twin.first.weight.data - model.first.weight.data).min() > 0.9
+    assert (twin.norm.running_mean - model.norm.running_mean == 1).all()
+    twin(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+    optim.SGD(twin.parameters(), lr=0.1).step()
+
+
+def copies_of_shards():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm2d(3))
+    nn.synchronise_batch_norm(model, init_device_mesh("auto"))
+    assert copy.deepcopy(model)[1].communicator is model[1].communicator
+    fully_shard(model)
+    with pytest.raises(TypeError, match="Sequential is sharded; .* full_state_dict,"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"'0\.weight' is sharded and can't be copied; see full_state_dict"):
+        copy.deepcopy(model[0])
+
+
+def test_what_is_sharded_is_not_copied():
+    run_ranks(2, copies_of_shards)
+
+
+@pytest.mark.parametrize("refuse", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
+def test_a_module_is_not_pickled(refuse):
+    for what in (nn.GELU(), nn.Linear(3, 3), nn.Linear(3, 3).weight):
+        with pytest.raises(TypeError, match=r"shardrt\.checkpoint has save and load"):
+            refuse(what)

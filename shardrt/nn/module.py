@@ -6,6 +6,7 @@ their parent, so a parameter's full name, which its initial values depend on, ca
 stands.
 """
 
+import copy
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
@@ -259,6 +260,29 @@ class Module:
         for name, array in buffers.items():
             if name in given:
                 _set_buffer(name, array, state[name])
+
+    def __deepcopy__(self, memo: dict) -> "Module":
+        """A model of its own with equal values, made yet or not, and without gradients.
+
+        Raises TypeError for a sharded one.
+        """
+        if self.boundary is not None:
+            raise TypeError(
+                f"copy.deepcopy: {self.name or type(self).__name__} is sharded; make another model, for the same "
+                "weights with shardrt.checkpoint's save and load, or full_state_dict, whole arrays on rank 0"
+            )
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            object.__setattr__(twin, name, None if name == "_parent" else copy.deepcopy(value, memo))
+        for name, held in (*twin._parameters.items(), *twin._modules.items()):
+            held.belongs_to(twin, name)
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled or copied by copy.copy; shardrt.checkpoint has save and "
+            "load for weights, copy.deepcopy copies a model that is not sharded"
+        )
 
     def __repr__(self) -> str:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import device, random
 from shardrt.autograd import Edge
-from shardrt.nn.init import Initialiser
+from shardrt.nn.init import AsNamed, Initialiser
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
 
@@ -134,6 +134,27 @@ class Parameter(Tensor):
         piece = np.ascontiguousarray(np.asarray(values).reshape(-1)[first : first + stop - start])
         device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
+
+    def __deepcopy__(self, memo: dict) -> "Parameter":
+        """One with equal values, not made yet if these are not, and without a gradient.
+
+        Raises TypeError, naming it, for a sharded parameter.
+        """
+        if not isinstance(self.storage, LocalStorage):
+            raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
+        if not self.storage.materialised and not isinstance(self.init, AsNamed):
+            self.init = AsNamed(self.init, random.name_key(self.name))
+        twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)
+        twin.seed = self.seed
+        if self.storage.materialised:
+            twin.storage = LocalStorage(twin, self.data.copy())
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"parameter {self.name!r} can't be pickled; shardrt.checkpoint has save and load for weights"
+        )
 
     def edge(self) -> Edge:
         return self.storage.edge(self)

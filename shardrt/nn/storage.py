@@ -119,8 +119,8 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """One parameter, whole, in an array of its own; filled with initial values when first asked for."""
 
-    def __init__(self, parameter: "Parameter") -> None:
-        self._array: Array | None = None
+    def __init__(self, parameter: "Parameter", array: Array | None = None) -> None:
+        self._array = array
         self._gradient: Array | None = None
         self._parameter = parameter
 
