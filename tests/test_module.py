@@ -1,7 +1,9 @@
 """nn/module.py: the tree of modules as attributes are set, replaced and deleted."""
 
 import copy
+import importlib
 import pickle
+import re
 
 import numpy as np
 import pytest
@@ -10,6 +12,7 @@ import shardrt
 from shardrt import Tensor, nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
+from shardrt.nn import elsewhere
 from shardrt.recompute import checkpoint
 from tests.ranks import run_ranks
 
@@ -131,3 +134,62 @@ def test_a_module_is_not_pickled(refuse):
     for what in (nn.GELU(), nn.Linear(3, 3), nn.Linear(3, 3).weight):
         with pytest.raises(TypeError, match=r"shardrt\.checkpoint has save and load"):
             refuse(what)
+
+
+def test_modules_and_parameters_are_found_by_path():
+    model = nn.Sequential(chain(), nn.GELU())
+    assert dict(model.named_children()) == {"0": model[0], "1": model[1]}
+    assert model.get_submodule("0.1") is model[0][1] and model.get_submodule("") is model
+    assert model.get_parameter("0.1.bias") is model[0][1].bias
+    for get, path, text in (
+        (model.get_submodule, "0.7", "no module '0.7'"),
+        (model.get_parameter, "0.1", "no parameter '0.1'"),
+        (model.get_parameter, "2.w", "no module '2'"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            get(path)
+
+
+def test_requires_grad_freezes_all_parameters():
+    model = chain()
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradients_are_forgotten_as_in_pytorch():
+    layer = nn.Linear(3, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    clears = (
+        lambda: optimizer.zero_grad(set_to_none=True),
+        lambda: layer.zero_grad(set_to_none=True),
+        lambda: [setattr(parameter, "grad", None) for parameter in layer.parameters()],
+    )
+    for clear in clears:
+        layer(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+        assert layer.weight.grad is not None
+        clear()
+        assert layer.weight.grad is None and layer.bias.grad is None
+    for owner in (optimizer, layer):
+        with pytest.raises(ValueError, match="there is no set_to_none=False"):
+            owner.zero_grad(set_to_none=False)
+    with pytest.raises(TypeError, match="'weight': grad can be set to None only"):
+        layer.weight.grad = np.zeros((2, 3))
+
+
+def test_names_of_pytorch_say_where_to_look():
+    layer = nn.Linear(3, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    for owner, name, text in (
+        (layer, "set_requires_gradient_sync", r"with shardrt\.fsdp\.no_sync\(model\)"),
+        (layer, "to", "device that init_device_mesh names; for types, use fully_shard"),
+        (optimizer, "state_dict", r"use shardrt\.checkpoint\.Checkpoints"),
+        (layer, "wieght", "no attribute 'wieght'$"),
+        (optimizer, "wieght", "no attribute 'wieght'$"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(owner, name)
+        assert not hasattr(owner, name)
+    for hint in (*elsewhere.MODULE.values(), *elsewhere.OPTIMIZER.values()):
+        for path in re.findall(r"shardrt(?:\.\w+)+", hint):
+            module, _, function = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), function), path

@@ -55,7 +55,7 @@ class Uniform:
 
 @dataclass(frozen=True)
 class AsNamed:
-    """What `init` makes of the parameter behind this key, whatever it is called: a copy is like the original."""
+    """What `init` makes of the parameter behind this key, whatever it is called now: for copies."""
 
     init: Initialiser
     key: int

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import autograd, device
+from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
 
 
@@ -115,9 +116,33 @@ class Module:
             return ""
         return f"{parent.name}.{self._attribute}" if parent.name else self._attribute
 
+    def __getattr__(self, name: str) -> Any:
+        raise elsewhere.missing(self, name, elsewhere.MODULE)
+
     def children(self) -> Iterator["Module"]:
         """The modules held directly."""
         return iter(self._modules.values())
+
+    def named_children(self) -> Iterator[tuple[str, "Module"]]:
+        """(name, module) of the modules held directly."""
+        return iter(self._modules.items())
+
+    def get_submodule(self, path: str) -> "Module":
+        """The module at `path` from here ("blocks.0"; "" is this one). AttributeError if there is none."""
+        module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                raise AttributeError(f"{type(self).__name__} has no module {path!r}")
+            module = module._modules[name]
+        return module
+
+    def get_parameter(self, path: str) -> Parameter:
+        """The parameter at `path` from here ("blocks.0.up.weight"). AttributeError if there is none."""
+        above, _, name = path.rpartition(".")
+        parameters = self.get_submodule(above)._parameters
+        if name not in parameters:
+            raise AttributeError(f"{type(self).__name__} has no parameter {path!r}")
+        return parameters[name]
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below it, each once, parents first."""
@@ -225,8 +250,15 @@ class Module:
         """The same as train(False)."""
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+    def requires_grad_(self, requires_grad: bool = True) -> "Module":
+        """Set requires_grad of every parameter: False freezes them. Before fully_shard."""
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters. Raises ValueError for set_to_none=False."""
+        check_set_to_none(set_to_none)
         for parameter in self.parameters():
             parameter.storage.zero_grad()
 
@@ -268,8 +300,8 @@ class Module:
         """
         if self.boundary is not None:
             raise TypeError(
-                f"copy.deepcopy: {self.name or type(self).__name__} is sharded; make another model, for the same "
-                "weights with shardrt.checkpoint's save and load, or full_state_dict, whole arrays on rank 0"
+                f"copy.deepcopy: {self.name or type(self).__name__} is sharded; make another model, for the "
+                "same weights with shardrt.checkpoint's save and load, or full_state_dict, arrays on rank 0"
             )
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
@@ -288,6 +320,15 @@ class Module:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]
         own = ", ".join(f"{name}{list(p.shape)}" for name, p in self._parameters.items())
         return f"{type(self).__name__}({own}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"
+
+
+def check_set_to_none(set_to_none: bool) -> None:
+    """Raise ValueError for an argument that PyTorch knows, and that zeros gradients in their place."""
+    if not set_to_none:
+        raise ValueError(
+            "zero_grad: there is no set_to_none=False: gradients are forgotten, and a parameter without one "
+            "is not updated"
+        )
 
 
 def _set_buffer(name: str, array: Any, values: Any) -> None:

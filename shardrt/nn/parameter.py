@@ -120,6 +120,20 @@ class Parameter(Tensor):
         piece = gradient[start:stop]
         return piece.reshape(self._shape) if isinstance(self.storage, LocalStorage) else piece
 
+    @grad.setter
+    def grad(self, value: None) -> None:
+        if value is not None:
+            raise TypeError(
+                f"parameter {self.name!r}: grad can be set to None only; to change a gradient write to "
+                "`parameter.grad[...]`"
+            )
+        if not isinstance(self.storage, LocalStorage):
+            raise RuntimeError(
+                f"parameter {self.name!r} is sharded, and a unit's gradients are forgotten together: use "
+                "optimizer.zero_grad() or model.zero_grad()"
+            )
+        self.storage.zero_grad()
+
     def load(self, values: Any) -> None:
         """Set this rank's piece from the whole array `values`.
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import autograd, device
-from shardrt.nn.module import Module
+from shardrt.nn import elsewhere
+from shardrt.nn.module import Module, check_set_to_none
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.offload import Updates
 from shardrt.optim.slices import Slice, Update, slices_of
@@ -81,8 +82,12 @@ class Optimizer:
                 # Weak, and by index: a storage must not keep an optimizer and its state alive.
                 piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def __getattr__(self, name: str) -> Any:
+        raise elsewhere.missing(self, name, elsewhere.OPTIMIZER)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. Raises ValueError for set_to_none=False."""
+        check_set_to_none(set_to_none)
         for piece in self.slices:
             piece.storage.zero_grad()
 
