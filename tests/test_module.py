@@ -4,6 +4,7 @@ import copy
 import importlib
 import pickle
 import re
+import warnings
 
 import numpy as np
 import pytest
@@ -88,6 +89,7 @@ class Pair(nn.Module):
         return self.second(self.first(x))
 
 
+@pytest.mark.filterwarnings("ignore:parameter .* was read")  # the original, which gets a parent late
 @pytest.mark.parametrize("made", [False, True])
 def test_a_deep_copy_has_equal_values_under_any_name_and_is_its_own(made):
     model = Pair()
@@ -193,3 +195,28 @@ def test_names_of_pytorch_say_where_to_look():
         for path in re.findall(r"shardrt(?:\.\w+)+", hint):
             module, _, function = path.rpartition(".")
             assert hasattr(importlib.import_module(module), function), path
+
+
+def test_values_that_were_made_before_the_name_was_complete_are_reported_once():
+    shardrt.manual_seed(1)
+    early, late = nn.Linear(3, 3), nn.Linear(3, 3)
+    values = early.weight.data.copy()
+    early(Tensor(np.ones((1, 3), np.float32)))
+    with pytest.warns(UserWarning, match="'0.weight' was read or used when it was called 'weight'") as seen:
+        model = nn.Sequential(early, late)
+    assert len(seen) == 1
+    np.testing.assert_array_equal(model[0].weight.data, values)
+    with pytest.warns(UserWarning, match="'body.0.weight'"):
+        nn.Module().body = model
+
+
+def test_values_that_do_not_depend_on_the_name_or_were_changed_are_not_reported():
+    changed, norm, copied = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+    for parameter in changed.parameters():
+        parameter.data += 1
+    norm(Tensor(np.ones((1, 3), np.float32)))
+    twin = copy.deepcopy(copied)
+    assert twin.weight.data.any() and copied.weight.data.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.Sequential(changed, norm, copied, twin, copy.deepcopy(twin))

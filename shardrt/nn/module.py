@@ -7,6 +7,7 @@ stands.
 """
 
 import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
@@ -17,6 +18,7 @@ import numpy as np
 from shardrt import autograd, device
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
 
 
 class Boundary(Protocol):
@@ -69,6 +71,7 @@ class Module:
             state[kind][name] = value
         if held:
             value.belongs_to(self, name)
+            _warn_of_early_values(value)
         object.__setattr__(self, name, value)
 
     def __delattr__(self, name: str) -> None:
@@ -320,6 +323,19 @@ class Module:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]
         own = ", ".join(f"{name}{list(p.shape)}" for name, p in self._parameters.items())
         return f"{type(self).__name__}({own}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"
+
+
+def _warn_of_early_values(placed: "Parameter | Module") -> None:
+    """Initial values depend on names: say so where some were made before the name was complete."""
+    for parameter in [placed] if isinstance(placed, Parameter) else placed.parameters():
+        early = parameter.storage.made_under() if isinstance(parameter.storage, LocalStorage) else None
+        if early is not None:
+            warnings.warn(
+                f"parameter {parameter.name!r} was read or used when it was called {early!r}, and keeps that "
+                "name's initial values; put a module into its place first (docs/from_pytorch.md)",
+                stacklevel=4,
+            )
+            return
 
 
 def check_set_to_none(set_to_none: bool) -> None:
