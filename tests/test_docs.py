@@ -33,6 +33,20 @@ def test_the_examples_of_a_page_run_one_after_the_other(page, ranks, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_the_tutorial_shows_the_schedule_that_its_program_prints(tmp_path):
+    page = ROOT / "docs" / "tutorial.md"
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1].splitlines()
+    file = tmp_path / "tutorial.py"
+    file.write_text("\n".join(blocks_of(page)))
+    environment = clean_environment(SHARDRT_DEBUG="1")
+    command = [sys.executable, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    for rank in (0, 1):
+        printed = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
+        assert printed == [line.replace("[rank 0]", f"[rank {rank}]") for line in shown]
+
+
 FEATURES = (
     "strategies",
     "wrapping",
