@@ -1,6 +1,7 @@
 """Every example in docs/ runs as it stands: in a fresh interpreter, in an empty directory."""
 
 import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -45,6 +46,21 @@ def test_the_tutorial_shows_the_schedule_that_its_program_prints(tmp_path):
     for rank in (0, 1):
         printed = [line for line in done.stderr.splitlines() if line.startswith(f"[rank {rank}]")]
         assert printed == [line.replace("[rank 0]", f"[rank {rank}]") for line in shown]
+
+
+def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
+    pytest.importorskip("torch")
+    page = (ROOT / "docs" / "from_pytorch.md").read_text()
+    file = tmp_path / "loop.py"
+    file.write_text(re.search(r"^```py\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1])
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    command, environment = [sys.executable, str(file)], clean_environment(**rendezvous)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    assert done.returncode == 0, done.stderr
+    assert len(done.stdout.splitlines()) == 3
 
 
 FEATURES = (
