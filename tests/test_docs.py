@@ -1,5 +1,6 @@
 """Every example in docs/ runs as it stands: in a fresh interpreter, in an empty directory."""
 
+import importlib
 import re
 import socket
 import subprocess
@@ -61,6 +62,18 @@ def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
+
+
+@pytest.mark.parametrize(
+    "name, wrong", [("failures.__main__", "two"), ("checkpoint.kill_one", "nowhere"), ("train.kills", "some")]
+)
+def test_the_commands_of_the_documents_say_how_they_are_used(name, wrong, capsys):
+    command = importlib.import_module(f"tests.{name}")
+    for arguments, code, text in ((["--help"], 0, "show this help"), ([wrong], 2, f"invalid .* '{wrong}'")):
+        with pytest.raises(SystemExit) as end:
+            command.main(arguments)
+        assert end.value.code == code
+        assert re.search(text, "".join(capsys.readouterr()))
 
 
 FEATURES = (
