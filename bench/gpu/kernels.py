@@ -157,13 +157,14 @@ def _optimizers(kernels: Any, sizes: Sizes) -> Iterator[Case]:
     count = sizes.flat
     param, grad, m, v = (filled(count, dtype=np.float32, seed=seed) for seed in range(4))
     v.fill(1)
-    ranges = devices.current().asarray(np.array([[0, count, 0.9999, 1e-3, 1.0, 1.0]]))
-    five = ranges[:, :5].copy()
+    here = devices.current()
+    ranges = here.asarray(np.array([[0, count, 0.9999, 1e-3, 1.0, 1.0]]))
+    with_betas = here.asarray(np.array([[0, count, 0.9999, 1e-3, 1.0, 0.9, 0.95, 1e-8]]))
     adamw, sgd = kernels.adamw, kernels.sgd
     yield Case(
         "AdamW, all float32",
         adamw.bytes_moved(count),
-        lambda: adamw.step(param, grad, m, v, five, 0.9, 0.95, 1e-8),
+        lambda: adamw.step(param, grad, m, v, with_betas),
     )
     yield Case(
         "SGD with momentum, float32",

@@ -41,8 +41,9 @@ def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] 
 class Optimizer:
     """Base class: groups, zero_grad, step.
 
-    params: Parameters, or dicts with "params" and settings of their own ("lr", "weight_decay"). Build it
-    after fully_shard. `param_groups` is the list of groups; schedules change its "lr".
+    params: Parameters, or dicts with "params" and settings of their own. Build it after fully_shard.
+    `param_groups` is the list of groups; schedules change its "lr".
+    settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
     state: names of the arrays, as long as each shard, that an update keeps.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
@@ -56,18 +57,16 @@ class Optimizer:
     def __init__(
         self,
         params: Iterable[Parameter | dict],
+        settings: dict[str, Any],
         *,
-        lr: float,
-        weight_decay: float,
         state: tuple[str, ...] = (),
         in_backward: bool = False,
     ) -> None:
         given = list(params)
         if not given:
             raise ValueError(f"{type(self).__name__}: params is empty")
-        defaults = {"lr": lr, "weight_decay": weight_decay}
         grouped = given if isinstance(given[0], dict) else [{"params": given}]
-        self.param_groups = [_group({**defaults, **group}) for group in grouped]
+        self.param_groups = [_group(settings, group) for group in grouped]
         self.slices = slices_of(self.param_groups)
         for piece in self.slices:
             piece.claim(self)
@@ -179,12 +178,13 @@ def _apply_now(optimizer: weakref.ref, index: int) -> None:
         alive._on_gradient(alive.slices[index])
 
 
-def _group(group: dict) -> dict:
-    unknown = sorted(group.keys() - {"params", "lr", "weight_decay"})
+def _group(settings: dict[str, Any], own: dict) -> dict:
+    unknown = sorted(own.keys() - settings.keys() - {"params"})
     if unknown:
-        raise ValueError(f"parameter group: unknown settings {unknown}; known: 'lr', 'weight_decay'")
-    for name in ("lr", "weight_decay"):
+        known = ", ".join(map(repr, settings))
+        raise ValueError(f"parameter group: unknown settings {unknown}; known: {known}")
+    group = {**settings, **own, "params": list(own["params"])}
+    for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         if not group[name] >= 0:
             raise ValueError(f"optimizer: {name} must not be negative, got {group[name]}")
-    group["params"] = list(group["params"])
     return group
