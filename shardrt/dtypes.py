@@ -5,6 +5,8 @@ uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from anoth
 NumPy counts among neither floats nor numbers.
 """
 
+from typing import Any
+
 import numpy as np
 
 float32, float64, bfloat16, float16 = "float32", "float64", "bfloat16", "float16"
@@ -26,8 +28,15 @@ def exact(dtype: np.dtype) -> np.dtype:
     return np.dtype(np.float32) if dtype.name in LOW else dtype
 
 
-def check(argument: str, name: str) -> str:
-    """`name` itself. Raises ValueError, naming the argument, for a type that is not known."""
+def named(argument: str, dtype: Any) -> str:
+    """The name of a type, given by name or as what NumPy takes for one (np.float16, ml_dtypes.bfloat16).
+
+    Raises ValueError, naming the argument, for a type that is not known.
+    """
+    try:
+        name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    except TypeError:
+        name = str(dtype)
     if name not in (float32, float64, *LOW):
         raise ValueError(
             f"{argument}: unknown dtype {name!r}; known: 'float32', 'float64', 'bfloat16', 'float16'"

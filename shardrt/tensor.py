@@ -19,7 +19,8 @@ class Tensor(Variable):
     data: an array, which is not copied, or numbers in lists. Floats become float32; a float64 array stays as
     it is. requires_grad: whether backward puts a gradient into `grad`. dtype: what to convert to.
 
-    Comparisons give arrays. x += y changes the array in place, and is an error where a gradient flows.
+    Comparisons give arrays. x += y is x = x + y, since backward may need the old values; under no_grad a leaf
+    that requires a gradient, or a parameter, is changed in place, and is an error otherwise.
 
     Raises TypeError for requires_grad with integers, and for what is no numbers.
     """
@@ -248,32 +249,39 @@ class Tensor(Variable):
 
     __hash__ = object.__hash__
 
-    # -- in place
+    # -- with assignment
+
+    changed_in_place = False  # a parameter is, also one that is not trained
 
     def __iadd__(self, other: Any) -> "Tensor":
-        return self._in_place("+=", np.add, other)
+        return self._assigned("+=", F.add, np.add, other)
 
     def __isub__(self, other: Any) -> "Tensor":
-        return self._in_place("-=", np.subtract, other)
+        return self._assigned("-=", F.sub, np.subtract, other)
 
     def __imul__(self, other: Any) -> "Tensor":
-        return self._in_place("*=", np.multiply, other)
+        return self._assigned("*=", F.mul, np.multiply, other)
 
     def __itruediv__(self, other: Any) -> "Tensor":
-        return self._in_place("/=", np.true_divide, other)
+        return self._assigned("/=", F.div, np.true_divide, other)
 
-    def _in_place(self, sign: str, ufunc: Callable, other: Any) -> "Tensor":
-        recorded = autograd.is_grad_enabled() and (
-            self.requires_grad or getattr(other, "requires_grad", False)
-        )
-        if recorded or not self.is_leaf:
+    def _assigned(self, sign: str, op: Callable, ufunc: Callable, other: Any) -> "Tensor":
+        recorded = autograd.is_grad_enabled()
+        if self.changed_in_place or (self.requires_grad and self.is_leaf):
+            if recorded:
+                raise RuntimeError(
+                    f"x {sign} y would change a parameter, which backward may need: use x = x {sign[0]} y, "
+                    "or `with no_grad():`"
+                )
+            array = self.data
+            ufunc(array, _raw(other), out=array, casting="same_kind")
+            return self
+        if self.requires_grad and not recorded:
             raise RuntimeError(
-                f"x {sign} y writes over values that backward may need: use x = x {sign[0]} y, or, to change "
-                "a parameter, `with no_grad():`"
+                f"x {sign} y under no_grad would cut x off from what it was made of: if that is meant, use "
+                f"x = x {sign[0]} y"
             )
-        array = self.data
-        ufunc(array, _raw(other), out=array, casting="same_kind")
-        return self
+        return op(self, other)
 
 
 Variable.result_type = Tensor

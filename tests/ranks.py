@@ -4,6 +4,7 @@ import os
 import shutil
 import subprocess
 import sys
+from argparse import ArgumentParser
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,12 @@ def mpirun_path() -> str:
     if found is None:
         pytest.skip("no mpirun: pip install mpich")
     return found
+
+
+def add_launcher(parser: ArgumentParser) -> None:
+    """Arguments for another MPI than that beside this Python."""
+    parser.add_argument("mpirun", nargs="?", default="", help="to start jobs with")
+    parser.add_argument("python", nargs="?", default=sys.executable, help="whose mpi4py is built for it")
 
 
 def clean_environment(**variables: str) -> dict[str, str]:

@@ -175,7 +175,7 @@ def adamw(make: Maker) -> Iterator[Case]:
     m.fill(0)
     v.fill(0)
     inputs = (placed(param), grad)
-    own = [0, count, 1 - lr * decay, lr / (1 - betas[0]), (1 - betas[1]) ** -0.5]
+    own = [0, count, 1 - lr * decay, lr / (1 - betas[0]), (1 - betas[1]) ** -0.5, *betas, eps]
     ranges = devices.current().asarray(np.array([own]))
     module = make.kernels.adamw
 
@@ -192,7 +192,7 @@ def adamw(make: Maker) -> Iterator[Case]:
 
     yield Case(
         *("adamw", "step", str(count), module.bytes_moved(count), module.flops(count)),
-        ours=lambda: module.step(param, grad, m, v, ranges, *betas, eps),
+        ours=lambda: module.step(param, grad, m, v, ranges),
         results=(param, m, v),
         inputs=inputs,
         plain=lambda *arrays: plain.adamw(*arrays, lr, decay, *betas, eps),

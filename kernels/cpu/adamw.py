@@ -16,20 +16,16 @@ def step(
     m: Array,
     v: Array,
     ranges: Array,
-    beta1: float,
-    beta2: float,
-    eps: float,
 ) -> None:
     """Update param, m and v, 1-D and equally long, in ranges of them.
 
-    ranges: float64 (count, 5), in order, without overlap: start, stop, what the weights are multiplied by,
-    what the step is multiplied by, and 1 / the root of the second moment's bias.
+    ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
+    what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps.
     """
     real = param.dtype.type
-    common = [real(number) for number in (beta1, 1 - beta1, beta2, 1 - beta2, eps)]
-    for start, stop, *own in ranges.tolist():
+    for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
         piece = slice(int(start), int(stop))
-        numbers = (*map(real, own), *common)
+        numbers = tuple(map(real, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
         size = piece.stop - piece.start
         run_rows(_step, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
 

@@ -13,11 +13,12 @@
 
 constexpr int N = Widest<T, GRADIENT, STATE>::value;
 
-// ranges (count, 5): start, stop, and what an element of it has for keep, rate and correction.
+// ranges (count, 8): start, stop, and what an element of it has for keep, rate, correction, beta1, beta2 and eps.
 extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, const double* ranges, int64 count,
-                                 A beta1, A rest1, A beta2, A rest2, A eps, int vectors) {
-    each_in_ranges<N, 5>(ranges, count, vectors, [=](const double* row) {
-        A keep = A(row[2]), rate = A(row[3]), correction = A(row[4]);
+                                 int vectors) {
+    each_in_ranges<N, 8>(ranges, count, vectors, [=](const double* row) {
+        A keep = A(row[2]), rate = A(row[3]), correction = A(row[4]), eps = A(row[7]);
+        A beta1 = A(row[5]), rest1 = A(1 - row[5]), beta2 = A(row[6]), rest2 = A(1 - row[6]);
         return [=](int64 i, auto width) {
             constexpr int W = decltype(width)::value;
             Pack<T, W> p = load<W>(param + i);

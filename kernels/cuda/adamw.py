@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, accumulator, launch, tiles_for, vectors
+from shardrt.kernels.cuda._launch import TYPES, launch, tiles_for, vectors
 
 Array = Any
 
@@ -13,20 +13,16 @@ def step(
     m: Array,
     v: Array,
     ranges: Array,
-    beta1: float,
-    beta2: float,
-    eps: float,
 ) -> None:
     """Update param, m and v, 1-D and equally long, in ranges of them.
 
-    ranges: float64 (count, 5), in order, without overlap: start, stop, what the weights are multiplied by,
-    what the step is multiplied by, and 1 / the root of the second moment's bias. In GPU memory, so that the
-    numbers of a step need not be known when it is launched. grad, and m with v, may be of other types than
-    param.
+    ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
+    what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps. In GPU
+    memory, so that the numbers of a step need not be known when it is launched. grad, and m with v, may be of
+    other types than param.
     """
     types = {"GRADIENT": TYPES[grad.dtype.name], "STATE": TYPES[m.dtype.name]}
-    numbers = map(accumulator(param.dtype), (beta1, 1 - beta1, beta2, 1 - beta2, eps))
-    args = (param, grad, m, v, ranges, len(ranges), *numbers, vectors(param, grad, m, v))
+    args = (param, grad, m, v, ranges, len(ranges), vectors(param, grad, m, v))
     launch("adamw", "adamw", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
 
 

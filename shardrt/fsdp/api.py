@@ -57,7 +57,10 @@ def fully_shard(
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
         if not isinstance(each, Module):
-            raise TypeError(f"fully_shard: module must be a shardrt.nn.Module, got {type(each).__name__}")
+            raise TypeError(
+                "fully_shard: module must be a shardrt.nn.Module, or a list of some that become one unit; "
+                f"got {type(each).__name__}"
+            )
         if unit_of(each) is not None:
             raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
     if not modules:

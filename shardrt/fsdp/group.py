@@ -198,7 +198,8 @@ class Group(Storage):
         raise RuntimeError(
             f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
             "outside the forward of its unit. This rank's piece is parameter.shard; "
-            "`with shardrt.fsdp.full_parameters(module)` lends all of it"
+            "`with shardrt.fsdp.full_parameters(module)` lends all of it, and "
+            "shardrt.checkpoint.full_state_dict(model) gives rank 0 the weights of the model"
         )
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:

@@ -10,7 +10,7 @@ from shardrt.nn.storage import Placement
 
 @dataclass(frozen=True)
 class MixedPrecisionPolicy:
-    """Element types of a unit: "float32", "bfloat16" or "float16". None changes nothing.
+    """Element types of a unit: "float32", "bfloat16", "float16", or a NumPy dtype. None changes nothing.
 
     param_dtype: what parameters are gathered and computed in. The shards that the optimizer updates stay
     float32, always. Where the device has no arithmetic of that type (the CPU), values are rounded to it,
@@ -34,7 +34,8 @@ class MixedPrecisionPolicy:
         for name in ("param_dtype", "reduce_dtype", "output_dtype"):
             value = getattr(self, name)
             if value is not None:
-                dtypes.check(name, value)
+                value = dtypes.named(name, value)
+                object.__setattr__(self, name, value)
                 if value == dtypes.float64:
                     raise ValueError(f"{name}: float64 is not a type of mixed precision; leave it None")
 

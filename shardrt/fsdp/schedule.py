@@ -396,7 +396,8 @@ class Schedule:
     def _show(self, what: str, unit: Unit) -> None:
         """SHARDRT_DEBUG=1 prints the schedule as it runs."""
         if _DEBUG:
-            print(f"[rank {self.mesh.rank}] {what:8} {unit.label}", file=sys.stderr, flush=True)
+            # Each line in one piece: ranks may be threads.
+            sys.stderr.write(f"[rank {self.mesh.rank}] {what:8} {unit.label}\n")
 
 
 def _first_distinct(units: Iterable[Unit], count: int) -> Iterator[Unit]:

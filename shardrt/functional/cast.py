@@ -40,7 +40,7 @@ class Round(Function):
 
 
 def cast(x: "Tensor", dtype: str) -> "Tensor":
-    """`x` as "float32", "float64", "bfloat16" or "float16"; `x` itself where that changes nothing.
+    """`x` as "float32", "float64", "bfloat16", "float16", or such a NumPy dtype; `x` itself if it is that.
 
     float32 and float64 are converted into each other. "bfloat16" and "float16" give a float32 tensor whose
     values are rounded to the nearest of that type (ties to even; too large is infinity), and its gradient is
@@ -49,7 +49,7 @@ def cast(x: "Tensor", dtype: str) -> "Tensor":
 
     Integers become float32 first. Raises ValueError for another dtype.
     """
-    dtypes.check("cast: dtype", dtype)
+    dtype = dtypes.named("cast: dtype", dtype)
     x = floating(x)
     if dtype in dtypes.LOW and device.current().compute_dtype(dtype).name != dtype:
         return Round.apply(cast(x, dtypes.float32), dtype)

@@ -54,6 +54,18 @@ class Uniform:
 
 
 @dataclass(frozen=True)
+class AsNamed:
+    """What `init` makes of the parameter behind this key, whatever it is called now: for copies."""
+
+    init: Initialiser
+    key: int
+
+    def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
+        """As Initialiser.fill."""
+        self.init.fill(out, seed, self.key, offset)
+
+
+@dataclass(frozen=True)
 class Constant:
     """One value everywhere."""
 

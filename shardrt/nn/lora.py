@@ -125,8 +125,6 @@ def _adapt(layer: Linear, rank: int, scale: float, dropout: float) -> None:
 
 
 def _take_out(layer: LoRALinear) -> None:
-    for name in ("lora_a", "lora_b"):
-        del layer._parameters[name]
     for name in ("lora_a", "lora_b", "lora_scale", "lora_dropout"):
         delattr(layer, name)
     layer.__class__ = Linear

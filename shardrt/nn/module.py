@@ -6,6 +6,8 @@ their parent, so a parameter's full name, which its initial values depend on, ca
 stands.
 """
 
+import copy
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
@@ -14,7 +16,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import autograd, device
+from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
 
 
 class Boundary(Protocol):
@@ -51,20 +55,56 @@ class Module:
     # -- the tree
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, Parameter | Module):
-            if "_modules" not in self.__dict__:
-                raise RuntimeError(f"{type(self).__name__}: call super().__init__() before setting {name!r}")
-            self._parameters.pop(name, None)
-            self._modules.pop(name, None)
-            (self._parameters if isinstance(value, Parameter) else self._modules)[name] = value
+        state, before = self.__dict__, self.__dict__.get(name)
+        held = isinstance(value, Parameter | Module)
+        if held and "_modules" not in state:
+            raise RuntimeError(f"{type(self).__name__}: call super().__init__() before setting {name!r}")
+        if isinstance(before, Parameter) and not held and value is not None:
+            raise TypeError(
+                f"{type(self).__name__}: {name!r} is a parameter, and {type(value).__name__} is none; assign "
+                f"a Parameter, or None to take it out, or set its values: {name}.data = ..."
+            )
+        kind = self._kind(name, value)
+        if value is not before:
+            self._let_go(name, before, kind)
+        if kind is not None:
+            state[kind][name] = value
+        if held:
             value.belongs_to(self, name)
+            _warn_of_early_values(value)
         object.__setattr__(self, name, value)
+
+    def __delattr__(self, name: str) -> None:
+        before = self.__dict__.get(name)
+        object.__delattr__(self, name)
+        self._let_go(name, before, None)
+
+    def _kind(self, name: str, value: Any) -> str | None:
+        """Which of the dictionaries below `value` goes into under this name."""
+        if isinstance(value, Parameter):
+            return "_parameters"
+        if isinstance(value, Module):
+            return "_modules"
+        return "_buffers" if value is not None and name in self.__dict__.get("_buffers", ()) else None
+
+    def _let_go(self, name: str, before: Any, kind: str | None) -> None:
+        """`name` is `before` no more; in the dictionary `kind` something else takes its place."""
+        for other in {"_parameters", "_modules", "_buffers"} - {kind}:
+            self.__dict__.get(other, {}).pop(name, None)
+        if isinstance(before, Parameter | Module):
+            before.leaves(self, name)
 
     def belongs_to(self, parent: "Module", attribute: str) -> None:
         """Take the name `attribute` in `parent`; the first parent that is alive stays."""
-        if self._parent is None or self._parent() is None:
+        if self.parent is None:
             object.__setattr__(self, "_parent", weakref.ref(parent))
             object.__setattr__(self, "_attribute", attribute)
+
+    def leaves(self, parent: "Module", attribute: str) -> None:
+        """Give up the name `attribute` in `parent`, if that is its name."""
+        if self.parent is parent and self._attribute == attribute:
+            object.__setattr__(self, "_parent", None)
+            object.__setattr__(self, "_attribute", "")
 
     @property
     def parent(self) -> "Module | None":
@@ -79,9 +119,33 @@ class Module:
             return ""
         return f"{parent.name}.{self._attribute}" if parent.name else self._attribute
 
+    def __getattr__(self, name: str) -> Any:
+        raise elsewhere.missing(self, name, elsewhere.MODULE)
+
     def children(self) -> Iterator["Module"]:
         """The modules held directly."""
         return iter(self._modules.values())
+
+    def named_children(self) -> Iterator[tuple[str, "Module"]]:
+        """(name, module) of the modules held directly."""
+        return iter(self._modules.items())
+
+    def get_submodule(self, path: str) -> "Module":
+        """The module at `path` from here ("blocks.0"; "" is this one). AttributeError if there is none."""
+        module = self
+        for name in path.split(".") if path else ():
+            if name not in module._modules:
+                raise AttributeError(f"{type(self).__name__} has no module {path!r}")
+            module = module._modules[name]
+        return module
+
+    def get_parameter(self, path: str) -> Parameter:
+        """The parameter at `path` from here ("blocks.0.up.weight"). AttributeError if there is none."""
+        above, _, name = path.rpartition(".")
+        parameters = self.get_submodule(above)._parameters
+        if name not in parameters:
+            raise AttributeError(f"{type(self).__name__} has no parameter {path!r}")
+        return parameters[name]
 
     def modules(self) -> Iterator["Module"]:
         """This module and all below it, each once, parents first."""
@@ -189,8 +253,15 @@ class Module:
         """The same as train(False)."""
         return self.train(False)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients of all parameters."""
+    def requires_grad_(self, requires_grad: bool = True) -> "Module":
+        """Set requires_grad of every parameter: False freezes them. Before fully_shard."""
+        for parameter in self.parameters():
+            parameter.requires_grad = requires_grad
+        return self
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients of all parameters. Raises ValueError for set_to_none=False."""
+        check_set_to_none(set_to_none)
         for parameter in self.parameters():
             parameter.storage.zero_grad()
 
@@ -225,10 +296,55 @@ class Module:
             if name in given:
                 _set_buffer(name, array, state[name])
 
+    def __deepcopy__(self, memo: dict) -> "Module":
+        """A model of its own with equal values, made yet or not, and without gradients.
+
+        Raises TypeError for a sharded one.
+        """
+        if self.boundary is not None:
+            raise TypeError(
+                f"copy.deepcopy: {self.name or type(self).__name__} is sharded; make another model, for the "
+                "same weights with shardrt.checkpoint's save and load, or full_state_dict, arrays on rank 0"
+            )
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        for name, value in self.__dict__.items():
+            object.__setattr__(twin, name, None if name == "_parent" else copy.deepcopy(value, memo))
+        for name, held in (*twin._parameters.items(), *twin._modules.items()):
+            held.belongs_to(twin, name)
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} can't be pickled or copied by copy.copy; shardrt.checkpoint has save and "
+            "load for weights, copy.deepcopy copies a model that is not sharded"
+        )
+
     def __repr__(self) -> str:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]
         own = ", ".join(f"{name}{list(p.shape)}" for name, p in self._parameters.items())
         return f"{type(self).__name__}({own}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"
+
+
+def _warn_of_early_values(placed: "Parameter | Module") -> None:
+    """Initial values depend on names: say so where some were made before the name was complete."""
+    for parameter in [placed] if isinstance(placed, Parameter) else placed.parameters():
+        early = parameter.storage.made_under() if isinstance(parameter.storage, LocalStorage) else None
+        if early is not None:
+            warnings.warn(
+                f"parameter {parameter.name!r} was read or used when it was called {early!r}, and keeps that "
+                "name's initial values; put a module into its place first (docs/from_pytorch.md)",
+                stacklevel=4,
+            )
+            return
+
+
+def check_set_to_none(set_to_none: bool) -> None:
+    """Raise ValueError for an argument that PyTorch knows, and that zeros gradients in their place."""
+    if not set_to_none:
+        raise ValueError(
+            "zero_grad: there is no set_to_none=False: gradients are forgotten, and a parameter without one "
+            "is not updated"
+        )
 
 
 def _set_buffer(name: str, array: Any, values: Any) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import device, random
 from shardrt.autograd import Edge
-from shardrt.nn.init import Initialiser
+from shardrt.nn.init import AsNamed, Initialiser
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
 
@@ -25,7 +25,7 @@ class Parameter(Tensor):
     """A trainable tensor of a Module.
 
     shape: its shape. init: what its values start as (nn.init). requires_grad: False freezes it. dtype:
-    float32 (float64 for gradient checks).
+    float32 (float64 for gradient checks). Raises TypeError or ValueError for what is no shape.
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
     that names it. `shard` and `grad` are what this rank holds: the piece of a sharded parameter as a 1-D
@@ -33,6 +33,7 @@ class Parameter(Tensor):
     """
 
     __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute")
+    changed_in_place = True
 
     def __init__(
         self,
@@ -42,9 +43,7 @@ class Parameter(Tensor):
         requires_grad: bool = True,
         dtype: Any = np.float32,
     ) -> None:
-        self._shape = tuple(int(n) for n in shape)
-        if not self._shape or min(self._shape) < 1:
-            raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+        self._shape = _checked(shape)
         self.init = init
         self.seed = random.initial_seed()
         self.dtype = np.dtype(dtype)
@@ -59,6 +58,11 @@ class Parameter(Tensor):
         """Take the name `attribute` in `module`, unless there is a name already (a tied parameter's)."""
         if self._owner is None or self._owner() is None:
             self._owner, self._attribute = weakref.ref(module), attribute
+
+    def leaves(self, module: "Module", attribute: str) -> None:
+        """Give up the name `attribute` in `module`, if that is its name."""
+        if self._owner is not None and self._owner() is module and self._attribute == attribute:
+            self._owner, self._attribute = None, ""
 
     @property
     def name(self) -> str:
@@ -116,6 +120,20 @@ class Parameter(Tensor):
         piece = gradient[start:stop]
         return piece.reshape(self._shape) if isinstance(self.storage, LocalStorage) else piece
 
+    @grad.setter
+    def grad(self, value: None) -> None:
+        if value is not None:
+            raise TypeError(
+                f"parameter {self.name!r}: grad can be set to None only; to change a gradient write to "
+                "`parameter.grad[...]`"
+            )
+        if not isinstance(self.storage, LocalStorage):
+            raise RuntimeError(
+                f"parameter {self.name!r} is sharded, and a unit's gradients are forgotten together: use "
+                "optimizer.zero_grad() or model.zero_grad()"
+            )
+        self.storage.zero_grad()
+
     def load(self, values: Any) -> None:
         """Set this rank's piece from the whole array `values`.
 
@@ -131,6 +149,27 @@ class Parameter(Tensor):
         device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
 
+    def __deepcopy__(self, memo: dict) -> "Parameter":
+        """One with equal values, not made yet if these are not, and without a gradient.
+
+        Raises TypeError, naming it, for a sharded parameter.
+        """
+        if not isinstance(self.storage, LocalStorage):
+            raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
+        if not self.storage.materialised and not isinstance(self.init, AsNamed):
+            self.init = AsNamed(self.init, random.name_key(self.name))
+        twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)
+        twin.seed = self.seed
+        if self.storage.materialised:
+            twin.storage = LocalStorage(twin, self.data.copy())
+        memo[id(self)] = twin
+        return twin
+
+    def __reduce_ex__(self, protocol: int) -> Any:
+        raise TypeError(
+            f"parameter {self.name!r} can't be pickled; shardrt.checkpoint has save and load for weights"
+        )
+
     def edge(self) -> Edge:
         return self.storage.edge(self)
 
@@ -139,3 +178,14 @@ class Parameter(Tensor):
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r}, shape={self._shape}, dtype={self.dtype.name})"
+
+
+def _checked(shape: Any) -> tuple[int, ...]:
+    if not isinstance(shape, tuple | list) or not all(isinstance(n, int | np.integer) for n in shape):
+        raise TypeError(
+            f"Parameter: shape must be a tuple of integers, got {type(shape).__name__}: values come from "
+            "`init`, or are set afterwards, `parameter.data = values`"
+        )
+    if not shape or min(shape) < 1:
+        raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+    return tuple(int(n) for n in shape)

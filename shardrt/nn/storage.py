@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardrt import device, random
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
@@ -119,8 +121,9 @@ class Storage(ABC):
 class LocalStorage(Storage):
     """One parameter, whole, in an array of its own; filled with initial values when first asked for."""
 
-    def __init__(self, parameter: "Parameter") -> None:
-        self._array: Array | None = None
+    def __init__(self, parameter: "Parameter", array: Array | None = None) -> None:
+        self._array = array
+        self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
         self._parameter = parameter
 
@@ -132,11 +135,23 @@ class LocalStorage(Storage):
     def array(self) -> Array:
         """The values in the parameter's shape, made now if they don't exist yet."""
         if self._array is None:
-            parameter = self._parameter
-            array = device.current().empty(parameter.shape, parameter.dtype)
-            parameter.init.fill(array.reshape(-1), parameter.seed, random.name_key(parameter.name), 0)
-            self._array = array
+            self._made_as = self._parameter.name
+            self._array = self._initial(self._made_as)
         return self._array
+
+    def _initial(self, name: str) -> Array:
+        """What a parameter of this name starts as."""
+        parameter = self._parameter
+        array = device.current().empty(parameter.shape, parameter.dtype)
+        parameter.init.fill(array.reshape(-1), parameter.seed, random.name_key(name), 0)
+        return array
+
+    def made_under(self) -> str | None:
+        """The name whose values these still are, where the parameter has another one, with other values."""
+        name = self._parameter.name
+        if self._made_as in (None, name) or not np.array_equal(self._array, self._initial(self._made_as)):
+            return None
+        return None if np.array_equal(self._array, self._initial(name)) else self._made_as
 
     @property
     def shard(self) -> Array:

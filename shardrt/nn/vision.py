@@ -84,6 +84,10 @@ class BatchNorm2d(Module):
         self.register_buffer("running_mean", (channels,), 0.0, dtype=dtype)
         self.register_buffer("running_var", (channels,), 1.0, dtype=dtype)
 
+    def __deepcopy__(self, memo: dict) -> "BatchNorm2d":
+        memo[id(self.communicator)] = self.communicator  # the ranks are the same ones
+        return super().__deepcopy__(memo)
+
     def forward(self, x: Tensor) -> Tensor:
         running = self.running_mean, self.running_var
         how = self.training, self.momentum, self.eps, self.communicator

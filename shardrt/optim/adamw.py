@@ -27,17 +27,17 @@ class AdamW(Optimizer):
         *,
         in_backward: bool = False,
     ) -> None:
-        if not all(0 <= beta < 1 for beta in betas):
-            raise ValueError(f"AdamW: betas must be in [0, 1), got {betas}")
-        super().__init__(params, lr=lr, weight_decay=weight_decay, state=("m", "v"), in_backward=in_backward)
-        self.betas = betas
-        self.eps = eps
+        settings = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
+        super().__init__(params, settings, state=("m", "v"), in_backward=in_backward)
+        for group in self.param_groups:
+            if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+                raise ValueError(f"AdamW: betas must be two numbers in [0, 1), got {group['betas']}")
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
-        beta1, beta2 = self.betas
-        rate = group["lr"] / (1 - beta1**steps)
-        return 1 - group["lr"] * group["weight_decay"], rate, 1 / sqrt(1 - beta2**steps)
+        beta1, beta2 = group["betas"]
+        rate, correction = group["lr"] / (1 - beta1**steps), 1 / sqrt(1 - beta2**steps)
+        return 1 - group["lr"] * group["weight_decay"], rate, correction, beta1, beta2, group["eps"]
 
     def update(self, kernels: ModuleType, update: Update) -> None:
         arrays = (update.arrays[name] for name in ("shard", "gradient", "m", "v"))
-        kernels.adamw.step(*arrays, update.ranges, *self.betas, self.eps)
+        kernels.adamw.step(*arrays, update.ranges)

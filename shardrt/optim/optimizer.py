@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import autograd, device
-from shardrt.nn.module import Module
+from shardrt.nn import elsewhere
+from shardrt.nn.module import Module, check_set_to_none
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.offload import Updates
 from shardrt.optim.slices import Slice, Update, slices_of
@@ -40,8 +41,9 @@ def decay_groups(module: Module, weight_decay: float, no_decay: tuple[str, ...] 
 class Optimizer:
     """Base class: groups, zero_grad, step.
 
-    params: Parameters, or dicts with "params" and settings of their own ("lr", "weight_decay"). Build it
-    after fully_shard. `param_groups` is the list of groups; schedules change its "lr".
+    params: Parameters, or dicts with "params" and settings of their own. Build it after fully_shard.
+    `param_groups` is the list of groups; schedules change its "lr".
+    settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
     state: names of the arrays, as long as each shard, that an update keeps.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
@@ -55,18 +57,16 @@ class Optimizer:
     def __init__(
         self,
         params: Iterable[Parameter | dict],
+        settings: dict[str, Any],
         *,
-        lr: float,
-        weight_decay: float,
         state: tuple[str, ...] = (),
         in_backward: bool = False,
     ) -> None:
         given = list(params)
         if not given:
             raise ValueError(f"{type(self).__name__}: params is empty")
-        defaults = {"lr": lr, "weight_decay": weight_decay}
         grouped = given if isinstance(given[0], dict) else [{"params": given}]
-        self.param_groups = [_group({**defaults, **group}) for group in grouped]
+        self.param_groups = [_group(settings, group) for group in grouped]
         self.slices = slices_of(self.param_groups)
         for piece in self.slices:
             piece.claim(self)
@@ -81,8 +81,12 @@ class Optimizer:
                 # Weak, and by index: a storage must not keep an optimizer and its state alive.
                 piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
 
-    def zero_grad(self) -> None:
-        """Forget the gradients."""
+    def __getattr__(self, name: str) -> Any:
+        raise elsewhere.missing(self, name, elsewhere.OPTIMIZER)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients. Raises ValueError for set_to_none=False."""
+        check_set_to_none(set_to_none)
         for piece in self.slices:
             piece.storage.zero_grad()
 
@@ -174,12 +178,13 @@ def _apply_now(optimizer: weakref.ref, index: int) -> None:
         alive._on_gradient(alive.slices[index])
 
 
-def _group(group: dict) -> dict:
-    unknown = sorted(group.keys() - {"params", "lr", "weight_decay"})
+def _group(settings: dict[str, Any], own: dict) -> dict:
+    unknown = sorted(own.keys() - settings.keys() - {"params"})
     if unknown:
-        raise ValueError(f"parameter group: unknown settings {unknown}; known: 'lr', 'weight_decay'")
-    for name in ("lr", "weight_decay"):
+        known = ", ".join(map(repr, settings))
+        raise ValueError(f"parameter group: unknown settings {unknown}; known: {known}")
+    group = {**settings, **own, "params": list(own["params"])}
+    for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         if not group[name] >= 0:
             raise ValueError(f"optimizer: {name} must not be negative, got {group[name]}")
-    group["params"] = list(group["params"])
     return group

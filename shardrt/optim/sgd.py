@@ -31,8 +31,7 @@ class SGD(Optimizer):
             raise ValueError("SGD: nesterov needs momentum > 0 and dampening = 0")
         super().__init__(
             params,
-            lr=lr,
-            weight_decay=weight_decay,
+            {"lr": lr, "weight_decay": weight_decay},
             state=("momentum",) if momentum else (),
             in_backward=in_backward,
         )

@@ -1,10 +1,9 @@
 """Kills one of two processes that save, by SIGKILL, before and after every file operation of its own.
 
-A JSON line says what was found, after some minutes. HOWS are those of the victim, all if none are given.
-
-python -m tests.checkpoint.kill_one [HOWS [MPIRUN PYTHON]]        e.g. next,again
+A JSON line says what was found, after some minutes.
 """
 
+import argparse
 import json
 import re
 import shutil
@@ -19,7 +18,7 @@ from shardrt.checkpoint import verify
 from shardrt.comm import thread
 from tests.checkpoint.victim import HOWS, change, digest, made
 from tests.failures.matrix import survivors
-from tests.ranks import ROOT, clean_environment, mpirun_path
+from tests.ranks import ROOT, add_launcher, clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI
 
 RANKS = 2
@@ -147,11 +146,19 @@ def short(job: Job) -> list[Case]:
     return [first[0], first[rename - 1], first[rename], first[-1], second[len(second) // 2], second[-1]]
 
 
-def main(hows: str = ",".join(HOWS), launcher: str = "", python: str = sys.executable) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.checkpoint.kill_one", description=__doc__)
+    everything = ",".join(HOWS)
+    parser.add_argument(
+        "hows", type=known, nargs="?", default=everything, help=f"of {everything}; all if left out"
+    )
+    add_launcher(parser)
+    given = parser.parse_args(arguments)
+    launcher = given.mpirun
     began, seconds, wrong, counts = time.monotonic(), [], [], {}
     with tempfile.TemporaryDirectory() as name:
-        job = Job(Path(name), launcher, python)
-        for how in hows.split(","):
+        job = Job(Path(name), launcher, given.python)
+        for how in given.hows:
             cases = job.cases(how)
             counts[how] = [sum(case.rank == rank for case in cases) for rank in range(RANKS)]
             for case in cases:
@@ -162,7 +169,7 @@ def main(hows: str = ",".join(HOWS), launcher: str = "", python: str = sys.execu
                     print(error, file=sys.stderr, flush=True)
     version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
     result = {
-        "command": f"python -m tests.checkpoint.kill_one {hows}",
+        "command": f"python -m tests.checkpoint.kill_one {','.join(given.hows)}",
         "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
         "cases_by_rank": counts,
         "cases": sum(map(sum, counts.values())),
@@ -178,5 +185,12 @@ def main(hows: str = ",".join(HOWS), launcher: str = "", python: str = sys.execu
     return bool(wrong)
 
 
+def known(text: str) -> list[str]:
+    hows = text.split(",")
+    if not HOWS.keys() >= set(hows):
+        raise ValueError(text)
+    return hows
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

@@ -9,20 +9,20 @@ from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
 COUNT = 13000
 CORRECTION = 1 / np.sqrt(1 - 0.95**3)
-WHOLE = np.array([[0, COUNT, 0.999, 1e-2, CORRECTION]])
+SETTINGS = (0.9, 0.95, 1e-8)
+WHOLE = np.array([[0, COUNT, 0.999, 1e-2, CORRECTION, *SETTINGS]])
 # One of one element, one that begins and ends anywhere, an empty one, two that touch within sixteen bytes,
 # one that ends where a block's tile does, and one over several tiles.
 RANGES = np.array(
     [
-        [0, 1, 0.999, 1e-2, CORRECTION],
-        [3, 20, 1.0, 1e-1, CORRECTION],
-        [37, 37, 0.0, 1.0, 1.0],
-        [600, 1109, 0.985, 3e-2, 2.0],
-        [1109, 4096, 1.0, 1e-3, CORRECTION],
-        [4097, COUNT, 0.5, 2e-3, 3.0],
+        [0, 1, 0.999, 1e-2, CORRECTION, *SETTINGS],
+        [3, 20, 1.0, 1e-1, CORRECTION, 0.8, 0.9, 1e-3],
+        [37, 37, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0],
+        [600, 1109, 0.985, 3e-2, 2.0, 0.0, 0.5, 1e-8],
+        [1109, 4096, 1.0, 1e-3, CORRECTION, *SETTINGS],
+        [4097, COUNT, 0.5, 2e-3, 3.0, 0.95, 0.99, 1e-6],
     ]
 )
-SETTINGS = (0.9, 0.95, 1e-8)
 
 
 def state(seed=0):
@@ -35,8 +35,8 @@ def run_both(array, dtypes, ranges, shift=0):
     """(CUDA's arrays, the CPU's in float64) after an update; both started from the same numbers."""
     found = [array(values, shift, dtype_of(kind)) for values, kind in zip(state(), dtypes, strict=True)]
     expected = [values.astype(np.float64) for values in found]
-    cuda.step(*found, ranges, *SETTINGS)
-    cpu.step(*expected, ranges, *SETTINGS)
+    cuda.step(*found, ranges)
+    cpu.step(*expected, ranges)
     return found, expected
 
 
@@ -74,8 +74,8 @@ def test_the_first_step_is_the_sign_of_the_gradient(emulated):
     with guarded("float32") as array:
         param, m, v = (array(np.zeros(COUNT)) for _ in range(3))
         grad = array(normal(COUNT))
-        ranges = np.array([[0, COUNT, 1.0, 0.1 / (1 - 0.9), 1 / np.sqrt(1 - 0.95)]])
-        cuda.step(param, grad, m, v, ranges, *SETTINGS)
+        ranges = np.array([[0, COUNT, 1.0, 0.1 / (1 - 0.9), 1 / np.sqrt(1 - 0.95), *SETTINGS]])
+        cuda.step(param, grad, m, v, ranges)
         np.testing.assert_allclose(param, -0.1 * np.sign(grad), rtol=1e-3)
 
 
@@ -86,7 +86,7 @@ def test_an_update_in_parts_has_the_bits_of_one(emulated):
         parts = [array(values) for values in state()]
         for start, stop in ((0, 777), (777, 778), (778, COUNT)):
             piece = np.array([[0, stop - start, *WHOLE[0, 2:]]])
-            cuda.step(*(part[start:stop] for part in parts), piece, *SETTINGS)
+            cuda.step(*(part[start:stop] for part in parts), piece)
         for one, other in zip(whole, parts, strict=True):
             np.testing.assert_array_equal(one, other)
 
@@ -95,7 +95,7 @@ def test_one_launch_for_all_ranges_and_none_for_none(emulated):
     with guarded("float32") as array:
         found, _ = run_both(array, ["float32"] * 4, RANGES)
         assert emulated.launches == ["adamw"]
-        cuda.step(*found, RANGES[:0], *SETTINGS)
+        cuda.step(*found, RANGES[:0])
         assert emulated.launches == ["adamw"]
 
 
@@ -106,6 +106,6 @@ def test_a_range_has_the_same_bits_whatever_the_others_and_however_it_lies(emula
         together, _ = run_both(array, [element] * 4, RANGES)
         alone = [array(values, 1) for values in state()]
         for row in RANGES:
-            cuda.step(*alone, row[None], *SETTINGS)
+            cuda.step(*alone, row[None])
         for one, other in zip(together, alone, strict=True):
             np.testing.assert_array_equal(one, other)

@@ -1,8 +1,6 @@
-"""Every failure in every phase at 2, 3 and 4 ranks, and a JSON line of how long each kind took to end.
+"""Every failure in every phase at 2, 3 and 4 ranks, and a JSON line of how long each kind took to end."""
 
-python -m tests.failures [SIZES [MPIRUN PYTHON]]        e.g. 2,3,4 or 3 other/bin/mpirun other/bin/python
-"""
-
+import argparse
 import json
 import subprocess
 import sys
@@ -11,12 +9,17 @@ import time
 from pathlib import Path
 
 from tests.failures.matrix import LIMIT, cases, check, prepare
-from tests.ranks import mpirun_path
+from tests.ranks import add_launcher, mpirun_path
 
 
-def main(sizes: str = "2,3,4", launcher: str = "", python: str = sys.executable) -> int:
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.failures", description=__doc__)
+    parser.add_argument("sizes", type=numbers, nargs="?", default="2,3,4", help="of jobs: 2,3,4 if left out")
+    add_launcher(parser)
+    given = parser.parse_args(arguments)
+    launcher, python = given.mpirun, given.python
     began, seconds, wrong = time.monotonic(), {}, []
-    chosen = cases(tuple(map(int, sizes.split(","))))
+    chosen = cases(given.sizes)
     with tempfile.TemporaryDirectory() as name:
         folder = prepare(Path(name))
         for case in chosen:
@@ -28,7 +31,7 @@ def main(sizes: str = "2,3,4", launcher: str = "", python: str = sys.executable)
     version = subprocess.run([launcher or mpirun_path(), "--version"], capture_output=True, text=True)
     result = {
         "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
-        "sizes": sizes,
+        "sizes": ",".join(map(str, given.sizes)),
         "cases": len(chosen),
         "wrong": wrong,
         "limit_s": LIMIT,
@@ -42,5 +45,9 @@ def main(sizes: str = "2,3,4", launcher: str = "", python: str = sys.executable)
     return bool(wrong)
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
+
+
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:]))
+    sys.exit(main(sys.argv[1:]))

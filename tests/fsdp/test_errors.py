@@ -54,8 +54,17 @@ def test_sharding_twice_is_refused():
 
 
 def test_only_modules_are_sharded():
-    with pytest.raises(TypeError, match="must be a shardrt.nn.Module"):
-        fully_shard(1)
+    for wrong, given in ((1, "int"), ((block for block in Net().blocks), "generator")):
+        with pytest.raises(TypeError, match=f"must be a shardrt.nn.Module, or a list .* got {given}"):
+            fully_shard(wrong)
+
+
+def test_a_sharded_model_has_no_state_dict_and_no_gradient_to_set():
+    model = sharded()
+    with pytest.raises(RuntimeError, match=r"full_state_dict\(model\)"):
+        model.state_dict()
+    with pytest.raises(RuntimeError, match=r"forgotten together: use optimizer\.zero_grad"):
+        model.embed.weight.grad = None
 
 
 def too_many_ranks():

@@ -167,3 +167,11 @@ def test_unknown_types_are_refused():
         MixedPrecisionPolicy("half")
     with pytest.raises(ValueError, match="float64 is not a type of mixed precision"):
         MixedPrecisionPolicy(reduce_dtype="float64")
+    with pytest.raises(ValueError, match="output_dtype: unknown dtype 'int32'"):
+        MixedPrecisionPolicy(output_dtype=np.int32)
+
+
+def test_types_may_be_given_as_numpys():
+    assert MixedPrecisionPolicy(np.float16, np.dtype("float32")) == MixedPrecisionPolicy("float16", "float32")
+    bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
+    assert MixedPrecisionPolicy(bfloat16) == MixedPrecisionPolicy("bfloat16")

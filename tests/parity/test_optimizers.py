@@ -64,6 +64,32 @@ def test_adamw_takes_the_steps_of_torch(settings, dtype):
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_groups_may_have_betas_and_eps_of_their_own(dtype):
+    def with_own(groups):
+        return [{**groups[0], "betas": (0.5, 0.7), "eps": 1e-2}, groups[1]]
+
+    assert_equal_trajectories(
+        lambda groups: optim.AdamW(with_own(groups), lr=0.01, betas=(0.8, 0.95)),
+        lambda torch, groups: torch.optim.AdamW(with_own(groups), lr=0.01, betas=(0.8, 0.95)),
+        dtype,
+    )
+
+
+@pytest.mark.parametrize(
+    "group, text",
+    [
+        ({"betas": (0.9, 1.0)}, r"betas must be two numbers in \[0, 1\), got \(0.9, 1.0\)"),
+        ({"betas": (0.9,)}, "betas must be two numbers"),
+        ({"eps": -1.0}, "eps must not be negative"),
+        ({"momentum": 0.9}, r"unknown settings \['momentum'\]; known: 'lr', 'weight_decay', 'betas', 'eps'"),
+    ],
+)
+def test_settings_of_a_group_that_cannot_be_are_refused(group, text):
+    with pytest.raises(ValueError, match=text):
+        optim.AdamW([{"params": nn.Linear(3, 2).parameters(), **group}])
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize(
     "settings",
     [

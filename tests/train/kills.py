@@ -1,8 +1,6 @@
-"""Kills 50 runs four times each with SIGKILL, resumes them, and compares every number with a run left alone.
+"""Kills runs with SIGKILL, some times each, resumes them, and compares every number with a run left alone."""
 
-python -m tests.train.kills [RUNS [KILLS]]
-"""
-
+import argparse
 import json
 import sys
 import tempfile
@@ -12,16 +10,20 @@ from pathlib import Path
 from tests.train.test_resume import killed_and_resumed
 
 
-def main(runs: int = 50, kills: int = 4) -> None:
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.train.kills", description=__doc__)
+    parser.add_argument("runs", type=int, nargs="?", default=50, help="50 if left out")
+    parser.add_argument("kills", type=int, nargs="?", default=4, help="of each: 4 if left out")
+    given = parser.parse_args(arguments)
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        done = killed_and_resumed(Path(folder), runs, kills)
+        done = killed_and_resumed(Path(folder), given.runs, given.kills)
     print(
         json.dumps(
-            {"runs": runs, "kills": done, "differences": 0, "seconds": round(time.monotonic() - began)}
+            {"runs": given.runs, "kills": done, "differences": 0, "seconds": round(time.monotonic() - began)}
         )
     )
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main(sys.argv[1:])

@@ -1,0 +1,53 @@
+"""Names that a user of PyTorch looks for on a module or an optimizer and finds elsewhere here, and where.
+
+docs/from_pytorch.md has all of them side by side.
+"""
+
+_DEVICE = "a model is on the device that init_device_mesh names"
+_TYPE = "use fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))"
+_HOOK = "there are no hooks: use a subclass, or a module around it, with a forward that does both"
+_PREFETCH = "use fully_shard(..., prefetch=n)"
+
+MODULE = {
+    "set_requires_gradient_sync": "use `with shardrt.fsdp.no_sync(model):`",
+    "set_is_last_backward": "use `with shardrt.fsdp.no_sync(model):` for all backwards but the last",
+    "no_sync": "use `with shardrt.fsdp.no_sync(model):`",
+    "set_gradient_divide_factor": "use shardrt.fsdp.set_gradient_divide_factor(model, factor)",
+    "set_reduce_scatter_divide_factor": "use shardrt.fsdp.set_gradient_divide_factor(model, factor)",
+    "set_reshard_after_forward": "use fully_shard(..., reshard_after_forward=...)",
+    "set_modules_to_forward_prefetch": _PREFETCH,
+    "set_modules_to_backward_prefetch": _PREFETCH,
+    "unshard": "use shardrt.fsdp.unshard(module)",
+    "reshard": "use shardrt.fsdp.reshard(module)",
+    "summon_full_params": "use `with shardrt.fsdp.full_parameters(module):`",
+    "clip_grad_norm_": "use shardrt.nn.utils.clip_grad_norm_(model.parameters(), max_norm)",
+    "to": f"{_DEVICE}; for types, {_TYPE}",
+    "cuda": _DEVICE,
+    "cpu": _DEVICE,
+    "half": _TYPE,
+    "bfloat16": _TYPE,
+    "float": _TYPE,
+    "double": "use dtype=np.float64 for each layer",
+    "compile": "kernels are compiled already",
+    "register_parameter": "assign it: module.name = Parameter(...)",
+    "add_module": "assign it: module.name = other",
+    "register_module": "assign it: module.name = other",
+    "register_forward_hook": _HOOK,
+    "register_forward_pre_hook": _HOOK,
+    "register_full_backward_hook": _HOOK,
+    "buffers": "use named_buffers()",
+}
+
+_CHECKPOINTS = "use shardrt.checkpoint.Checkpoints, which saves and restores it beside the model"
+OPTIMIZER = {
+    "state_dict": _CHECKPOINTS,
+    "load_state_dict": _CHECKPOINTS,
+    "add_param_group": "give all groups when it is made",
+    "state": _CHECKPOINTS,
+}
+
+
+def missing(owner: object, name: str, known: dict[str, str]) -> AttributeError:
+    """The error for an attribute that `owner` does not have."""
+    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
+    return AttributeError(f"{text}: {known[name]}" if name in known else text, name=name, obj=owner)

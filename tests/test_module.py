@@ -1,0 +1,222 @@
+"""nn/module.py: the tree of modules as attributes are set, replaced and deleted."""
+
+import copy
+import importlib
+import pickle
+import re
+import warnings
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.nn import elsewhere
+from shardrt.recompute import checkpoint
+from tests.ranks import run_ranks
+
+
+def names(module):
+    return [name for name, _ in module.named_parameters()]
+
+
+def chain():
+    return nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5), nn.BatchNorm2d(5))
+
+
+def test_what_is_taken_out_is_no_parameter_any_more():
+    model = chain()
+    first, head, norm = model
+    weight = first.weight
+    first.bias = None
+    del first.weight
+    setattr(model, "1", None)
+    norm.running_mean = None
+    assert names(model) == ["2.weight", "2.bias"]
+    assert [name for name, _ in model.named_buffers()] == ["2.running_var"]
+    assert list(model.state_dict()) == ["2.weight", "2.bias", "2.running_var"]
+    assert not hasattr(first, "weight")
+    with pytest.raises(AttributeError):
+        del first.weight
+    assert (head.name, weight.name) == ("", ""), "they are free to take a name elsewhere"
+    other = nn.ModuleList([nn.GELU(), head])
+    assert other[1].weight.name == "1.weight"
+
+
+def test_what_is_replaced_keeps_its_place_in_the_order():
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    setattr(model, "0", nn.Linear(3, 4, bias=False))
+    model[1].weight = nn.Parameter((5, 4), nn.init.Zeros())
+    assert names(model) == ["0.weight", "1.weight", "1.bias"]
+    assert model(Tensor(np.ones((1, 3), np.float32))).shape == (1, 5)
+    model[1].running = model[1].weight  # a second name for it, and gone again
+    del model[1].running
+    assert model[1].weight.name == "1.weight"
+
+
+def test_a_buffer_may_be_replaced():
+    model = chain()
+    model[2].running_mean = np.full(5, 2, np.float32)
+    model[2].running_mean += 1
+    assert model.state_dict()["2.running_mean"].tolist() == [3] * 5
+
+
+def test_a_parameter_is_replaced_by_parameters_only():
+    layer = nn.Linear(3, 2)
+    for value in (np.zeros((2, 3), np.float32), Tensor(np.zeros((2, 3), np.float32))):
+        with pytest.raises(TypeError, match=r"'weight' is a parameter, .* weight\.data = \.\.\."):
+            layer.weight = value
+    assert names(layer) == ["weight", "bias"]
+
+
+@pytest.mark.parametrize("shape", [np.ones(3), np.ones((2, 2), np.int64), 3, (2.0, 3), "34"], ids=str)
+def test_a_shape_is_integers(shape):
+    with pytest.raises(TypeError, match="shape must be a tuple of integers"):
+        nn.Parameter(shape, nn.init.Zeros())
+
+
+class Pair(nn.Module):
+    """Two linear layers with one weight, and a norm with buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second, self.norm = nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm2d(3)
+        self.second.weight = self.first.weight
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+@pytest.mark.filterwarnings("ignore:parameter .* was read")  # the original, which gets a parent late
+@pytest.mark.parametrize("made", [False, True])
+def test_a_deep_copy_has_equal_values_under_any_name_and_is_its_own(made):
+    model = Pair()
+    model.first.bias.requires_grad = False
+    shardrt.manual_seed(8)
+    if made:
+        model(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+        model.norm.running_mean += 1
+    checkpoint(model.first)
+    twin = copy.deepcopy(model)
+    holder = nn.ModuleList([twin, copy.deepcopy(model.first), model])
+    for part in (twin, holder[1]):
+        assert all(parameter.grad is None for parameter in part.parameters())
+        for name, values in part.state_dict().items():
+            np.testing.assert_array_equal(values, (model if part is twin else model.first).state_dict()[name])
+    assert twin.second.weight is twin.first.weight and twin.first.weight is not model.first.weight
+    assert [p.name for p in twin.parameters()] == [f"0.{name}" for name in names(model)]
+    assert [p.requires_grad for p in twin.parameters()] == [p.requires_grad for p in model.parameters()]
+    twin.first.weight.data += 1
+    twin.norm.running_mean += 1
+    assert np.abs(twin.first.weight.data - model.first.weight.data).min() > 0.9
+    assert (twin.norm.running_mean - model.norm.running_mean == 1).all()
+    twin(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+    optim.SGD(twin.parameters(), lr=0.1).step()
+
+
+def copies_of_shards():
+    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm2d(3))
+    nn.synchronise_batch_norm(model, init_device_mesh("auto"))
+    assert copy.deepcopy(model)[1].communicator is model[1].communicator
+    fully_shard(model)
+    with pytest.raises(TypeError, match="Sequential is sharded; .* full_state_dict,"):
+        copy.deepcopy(model)
+    with pytest.raises(TypeError, match=r"'0\.weight' is sharded and can't be copied; see full_state_dict"):
+        copy.deepcopy(model[0])
+
+
+def test_what_is_sharded_is_not_copied():
+    run_ranks(2, copies_of_shards)
+
+
+@pytest.mark.parametrize("refuse", [pickle.dumps, copy.copy], ids=["pickle", "copy"])
+def test_a_module_is_not_pickled(refuse):
+    for what in (nn.GELU(), nn.Linear(3, 3), nn.Linear(3, 3).weight):
+        with pytest.raises(TypeError, match=r"shardrt\.checkpoint has save and load"):
+            refuse(what)
+
+
+def test_modules_and_parameters_are_found_by_path():
+    model = nn.Sequential(chain(), nn.GELU())
+    assert dict(model.named_children()) == {"0": model[0], "1": model[1]}
+    assert model.get_submodule("0.1") is model[0][1] and model.get_submodule("") is model
+    assert model.get_parameter("0.1.bias") is model[0][1].bias
+    for get, path, text in (
+        (model.get_submodule, "0.7", "no module '0.7'"),
+        (model.get_parameter, "0.1", "no parameter '0.1'"),
+        (model.get_parameter, "2.w", "no module '2'"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            get(path)
+
+
+def test_requires_grad_freezes_all_parameters():
+    model = chain()
+    assert model.requires_grad_(False) is model
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_gradients_are_forgotten_as_in_pytorch():
+    layer = nn.Linear(3, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    clears = (
+        lambda: optimizer.zero_grad(set_to_none=True),
+        lambda: layer.zero_grad(set_to_none=True),
+        lambda: [setattr(parameter, "grad", None) for parameter in layer.parameters()],
+    )
+    for clear in clears:
+        layer(Tensor(np.ones((1, 3), np.float32))).sum().backward()
+        assert layer.weight.grad is not None
+        clear()
+        assert layer.weight.grad is None and layer.bias.grad is None
+    for owner in (optimizer, layer):
+        with pytest.raises(ValueError, match="there is no set_to_none=False"):
+            owner.zero_grad(set_to_none=False)
+    with pytest.raises(TypeError, match="'weight': grad can be set to None only"):
+        layer.weight.grad = np.zeros((2, 3))
+
+
+def test_names_of_pytorch_say_where_to_look():
+    layer = nn.Linear(3, 2)
+    optimizer = optim.SGD(layer.parameters(), lr=0.1)
+    for owner, name, text in (
+        (layer, "set_requires_gradient_sync", r"with shardrt\.fsdp\.no_sync\(model\)"),
+        (layer, "to", "device that init_device_mesh names; for types, use fully_shard"),
+        (optimizer, "state_dict", r"use shardrt\.checkpoint\.Checkpoints"),
+        (layer, "wieght", "no attribute 'wieght'$"),
+        (optimizer, "wieght", "no attribute 'wieght'$"),
+    ):
+        with pytest.raises(AttributeError, match=text):
+            getattr(owner, name)
+        assert not hasattr(owner, name)
+    for hint in (*elsewhere.MODULE.values(), *elsewhere.OPTIMIZER.values()):
+        for path in re.findall(r"shardrt(?:\.\w+)+", hint):
+            module, _, function = path.rpartition(".")
+            assert hasattr(importlib.import_module(module), function), path
+
+
+def test_values_that_were_made_before_the_name_was_complete_are_reported_once():
+    shardrt.manual_seed(1)
+    early, late = nn.Linear(3, 3), nn.Linear(3, 3)
+    values = early.weight.data.copy()
+    early(Tensor(np.ones((1, 3), np.float32)))
+    with pytest.warns(UserWarning, match="'0.weight' was read or used when it was called 'weight'") as seen:
+        model = nn.Sequential(early, late)
+    assert len(seen) == 1
+    np.testing.assert_array_equal(model[0].weight.data, values)
+    with pytest.warns(UserWarning, match="'body.0.weight'"):
+        nn.Module().body = model
+
+
+def test_values_that_do_not_depend_on_the_name_or_were_changed_are_not_reported():
+    changed, norm, copied = nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 3)
+    for parameter in changed.parameters():
+        parameter.data += 1
+    norm(Tensor(np.ones((1, 3), np.float32)))
+    twin = copy.deepcopy(copied)
+    assert twin.weight.data.any() and copied.weight.data.any()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        nn.Sequential(changed, norm, copied, twin, copy.deepcopy(twin))
