@@ -30,9 +30,10 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
 
     The module stays the same object with the same parameter names, and its gradients the same to the bit. Its
     forward must do the same when it runs again: tensors that carry a gradient must be arguments, arguments
-    must not be written to.
+    must not be written to. Tensors are found in tuples, lists, dicts and dataclasses.
 
-    Raises TypeError if `module` is no Module, ValueError for another policy or if it is recomputed already.
+    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
+    ValueError for another policy or if it is recomputed already.
     """
     if not isinstance(module, Module):
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
@@ -101,6 +102,12 @@ class Recomputation:
                 output = forward(*args, **kwargs)
         finally:
             _state.pieces.pop()
+        if not nest.tensors(output):
+            raise TypeError(
+                f"checkpoint: forward of {module.name or type(module).__name__} returned "
+                f"{type(output).__name__}, in which no tensor is found; return tensors, tuples, lists, dicts "
+                "or dataclasses"
+            )
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 

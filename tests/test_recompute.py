@@ -1,12 +1,13 @@
 """recompute.py: gradients are the same to the bit, and only what was asked for is kept."""
 
 import gc
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, autograd, device, nn, no_grad
+from shardrt import Tensor, autograd, device, nest, nn, no_grad
 from shardrt import functional as F
 from shardrt import random as shardrt_random
 from shardrt.autograd import Function
@@ -138,6 +139,26 @@ def test_tensors_may_be_anywhere_in_arguments_and_results():
         return x.grad, y.grad, factor.grad, layer.weight.grad
 
     plain, *others = both(function, use)
+    for found in others:
+        for expected, gradient in zip(plain, found, strict=True):
+            np.testing.assert_array_equal(expected, gradient)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: object
+    second: object = "text"
+
+
+@pytest.mark.parametrize("box", [Pair, lambda y: {"inside": [Pair((y,))]}])
+def test_tensors_may_be_in_dataclasses(box):
+    def use(layer):
+        x = leaf(normal(4, 4))
+        (tensor,) = nest.tensors(layer(Pair(x * 1.0)))
+        (tensor * x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
     for found in others:
         for expected, gradient in zip(plain, found, strict=True):
             np.testing.assert_array_equal(expected, gradient)
@@ -567,6 +588,18 @@ def test_what_cannot_be_recomputed_is_refused():
         checkpoint(model.blocks[0])
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         checkpoint_blocks(model.blocks, every=0)
+
+
+def test_a_result_whose_gradients_would_be_lost_is_an_error():
+    class Opaque:
+        def __init__(self, y):
+            self.y = y
+
+    layer = checkpoint(Layer(lambda x, weight: Opaque(x @ weight)))
+    with pytest.raises(TypeError, match="forward of Layer returned Opaque, in which no tensor is found"):
+        layer(leaf(normal(4, 4)))
+    with no_grad():
+        assert layer(leaf(normal(4, 4))).y.shape == (4, 4)
 
 
 def test_every_kth_block_is_recomputed():

@@ -1,5 +1,7 @@
 """16 bits in storage and on the wire, float32 where it counts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -160,6 +162,26 @@ def test_outputs_are_cast_if_told():
     assert np.array_equal(y, rounded(y))
     y = thread.run(1, outputs, MixedPrecisionPolicy())[0]
     assert not np.array_equal(y, rounded(y))
+
+
+@dataclass
+class Boxed:
+    x: shardrt.Tensor
+
+
+class TakesABox(nn.Linear):
+    def forward(self, boxed):
+        self.seen = np.array(boxed.x.data)
+        return Boxed(super().forward(boxed.x))
+
+
+def test_dataclasses_are_cast_as_well():
+    model = TakesABox(7, 7)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy("bfloat16", output_dtype="float32"))
+    given = Boxed(shardrt.Tensor(np.linspace(0, 1, 7, dtype=np.float32)))
+    found = model(given)
+    assert np.array_equal(model.seen, rounded(given.x.data))
+    assert found.x.dtype == np.float32 and type(found) is Boxed
 
 
 def test_unknown_types_are_refused():
