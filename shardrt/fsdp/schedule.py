@@ -208,14 +208,16 @@ class Schedule:
 
     def before_backward(self, unit: Unit) -> None:
         """The backward of `unit` begins: as `enter`, with the order read off the tape."""
-        run = autograd.running()
+        self._begin_backward()
+        self.ensure(unit)
+        self._prefetch(self._next_in_backward(autograd.running()))
+        self._started.setdefault(unit, time.perf_counter())
+
+    def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self.mesh.part("backward")
-            run.at_end(self._end_backward)
-        self.ensure(unit)
-        self._prefetch(self._next_in_backward(run))
-        self._started.setdefault(unit, time.perf_counter())
+            autograd.running().at_end(self._end_backward)
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
         for node in run.upcoming((Exit, recompute.Recompute)):
@@ -248,6 +250,7 @@ class Schedule:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
+        self._begin_backward()  # where no Exit has: no tensor was found in what forward returned
         self._draw("backward", unit)
         if unit.gathered and not unit.entered and unit.reshard_after_backward and not unit.held:
             self._release(unit)
