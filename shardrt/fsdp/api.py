@@ -52,7 +52,8 @@ def fully_shard(
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
-    Raises TypeError if `module` is no Module, ValueError for settings that do not fit together.
+    Raises TypeError if `module` is no Module, ValueError for settings that do not fit together, RuntimeError
+    for a parameter that an optimizer has already: it would go on updating the array that was there before.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
@@ -99,6 +100,11 @@ def _untaken(
         for parameter in below._parameters.values():
             if id(parameter) in skipped or not isinstance(parameter.storage, LocalStorage):
                 continue
+            if parameter.storage.owned:
+                raise RuntimeError(
+                    f"fully_shard: parameter {parameter.name!r} already belongs to an optimizer; make the "
+                    "optimizer after fully_shard"
+                )
             own = parameter.dtype.name
             types = settings.precision.types_of(below, own)
             kind = Kind(parameter.requires_grad, own, *types)

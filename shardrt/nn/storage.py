@@ -59,6 +59,11 @@ class Storage(ABC):
     exact_norm = False  # norms of the gradient are computed in integers
     applied = False  # an update during backward has used the gradient; the optimizer sets it
 
+    @property
+    def owned(self) -> bool:
+        """Whether an optimizer that is alive updates this."""
+        return any(owner() is not None for owner, _ in self.owners)
+
     def refuse_applied(self, call: str) -> None:
         """Raise RuntimeError if an update during backward has used the gradient that `call` would change."""
         if self.applied:

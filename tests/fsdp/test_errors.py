@@ -281,6 +281,17 @@ def test_two_optimizers_share_no_unit():
         two_optimizers(together=True)
 
 
+def test_an_optimizer_is_made_after_sharding():
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match="parameter 'norm.weight' already belongs to an optimizer; make the"
+    ):
+        fully_shard(model.norm)
+    del optimizer
+    fully_shard(model)
+
+
 def test_an_optimizer_may_take_the_place_of_another():
     model = fully_shard(Net())
     first = optim.SGD(model.parameters(), lr=0.1)
