@@ -94,7 +94,9 @@ def _untaken(
     """The parameters of `modules` that no unit has and that are not ignored, each with its kind."""
     skipped: set[int] = set()
     for item in ignored:
-        skipped.update(id(p) for p in (item.parameters() if isinstance(item, Module) else [item]))
+        for parameter in item.parameters() if isinstance(item, Module) else [item]:
+            skipped.add(id(parameter))
+            parameter.storage.ignored = True
     found: dict[int, tuple[Parameter, Kind]] = {}
     for below in (below for module in modules for below in module.modules()):
         for parameter in below._parameters.values():

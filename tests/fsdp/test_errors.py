@@ -292,6 +292,30 @@ def test_an_optimizer_is_made_after_sharding():
     fully_shard(model)
 
 
+def partly_sharded(ignored=(), replaced=False):
+    model, mesh = Net(), init_device_mesh("auto")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    if replaced:
+        fully_shard(model, mesh=mesh)
+        model.norm = nn.LayerNorm(7)
+    else:
+        fully_shard(
+            nn.ModuleList([model.norm]), mesh=mesh, ignored=[getattr(model, name) for name in ignored]
+        )
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("replaced, name", [(False, "embed.weight"), (True, "norm.weight")])
+def test_a_trained_parameter_is_in_a_unit_or_ignored(replaced, name):
+    with pytest.raises(
+        ValueError, match=rf"parameter '{name}' is in no unit, .* call fully_shard\(model\) last"
+    ):
+        thread.run(2, partly_sharded, replaced=replaced)
+    assert thread.run(2, partly_sharded, ignored=["embed"])
+    assert partly_sharded()  # one rank needs nobody
+
+
 def test_an_optimizer_may_take_the_place_of_another():
     model = fully_shard(Net())
     first = optim.SGD(model.parameters(), lr=0.1)
