@@ -46,7 +46,7 @@ def offload_activations(module: Module) -> Module:
 class Offload:
     """What `offload_activations` attaches to a module."""
 
-    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""
         since = autograd.newest()
         output = forward(*args, **kwargs)

@@ -88,7 +88,7 @@ class Recomputation:
     def __init__(self, policy: str) -> None:
         self.policy = policy
 
-    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward, without a tape if there is something to keep for backward."""
         inputs = [tensor for tensor in nest.tensors((args, kwargs)) if tensor.requires_grad]
         wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())

@@ -126,14 +126,14 @@ def test_a_module_called_twice_is_recomputed_for_each_call():
 
 
 def test_tensors_may_be_anywhere_in_arguments_and_results():
-    def function(pair, weight, *, rest):
+    def function(pair, weight, *, rest, module):
         first, (second, scale) = pair
         product = F.matmul(first, weight) * scale
         return {"sum": product + second, "more": [product * rest["factor"], "text", first.detach()]}
 
     def use(layer):
         x, y, factor = leaf(normal(4, 4)), leaf(normal(4, 4, seed=1)), leaf(normal(4, seed=2))
-        out = layer((x * 1.0, (y, 2.0)), rest={"factor": factor * 1.0, "none": None})
+        out = layer((x * 1.0, (y, 2.0)), rest={"factor": factor * 1.0, "none": None}, module=None)
         assert out["more"][1] == "text"
         (out["sum"].sum() + (out["more"][0] * normal(4, 4, seed=3)).sum()).backward()
         return x.grad, y.grad, factor.grad, layer.weight.grad

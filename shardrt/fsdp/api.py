@@ -82,9 +82,9 @@ def fully_shard(
         mp_policy or MixedPrecisionPolicy(),
         offload_policy.placement if offload_policy is not None else Placement(),
     )
-    unit = Unit(modules, _untaken(modules, settings, ignored), settings)
+    boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings))
     for each in modules:
-        each.boundary = UnitBoundary(unit, each)
+        each.boundary = boundary
     return module
 
 

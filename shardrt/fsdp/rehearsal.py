@@ -56,6 +56,8 @@ def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], ste
 class Stage:
     """In place of a schedule: says yes to everything."""
 
+    depth = 0  # it counts nothing
+
     def __init__(self, here: RehearsalDevice) -> None:
         self._device = here
         self.no_sync = False
@@ -67,7 +69,7 @@ class Stage:
         """Nothing to release."""
         return outputs
 
-    def abandon(self, unit: Unit) -> None:
+    def abandon(self, unit: Unit, depth: int) -> None:
         """Nothing to forget."""
 
     def open_gradient(self, group: Group) -> OpenGradient:

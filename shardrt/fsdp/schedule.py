@@ -46,7 +46,6 @@ class Schedule:
         self.control = mesh.communicator("control")
         self.written = lanes.device.new_event()  # the optimizer has written the shards
         self.plan = Plan(units)
-        self.depth = 0  # units entered and not left, one inside the other
         self._make_gradient_slots = make_gradient_slots
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
@@ -55,21 +54,24 @@ class Schedule:
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
-        self._open: list[
-            object
-        ] = []  # the Unshard nodes of the units entered now, which nothing else may hold
+        # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
+        # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
+        self._entered: list[tuple[Unit, object]] = []
         self._started: dict[Unit, float] = {}
         self.control.register_names([group.label for unit in units for group in unit.groups])
 
     # -- forward
+
+    @property
+    def depth(self) -> int:
+        """How many units are entered now, one inside the other."""
+        return len(self._entered)
 
     def enter(self, unit: Unit) -> None:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
         again = recompute.recomputing()
         if self.depth == 0 and not again:
             self._begin_forward(unit)
-        self.depth += 1
-        unit.entered += 1
         if self._planned and not again:
             self._pass_by(self.plan.skip_to(unit))
             self.plan.advance(used=True)
@@ -78,8 +80,7 @@ class Schedule:
             self._prefetch(u for u in recompute.units_again() if u.state is State.SHARDED)
         elif self._planned:
             self._prefetch(self.plan.upcoming())
-        # Held until leave: where the unit's own module is recomputed, no node of the forward leads to it yet.
-        self._open.append(unit.unshard_node() if autograd.is_grad_enabled() else None)
+        self._entered.append((unit, unit.unshard_node() if autograd.is_grad_enabled() else None))
         piece = recompute.current()
         if piece is not None:
             piece.units.append(unit)
@@ -93,21 +94,20 @@ class Schedule:
             self._pass_by(self.plan.skip_out_of(unit))
         unit.recorded = recorded(outputs)
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
-        self._open.pop()
-        unit.entered -= 1
+        self._entered.pop()
         unit.left.add(id(module))
         self._release_after_forward(unit)
-        self.depth -= 1
         if self.depth == 0 and not again:
             self._drop_prefetched()
         return outputs
 
-    def abandon(self, unit: Unit) -> None:
-        """The forward of `unit` raised: undo its `enter`. What is around it may catch that and go on."""
+    def abandon(self, unit: Unit, depth: int) -> None:
+        """Something raised from `enter` to `leave` of `unit`: go back to the depth that was before.
+
+        What is around it may catch that and go on.
+        """
         self._started.pop(unit, None)
-        self._open.pop()
-        unit.entered -= 1
-        self.depth -= 1
+        del self._entered[depth:]
         if self.depth == 0 and not recompute.recomputing():
             self._drop_prefetched()
             for other in self.units:
@@ -197,12 +197,15 @@ class Schedule:
         return [node for place, node in passed if place not in unused]
 
     def _release_after_forward(self, unit: Unit) -> None:
-        if unit.entered or not unit.gathered or unit.held or recompute.recomputing():
+        if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
             return  # what a recomputation gathers, backward needs at once
-        over = len(unit.left) == len(unit.modules) or self.depth <= 1
+        over = len(unit.left) == len(unit.modules) or self.depth == 0
         needed = not unit.reshard_after_backward or (unit.recorded and not unit.reshard_after_forward)
         if over and not needed:
             self._release(unit)
+
+    def _is_entered(self, unit: Unit) -> bool:
+        return any(entered is unit for entered, _ in self._entered)
 
     # -- backward
 
@@ -252,7 +255,7 @@ class Schedule:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
         self._begin_backward()  # where no Exit has: no tensor was found in what forward returned
         self._draw("backward", unit)
-        if unit.gathered and not unit.entered and unit.reshard_after_backward and not unit.held:
+        if unit.gathered and not self._is_entered(unit) and unit.reshard_after_backward and not unit.held:
             self._release(unit)
         unit.forget_node()
         for group in unit.groups:
@@ -309,7 +312,7 @@ class Schedule:
     def let_go(self, unit: Unit) -> None:
         """Release `unit`, unless its forward is running."""
         unit.held = False
-        if unit.gathered and not unit.entered:
+        if unit.gathered and not self._is_entered(unit):
             self._release(unit)
 
     def ensure(self, unit: Unit) -> None:
@@ -332,9 +335,10 @@ class Schedule:
                 self._gather(unit, slots)
 
     def _gather(self, unit: Unit, slots: list[Slot]) -> None:
-        unit.move(State.GATHERING)
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
+        unit.move(State.GATHERING)  # from here on abandon and _reset find the slots
+        for group, slot in zip(unit.groups, slots, strict=True):
             collectives.gather(group, slot, self.lanes)
         self._show("gather", unit)
 
@@ -373,13 +377,11 @@ class Schedule:
 
     def _reset(self) -> None:
         """After an error in backward: give every slot back."""
-        self.depth = 0
-        self._open.clear()
+        self._entered.clear()
         self._in_backward = False
         self._end_micro_batch()
         self._reduced = []
         for unit in self.units:
-            unit.entered = 0
             unit.forget_node()
             if unit.state is State.GATHERING:
                 self._drop(unit)

@@ -60,7 +60,6 @@ class Unit:
         self.settings = settings
         self.groups: list[Group] = groups_of(self, parameters)
         self.state = State.SHARDED
-        self.entered = 0  # calls of its modules that run now, one inside the other
         self.left: set[int] = set()  # its modules whose forward has ended in this forward
         self.held = False  # gathered until the user says reshard
         self.stale = False  # the shards have changed since the last gather

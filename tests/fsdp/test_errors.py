@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import nn, optim
+from shardrt import autograd, nn, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import explain, fully_shard, memory_plan, no_sync
+from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan, no_sync, units
 from tests.fsdp.nets import Net, batches, gradients, loss_of, shard
 
 
@@ -190,6 +190,44 @@ def caught_inside():
 def test_a_module_may_catch_the_error_of_one_inside_it():
     found = thread.run(2, caught_inside)[0]
     assert all(np.isfinite(gradient).all() for gradient in found.values())
+
+
+def interrupted(at, strategy):
+    """Losses of three steps, with an interrupt at one place of the schedule before the second."""
+    shardrt.manual_seed(3)
+    model = Net()
+    shard(model, init_device_mesh("auto"), strategy=strategy, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    schedule, losses = units(model)[0].schedule, []
+    for step, (tokens, targets) in enumerate(batches(3)):
+        if step == 1 and at is not None:
+            place, calls = at
+            original, left = getattr(schedule, place), iter(range(calls))
+
+            def interrupt(*args, original=original, left=left, **kwargs):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(schedule, place, interrupt)
+                loss_of(model, tokens, targets)
+        assert schedule.depth == 0 and not autograd.modules()
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT"])
+def test_after_an_interrupt_in_forward_training_goes_on_as_if_there_had_been_none(strategy):
+    expected = interrupted(None, strategy)
+    places = ["_begin_forward", "ensure", "_prefetch", "enter", "_settle", "leave", "_release_after_forward"]
+    for place in places:
+        for calls in (0, 1, 3) if place not in ("_begin_forward", "_settle") else (0,):
+            assert interrupted((place, calls), strategy) == expected, (place, calls)
 
 
 def other_values():
