@@ -14,7 +14,7 @@ from shardrt.comm.world import World
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.group import Kind
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import unit_of, units_for
+from shardrt.fsdp.setup import ranks_that_differ, unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
 from shardrt.fsdp.whole import built_units
@@ -133,11 +133,19 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """Divide the sum of the ranks' gradients by `factor` in all units of `module` (default: the world size).
 
     1 leaves the weighting to the loss, which then is the sum over ranks of what each rank calls backward on.
-    Raises ValueError if `factor` is not positive or `module` has no unit.
+    The same on every rank: collective once the model has been used, before that compared at its first use.
+    Raises ValueError if `factor` is not positive or differs between ranks, or `module` has no unit.
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    for unit in units_for("set_gradient_divide_factor", module):
+    found = units_for("set_gradient_divide_factor", module)
+    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.built):
+        if differing := ranks_that_differ(schedule, float(factor)):
+            raise ValueError(
+                f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
+                f"{schedule.mesh.rank}: {factor})"
+            )
+    for unit in found:
         if unit.turns is not None and factor != 1:
             raise ValueError(
                 f"set_gradient_divide_factor: factor {factor} would round each reduction; with "

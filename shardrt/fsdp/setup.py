@@ -311,17 +311,21 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         for u in units
     ]
     described.append((schedule.prefetch,))
-    size, rank = schedule.mesh.size, schedule.mesh.rank
-    checksums = np.zeros(size, np.int64)
-    checksums[rank] = zlib.crc32(repr(described).encode())
-    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
-    if (checksums != checksums[0]).any():
-        differing = np.flatnonzero(checksums != checksums[0]).tolist()
+    rank, differing = schedule.mesh.rank, ranks_that_differ(schedule, described)
+    if differing:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
             f"(rank {rank}: {len(units)} units, seeds {seeds})"
         )
+
+
+def ranks_that_differ(schedule: Schedule, facts: object) -> list[int]:
+    """The ranks on which `facts` have another repr than on rank 0. Collective."""
+    checksums = np.zeros(schedule.mesh.size, np.int64)
+    checksums[schedule.mesh.rank] = zlib.crc32(repr(facts).encode())
+    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
+    return np.flatnonzero(checksums != checksums[0]).tolist()
 
 
 def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:

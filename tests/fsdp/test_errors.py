@@ -8,7 +8,15 @@ import pytest
 import shardrt
 from shardrt import autograd, nn, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import MixedPrecisionPolicy, explain, fully_shard, memory_plan, no_sync, units
+from shardrt.fsdp import (
+    MixedPrecisionPolicy,
+    explain,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    set_gradient_divide_factor,
+    units,
+)
 from tests.fsdp.nets import Net, batches, gradients, loss_of, shard
 
 
@@ -266,6 +274,19 @@ def other_settings(of_rank):
 def test_settings_that_differ_between_ranks_are_told(of_rank):
     with pytest.raises(ValueError, match=r"ranks \[1\] have another model, seed or sharding than rank 0"):
         thread.run(2, other_settings, of_rank)
+
+
+def other_divide_factors():
+    mesh = init_device_mesh("auto")
+    model = shard(Net(), mesh)
+    optim.SGD(model.parameters(), lr=0.1)
+    set_gradient_divide_factor(model, 2)
+    set_gradient_divide_factor(model, 1 + mesh.rank)
+
+
+def test_divide_factors_that_differ_between_ranks_are_told():
+    with pytest.raises(ValueError, match=r"ranks \[1\] give another factor than rank 0 \(rank .: ."):
+        thread.run(2, other_divide_factors)
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT"])
