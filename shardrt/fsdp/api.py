@@ -114,7 +114,7 @@ def _untaken(
             if known[1] != kind:
                 raise ValueError(
                     f"fully_shard: parameter {parameter.name!r} is tied between modules of which only some "
-                    "are full_precision; name both classes or neither"
+                    "are in mp_policy.full_precision; name the classes of all of them there, or of none"
                 )
     return list(found.values())
 
@@ -201,7 +201,7 @@ def no_sync(module: Module) -> Iterator[None]:
     before = [(unit, unit.sync) for unit in units_for("no_sync", module)]
     if any(unit.turns is not None for unit, _ in before):
         raise RuntimeError(
-            "no_sync: with set_world_invariant each backward has its place in the sum: leave it out"
+            "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
         )
     for unit, _ in before:
         unit.sync = False

@@ -153,8 +153,8 @@ class Group(Storage):
             )
         if self.reductions and not self.complete:
             raise RuntimeError(
-                f"unit {self.unit.label}: its gradients are there after {self.unit.turns} backwards "
-                f"(set_world_invariant), of which there were {self.reductions}"
+                f"unit {self.unit.label}: with set_world_invariant its gradients are complete after "
+                f"{self.unit.turns} backwards; so far there were {self.reductions}"
             )
         return self.sums[0] if self.used else None
 

@@ -139,7 +139,11 @@ class Schedule:
             raise RuntimeError(
                 f"set_world_invariant: a step has {turns} backwards of {self.mesh.size} micro-batches, then "
                 "zero_grad of all parameters; "
-                + (f"this is one more than {turns}" if len(done) == 1 else "some were not forgotten")
+                + (
+                    f"this would be one more than {turns}"
+                    if len(done) == 1
+                    else "it was called for some only"
+                )
             )
         if turn == 0:
             self._calls = random.calls()
