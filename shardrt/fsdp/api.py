@@ -12,12 +12,12 @@ from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.world import World
 from shardrt.fsdp.boundary import UnitBoundary
-from shardrt.fsdp.group import Kind
+from shardrt.fsdp.full import built_units
+from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.setup import ranks_that_differ, unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
-from shardrt.fsdp.whole import built_units
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement
@@ -90,14 +90,14 @@ def fully_shard(
 
 def _untaken(
     modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
-) -> list[tuple[Parameter, Kind]]:
-    """The parameters of `modules` that no unit has and that are not ignored, each with its kind."""
+) -> list[tuple[Parameter, GroupKey]]:
+    """The parameters of `modules` that no unit has and that are not ignored, each with its key."""
     skipped: set[int] = set()
     for item in ignored:
         for parameter in item.parameters() if isinstance(item, Module) else [item]:
             skipped.add(id(parameter))
             parameter.storage.ignored = True
-    found: dict[int, tuple[Parameter, Kind]] = {}
+    found: dict[int, tuple[Parameter, GroupKey]] = {}
     for below in (below for module in modules for below in module.modules()):
         for parameter in below._parameters.values():
             if id(parameter) in skipped or not isinstance(parameter.storage, LocalStorage):
@@ -109,9 +109,9 @@ def _untaken(
                 )
             own = parameter.dtype.name
             types = settings.precision.types_of(below, own)
-            kind = Kind(parameter.requires_grad, own, *types)
-            known = found.setdefault(id(parameter), (parameter, kind))
-            if known[1] != kind:
+            key = GroupKey(parameter.requires_grad, own, *types)
+            known = found.setdefault(id(parameter), (parameter, key))
+            if known[1] != key:
                 raise ValueError(
                     f"fully_shard: parameter {parameter.name!r} is tied between modules of which only some "
                     "are in mp_policy.full_precision; name the classes of all of them there, or of none"
@@ -198,18 +198,18 @@ def no_sync(module: Module) -> Iterator[None]:
     Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
     RuntimeError with set_world_invariant.
     """
-    before = [(unit, unit.sync) for unit in units_for("no_sync", module)]
+    before = [(unit, unit.reduces) for unit in units_for("no_sync", module)]
     if any(unit.turns is not None for unit, _ in before):
         raise RuntimeError(
             "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
         )
     for unit, _ in before:
-        unit.sync = False
+        unit.reduces = False
     try:
         yield
     finally:
         for unit, sync in before:
-            unit.sync = sync
+            unit.reduces = sync
 
 
 def register_forward_method(module: Module, name: str) -> None:

@@ -22,7 +22,7 @@ from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import collectives
 from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
-from shardrt.fsdp.ops import Exit, recorded
+from shardrt.fsdp.nodes import Exit, recorded
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.unit import State, Unit
 
@@ -92,10 +92,10 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        unit.recorded = recorded(outputs)
+        unit.needed_in_backward = recorded(outputs)
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
         self._entered.pop()
-        unit.left.add(id(module))
+        unit.modules_done.add(id(module))
         self._release_after_forward(unit)
         if self.depth == 0 and not again:
             self._drop_prefetched()
@@ -124,7 +124,7 @@ class Schedule:
             self.mesh.part("forward")
             self._show("forward", unit)
         for other in self.units:
-            other.left.clear()
+            other.modules_done.clear()
         if autograd.is_grad_enabled() or recompute.current() is not None:
             self._have_gradient_slots()
             if self.root.turns is not None and not self._micro_batch_begun:
@@ -170,10 +170,10 @@ class Schedule:
 
         The reduction of its gradients has waited for that, unless the unit was used again after it.
         """
-        if unit.read:
+        if unit.peers_may_read:
             self.control.barrier(stream=self.lanes.compute)
             for other in self.units:
-                other.read = False
+                other.peers_may_read = False
 
     def _pass_by(self, count: int) -> None:
         """Do for the next `count` planned units what ranks do that call them, but for the computing."""
@@ -185,9 +185,9 @@ class Schedule:
             place = self.plan.advance(used=False)
             self.ensure(unit)
             self._prefetch(self.plan.upcoming())
-            if autograd.is_grad_enabled() and unit.recorded:
+            if autograd.is_grad_enabled() and unit.needed_in_backward:
                 self._passed.append((place, Exit.passing(unit)))
-            unit.left.update(id(module) for module in unit.modules)
+            unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
@@ -203,9 +203,9 @@ class Schedule:
     def _release_after_forward(self, unit: Unit) -> None:
         if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
             return  # what a recomputation gathers, backward needs at once
-        over = len(unit.left) == len(unit.modules) or self.depth == 0
-        needed = not unit.reshard_after_backward or (unit.recorded and not unit.reshard_after_forward)
-        if over and not needed:
+        over = len(unit.modules_done) == len(unit.modules) or self.depth == 0
+        kept = unit.needed_in_backward and not unit.reshard_after_forward
+        if over and unit.reshard_after_backward and not kept:
             self._release(unit)
 
     def _is_entered(self, unit: Unit) -> bool:
@@ -234,7 +234,7 @@ class Schedule:
 
     def _have_gradient_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = not all(unit.sync for unit in self.units)
+        accumulates = not all(unit.reduces for unit in self.units)
         if self._accumulates is None or (accumulates and not self._accumulates):
             self.lanes.reduce.synchronize()  # nothing reads the slots that go
             self._make_gradient_slots(self.units)
@@ -266,7 +266,7 @@ class Schedule:
             if not group.trainable:
                 continue
             opened = group.open_gradient or self.open_gradient(group)
-            if unit.sync:
+            if unit.reduces:
                 self._reduce(group, opened)
 
     def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
@@ -277,7 +277,7 @@ class Schedule:
         slot.arena.release(slot)
         group.reductions += 1
         group.used |= used
-        group.unit.read = False  # a reduction ends when every rank has come to it
+        group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
         if group.on_gradient is not None and group.complete and group.used:
             group.on_gradient()
@@ -289,7 +289,7 @@ class Schedule:
             if unit.gathered and unit.reshard_after_backward and not unit.held:
                 self._release(unit)  # gathered for a node that turned out to need no gradient
             for group in unit.groups:
-                if unit.sync and group.open_gradient is not None:
+                if unit.reduces and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
                     self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
@@ -323,7 +323,7 @@ class Schedule:
         """Have the parameters of `unit` gathered, as far as the compute stream is concerned."""
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
-        unit.read = True
+        unit.peers_may_read = True
         if unit.state is State.GATHERING:
             for group in unit.groups:
                 self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot

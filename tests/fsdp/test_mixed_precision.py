@@ -100,7 +100,7 @@ def test_modules_may_be_excepted():
     def kinds():
         model = Net()
         shard(model, init_device_mesh("auto"), mp_policy=policy)
-        return {p.name: g.kind.param for u in units(model) for g in u.groups for p in g.parameters}
+        return {p.name: g.key.param for u in units(model) for g in u.groups for p in g.parameters}
 
     found = thread.run(2, kinds)[0]
     assert {name for name, param in found.items() if param == "float32"} == {"norm.weight", "norm.bias"}
