@@ -57,6 +57,17 @@ def tensors(nest: Any) -> list[Variable]:
     return list(found.values())
 
 
+def returned(output: Any, call: str, module: str) -> list[Variable]:
+    """The tensors in what the forward of `module` returned. Raises TypeError, for `call`, without any."""
+    found = tensors(output)
+    if not found:
+        raise TypeError(
+            f"{call}: forward of {module} returned {type(output).__name__}, in which no tensor is found; "
+            "return tensors, tuples, lists, dicts or dataclasses"
+        )
+    return found
+
+
 def exchanged(nest: Any, old: list[Variable], new: tuple) -> Any:
     """The same nest with each of the tensors `old` in it replaced by the one of `new` at its position."""
     pairs = dict(zip(map(id, old), new, strict=True))

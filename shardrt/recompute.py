@@ -102,12 +102,7 @@ class Recomputation:
                 output = forward(*args, **kwargs)
         finally:
             _state.pieces.pop()
-        if not nest.tensors(output):
-            raise TypeError(
-                f"checkpoint: forward of {module.name or type(module).__name__} returned "
-                f"{type(output).__name__}, in which no tensor is found; return tensors, tuples, lists, dicts "
-                "or dataclasses"
-            )
+        nest.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 
