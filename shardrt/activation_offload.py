@@ -31,7 +31,8 @@ def offload_activations(module: Module) -> Module:
     For modules that run one after the other, such as the blocks of a transformer: the copies of one overlap
     the computing of the next. Parameters stay where they are, and gradients are the same to the bit.
 
-    Raises TypeError if `module` is no Module, ValueError if it is offloaded already.
+    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
+    ValueError if it is offloaded already.
     """
     if not isinstance(module, Module):
         raise TypeError(
@@ -46,11 +47,14 @@ def offload_activations(module: Module) -> Module:
 class Offload:
     """What `offload_activations` attaches to a module."""
 
-    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""
         since = autograd.newest()
         output = forward(*args, **kwargs)
-        results = [tensor for tensor in nest.tensors(output) if tensor.node is not None]
+        if autograd.newest() == since:
+            return output  # nothing was recorded
+        found = nest.returned(output, "offload_activations", module.name or type(module).__name__)
+        results = [tensor for tensor in found if tensor.node is not None]
         cargo = Cargo(_lanes(), module)
         for node in autograd.reachable({tensor.node for tensor in results}, since):
             if node.saved and not isinstance(node.saved, Away):

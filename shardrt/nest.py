@@ -1,9 +1,14 @@
-"""Tensors in nests: what a forward takes and returns is a tensor, or tuples, lists and dicts of them.
+"""Tensors in nests: what a forward takes and returns is a tensor, or containers of them, however deep.
 
-Knows the containers, not what the tensors mean. Beside autograd, for all that acts around a forward.
+Containers are tuples, lists, dicts, their subclasses, and dataclasses. What tensors mean it does not know.
+Beside autograd, for all that acts around a forward.
 """
 
+import copy
+import operator
+from collections import UserDict
 from collections.abc import Callable
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 from shardrt.autograd import Variable
@@ -12,16 +17,37 @@ Array = Any
 
 
 def replaced(nest: Any, function: Callable[[Variable], Any]) -> Any:
-    """The same nest with `function` applied to its tensors, in order; whatever else is in it stays."""
+    """The same nest with `function` applied to its tensors, in order; whatever else is in it stays.
+
+    A container in which nothing changes is given back itself; else a copy of it, of its own type.
+    """
     if isinstance(nest, Variable):
         return function(nest)
-    if isinstance(nest, tuple) and hasattr(nest, "_fields"):
-        return type(nest)(*(replaced(item, function) for item in nest))
-    if isinstance(nest, tuple | list):
-        return type(nest)(replaced(item, function) for item in nest)
-    if isinstance(nest, dict):
-        return {key: replaced(item, function) for key, item in nest.items()}
+    if isinstance(nest, tuple):
+        items = [replaced(item, function) for item in nest]
+        if all(map(operator.is_, items, nest)):
+            return nest
+        return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)  # _make: of named tuples
+    pairs = [(put, key, old, replaced(old, function)) for put, key, old in _held(nest)]
+    changed = [(put, key, new) for put, key, old, new in pairs if new is not old]
+    if changed:
+        nest = copy.copy(nest)  # calls no __init__
+    for put, key, new in changed:
+        put(nest, key, new)
     return nest
+
+
+def _held(nest: Any) -> list[tuple[Callable, Any, Any]]:
+    """(how to replace it, key, item) for what a container holds. A class may be a dict and a dataclass."""
+    held: list[tuple[Callable, Any, Any]] = []
+    if isinstance(nest, list):
+        held += [(operator.setitem, index, item) for index, item in enumerate(nest)]
+    elif isinstance(nest, dict | UserDict):
+        held += [(operator.setitem, key, item) for key, item in nest.items()]
+    if is_dataclass(nest) and not isinstance(nest, type):
+        names = [field.name for field in fields(nest) if hasattr(nest, field.name)]
+        held += [(object.__setattr__, name, getattr(nest, name)) for name in names]  # frozen ones as well
+    return held
 
 
 def tensors(nest: Any) -> list[Variable]:
@@ -29,6 +55,17 @@ def tensors(nest: Any) -> list[Variable]:
     found: dict[int, Variable] = {}
     replaced(nest, lambda tensor: found.setdefault(id(tensor), tensor))
     return list(found.values())
+
+
+def returned(output: Any, call: str, module: str) -> list[Variable]:
+    """The tensors in what the forward of `module` returned. Raises TypeError, for `call`, without any."""
+    found = tensors(output)
+    if not found:
+        raise TypeError(
+            f"{call}: forward of {module} returned {type(output).__name__}, in which no tensor is found; "
+            "return tensors, tuples, lists, dicts or dataclasses"
+        )
+    return found
 
 
 def exchanged(nest: Any, old: list[Variable], new: tuple) -> Any:

@@ -30,9 +30,10 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
 
     The module stays the same object with the same parameter names, and its gradients the same to the bit. Its
     forward must do the same when it runs again: tensors that carry a gradient must be arguments, arguments
-    must not be written to.
+    must not be written to. Tensors are found in tuples, lists, dicts and dataclasses.
 
-    Raises TypeError if `module` is no Module, ValueError for another policy or if it is recomputed already.
+    Raises TypeError if `module` is no Module, or later for what a forward returned that holds no tensor;
+    ValueError for another policy or if it is recomputed already.
     """
     if not isinstance(module, Module):
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
@@ -87,7 +88,7 @@ class Recomputation:
     def __init__(self, policy: str) -> None:
         self.policy = policy
 
-    def run(self, module: Module, forward: Callable, *args: Any, **kwargs: Any) -> Any:
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward, without a tape if there is something to keep for backward."""
         inputs = [tensor for tensor in nest.tensors((args, kwargs)) if tensor.requires_grad]
         wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())
@@ -101,6 +102,7 @@ class Recomputation:
                 output = forward(*args, **kwargs)
         finally:
             _state.pieces.pop()
+        nest.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 

@@ -4,12 +4,13 @@ import gc
 import threading
 import time
 import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, autograd, device, nn, no_grad
+from shardrt import Tensor, autograd, device, nest, nn, no_grad
 from shardrt import functional as F
 from shardrt.activation_offload import ALIGNMENT, Away, HostPool, Marker, _lanes, offload_activations
 from shardrt.autograd import Function
@@ -17,7 +18,17 @@ from shardrt.device import StreamError, timeline
 from shardrt.device.cpu import CPUDevice, InlineStream
 from shardrt.recompute import checkpoint
 from tests.gradcheck import leaf, normal, sliced
-from tests.test_recompute import TOKENS, Layer, assert_same_bits, gpt, gradients, hidden, peak_of_step, step
+from tests.test_recompute import (
+    TOKENS,
+    Layer,
+    Pair,
+    assert_same_bits,
+    gpt,
+    gradients,
+    hidden,
+    peak_of_step,
+    step,
+)
 
 
 def offload_blocks(model, policy=None):
@@ -514,6 +525,19 @@ def test_a_second_backward_is_an_error():
     y.sum().backward()
     with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
         y.sum().backward()
+
+
+def test_tensors_in_dataclasses_are_found_and_what_holds_none_is_refused():
+    layer = offload_activations(Layer(lambda x, weight: SimpleNamespace(y=x @ weight)))
+    with pytest.raises(
+        TypeError, match="forward of Layer returned SimpleNamespace, in which no tensor is found"
+    ):
+        layer(leaf(normal(4, 4)))
+    with no_grad():
+        assert layer(leaf(normal(4, 4))).y.shape == (4, 4)
+    layer.function = lambda x, weight: Pair(F.exp(x @ weight))
+    (y,) = nest.tensors(layer(leaf(normal(4, 4))))
+    assert isinstance(y.node, Marker)
 
 
 def test_what_cannot_be_offloaded_is_refused():

@@ -10,7 +10,13 @@ import shardrt
 from shardrt import nn
 from shardrt.comm import create, world
 from shardrt.nn.storage import Storage
-from shardrt.nn.utils import clip_grad_norm_, clip_grad_norm_on_device_, clip_grad_value_, grad_norm
+from shardrt.nn.utils import (
+    NonfiniteNorm,
+    clip_grad_norm_,
+    clip_grad_norm_on_device_,
+    clip_grad_value_,
+    grad_norm,
+)
 from tests.fsdp import nets
 from tests.ranks import run_ranks
 
@@ -156,7 +162,7 @@ def test_a_norm_that_is_no_number_can_be_asked_to_be_an_error_and_then_changes_n
     values[1][2] = nan
     parameters = parameters_with(values)
     before = parameters[0].storage.gradient.copy()
-    with pytest.raises(RuntimeError, match="norm of order 2.0 of the gradients is nan"):
+    with pytest.raises(NonfiniteNorm, match="norm of order 2.0 of the gradients is nan"):
         clip_grad_norm_(parameters, 1.0, error_if_nonfinite=True)
     np.testing.assert_array_equal(parameters[0].storage.gradient, before)
 

@@ -1,13 +1,14 @@
 """recompute.py: gradients are the same to the bit, and only what was asked for is kept."""
 
 import gc
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
 
 import shardrt
 from models.gpt import GPT, Block, GPTConfig
-from shardrt import Tensor, autograd, device, nn, no_grad
+from shardrt import Tensor, autograd, device, nest, nn, no_grad
 from shardrt import functional as F
 from shardrt import random as shardrt_random
 from shardrt.autograd import Function
@@ -125,19 +126,39 @@ def test_a_module_called_twice_is_recomputed_for_each_call():
 
 
 def test_tensors_may_be_anywhere_in_arguments_and_results():
-    def function(pair, weight, *, rest):
+    def function(pair, weight, *, rest, module):
         first, (second, scale) = pair
         product = F.matmul(first, weight) * scale
         return {"sum": product + second, "more": [product * rest["factor"], "text", first.detach()]}
 
     def use(layer):
         x, y, factor = leaf(normal(4, 4)), leaf(normal(4, 4, seed=1)), leaf(normal(4, seed=2))
-        out = layer((x * 1.0, (y, 2.0)), rest={"factor": factor * 1.0, "none": None})
+        out = layer((x * 1.0, (y, 2.0)), rest={"factor": factor * 1.0, "none": None}, module=None)
         assert out["more"][1] == "text"
         (out["sum"].sum() + (out["more"][0] * normal(4, 4, seed=3)).sum()).backward()
         return x.grad, y.grad, factor.grad, layer.weight.grad
 
     plain, *others = both(function, use)
+    for found in others:
+        for expected, gradient in zip(plain, found, strict=True):
+            np.testing.assert_array_equal(expected, gradient)
+
+
+@dataclass(frozen=True)
+class Pair:
+    first: object
+    second: object = "text"
+
+
+@pytest.mark.parametrize("box", [Pair, lambda y: {"inside": [Pair((y,))]}])
+def test_tensors_may_be_in_dataclasses(box):
+    def use(layer):
+        x = leaf(normal(4, 4))
+        (tensor,) = nest.tensors(layer(Pair(x * 1.0)))
+        (tensor * x).sum().backward()
+        return x.grad, layer.weight.grad
+
+    plain, *others = both(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
     for found in others:
         for expected, gradient in zip(plain, found, strict=True):
             np.testing.assert_array_equal(expected, gradient)
@@ -567,6 +588,18 @@ def test_what_cannot_be_recomputed_is_refused():
         checkpoint(model.blocks[0])
     with pytest.raises(ValueError, match="every must be at least 1, got 0"):
         checkpoint_blocks(model.blocks, every=0)
+
+
+def test_a_result_whose_gradients_would_be_lost_is_an_error():
+    class Opaque:
+        def __init__(self, y):
+            self.y = y
+
+    layer = checkpoint(Layer(lambda x, weight: Opaque(x @ weight)))
+    with pytest.raises(TypeError, match="forward of Layer returned Opaque, in which no tensor is found"):
+        layer(leaf(normal(4, 4)))
+    with no_grad():
+        assert layer(leaf(normal(4, 4))).y.shape == (4, 4)
 
 
 def test_every_kth_block_is_recomputed():

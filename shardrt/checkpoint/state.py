@@ -7,9 +7,9 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import talk
 from shardrt.comm import world as worlds
+from shardrt.fsdp.full import full_unit
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
-from shardrt.fsdp.whole import full_unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
-Read in this order: strategy, policy, layout, team, tree, group, unit, ops, collectives, plan, schedule,
-buffers, setup, rehearsal, memory, whole, boundary, api, wrap.
+Read in this order: strategy, policy, layout, team, tree, group, unit, nodes, collectives, plan, schedule,
+buffers, setup, rehearsal, memory, full, boundary, api, wrap.
 """
 
 from shardrt.fsdp.api import (
@@ -12,10 +12,10 @@ from shardrt.fsdp.api import (
     set_world_invariant,
     units,
 )
+from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
-from shardrt.fsdp.whole import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
 
 __all__ = [

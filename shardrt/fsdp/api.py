@@ -12,12 +12,12 @@ from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.world import World
 from shardrt.fsdp.boundary import UnitBoundary
-from shardrt.fsdp.group import Kind
+from shardrt.fsdp.full import built_units
+from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import unit_of, units_for
+from shardrt.fsdp.setup import ranks_that_differ, unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
-from shardrt.fsdp.whole import built_units
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement
@@ -52,7 +52,8 @@ def fully_shard(
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
-    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together.
+    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together, RuntimeError
+    for a parameter that an optimizer has already: it would go on updating the array that was there before.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:
@@ -84,32 +85,39 @@ def fully_shard(
         mp_policy or MixedPrecisionPolicy(),
         offload_policy.placement if offload_policy is not None else Placement(),
     )
-    unit = Unit(modules, _untaken(modules, settings, ignored), settings)
+    boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings))
     for each in modules:
-        each.boundary = UnitBoundary(unit, each)
+        each.boundary = boundary
     return module
 
 
 def _untaken(
     modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
-) -> list[tuple[Parameter, Kind]]:
-    """The parameters of `modules` that no unit has and that are not ignored, each with its kind."""
+) -> list[tuple[Parameter, GroupKey]]:
+    """The parameters of `modules` that no unit has and that are not ignored, each with its key."""
     skipped: set[int] = set()
     for item in ignored:
-        skipped.update(id(p) for p in (item.parameters() if isinstance(item, Module) else [item]))
-    found: dict[int, tuple[Parameter, Kind]] = {}
+        for parameter in item.parameters() if isinstance(item, Module) else [item]:
+            skipped.add(id(parameter))
+            parameter.storage.ignored = True
+    found: dict[int, tuple[Parameter, GroupKey]] = {}
     for below in (below for module in modules for below in module.modules()):
         for parameter in below._parameters.values():
             if id(parameter) in skipped or not isinstance(parameter.storage, LocalStorage):
                 continue
+            if parameter.storage.owned:
+                raise RuntimeError(
+                    f"fully_shard: parameter {parameter.name!r} already belongs to an optimizer; make the "
+                    "optimizer after fully_shard"
+                )
             own = parameter.dtype.name
             types = settings.precision.types_of(below, own)
-            kind = Kind(parameter.requires_grad, own, *types)
-            known = found.setdefault(id(parameter), (parameter, kind))
-            if known[1] != kind:
+            key = GroupKey(parameter.requires_grad, own, *types)
+            known = found.setdefault(id(parameter), (parameter, key))
+            if known[1] != key:
                 raise ValueError(
                     f"fully_shard: parameter {parameter.name!r} is tied between modules of which only some "
-                    "are full_precision; name both classes or neither"
+                    "are in mp_policy.full_precision; name the classes of all of them there, or of none"
                 )
     return list(found.values())
 
@@ -127,12 +135,20 @@ def _default_mesh() -> DeviceMesh:
 def set_gradient_divide_factor(module: Module, factor: float) -> None:
     """Divide the sum of the ranks' gradients by `factor` in all units of `module` (default: the world size).
 
-    1 leaves the weighting to the loss: gradients are then those of the sum of all ranks' losses.
-    Raises ValueError if `factor` is not positive or `module` has no unit.
+    1 leaves the weighting to the loss: gradients are then those of the sum of all ranks' losses. The same on
+    every rank: the call is collective once the model has been used; before that, its first use compares.
+    Raises ValueError if `factor` is not positive or differs between ranks, or `module` has no unit.
     """
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
-    for unit in units_for("set_gradient_divide_factor", module):
+    found = units_for("set_gradient_divide_factor", module)
+    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.built):
+        if differing := ranks_that_differ(schedule, float(factor)):
+            raise ValueError(
+                f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
+                f"{schedule.mesh.rank}: {factor})"
+            )
+    for unit in found:
         if unit.turns is not None and factor != 1:
             raise ValueError(
                 f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
@@ -185,18 +201,18 @@ def no_sync(module: Module) -> Iterator[None]:
     Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
     RuntimeError with set_world_invariant.
     """
-    before = [(unit, unit.sync) for unit in units_for("no_sync", module)]
+    before = [(unit, unit.reduces) for unit in units_for("no_sync", module)]
     if any(unit.turns is not None for unit, _ in before):
         raise RuntimeError(
-            "no_sync: with set_world_invariant each backward has its place in the sum: leave it out"
+            "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
         )
     for unit, _ in before:
-        unit.sync = False
+        unit.reduces = False
     try:
         yield
     finally:
         for unit, sync in before:
-            unit.sync = sync
+            unit.reduces = sync
 
 
 def register_forward_method(module: Module, name: str) -> None:

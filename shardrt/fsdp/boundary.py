@@ -1,4 +1,4 @@
-"""UnitBoundary: what fully_shard attaches to a module, to act when its forward begins and ends.
+"""UnitBoundary: what fully_shard attaches to the modules of a unit, to act when a forward begins and ends.
 
 It casts inputs and outputs as the unit's policy says and finds the tensors in whatever forward returns.
 """
@@ -15,35 +15,32 @@ from shardrt.nn.module import Module
 
 
 class UnitBoundary:
-    """One module of one unit."""
+    """Around the forwards of one unit's modules."""
 
-    def __init__(self, unit: Unit, module: Module) -> None:
+    def __init__(self, unit: Unit) -> None:
         self.unit = unit
-        self.module = module
         policy = unit.settings.precision
         self._input = policy.param_dtype if policy.cast_forward_inputs else None
         self._output = policy.output_dtype
 
-    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Forward begins: gather. Gives its arguments, cast where the policy says so."""
-        self.unit.schedule.enter(self.unit)
-        if self._input is None:
-            return args, kwargs
-        cast = _caster(self._input)
-        return replaced(args, cast), replaced(kwargs, cast)
-
-    def leave(self, output: Any) -> Any:
-        """Forward ends: give its output, marked on the tape."""
-        if self._output is not None:
-            output = replaced(output, _caster(self._output))
-        tensors: list[Variable] = []
-        replaced(output, lambda tensor: tensors.append(tensor) or tensor)
-        marked = iter(self.unit.schedule.leave(self.unit, self.module, tensors))
-        return replaced(output, lambda tensor: next(marked))
-
-    def abandon(self) -> None:
-        """Forward has raised."""
-        self.unit.schedule.abandon(self.unit)
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        """Gather, run forward, release. Arguments and output are cast where the policy says so."""
+        schedule = self.unit.schedule
+        depth = schedule.depth
+        try:
+            schedule.enter(self.unit)
+            if self._input is not None:
+                args, kwargs = replaced((args, kwargs), _caster(self._input))
+            output = forward(*args, **kwargs)
+            if self._output is not None:
+                output = replaced(output, _caster(self._output))
+            tensors: list[Variable] = []
+            replaced(output, lambda tensor: tensors.append(tensor) or tensor)
+            marked = iter(schedule.leave(self.unit, module, tensors))
+            return replaced(output, lambda tensor: next(marked))
+        except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
+            schedule.abandon(self.unit, depth)
+            raise
 
 
 def _caster(dtype: str) -> Callable[[Variable], Variable]:

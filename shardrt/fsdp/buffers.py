@@ -101,9 +101,9 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
 
 def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
     """The buffers that a group does not share with others."""
-    place, dtype = group.placement, group.kind.dtype
+    place, dtype = group.placement, group.key.dtype
     if in_slot(group, layout, facts):
-        sharers = min(layout.world_size, max(1, facts.sharers))
+        sharers = min(layout.shards, max(1, facts.sharers))
         roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
@@ -118,16 +118,16 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
 
 def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
     """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
-    low = [g for g in groups if g.kind.param in dtypes.LOW and layouts[g].world_size > 1]
+    low = [g for g in groups if g.key.param in dtypes.LOW and layouts[g].shards > 1]
     for members in _alike(g for g in low if _compute(g, facts).name not in dtypes.LOW):
-        _share(specs, layouts, members, "wire", dtypes.storage(members[0].kind.param), 1)
-    low = [g for g in groups if g.trainable and g.kind.reduce in dtypes.LOW]
+        _share(specs, layouts, members, "wire", dtypes.storage(members[0].key.param), 1)
+    low = [g for g in groups if g.trainable and g.key.reduce in dtypes.LOW]
     for members in _alike(low):
-        _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].kind.reduce), 1)
-    for members in _alike(g for g in groups if g.placement.parameters and g.kind.param in dtypes.LOW):
-        _share(specs, layouts, members, "upload", members[0].kind.dtype, STAGING_SLOTS)
+        _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].key.reduce), 1)
+    for members in _alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW):
+        _share(specs, layouts, members, "upload", members[0].key.dtype, STAGING_SLOTS)
     for members in _alike(g for g in groups if g.placement.gradients and g.trainable):
-        _share(specs, layouts, members, "download", members[0].kind.dtype, STAGING_SLOTS)
+        _share(specs, layouts, members, "download", members[0].key.dtype, STAGING_SLOTS)
 
 
 def _share(
@@ -145,18 +145,18 @@ def _alike(groups: Iterable[Group]) -> list[list[Group]]:
     """Groups of one kind and one cut together."""
     sorted_: dict[tuple, list[Group]] = {}
     for group in groups:
-        sorted_.setdefault((group.kind, group.unit.settings.strategy.row.cut), []).append(group)
+        sorted_.setdefault((group.key, group.unit.settings.strategy.row.cut), []).append(group)
     return list(sorted_.values())
 
 
 def in_slot(group: Group, layout: Layout, facts: Facts) -> bool:
     """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
-    computed = np.dtype(group.kind.dtype) == _compute(group, facts) and group.kind.param not in dtypes.LOW
-    return computed and not group.placement.parameters and (facts.sharers > 0 or layout.world_size == 1)
+    computed = np.dtype(group.key.dtype) == _compute(group, facts) and group.key.param not in dtypes.LOW
+    return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
 
 
 def _compute(group: Group, facts: Facts) -> np.dtype:
-    return facts.device.compute_dtype(group.kind.param)
+    return facts.device.compute_dtype(group.key.param)
 
 
 def _gradient(group: Group, facts: Facts) -> np.dtype:

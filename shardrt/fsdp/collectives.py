@@ -39,7 +39,7 @@ def gather(group: Group, slot: Slot, lanes: Lanes) -> None:
         _gather_bits(group, slot, full, lanes)
     elif "wire" in group.arenas:
         _gather_packed(group, slot, full, lanes)
-    elif group.kind.param in dtypes.LOW and group.team.size == 1:
+    elif group.key.param in dtypes.LOW and group.team.size == 1:
         _round(group, slot, full, lanes)
     else:
         _gather_plain(group, slot, full, lanes)
@@ -65,11 +65,11 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
 
 def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
     """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
-    bits, stream = full.view(dtypes.storage(group.kind.param)), lanes.gather
+    bits, stream = full.view(dtypes.storage(group.key.param)), lanes.gather
     source, staged = _on_device(group, lanes)
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     own = bits[slice(*group.layout.shard_range(group.team.rank))]
-    stream.submit(lanes.device.kernels.cast.pack, source, own, group.kind.param)
+    stream.submit(lanes.device.kernels.cast.pack, source, own, group.key.param)
     _return(staged, stream)
     if group.team.size > 1:
         group.team.gather.all_gather(bits, stream=stream, what=group.label)
@@ -80,7 +80,7 @@ def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
 
     One buffer serves all groups: everything that touches it is in the gather stream, in order.
     """
-    stream, cast, kind = lanes.gather, lanes.device.kernels.cast, group.kind.param
+    stream, cast, kind = lanes.gather, lanes.device.kernels.cast, group.key.param
     packed = group.arenas["wire"].slots[0].array[: group.layout.total]
     own = packed[slice(*group.layout.shard_range(group.team.rank))]
     source, staged = _on_device(group, lanes)
@@ -95,7 +95,7 @@ def _round(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
     """As _gather_packed where this rank holds everything: nothing travels."""
     source, staged = _on_device(group, lanes)
     lanes.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-    lanes.gather.submit(lanes.device.kernels.cast.round_to, source, full, group.kind.param)
+    lanes.gather.submit(lanes.device.kernels.cast.round_to, source, full, group.key.param)
     _return(staged, lanes.gather)
 
 
@@ -171,7 +171,7 @@ def _sum(group: Group, slot: Slot, out: Array, accumulate: bool, stream: Stream,
     full = slot.array[: layout.total]
     wire, kind = full, ""
     if "reduce_wire" in group.arenas:
-        wire, kind = group.arenas["reduce_wire"].slots[0].array[: layout.total], group.kind.reduce
+        wire, kind = group.arenas["reduce_wire"].slots[0].array[: layout.total], group.key.reduce
         stream.submit(device.kernels.cast.pack, full, wire, kind)
     if team.copies is None:
         team.reduce.reduce_scatter(

@@ -32,7 +32,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Kind:
+class GroupKey:
     """What parameters must share to lie in one buffer."""
 
     trainable: bool
@@ -53,9 +53,9 @@ class OpenGradient:
 class Group(Storage):
     """One flat buffer of a unit."""
 
-    def __init__(self, unit: "Unit", kind: Kind, parameters: list[Parameter]) -> None:
+    def __init__(self, unit: "Unit", key: GroupKey, parameters: list[Parameter]) -> None:
         self.unit = unit
-        self.kind = kind
+        self.key = key
         self.parameters = parameters
         self.placement: Placement = unit.settings.placement
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -66,7 +66,7 @@ class Group(Storage):
         self.used = False  # whether any of them was more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
-        self.whole: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
+        self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
         self.open_gradient: OpenGradient | None = None
         self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
         # Set by setup.build, once the outermost unit is known:
@@ -98,12 +98,12 @@ class Group(Storage):
         """For messages and traces: the unit, and what distinguishes this group from its others."""
         if len(self.unit.groups) == 1:
             return self.unit.label
-        return f"{self.unit.label} ({self.kind.param}{'' if self.kind.trainable else ', frozen'})"
+        return f"{self.unit.label} ({self.key.param}{'' if self.key.trainable else ', frozen'})"
 
     @property
     def trainable(self) -> bool:
         """Whether it has gradients."""
-        return self.kind.trainable
+        return self.key.trainable
 
     @property
     def next_sum(self) -> Place:
@@ -153,8 +153,8 @@ class Group(Storage):
             )
         if self.reductions and not self.complete:
             raise RuntimeError(
-                f"unit {self.unit.label}: its gradients are complete after {self.unit.turns} backwards "
-                f"(set_world_invariant); there were {self.reductions}"
+                f"unit {self.unit.label}: with set_world_invariant its gradients are complete after "
+                f"{self.unit.turns} backwards; so far there were {self.reductions}"
             )
         return self.sums[0] if self.used else None
 
@@ -186,8 +186,8 @@ class Group(Storage):
 
     def full(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
-        if self.whole is not None:
-            return self.whole[position]
+        if self.full_views is not None:
+            return self.full_views[position]
         running = autograd.running() is not None
         if running and not self.unit.gathered:
             self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Exit ran
@@ -206,12 +206,12 @@ class Group(Storage):
         return parameter.dtype if not self.views else self.views[0].dtype
 
     def assign(self, parameter: Parameter, values: Any) -> None:
-        if self.whole is None:
+        if self.full_views is None:
             raise RuntimeError(
                 f"parameter {parameter.name!r} is sharded: change it inside "
                 "`with shardrt.fsdp.full_parameters(module, writeback=True)`, or by load_state_dict"
             )
-        self.whole[self.position[id(parameter)]][...] = values
+        self.full_views[self.position[id(parameter)]][...] = values
 
     def edge(self, parameter: Parameter) -> Edge:
         return Edge(self.unit.unshard_node(), 0, parameter)
@@ -232,12 +232,12 @@ class Group(Storage):
         return self.unit.schedule.open_gradient(self)
 
 
-def groups_of(unit: "Unit", parameters: list[tuple[Parameter, Kind]]) -> list[Group]:
-    """Parameters of one unit, sorted into groups by kind, in the order in which kinds appear."""
-    by_kind: dict[Kind, list[Parameter]] = {}
-    for parameter, kind in parameters:
-        by_kind.setdefault(kind, []).append(parameter)
-    return [Group(unit, kind, members) for kind, members in by_kind.items()]
+def groups_of(unit: "Unit", parameters: list[tuple[Parameter, GroupKey]]) -> list[Group]:
+    """Parameters of one unit, sorted into groups by key, in the order in which keys appear."""
+    by_key: dict[GroupKey, list[Parameter]] = {}
+    for parameter, key in parameters:
+        by_key.setdefault(key, []).append(parameter)
+    return [Group(unit, key, members) for key, members in by_key.items()]
 
 
 def host_buffer(device: Device, count: int, dtype: Any, placement: Placement) -> np.ndarray:

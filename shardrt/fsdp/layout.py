@@ -1,6 +1,6 @@
 """Layout: where each parameter of a unit lies in its flat buffer, and which part of it a rank holds.
 
-Integers only, no arrays. The buffer is cut into `world_size` equal shards; a parameter may straddle
+Integers only, no arrays. The buffer is cut into `shards` equal shards; a parameter may straddle
 ranks. Each parameter starts at a multiple of ALIGNMENT elements, and so does each shard, for vector loads
 and 16-byte copies; the gaps and the end are padding, which is zero in parameters and in gradients.
 """
@@ -32,15 +32,15 @@ class Entry:
 
 @dataclass(frozen=True)
 class Layout:
-    """The flat buffer of one group: `total` = world_size * shard_size elements."""
+    """The flat buffer of one group: `total` = shards * shard_size elements."""
 
     entries: tuple[Entry, ...]
-    world_size: int
+    shards: int
     shard_size: int
 
     @classmethod
     def plan(
-        cls, named_shapes: Iterable[tuple[str, tuple[int, ...]]], world_size: int, copies: int = 1
+        cls, named_shapes: Iterable[tuple[str, tuple[int, ...]]], shards: int, copies: int = 1
     ) -> "Layout":
         """Lay the parameters out one after the other, in the order given.
 
@@ -51,13 +51,13 @@ class Layout:
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), end))
             end = _aligned(entries[-1].stop)
-        shard_size = _aligned(-(-end // (world_size * copies))) * copies
-        return cls(tuple(entries), world_size, shard_size)
+        shard_size = _aligned(-(-end // (shards * copies))) * copies
+        return cls(tuple(entries), shards, shard_size)
 
     @property
     def total(self) -> int:
         """Elements of the whole buffer, padding included."""
-        return self.world_size * self.shard_size
+        return self.shards * self.shard_size
 
     def shard_range(self, rank: int) -> tuple[int, int]:
         """(start, stop) of a rank's shard in the flat buffer."""

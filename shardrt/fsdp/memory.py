@@ -167,8 +167,8 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
         unit.settings.strategy.name,
         kept,
-        group.kind.param,
-        group.kind.reduce if group.trainable else "",
+        group.key.param,
+        group.key.reduce if group.trainable else "",
         " ".join(words),
         when,
     )

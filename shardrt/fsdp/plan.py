@@ -44,10 +44,9 @@ class Plan:
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
                 if place > self.place:
-                    self._deviate(f"{unit.label} was used where {self.order[self.place].label} came before")
+                    self._deviate(f"{unit.label} was used")
                 return place - self.place
-        expected = self.order[self.place].label if self.place < len(self.order) else "the end"
-        self._deviate(f"{unit.label} was used where {expected} came before")
+        self._deviate(f"{unit.label} was used")
         del self.order[self.place :], self.used[self.place :]
         self.order.append(unit)
         self.used.append(False)
@@ -60,7 +59,7 @@ class Plan:
         while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1
         if count:
-            self._deviate(f"{inside.label} ended where {self.order[self.place].label} came before")
+            self._deviate(f"{inside.label} ended")
         return count
 
     def advance(self, used: bool) -> int:
@@ -89,7 +88,7 @@ class Plan:
         self.settled = True
         return {place for place, anybody in enumerate(used) if not anybody}
 
-    def _deviate(self, how: str) -> None:
+    def _deviate(self, instead: str) -> None:
         """Count a forward that differs from the plan, and say so once, when the plan had been settled."""
         if self._deviates or not self.settled:
             return
@@ -97,10 +96,12 @@ class Plan:
         self.deviations += 1
         if not self._told:
             self._told = True
+            left = self.order[self.place :]
+            expected = f"unit {left[0].label} next" if left else "no unit any more"
             warnings.warn(
-                f"fully_shard: the order of units differs from the recorded one: {how}. The result is right, "
-                "but parameters are gathered that nobody asked for, or later than they could be. Said once; "
-                "schedule.plan.deviations counts.",
+                f"fully_shard: expected {expected}, as in the forward that was recorded, but {instead}. The "
+                "result is right, but parameters are gathered that nobody asked for, or later than they "
+                "could be. Said once; schedule.plan.deviations counts.",
                 stacklevel=2,
             )
 
@@ -121,6 +122,6 @@ def _compare(order: list[int], units: list[Unit], control: Communicator, stream:
     place = int(np.flatnonzero(orders[other] != orders[0])[0])
     names = [units[i].label if i >= 0 else "no more" for i in orders[[0, other], place]]
     raise CollectiveMismatch(
-        f"fully_shard: ranks use units in different orders: number {place + 1} of rank 0 is {names[0]}, of "
-        f"rank {other} {names[1]}; a unit may be left out on some ranks, but not used out of order"
+        f"fully_shard: ranks use units in different orders: unit number {place + 1} is {names[0]} on rank 0, "
+        f"{names[1]} on rank {other}; a unit may be left out on some ranks, but not used out of order"
     )

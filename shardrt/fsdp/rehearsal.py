@@ -56,6 +56,8 @@ def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], ste
 class Stage:
     """In place of a schedule: says yes to everything."""
 
+    depth = 0  # it counts nothing
+
     def __init__(self, here: RehearsalDevice) -> None:
         self._device = here
         self.no_sync = False
@@ -67,13 +69,13 @@ class Stage:
         """Nothing to release."""
         return outputs
 
-    def abandon(self, unit: Unit) -> None:
+    def abandon(self, unit: Unit, depth: int) -> None:
         """Nothing to forget."""
 
     def open_gradient(self, group: Group) -> OpenGradient:
         """Gradients that are written nowhere."""
-        self.no_sync |= not group.unit.sync
-        group.open_gradient = OpenGradient(None, group.whole)
+        self.no_sync |= not group.unit.reduces
+        group.open_gradient = OpenGradient(None, group.full_views)
         return group.open_gradient
 
     def discard_gradient(self, group: Group) -> None:
@@ -83,7 +85,7 @@ class Stage:
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` would be complete."""
         unit.forget_node()
-        for group in unit.groups if unit.sync else ():
+        for group in unit.groups if unit.reduces else ():
             group.open_gradient = None
 
 
@@ -95,8 +97,8 @@ def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None
     unit._schedule, unit._unshard = stage, None
     for group in unit.groups:
         group.layout, group.open_gradient = layouts[group], None
-        whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.kind.param))
-        group.whole = group.views_of(whole)
+        whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.key.param))
+        group.full_views = group.views_of(whole)
     try:
         yield
     finally:

@@ -22,7 +22,7 @@ from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import collectives
 from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
-from shardrt.fsdp.ops import Exit, recorded
+from shardrt.fsdp.nodes import Exit, recorded
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.unit import State, Unit
 
@@ -46,7 +46,6 @@ class Schedule:
         self.control = mesh.communicator("control")
         self.written = lanes.device.new_event()  # the optimizer has written the shards
         self.plan = Plan(units)
-        self.depth = 0  # units entered and not left, one inside the other
         self._make_gradient_slots = make_gradient_slots
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
@@ -55,21 +54,24 @@ class Schedule:
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
-        self._open: list[
-            object
-        ] = []  # the Unshard nodes of the units entered now, which nothing else may hold
+        # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
+        # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
+        self._entered: list[tuple[Unit, object]] = []
         self._started: dict[Unit, float] = {}
         self.control.register_names([group.label for unit in units for group in unit.groups])
 
     # -- forward
+
+    @property
+    def depth(self) -> int:
+        """How many units are entered now, one inside the other."""
+        return len(self._entered)
 
     def enter(self, unit: Unit) -> None:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
         again = recompute.recomputing()
         if self.depth == 0 and not again:
             self._begin_forward(unit)
-        self.depth += 1
-        unit.entered += 1
         if self._planned and not again:
             self._pass_by(self.plan.skip_to(unit))
             self.plan.advance(used=True)
@@ -78,8 +80,7 @@ class Schedule:
             self._prefetch(u for u in recompute.units_again() if u.state is State.SHARDED)
         elif self._planned:
             self._prefetch(self.plan.upcoming())
-        # Held until leave: where the unit's own module is recomputed, no node of the forward leads to it yet.
-        self._open.append(unit.unshard_node() if autograd.is_grad_enabled() else None)
+        self._entered.append((unit, unit.unshard_node() if autograd.is_grad_enabled() else None))
         piece = recompute.current()
         if piece is not None:
             piece.units.append(unit)
@@ -91,23 +92,22 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        unit.recorded = recorded(outputs)
+        unit.needed_in_backward = recorded(outputs)
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
-        self._open.pop()
-        unit.entered -= 1
-        unit.left.add(id(module))
+        self._entered.pop()
+        unit.modules_done.add(id(module))
         self._release_after_forward(unit)
-        self.depth -= 1
         if self.depth == 0 and not again:
             self._drop_prefetched()
         return outputs
 
-    def abandon(self, unit: Unit) -> None:
-        """The forward of `unit` raised: undo its `enter`. What is around it may catch that and go on."""
+    def abandon(self, unit: Unit, depth: int) -> None:
+        """Something raised from `enter` to `leave` of `unit`: go back to the depth that was before.
+
+        What is around it may catch that and go on.
+        """
         self._started.pop(unit, None)
-        self._open.pop()
-        unit.entered -= 1
-        self.depth -= 1
+        del self._entered[depth:]
         if self.depth == 0 and not recompute.recomputing():
             self._drop_prefetched()
             for other in self.units:
@@ -124,7 +124,7 @@ class Schedule:
             self.mesh.part("forward")
             self._show("forward", unit)
         for other in self.units:
-            other.left.clear()
+            other.modules_done.clear()
         if autograd.is_grad_enabled() or recompute.current() is not None:
             self._have_gradient_slots()
             if self.root.turns is not None and not self._micro_batch_begun:
@@ -139,7 +139,11 @@ class Schedule:
             raise RuntimeError(
                 f"set_world_invariant: a step has {turns} backwards of {self.mesh.size} micro-batches, then "
                 "zero_grad of all parameters; "
-                + (f"this is one more than {turns}" if len(done) == 1 else "some were not forgotten")
+                + (
+                    f"this would be one more than {turns}"
+                    if len(done) == 1
+                    else "it was called for some only"
+                )
             )
         if turn == 0:
             self._calls = random.calls()
@@ -166,10 +170,10 @@ class Schedule:
 
         The reduction of its gradients has waited for that, unless the unit was used again after it.
         """
-        if unit.read:
+        if unit.peers_may_read:
             self.control.barrier(stream=self.lanes.compute)
             for other in self.units:
-                other.read = False
+                other.peers_may_read = False
 
     def _pass_by(self, count: int) -> None:
         """Do for the next `count` planned units what ranks that call them do, except the computing."""
@@ -181,9 +185,9 @@ class Schedule:
             place = self.plan.advance(used=False)
             self.ensure(unit)
             self._prefetch(self.plan.upcoming())
-            if autograd.is_grad_enabled() and unit.recorded:
+            if autograd.is_grad_enabled() and unit.needed_in_backward:
                 self._passed.append((place, Exit.passing(unit)))
-            unit.left.update(id(module) for module in unit.modules)
+            unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
@@ -197,25 +201,30 @@ class Schedule:
         return [node for place, node in passed if place not in unused]
 
     def _release_after_forward(self, unit: Unit) -> None:
-        if unit.entered or not unit.gathered or unit.held or recompute.recomputing():
+        if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
             return  # what a recomputation gathers, backward needs at once
-        over = len(unit.left) == len(unit.modules) or self.depth <= 1
-        needed = not unit.reshard_after_backward or (unit.recorded and not unit.reshard_after_forward)
-        if over and not needed:
+        over = len(unit.modules_done) == len(unit.modules) or self.depth == 0
+        kept = unit.needed_in_backward and not unit.reshard_after_forward
+        if over and unit.reshard_after_backward and not kept:
             self._release(unit)
+
+    def _is_entered(self, unit: Unit) -> bool:
+        return any(entered is unit for entered, _ in self._entered)
 
     # -- backward
 
     def before_backward(self, unit: Unit) -> None:
         """The backward of `unit` begins: as `enter`, with the order read off the tape."""
-        run = autograd.running()
+        self._begin_backward()
+        self.ensure(unit)
+        self._prefetch(self._next_in_backward(autograd.running()))
+        self._started.setdefault(unit, time.perf_counter())
+
+    def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             self.mesh.part("backward")
-            run.at_end(self._end_backward)
-        self.ensure(unit)
-        self._prefetch(self._next_in_backward(run))
-        self._started.setdefault(unit, time.perf_counter())
+            autograd.running().at_end(self._end_backward)
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
         for node in run.upcoming((Exit, recompute.Recompute)):
@@ -225,7 +234,7 @@ class Schedule:
 
     def _have_gradient_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = not all(unit.sync for unit in self.units)
+        accumulates = not all(unit.reduces for unit in self.units)
         if self._accumulates is None or (accumulates and not self._accumulates):
             self.lanes.reduce.synchronize()  # nothing reads the slots that go
             self._make_gradient_slots(self.units)
@@ -248,15 +257,16 @@ class Schedule:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
+        self._begin_backward()  # where no Exit has: no tensor was found in what forward returned
         self._draw("backward", unit)
-        if unit.gathered and not unit.entered and unit.reshard_after_backward and not unit.held:
+        if unit.gathered and not self._is_entered(unit) and unit.reshard_after_backward and not unit.held:
             self._release(unit)
         unit.forget_node()
         for group in unit.groups:
             if not group.trainable:
                 continue
             opened = group.open_gradient or self.open_gradient(group)
-            if unit.sync:
+            if unit.reduces:
                 self._reduce(group, opened)
 
     def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
@@ -267,7 +277,7 @@ class Schedule:
         slot.arena.release(slot)
         group.reductions += 1
         group.used |= used
-        group.unit.read = False  # a reduction ends when every rank has come to it
+        group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
         if group.on_gradient is not None and group.complete and group.used:
             group.on_gradient()
@@ -279,7 +289,7 @@ class Schedule:
             if unit.gathered and unit.reshard_after_backward and not unit.held:
                 self._release(unit)  # gathered for a node that turned out to need no gradient
             for group in unit.groups:
-                if unit.sync and group.open_gradient is not None:
+                if unit.reduces and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
                     self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
@@ -306,14 +316,14 @@ class Schedule:
     def let_go(self, unit: Unit) -> None:
         """Release `unit`, unless its forward is running."""
         unit.held = False
-        if unit.gathered and not unit.entered:
+        if unit.gathered and not self._is_entered(unit):
             self._release(unit)
 
     def ensure(self, unit: Unit) -> None:
         """Whatever comes later in the compute stream finds the parameters of `unit` gathered."""
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
-        unit.read = True
+        unit.peers_may_read = True
         if unit.state is State.GATHERING:
             for group in unit.groups:
                 self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot
@@ -329,9 +339,10 @@ class Schedule:
                 self._gather(unit, slots)
 
     def _gather(self, unit: Unit, slots: list[Slot]) -> None:
-        unit.move(State.GATHERING)
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
+        unit.move(State.GATHERING)  # from here on abandon and _reset find the slots
+        for group, slot in zip(unit.groups, slots, strict=True):
             collectives.gather(group, slot, self.lanes)
         self._show("gather", unit)
 
@@ -370,13 +381,11 @@ class Schedule:
 
     def _reset(self) -> None:
         """After an error in backward: give every slot back."""
-        self.depth = 0
-        self._open.clear()
+        self._entered.clear()
         self._in_backward = False
         self._end_micro_batch()
         self._reduced = []
         for unit in self.units:
-            unit.entered = 0
             unit.forget_node()
             if unit.state is State.GATHERING:
                 self._drop(unit)

@@ -133,7 +133,7 @@ def facts_of(units: list[Unit], teams: dict[str, Team], no_sync: bool = False) -
         prefetch=prefetch_of(units),
         sharers=worlds.current().local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
-        no_sync=no_sync or not all(unit.sync for unit in units),
+        no_sync=no_sync or not all(unit.reduces for unit in units),
     )
 
 
@@ -269,7 +269,7 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added up by a tree; give CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(group.kind.dtype != "float32" for group in u.groups):
+        if u.micro_batches is not None and any(group.key.dtype != "float32" for group in u.groups):
             raise ValueError(f"set_world_invariant: parameters of unit {u.label} must be float32")
     parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
     alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
@@ -306,22 +306,26 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
             [module.recomputation is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
-            [(g.kind, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],
+            [(g.key, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],
         )
         for u in units
     ]
     described.append((schedule.prefetch,))
-    size, rank = schedule.mesh.size, schedule.mesh.rank
-    checksums = np.zeros(size, np.int64)
-    checksums[rank] = zlib.crc32(repr(described).encode())
-    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
-    if (checksums != checksums[0]).any():
-        differing = np.flatnonzero(checksums != checksums[0]).tolist()
+    rank, differing = schedule.mesh.rank, ranks_that_differ(schedule, described)
+    if differing:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
             f"(rank {rank}: {len(units)} units, seeds {seeds})"
         )
+
+
+def ranks_that_differ(schedule: Schedule, facts: object) -> list[int]:
+    """The ranks on which `facts` have another repr than on rank 0. Collective."""
+    checksums = np.zeros(schedule.mesh.size, np.int64)
+    checksums[schedule.mesh.rank] = zlib.crc32(repr(facts).encode())
+    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
+    return np.flatnonzero(checksums != checksums[0]).tolist()
 
 
 def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:

@@ -1,7 +1,7 @@
 """Unit: the parameters that are gathered and reduced together, and the one state that they are in.
 
 A unit is what one call of fully_shard made: one module or several, with one group of parameters for each
-kind (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
+key (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
 """
 
 import weakref
@@ -10,8 +10,8 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.fsdp.group import Group, Kind, groups_of
-from shardrt.fsdp.ops import Unshard
+from shardrt.fsdp.group import Group, GroupKey, groups_of
+from shardrt.fsdp.nodes import Unshard
 from shardrt.fsdp.policy import MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
@@ -54,19 +54,18 @@ class Unit:
     """Modules whose parameters are gathered together, reduced together, released together."""
 
     def __init__(
-        self, modules: list[Module], parameters: list[tuple[Parameter, Kind]], settings: Settings
+        self, modules: list[Module], parameters: list[tuple[Parameter, GroupKey]], settings: Settings
     ) -> None:
         self.modules = modules
         self.settings = settings
         self.groups: list[Group] = groups_of(self, parameters)
         self.state = State.SHARDED
-        self.entered = 0  # calls of its modules that run now, one inside the other
-        self.left: set[int] = set()  # its modules whose forward has ended in this forward
+        self.modules_done: set[int] = set()  # its modules whose forward has ended in this forward
         self.held = False  # gathered until the user says reshard
         self.stale = False  # the shards have changed since the last gather
-        self.read = False  # gathered for use since the last reduction: peers may still read this rank's shard
-        self.sync = True  # gradients are reduced at the end of backward; False under no_sync
-        self.recorded = self.trainable  # whether the last forward left something for backward to do
+        self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
+        self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
+        self.needed_in_backward = self.trainable  # whether the last forward left something for backward to do
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
         self._unshard: weakref.ref[Unshard] | None = None

@@ -1,9 +1,8 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` asks `self.boundary` once on entry and once on exit; that is all that a layer knows of
-FSDP. Inside, `self.recomputation` and `self.offload` may run the forward in their own way. Modules know
-their parent, so a parameter's full name, which its initial values depend on, can be told as soon as the tree
-stands.
+`Module.__call__` lets `self.boundary` run the forward; that is all that a layer knows of FSDP. Inside,
+`self.offload` and `self.recomputation` may run it in their own way. Modules know their parent, so a
+parameter's full name, which its initial values depend on, can be told as soon as the tree stands.
 """
 
 import copy
@@ -21,20 +20,10 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
 
-class Boundary(Protocol):
-    """What may be attached to a module to act when its forward begins and ends."""
-
-    def enter(self, args: tuple, kwargs: dict) -> tuple[tuple, dict]: ...
-
-    def leave(self, output: Any) -> Any: ...
-
-    def abandon(self) -> None: ...
-
-
 class Around(Protocol):
-    """What may be attached to a module to run its forward, and decide what is kept for backward."""
+    """What may be attached to a module to run its forward, and act when it begins and ends."""
 
-    def run(self, module: "Module", forward: Callable, *args: Any, **kwargs: Any) -> Any: ...
+    def run(self, module: "Module", forward: Callable, /, *args: Any, **kwargs: Any) -> Any: ...
 
 
 class Module:
@@ -48,7 +37,7 @@ class Module:
         state["_parent"] = None
         state["_attribute"] = ""
         state["training"] = True
-        state["boundary"]: Boundary | None = None
+        state["boundary"]: Around | None = None  # see shardrt.fsdp
         state["recomputation"]: Around | None = None  # see shardrt.recompute
         state["offload"]: Around | None = None  # see shardrt.activation_offload
 
@@ -210,40 +199,29 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(partial(self._run, self.forward), args, kwargs)
+        return self._enter(self.forward, args, kwargs)
 
     def entered_around(self, method: Callable) -> Callable:
-        """`method` as another entry beside forward: the boundary is asked around each call."""
+        """`method` as another entry beside forward: the boundary runs each call."""
 
         @wraps(method)
         def entry(*args: Any, **kwargs: Any) -> Any:
-            return self._enter(partial(self._run, method), args, kwargs)
+            return self._enter(method, args, kwargs)
 
         return entry
 
-    def _run(self, method: Callable, *args: Any, **kwargs: Any) -> Any:
+    def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
         """Call `method`, recomputed and offloaded as this module is; not twice where one calls another."""
-        nested = autograd.modules().count(self) > 1
-        for around in () if nested else (self.recomputation, self.offload):
+        running = autograd.modules()
+        depth, nested = len(running), self in running
+        for around in (self.boundary,) if nested else (self.recomputation, self.offload, self.boundary):
             if around is not None:
                 method = partial(around.run, self, method)
-        return method(*args, **kwargs)
-
-    def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        running = autograd.modules()
-        running.append(self)
         try:
-            if self.boundary is None:
-                return method(*args, **kwargs)
-            args, kwargs = self.boundary.enter(args, kwargs)
-            try:
-                output = method(*args, **kwargs)
-            except BaseException:
-                self.boundary.abandon()
-                raise
-            return self.boundary.leave(output)
+            running.append(self)
+            return method(*args, **kwargs)
         finally:
-            running.pop()
+            del running[depth:]
 
     def train(self, mode: bool = True) -> "Module":
         """Switch this module and all below it to training (dropout acts) or, with False, to evaluation."""

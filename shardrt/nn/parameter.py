@@ -29,7 +29,8 @@ class Parameter(Tensor):
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
     that names it. `shard` and `grad` are what this rank holds: the piece of a sharded parameter as a 1-D
-    array, the whole array of a plain one.
+    array, the whole array of a plain one. The first use of a sharded model, be it only the reading of a
+    `shard`, makes the shards of all its units and is collective: let every rank come to it.
     """
 
     __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute")

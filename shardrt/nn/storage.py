@@ -58,8 +58,14 @@ class Storage(ABC):
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
+    ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
     exact_norm = False  # norms of the gradient are computed in integers
     applied = False  # an update during backward has used the gradient; the optimizer sets it
+
+    @property
+    def owned(self) -> bool:
+        """Whether an optimizer that is alive updates this."""
+        return any(owner() is not None for owner, _ in self.owners)
 
     def refuse_applied(self, call: str) -> None:
         """Raise RuntimeError if an update during backward has used the gradient that `call` would change."""

@@ -17,6 +17,14 @@ from shardrt.tensor import Tensor
 Array = Any
 
 
+class NonfiniteNorm(RuntimeError):
+    """The gradients have a norm that is nan or infinite: `norm`. Nothing has been changed."""
+
+    def __init__(self, norm: float, norm_type: float) -> None:
+        super().__init__(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm}")
+        self.norm = norm
+
+
 def clip_grad_norm_(
     parameters: Iterable[Parameter],
     max_norm: float,
@@ -26,7 +34,7 @@ def clip_grad_norm_(
     """Scale the gradients so that their global norm is at most `max_norm`; gives the norm before (grad_norm).
 
     Call it on every rank. An infinite `max_norm` only measures. As in PyTorch, a norm that is nan or infinite
-    makes gradients nan or 0, on every rank alike, unless error_if_nonfinite asks for a RuntimeError.
+    makes gradients nan or 0, on every rank alike, unless error_if_nonfinite asks for a NonfiniteNorm.
 
     Raises ValueError if `max_norm` or `norm_type` is not positive, or for sharded parameters together with
     ignored ones, whose gradients are each rank's own.
@@ -42,7 +50,7 @@ def clip_grad_norm_(
             storage.refuse_applied("clip_grad_norm_")
     norm = _norm(pieces, norm_type)
     if error_if_nonfinite and not isfinite(norm):
-        raise RuntimeError(f"clip_grad_norm_: the norm of order {norm_type} of the gradients is {norm}")
+        raise NonfiniteNorm(norm, norm_type)
     factor = max_norm / (norm + 1e-6)
     if not factor >= 1 and not isinf(max_norm):
         for _, piece in pieces:

@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.comm import world
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import Storage
+from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.nn.utils import merged
 
 Array = Any
@@ -114,7 +115,10 @@ class Update:
 
 
 def slices_of(groups: list[dict]) -> list[Slice]:
-    """One Slice per storage of the parameters in `groups`. Raises ValueError for a parameter given twice."""
+    """One Slice per storage of the parameters in `groups`.
+
+    Raises ValueError for a parameter given twice, or in no unit where others are.
+    """
     members: dict[Storage, list[tuple[Parameter, int]]] = {}
     seen: set[int] = set()
     for index, group in enumerate(groups):
@@ -125,4 +129,16 @@ def slices_of(groups: list[dict]) -> list[Slice]:
             if parameter.requires_grad:
                 parameter.storage.range_of(parameter)  # builds it, if it is a unit's
                 members.setdefault(parameter.storage, []).append((parameter, index))
+    _refuse_partly_sharded(members)
     return [Slice(storage, pairs) for storage, pairs in members.items()]
+
+
+def _refuse_partly_sharded(members: dict[Storage, list[tuple[Parameter, int]]]) -> None:
+    """Beside sharded parameters, plain ones would differ more and more between ranks, unnoticed."""
+    plain = [storage for storage in members if isinstance(storage, LocalStorage)]
+    forgotten = [members[storage][0][0] for storage in plain if not storage.ignored]
+    if world.current().size > 1 and forgotten and len(plain) < len(members):
+        raise ValueError(
+            f"optimizer: parameter {forgotten[0].name!r} is in no unit, so nobody would reduce its gradient "
+            "over the ranks; call fully_shard(model) last, or name it in ignored"
+        )

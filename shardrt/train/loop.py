@@ -2,7 +2,7 @@
 
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from math import fsum, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +40,9 @@ def train(job: "Job", first: int) -> None:
     stopwatch.restart(first)
     job.ranks.restart(first)
     trace = Trace(job.mesh, job.run.directory, recipe.report.traced)
-    batches = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
-    with StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after) as requests:
+    samples = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
+    stops = StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after)
+    with closing(samples) as batches, stops as requests:
         for step in range(first, steps):
             job.watch.step(step + 1)
             random.manual_seed(recipe.seed, step)
@@ -65,7 +66,6 @@ def train(job: "Job", first: int) -> None:
                 job.ranks.restart(done)
             if done < steps and (reason := requests.reason()):
                 leave(job, done, reason)
-    batches.close()
     job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if first >= steps:  # a run that was finished before
@@ -123,14 +123,13 @@ def update(job: "Job", done: int) -> float:
             norm = nn.utils.clip_grad_norm_(
                 parameters, wanted.clip_norm, wanted.clip_type, error_if_nonfinite=True
             )
-        except RuntimeError:  # nothing has been changed
-            norm = nn.utils.grad_norm(parameters, wanted.clip_type)
-            told = f"step {done}: the norm of the gradients is {norm}"
+        except nn.utils.NonfiniteNorm as error:
+            told = f"step {done}: the norm of the gradients is {error.norm}"
             if wanted.on_nonfinite is settings.Nonfinite.stop:
                 raise FloatingPointError(f"{told}: {culprit(job)}") from None
             job.run.say(f"{told}, so this update is skipped")
             job.optimizer.zero_grad()
-            return norm
+            return error.norm
     job.scaler.step(job.optimizer)
     job.scaler.update()
     job.optimizer.zero_grad()
@@ -165,8 +164,8 @@ def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, s
     job.run.write("step", kept)
 
 
-def evaluate(job: "Job", done: int, limit: int | None) -> dict[str, float]:
-    """Figures on `limit` held-out samples, or all, shared among the ranks. Says and writes them."""
+def evaluate(job: "Job", done: int, limit: int | None) -> None:
+    """Say and write figures on `limit` held-out samples, or all, if there are any; ranks share them."""
     job.watch.phase("eval")
     recipe, mesh, task = job.recipe, job.mesh, job.task
     share = recipe.batch_size // (recipe.parts(mesh.size) if recipe.invariant else mesh.size)
@@ -176,6 +175,8 @@ def evaluate(job: "Job", done: int, limit: int | None) -> dict[str, float]:
         for batch in task.held_out(share, limit, mesh.rank, mesh.size):
             found.append(task.measure(job.model, batch))
     job.model.train()
+    if not found:
+        return
     figures = {}
     for name in found[0]:
         (count,) = over_ranks(mesh, "sum", fsum(each[name][1] for each in found))
@@ -183,7 +184,6 @@ def evaluate(job: "Job", done: int, limit: int | None) -> dict[str, float]:
     record = {"step": done} | task.evaluation(figures)
     job.run.say(evaluation_line(record, recipe.steps))
     job.run.write("evaluation", record)
-    return record
 
 
 def keep(job: "Job", done: int) -> None:

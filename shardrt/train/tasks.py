@@ -43,7 +43,7 @@ class Task(Protocol):
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Any]:
         """This rank's batches of `count` held-out samples: of all samples, or `limit` spread over them.
 
-        Every rank gets equally many, since the forward of a sharded model is collective.
+        Every rank gets equally many, since the forward of a sharded model is collective; none: no evaluation.
         """
 
     def measure(self, model: Module, batch: Any) -> dict[str, tuple[float, float]]:

@@ -6,9 +6,17 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import nn, optim
+from shardrt import autograd, nn, optim
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import explain, fully_shard, memory_plan, no_sync
+from shardrt.fsdp import (
+    MixedPrecisionPolicy,
+    explain,
+    fully_shard,
+    memory_plan,
+    no_sync,
+    set_gradient_divide_factor,
+    units,
+)
 from tests.fsdp.nets import Net, batches, gradients, loss_of, shard
 
 
@@ -201,6 +209,44 @@ def test_a_module_may_catch_the_error_of_one_inside_it():
     assert all(np.isfinite(gradient).all() for gradient in found.values())
 
 
+def interrupted(at, strategy):
+    """Losses of three steps, with an interrupt at one place of the schedule before the second."""
+    shardrt.manual_seed(3)
+    model = Net()
+    shard(model, init_device_mesh("auto"), strategy=strategy, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    schedule, losses = units(model)[0].schedule, []
+    for step, (tokens, targets) in enumerate(batches(3)):
+        if step == 1 and at is not None:
+            place, calls = at
+            original, left = getattr(schedule, place), iter(range(calls))
+
+            def interrupt(*args, original=original, left=left, **kwargs):
+                if next(left, None) is None:
+                    raise KeyboardInterrupt
+                return original(*args, **kwargs)
+
+            with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
+                patch.setattr(schedule, place, interrupt)
+                loss_of(model, tokens, targets)
+        assert schedule.depth == 0 and not autograd.modules()
+        loss = loss_of(model, tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT"])
+def test_after_an_interrupt_in_forward_training_goes_on_as_if_there_had_been_none(strategy):
+    expected = interrupted(None, strategy)
+    places = ["_begin_forward", "ensure", "_prefetch", "enter", "_settle", "leave", "_release_after_forward"]
+    for place in places:
+        for calls in (0, 1, 3) if place not in ("_begin_forward", "_settle") else (0,):
+            assert interrupted((place, calls), strategy) == expected, (place, calls)
+
+
 def other_values():
     model, mesh = Net(), init_device_mesh("auto")
     model.blocks[1].up.bias.data = np.full(13, float(mesh.rank), np.float32)
@@ -237,6 +283,19 @@ def other_settings(of_rank):
 def test_settings_that_differ_between_ranks_are_told(of_rank):
     with pytest.raises(ValueError, match=r"ranks \[1\] have another model, seed or sharding than rank 0"):
         thread.run(2, other_settings, of_rank)
+
+
+def other_divide_factors():
+    mesh = init_device_mesh("auto")
+    model = shard(Net(), mesh)
+    optim.SGD(model.parameters(), lr=0.1)
+    set_gradient_divide_factor(model, 2)
+    set_gradient_divide_factor(model, 1 + mesh.rank)
+
+
+def test_divide_factors_that_differ_between_ranks_are_told():
+    with pytest.raises(ValueError, match=r"ranks \[1\] give another factor than rank 0 \(rank .: ."):
+        thread.run(2, other_divide_factors)
 
 
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT"])
@@ -288,6 +347,41 @@ def test_two_optimizers_share_no_unit():
     two_optimizers(together=False)
     with pytest.raises(ValueError, match="parameter '1.weight' is in one unit with parameters that another"):
         two_optimizers(together=True)
+
+
+def test_an_optimizer_is_made_after_sharding():
+    model = Net()
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(
+        RuntimeError, match="parameter 'norm.weight' already belongs to an optimizer; make the"
+    ):
+        fully_shard(model.norm)
+    del optimizer
+    fully_shard(model)
+
+
+def partly_sharded(ignored=(), replaced=False):
+    model, mesh = Net(), init_device_mesh("auto")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    if replaced:
+        fully_shard(model, mesh=mesh)
+        model.norm = nn.LayerNorm(7)
+    else:
+        fully_shard(
+            nn.ModuleList([model.norm]), mesh=mesh, ignored=[getattr(model, name) for name in ignored]
+        )
+    return optim.SGD(model.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize("replaced, name", [(False, "embed.weight"), (True, "norm.weight")])
+def test_a_trained_parameter_is_in_a_unit_or_ignored(replaced, name):
+    with pytest.raises(
+        ValueError, match=rf"parameter '{name}' is in no unit, .* call fully_shard\(model\) last"
+    ):
+        thread.run(2, partly_sharded, replaced=replaced)
+    assert thread.run(2, partly_sharded, ignored=["embed"])
+    assert partly_sharded()  # one rank needs nobody
 
 
 def test_an_optimizer_may_take_the_place_of_another():

@@ -1,5 +1,7 @@
 """16 bits in storage and on the wire, float32 where it counts."""
 
+from dataclasses import dataclass
+
 import numpy as np
 import pytest
 
@@ -98,7 +100,7 @@ def test_modules_may_be_excepted():
     def kinds():
         model = Net()
         shard(model, init_device_mesh("auto"), mp_policy=policy)
-        return {p.name: g.kind.param for u in units(model) for g in u.groups for p in g.parameters}
+        return {p.name: g.key.param for u in units(model) for g in u.groups for p in g.parameters}
 
     found = thread.run(2, kinds)[0]
     assert {name for name, param in found.items() if param == "float32"} == {"norm.weight", "norm.bias"}
@@ -160,6 +162,26 @@ def test_outputs_are_cast_if_told():
     assert np.array_equal(y, rounded(y))
     y = thread.run(1, outputs, MixedPrecisionPolicy())[0]
     assert not np.array_equal(y, rounded(y))
+
+
+@dataclass
+class Boxed:
+    x: shardrt.Tensor
+
+
+class TakesABox(nn.Linear):
+    def forward(self, boxed):
+        self.seen = np.array(boxed.x.data)
+        return Boxed(super().forward(boxed.x))
+
+
+def test_dataclasses_are_cast_as_well():
+    model = TakesABox(7, 7)
+    fully_shard(model, mp_policy=MixedPrecisionPolicy("bfloat16", output_dtype="float32"))
+    given = Boxed(shardrt.Tensor(np.linspace(0, 1, 7, dtype=np.float32)))
+    found = model(given)
+    assert np.array_equal(model.seen, rounded(given.x.data))
+    assert found.x.dtype == np.float32 and type(found) is Boxed
 
 
 def test_unknown_types_are_refused():

@@ -89,7 +89,7 @@ REFUSED = {
     ("clip norm", "ignored"): (ValueError, "clip_grad_norm_: parameter .* is not sharded"),
     ("world-invariant", "ignored"): (ValueError, "set_world_invariant: parameter 'norm.weight' is ignored"),
     # Each micro-batch has its place in a tree of sums on the device.
-    ("world-invariant", "no_sync"): (RuntimeError, "no_sync: with set_world_invariant each backward has"),
+    ("world-invariant", "no_sync"): (RuntimeError, "no_sync: with set_world_invariant each backward reduces"),
     **{
         (name, "world-invariant"): (ValueError, "set_world_invariant: unit .* has its gradients on the host")
         for name in ("offload gradients", "offload all", "step on host", "files")

@@ -1,11 +1,16 @@
 """Ways of using forward and backward: micro-batches, several losses, evaluation in between."""
 
+from collections import OrderedDict
+from dataclasses import dataclass
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import set_gradient_divide_factor, units
+from shardrt import nn
+from shardrt.comm import DelayedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import fully_shard, set_gradient_divide_factor, units
 from tests.fsdp.nets import CalledTwice, Net, batches, gradients, loss_of, shard
 
 (TOKENS, TARGETS), *_ = batches(1)
@@ -108,6 +113,58 @@ def test_gradients_are_those_of_the_whole_batch(way, ranks):
             np.testing.assert_allclose(
                 found[name], gradient, rtol=0, atol=2e-5 * np.abs(gradient).max(), err_msg=name
             )
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    y: shardrt.Tensor
+
+
+class ByName(OrderedDict):
+    """Its items are attributes, too."""
+
+    y = property(lambda self: self["y"])
+
+
+class Opaque:
+    """Tensors in it are found by nobody."""
+
+    def __init__(self, y):
+        self.y = y
+
+
+class Boxes(nn.Module):
+    """Its parts return tensors, or `box` around them."""
+
+    def __init__(self, box):
+        super().__init__()
+        self.linear = nn.Linear(7, 7)
+        self.box = box
+
+    def forward(self, x):
+        return self.box(y=self.linear(x))
+
+
+def gradients_in(box):
+    """At once after backward, where reductions take long."""
+    shardrt.manual_seed(3)
+    mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, 0.02))
+    model = nn.ModuleList([Boxes(box), Boxes(box)])
+    for part in model:
+        fully_shard(part, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    outputs = [model[0](shardrt.Tensor(np.ones((2, 7), np.float32) + mesh.rank))]
+    outputs.append(model[1](outputs[0].y))
+    outputs[1].y.sum().backward()
+    assert all(type(output) is type(box(y=0)) for output in outputs)
+    return np.concatenate([parameter.grad for parameter in model.parameters()])
+
+
+def test_gradients_are_there_after_backward_whatever_a_unit_returns():
+    expected = thread.run(2, gradients_in, Output)
+    for box in (ByName, SimpleNamespace, Opaque):
+        for rank, found in enumerate(thread.run(2, gradients_in, box)):
+            assert np.array_equal(found, expected[rank]) and np.abs(found).max() > 0, box
 
 
 def evaluated():

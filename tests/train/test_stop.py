@@ -3,6 +3,7 @@
 import os
 import re
 import signal
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -11,9 +12,11 @@ import numpy as np
 import pytest
 
 from models.gpt import GPT
+from models.language import Language
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import thread
 from shardrt.comm.failure import OUT_OF_MEMORY
+from shardrt.comm.protocol import PeerFailed
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
@@ -162,6 +165,24 @@ def test_a_loss_that_is_no_number_stops_too(folder, monkeypatch, capfd):
     unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), in_backward=True)
     assert stops("bad", optimizer=unclipped) == NONFINITE
     assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
+
+
+def test_what_else_fails_in_the_update_is_no_matter_of_the_gradients(folder, monkeypatch):
+    def lost(*args, **kwargs):
+        raise PeerFailed("rank 1 left")
+
+    monkeypatch.setattr(loop.nn.utils, "clip_grad_norm_", lost)
+    monkeypatch.delattr(loop.nn.utils, "grad_norm")  # a collective, for which nobody would be there
+    with pytest.raises(PeerFailed, match="rank 1 left"):
+        launch(1, "lost")
+    assert not [thread for thread in threading.enumerate() if thread.name == "shardrt-batches"]
+
+
+def test_nothing_need_be_held_out(folder, monkeypatch):
+    monkeypatch.setattr(Language, "held_out", lambda *args: iter(()))
+    monkeypatch.setattr(Language, "close", lambda *args: {})  # it tells the last evaluation
+    launch(1, "all")
+    assert len(records(folder, "all", "step")) == STEPS and not records(folder, "all", "evaluation")
 
 
 @pytest.mark.mpi

@@ -93,22 +93,22 @@ def built_units(module: Module) -> list[Unit]:
 def full_unit(unit: Unit) -> Iterator[None]:
     """As full_parameters, read only, for one unit. If the parameters are already lent, nothing is done."""
     unit.ensure_built()
-    if all(group.whole is not None for group in unit.groups):
+    if all(group.full_views is not None for group in unit.groups):
         yield
         return
     try:
         for group in unit.groups:
-            group.whole = group.views_of(_gathered(unit, group, group._shard))
+            group.full_views = group.views_of(_gathered(unit, group, group._shard))
         yield
     finally:
         for group in unit.groups:
-            group.whole = None
+            group.full_views = None
 
 
 def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
     """A new flat buffer with the shards of all ranks; `shard` is this rank's."""
     lanes, layout, team = unit.schedule.lanes, group.layout, group.team
-    whole = lanes.device.buffer(layout.total, group.kind.dtype)
+    whole = lanes.device.buffer(layout.total, group.key.dtype)
     start, stop = layout.shard_range(team.rank)
     lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
     if team.size > 1:
@@ -120,7 +120,7 @@ def _take_back(unit: Unit) -> None:
     lanes = unit.schedule.lanes
     for group in unit.groups:
         rank = group.team.rank
-        for entry, view in zip(group.layout.entries, group.whole, strict=True):
+        for entry, view in zip(group.layout.entries, group.full_views, strict=True):
             start, stop, first = group.layout.local(entry, rank)
             piece = view.reshape(-1)[first : first + stop - start]
             lanes.compute.submit(lanes.device.copy, group._shard[start:stop], piece)
