@@ -16,6 +16,7 @@ import sys
 import tempfile
 from ctypes.util import find_library
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
 
 from bench import ranks
@@ -177,6 +178,7 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
         return told
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
+    used = [r["processor_ms"] / first["processor_ms"] for r, first in zip(runs, firsts, strict=True)]
     medians = [name for name in _MEDIANS if name in runs[0]]
     return told | {
         "step_ms_median": statistics.median(times),
@@ -184,6 +186,7 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
         **{name: statistics.median(run[name] for run in runs) for name in medians},
         "ratio": statistics.median(ratios),
         "ratios": ratios,
+        "processor_ratio": statistics.median(used),
         "other_load": max(run["other_load"] for run in runs),
         "losses": runs[0]["losses"],
         "versions": runs[0]["versions"],
@@ -191,14 +194,21 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
     }
 
 
-_MEDIANS = ("tokens_per_s", "images_per_s", "peak_rss_mb", "peak_pss_mb", "job_pss_mb", "tflops_per_rank")
+_MEDIANS = (
+    "tokens_per_s",
+    "images_per_s",
+    "processor_ms",
+    "peak_rss_mb",
+    "peak_pss_mb",
+    "job_pss_mb",
+    "tflops_per_rank",
+)
 
 
 def difference(losses: list[float], others: list[float], count: int | None = None) -> float:
-    """The largest relative difference at any of the first `count` steps."""
+    """The largest relative difference at any of the first `count` steps; infinite for what is no number."""
     pairs = list(zip(losses, others, strict=True))[:count]
-    worst = max(abs(a - b) / abs(b) for a, b in pairs)
-    return worst if worst == worst else float("inf")
+    return max(abs(a - b) / abs(b) if isfinite(a + b) else inf for a, b in pairs)
 
 
 def table(result: dict, workload: str) -> str:
@@ -208,7 +218,7 @@ def table(result: dict, workload: str) -> str:
     lines = [
         f"{workload}, {result['parameters'] / 1e6:.1f} M parameters, fp32; {result['ranks']} ranks, 1 thread",
         f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8}  "
-        f"time over {entries[0]['contestant']}'s",
+        f"time over {entries[0]['contestant']}'s, processors' likewise",
     ]
     for each in entries:
         if "step_ms" not in each:
@@ -216,7 +226,9 @@ def table(result: dict, workload: str) -> str:
             lines.append(f"{each['contestant']:<22} {told}")
             continue
         times, ratios = each["step_ms"], each["ratios"]
-        spread = f"{each['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+        spread = (
+            f"{each['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {each['processor_ratio']:.2f}"
+        )
         lines.append(
             f"{each['contestant']:<22} {each['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
             f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f}  {spread}"

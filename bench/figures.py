@@ -18,9 +18,12 @@ _PAUSE = 0.01  # seconds between samples of memory
 
 @dataclass(frozen=True)
 class RankFigures:
-    """What one rank measured: seconds of the timed steps, losses of all, memory in 10^6 bytes."""
+    """What one rank measured: of the timed steps the seconds of each and a processor's seconds for one, on
+    average; the losses of all; memory in 10^6 bytes.
+    """
 
     seconds: Sequence[float]
+    processor: float
     losses: Sequence[float]
     peak_rss_mb: float
     peak_pss_mb: float
@@ -38,7 +41,8 @@ def figures(
     """The JSON object of a run.
 
     Each rank times its steps without a barrier; what counts is the median of the slowest rank, and the
-    largest rank's memory. `losses` are the mean over ranks, of the warm-up steps too. Memory is told twice:
+    largest rank's memory. `processor_ms`, of all threads of a rank, says more than the clock where others
+    use the cores. `losses` are the mean over ranks, of the warm-up steps too. Memory is told twice:
     resident set size (RSS) counts a page that ranks share once for each of them, proportional set size (PSS)
     once in all; so PSS added over ranks (`job_pss_mb`) is what the job takes of the machine.
     """
@@ -48,6 +52,7 @@ def figures(
     return {
         "contestant": contestant,
         "step_ms_median": round(1e3 * median, 3),
+        "processor_ms": round(1e3 * statistics.fmean(rank.processor for rank in ranks), 3),
         f"{workload.UNIT}_per_s": round(len(ranks) * workload.count / median, 1),
         "tflops_per_rank": round(workload.flops / median / 1e12, 5),
         "peak_rss_mb": round(max(rank.peak_rss_mb for rank in ranks), 1),

@@ -73,7 +73,7 @@ def race(
         stamps = alone.step(*batch(number))
         forwards.append(stamps.forward - stamps.begin)
         sharded.step(*batch(number))
-    count = len(units(sharded.model))
+    count = sum(bool(unit.groups) for unit in units(sharded.model))
     delay = float(gathered([min(forwards)], mesh).mean()) * part / count
     kinds = (("alone", alone, 0.0), ("sharded", sharded, 0.0), ("injected", sharded, delay))
     computed: dict[str, list[float]] = {kind: [] for kind, *_ in kinds}

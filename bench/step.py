@@ -133,13 +133,14 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
     product = gathered([product_gflops()], mesh).mean()
     for number in range(options.warmup):
         training.step(*workload.batch_of(number, mesh.rank))
-    before, steps = counter.bytes, []
+    before, used, steps = counter.bytes, 0.0, []
     for number in range(options.warmup, options.warmup + options.steps):
         batch = workload.batch_of(number, mesh.rank)
         with timeline.record_all() as recorded:
-            start = time.perf_counter()
+            start, busy_before = time.perf_counter(), time.process_time()
             stamps = training.step(*batch)
             seconds = time.perf_counter() - start
+            used += (time.process_time() - busy_before) / options.steps
         steps.append((seconds, parts(stamps, recorded), busy(recorded.spans)))
     traffic = (counter.bytes - before) / options.steps
     losses = list(training.losses)
@@ -148,14 +149,21 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
         training.step(*last)
 
     ways = middle(steps)
-    own = [f.process_peak_mb(), max(sampled), *ways.values(), *losses, *(seconds for seconds, *_ in steps)]
+    own = [
+        used,
+        f.process_peak_mb(),
+        max(sampled),
+        *ways.values(),
+        *losses,
+        *(seconds for seconds, *_ in steps),
+    ]
     table = gathered(own, mesh)
     if mesh.rank == 0:
-        first, second = 2 + len(ways), 2 + len(ways) + len(losses)
-        each = [f.RankFigures(row[second:], row[first:second], row[0], row[1]) for row in table.tolist()]
+        first, second = 3 + len(ways), 3 + len(ways) + len(losses)
+        each = [f.RankFigures(row[second:], row[0], row[first:second], *row[1:3]) for row in table.tolist()]
         slowest = max(range(mesh.size), key=lambda rank: statistics.median(each[rank].seconds))
         result = f.figures(workload, each, **about(options, training))
-        split = dict(zip(ways, (1e3 * table[slowest, 2:first]).round(3).tolist(), strict=True))
+        split = dict(zip(ways, (1e3 * table[slowest, 3:first]).round(3).tolist(), strict=True))
         result["parts_ms"] = {part: split[part] for part in PARTS}
         result["exposed_ms"] = round(sum(split[part] for part in EXPOSED), 3)
         result["streams_ms"] = {stream: split[stream] for stream in STREAMS}

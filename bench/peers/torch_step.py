@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from statistics import fmean
 
 from bench import figures as f
 from bench import workload as w
@@ -64,18 +65,21 @@ def run(options: argparse.Namespace) -> None:
         optimizer.zero_grad()
         return loss.item()
 
-    seconds, losses = [], []
-    for step in range(options.warmup + options.steps + 1):
-        inputs, targets = (torch.from_numpy(array) for array in workload.batch_of(step, rank))
-        if step == options.warmup + options.steps:
-            with f.proportional_peak() as sampled:
-                train(inputs, targets)
-            break
-        start = time.perf_counter()
+    def batch(step):
+        return (torch.from_numpy(array) for array in workload.batch_of(step, rank))
+
+    seconds, losses, processor = [], [], []
+    for step in range(options.warmup + options.steps):
+        inputs, targets = batch(step)
+        start, used = time.perf_counter(), time.process_time()
         losses.append(train(inputs, targets))
         seconds.append(time.perf_counter() - start)
+        processor.append(time.process_time() - used)
+    with f.proportional_peak() as sampled:
+        train(*batch(options.warmup + options.steps))
 
-    own = f.RankFigures(seconds[options.warmup :], losses, f.process_peak_mb(), max(sampled))
+    used = fmean(processor[options.warmup :])
+    own = f.RankFigures(seconds[options.warmup :], used, losses, f.process_peak_mb(), max(sampled))
     ranks = [None] * world_size
     dist.all_gather_object(ranks, own)
     if rank == 0:

@@ -5,10 +5,14 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
 from bench import compare, figures, quiet, workload
 from bench.peers.launch import ONE_THREAD, launch, one_thread
+from bench.peers.torch_step import network
+from bench.training import loss_of, model_of
+from shardrt.checkpoint import save
 from tests.ranks import ROOT, mpirun
 
 TINY = workload.Workload(layers=1, dim=16, heads=2, seq=8, batch=2, vocab=17)
@@ -25,28 +29,42 @@ def python(*arguments):
 
 @pytest.mark.mpi
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("job", "peers"), [(TINY, ["fsdp2", "fsdp1", "ddp"]), (LLAMA, ["fsdp2"]), (VIT, ["fsdp2"])], ids=str
-)
-def test_contestants_have_the_same_losses(tmp_path, job, peers):
-    """The weights are stretched, so that each part of a model shows in the loss."""
+@pytest.mark.parametrize(("job", "peer"), [(TINY, "fsdp2"), (LLAMA, "ddp"), (VIT, "fsdp1")])
+def test_contestants_have_the_same_losses(tmp_path, job, peer):
     pytest.importorskip("torch")
-    from safetensors.numpy import load_file, save_file
-
-    assert python("-m", "bench.step", *job.arguments(), "--save", str(tmp_path)).returncode == 0
-    path = tmp_path / "model.safetensors"
-    stretched = {name: 5 * values if values.ndim > 1 else values for name, values in load_file(path).items()}
-    save_file(stretched, path)
+    save(tmp_path, model_of(job))
     words = [*job.arguments(), "--weights", str(tmp_path), *STEPS]
     done = mpirun(2, ["-m", "bench.step", *words], timeout=120, **ONE_THREAD)
     ours = json.loads(done.stdout.splitlines()[-1])
-    for peer in peers:
-        module = ["-m", "bench.peers.torch_step", *words, "--strategy", peer]
-        theirs = json.loads(launch(module, 2, one_thread()).splitlines()[-1])
-        assert theirs["parameters"] == ours["parameters"]
-        assert theirs["settings"]["threads_per_rank"] == ours["settings"]["threads_per_rank"] == 1
-        assert compare.difference(ours["losses"], theirs["losses"]) < 1e-6
-        assert 100 < theirs["peak_pss_mb"] < theirs["peak_rss_mb"] < 5000
+    module = ["-m", "bench.peers.torch_step", *words, "--strategy", peer]
+    theirs = json.loads(launch(module, 2, one_thread()).splitlines()[-1])
+    assert theirs["parameters"] == ours["parameters"]
+    assert theirs["settings"]["threads_per_rank"] == ours["settings"]["threads_per_rank"] == 1
+    assert compare.difference(ours["losses"], theirs["losses"]) < 1e-6
+    assert 100 < theirs["peak_pss_mb"] < theirs["peak_rss_mb"] < 5000
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("job", [TINY, LLAMA, VIT], ids=["gpt", "llama", "vit"])
+def test_the_models_are_the_same_to_the_gradient(job):
+    """With weights five times as large, so that each part of a model shows."""
+    torch = pytest.importorskip("torch")
+    ours, theirs = model_of(job), network(job)
+    weights = {name: values * (1 if "norm" in name else 5) for name, values in ours.state_dict().items()}
+    ours.load_state_dict(weights)
+    theirs.load_state_dict({name: torch.from_numpy(values.copy()) for name, values in weights.items()})
+    inputs, targets = job.batch_of(0, 0)
+    loss = loss_of(ours, inputs, targets)
+    loss.backward()
+    logits = theirs(torch.from_numpy(inputs))
+    expected = torch.nn.functional.cross_entropy(logits.flatten(0, -2), torch.from_numpy(targets).flatten())
+    expected.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    gradients = dict(theirs.named_parameters())
+    assert gradients.keys() == weights.keys()
+    for name, parameter in ours.named_parameters():
+        found, true = parameter.grad, gradients[name].grad.numpy()
+        assert np.linalg.norm(found - true) <= 2e-5 * np.linalg.norm(true), name
 
 
 def test_a_rank_that_fails_ends_the_launch_with_its_error():
@@ -59,8 +77,8 @@ def test_a_rank_that_fails_ends_the_launch_with_its_error():
 
 def fake(milliseconds, losses=(2.0, 1.0), other_load=0.0):
     ranks = [
-        figures.RankFigures([milliseconds / 1e3] * 3, losses, 10.0, 9.0),
-        figures.RankFigures([milliseconds / 2e3] * 3, losses, 20.0, 5.0),
+        figures.RankFigures([milliseconds / 1e3] * 3, 0.006, losses, 10.0, 9.0),
+        figures.RankFigures([milliseconds / 2e3] * 3, 0.002, losses, 20.0, 5.0),
     ]
     about = {"contestant": "fake", "parameters": 5, "settings": {}, "versions": {"blas": "none"}}
     return figures.figures(TINY, ranks, **about) | {"other_load": other_load}
@@ -70,6 +88,7 @@ def test_the_slowest_rank_and_the_largest_memory_count():
     told = fake(8)
     assert told["step_ms_median"] == 8 and told["tokens_per_s"] == 2 * TINY.batch * TINY.seq / 8e-3
     assert (told["peak_rss_mb"], told["peak_pss_mb"], told["job_pss_mb"]) == (20, 9, 14)
+    assert told["processor_ms"] == 4
 
 
 def test_ratios_are_taken_within_a_round():
