@@ -201,7 +201,7 @@ _MEDIANS = (
     "peak_rss_mb",
     "peak_pss_mb",
     "job_pss_mb",
-    "tflops_per_rank",
+    "gflops_per_rank",
 )
 
 

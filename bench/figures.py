@@ -54,7 +54,7 @@ def figures(
         "step_ms_median": round(1e3 * median, 3),
         "processor_ms": round(1e3 * statistics.fmean(rank.processor for rank in ranks), 3),
         f"{workload.UNIT}_per_s": round(len(ranks) * workload.count / median, 1),
-        "tflops_per_rank": round(workload.flops / median / 1e12, 5),
+        "gflops_per_rank": float(f"{workload.flops / median / 1e9:.4g}"),
         "peak_rss_mb": round(max(rank.peak_rss_mb for rank in ranks), 1),
         "peak_pss_mb": round(max(rank.peak_pss_mb for rank in ranks), 1),
         "job_pss_mb": round(sum(rank.peak_pss_mb for rank in ranks), 1),

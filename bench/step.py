@@ -168,7 +168,7 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
         result["exposed_ms"] = round(sum(split[part] for part in EXPOSED), 3)
         result["streams_ms"] = {stream: split[stream] for stream in STREAMS}
         result["product_gflops"] = round(float(product), 1)
-        result["mfu_of_product"] = round(1e3 * result["tflops_per_rank"] / product, 4)
+        result["mfu_of_product"] = float(f"{result['gflops_per_rank'] / product:.4g}")
         result["mfu_of_peak"] = None  # a CPU does not tell how fast its cores could multiply
         result["received_mb"] = round(traffic / 1e6, 3)
         formula = 0.0 if options.strategy == UNSHARDED else expected(training.model)
