@@ -1,1 +1,1 @@
-"""Measurements: one training step (`bench.step`), beside PyTorch (`bench.compare`), on more ranks, and more."""
+"""Measurements: one training step (`bench.step`), beside PyTorch (`bench.compare`), and of its parts."""
