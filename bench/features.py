@@ -41,6 +41,7 @@ from shardrt.fsdp import (
 )
 from shardrt.fsdp.memory import table
 from shardrt.recompute import checkpoint_blocks
+from shardrt.train.errors import USAGE, one_line
 
 BASE = "FULL_SHARD"
 
@@ -159,13 +160,15 @@ def _parts(tokens: np.ndarray, targets: np.ndarray, count: int) -> Iterator[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.features", description="What each feature costs.")
+    parser = w.Parser(prog="python -m bench.features", description="What each feature costs.")
     w.add_arguments(parser)
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these variants beside FULL_SHARD")
-    options = parser.parse_args()
-    mesh = init_device_mesh("auto", communicator=options.communicator)
+    with one_line(USAGE):
+        options = parser.parse_args()
+        model_of(w.workload_of(options))  # may be nonsense
+        mesh = init_device_mesh("auto", communicator=options.communicator)
     with tempfile.TemporaryDirectory() as spill:
         chosen = [v for v in variants(spill) if not options.only or v.name in (BASE, *options.only)]
         results = run(chosen, options, mesh)

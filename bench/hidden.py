@@ -6,15 +6,13 @@ of the schedule itself, is the step's time less that of the same step without sh
 out of both, since sharding cuts its work. The contestants take turns, and the slowest rank counts.
 """
 
-import argparse
 import statistics
 from collections.abc import Callable
 
 import numpy as np
 
-from bench import workload as w
-from bench.training import UNSHARDED, Training, gathered
-from shardrt.comm import Communicator, CountedCommunicator, DelayedCommunicator, init_device_mesh
+from bench.training import Training, gathered
+from shardrt.comm import Communicator, CountedCommunicator, DelayedCommunicator
 from shardrt.fsdp import units
 
 Batches = Callable[[int], tuple[np.ndarray, np.ndarray]]
@@ -39,22 +37,6 @@ class Delays:
     def calls(self) -> int:
         """Collectives so far that a delay goes with."""
         return sum(sum(made.inner.calls.values()) - made.inner.calls["barrier"] for made in self._made)
-
-
-def measure(options: argparse.Namespace, workload: w.Job, shape: tuple[int, ...]) -> dict:
-    """The figures on rank 0, as options of bench.step ask for them. Collective."""
-    delays = Delays()
-    mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=delays)
-    how = {"clip": options.clip, "loss_chunk": options.loss_chunk}
-    alone = Training(workload, mesh, UNSHARDED, **how)
-    sharded = Training(workload, mesh, options.strategy, prefetch=options.prefetch, **how)
-
-    def batch(number: int) -> tuple[np.ndarray, np.ndarray]:
-        return workload.batch_of(number, mesh.rank)
-
-    result = race(alone, sharded, delays, batch, options.inject, options.warmup, options.steps)
-    about = {"strategy": options.strategy, "prefetch": options.prefetch, "workload": workload.facts()}
-    return {**about, "world_size": mesh.size, **result}
 
 
 def race(

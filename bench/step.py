@@ -73,14 +73,15 @@ def main() -> None:
     with one_line(USAGE):
         counter = Counter()
         shape = mesh_shape(options.strategy, world.current().size)
-        if options.inject is not None:
-            result = hidden.measure(options, workload, shape)
-            if world.current().rank == 0:
-                f.show(result, hidden.lines(result), options)
-            return
-        mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=counter)
+        delays = hidden.Delays()
+        wrap = counter if options.inject is None else delays
+        mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=wrap)
         how = {"prefetch": options.prefetch, "clip": options.clip, "loss_chunk": options.loss_chunk}
         training = Training(workload, mesh, options.strategy, **how)
+    if options.inject is not None:
+        alone = Training(workload, mesh, UNSHARDED, clip=options.clip, loss_chunk=options.loss_chunk)
+        hide(options, alone, training, delays)
+        return
     with one_line(DATA, mesh):
         if options.weights:
             shardrt.checkpoint.load(options.weights, training.model)
@@ -103,6 +104,10 @@ def check(options: argparse.Namespace, launched: int | None) -> None:
         raise ValueError("--strategy all begins with the seed's weights: no --save, no --weights")
     if options.inject is not None and not (options.inject > 0 and options.strategy in STRATEGIES):
         raise ValueError("--inject must be positive, and needs one strategy that shards")
+    if options.inject is not None and (launched or options.ranks or 1) < 2:
+        raise ValueError("--inject needs 2 ranks or more: one rank communicates with nobody")
+    if options.inject is not None and (options.save or options.weights):
+        raise ValueError("--inject begins with the seed's weights: no --save, no --weights")
 
 
 def mesh_shape(strategy: str, size: int) -> tuple[int, ...]:
@@ -124,6 +129,17 @@ def start(options: argparse.Namespace) -> None:
     chosen = [name for name in STRATEGIES if count % 2 == 0 or not name.startswith("HYBRID")]
     results = [ranks.step([*given, "--strategy", name], count) for name in (*chosen, UNSHARDED)]
     f.show({"strategies": results}, table(results), options)
+
+
+def hide(options: argparse.Namespace, alone: Training, sharded: Training, delays: hidden.Delays) -> None:
+    """How much shows of communication that takes longer. Collective; rank 0 prints the figures."""
+    mesh, workload = sharded.mesh, sharded.workload
+    how = options.inject, options.warmup, options.steps
+    figures = hidden.race(alone, sharded, delays, lambda n: workload.batch_of(n, mesh.rank), *how)
+    about = {"strategy": options.strategy, "prefetch": options.prefetch, "workload": workload.facts()}
+    result = {**about, "world_size": mesh.size, **figures}
+    if mesh.rank == 0:
+        f.show(result, [f"{workload}; {mesh.size} ranks", *hidden.lines(result)], options)
 
 
 def run(options: argparse.Namespace, training: Training, counter: Counter) -> None:
@@ -258,6 +274,8 @@ def table(results: list[dict]) -> list[str]:
             f"{result[unit + '_per_s']:10.1f}{result['peak_rss_mb']:8.0f}{result['peak_pss_mb']:8.0f}"
             f"{100 * result['mfu_of_product']:7.1f}{result['received_mb']:9.1f}"
         )
+    if len(results) <= len(STRATEGIES):
+        told.append("without the hybrids, which make 2 copies and need an even number of ranks")
     told.append("step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it")
     return told
 

@@ -143,8 +143,10 @@ def test_nonsense_is_refused_once_for_two_ranks():
         done = mpirun(2, ["-m", "bench.step", *words], timeout=60)
         lines = done.stderr.strip().splitlines()
         assert done.returncode == 2 and len(lines) == 1 and told in lines[0], (words, done.stderr)
-    done = python("-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "even" in done.stderr
+    hybrid = ["--ranks", "3", "--strategy", "HYBRID_SHARD"]
+    for words, told in ((hybrid, "even"), (["--inject", "1"], "2 ranks")):
+        done = python("-m", "bench.step", *words)
+        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and told in done.stderr
 
 
 def test_shared_pages_count_once():
