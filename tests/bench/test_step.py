@@ -134,19 +134,36 @@ def test_nonsense_is_refused_once_for_two_ranks():
     for words, told in (
         (["--dim", "17", "--heads", "2"], "n_embd must be a multiple of n_head, got 17 and 2"),
         (["--strategy", "HALF_SHARD"], "FULL_SHARD"),
-        (["--strategy", "all"], "python -m bench.step --ranks 2 --strategy all"),
         (["--ranks", "3"], "mpirun has started 2"),
-        (["--inject", "0"], "--inject must be positive"),
-        (["--device", "cuda"], "python -m bench.gpu"),
-        (["--size", "vit-s16", "--kv_heads", "2"], "is a ViT and has none"),
     ):
         done = mpirun(2, ["-m", "bench.step", *words], timeout=60)
         lines = done.stderr.strip().splitlines()
         assert done.returncode == 2 and len(lines) == 1 and told in lines[0], (words, done.stderr)
-    hybrid = ["--ranks", "3", "--strategy", "HYBRID_SHARD"]
-    for words, told in ((hybrid, "even"), (["--inject", "1"], "2 ranks")):
-        done = python("-m", "bench.step", *words)
-        assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and told in done.stderr
+    done = python(
+        "-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD"
+    )  # from the ranks it starts
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "even" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "launched", "told"),
+    [
+        (["--strategy", "all"], 2, "python -m bench.step --ranks 2 --strategy all"),
+        (["--strategy", "all", "--save", "there"], None, "no --save"),
+        (["--inject", "0"], 2, "must be positive"),
+        (["--inject", "1", "--strategy", "NONE"], 2, "one strategy that shards"),
+        (["--inject", "1"], None, "2 ranks or more"),
+        (["--inject", "1", "--weights", "there"], 2, "no --weights"),
+        (["--device", "cuda"], None, "python -m bench.gpu"),
+        (["--warmup", "-1"], None, "at least 0"),
+        (["--size", "vit-s16", "--kv_heads", "2"], None, "is a ViT and has none"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(words, launched, told):
+    with pytest.raises(ValueError, match=told):
+        options = step.arguments().parse_args(words)
+        workload.workload_of(options)
+        step.check(options, launched)
 
 
 def test_shared_pages_count_once():
