@@ -1,1 +1,1 @@
-"""Measurements: one training step (`bench.step`), and the same beside PyTorch (`bench.compare`)."""
+"""Measurements: one training step (`bench.step`), beside PyTorch (`bench.compare`), and of its parts."""

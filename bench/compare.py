@@ -1,32 +1,32 @@
-"""Times shardrt beside PyTorch FSDP2 in one run, the contestants by turns: A B A B.
+"""Times shardrt beside PyTorch's FSDP2, FSDP1 and DDP in one run, the contestants by turns: A B A B.
 
 Every run is a set of fresh processes, one thread each, that start from the same weights and see the same
-tokens; so the losses must agree, or the times mean nothing. Ratios are taken within a round.
+batches; so the losses must agree, and who has others gets no figures. Ratios are taken within a round. On
+the CPU; on a GPU beside PyTorch: `python -m bench.gpu`.
 
-    python -m bench.compare --size small --ranks 2 --repeats 3 --tcmalloc
+    python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
 """
 
 import argparse
+import importlib.util
 import json
 import os
-import resource
-import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
-from collections.abc import Callable
 from ctypes.util import find_library
 from dataclasses import dataclass
+from math import inf, isfinite
 from pathlib import Path
-from typing import Any
 
+from bench import ranks
 from bench import workload as w
+from bench.environment import facts
 from bench.peers.launch import launch, one_thread
+from bench.peers.torch_step import STRATEGIES as PEERS
+from bench.quiet import DISTURBED, watched
 
-TOLERANCE = 1e-4  # of the losses, relative, over all steps
-DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are doubtful
+TOLERANCE = 1e-5  # of the losses, relative, over all steps
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,44 @@ class Contestant:
     strategy: str
     preload: str = ""
 
-    def run(self, arguments: list[str], ranks: int) -> dict:
-        """The figures of one run. Raises RuntimeError if it fails."""
+    def run(self, arguments: list[str], count: int) -> dict:
+        """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
         words = ["-m", self.module, *arguments, "--strategy", self.strategy, "--json"]
         environment = one_thread()
         if self.preload:
             environment["LD_PRELOAD"] = self.preload
-        if self.module == "bench.step":
-            output = mpirun(words, ranks, environment)
-        else:
-            output = launch(words, ranks, environment)
-        return json.loads(output.splitlines()[-1])
+        start = ranks.mpirun if self.module == "bench.step" else launch
+        return json.loads(start(words, count, environment).splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.compare", description="Times shardrt beside PyTorch FSDP2, by turns."
+    with ranks.refusal():
+        options = arguments().parse_args()
+        workload = w.workload_of(options)
+        if options.output and options.output.exists():
+            raise ValueError(f"--output: {options.output} exists")
+        if not installed("torch"):
+            raise ValueError("PyTorch is not installed: pip install torch")
+        contestants = entrants(options)
+        rounds = compare(contestants, workload, options)
+    result = summary(contestants, rounds) | facts(" ".join(["python -m bench.compare", *sys.argv[1:]]))
+    print(json.dumps(result) if options.json else table(result, str(workload)))
+    if options.output:
+        options.output.write_text(json.dumps(result, indent=1) + "\n")
+    if any("step_ms" not in each for each in result["contestants"]):
+        raise SystemExit(1)
+
+
+def arguments() -> argparse.ArgumentParser:
+    parser = w.Parser(
+        prog="python -m bench.compare", description="Times shardrt beside PyTorch, by turns, on the CPU."
     )
-    parser.add_argument("--size", choices=sorted(w.SIZES), default="small")
+    w.add_shape(parser)
+    parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
+    known = ", ".join(_SHARDING)
+    parser.add_argument(
+        "--against", type=peers, default=["fsdp2"], metavar="PEER,...", help=f"of {known} (fsdp2)"
+    )
     parser.add_argument("--ranks", type=w.positive, default=2, metavar="N", help="ranks of one thread (2)")
     parser.add_argument("--repeats", type=w.positive, default=3, metavar="R", help="rounds (3)")
     parser.add_argument("--steps", type=w.positive, default=8, metavar="N", help="timed steps per run (8)")
@@ -73,44 +93,51 @@ def main() -> None:
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of the table")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the JSON object to FILE as well")
-    options = parser.parse_args()
-    if options.output and options.output.exists():
-        parser.error(f"--output: {options.output} exists")
-
-    contestants = entrants(options, parser)
-    runs = compare(contestants, w.SIZES[options.size], options)
-    result = summary(contestants, runs)
-    result |= {"size": options.size, "repeats": options.repeats, "command": " ".join(sys.argv[1:])}
-    print(json.dumps(result) if options.json else table(result))
-    if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
-    if result["loss_difference"] > TOLERANCE:
-        raise SystemExit(f"bench.compare: the losses differ by {result['loss_difference']:.1e} of their size")
+    return parser
 
 
-def entrants(options: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Contestant]:
-    """Who takes part; shardrt is first."""
-    found = [
-        Contestant(f"shardrt {options.strategy}", "bench.step", options.strategy),
-        Contestant("torch FSDP2", "bench.peers.torch_step", "fsdp2"),
-    ]
+_SHARDING = tuple(name for name in PEERS if name != "single")
+
+
+def installed(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ValueError:  # sys.modules says that it is not to be found
+        return False
+
+
+def peers(text: str) -> list[str]:
+    """An argparse type: PyTorch's strategies by name, with commas."""
+    names = text.split(",")
+    for name in names:
+        if name not in _SHARDING:
+            raise argparse.ArgumentTypeError(f"unknown peer {name!r}; known are {', '.join(_SHARDING)}")
+    return names
+
+
+def entrants(options: argparse.Namespace) -> list[Contestant]:
+    """Who takes part; shardrt is first. Raises ValueError where tcmalloc is asked for and not found."""
+    found = [Contestant(f"shardrt {options.strategy}", "bench.step", options.strategy)]
+    preloads = [""]
     if options.tcmalloc is not None:
         library = options.tcmalloc or find_library("tcmalloc_minimal") or find_library("tcmalloc")
         if not library:
-            parser.error("--tcmalloc: not found; install libtcmalloc-minimal4 or name the library's file")
-        found.append(Contestant("torch FSDP2 tcmalloc", "bench.peers.torch_step", "fsdp2", library))
+            raise ValueError("--tcmalloc: not found; install libtcmalloc-minimal4 or name the library's file")
+        preloads.append(library)
+    for peer in options.against:
+        for preload in preloads:
+            name = f"torch {PEERS[peer]}{' tcmalloc' if preload else ''}"
+            found.append(Contestant(name, "bench.peers.torch_step", peer, preload))
     if options.unsharded:
         found.append(Contestant("shardrt unsharded", "bench.step", "NONE"))
     return found
 
 
-def compare(
-    contestants: list[Contestant], workload: w.Workload, options: argparse.Namespace
-) -> list[list[dict]]:
+def compare(contestants: list[Contestant], workload: w.Job, options: argparse.Namespace) -> list[list[dict]]:
     """The figures by round and contestant."""
     with tempfile.TemporaryDirectory(prefix="bench-") as weights:
         common = [*workload.arguments(), "--weights", weights]
-        mpirun(["-m", "bench.step", *workload.arguments(), "--save", weights], 1, one_thread())
+        ranks.mpirun(["-m", "bench.step", *workload.arguments(), "--save", weights], 1)
         # Once untimed: compiles what is not in the caches yet.
         contestants[0].run([*common, "--steps", "1", "--warmup", "0"], options.ranks)
         arguments = [*common, "--steps", str(options.steps), "--warmup", "2"]
@@ -118,124 +145,99 @@ def compare(
         for number in range(options.repeats):
             rounds.append(
                 [
-                    watched(contestant, arguments, options.ranks, options.patience)
+                    watched(lambda c=contestant: c.run(arguments, options.ranks), options.patience)
                     for contestant in contestants
                 ]
             )
-            figures = ", ".join(f"{run['step_ms_median']:.0f}" for run in rounds[-1])
-            print(f"round {number + 1} of {options.repeats}: {figures} ms per step", file=sys.stderr)
+            print(f"round {number + 1} of {options.repeats} is over", file=sys.stderr)
         return rounds
 
 
-def watched(contestant: Contestant, arguments: list[str], ranks: int, patience: float) -> dict:
-    """The figures of one run, with `other_load`: the cores that other processes used meanwhile.
-
-    Waits for the machine to be idle and repeats a run that was disturbed, for up to `patience` seconds.
-    """
-    end = time.monotonic() + patience
-    while True:
-        while time.monotonic() < end and load_of_others(lambda: time.sleep(1))[0] > DISTURBED:
-            pass
-        load, figures = load_of_others(lambda: contestant.run(arguments, ranks))
-        if load <= DISTURBED or time.monotonic() >= end:
-            return figures | {"other_load": load}
-
-
-def load_of_others(action: Callable[[], Any]) -> tuple[float, Any]:
-    """(cores that processes other than this one's children used during `action`, its result)."""
-    start, busy, own = time.monotonic(), busy_seconds(), children_seconds()
-    result = action()
-    others = (busy_seconds() - busy) - (children_seconds() - own)
-    return max(0.0, others / (time.monotonic() - start)), result
-
-
-def busy_seconds() -> float:
-    """Processor time that all processes of this machine have used, over all cores."""
-    with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _idle, _wait, irq, softirq, *_ = (
-            int(word) for word in file.readline().split()[1:]
-        )
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
-
-
-def children_seconds() -> float:
-    """Processor time that this process's children, now ended, have used."""
-    used = resource.getrusage(resource.RUSAGE_CHILDREN)
-    return used.ru_utime + used.ru_stime
-
-
-def mpirun(words: list[str], ranks: int, environment: dict[str, str], timeout: float = 1800) -> str:
-    """What `mpirun -n ranks python *words` prints. Raises RuntimeError with its errors if it fails."""
-    beside = Path(sys.executable).with_name("mpirun")
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    if launcher is None:
-        raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
-    command = [launcher, "-n", str(ranks), sys.executable, *words]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(words)}: exit code {done.returncode}\n{done.stderr[-4000:]}")
-    return done.stdout
-
-
 def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
-    """Medians over rounds; how much faster the first is than each, round by round; how far losses differ."""
-    entries = []
-    for position, contestant in enumerate(contestants):
-        runs = [figures[position] for figures in rounds]
-        times = [run["step_ms_median"] for run in runs]
-        ratios = [one / rounds[r][0]["step_ms_median"] for r, one in enumerate(times)]
-        entries.append(
-            {
-                "contestant": contestant.name,
-                "step_ms_median": statistics.median(times),
-                "step_ms": times,
-                "tokens_per_s": statistics.median(run["tokens_per_s"] for run in runs),
-                "peak_rss_mb": statistics.median(run["peak_rss_mb"] for run in runs),
-                "ratio": statistics.median(ratios),
-                "ratios": ratios,
-                "other_load": max(run["other_load"] for run in runs),
-                "losses": runs[0]["losses"],
-                "settings": runs[0]["settings"],
-                "versions": runs[0]["versions"],
-            }
-        )
-    trained_together = [e for c, e in zip(contestants, entries, strict=True) if c.strategy != "NONE"]
+    """Medians over rounds; how much faster the first is than each, round by round. See `entry`."""
     first = rounds[0][0]
     return {
-        "contestants": entries,
-        "loss_difference": max(difference(entries[0]["losses"], e["losses"]) for e in trained_together),
+        "contestants": [
+            entry(contestant, [each[position] for each in rounds], [each[0] for each in rounds])
+            for position, contestant in enumerate(contestants)
+        ],
         "workload": first["workload"],
         "ranks": first["world_size"],
         "parameters": first["parameters"],
-        "cores": os.cpu_count(),
+        "repeats": len(rounds),
+        "load_average": list(os.getloadavg()),
     }
 
 
-def difference(losses: list[float], others: list[float]) -> float:
-    """The largest relative difference at any step."""
-    return max(abs(a - b) / abs(b) for a, b in zip(losses, others, strict=True))
+def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
+    """One contestant's figures; where its losses are not the first's, only how far they differ."""
+    alone = contestant.strategy == "NONE"  # trains on a rank's batches only: equal until the first update
+    off = max(difference(firsts[0]["losses"], run["losses"], 1 if alone else None) for run in runs)
+    told = {"contestant": contestant.name, "loss_difference": off, "settings": runs[0]["settings"]}
+    if off > TOLERANCE:
+        return told
+    times = [run["step_ms_median"] for run in runs]
+    ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
+    used = [r["processor_ms"] / first["processor_ms"] for r, first in zip(runs, firsts, strict=True)]
+    medians = [name for name in _MEDIANS if name in runs[0]]
+    return told | {
+        "step_ms_median": statistics.median(times),
+        "step_ms": times,
+        **{name: statistics.median(run[name] for run in runs) for name in medians},
+        "ratio": statistics.median(ratios),
+        "ratios": ratios,
+        "processor_ratio": statistics.median(used),
+        "other_load": max(run["other_load"] for run in runs),
+        "losses": runs[0]["losses"],
+        "versions": runs[0]["versions"],
+        **{name: runs[0][name] for name in ("parts_ms", "streams_ms") if name in runs[0]},
+    }
 
 
-def table(result: dict) -> str:
+_MEDIANS = (
+    "tokens_per_s",
+    "images_per_s",
+    "processor_ms",
+    "peak_rss_mb",
+    "peak_pss_mb",
+    "job_pss_mb",
+    "gflops_per_rank",
+)
+
+
+def difference(losses: list[float], others: list[float], count: int | None = None) -> float:
+    """The largest relative difference at any of the first `count` steps; infinite for what is no number."""
+    pairs = list(zip(losses, others, strict=True))[:count]
+    return max(abs(a - b) / abs(b) if isfinite(a + b) else inf for a, b in pairs)
+
+
+def table(result: dict, workload: str) -> str:
     """The summary for a reader."""
-    job = result["workload"]
     entries = result["contestants"]
+    unit = "images" if "images_per_s" in entries[0] else "tokens"
     lines = [
-        f"GPT {job['layers']} x {job['dim']}, {result['parameters'] / 1e6:.1f} M parameters, T {job['seq']}, "
-        f"batch {job['batch']} per rank, vocab {job['vocab']}, fp32; {result['ranks']} ranks x 1 thread",
-        f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {'tokens/s':>9} {'MB/rank':>8}  "
-        f"time over {entries[0]['contestant']}'s",
+        f"{workload}, {result['parameters'] / 1e6:.1f} M parameters, fp32; {result['ranks']} ranks, 1 thread",
+        f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8}  "
+        f"time over {entries[0]['contestant']}'s, processors' likewise",
     ]
-    for entry in entries:
-        times, ratios = entry["step_ms"], entry["ratios"]
-        spread = f"{entry['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f})"
+    for each in entries:
+        if "step_ms" not in each:
+            told = f"no figures: LOSSES DIFFER by {each['loss_difference']:.1e}"
+            lines.append(f"{each['contestant']:<22} {told}")
+            continue
+        times, ratios = each["step_ms"], each["ratios"]
+        spread = (
+            f"{each['ratio']:.2f} ({min(ratios):.2f} to {max(ratios):.2f}), {each['processor_ratio']:.2f}"
+        )
         lines.append(
-            f"{entry['contestant']:<22} {entry['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
-            f"{entry['tokens_per_s']:9.0f} {entry['peak_rss_mb']:8.0f}  {spread}"
+            f"{each['contestant']:<22} {each['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
+            f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f}  {spread}"
         )
     lines.append(f"shardrt's matrix products: {entries[0]['versions']['blas']}")
-    lines.append(f"losses agree to {result['loss_difference']:.1e} of their size (limit {TOLERANCE:.0e})")
-    disturbed = [entry["contestant"] for entry in entries if entry["other_load"] > DISTURBED]
+    off = max(each["loss_difference"] for each in entries)
+    lines.append(f"losses differ by at most {off:.1e} of their size (limit {TOLERANCE:.0e})")
+    lines.append("RSS counts a page that ranks share once for each, PSS once; the largest rank's peaks")
+    disturbed = [each["contestant"] for each in entries if each.get("other_load", 0) > DISTURBED]
     if disturbed:
         lines.append(f"doubtful, other processes were busy meanwhile: {', '.join(disturbed)}")
     return "\n".join(lines)

@@ -19,15 +19,14 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import workload as w
-from bench.step import config_of, gathered
-from models.gpt import GPT, GPTConfig
+from bench.training import gathered, model_of
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
@@ -42,6 +41,7 @@ from shardrt.fsdp import (
 )
 from shardrt.fsdp.memory import table
 from shardrt.recompute import checkpoint_blocks
+from shardrt.train.errors import USAGE, one_line
 
 BASE = "FULL_SHARD"
 
@@ -52,9 +52,9 @@ class Variant:
 
     name: str
     settings: dict[str, Any] | None = field(default_factory=dict)
-    prepare: Callable[[GPT], None] = lambda model: None
+    prepare: Callable[[nn.Module], None] = lambda model: None
     micro_batches: int = 1
-    accumulate: Callable[[GPT], Any] = lambda model: nullcontext()
+    accumulate: Callable[[nn.Module], Any] = lambda model: nullcontext()
     in_backward: bool = False
     clip: bool = False
     invariant: bool = False  # set_world_invariant
@@ -95,7 +95,7 @@ def variants(spill: str) -> list[Variant]:
     ]
 
 
-def _offload_blocks(model: GPT) -> None:
+def _offload_blocks(model: nn.Module) -> None:
     for block in model.blocks:
         offload_activations(block)
 
@@ -103,10 +103,10 @@ def _offload_blocks(model: GPT) -> None:
 class Contestant:
     """A variant with its model and optimizer."""
 
-    def __init__(self, variant: Variant, config: GPTConfig, mesh: DeviceMesh) -> None:
+    def __init__(self, variant: Variant, workload: w.Job, mesh: DeviceMesh) -> None:
         shardrt.manual_seed(0)
         self.variant = variant
-        self.model = GPT(config)
+        self.model = model_of(workload)
         variant.prepare(self.model)
         if variant.settings is not None:
             for module in (*self.model.blocks, self.model):
@@ -160,20 +160,22 @@ def _parts(tokens: np.ndarray, targets: np.ndarray, count: int) -> Iterator[tupl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.features", description="What each feature costs.")
+    parser = w.Parser(prog="python -m bench.features", description="What each feature costs.")
     w.add_arguments(parser)
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these variants beside FULL_SHARD")
-    options = parser.parse_args()
-    mesh = init_device_mesh("auto", communicator=options.communicator)
+    with one_line(USAGE):
+        options = parser.parse_args()
+        model_of(w.workload_of(options))  # may be nonsense
+        mesh = init_device_mesh("auto", communicator=options.communicator)
     with tempfile.TemporaryDirectory() as spill:
         chosen = [v for v in variants(spill) if not options.only or v.name in (BASE, *options.only)]
         results = run(chosen, options, mesh)
     if mesh.rank == 0:
         if not options.json:
             print(as_table(results))
-        result = {"world_size": mesh.size, "workload": asdict(w.workload_of(options)), "variants": results}
+        result = {"world_size": mesh.size, "workload": w.workload_of(options).facts(), "variants": results}
         print(json.dumps(result), flush=True)
         if options.output is not None:
             options.output.write_text(json.dumps(result, indent=1) + "\n")
@@ -182,7 +184,7 @@ def main() -> None:
 def run(chosen: list[Variant], options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:
     """A row for each variant. Collective."""
     workload = w.workload_of(options)
-    contestants = [Contestant(variant, config_of(workload), mesh) for variant in chosen]
+    contestants = [Contestant(variant, workload, mesh) for variant in chosen]
     for contestant in contestants:
         contestant.start(*workload.batch_of(0, mesh.rank))
     for step in range(options.warmup + options.steps):

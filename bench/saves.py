@@ -23,7 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from bench.step import gathered
+from bench.training import gathered
 from models import train
 from shardrt import device, optim
 from shardrt.checkpoint import Checkpoints

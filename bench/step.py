@@ -1,126 +1,283 @@
-"""Times shardrt's training step: forward, loss, backward and AdamW, on the GPT of models/gpt.py.
+"""Times shardrt's training step, forward, loss, backward and AdamW, and says where the time went.
 
-The last line on rank 0 is one JSON object: step_ms_median, tokens_per_s (all ranks), peak_rss_mb (the
-largest rank's) and what they belong to.
+The last line is one JSON object. Strategies that are measured together have processes of their own, for
+their memory is theirs. `--inject 0.5` slows each collective down and says how much of that a step shows
+(bench/hidden.py).
 
-    mpirun -n 2 python -m bench.step --layers 6 --dim 384 --heads 6 --strategy FULL_SHARD
+    mpirun -n 2 python -m bench.step --size gpt2
+    python -m bench.step --ranks 2 --size gpt2 --strategy all
 """
 
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
+import statistics
+import sys
 import time
-from dataclasses import replace
 
 import numpy as np
 from threadpoolctl import threadpool_info
 
 import shardrt.checkpoint
+from bench import figures as f
+from bench import hidden, ranks
 from bench import workload as w
-from models.gpt import GPT, GPTConfig
-from shardrt import device, nn, optim
-from shardrt.comm import DeviceMesh, init_device_mesh
-from shardrt.fsdp import ShardingStrategy, fully_shard
-from shardrt.train.errors import USAGE, one_line
+from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
+from bench.traffic import Counter, expected
+from bench.training import UNSHARDED, Training, gathered
+from shardrt.comm import init_device_mesh, world
+from shardrt.device import timeline
+from shardrt.fsdp import ShardingStrategy
+from shardrt.train.errors import DATA, USAGE, one_line
+
+STRATEGIES = tuple(strategy.name for strategy in ShardingStrategy)
+SIDE = 1536  # of the matrices of the product that a step is compared with
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.step", description="Times shardrt's training step."
-    )
+def arguments() -> argparse.ArgumentParser:
+    parser = w.Parser(prog="python -m bench.step", description="Times shardrt's training step.")
     w.add_arguments(parser)
-    strategies = [strategy.name for strategy in ShardingStrategy]
+    parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     parser.add_argument(
         "--strategy",
-        choices=[*strategies, "NONE"],
+        choices=[*STRATEGIES, UNSHARDED, "all"],
         default="FULL_SHARD",
         help="NONE: not sharded at all; every rank then trains a model of its own",
     )
-    parser.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead (1)")
+    parser.add_argument("--ranks", type=w.positive, metavar="N", help="start so many, where mpirun does not")
+    parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units gathered ahead (1)")
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
-    parser.add_argument("--loss-chunk", type=int, default=0, metavar="ROWS", help="of logits at a time (all)")
-    parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
-    options = parser.parse_args()
-    with one_line(USAGE):
-        config = replace(config_of(w.workload_of(options)), loss_chunk=options.loss_chunk)
-        mesh = init_device_mesh("auto", communicator=options.communicator)
-    run(options, config, mesh)
-
-
-def config_of(workload: w.Workload) -> GPTConfig:
-    return GPTConfig(
-        n_layer=workload.layers,
-        n_head=workload.heads,
-        n_embd=workload.dim,
-        block_size=workload.seq,
-        vocab_size=workload.vocab,
+    parser.add_argument(
+        "--loss-chunk", type=w.natural, default=0, metavar="ROWS", help="of logits at a time (all)"
     )
+    parser.add_argument(
+        "--inject",
+        type=float,
+        metavar="F",
+        help="make each collective longer by F of a unit's forward, and say what of it a step shows",
+    )
+    parser.add_argument("--save", metavar="DIR", help="write the initial weights to DIR and do not train")
+    return parser
 
 
-def run(options: argparse.Namespace, config: GPTConfig, mesh: DeviceMesh) -> None:
-    """This rank's part."""
-    workload = w.workload_of(options)
-    model = GPT(config)
-    if options.strategy != "NONE":
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh, strategy=options.strategy, prefetch=options.prefetch)
-        fully_shard(model, mesh=mesh, strategy=options.strategy, prefetch=options.prefetch)
-    if options.weights:
-        shardrt.checkpoint.load(options.weights, model)
-    if options.save:
-        shardrt.checkpoint.save(options.save, model)
+def main() -> None:
+    with one_line(USAGE):
+        options = arguments().parse_args()
+        workload = w.workload_of(options)
+        launched = world.launch()
+        check(options, launched and launched.size)
+    if launched is None and (options.ranks or options.strategy == "all"):
+        with one_line(USAGE, kinds=(RuntimeError,)):
+            start(options)
         return
-    optimizer = optim.AdamW(model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
+    with one_line(USAGE):
+        counter = Counter()
+        shape = mesh_shape(options.strategy, world.current().size)
+        delays = hidden.Delays()
+        wrap = counter if options.inject is None else delays
+        mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=wrap)
+        how = {"prefetch": options.prefetch, "clip": options.clip, "loss_chunk": options.loss_chunk}
+        training = Training(workload, mesh, options.strategy, **how)
+    if options.inject is not None:
+        alone = Training(workload, mesh, UNSHARDED, clip=options.clip, loss_chunk=options.loss_chunk)
+        hide(options, alone, training, delays)
+        return
+    with one_line(DATA, mesh):
+        if options.weights:
+            shardrt.checkpoint.load(options.weights, training.model)
+    if options.save:
+        shardrt.checkpoint.save(options.save, training.model)
+    else:
+        run(options, training, counter)
 
-    seconds, losses = [], []
-    for step in range(options.warmup + options.steps):
-        tokens, targets = workload.batch_of(step, mesh.rank)
-        start = time.perf_counter()
-        loss = model(tokens, targets)
-        loss.backward()
-        if options.clip is not None:
-            nn.utils.clip_grad_norm_(model.parameters(), options.clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
 
-    ranks = gathered([*seconds[options.warmup :], w.process_peak_mb(), *losses], mesh)
-    if mesh.rank == 0:
-        blas = next(library for library in threadpool_info() if library["user_api"] == "blas")
-        result = w.figures(
-            workload,
-            contestant=f"shardrt {options.strategy}",
-            step_seconds=ranks[:, : options.steps].tolist(),
-            peak_rss_mb=ranks[:, options.steps].tolist(),
-            losses=ranks[:, options.steps + 1 :].tolist(),
-            parameters=sum(parameter.size for parameter in model.parameters()),
-            settings={
-                "strategy": options.strategy,
-                "prefetch": options.prefetch,
-                "communicator": type(mesh.communicator("control")).__name__,
-                "threads_per_rank": blas["num_threads"],
-                "warmup": options.warmup,
-                "clip": options.clip,
-                "loss_chunk": options.loss_chunk,
-            },
-            versions={
-                "shardrt": shardrt.__version__,
-                # The kernels that it chose decide more than anything else here: AVX-512 or not.
-                "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}",
-            },
+def check(options: argparse.Namespace, launched: int | None) -> None:
+    """Raise ValueError for options that don't fit together. launched: ranks of mpirun, None without it."""
+    if launched is not None and options.ranks not in (None, launched):
+        raise ValueError(f"--ranks {options.ranks}, but mpirun has started {launched}")
+    if launched is not None and options.strategy == "all":
+        raise ValueError(
+            "--strategy all starts processes for each strategy, so it is not for mpirun: "
+            f"python -m bench.step --ranks {launched} --strategy all"
         )
-        w.show(result, options)
+    if options.strategy == "all" and (options.save or options.weights):
+        raise ValueError("--strategy all begins with the seed's weights: no --save, no --weights")
+    if options.inject is not None and not (options.inject > 0 and options.strategy in STRATEGIES):
+        raise ValueError("--inject must be positive, and needs one strategy that shards")
+    if options.inject is not None and (launched or options.ranks or 1) < 2:
+        raise ValueError("--inject needs 2 ranks or more: one rank communicates with nobody")
+    if options.inject is not None and (options.save or options.weights):
+        raise ValueError("--inject begins with the seed's weights: no --save, no --weights")
 
 
-def gathered(values: list[float], mesh: DeviceMesh) -> np.ndarray:
-    """The values of all ranks, one row each."""
-    table = np.zeros((mesh.size, len(values)))
-    table[mesh.rank] = values
-    stream = device.current().current_stream
-    mesh.communicator("control").all_gather(table.reshape(-1), stream=stream)
-    stream.synchronize()
-    return table
+def mesh_shape(strategy: str, size: int) -> tuple[int, ...]:
+    """One axis of all ranks; for a hybrid two copies. Raises ValueError where they don't come out even."""
+    if not strategy.startswith("HYBRID"):
+        return (size,)
+    if size % 2:
+        raise ValueError(f"{strategy} makes 2 copies here, which needs an even number of ranks, got {size}")
+    return 2, size // 2
+
+
+def start(options: argparse.Namespace) -> None:
+    """The ranks of each strategy, and what rank 0 printed; of several strategies a table."""
+    count = options.ranks or 1
+    given = [word for word in sys.argv[1:] if word != "--json"]
+    if options.strategy != "all":
+        print(ranks.mpirun(["-m", "bench.step", *sys.argv[1:]], count), end="")
+        return
+    chosen = [name for name in STRATEGIES if count % 2 == 0 or not name.startswith("HYBRID")]
+    results = [ranks.step([*given, "--strategy", name], count) for name in (*chosen, UNSHARDED)]
+    f.show({"strategies": results}, table(results), options)
+
+
+def hide(options: argparse.Namespace, alone: Training, sharded: Training, delays: hidden.Delays) -> None:
+    """How much shows of communication that takes longer. Collective; rank 0 prints the figures."""
+    mesh, workload = sharded.mesh, sharded.workload
+    how = options.inject, options.warmup, options.steps
+    figures = hidden.race(alone, sharded, delays, lambda n: workload.batch_of(n, mesh.rank), *how)
+    about = {"strategy": options.strategy, "prefetch": options.prefetch, "workload": workload.facts()}
+    result = {**about, "world_size": mesh.size, **figures}
+    if mesh.rank == 0:
+        f.show(result, [f"{workload}; {mesh.size} ranks", *hidden.lines(result)], options)
+
+
+def run(options: argparse.Namespace, training: Training, counter: Counter) -> None:
+    """This rank's steps. Collective; rank 0 prints the figures."""
+    mesh, workload = training.mesh, training.workload
+    gathered([0.0], mesh)  # all ranks multiply at the same time, as in a step
+    product = gathered([product_gflops()], mesh).mean()
+    for number in range(options.warmup):
+        training.step(*workload.batch_of(number, mesh.rank))
+    before, used, steps = counter.bytes, 0.0, []
+    for number in range(options.warmup, options.warmup + options.steps):
+        batch = workload.batch_of(number, mesh.rank)
+        with timeline.record_all() as recorded:
+            start, busy_before = time.perf_counter(), time.process_time()
+            stamps = training.step(*batch)
+            seconds = time.perf_counter() - start
+            used += (time.process_time() - busy_before) / options.steps
+        steps.append((seconds, parts(stamps, recorded), busy(recorded.spans)))
+    traffic = (counter.bytes - before) / options.steps
+    losses = list(training.losses)
+    last = workload.batch_of(options.warmup + options.steps, mesh.rank)
+    with f.proportional_peak() as sampled:
+        training.step(*last)
+
+    ways = middle(steps)
+    own = [
+        used,
+        f.process_peak_mb(),
+        max(sampled),
+        *ways.values(),
+        *losses,
+        *(seconds for seconds, *_ in steps),
+    ]
+    table = gathered(own, mesh)
+    if mesh.rank == 0:
+        first, second = 3 + len(ways), 3 + len(ways) + len(losses)
+        each = [f.RankFigures(row[second:], row[0], row[first:second], *row[1:3]) for row in table.tolist()]
+        slowest = max(range(mesh.size), key=lambda rank: statistics.median(each[rank].seconds))
+        result = f.figures(workload, each, **about(options, training))
+        split = dict(zip(ways, (1e3 * table[slowest, 3:first]).round(3).tolist(), strict=True))
+        result["parts_ms"] = {part: split[part] for part in PARTS}
+        result["exposed_ms"] = round(sum(split[part] for part in EXPOSED), 3)
+        result["streams_ms"] = {stream: split[stream] for stream in STREAMS}
+        result["product_gflops"] = round(float(product), 1)
+        result["mfu_of_product"] = float(f"{result['gflops_per_rank'] / product:.4g}")
+        result["mfu_of_peak"] = None  # a CPU does not tell how fast its cores could multiply
+        result["received_mb"] = round(traffic / 1e6, 3)
+        formula = 0.0 if options.strategy == UNSHARDED else expected(training.model)
+        result["formula_mb"] = round(formula / 1e6, 3)
+        f.show(result, lines(result, workload), options)
+
+
+def middle(steps: list[tuple[float, dict, dict]]) -> dict[str, float]:
+    """The parts, and what the streams did, of the step of median time; the mean of two for an even number."""
+    order = sorted(steps, key=lambda step: step[0])
+    chosen = [times | streams for _, times, streams in order[(len(steps) - 1) // 2 : len(steps) // 2 + 1]]
+    return {name: statistics.fmean(each[name] for each in chosen) for name in chosen[0]}
+
+
+def product_gflops() -> float:
+    """10^9 operations per second of our BLAS on a product of square matrices in fp32; the best of several."""
+    a, b, c = (np.ones((SIDE, SIDE), np.float32) for _ in range(3))
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        np.matmul(a, b, out=c)
+        times.append(time.perf_counter() - start)
+    return 2e-9 * SIDE**3 / min(times)
+
+
+def about(options: argparse.Namespace, training: Training) -> dict:
+    """What figures belong to."""
+    libraries = [library for library in threadpool_info() if library["user_api"] == "blas"]
+    blas = max(libraries, key=lambda library: "numpy" in library["filepath"])  # SciPy may have loaded its own
+    shards, control = training.mesh.shape, training.mesh.communicator("control")
+    return {
+        "contestant": f"shardrt {options.strategy}",
+        "parameters": sum(parameter.size for parameter in training.model.parameters()),
+        "settings": {
+            "strategy": options.strategy,
+            "mesh": list(shards),
+            "prefetch": options.prefetch,
+            "communicator": type(control.inner).__name__,
+            "threads_per_rank": blas["num_threads"],
+            "warmup": options.warmup,
+            "clip": options.clip,
+            "loss_chunk": options.loss_chunk,
+        },
+        "versions": {
+            "shardrt": shardrt.__version__,
+            # The kernels that it chose decide more than anything else here: AVX-512 or not.
+            "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}",
+        },
+    }
+
+
+def lines(result: dict, workload: w.Job) -> list[str]:
+    """One strategy's figures for a reader."""
+    split, streams = result["parts_ms"], result["streams_ms"]
+    told = ", ".join(f"{part} {split[part]:.1f}" for part in PARTS if split[part] >= 0.05)
+    per_s = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
+    return [
+        f"{workload}, {result['parameters'] / 1e6:.1f} M parameters, fp32",
+        f"{result['contestant']}: {result['world_size']} ranks, {result['step_ms_median']:.1f} ms per step, "
+        f"{per_s}, loss {result['loss']:.6f}",
+        f"the step: {told} ms",
+        f"exposed communication: {result['exposed_ms']:.1f} ms; beside the step: gathers "
+        f"{streams['gather']:.1f}, reductions {streams['reduce']:.1f} ms",
+        f"peak memory of the largest rank: {result['peak_rss_mb']:.0f} MB RSS (a page that ranks share "
+        f"counts for each), {result['peak_pss_mb']:.0f} MB PSS (it counts once); of all ranks "
+        f"{result['job_pss_mb']:.0f} MB PSS",
+        f"MFU: {100 * result['mfu_of_product']:.1f} % of a product of {SIDE}^3 in our BLAS, "
+        f"{result['product_gflops']:.0f} GFLOP/s per rank (a CPU's theoretical peak: not known)",
+        f"traffic per rank and step: {result['received_mb']:.2f} MB received and as much sent; by the "
+        f"formula {result['formula_mb']:.2f}",
+    ]
+
+
+def table(results: list[dict]) -> list[str]:
+    """All strategies for a reader."""
+    unit = "images" if "images_per_s" in results[0] else "tokens"
+    told = [
+        f"{'ms of a step':<22}{'step':>9}{'compute':>9}{'exposed':>9}{'optimizer':>10}{'other':>7}"
+        f"{'gather':>8}{'reduce':>8}{unit + '/s':>10}{'RSS MB':>8}{'PSS MB':>8}{'MFU %':>7}{'MB sent':>9}"
+    ]
+    for result in results:
+        split, streams = result["parts_ms"], result["streams_ms"]
+        compute = sum(split[part] for part in COMPUTE)
+        told.append(
+            f"{result['settings']['strategy']:<22}{result['step_ms_median']:9.1f}{compute:9.1f}{result['exposed_ms']:9.1f}"
+            f"{split['optimizer']:10.1f}{split['other']:7.1f}{streams['gather']:8.1f}{streams['reduce']:8.1f}"
+            f"{result[unit + '_per_s']:10.1f}{result['peak_rss_mb']:8.0f}{result['peak_pss_mb']:8.0f}"
+            f"{100 * result['mfu_of_product']:7.1f}{result['received_mb']:9.1f}"
+        )
+    if len(results) <= len(STRATEGIES):
+        told.append("without the hybrids, which make 2 copies and need an even number of ranks")
+    told.append("step = compute + exposed + optimizer + other; gather and reduce: their streams, beside it")
+    return told
 
 
 if __name__ == "__main__":

@@ -1,21 +1,55 @@
-"""What is measured: the shape of a GPT, its batches and the figures of a run; the same for every contestant.
+"""What is measured: the shape of a model and its batches, the same for every contestant; how options say it.
 
-Knows neither shardrt nor PyTorch, and a contestant imports nothing else of bench.
+Knows neither shardrt nor PyTorch.
 """
 
 import argparse
-import json
-import platform
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
+from typing import ClassVar, NoReturn
 
 import numpy as np
 
+LEARNING_RATE = 3e-4
+WEIGHT_DECAY = 0.1
+
+
+class Job:
+    """A model's shape and a batch per rank; subclasses are dataclasses of integers.
+
+    Of a rank's step, `count` tokens or images, and `flops`, the operations of its matrix products alone:
+    forward once, backward twice, a multiply-add is two, of causal attention the half that is needed.
+    """
+
+    MODEL: ClassVar[str]
+    UNIT: ClassVar[str] = "tokens"
+    SIZE: ClassVar[str]  # one of SIZES that has the same options
+    batch: int
+
+    @property
+    def count(self) -> int:
+        raise NotImplementedError
+
+    @property
+    def flops(self) -> float:
+        raise NotImplementedError
+
+    def batch_of(self, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Inputs and targets of a rank at a step: a function of the two alone."""
+        raise NotImplementedError
+
+    def arguments(self) -> list[str]:
+        """The command-line arguments that `workload_of` reads this workload from."""
+        shape = [word for name, value in asdict(self).items() for word in (f"--{name}", str(value))]
+        return ["--size", self.SIZE, *shape]
+
+    def facts(self) -> dict[str, int | str]:
+        """For a result."""
+        return {"model": self.MODEL, **asdict(self)}
+
 
 @dataclass(frozen=True)
-class Workload:
-    """One training job: a GPT and a batch per rank, on tokens drawn at random."""
+class Workload(Job):
+    """A GPT on tokens drawn at random."""
 
     layers: int = 6
     dim: int = 384
@@ -24,102 +58,153 @@ class Workload:
     batch: int = 8
     vocab: int = 256
 
+    MODEL: ClassVar[str] = "GPT"
+    SIZE: ClassVar[str] = "small"
+
+    @property
+    def count(self) -> int:
+        return self.batch * self.seq
+
+    @property
+    def flops(self) -> float:
+        weights = self.layers * self._block_weights() + self.dim * self.vocab
+        return 6.0 * self.count * (weights + self.layers * self.dim * self.seq)
+
+    def _block_weights(self) -> int:
+        return 12 * self.dim**2
+
     def batch_of(self, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
-        """Tokens and targets (batch, seq) of a rank at a step: a function of the two alone."""
+        """Tokens and targets, (batch, seq) each."""
         generator = np.random.default_rng((step, rank))
         text = generator.integers(0, self.vocab, (self.batch, self.seq + 1))
         return np.ascontiguousarray(text[:, :-1]), np.ascontiguousarray(text[:, 1:])
 
-    def arguments(self) -> list[str]:
-        """The command-line arguments that `add_arguments` reads this workload from."""
-        return [word for name, value in asdict(self).items() for word in (f"--{name}", str(value))]
+    def __str__(self) -> str:
+        shape = f"{self.MODEL} {self.layers} x {self.dim}, T {self.seq}"
+        return f"{shape}, batch {self.batch} per rank, vocab {self.vocab}"
 
 
-LEARNING_RATE = 3e-4
-WEIGHT_DECAY = 0.1
+@dataclass(frozen=True)
+class LlamaWorkload(Workload):
+    """A Llama: heads of queries share those of keys and values; `hidden` wide inside; the head is tied."""
 
-SIZES = {
+    layers: int = 12
+    dim: int = 768
+    heads: int = 12
+    batch: int = 2
+    vocab: int = 32000
+    kv_heads: int = 4
+    hidden: int = 2048
+
+    MODEL: ClassVar[str] = "Llama"
+    SIZE: ClassVar[str] = "llama-100m"
+
+    def _block_weights(self) -> int:
+        packed = self.dim + 2 * self.kv_heads * (self.dim // self.heads)
+        return self.dim * (packed + self.dim + 3 * self.hidden)
+
+
+@dataclass(frozen=True)
+class ViTWorkload(Job):
+    """A ViT with a class token, on images of normal noise."""
+
+    layers: int = 12
+    dim: int = 384
+    heads: int = 6
+    hidden: int = 1536
+    image: int = 224
+    patch: int = 16
+    batch: int = 4
+    classes: int = 1000
+
+    MODEL: ClassVar[str] = "ViT"
+    UNIT: ClassVar[str] = "images"
+    SIZE: ClassVar[str] = "vit-s16"
+
+    @property
+    def count(self) -> int:
+        return self.batch
+
+    @property
+    def flops(self) -> float:
+        patches = (self.image // self.patch) ** 2
+        block = 4 * self.dim**2 + 2 * self.dim * self.hidden + 2 * self.dim * (patches + 1)
+        outside = patches * 3 * self.patch**2 * self.dim + self.dim * self.classes
+        return 6.0 * self.count * (self.layers * block * (patches + 1) + outside)
+
+    def batch_of(self, step: int, rank: int) -> tuple[np.ndarray, np.ndarray]:
+        """Images (batch, 3, image, image), float32, and labels (batch,)."""
+        generator = np.random.default_rng((step, rank))
+        images = generator.standard_normal((self.batch, 3, self.image, self.image), np.float32)
+        return images, generator.integers(0, self.classes, self.batch)
+
+    def __str__(self) -> str:
+        shape = f"{self.MODEL} {self.layers} x {self.dim}, {self.image} px in patches of {self.patch}"
+        return f"{shape}, batch {self.batch} per rank, {self.classes} classes"
+
+
+SIZES: dict[str, Job] = {
     "small": Workload(),
     "gpt2": Workload(layers=12, dim=768, heads=12, seq=256, batch=2, vocab=50304),
+    "llama-100m": LlamaWorkload(),
+    "vit-s16": ViTWorkload(),
 }
+SHAPE = tuple(dict.fromkeys(field.name for size in SIZES.values() for field in fields(size)))
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a wrong command line, so that of several ranks one can say so (`one_line`)."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options that all contestants share: the workload, how often, and from which weights."""
-    for field in fields(Workload):
-        parser.add_argument(f"--{field.name}", type=positive, default=field.default, metavar="N")
+    add_shape(parser)
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="timed steps (20)")
-    parser.add_argument("--warmup", type=int, default=2, metavar="N", help="steps before the timed ones (2)")
+    parser.add_argument("--warmup", type=natural, default=2, metavar="N", help="steps before those (2)")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
     parser.add_argument("--weights", metavar="DIR", help="start from DIR/model.safetensors")
     parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
 
 
+def add_shape(parser: argparse.ArgumentParser) -> None:
+    """Add --size, and an option for each number of a shape, which then differs from the size's."""
+    parser.add_argument("--size", choices=list(SIZES), default="small", help="(small)")
+    for name in SHAPE:
+        parser.add_argument(f"--{name}", type=positive, metavar="N", help="as in the size")
+
+
 def positive(text: str) -> int:
     """An argparse type: an integer of at least 1."""
+    return _at_least(1, text)
+
+
+def natural(text: str) -> int:
+    """An argparse type: an integer of at least 0."""
+    return _at_least(0, text)
+
+
+def cpu(text: str) -> str:
+    """An argparse type: the one device that these benchmarks are for."""
+    if text != "cpu":
+        raise argparse.ArgumentTypeError(f"{text!r} is not cpu; a GPU is measured by python -m bench.gpu")
+    return text
+
+
+def _at_least(least: int, text: str) -> int:
     value = int(text)
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"must be at least 1, got {value}")
+    if value < least:
+        raise argparse.ArgumentTypeError(f"must be at least {least}, got {value}")
     return value
 
 
-def workload_of(options: argparse.Namespace) -> Workload:
-    """The workload that the options describe."""
-    return Workload(**{field.name: getattr(options, field.name) for field in fields(Workload)})
-
-
-def figures(
-    workload: Workload,
-    *,
-    contestant: str,
-    step_seconds: Sequence[Sequence[float]],
-    losses: Sequence[Sequence[float]],
-    peak_rss_mb: Sequence[float],
-    parameters: int,
-    settings: dict,
-    versions: dict,
-) -> dict:
-    """The JSON object of a run. `step_seconds`, `losses` and `peak_rss_mb` hold one entry per rank.
-
-    Each rank times its steps without a barrier; what counts is the median of the slowest rank. `losses` are
-    the mean over ranks, of the warm-up steps too.
-    """
-    slowest = max(step_seconds, key=statistics.median)
-    median = statistics.median(slowest)
-    mean_losses = [statistics.fmean(step) for step in zip(*losses, strict=True)]
-    return {
-        "contestant": contestant,
-        "step_ms_median": round(1e3 * median, 3),
-        "tokens_per_s": round(len(step_seconds) * workload.batch * workload.seq / median, 1),
-        "peak_rss_mb": round(max(peak_rss_mb), 1),
-        "world_size": len(step_seconds),
-        "parameters": parameters,
-        "loss": mean_losses[-1],
-        "losses": mean_losses,
-        "step_ms": [round(1e3 * seconds, 3) for seconds in slowest],
-        "workload": asdict(workload),
-        "settings": settings,
-        "versions": {"python": platform.python_version(), "numpy": np.__version__, **versions},
-    }
-
-
-def show(result: dict, options: argparse.Namespace) -> None:
-    """Print the figures for a reader, unless --json, and then, as the last line, the JSON object."""
-    if not options.json:
-        print(
-            f"{result['contestant']}: {result['world_size']} ranks, "
-            f"{result['step_ms_median']:.1f} ms per step, "
-            f"{result['tokens_per_s']:.0f} tokens/s, {result['peak_rss_mb']:.0f} MB per rank, "
-            f"loss {result['loss']:.6f}"
-        )
-    print(json.dumps(result), flush=True)
-
-
-def process_peak_mb() -> float:
-    """Peak resident memory of this process so far, in 10^6 bytes, pages shared with other ranks included.
-
-    From /proc: getrusage's figure survives exec and can be the parent's.
-    """
-    with open("/proc/self/status", encoding="ascii") as file:
-        kilobytes = next(line.split()[1] for line in file if line.startswith("VmHWM:"))
-    return int(kilobytes) * 1024 / 1e6
+def workload_of(options: argparse.Namespace) -> Job:
+    """The workload that the options describe. Raises ValueError for a number that its model does not have."""
+    size = SIZES[options.size]
+    own = {field.name for field in fields(size)}
+    given = {name: value for name in SHAPE if (value := getattr(options, name)) is not None}
+    for name in given.keys() - own:
+        raise ValueError(f"--{name}: {options.size} is a {size.MODEL} and has none")
+    return replace(size, **given)

@@ -1,27 +1,40 @@
-"""Times PyTorch's training step: FSDP2 (`fully_shard`), DDP or a single process, on gloo and fused AdamW.
+"""Times PyTorch's training step: FSDP2, FSDP1, DDP or a single process, on gloo, with fused AdamW.
 
 Starts one process per rank, one thread each. The last line is one JSON object, as bench.step prints it.
 
-    python -m bench.peers.torch_step --ranks 2 --strategy fsdp2 --layers 6 --dim 384 --heads 6
+    python -m bench.peers.torch_step --ranks 2 --strategy fsdp2 --size gpt2
 """
 
 import argparse
 import os
 import sys
 import time
+from statistics import fmean
 
+from bench import figures as f
 from bench import workload as w
 from bench.peers.launch import launch, one_thread
+
+STRATEGIES = {
+    "fsdp2": "FSDP2",  # fully_shard
+    "fsdp1": "FSDP1",  # FullyShardedDataParallel
+    "ddp": "DDP",
+    "single": "one process",
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m bench.peers.torch_step", description="PyTorch's step")
     w.add_arguments(parser)
-    parser.add_argument("--strategy", choices=("fsdp2", "ddp", "single"), default="fsdp2")
+    parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--ranks", type=w.positive, default=1, metavar="N", help="processes to start (1)")
     options = parser.parse_args()
     if options.strategy == "single" and options.ranks > 1:
-        parser.error("--strategy single runs on one rank; fsdp2 and ddp on several")
+        parser.error("--strategy single runs on one rank; the others on several")
+    try:
+        w.workload_of(options)
+    except ValueError as error:
+        parser.error(str(error))
     if "RANK" in os.environ:
         run(options)
     else:
@@ -42,23 +55,34 @@ def run(options: argparse.Namespace) -> None:
         model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
     )
 
-    seconds, losses = [], []
-    for step in range(options.warmup + options.steps):
-        tokens, targets = (torch.from_numpy(array) for array in workload.batch_of(step, rank))
-        start = time.perf_counter()
-        loss = torch.nn.functional.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
+    def train(inputs, targets):
+        logits = model(inputs)
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
         loss.backward()
         if options.clip is not None:
-            torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
+            clip(model, options)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(loss.item())
-        seconds.append(time.perf_counter() - start)
+        return loss.item()
 
+    def batch(step):
+        return (torch.from_numpy(array) for array in workload.batch_of(step, rank))
+
+    seconds, losses, processor = [], [], []
+    for step in range(options.warmup + options.steps):
+        inputs, targets = batch(step)
+        start, used = time.perf_counter(), time.process_time()
+        losses.append(train(inputs, targets))
+        seconds.append(time.perf_counter() - start)
+        processor.append(time.process_time() - used)
+    with f.proportional_peak() as sampled:
+        train(*batch(options.warmup + options.steps))
+
+    used = fmean(processor[options.warmup :])
+    own = f.RankFigures(seconds[options.warmup :], used, losses, f.process_peak_mb(), max(sampled))
     ranks = [None] * world_size
-    dist.all_gather_object(ranks, (seconds[options.warmup :], w.process_peak_mb(), losses))
+    dist.all_gather_object(ranks, own)
     if rank == 0:
-        seconds_of, peaks, losses_of = zip(*ranks, strict=True)
         settings = {
             "strategy": options.strategy,
             "threads_per_rank": torch.get_num_threads(),
@@ -66,36 +90,30 @@ def run(options: argparse.Namespace) -> None:
             "clip": options.clip,
             "LD_PRELOAD": os.environ.get("LD_PRELOAD", ""),
         }
-        result = w.figures(
+        result = f.figures(
             workload,
-            contestant=f"torch {options.strategy}",
-            step_seconds=seconds_of,
-            losses=losses_of,
-            peak_rss_mb=peaks,
+            ranks,
+            contestant=f"torch {STRATEGIES[options.strategy]}",
             parameters=parameters,
             settings=settings,
             versions={"torch": torch.__version__},
         )
-        w.show(result, options)
+        rate = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
+        memory = f"{result['peak_rss_mb']:.0f} MB RSS and {result['peak_pss_mb']:.0f} MB PSS per rank"
+        told = f"{world_size} ranks, {result['step_ms_median']:.1f} ms per step, {rate}, {memory}"
+        f.show(result, [f"{result['contestant']}: {told}, loss {result['loss']:.6f}"], options)
     leave(dist)
 
 
-def build(workload: w.Workload, options: argparse.Namespace):
+def build(workload: w.Job, options: argparse.Namespace):
     """(model, number of parameters), wrapped as the strategy says."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    from bench.peers.torch_gpt import GPT
+    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     torch.manual_seed(0)
-    model = GPT(
-        layers=workload.layers,
-        heads=workload.heads,
-        width=workload.dim,
-        time=workload.seq,
-        vocab=workload.vocab,
-    )
+    model = network(workload)
     if options.weights:
         from safetensors.torch import load_model
 
@@ -103,12 +121,44 @@ def build(workload: w.Workload, options: argparse.Namespace):
     parameters = sum(parameter.numel() for parameter in model.parameters())
     if options.strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model), parameters
+    if options.strategy == "fsdp1":
+        blocks = ModuleWrapPolicy({type(model.blocks[0])})
+        wrapped = FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
+        return wrapped, parameters
     if options.strategy == "fsdp2":
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         for block in model.blocks:
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     return model, parameters
+
+
+def network(workload: w.Job):
+    """The model, in PyTorch."""
+    shape = {"layers": workload.layers, "heads": workload.heads, "width": workload.dim}
+    if isinstance(workload, w.ViTWorkload):
+        from bench.peers.torch_vit import ViT
+
+        sizes = {name: getattr(workload, name) for name in ("hidden", "image", "patch", "classes")}
+        return ViT(**shape, **sizes)
+    shape |= {"time": workload.seq, "vocab": workload.vocab}
+    if isinstance(workload, w.LlamaWorkload):
+        from bench.peers.torch_llama import Llama
+
+        return Llama(**shape, kv_heads=workload.kv_heads, hidden=workload.hidden)
+    from bench.peers.torch_gpt import GPT
+
+    return GPT(**shape)
+
+
+def clip(model, options: argparse.Namespace) -> None:
+    """The global norm of the gradients, by the way that each strategy has for it."""
+    import torch
+
+    if options.strategy == "fsdp1":
+        model.clip_grad_norm_(options.clip)
+    else:
+        torch.nn.utils.clip_grad_norm_(model.parameters(), options.clip)
 
 
 def leave(dist) -> None:

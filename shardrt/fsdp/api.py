@@ -52,8 +52,8 @@ def fully_shard(
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
 
-    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together, RuntimeError
-    for a parameter that an optimizer has already: it would go on updating the array that was there before.
+    Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together, and
+    RuntimeError for a parameter that an optimizer has already: it would go on updating the former array.
     """
     modules = list(module) if isinstance(module, list | tuple) else [module]
     for each in modules:

@@ -1,0 +1,48 @@
+"""Starts shardrt's ranks as processes of mpirun, one thread each, and waits for what they print."""
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from bench.peers.launch import one_thread
+
+
+def mpirun(
+    words: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, timeout: float = 1800
+) -> str:
+    """What `mpirun -n ranks python *words` prints. Raises RuntimeError with its errors if it fails."""
+    beside = Path(sys.executable).with_name("mpirun")
+    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
+    if launcher is None:
+        raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
+    command = [launcher, "-n", str(ranks), sys.executable, *words]
+    done = subprocess.run(
+        command, env=environment or one_thread(), capture_output=True, text=True, timeout=timeout
+    )
+    if done.returncode:
+        told = done.stderr.strip().removeprefix("error: ")
+        raise RuntimeError(told[-4000:] or f"{' '.join(words)}: exit code {done.returncode}")
+    return done.stdout
+
+
+def step(words: Sequence[str], ranks: int) -> dict:
+    """The figures of `bench.step *words` on so many ranks."""
+    return json.loads(mpirun(["-m", "bench.step", *words, "--json"], ranks).splitlines()[-1])
+
+
+@contextmanager
+def refusal() -> Iterator[None]:
+    """A block of a program that starts ranks: what is wrong with its options, or with a run, ends it.
+
+    (Of several ranks one speaks: `shardrt.train.errors.one_line`, which this must not import, for torch's
+    processes would inherit what shardrt sets.)
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

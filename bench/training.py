@@ -1,0 +1,127 @@
+"""shardrt's contestant: a model of a workload, sharded or not, and its training step, phase by phase."""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+import shardrt
+from bench import workload as w
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
+from models.vit import ViT, ViTConfig
+from shardrt import Tensor, device, nn, optim
+from shardrt import functional as F
+from shardrt.comm import DeviceMesh
+from shardrt.fsdp import fully_shard
+
+UNSHARDED = "NONE"
+
+
+@dataclass(frozen=True)
+class Stamps:
+    """When a step began and when each of its phases ended, in seconds of time.perf_counter()."""
+
+    begin: float
+    forward: float
+    backward: float
+    optimizer: float
+    end: float
+
+    @property
+    def seconds(self) -> float:
+        """Of the step."""
+        return self.end - self.begin
+
+
+class Training:
+    """A model and its optimizer; begins with the same weights wherever the workload is the same.
+
+    strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own.
+    """
+
+    def __init__(
+        self,
+        workload: w.Job,
+        mesh: DeviceMesh,
+        strategy: str,
+        *,
+        prefetch: int = 1,
+        clip: float | None = None,
+        loss_chunk: int = 0,
+        model: nn.Module | None = None,
+    ) -> None:
+        shardrt.manual_seed(0)
+        self.workload, self.mesh, self.clip = workload, mesh, clip
+        self.model = model_of(workload, loss_chunk) if model is None else model
+        if strategy != UNSHARDED:
+            for unit in (*self.model.blocks, self.model):
+                fully_shard(unit, mesh=mesh, strategy=strategy, prefetch=prefetch)
+        self.optimizer: optim.AdamW | None = None
+        self.losses: list[float] = []
+
+    def step(self, inputs: np.ndarray, targets: np.ndarray) -> Stamps:
+        """Train on one batch; the first step makes the optimizer."""
+        if self.optimizer is None:
+            parameters = self.model.parameters()
+            self.optimizer = optim.AdamW(parameters, lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
+        begin = time.perf_counter()
+        loss = loss_of(self.model, inputs, targets)
+        forward = time.perf_counter()
+        loss.backward()
+        backward = time.perf_counter()
+        if self.clip is not None:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        updated = time.perf_counter()
+        self.losses.append(loss.item())
+        return Stamps(begin, forward, backward, updated, time.perf_counter())
+
+
+def model_of(workload: w.Job, loss_chunk: int = 0) -> nn.Module:
+    """The model of models/. Raises ValueError for numbers that don't fit together."""
+    if isinstance(workload, w.ViTWorkload):
+        if loss_chunk:
+            raise ValueError("--loss-chunk is for language models")
+        return ViT(
+            ViTConfig(
+                n_layer=workload.layers,
+                n_head=workload.heads,
+                n_embd=workload.dim,
+                n_hidden=workload.hidden,
+                image_size=workload.image,
+                patch_size=workload.patch,
+                classes=workload.classes,
+            )
+        )
+    shape = {
+        "n_layer": workload.layers,
+        "n_head": workload.heads,
+        "n_embd": workload.dim,
+        "block_size": workload.seq,
+        "vocab_size": workload.vocab,
+        "loss_chunk": loss_chunk,
+    }
+    if isinstance(workload, w.LlamaWorkload):
+        return Llama(LlamaConfig(**shape, n_kv_head=workload.kv_heads, n_hidden=workload.hidden))
+    return GPT(GPTConfig(**shape))
+
+
+def loss_of(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> Tensor:
+    """The mean cross-entropy."""
+    if isinstance(model, ViT):
+        return F.cross_entropy(model(inputs), targets, inplace=True)
+    return model(inputs, targets)
+
+
+def gathered(values: Iterable[float], mesh: DeviceMesh) -> np.ndarray:
+    """The values of all ranks, one row each. Collective."""
+    own = np.array([*values], np.float64)
+    table = np.zeros((mesh.size, own.size))
+    table[mesh.rank] = own
+    stream = device.current().current_stream
+    mesh.communicator("control").all_gather(table.reshape(-1), stream=stream)
+    stream.synchronize()
+    return table

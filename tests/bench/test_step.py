@@ -1,0 +1,240 @@
+"""bench.step: its figures agree with one another and with what was done; injected costs; how it refuses."""
+
+import json
+import time
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+import shardrt
+from bench import figures, hidden, step, workload
+from bench.parts import PARTS, busy, parts
+from bench.training import UNSHARDED, Stamps, Training, model_of
+from models import llama, vit
+from shardrt import nn
+from shardrt.comm import init_device_mesh, thread
+from shardrt.device.timeline import Passed, Recording, Span
+from tests.bench.test_compare import LLAMA, STEPS, TINY, VIT, python
+from tests.fsdp.nets import Block
+from tests.ranks import mpirun, mpirun_path
+
+REQUIRED = {"step_ms_median", "tokens_per_s", "peak_rss_mb", "world_size", "parameters", "loss", "settings"}
+
+
+def figures_of(done):
+    """The last line of a run that succeeded."""
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def check(told, ranks):
+    """A figures object is whole and agrees with itself."""
+    assert REQUIRED <= told.keys()
+    assert told["world_size"] == ranks
+    assert len(told["step_ms"]) == 3 and len(told["losses"]) == 4
+    assert told["step_ms_median"] == sorted(told["step_ms"])[1]
+    tokens = ranks * TINY.batch * TINY.seq
+    assert told["tokens_per_s"] == pytest.approx(1e3 * tokens / told["step_ms_median"], rel=1e-2)
+    assert told["loss"] == told["losses"][-1] == pytest.approx(np.log(TINY.vocab), rel=0.05)
+    assert 30 < told["peak_pss_mb"] <= told["peak_rss_mb"] < 5000
+    assert told["peak_pss_mb"] <= told["job_pss_mb"] <= ranks * told["peak_pss_mb"]
+    assert sum(told["parts_ms"].values()) == pytest.approx(told["step_ms_median"], rel=0.02)
+    assert all(told["parts_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
+    assert told["received_mb"] == pytest.approx(told["formula_mb"], abs=1e-3)
+    assert 0 < told["mfu_of_product"] < 1
+
+
+def test_batches_are_a_function_of_step_and_rank():
+    for job in (TINY, LLAMA, VIT):
+        inputs, targets = job.batch_of(3, 1)
+        assert len(inputs) == len(targets) == job.batch
+        np.testing.assert_array_equal(inputs, job.batch_of(3, 1)[0])
+        assert (inputs != job.batch_of(3, 0)[0]).any() and (inputs != job.batch_of(2, 1)[0]).any()
+    tokens, targets = TINY.batch_of(3, 1)
+    np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_sizes_are_those_of_the_models():
+    sizes = workload.SIZES
+    llama_100m = replace(llama.SIZES["llama-100m"], block_size=sizes["llama-100m"].seq)
+    assert model_of(sizes["llama-100m"]).config == llama_100m
+    assert model_of(sizes["vit-s16"]).config == vit.SIZES["vit-s16"]
+
+
+@pytest.mark.parametrize("job", [TINY, LLAMA, VIT], ids=str)
+def test_options_say_a_workload_and_operations_are_those_of_its_matrices(job):
+    parser = workload.Parser()
+    workload.add_shape(parser)
+    assert workload.workload_of(parser.parse_args(job.arguments())) == job
+    matrices = {name: p.size for name, p in model_of(job).named_parameters() if len(p.shape) > 1}
+    tokens = 5 if job is VIT else job.seq
+    attention = job.layers * tokens * job.dim * (2 if job is VIT else 1)  # multiply-adds for each token
+    once = {"head.weight": 1, "patches.weight": 4, "token": 0, "positions": 0, "wpe.weight": 0}
+    products = sum(size * once.get(name, tokens) for name, size in matrices.items())
+    assert job.flops == 6 * job.batch * (products + tokens * attention)
+
+
+def test_parts_are_the_step_and_each_wait_has_its_source():
+    spans = [
+        Span("compute", "wait", 1.0, 1.5),  # in forward, for a gather
+        Span("compute", "forward blocks.0", 0.5, 4.0),
+        Span("compute", "wait", 5.0, 6.0),  # in backward, for a reduction
+        Span("compute", "wait", 6.5, 6.75),  # for a point that was passed before
+        Span("compute", "all_reduce", 8.0, 9.0),  # of clipping, in the optimizer
+        Span("gather", "all_gather blocks.0", 0.0, 1.4),
+        Span("reduce", "reduce_scatter blocks.0", 4.5, 5.9),
+    ]
+    passed = [
+        Passed("gather", 1, 1.4, waited=False),
+        Passed("reduce", 2, 5.9, waited=False),
+        Passed("compute", 1, 1.45, waited=True),
+        Passed("compute", 2, 5.95, waited=True),
+        Passed("compute", 9, 6.7, waited=True),
+    ]
+    found = parts(Stamps(0.0, 4.0, 7.5, 9.5, 10.0), Recording(spans, passed))
+    values = 3.5, 2.25, 0.5, 1.0, 0.25, 1.0, 1.0, 0.5
+    assert found == pytest.approx(dict(zip(PARTS, values, strict=True)))
+    assert busy(spans) == pytest.approx({"gather": 1.4, "reduce": 1.4})
+
+
+def test_a_step_without_mpirun_ends_with_one_json_line():
+    told = figures_of(python("-m", "bench.step", *TINY.arguments(), *STEPS[:-1]))
+    check(told, ranks=1)
+    assert told["received_mb"] == 0 and told["parts_ms"]["waits for gathers"] == 0
+
+
+@pytest.mark.mpi
+def test_strategies_together_have_processes_of_their_own_and_the_same_losses(monkeypatch, capsys):
+    mpirun_path()
+    monkeypatch.setattr(step, "STRATEGIES", ("FULL_SHARD", "HYBRID_SHARD"))  # the others: tests/fsdp
+    words = [*TINY.arguments(), *STEPS, "--ranks", "2", "--strategy", "all"]
+    monkeypatch.setattr("sys.argv", ["step", *words])
+    step.start(step.arguments().parse_args(words))
+    (line,) = capsys.readouterr().out.splitlines()
+    full, hybrid, alone = json.loads(line)["strategies"]
+    for each in (full, hybrid, alone):
+        check(each, ranks=2)
+    assert hybrid["settings"]["mesh"] == [2, 1] and hybrid["received_mb"] < full["received_mb"]
+    assert full["losses"] == hybrid["losses"]
+    assert alone["losses"][0] == full["losses"][0] and alone["losses"][1] != full["losses"][1]
+    for told in (step.table([full, hybrid]), step.lines(full, TINY)):
+        assert any("FULL_SHARD" in line for line in told)
+
+
+@pytest.mark.mpi
+def test_a_clipped_step_on_two_ranks_shows_its_collectives():
+    words = ["-m", "bench.step", *TINY.arguments(), *STEPS, "--clip", "0.5"]
+    told = figures_of(mpirun(2, words, timeout=120))
+    assert told["parts_ms"]["collectives"] > 0 and told["received_mb"] >= told["formula_mb"]
+
+
+@pytest.mark.mpi
+def test_nonsense_is_refused_once_for_two_ranks():
+    for words, told in (
+        (["--dim", "17", "--heads", "2"], "n_embd must be a multiple of n_head, got 17 and 2"),
+        (["--strategy", "HALF_SHARD"], "FULL_SHARD"),
+        (["--ranks", "3"], "mpirun has started 2"),
+    ):
+        done = mpirun(2, ["-m", "bench.step", *words], timeout=60)
+        lines = done.stderr.strip().splitlines()
+        assert done.returncode == 2 and len(lines) == 1 and told in lines[0], (words, done.stderr)
+    done = python(
+        "-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD"
+    )  # from the ranks it starts
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "even" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "launched", "told"),
+    [
+        (["--strategy", "all"], 2, "python -m bench.step --ranks 2 --strategy all"),
+        (["--strategy", "all", "--save", "there"], None, "no --save"),
+        (["--inject", "0"], 2, "must be positive"),
+        (["--inject", "1", "--strategy", "NONE"], 2, "one strategy that shards"),
+        (["--inject", "1"], None, "2 ranks or more"),
+        (["--inject", "1", "--weights", "there"], 2, "no --weights"),
+        (["--device", "cuda"], None, "python -m bench.gpu"),
+        (["--warmup", "-1"], None, "at least 0"),
+        (["--size", "vit-s16", "--kv_heads", "2"], None, "is a ViT and has none"),
+    ],
+)
+def test_options_that_do_not_fit_are_named(words, launched, told):
+    with pytest.raises(ValueError, match=told):
+        options = step.arguments().parse_args(words)
+        workload.workload_of(options)
+        step.check(options, launched)
+
+
+def test_shared_pages_count_once():
+    """A page that two processes have in common counts as half a page for each."""
+    code = (
+        "import os, mmap; from bench import figures as f; n = 1 << 26\n"
+        "m = mmap.mmap(-1, n); m.write(b'1' * n); alone = f.proportional_mb()\n"
+        "(r, w), (end, _) = os.pipe(), os.pipe(); child = os.fork()\n"
+        "if child == 0: [m[i] for i in range(0, n, 4096)]; os.write(w, b'1'); os.read(end, 1)\n"
+        "os.read(r, 1); print(alone - f.proportional_mb()); os.kill(child, 9)"
+    )
+    done = python("-c", code)
+    assert float(done.stdout) > 0.4 * (1 << 26) / 1e6, done.stderr
+
+
+def test_the_highest_sample_of_memory_is_kept():
+    with figures.proportional_peak() as sampled:
+        held = np.ones(1 << 24)
+        time.sleep(0.3)
+        del held
+    assert max(sampled) - sampled[0] > 100 and len(sampled) > 2
+
+
+COMPUTE = 0.02  # seconds of a unit, forward and again backward
+
+
+class Slow(shardrt.autograd.Function):
+    """The identity, COMPUTE seconds long in either direction. Sleeping leaves the core to other ranks."""
+
+    def forward(self, x):
+        time.sleep(COMPUTE)
+        return x
+
+    def backward(self, dy):
+        time.sleep(COMPUTE)
+        return dy
+
+
+class SlowBlock(Block):
+    def forward(self, x):
+        return Slow.apply(super().forward(x))
+
+
+class SlowNet(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(SlowBlock() for _ in range(8))
+
+    def forward(self, x, targets):
+        for block in self.blocks:
+            x = block(x)
+        return x.mean()
+
+
+def seen(prefetch):
+    """The part of a step that shows of collectives half as long as a unit's forward."""
+    delays = hidden.Delays()
+    mesh = init_device_mesh("auto", wrap=delays)
+    alone = Training(TINY, mesh, UNSHARDED, model=SlowNet())
+    sharded = Training(TINY, mesh, "FULL_SHARD", prefetch=prefetch, model=SlowNet())
+    x = shardrt.Tensor(np.ones((4, 7), np.float32))
+    return hidden.race(alone, sharded, delays, lambda number: (x, None), 0.5, warmup=2, rounds=2)
+
+
+def test_longer_collectives_are_hidden_unless_nothing_is_gathered_ahead():
+    ahead, behind = (thread.run(2, seen, prefetch)[0] for prefetch in (1, 0))
+    assert ahead["collectives"] == behind["collectives"] == 24 and ahead["units"] == 8
+    assert ahead["injected_ms"] == pytest.approx(24 * ahead["delay_ms"], rel=0.01)
+    # Of 16 times COMPUTE, and half as much for each of 16 gathers, a third is seen if none is ahead, else a
+    # twentieth; on cores that others use, more.
+    assert (
+        min(ahead["seen_by_round"]) + 0.1 < max(behind["seen_by_round"])
+        and max(behind["seen_by_round"]) > 0.2
+    )
