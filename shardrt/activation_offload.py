@@ -51,8 +51,8 @@ class Offload:
         """Forward; then what the ops in it have saved departs."""
         since = autograd.newest()
         output = forward(*args, **kwargs)
-        if autograd.newest() == since:
-            return output  # nothing was recorded
+        if not autograd.recorded_since(since):
+            return output
         found = nest.returned(output, "offload_activations", module.name or type(module).__name__)
         results = [tensor for tensor in found if tensor.node is not None]
         cargo = Cargo(_lanes(), module)

@@ -37,6 +37,7 @@ class _State(threading.local):
 
     def __init__(self) -> None:
         self.grad_enabled = True
+        self.newest = 0  # sequence number of the node that this thread recorded last
         self.running: Backward | None = None
         self.modules: list = []  # the layers whose forward runs now, outermost first
         self.keeper: Keeper | None = None
@@ -80,6 +81,11 @@ def enable_grad() -> Any:
 def newest() -> int:
     """A sequence number above those of all nodes so far: what is recorded from now on has a greater one."""
     return next(_numbers)
+
+
+def recorded_since(number: int) -> bool:
+    """Whether this thread has recorded a node since `newest` gave that number."""
+    return _state.newest > number
 
 
 class Keeper(Protocol):
@@ -240,7 +246,7 @@ class Function:
 
     def enter_tape(self) -> None:
         """Take the next sequence number."""
-        self.sequence = next(_numbers)
+        self.sequence = _state.newest = next(_numbers)
         self.module = _state.modules[-1] if _state.modules else None
 
     def wrap(self, result: Any, recorded: bool) -> Any:

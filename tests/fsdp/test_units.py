@@ -378,7 +378,7 @@ class Wide(nn.Module):
 
 
 def test_what_is_no_module_is_refused():
-    with pytest.raises(TypeError, match=r"must be a shardrt\.nn\.Module, got str"):
+    with pytest.raises(TypeError, match=r"must be a shardrt\.nn\.Module, .*got str"):
         fully_shard("blocks")
     with pytest.raises(TypeError, match="got int"):
         fully_shard([Wide(), 3])
