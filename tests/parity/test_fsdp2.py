@@ -124,7 +124,8 @@ def test_loss_curves_of_200_steps_on_real_text_differ_by_less_than_a_thousandth(
     tokens, targets = stdlib_batches(steps=200, rows=16, time=job.time)
     path = tmp_path / "job.npz"
     job.save(path, weights, tokens, targets)
-    ours, theirs = shardrt_result(path, 2)["losses"], torch_result(path, 2)["losses"]
+    # Of PyTorch one rank with the whole batch: two take ten times as long, and 10 steps of them are above.
+    ours, theirs = shardrt_result(path, 2)["losses"], torch_result(path, 1)["losses"]
     assert theirs[-1] < theirs[0] - 1.5  # it did learn
     assert np.abs(ours - theirs).max() < 1e-3
 
