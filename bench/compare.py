@@ -21,6 +21,7 @@ from pathlib import Path
 
 from bench import ranks
 from bench import workload as w
+from bench.command_line import Parser
 from bench.environment import facts
 from bench.peers.launch import launch, one_thread
 from bench.peers.torch_step import STRATEGIES as PEERS
@@ -67,7 +68,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = w.Parser(
+    parser = Parser(
         prog="python -m bench.compare", description="Times shardrt beside PyTorch, by turns, on the CPU."
     )
     w.add_shape(parser)

@@ -26,6 +26,7 @@ from typing import Any
 import numpy as np
 
 from bench import workload as w
+from bench.command_line import Parser
 from bench.training import gathered, model_of
 from shardrt import functional as F
 from shardrt import nn, optim
@@ -160,7 +161,7 @@ def _parts(tokens: np.ndarray, targets: np.ndarray, count: int) -> Iterator[tupl
 
 
 def main() -> None:
-    parser = w.Parser(prog="python -m bench.features", description="What each feature costs.")
+    parser = Parser(prog="python -m bench.features", description="What each feature costs.")
     w.add_arguments(parser)
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")

@@ -16,6 +16,7 @@ from pathlib import Path
 
 from bench import ranks
 from bench import workload as w
+from bench.command_line import Parser
 from bench.environment import facts
 from bench.quiet import DISTURBED, watched
 
@@ -47,7 +48,7 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = w.Parser(prog="python -m bench.scaling", description="The same step on more and more ranks.")
+    parser = Parser(prog="python -m bench.scaling", description="The same step on more and more ranks.")
     w.add_shape(parser)
     parser.add_argument(
         "--ranks", type=counts, default=[1, 2, 4, 8], metavar="N,...", help="one thread each (1,2,4,8)"

@@ -22,6 +22,7 @@ import shardrt.checkpoint
 from bench import figures as f
 from bench import hidden, ranks
 from bench import workload as w
+from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
 from bench.traffic import Counter, expected
 from bench.training import UNSHARDED, Training, gathered
@@ -35,7 +36,7 @@ SIDE = 1536  # of the matrices of the product that a step is compared with
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = w.Parser(prog="python -m bench.step", description="Times shardrt's training step.")
+    parser = Parser(prog="python -m bench.step", description="Times shardrt's training step.")
     w.add_arguments(parser)
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     parser.add_argument(

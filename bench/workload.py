@@ -5,7 +5,7 @@ Knows neither shardrt nor PyTorch.
 
 import argparse
 from dataclasses import asdict, dataclass, fields, replace
-from typing import ClassVar, NoReturn
+from typing import ClassVar
 
 import numpy as np
 
@@ -150,13 +150,6 @@ SIZES: dict[str, Job] = {
     "vit-s16": ViTWorkload(),
 }
 SHAPE = tuple(dict.fromkeys(field.name for size in SIZES.values() for field in fields(size)))
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for a wrong command line, so that of several ranks one can say so (`one_line`)."""
-
-    def error(self, message: str) -> NoReturn:
-        raise ValueError(message)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

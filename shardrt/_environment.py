@@ -18,7 +18,7 @@ def threads_per_rank() -> int:
     No more than this process may use itself: Open MPI and srun bind ranks to cores.
     """
     variable, ranks = _local_ranks()
-    share = _cores_of_launcher(variable) // ranks
+    share = min(_cores_of_launcher(variable), _quota()) // ranks
     return max(1, min(share, _cores(0)))
 
 
@@ -43,9 +43,8 @@ def _cores_of_launcher(variable: str) -> int:
 
 
 def _cores(process: int) -> int:
-    """Cores that a process (0: this one) may use: its affinity, and the time that its container has."""
-    cores = len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(cores, _quota())
+    """Cores in the affinity of a process (0: this one)."""
+    return len(os.sched_getaffinity(process)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _quota() -> int:

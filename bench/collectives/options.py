@@ -2,22 +2,14 @@
 
 import argparse
 import sys
+from collections.abc import Collection
 from itertools import product
-from pathlib import Path
 
 from bench.collectives.ops import DTYPES, OPS, PLACES, Case
+from bench.command_line import Parser, add_forms, check_known, nbytes, words
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, KINDS
 from shardrt.device import cuda
-
-_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises ValueError for what it can't read, instead of printing its usage on every rank."""
-
-    def error(self, message: str) -> None:
-        raise ValueError(message)
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -43,24 +35,12 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         help=f"{', '.join(KINDS)}, or all that fit this run (auto)",
     )
     add("-t", "--threads", type=int, metavar="N", help="ranks as threads of this process, without mpirun")
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print the lines as CSV")
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
+    add_forms(parser)
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     options.given = " ".join(["python -m bench.collectives", *given])
     _check(options)
     return options
-
-
-def nbytes(text: str) -> int:
-    """1024, 1K, 16M, 1G, and 1KiB or 1KB for the same. Raises ArgumentTypeError."""
-    short = text.strip().upper().removesuffix("B").removesuffix("I")
-    digits = short.rstrip("KMG")
-    if not digits.isdigit() or short[len(digits) :] not in _UNITS:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4K, 16M or 1G")
-    return int(digits) * _UNITS[short[len(digits) :]]
 
 
 def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
@@ -99,11 +79,6 @@ def _sizes(options: argparse.Namespace) -> list[int]:
     return sizes
 
 
-def words(text: str) -> list[str]:
-    """An argparse type: a,b,c, each once."""
-    return list(dict.fromkeys(word for word in text.split(",") if word))
-
-
 def _check(options: argparse.Namespace) -> None:
     options.ops = _known("op", options.ops or ["all"], OPS)
     options.dtypes = _known("-d", options.dtypes, DTYPES)
@@ -118,12 +93,10 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"-e: {options.maxbytes} bytes is less than -b, {options.minbytes}")
 
 
-def _known(what: str, given: list[str], known: object) -> list[str]:
+def _known(what: str, given: list[str], known: Collection[str]) -> list[str]:
     if given == ["all"]:
         return list(known)
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")
+    check_known(what, given, known)
     return given
 
 

@@ -1,11 +1,11 @@
 """The lines of a run as text, CSV and JSON. A figure whose check failed is in none of them."""
 
-import csv
-import io
 from collections.abc import Sequence
 
+from bench import table
 from bench.collectives.fit import Fit, fit
 from bench.collectives.measure import Line
+from bench.table import number
 
 _HEADS = (
     (f"# {'':6} {'':14} {'':5} {'':8} {'bytes':>10} {'elements':>10} {'us, over ranks':>32} "),
@@ -44,10 +44,10 @@ def record(line: Line) -> dict:
 def text(line: Line) -> str:
     """A line of the table."""
     r = record(line)
-    times = " ".join(_number(r[name], 10) for name in ("average_us", "min_us", "max_us"))
-    rates = " ".join(_number(r[name], 7) for name in ("algorithm_gb_s", "bus_gb_s"))
+    times = " ".join(number(r[name], 10) for name in ("average_us", "min_us", "max_us"))
+    rates = " ".join(number(r[name], 7) for name in ("algorithm_gb_s", "bus_gb_s"))
     wrong = f"{_count(r['wrong']):>5} {_count(r['raw_wrong']):>4}"
-    over = f"{_number(r['raw_us'], 10)} {_number(r['overhead_us'], 9)} {_number(r['overhead_percent'], 6)}"
+    over = f"{number(r['raw_us'], 10)} {number(r['overhead_us'], 9)} {number(r['overhead_percent'], 6)}"
     return (
         f"  {r['communicator']:6} {r['op']:14} {r['place']:5} {r['dtype']:8} {r['bytes']:10} {r['count']:10} "
         f"{times} {rates} {wrong} {over}"
@@ -56,11 +56,7 @@ def text(line: Line) -> str:
 
 def as_csv(lines: Sequence[Line]) -> str:
     """With a head, one line each."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(record(line) for line in lines)
-    return file.getvalue().rstrip("\n")
+    return table.as_csv(_COLUMNS, map(record, lines))
 
 
 def fits(lines: Sequence[Line]) -> list[dict]:
@@ -113,10 +109,6 @@ def _rounded(found: Fit) -> dict:
 
 def _scaled(value: float | None, factor: float) -> float | None:
     return None if value is None else round(value * factor, 3)
-
-
-def _number(value: float | None, width: int) -> str:
-    return f"{'-' if value is None else format(value, '.2f'):>{width}}"
 
 
 def _count(value: int | None) -> str:

@@ -15,7 +15,7 @@ import numpy as np
 from bench import workload as w
 from bench.gpu.contestant import serve
 from bench.gpu.job import Job
-from models.gpt import GPT, GPTConfig
+from bench.training import model_of
 from shardrt import functional as F
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
@@ -35,16 +35,7 @@ class Trainer:
         self.mesh.device.warm_up()
         self._free = self._free_now()
         shardrt.manual_seed(0)
-        workload = self.job.workload
-        self.model = GPT(
-            GPTConfig(
-                n_layer=workload.layers,
-                n_head=workload.heads,
-                n_embd=workload.dim,
-                block_size=workload.seq,
-                vocab_size=workload.vocab,
-            )
-        )
+        self.model = model_of(self.job.workload)
         if self.job.strategy != "NONE":
             self._shard()
         if self.job.save:

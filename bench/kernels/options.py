@@ -2,9 +2,8 @@
 
 import argparse
 import sys
-from pathlib import Path
 
-from bench.collectives.options import Parser, nbytes, words
+from bench.command_line import Parser, add_forms, check_known, nbytes, words
 from bench.kernels import flat, images, products, rows
 from bench.kernels.case import Sizes
 from shardrt.comm import world as worlds
@@ -25,10 +24,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     add("--without", type=words, default=[], metavar="A,B", help="contestants left out: numpy, torch")
     for name, told in _SIZES.items():
         add(f"--{name}", type=nbytes, default=getattr(default, name), metavar="N", help=told)
-    form = parser.add_mutually_exclusive_group()
-    form.add_argument("--csv", action="store_true", help="print the lines as CSV")
-    form.add_argument("--json", action="store_true", help="print one JSON object")
-    add("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
+    add_forms(parser)
     options = parser.parse_args(arguments)
     given = sys.argv[1:] if arguments is None else arguments
     options.given = " ".join(["python -m bench.kernels", *given])
@@ -53,10 +49,10 @@ _SIZES = {
 def _check(options: argparse.Namespace) -> None:
     if options.op == ["all"]:
         options.op = list(OPS)
-    _known("--op", options.op, (*OPS, "all"))
-    _known("--dtype", [options.dtype], DTYPES)
-    _known("--device", [options.device], ("cpu", "cuda"))
-    _known("--without", options.without, ("numpy", "torch"))
+    check_known("--op", options.op, (*OPS, "all"))
+    check_known("--dtype", [options.dtype], DTYPES)
+    check_known("--device", [options.device], ("cpu", "cuda"))
+    check_known("--without", options.without, ("numpy", "torch"))
     for name in ("rounds", *_SIZES):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
@@ -73,9 +69,3 @@ def _check(options: argparse.Namespace) -> None:
     launched = worlds.launch()
     if launched is not None and launched.size > 1:
         raise ValueError("bench.kernels measures one process; start it without mpirun")
-
-
-def _known(what: str, given: list[str], known: tuple[str, ...]) -> None:
-    for name in given:
-        if name not in known:
-            raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")

@@ -1,10 +1,10 @@
 """The lines of a run as text, CSV and JSON. A figure whose check failed is in none of them."""
 
-import csv
-import io
 from collections.abc import Sequence
 
+from bench import table
 from bench.kernels.measure import Line
+from bench.table import number
 
 HEAD = (
     f"# {'':20} {'':16} {'':28} {'ours':>10} {'of roofline, %':>22} {'NumPy':>10} {'/ ours':>6} "
@@ -48,19 +48,15 @@ def text(line: Line) -> str:
     theirs = _spread(r["torch_ratio"], r["torch_ratio_low"], r["torch_ratio_high"], 2)
     wrong = f"  WRONG: {r['wrong']}" if r["wrong"] else ""
     return (
-        f"  {r['op']:20} {r['which']:16} {r['shape']:28} {_number(r['ours_ms'], 10)} {roofline} "
-        f"{_number(r['numpy_ms'], 10)} {_number(r['numpy_ratio'], 6)} {_number(r['torch_ms'], 10)} "
+        f"  {r['op']:20} {r['which']:16} {r['shape']:28} {number(r['ours_ms'], 10)} {roofline} "
+        f"{number(r['numpy_ms'], 10)} {number(r['numpy_ratio'], 6)} {number(r['torch_ms'], 10)} "
         f"{theirs:>20} {r['error']:8.0e}{wrong}"
     )
 
 
 def as_csv(lines: Sequence[Line]) -> str:
     """With a head, one line each."""
-    file = io.StringIO()
-    writer = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(record(line) for line in lines)
-    return file.getvalue().rstrip("\n")
+    return table.as_csv(_COLUMNS, map(record, lines))
 
 
 def verdict(lines: Sequence[Line]) -> str:
@@ -87,7 +83,3 @@ def _spread(middle: float | None, low: float | None, high: float | None, digits:
     if middle is None:
         return "-"
     return f"{middle:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
-
-
-def _number(value: float | None, width: int) -> str:
-    return f"{'-' if value is None else format(value, '.2f'):>{width}}"

@@ -16,7 +16,7 @@ import tempfile
 from pathlib import Path
 
 from bench import environment
-from bench.collectives.options import Parser, nbytes, words
+from bench.command_line import Parser, check_known, nbytes, words
 from bench.gpu.report import Row, table
 from bench.offload import copies, disk, optimizer
 from shardrt import device as devices
@@ -84,9 +84,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 def _check(options: argparse.Namespace) -> None:
     options.sections = options.sections or list(SECTIONS)
-    for name in options.sections:
-        if name not in SECTIONS:
-            raise ValueError(f"section: {name!r} is unknown; known are {', '.join(SECTIONS)}")
+    check_known("section", options.sections, SECTIONS)
     for name in ("megabytes", "parameters", "rounds"):
         if getattr(options, name) < 1:
             raise ValueError(f"--{name}: must be at least 1, got {getattr(options, name)}")
@@ -102,8 +100,7 @@ def _check(options: argparse.Namespace) -> None:
             )
     if options.directory is not None and not options.directory.is_dir():
         raise ValueError(f"--directory: {options.directory} is no directory")
-    if options.device not in ("auto", "cpu", "cuda"):
-        raise ValueError(f"--device: {options.device!r} is unknown; known are auto, cpu, cuda")
+    check_known("--device", [options.device], ("auto", "cpu", "cuda"))
     if options.device == "cuda" and not cuda.count():
         raise ValueError("--device: 'cuda' needs a GPU, and there is none here")
     if options.device == "auto":

@@ -76,22 +76,14 @@ def encode(
     return first | element, array.size, word, memory, name
 
 
-def pack(
-    names: Names,
-    collective: str,
-    array: np.ndarray | None = None,
-    detail: int | str = 0,
-    what: str = "",
-    kind: str = "",
-    memory: int = 0,
-) -> bytes:
+def pack(names: Names, collective: str, array: np.ndarray | None = None, *facts: int | str) -> bytes:
     """`encode`, as bytes. Remembered: training makes the same calls in every step."""
-    form = collective, None if array is None else (array.dtype, array.size), detail, what, kind, memory
+    form = collective, None if array is None else (array.dtype, array.size), *facts
     packed = names.packed.get(form)
     if packed is None:
         if len(names.packed) == _REMEMBERED:
             names.packed.clear()
-        packed = _PACKED.pack(*encode(names, collective, array, detail, what, kind, memory))
+        packed = _PACKED.pack(*encode(names, collective, array, *facts))
         names.packed[form] = packed
     return packed
 

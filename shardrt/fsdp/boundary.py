@@ -10,7 +10,7 @@ from shardrt import dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.fsdp.unit import Unit
-from shardrt.nest import replaced
+from shardrt.nest import exchanged, replaced, tensors
 from shardrt.nn.module import Module
 
 
@@ -34,10 +34,8 @@ class UnitBoundary:
             output = forward(*args, **kwargs)
             if self._output is not None:
                 output = replaced(output, _caster(self._output))
-            tensors: list[Variable] = []
-            replaced(output, lambda tensor: tensors.append(tensor) or tensor)
-            marked = iter(schedule.leave(self.unit, module, tensors))
-            return replaced(output, lambda tensor: next(marked))
+            found = tensors(output)
+            return exchanged(output, found, schedule.leave(self.unit, module, found))
         except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
             schedule.abandon(self.unit, depth)
             raise

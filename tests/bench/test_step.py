@@ -9,14 +9,14 @@ import pytest
 
 import shardrt
 from bench import figures, hidden, step, workload
+from bench.command_line import Parser
 from bench.parts import PARTS, busy, parts
 from bench.training import UNSHARDED, Stamps, Training, model_of
 from models import llama, vit
-from shardrt import nn
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device.timeline import Passed, Recording, Span
 from tests.bench.test_compare import LLAMA, STEPS, TINY, VIT, python
-from tests.fsdp.nets import Block
+from tests.fsdp.slow import SlowNet
 from tests.ranks import mpirun, mpirun_path
 
 REQUIRED = {"step_ms_median", "tokens_per_s", "peak_rss_mb", "world_size", "parameters", "loss", "settings"}
@@ -64,7 +64,7 @@ def test_sizes_are_those_of_the_models():
 
 @pytest.mark.parametrize("job", [TINY, LLAMA, VIT], ids=str)
 def test_options_say_a_workload_and_operations_are_those_of_its_matrices(job):
-    parser = workload.Parser()
+    parser = Parser()
     workload.add_shape(parser)
     assert workload.workload_of(parser.parse_args(job.arguments())) == job
     matrices = {name: p.size for name, p in model_of(job).named_parameters() if len(p.shape) > 1}
@@ -187,43 +187,17 @@ def test_the_highest_sample_of_memory_is_kept():
     assert max(sampled) - sampled[0] > 100 and len(sampled) > 2
 
 
-COMPUTE = 0.02  # seconds of a unit, forward and again backward
-
-
-class Slow(shardrt.autograd.Function):
-    """The identity, COMPUTE seconds long in either direction. Sleeping leaves the core to other ranks."""
-
-    def forward(self, x):
-        time.sleep(COMPUTE)
-        return x
-
-    def backward(self, dy):
-        time.sleep(COMPUTE)
-        return dy
-
-
-class SlowBlock(Block):
-    def forward(self, x):
-        return Slow.apply(super().forward(x))
-
-
-class SlowNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(SlowBlock() for _ in range(8))
-
+class Mean(SlowNet):
     def forward(self, x, targets):
-        for block in self.blocks:
-            x = block(x)
-        return x.mean()
+        return super().forward(x).mean()
 
 
 def seen(prefetch):
     """The part of a step that shows of collectives half as long as a unit's forward."""
     delays = hidden.Delays()
     mesh = init_device_mesh("auto", wrap=delays)
-    alone = Training(TINY, mesh, UNSHARDED, model=SlowNet())
-    sharded = Training(TINY, mesh, "FULL_SHARD", prefetch=prefetch, model=SlowNet())
+    alone = Training(TINY, mesh, UNSHARDED, model=Mean(8))
+    sharded = Training(TINY, mesh, "FULL_SHARD", prefetch=prefetch, model=Mean(8))
     x = shardrt.Tensor(np.ones((4, 7), np.float32))
     return hidden.race(alone, sharded, delays, lambda number: (x, None), 0.5, warmup=2, rounds=2)
 

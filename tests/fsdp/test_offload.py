@@ -12,6 +12,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.device import timeline
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, units
 from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, batches, loss_of, shard, train_on
+from tests.fsdp.slow import COMPUTE, Slow
 
 PLACES = [places for places in product([False, True], repeat=3) if any(places)]
 
@@ -70,19 +71,7 @@ def test_gradients_accumulate_on_the_host_to_the_same_bits():
     assert all(np.array_equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-COMPUTE, COPY, BLOCKS = 0.02, 0.015, 5
-
-
-class Slow(shardrt.autograd.Function):
-    """The identity, COMPUTE seconds long in either direction."""
-
-    def forward(self, x):
-        time.sleep(COMPUTE)
-        return x
-
-    def backward(self, dy):
-        time.sleep(COMPUTE)
-        return dy
+COPY, BLOCKS = 0.015, 5
 
 
 class SlowBlock(nn.Module):

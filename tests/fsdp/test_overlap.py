@@ -12,44 +12,16 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.wrapper import Wrapper
 from shardrt.fsdp import fully_shard, units
 from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train_on
+from tests.fsdp.slow import COMPUTE, SlowNet
 
 BLOCKS = 6
-COMPUTE = 0.02  # seconds that a block computes, forward and again backward
 MESSAGE = 0.02  # seconds that a collective takes longer
-
-
-class Slow(shardrt.autograd.Function):
-    """The identity, COMPUTE seconds long in either direction. Sleeping leaves the core to other ranks."""
-
-    def forward(self, x):
-        time.sleep(COMPUTE)
-        return x
-
-    def backward(self, dy):
-        time.sleep(COMPUTE)
-        return dy
-
-
-class SlowBlock(Block):
-    def forward(self, x):
-        return Slow.apply(super().forward(x))
-
-
-class SlowNet(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.blocks = nn.ModuleList(SlowBlock() for _ in range(BLOCKS))
-
-    def forward(self, x):
-        for block in self.blocks:
-            x = block(x)
-        return x
 
 
 def step_seconds(prefetch, serial):
     """Time of a step whose gathers and reductions each take MESSAGE seconds; the least of several."""
     shardrt.manual_seed(3)
-    model = SlowNet()
+    model = SlowNet(BLOCKS)
     mesh = init_device_mesh("auto", wrap=lambda communicator: DelayedCommunicator(communicator, MESSAGE))
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
@@ -140,7 +112,7 @@ def logged_step():
         def forward(self, x):
             return Timed.apply(super().forward(x), self.name, log)
 
-    model = SlowNet()
+    model = SlowNet(BLOCKS)
     model.blocks = nn.ModuleList(TimedBlock() for _ in range(BLOCKS))
     mesh = init_device_mesh("auto", wrap=lambda communicator: Logged(communicator, log))
     for block in model.blocks:

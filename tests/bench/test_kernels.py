@@ -10,6 +10,7 @@ from bench.kernels import measure, options, report
 from bench.kernels.__main__ import main
 from bench.kernels.case import Case, Maker, Sizes
 from shardrt.kernels import cpu
+from tests.bench.nonsense import assert_refused
 
 TINY = {"tokens": 8, "width": 16, "heads": 2, "time": 4, "vocab": 40, "multiplied": 8, "classified": 4}
 TINY |= {"elements": 64, "side": 7}
@@ -122,8 +123,4 @@ NONSENSE = {
 
 @pytest.mark.parametrize("words, message", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert_refused(main, words, message, capsys)

@@ -9,6 +9,7 @@ from bench.offload.__main__ import main
 from shardrt import device
 from shardrt.device.cpu import CPUDevice
 from shardrt.optim import spill
+from tests.bench.nonsense import assert_refused
 
 TINY = ["--device", "cpu", "--megabytes", "1", "--blocks", "64K,1M", "--parameters", "4K", "--rounds", "1"]
 
@@ -72,8 +73,4 @@ NONSENSE = {
 
 @pytest.mark.parametrize("words, message", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert_refused(main, words, message, capsys)

@@ -7,7 +7,7 @@ from itertools import product
 import numpy as np
 import pytest
 
-from bench.collectives import options
+from bench import command_line
 from bench.collectives.__main__ import main
 from bench.collectives.fit import fit
 from bench.collectives.ops import OPS, Case
@@ -15,6 +15,7 @@ from bench.collectives.values import count_wrong, fill, poison, values
 from bench.peers.launch import ONE_THREAD
 from shardrt import device
 from shardrt.comm.wrapper import Wrapper
+from tests.bench.nonsense import assert_refused
 from tests.ranks import mpirun
 
 ONCE = ["-n", "2", "-r", "2", "-w", "1"]
@@ -128,15 +129,11 @@ NONSENSE = {
 
 @pytest.mark.parametrize("words, message", NONSENSE.values(), ids=NONSENSE)
 def test_nonsense_is_one_line_and_exit_code_2(words, message, capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(words)
-    assert ended.value.code == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert message in line
+    assert_refused(main, words, message, capsys)
 
 
 def test_sizes_are_read_as_they_are_written():
-    assert [options.nbytes(text) for text in ("12", "1K", "1KiB", "16MB", "2g")] == [
+    assert [command_line.nbytes(text) for text in ("12", "1K", "1KiB", "16MB", "2g")] == [
         *(12, 1024, 1024),
         *(16 << 20, 2 << 30),
     ]

@@ -1,0 +1,44 @@
+"""What the command lines of the benchmarks share: one line for nonsense, lists, sizes, forms of output."""
+
+import argparse
+from collections.abc import Collection
+from pathlib import Path
+from typing import NoReturn
+
+_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises ValueError for a wrong command line, so that of several ranks one can say so (`one_line`)."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ValueError(message)
+
+
+def words(text: str) -> list[str]:
+    """An argparse type: a,b,c, each once."""
+    return list(dict.fromkeys(word for word in text.split(",") if word))
+
+
+def nbytes(text: str) -> int:
+    """1024, 1K, 16M, 1G, and 1KiB or 1KB for the same. Raises ArgumentTypeError."""
+    short = text.strip().upper().removesuffix("B").removesuffix("I")
+    digits = short.rstrip("KMG")
+    if not digits.isdigit() or short[len(digits) :] not in _UNITS:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4K, 16M or 1G")
+    return int(digits) * _UNITS[short[len(digits) :]]
+
+
+def check_known(what: str, given: Collection[str], known: Collection[str]) -> None:
+    """Raise ValueError for the first of `given` that is not among `known`."""
+    for name in given:
+        if name not in known:
+            raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")
+
+
+def add_forms(parser: argparse.ArgumentParser) -> None:
+    """Add --csv, --json and --output."""
+    form = parser.add_mutually_exclusive_group()
+    form.add_argument("--csv", action="store_true", help="print the lines as CSV")
+    form.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
