@@ -12,6 +12,7 @@ Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
 _FAN = 4  # parts that one pass sums
+_SOME = 4096  # elements that NumPy has added before a kernel is on its way
 _TABLE = 1 << 20  # elements of a table of exact sums
 _LANES = 256  # sums that run side by side in a norm
 _PIECE = 65536  # elements of a partial sum in norms
@@ -28,6 +29,9 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
     1-D arrays of one length and float dtype; `out` may be one of the parts. Each element depends on its own
     elements only: an array may be cut into any pieces.
     """
+    if out.size <= _SOME and len(parts) == 2 and scale == 1 and not accumulate:
+        np.add(*parts, out)
+        return
     scale, elements = out.dtype.type(scale), out.size * len(parts) // 2
     if len(parts) <= 2:  # at once: for few numbers, ways to the kernel take longer than it does
         run_rows(_sum_two, out.size, elements, out, parts[0], parts[-1], len(parts), scale, accumulate)

@@ -19,7 +19,6 @@ PACKED = 8 * WORDS  # bytes of a packed call
 HEAD = 64  # bytes from a packed call to data that go along with it: data begin on a cache line
 
 _PACKED = Struct(f"={WORDS}q")
-_REMEMBERED = 4096  # packed calls
 _COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
 _ELEMENTS = (*DTYPES, *dtypes.LOW)
 _COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
@@ -32,7 +31,6 @@ class Names:
     """Names that calls are made for, and the 63 bits that stand for each; the same bits in every process."""
 
     def __init__(self) -> None:
-        self.packed: dict[tuple, bytes] = {}  # calls that were made; see `pack`
         self._codes = {"": 0}
         self._names = {0: ""}
 
@@ -77,15 +75,8 @@ def encode(
 
 
 def pack(names: Names, collective: str, array: np.ndarray | None = None, *facts: int | str) -> bytes:
-    """`encode`, as bytes. Remembered: training makes the same calls in every step."""
-    form = collective, None if array is None else (array.dtype, array.size), *facts
-    packed = names.packed.get(form)
-    if packed is None:
-        if len(names.packed) == _REMEMBERED:
-            names.packed.clear()
-        packed = _PACKED.pack(*encode(names, collective, array, *facts))
-        names.packed[form] = packed
-    return packed
+    """`encode`, as bytes."""
+    return _PACKED.pack(*encode(names, collective, array, *facts))
 
 
 def unpack(packed: bytes) -> Call:

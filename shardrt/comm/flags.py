@@ -10,12 +10,14 @@ import ctypes
 import platform
 import sys
 import weakref
+from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.calls import HEAD, PACKED
+from shardrt.comm.calls import HEAD
+from shardrt.comm.notices import Page, page
 from shardrt.comm.protocol import PeerFailed
 
 
@@ -41,10 +43,19 @@ _libc = ctypes.CDLL(None)
 _open: "weakref.WeakSet[Flags]" = weakref.WeakSet()
 
 
+class Shown(NamedTuple):
+    """One call of this rank, prepared: as it is shown when the sequence is even, and when it is odd.
+
+    places: for this rank's data, None where they don't go along.
+    """
+
+    call: bytes
+    pages: list[Page]
+    places: list[np.ndarray | None]
+
+
 class Flags:
     """The counters of one communicator, whose ranks share a node."""
-
-    cuts = False  # a box holds all that its rank has
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         """Collective over `mpi`. Raises SharedMemoryUnavailable where the system is not known."""
@@ -76,28 +87,46 @@ class Flags:
         self._window.Unlock_all()
         self._window.Free()
 
-    def fits(self, data: np.ndarray, sliced: bool) -> bool:
-        """Whether data go along."""
-        return data.nbytes <= LITTLE
+    def forget(self) -> None:
+        """What was prepared is not told any more."""
 
-    def tell(
-        self, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None, doing: str
-    ) -> list[memoryview]:
-        """Say what this rank calls, with data that fit, and wait until all ranks have said it.
+    def fits(self, nbytes: int, sliced: bool) -> bool:
+        """Whether so many bytes of data go along."""
+        return nbytes <= LITTLE
 
-        The box of each rank, or of `root`, holds its call and from HEAD on its data. It lasts until this
-        rank's next call: two for each suffice, for a rank fills the one of call s + 2 only after it has seen
-        everyone arrive at s + 1. What ranks wrote before they came here is seen. Raises PeerFailed.
+    def prepare(
+        self, call: bytes, data: np.ndarray | None = None, sliced: bool = False, root: int | None = None
+    ) -> Shown:
+        """`call` to be told with data like these, that fit: all of them, or to each rank its slice.
+
+        root: only what this rank has is shown.
+        """
+        if data is None:
+            return Shown(call, [page(boxes, None, 0, 0) for boxes in self._boxes], [None, None])
+        count = data.size // self.size if sliced else data.size
+        start = self.rank * count if sliced else 0
+        pages = [page(boxes, data.dtype, start, count) for boxes in self._boxes]
+        own = data.size if root in (None, self.rank) else 0
+        places = [page([boxes[self.rank]], data.dtype, 0, own).parts[0] for boxes in self._boxes]
+        return Shown(call, pages, places if own else [None, None])
+
+    def tell(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
+        """Say what this rank calls, with its data, and wait until all ranks have said it.
+
+        The page lasts until this rank's next call: two suffice, for a rank fills the one of call s + 2 only
+        after it has seen everyone arrive at s + 1. What ranks wrote before they came here is seen.
+        Raises PeerFailed.
         """
         self.sequence += 1
-        boxes = self._boxes[self.sequence % 2]
-        own = boxes[self.rank]
-        own[:PACKED] = call
-        if data is not None and data.nbytes and root in (None, self.rank):
-            own[HEAD : HEAD + data.nbytes] = data.data.cast("B")
+        half = self.sequence % 2
+        shown = notice.pages[half]
+        shown.heads[self.rank][:] = notice.call
+        place = notice.places[half]
+        if place is not None:
+            place[:] = data
         self._publish(_READY)
         self._wait(_READY, doing)
-        return boxes
+        return shown
 
     def part(self, doing: str) -> None:
         """Return when every rank is done with the memory of the others in this call."""

@@ -6,14 +6,14 @@ that compute, unlike in a blocking MPI call. Small data travel with that message
 reduce-scatter is our own: MPI's takes twice as long on large arrays, and sums in an order of its own.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from typing import Any, Protocol
 
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.calls import HEAD, PACKED, Names, mismatch, pack, unpack
-from shardrt.comm.notices import Notices
+from shardrt.comm.calls import Names, mismatch, pack, unpack
+from shardrt.comm.notices import Notices, Page
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -21,19 +21,23 @@ from shardrt.comm.reduction import combine
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
+_REMEMBERED = 4096  # calls that stay prepared
 
 
 class Teller(Protocol):
     """How ranks learn what each of them calls: Notices over MPI, Flags in shared memory."""
 
     sequence: int
-    cuts: bool
 
-    def fits(self, data: np.ndarray, sliced: bool) -> bool: ...
+    def fits(self, nbytes: int, sliced: bool) -> bool: ...
 
-    def tell(
-        self, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None, doing: str
-    ) -> list[memoryview]: ...
+    def prepare(
+        self, call: bytes, data: np.ndarray | None = None, sliced: bool = False, root: int | None = None
+    ) -> Any: ...
+
+    def tell(self, notice: Any, data: np.ndarray | None, doing: str) -> Page: ...
+
+    def forget(self) -> None: ...
 
     def close(self) -> None: ...
 
@@ -52,6 +56,7 @@ class MPICommunicator(Communicator):
         self._names = names or Names()
         self._patience = Patience(mpi)
         self._teller = teller or Notices(mpi, self._patience)
+        self._prepared: dict[Hashable, tuple[Any, bytes, slice]] = {}  # calls that were made before
         self._scratch = np.empty(0, np.uint8)
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
@@ -59,6 +64,7 @@ class MPICommunicator(Communicator):
         return None if color is None else MPICommunicator(mpi, self._names)
 
     def close(self) -> None:
+        self._prepared.clear()
         self._teller.close()
         self._mpi.Free()
 
@@ -68,36 +74,49 @@ class MPICommunicator(Communicator):
     def _meet(
         self,
         collective: str,
+        array: np.ndarray | None,
         *facts: Any,
         data: np.ndarray | None = None,
         sliced: bool = False,
         root: int | None = None,
     ) -> list[np.ndarray]:
-        """Return when every rank has come to this call; `facts` (see calls.encode) describe it.
+        """Return when every rank has come to this call; `array` and `facts` (see calls.encode) describe it.
 
         Little `data`, equally long on all ranks, go along: then the result is what each rank has for this
         one, all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its
         data are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
         """
-        teller = self._teller
-        if data is not None and not teller.fits(data, sliced):
+        if data is not None and not self._teller.fits(data.nbytes, sliced):
             data = None
-        call = pack(self._names, collective, *facts)
-        boxes = teller.tell(call, data, sliced, root, collective)
-        for box in boxes:
-            if box[:PACKED] != call:
-                calls = [unpack(box[:PACKED]) for box in boxes]
-                raise mismatch(teller.sequence, calls, self._names)
+        kind = None if array is None else (array.dtype.num, array.size)
+        form = collective, kind, facts, data is None
+        prepared = self._prepared.get(form)
+        if prepared is None:
+            prepared = self._prepare(form, pack(self._names, collective, array, *facts), data, sliced, root)
+        notice, call, own = prepared
+        page = self._teller.tell(notice, data, collective)
+        for head in page.heads:
+            if head != call:
+                calls = [unpack(head) for head in page.heads]
+                raise mismatch(self._teller.sequence, calls, self._names)
         if data is None:
             return []
-        start, stop = 0, data.size
-        if sliced:
-            n = data.size // self.size
-            start, stop = self.rank * n, (self.rank + 1) * n
-        place = HEAD if teller.cuts else HEAD + start * data.itemsize
-        everyone = [np.frombuffer(box, data.dtype, stop - start, place) for box in boxes]
-        everyone[self.rank] = data[start:stop]
+        everyone = page.parts.copy()
+        everyone[self.rank] = data[own]
         return everyone
+
+    def _prepare(
+        self, form: Hashable, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None
+    ) -> tuple[Any, bytes, slice]:
+        """A notice, the call in it, and what of data like these is for this rank; remembered as `form`."""
+        if len(self._prepared) == _REMEMBERED:
+            self._prepared.clear()
+            self._teller.forget()
+        count = data.size // self.size if sliced and data is not None else 0
+        own = slice(self.rank * count, (self.rank + 1) * count) if sliced else slice(None)
+        prepared = self._teller.prepare(call, data, sliced, root), call, own
+        self._prepared[form] = prepared
+        return prepared
 
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         n = buffer.size // self.size

@@ -1,5 +1,6 @@
 """Waiting for MPI without spinning: a rank that waits for long leaves its core to those that compute."""
 
+import os
 import time
 
 from mpi4py import MPI
@@ -7,7 +8,8 @@ from mpi4py import MPI
 from shardrt.comm import failure
 from shardrt.comm.protocol import PeerFailed
 
-_SPIN = 2e-5  # seconds of polling before a waiting rank sleeps
+_SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
+_YIELD = 1e-4  # seconds before it sleeps; the shortest sleep takes about as long
 _SLEEP = 1e-3  # seconds, the longest sleep between two polls
 _LOOK = 0.5  # seconds between two looks at who has left
 
@@ -25,8 +27,9 @@ class Patience:
         """
         if request.Test():
             return
-        deadline = time.perf_counter() + _SPIN
-        pause, next_look, gone = _SPIN, deadline + _LOOK, None
+        start = time.perf_counter()
+        spun, yielded, next_look = start + _SPIN, start + _YIELD, start + _LOOK
+        pause, gone = _SPIN, None
         while not request.Test():
             now = time.perf_counter()
             if now > next_look:
@@ -34,7 +37,10 @@ class Patience:
                     raise PeerFailed(f"rank {gone} has left; rank {self._mpi.rank} waits for it in {doing}")
                 gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
                 next_look = now + _LOOK
-            if now > deadline:
+            if now < yielded:
+                if now > spun:
+                    os.sched_yield()
+            else:
                 time.sleep(pause)
                 pause = min(2 * pause, _SLEEP)
 

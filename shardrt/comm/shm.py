@@ -47,7 +47,7 @@ class ShmCommunicator(MPICommunicator):
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         place = self._segments.find(buffer)
         n = buffer.size // self.size
-        little = self._flags.fits(buffer[:n], False)
+        little = self._flags.fits(n * buffer.itemsize, False)
         if place is None or (little and not place.segment.shared):
             return super()._all_gather(buffer, what)
         self._meet("all_gather", buffer, 0, what, "", place.word)
@@ -69,7 +69,7 @@ class ShmCommunicator(MPICommunicator):
         what: str,
     ) -> None:
         place = self._separate("reduce_scatter", buffer)
-        if place is None or self._flags.fits(buffer, True):
+        if place is None or self._flags.fits(buffer.nbytes, True):
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
         self._meet("reduce_scatter", buffer, op, what, kind, place.word)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
@@ -89,7 +89,7 @@ class ShmCommunicator(MPICommunicator):
 
     def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
         place = self._separate("all_to_all", buffer)
-        if place is None or self._flags.fits(buffer, True):
+        if place is None or self._flags.fits(buffer.nbytes, True):
             return super()._all_to_all(output, buffer, what)
         self._meet("all_to_all", buffer, 0, what, "", place.word)
         n = buffer.size // self.size
