@@ -6,6 +6,7 @@ NP ?= 2
 ARGS ?=
 GPU_PYTHON ?= python3
 OUT ?= runs/gpu
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -28,10 +29,10 @@ setup: $(STAMP) ## make .venv with everything in it (PYTHON=python3)
 train: $(STAMP) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
-test: $(STAMP) ## run all tests; those against PyTorch only if it can be installed (ARGS="-m 'not slow' ...")
+test: $(STAMP) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="-m 'not slow' ...")
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
-	$(BIN)/python -m pytest -q $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .

@@ -28,6 +28,7 @@ from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
+LOW_TOLERANCE = 1e-2  # of those computed in 16 bits
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,11 @@ class Contestant:
     module: str
     strategy: str
     preload: str = ""
+
+    @property
+    def tolerance(self) -> float:
+        """How far its losses may be from ours, which are float32."""
+        return LOW_TOLERANCE if self.strategy.endswith("bf16") else TOLERANCE
 
     def run(self, arguments: list[str], count: int) -> dict:
         """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
@@ -174,8 +180,13 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
     """One contestant's figures; where its losses are not the first's, only how far they differ."""
     alone = contestant.strategy == "NONE"  # trains on a rank's batches only: equal until the first update
     off = max(difference(firsts[0]["losses"], run["losses"], 1 if alone else None) for run in runs)
-    told = {"contestant": contestant.name, "loss_difference": off, "settings": runs[0]["settings"]}
-    if off > TOLERANCE:
+    told = {
+        "contestant": contestant.name,
+        "loss_difference": off,
+        "loss_tolerance": contestant.tolerance,
+        "settings": runs[0]["settings"],
+    }
+    if off > contestant.tolerance:
         return told
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
@@ -235,8 +246,10 @@ def table(result: dict, workload: str) -> str:
             f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f}  {spread}"
         )
     lines.append(f"shardrt's matrix products: {entries[0]['versions']['blas']}")
-    off = max(each["loss_difference"] for each in entries)
-    lines.append(f"losses differ by at most {off:.1e} of their size (limit {TOLERANCE:.0e})")
+    for limit in sorted({each["loss_tolerance"] for each in entries}):
+        off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)
+        types = "" if limit == TOLERANCE else " of those in bfloat16"
+        lines.append(f"losses{types} differ by at most {off:.1e} of their size (limit {limit:.0e})")
     lines.append("RSS counts a page that ranks share once for each, PSS once; the largest rank's peaks")
     disturbed = [each["contestant"] for each in entries if each.get("other_load", 0) > DISTURBED]
     if disturbed:

@@ -17,6 +17,7 @@ from bench.peers.launch import launch, one_thread
 
 STRATEGIES = {
     "fsdp2": "FSDP2",  # fully_shard
+    "fsdp2-bf16": "FSDP2 bfloat16",  # computes in bfloat16, reduces in float32
     "fsdp1": "FSDP1",  # FullyShardedDataParallel
     "ddp": "DDP",
     "single": "one process",
@@ -57,7 +58,7 @@ def run(options: argparse.Namespace) -> None:
 
     def train(inputs, targets):
         logits = model(inputs)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2), targets.flatten())
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
         loss.backward()
         if options.clip is not None:
             clip(model, options)
@@ -109,7 +110,7 @@ def build(workload: w.Job, options: argparse.Namespace):
     """(model, number of parameters), wrapped as the strategy says."""
     import torch
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+    from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
     from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 
     torch.manual_seed(0)
@@ -125,11 +126,12 @@ def build(workload: w.Job, options: argparse.Namespace):
         blocks = ModuleWrapPolicy({type(model.blocks[0])})
         wrapped = FullyShardedDataParallel(model, auto_wrap_policy=blocks, device_id=torch.device("cpu"))
         return wrapped, parameters
-    if options.strategy == "fsdp2":
+    if options.strategy in ("fsdp2", "fsdp2-bf16"):
+        low = torch.bfloat16 if options.strategy == "fsdp2-bf16" else None
+        policy = MixedPrecisionPolicy(param_dtype=low, reduce_dtype=torch.float32 if low else None)
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
-        for block in model.blocks:
-            fully_shard(block, mesh=mesh)
-        fully_shard(model, mesh=mesh)
+        for unit in (*model.blocks, model):
+            fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model, parameters
 
 

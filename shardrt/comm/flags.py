@@ -16,8 +16,8 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.calls import HEAD
-from shardrt.comm.notices import Page, page
+from shardrt.comm.calls import HEAD, PACKED
+from shardrt.comm.notices import Page, parts_of
 from shardrt.comm.protocol import PeerFailed
 
 
@@ -72,6 +72,7 @@ class Flags:
         self._words = rows.cast("q")
         boxes = [[rows[row + at : row + at + _BOX] for row in range(0, len(rows), _ROW)] for at in _BOXES]
         self._boxes = boxes  # for even and odd calls, by rank
+        self._heads = [[box[:PACKED] for box in half] for half in boxes]
         self._address = np.frombuffer(memory, np.uint8).ctypes.data
         self._own = _WORDS * mpi.rank
         rows[_ROW * mpi.rank : _ROW * (mpi.rank + 1)] = bytes(_ROW)
@@ -83,6 +84,7 @@ class Flags:
         """Give the window back. Collective."""
         _open.discard(self)
         self._boxes.clear()
+        self._heads.clear()
         self._words.release()
         self._window.Unlock_all()
         self._window.Free()
@@ -102,13 +104,16 @@ class Flags:
         root: only what this rank has is shown.
         """
         if data is None:
-            return Shown(call, [page(boxes, None, 0, 0) for boxes in self._boxes], [None, None])
+            return Shown(call, [Page(heads, []) for heads in self._heads], [None, None])
         count = data.size // self.size if sliced else data.size
         start = self.rank * count if sliced else 0
-        pages = [page(boxes, data.dtype, start, count) for boxes in self._boxes]
-        own = data.size if root in (None, self.rank) else 0
-        places = [page([boxes[self.rank]], data.dtype, 0, own).parts[0] for boxes in self._boxes]
-        return Shown(call, pages, places if own else [None, None])
+        parts = [parts_of(boxes, data.dtype, start, count) for boxes in self._boxes]
+        pages = [Page(*both) for both in zip(self._heads, parts, strict=True)]
+        if root not in (None, self.rank):
+            return Shown(call, pages, [None, None])
+        return Shown(
+            call, pages, [parts_of([boxes[self.rank]], data.dtype, 0, data.size)[0] for boxes in self._boxes]
+        )
 
     def tell(self, notice: Shown, data: np.ndarray | None, doing: str) -> Page:
         """Say what this rank calls, with its data, and wait until all ranks have said it.

@@ -1,9 +1,10 @@
 """Ranks as MPI processes, arrays in host memory, over mpi4py.
 
-Before every collective the ranks exchange what each is about to call, and wait for each other without
-spinning. So a difference is an error here, not a hang in MPI, and a waiting rank leaves its core to those
-that compute, unlike in a blocking MPI call. Small data travel with that message, which then is all. The
-reduce-scatter is our own: MPI's takes twice as long on large arrays, and sums in an order of its own.
+Before every collective the ranks exchange what each is about to call, and wait for each other, after a
+moment of polling asleep (patience.py). So a difference is an error here, not a hang in MPI, and a waiting
+rank leaves its core to those that compute, unlike in a blocking MPI call. Small data travel with that
+message, which then is all. The reduce-scatter is our own: MPI's takes twice as long on large arrays, and
+sums in an order of its own.
 """
 
 from collections.abc import Hashable, Iterable
@@ -22,6 +23,7 @@ _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _REMEMBERED = 4096  # calls that stay prepared
+_TAG = 0  # of messages of data; notices have another
 
 
 class Teller(Protocol):
@@ -155,7 +157,7 @@ class MPICommunicator(Communicator):
             for step in range(1, self.size):
                 to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
                 piece = buffer[to * n + start : to * n + stop]
-                self._mpi.Sendrecv(piece, to, recvbuf=parts[source], source=source)
+                self._mpi.Sendrecv(piece, to, _TAG, parts[source], source, _TAG)
             combine(output[start:stop], parts, scale, accumulate, op, kind)
         return None
 
@@ -190,17 +192,16 @@ class MPICommunicator(Communicator):
             for start in range(0, n, _MESSAGE):
                 stop = min(start + _MESSAGE, n)
                 piece = buffer[to * n + start : to * n + stop]
-                self._mpi.Sendrecv(
-                    piece, to, recvbuf=output[source * n + start : source * n + stop], source=source
-                )
+                theirs = output[source * n + start : source * n + stop]
+                self._mpi.Sendrecv(piece, to, _TAG, theirs, source, _TAG)
 
     def _send(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            self._patience.wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer), "send", peer)
+            self._patience.wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer, _TAG), "send", peer)
 
     def _recv(self, buffer: np.ndarray, peer: int) -> None:
         for start in range(0, buffer.size, _MESSAGE):
-            self._patience.wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer), "recv", peer)
+            self._patience.wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer, _TAG), "recv", peer)
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)

@@ -5,7 +5,6 @@ views of memory and requests of MPI take longer to make than to use.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -13,10 +12,11 @@ from mpi4py import MPI
 
 from shardrt.comm.calls import HEAD, PACKED
 from shardrt.comm.patience import Patience
+from shardrt.comm.protocol import PeerFailed
 
 LITTLE = 1 << 15  # bytes of data in a notice; for more, the copies cost what a second message does
 _FEW = 8  # ranks of which each writes to each; more of them gather what they call, and nothing goes along
-_TAG = 1  # apart from messages that users send
+_TAG = 1  # messages of data have 0
 
 
 class Page(NamedTuple):
@@ -29,30 +29,19 @@ class Page(NamedTuple):
     parts: list[np.ndarray]
 
 
-def page(boxes: Sequence[memoryview], dtype: np.dtype | None, start: int, count: int) -> Page:
-    """In a box for each rank: behind the head `count` elements from element `start`, if there is a dtype."""
-    parts = []
-    if dtype is not None:
-        place = HEAD + start * dtype.itemsize
-        parts = [np.frombuffer(box, dtype, count, place) for box in boxes]
-    return Page([box[:PACKED] for box in boxes], parts)
+def parts_of(boxes: Sequence[memoryview], dtype: np.dtype, start: int, count: int) -> list[np.ndarray]:
+    """In the box of each rank, behind the head, `count` elements from element `start` on."""
+    return [np.frombuffer(box, dtype, count, HEAD + start * dtype.itemsize) for box in boxes]
 
 
-@dataclass(frozen=True)
-class _Letter:
-    """What goes to one peer: `data[own]` into `place`."""
+class Notice(NamedTuple):
+    """One call of this rank, prepared.
 
-    head: memoryview
-    place: np.ndarray | None
-    own: slice
-
-
-@dataclass(frozen=True)
-class Notice:
-    """One call of this rank, prepared."""
+    places: where the data for each peer go, in its message, and which they are; empty where none do.
+    """
 
     call: bytes
-    letters: list[_Letter]
+    places: list[tuple[np.ndarray, slice]]
     sends: list[MPI.Prequest]
     page: Page
 
@@ -70,14 +59,18 @@ class Notices:
         self._boxes = [memoryview(row) for row in self._memory]  # by rank
         peers = [rank for rank in range(mpi.size) if rank != mpi.rank] if self._few else []
         self._sent = {peer: memoryview(np.zeros(nbytes, np.uint8)) for peer in peers}
+        self._heads = [box[:PACKED] for box in self._boxes]
+        self._calls = [self._heads[mpi.rank], *(box[:PACKED] for box in self._sent.values())]  # of this rank
         self._receives = [mpi.Recv_init([self._boxes[peer], nbytes, MPI.BYTE], peer, _TAG) for peer in peers]
         self._sends: dict[int, list[MPI.Prequest]] = {}  # by bytes, to every peer
+        self._failed: PeerFailed | None = None
 
     def close(self) -> None:
         """Free what belongs to the communicator. What was prepared must not be told any more."""
-        for request in self._receives:
-            request.Free()
-        self.forget()
+        if self._failed is None:
+            for request in self._receives:
+                request.Free()
+            self.forget()
 
     def forget(self) -> None:
         """Free what was prepared, which must not be told any more."""
@@ -97,46 +90,56 @@ class Notices:
 
         root: only what this rank has is sent.
         """
-        ranks, rank = self._mpi.size, self._mpi.rank
         if data is None:
-            return Notice(call, *self._to_peers(HEAD, None, 0, 0), page(self._boxes, None, 0, 0))
-        count = data.size // ranks if sliced else data.size
-        sent = count if root in (None, rank) else 0
-        nbytes = HEAD + sent * data.itemsize
-        letters, sends = self._to_peers(nbytes, data.dtype, sent, count if sliced else 0)
-        return Notice(call, letters, sends, page(self._boxes, data.dtype, 0, count))
-
-    def _to_peers(
-        self, nbytes: int, dtype: np.dtype | None, count: int, step: int
-    ) -> tuple[list[_Letter], list[MPI.Prequest]]:
-        """Messages of `nbytes` with `count` elements, from element `step` * peer of the data on."""
-        letters = []
+            return Notice(call, [], self._to_peers(HEAD), Page(self._heads, []))
+        count = data.size // self._mpi.size if sliced else data.size
+        page = Page(self._heads, parts_of(self._boxes, data.dtype, 0, count))
+        if root not in (None, self._mpi.rank):
+            return Notice(call, [], self._to_peers(HEAD), page)
+        places = []
         for peer, box in self._sent.items():
-            place = np.frombuffer(box, dtype, count, HEAD) if count else None
-            letters.append(_Letter(box[:PACKED], place, slice(step * peer, step * peer + count)))
+            start = count * peer if sliced else 0
+            places.append((parts_of([box], data.dtype, 0, count)[0], slice(start, start + count)))
+        return Notice(call, places, self._to_peers(HEAD + count * data.itemsize), page)
+
+    def _to_peers(self, nbytes: int) -> list[MPI.Prequest]:
+        """Requests that send so many bytes of each peer's box to it."""
         if nbytes not in self._sends:
             self._sends[nbytes] = [
                 self._mpi.Send_init([box, nbytes, MPI.BYTE], peer, _TAG) for peer, box in self._sent.items()
             ]
-        return letters, self._sends[nbytes]
+        return self._sends[nbytes]
 
     def tell(self, notice: Notice, data: np.ndarray | None, doing: str) -> Page:
-        """Exchange calls and data. The page lasts until the next notice. Raises PeerFailed."""
+        """Exchange calls and data. The page lasts until the next notice. Raises PeerFailed, from then on."""
+        if self._failed is not None:
+            raise PeerFailed(str(self._failed))
         self.sequence += 1
-        notice.page.heads[self._mpi.rank][:] = notice.call
+        for head in self._calls:
+            head[:] = notice.call
+        for place, own in notice.places:
+            place[:] = data[own]
+        try:
+            self._exchange(notice, doing)
+        except PeerFailed as error:
+            self._failed = error
+            _abandoned.append(self)
+            raise
+        return notice.page
+
+    def _exchange(self, notice: Notice, doing: str) -> None:
         if not self._few:
             gathered = self._mpi.Iallgather(MPI.IN_PLACE, [self._memory, HEAD, MPI.BYTE])
             self._patience.wait(gathered, doing)
-            return notice.page
+            return
         for request in self._receives:
             request.Start()
-        for letter, request in zip(notice.letters, notice.sends, strict=True):
-            letter.head[:] = notice.call
-            if letter.place is not None:
-                letter.place[:] = data[letter.own]
+        for request in notice.sends:
             request.Start()
         for request in self._receives:
             self._patience.wait(request, doing)
         for request in notice.sends:
             self._patience.wait(request, doing)
-        return notice.page
+
+
+_abandoned: list[Notices] = []  # messages are under way in their memory, which must stay

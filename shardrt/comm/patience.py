@@ -1,4 +1,4 @@
-"""Waiting for MPI without spinning: a rank that waits for long leaves its core to those that compute."""
+"""Waiting for MPI without spinning for long: a waiting rank leaves its core to those that compute."""
 
 import os
 import time

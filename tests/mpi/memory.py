@@ -1,4 +1,6 @@
-"""What training holds is what memory_plan said before, for every combination; run under mpirun.
+"""What training holds is what memory_plan said before; run under mpirun.
+
+For every two settings together; `mpirun -n 2 python -m tests.mpi.memory shm all` for all combinations.
 
 Every allocation that lives longer than an op is counted where it is made, and the peak of the pool of the
 rest is read from the device. The plan is asked for before any of it exists.
@@ -28,6 +30,7 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.recompute import checkpoint
+from tests.combinations import pairwise
 
 OFFLOADS = {
     "on the device": None,
@@ -148,17 +151,16 @@ def check(counted, mesh, accumulation, **settings):
     return measured / activations
 
 
-def main(backend):
+def main(backend, combinations="pairs"):
+    choose = product if combinations == "all" else pairwise
     counted = Counted()
-    flat = init_device_mesh("auto", communicator=backend)
-    cases = list(product([flat], ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]))
+    mesh = flat = init_device_mesh("auto", communicator=backend)
+    strategies = ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]
     if flat.size == 4:
-        pairs = init_device_mesh("auto", (2, 2), communicator=backend)
-        cases = list(product([pairs], ["HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"]))
+        mesh = init_device_mesh("auto", (2, 2), communicator=backend)
+        strategies = ["HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"]
     ratios = []
-    for (mesh, strategy), offload, precision, accumulation in product(
-        cases, OFFLOADS, PRECISIONS, ACCUMULATIONS
-    ):
+    for strategy, offload, precision, accumulation in choose(strategies, OFFLOADS, PRECISIONS, ACCUMULATIONS):
         try:
             ratio = check(
                 counted,
@@ -171,7 +173,7 @@ def main(backend):
         except AssertionError as error:
             raise AssertionError(f"{strategy}, {offload}, {precision}, {accumulation}: {error}") from None
         ratios.append(ratio)
-    for (mesh, strategy), precision in product(cases, PRECISIONS):
+    for strategy, precision in product(strategies, PRECISIONS):
         ratios.append(check(counted, mesh, "tree", strategy=strategy, mp_policy=PRECISIONS[precision]))
     for saving in SAVINGS:
         try:
@@ -185,4 +187,4 @@ def main(backend):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,13 +1,14 @@
 """The contract for the backends of MPI, under mpirun: tests/test_comm.py starts `python -m tests.mpi`."""
 
 import sys
+import threading
 import time
 import warnings
 
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, create, flags, hierarchical, notices, world
+from shardrt.comm import CollectiveMismatch, PeerFailed, create, flags, hierarchical, mpi, notices, world
 from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
@@ -46,6 +47,47 @@ class TestMPI(OverMPI):
 
     def test_the_edges_of_what_goes_along_are_those_of_the_contract(self):
         assert (notices.LITTLE, flags.LITTLE) == (LITTLE, LITTLE // 4)
+
+    @pytest.mark.skipif(SIZE < 2, reason="needs a peer")
+    def test_what_is_sent_is_not_taken_for_what_ranks_tell_each_other(self):
+        made, values = self.make(), np.zeros(8, np.float32)
+        if made.rank == 1:
+            barrier = threading.Thread(target=made.barrier, kwargs={"stream": INLINE})
+            barrier.start()
+            time.sleep(0.2)
+            made.send(values + 7, peer=0, stream=INLINE)
+            barrier.join()
+        else:
+            if made.rank == 0:
+                made.recv(values, peer=1, stream=INLINE)
+                assert (values == 7).all()
+            made.barrier(stream=INLINE)
+        made.close()
+
+    @pytest.mark.skipif(SIZE < 2, reason="needs a peer")
+    @pytest.mark.parametrize("few", [8, 0])
+    def test_once_a_peer_has_failed_every_call_says_so(self, monkeypatch, few):
+        monkeypatch.setattr(notices, "_FEW", few)
+        made = self.make()
+
+        def wait(request, doing):
+            raise PeerFailed("rank 9 has left")
+
+        monkeypatch.setattr(made._patience, "wait", wait)
+        for _ in range(2):
+            with pytest.raises(PeerFailed, match="rank 9 has left"):
+                made.barrier(stream=INLINE)
+        made.close()
+
+    def test_calls_of_more_kinds_than_are_remembered(self, monkeypatch):
+        monkeypatch.setattr(mpi, "_REMEMBERED", 3)
+        made = self.make()
+        for step in range(3):
+            for count in range(10):
+                buffer = np.full(count, made.rank + step, np.int64)
+                made.all_reduce(buffer, stream=INLINE, what=str(count))
+                assert (buffer == sum(range(SIZE)) + SIZE * step).all()
+        made.close()
 
     def test_ranks_too_many_to_write_to_each_gather_what_they_call(self, monkeypatch):
         few = self.make()
