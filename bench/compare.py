@@ -28,7 +28,7 @@ from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
-LOW_TOLERANCE = 1e-2  # of those computed in 16 bits
+LOW_TOLERANCE = 1e-3  # of those computed in 16 bits; a model that learns nothing is off by more
 
 
 @dataclass(frozen=True)
@@ -227,8 +227,9 @@ def table(result: dict, workload: str) -> str:
     """The summary for a reader."""
     entries = result["contestants"]
     unit = "images" if "images_per_s" in entries[0] else "tokens"
+    size = f"{result['parameters'] / 1e6:.1f} M parameters"
     lines = [
-        f"{workload}, {result['parameters'] / 1e6:.1f} M parameters, fp32; {result['ranks']} ranks, 1 thread",
+        f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread",
         f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8}  "
         f"time over {entries[0]['contestant']}'s, processors' likewise",
     ]

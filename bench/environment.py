@@ -3,8 +3,10 @@
 import datetime
 import os
 import platform
+import subprocess
 import sys
 from importlib import metadata
+from pathlib import Path
 
 PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x")
 
@@ -16,6 +18,7 @@ def facts(command: str) -> dict[str, str]:
         "date": datetime.date.today().isoformat(),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),
+        "commit": _commit(),
         "versions": ", ".join(f"{name} {version}" for name in PACKAGES if (version := _version(name))),
         **({"mpi": _mpi()} if "mpi4py.MPI" in sys.modules else {}),
     }
@@ -29,6 +32,15 @@ def _processor() -> str:
     except OSError:
         names = []
     return names[0] if names else platform.machine()
+
+
+def _commit() -> str:
+    """Of this checkout, with "-dirty" where files differ from it."""
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
 
 
 def _version(package: str) -> str | None:

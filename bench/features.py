@@ -13,20 +13,19 @@ must agree to the last digit.
 import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
-import json
 import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench import workload as w
 from bench.command_line import Parser
+from bench.figures import show
 from bench.training import gathered, model_of
 from shardrt import functional as F
 from shardrt import nn, optim
@@ -164,7 +163,6 @@ def main() -> None:
     parser = Parser(prog="python -m bench.features", description="What each feature costs.")
     w.add_arguments(parser)
     parser.add_argument("--communicator", default="auto", metavar="NAME", help="shm, mpi, ... (auto)")
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write the result there, too")
     parser.add_argument("--only", nargs="*", metavar="NAME", help="these variants beside FULL_SHARD")
     with one_line(USAGE):
         options = parser.parse_args()
@@ -174,12 +172,8 @@ def main() -> None:
         chosen = [v for v in variants(spill) if not options.only or v.name in (BASE, *options.only)]
         results = run(chosen, options, mesh)
     if mesh.rank == 0:
-        if not options.json:
-            print(as_table(results))
         result = {"world_size": mesh.size, "workload": w.workload_of(options).facts(), "variants": results}
-        print(json.dumps(result), flush=True)
-        if options.output is not None:
-            options.output.write_text(json.dumps(result, indent=1) + "\n")
+        show(result, [as_table(results)], options)
 
 
 def run(chosen: list[Variant], options: argparse.Namespace, mesh: DeviceMesh) -> list[dict]:

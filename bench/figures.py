@@ -4,6 +4,7 @@ import argparse
 import json
 import platform
 import statistics
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bench.environment import facts
 from bench.workload import Job
 
 _PAUSE = 0.01  # seconds between samples of memory
@@ -70,10 +72,17 @@ def figures(
 
 
 def show(result: dict, told: Sequence[str], options: argparse.Namespace) -> None:
-    """Print the lines `told` for a reader, unless --json, and then, as the last line, the JSON object."""
+    """Print the lines `told` for a reader, unless --json, and then, as the last line, the JSON object.
+
+    With --output it goes to a file as well, with what it belongs to.
+    """
     if not options.json:
         print("\n".join(told))
     print(json.dumps(result), flush=True)
+    if options.output is not None:
+        module = sys.modules["__main__"].__spec__.name
+        told = facts(" ".join(["python -m", module, *sys.argv[1:]]))
+        options.output.write_text(json.dumps(told | result, indent=1) + "\n")
 
 
 def process_peak_mb() -> float:

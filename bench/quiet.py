@@ -32,12 +32,12 @@ def load_of_others(action: Callable[[], Any]) -> tuple[float, Any]:
 
 
 def busy_seconds() -> float:
-    """Processor time that all processes of this machine have used, over all cores."""
+    """Processor time that all processes of this machine have used, over all cores, and what its host kept."""
     with open("/proc/stat", encoding="ascii") as file:
-        user, nice, system, _idle, _wait, irq, softirq, *_ = (
+        user, nice, system, _idle, _wait, irq, softirq, steal, *_ = (
             int(word) for word in file.readline().split()[1:]
         )
-    return (user + nice + system + irq + softirq) / os.sysconf("SC_CLK_TCK")
+    return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
 
 
 def children_seconds() -> float:

@@ -14,15 +14,17 @@ from bench.peers.launch import one_thread
 def mpirun(
     words: Sequence[str], ranks: int, environment: Mapping[str, str] | None = None, timeout: float = 1800
 ) -> str:
-    """What `mpirun -n ranks python *words` prints. Raises RuntimeError with its errors if it fails."""
+    """What `mpirun -n ranks python *words` prints. Raises RuntimeError if it fails or hangs."""
     beside = Path(sys.executable).with_name("mpirun")
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         raise RuntimeError("mpirun was not found beside python or on PATH: pip install mpich")
     command = [launcher, "-n", str(ranks), sys.executable, *words]
-    done = subprocess.run(
-        command, env=environment or one_thread(), capture_output=True, text=True, timeout=timeout
-    )
+    environment = environment or one_thread()
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=timeout)
+    except subprocess.TimeoutExpired as error:
+        raise RuntimeError(f"{' '.join(words)}: no end after {timeout:.0f} s") from error
     if done.returncode:
         told = done.stderr.strip().removeprefix("error: ")
         raise RuntimeError(told[-4000:] or f"{' '.join(words)}: exit code {done.returncode}")

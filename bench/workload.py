@@ -5,6 +5,7 @@ Knows neither shardrt nor PyTorch.
 
 import argparse
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
@@ -160,6 +161,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
     parser.add_argument("--weights", metavar="DIR", help="start from DIR/model.safetensors")
     parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:
