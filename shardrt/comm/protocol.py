@@ -237,13 +237,16 @@ def _check_call(call: str, stream: Any, what: str = "") -> None:
 
 
 def _check_array(call: str, name: str, array: Any) -> None:
-    if not hasattr(array, "flags") or not hasattr(array, "dtype"):
-        raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}")
-    if array.ndim != 1 or not array.flags.c_contiguous:
+    try:
+        flat = array.ndim == 1 and array.flags.c_contiguous
+        known = array.dtype in DTYPE_CODES
+    except AttributeError:
+        raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}") from None
+    if not flat:
         raise ValueError(
             f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
         )
-    if array.dtype not in DTYPE_CODES:
+    if not known:
         raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(DTYPES)}")
 
 
@@ -288,13 +291,15 @@ def _check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
 def _check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
     """`output` may lie in `buffer` only from element `allowed` on."""
     if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
-        apart = not np.may_share_memory(output, buffer)
+        if not np.may_share_memory(output, buffer):
+            return
         there = allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
     else:
         start = _address(output) - _address(buffer)
-        apart = start >= buffer.nbytes or start <= -output.nbytes
+        if start >= buffer.nbytes or start <= -output.nbytes:
+            return
         there = allowed is not None and start == allowed * buffer.itemsize
-    if not apart and not there:
+    if not there:
         own = " other than as this rank's own slice" if allowed is not None else ""
         raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
 

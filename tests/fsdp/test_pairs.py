@@ -272,7 +272,7 @@ def save_and_load(model, mesh, directory):
 def train_on(ranks, names, *args):
     """(losses by rank, weights)."""
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "fully_shard: the order of units differs")  # unused units do
+        warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
         results = thread.run(ranks, train, names, *args)
     return [losses for losses, _ in results], results[0][1]
 

@@ -289,6 +289,7 @@ def scored():
     return gradients(model)["embed.weight"], model.score(TOKENS).item()
 
 
+@pytest.mark.filterwarnings("ignore:fully_shard. expected")  # the first forward came another way
 def test_a_registered_method_is_an_entry_like_forward():
     shardrt.manual_seed(3)
     plain = Scorer()
