@@ -14,9 +14,11 @@ import pytest
 
 from shardrt import device, dtypes
 from shardrt.comm.protocol import DTYPES, CollectiveMismatch
+from tests.combinations import pairwise
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
+MOVED = tuple(("float32", n) for n in COUNTS) + tuple((dtype, 1000) for dtype in DTYPES if dtype != "float32")
 LITTLE = 1 << 15  # bytes that go along with a call: notices.LITTLE; flags.LITTLE is a quarter of it
 CPU = device.get("cpu")
 INLINE = CPU.current_stream
@@ -122,8 +124,7 @@ DIFFERENCES = {
 class Contract:
     """Subclasses give `run(body, *args)`: call body(communicator, *args) on every rank."""
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize(("dtype", "n"), MOVED)
     def test_all_gather_collects_every_slice(self, dtype, n):
         def body(comm):
             everything = np.concatenate([values(r, n, dtype) for r in range(comm.size)])
@@ -153,9 +154,7 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize("dtype", SUMMED)
-    @pytest.mark.parametrize("n", COUNTS)
-    @pytest.mark.parametrize("accumulate", [False, True])
+    @pytest.mark.parametrize(("dtype", "n", "accumulate"), pairwise(SUMMED, COUNTS, (False, True)))
     def test_reduce_scatter_sums_by_a_tree_over_the_ranks(self, dtype, n, accumulate):
         def body(comm):
             count = comm.size * n
@@ -222,9 +221,9 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize("op", ["sum", "max", "min"])
-    @pytest.mark.parametrize("dtype", SUMMED)
-    @pytest.mark.parametrize("count", [0, 1, 7, 100_003])
+    @pytest.mark.parametrize(
+        ("op", "dtype", "count"), pairwise(("sum", "max", "min"), SUMMED, (0, 1, 7, 100_003))
+    )
     def test_all_reduce_gives_every_rank_the_same_bits(self, op, dtype, count):
         def body(comm):
             for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
@@ -234,8 +233,7 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("count", [0, 1, 300_001])
+    @pytest.mark.parametrize(("dtype", "count"), MOVED)
     def test_broadcast_from_every_root(self, dtype, count):
         def body(comm):
             for root in range(comm.size):
@@ -255,8 +253,7 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize("dtype", DTYPES)
-    @pytest.mark.parametrize("n", COUNTS)
+    @pytest.mark.parametrize(("dtype", "n"), MOVED)
     def test_all_to_all_transposes(self, dtype, n):
         def body(comm):
             count = comm.size * n
