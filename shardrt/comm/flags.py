@@ -31,7 +31,7 @@ _BOX = HEAD + LITTLE  # bytes; what the last two calls were comes behind a line 
 _ROW = 64 + 2 * _BOX
 _WORDS = _ROW // 8
 _BOXES = 64, 64 + _BOX
-_LOOKS = 50  # before a rank sleeps; about 10 us
+_LOOKS = 150  # before a rank sleeps; about 20 us
 _NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case a peer has left
 
 # The number of the system call futex(2).

@@ -58,7 +58,7 @@ class MPICommunicator(Communicator):
         self._names = names or Names()
         self._patience = Patience(mpi)
         self._teller = teller or Notices(mpi, self._patience)
-        self._prepared: dict[Hashable, tuple[Any, bytes, slice]] = {}  # calls that were made before
+        self._prepared: dict[Hashable, tuple[Any, bytes, slice | None]] = {}  # calls that were made before
         self._scratch = np.empty(0, np.uint8)
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
@@ -88,20 +88,16 @@ class MPICommunicator(Communicator):
         one, all of its data or a slice, to be read before the next call. Else it is empty. `root`: only its
         data are wanted. Raises CollectiveMismatch, on all ranks, where calls differ.
         """
-        if data is not None and not self._teller.fits(data.nbytes, sliced):
-            data = None
-        kind = None if array is None else (array.dtype.num, array.size)
-        form = collective, kind, facts, data is None
+        form = (collective, facts) if array is None else (collective, array.dtype.num, array.size, facts)
         prepared = self._prepared.get(form)
         if prepared is None:
             prepared = self._prepare(form, pack(self._names, collective, array, *facts), data, sliced, root)
         notice, call, own = prepared
         page = self._teller.tell(notice, data, collective)
-        for head in page.heads:
-            if head != call:
-                calls = [unpack(head) for head in page.heads]
-                raise mismatch(self._teller.sequence, calls, self._names)
-        if data is None:
+        if page.heads.count(call) < self.size:
+            calls = [unpack(head) for head in page.heads]
+            raise mismatch(self._teller.sequence, calls, self._names)
+        if own is None:
             return []
         everyone = page.parts.copy()
         everyone[self.rank] = data[own]
@@ -109,14 +105,20 @@ class MPICommunicator(Communicator):
 
     def _prepare(
         self, form: Hashable, call: bytes, data: np.ndarray | None, sliced: bool, root: int | None
-    ) -> tuple[Any, bytes, slice]:
-        """A notice, the call in it, and what of data like these is for this rank; remembered as `form`."""
+    ) -> tuple[Any, bytes, slice | None]:
+        """A notice, the call in it, and what of data like these is for this rank; remembered as `form`.
+
+        The last is None where no data go along.
+        """
         if len(self._prepared) == _REMEMBERED:
             self._prepared.clear()
             self._teller.forget()
-        count = data.size // self.size if sliced and data is not None else 0
-        own = slice(self.rank * count, (self.rank + 1) * count) if sliced else slice(None)
-        prepared = self._teller.prepare(call, data, sliced, root), call, own
+        if data is None or not self._teller.fits(data.nbytes, sliced):
+            prepared = self._teller.prepare(call), call, None
+        else:
+            count = data.size // self.size
+            own = slice(self.rank * count, (self.rank + 1) * count) if sliced else slice(None)
+            prepared = self._teller.prepare(call, data, sliced, root), call, own
         self._prepared[form] = prepared
         return prepared
 

@@ -139,7 +139,8 @@ class Notices:
         for request in self._receives:
             self._patience.wait(request, doing)
         for request in notice.sends:
-            self._patience.wait(request, doing)
+            if not request.Test():
+                self._patience.wait(request, doing)
 
 
 _abandoned: list[Notices] = []  # messages are under way in their memory, which must stay

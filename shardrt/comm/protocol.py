@@ -83,15 +83,16 @@ class Communicator(ABC):
         and summed in float32, the dtype of `output`: the bytes of a 16-bit exchange, no rounding on the way.
         """
         _check_call("reduce_scatter", stream, what)
-        _check_array("reduce_scatter", "output", output)
-        _check_array("reduce_scatter", "buffer", buffer)
-        if kind:
-            _check_bits("reduce_scatter", output, buffer, kind)
-        else:
-            _check_same("reduce_scatter", output, buffer)
-            _check_sums("reduce_scatter", buffer, "sum", scale)
-        _check_count("reduce_scatter", output, buffer, output.size * self.size)
-        _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
+        if kind or not _plain(output, buffer, self.rank, self.size):
+            _check_array("reduce_scatter", "output", output)
+            _check_array("reduce_scatter", "buffer", buffer)
+            if kind:
+                _check_bits("reduce_scatter", output, buffer, kind)
+            else:
+                _check_same("reduce_scatter", output, buffer)
+                _check_sums("reduce_scatter", buffer, "sum", scale)
+            _check_count("reduce_scatter", output, buffer, output.size * self.size)
+            _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
         label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
         self._submit(stream, label, "reduce_scatter", what, buffer, self._reduce_scatter, *args)
 
@@ -250,6 +251,27 @@ def _check_array(call: str, name: str, array: Any) -> None:
         raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(DTYPES)}")
 
 
+def _plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
+    """Whether all checks of a reduce_scatter pass, for floats in the host's memory: the usual case.
+
+    At half the cost of the checks one by one.
+    """
+    if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
+        return False
+    dtype = output.dtype
+    return (
+        dtype.kind == "f"
+        and dtype in DTYPE_CODES
+        and dtype == buffer.dtype
+        and output.ndim == 1
+        and output.flags.c_contiguous
+        and buffer.ndim == 1
+        and buffer.flags.c_contiguous
+        and buffer.size == output.size * ranks
+        and _fits_beside(output, buffer, rank * output.size)
+    )
+
+
 def _check_divisible(call: str, name: str, array: Any, size: int) -> None:
     if array.size % size:
         raise ValueError(f"{call}: {name} has {array.size} elements, not a multiple of the {size} ranks")
@@ -290,18 +312,20 @@ def _check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
 
 def _check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
     """`output` may lie in `buffer` only from element `allowed` on."""
-    if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
-        if not np.may_share_memory(output, buffer):
-            return
-        there = allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
-    else:
-        start = _address(output) - _address(buffer)
-        if start >= buffer.nbytes or start <= -output.nbytes:
-            return
-        there = allowed is not None and start == allowed * buffer.itemsize
-    if not there:
+    if not _fits_beside(output, buffer, allowed):
         own = " other than as this rank's own slice" if allowed is not None else ""
         raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
+
+
+def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
+    """Whether two arrays lie apart, or the first begins at element `allowed` of the second."""
+    if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
+        if not np.may_share_memory(output, buffer):
+            return True
+        return allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
+    start = _address(output) - _address(buffer)
+    apart = start >= buffer.nbytes or start <= -output.nbytes
+    return apart or (allowed is not None and start == allowed * buffer.itemsize)
 
 
 def _address(array: Any) -> int:

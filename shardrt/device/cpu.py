@@ -75,7 +75,10 @@ class InlineStream(Stream):
         self.name = name
 
     def submit(self, function: Callable, *args: Any, label: str = "") -> None:
-        _run(self.name, label, function, args)
+        if timeline.recording():
+            _run(self.name, label, function, args)
+        else:
+            function(*args)
 
     def record(self, event: CPUEvent) -> None:
         event.mark = None
