@@ -5,8 +5,8 @@ that compute could hide all but what comes before the first unit and after the l
 of the schedule itself, is the step's time less that of the same step without sharding. The optimizer is left
 out of both, since sharding cuts its work. The contestants take turns, and the slowest rank counts.
 
-Noise moves that difference. It hardly moves what compute waited for other streams, which is told beside it: of
-the rank that waited least, since the others wait for that one as well.
+Noise moves that difference. It hardly moves what compute waited for other streams, told beside it: of the rank
+that waited least, since the others wait for that one as well.
 """
 
 import statistics
