@@ -32,7 +32,7 @@ train: $(STAMP) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml
 test: $(STAMP) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="-m 'not slow' ...")
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .

@@ -28,7 +28,7 @@ from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
-LOW_TOLERANCE = 1e-3  # of those computed in 16 bits; a model that learns nothing is off by more
+LOW_TOLERANCE = 1e-4  # of those computed in 16 bits: seen 3e-5; with gradients of another batch 4e-4
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import sys
 from importlib import metadata
 from pathlib import Path
 
-PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x")
+PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x", "cupy-cuda13x")
 
 
 def facts(command: str) -> dict[str, str]:

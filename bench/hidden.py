@@ -5,8 +5,8 @@ that compute could hide all but what comes before the first unit and after the l
 of the schedule itself, is the step's time less that of the same step without sharding. The optimizer is left
 out of both, since sharding cuts its work. The contestants take turns, and the slowest rank counts.
 
-Noise moves that difference. It hardly moves what compute waited for other streams, told beside it: of the rank
-that waited least, since the others wait for that one as well.
+Noise moves that difference. It hardly moves what compute waited for other streams, told beside it: of the
+rank that waited least, since the others wait for that one as well.
 """
 
 import statistics
@@ -113,7 +113,7 @@ def lines(result: dict) -> list[str]:
         f"exposed communication and the schedule: {100 * result['seen']:.2f} % of the step "
         f"({100 * min(rounds):.2f} to {100 * max(rounds):.2f}); without the delays "
         f"{100 * result['seen_without_delays']:.2f} %",
-        f"of that, waits of compute for other streams: {100 * result['waited']:.2f} % "
+        f"waits of compute for other streams: {100 * result['waited']:.2f} % "
         f"({100 * min(waited):.2f} to {100 * max(waited):.2f}); without the delays "
         f"{100 * result['waited_without_delays']:.2f} %",
     ]

@@ -102,6 +102,8 @@ def check(options: argparse.Namespace, launched: int | None) -> None:
             "--strategy all starts processes for each strategy, so it is not for mpirun: "
             f"python -m bench.step --ranks {launched} --strategy all"
         )
+    if options.output is not None and options.output.is_file():
+        raise ValueError(f"--output: {options.output} exists")
     if options.strategy == "all" and (options.save or options.weights):
         raise ValueError("--strategy all begins with the seed's weights: no --save, no --weights")
     if options.inject is not None and not (options.inject > 0 and options.strategy in STRATEGIES):

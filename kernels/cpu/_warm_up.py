@@ -59,6 +59,7 @@ def warm_up() -> None:
         cast.pack(row, bits, kind)
         cast.unpack(bits, bias, kind)
     reduce.sum_into(row, [bias, weight], 1.0, False)
+    reduce.sum_into(row, [bias, weight], 0.5, False)
     reduce.sum_into(row, [bias, weight, bias], 1.0, False)
     reduce.sum_packed(row, [bits], 1.0, False, "bfloat16")
     reduce.power_sums(row, 2.0)

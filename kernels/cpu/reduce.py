@@ -12,7 +12,7 @@ Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
 _FAN = 4  # parts that one pass sums
-_SOME = 4096  # elements that NumPy has added before a kernel is on its way
+_SOME = 4096  # elements that are added before the way to the general kernel is gone
 _TABLE = 1 << 20  # elements of a table of exact sums
 _LANES = 256  # sums that run side by side in a norm
 _PIECE = 65536  # elements of a partial sum in norms
@@ -30,7 +30,7 @@ def sum_into(out: Array, parts: list[Array], scale: float, accumulate: bool) -> 
     elements only: an array may be cut into any pieces.
     """
     if out.size <= _SOME and len(parts) == 2 and scale == 1 and not accumulate:
-        np.add(*parts, out)
+        _add_two(out, *parts)
         return
     scale, elements = out.dtype.type(scale), out.size * len(parts) // 2
     if len(parts) <= 2:  # at once: for few numbers, ways to the kernel take longer than it does
@@ -95,6 +95,12 @@ def _sum_two(start, stop, out, first, second, count, scale, accumulate):
     else:
         for i in range(out.size):
             out[i] = scale * first[i]
+
+
+@exact
+def _add_two(out, first, second):
+    for i in range(out.size):
+        out[i] = first[i] + second[i]
 
 
 @exact

@@ -40,6 +40,21 @@ def in_pieces(sum_up, out, parts):
     return cut
 
 
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("scale", [1.0, 0.5])
+@pytest.mark.parametrize("size", [7, SIZE])
+@pytest.mark.parametrize("own", [None, 0, 1])
+def test_two_parts_few_or_many_add_up_without_a_word_about_infinity(size, scale, own):
+    parts = [normal(size, np.float32, seed) for seed in range(2)]
+    parts[0][:2], parts[1][:2] = inf, (-inf, 1)
+    out = np.empty(size, np.float32) if own is None else parts[own]
+    with np.errstate(all="ignore"):
+        expected = np.float32(scale) * (parts[0] + parts[1])
+    K.reduce.sum_into(out, parts, scale, False)
+    assert isnan(out[0]) and out[1] == inf
+    np.testing.assert_array_equal(out, expected)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 @pytest.mark.parametrize("parts", [*range(1, 10), 16, 23])
 @pytest.mark.parametrize("accumulate", [False, True])
