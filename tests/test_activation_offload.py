@@ -509,13 +509,14 @@ def test_a_graph_that_is_retained_can_be_gone_through_again():
 
 
 def test_without_a_tape_nothing_travels():
-    model = gpt()
+    gc.collect()  # what earlier tests left in cycles
+    model, before = gpt(), _lanes().pool.lent_bytes
     offload_blocks(model)
     with no_grad():
         model(TOKENS)
     x = Tensor(np.ones(3))
     assert offload_activations(Layer(lambda x, weight: x))(x) is x
-    assert _lanes().pool.lent_bytes == 0
+    assert _lanes().pool.lent_bytes == before
 
 
 def test_a_second_backward_is_an_error():
