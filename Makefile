@@ -10,7 +10,9 @@ JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed
+# One stamp for each set of packages: training does not wait for what only tests need.
+FOR_TRAINING := $(VENV)/.for-training
+FOR_TESTS := $(VENV)/.for-tests
 
 # Open MPI refuses to run as root and to start more ranks than cores unless told; MPICH knows none of these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
@@ -24,12 +26,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-setup: $(STAMP) ## make .venv with everything in it (PYTHON=python3)
+setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 
-train: $(STAMP) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
+train: $(FOR_TRAINING) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
-test: $(STAMP) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="-m 'not slow' ...")
+test: $(FOR_TESTS) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="-m 'not slow' ...")
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
@@ -44,7 +46,7 @@ gpu: ## test and measure on an NVIDIA GPU, in 9 minutes (GPU_PYTHON=python3 OUT=
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) --budget $$left $(ARGS) || status=$$?; \
 	exit $$status
 
-lint: $(STAMP) ## check style and format with ruff
+lint: $(FOR_TRAINING) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -53,9 +55,13 @@ clean: ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-$(STAMP): setup.cfg pyproject.toml
+$(FOR_TRAINING): setup.cfg pyproject.toml
 	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit( \
 		f"shardrt needs Python 3.11 or later, $(PYTHON) is {v[0]}.{v[1]}: make setup PYTHON=python3.12")'
 	@test -x $(BIN)/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -e '.[mpi,train]'
+	@touch $@
+
+$(FOR_TESTS): $(FOR_TRAINING)
 	$(BIN)/pip install --quiet -e '.[mpi,train,test]'
-	@touch $(STAMP)
+	@touch $@

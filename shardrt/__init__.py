@@ -1,10 +1,14 @@
 """shardrt: fully sharded data parallel training without a deep-learning framework.
 
-`import shardrt` sets the thread counts of this rank first, then loads NumPy; Numba, MPI and the rest are
-loaded when they are first used.
+`import shardrt` sets the thread counts of this rank first, then loads NumPy; Numba, MPI and the packages
+checkpoint, comm, fsdp and models are loaded when they are first used.
 """
 
 from shardrt import _environment  # isort: skip  before anything that imports NumPy
+
+from importlib import import_module
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from shardrt import functional, nn, optim
 from shardrt.autograd import enable_grad, is_grad_enabled, no_grad
@@ -12,9 +16,15 @@ from shardrt.device import set_threads
 from shardrt.random import manual_seed
 from shardrt.tensor import Tensor
 
+if TYPE_CHECKING:
+    from shardrt import checkpoint, comm, fsdp
+
 __all__ = [
     "Tensor",
+    "checkpoint",
+    "comm",
     "enable_grad",
+    "fsdp",
     "functional",
     "is_grad_enabled",
     "manual_seed",
@@ -25,4 +35,17 @@ __all__ = [
 ]
 __version__ = "0.1.0"
 
+_LATER = ("checkpoint", "comm", "fsdp", "models")
+
 del _environment
+
+
+def __getattr__(name: str) -> ModuleType:
+    """The packages that are loaded when they are first used: `shardrt.fsdp` after `import shardrt` alone."""
+    if name in _LATER:
+        return import_module(f"shardrt.{name}")
+    raise AttributeError(f"module 'shardrt' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

@@ -1,9 +1,10 @@
-"""`python -m shardrt`: checkpoints, data, and what a run does or did, from a shell. One process, no MPI."""
+"""`shardrt`, or `python -m shardrt`: checkpoints, data, and what a run does or did. One process, no MPI."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 
+from shardrt import __version__
 from shardrt.checkpoint import command
 from shardrt.checkpoint.manifest import Damaged
 from shardrt.tools import doctor, report, trace, watch
@@ -16,7 +17,8 @@ DATA = 65  # a file is damaged, or none is there
 
 def main(arguments: Sequence[str]) -> int:
     """Run one command; gives the exit code."""
-    parser = argparse.ArgumentParser(prog="python -m shardrt", description=__doc__)
+    parser = argparse.ArgumentParser(prog="shardrt", description=__doc__)
+    parser.add_argument("--version", action="version", version=f"shardrt {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
     data_command.add_to(commands)
@@ -34,5 +36,10 @@ def main(arguments: Sequence[str]) -> int:
         return DATA
 
 
+def entry() -> int:
+    """The command `shardrt`."""
+    return main(sys.argv[1:])
+
+
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(entry())

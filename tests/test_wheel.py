@@ -1,6 +1,7 @@
 """The wheel holds shardrt alone, lives beside the other package called kernels, and trains."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+import shardrt
 from tests.ranks import clean_environment
+from tests.test_watching import ABOUT, step, written
 
 ROOT = Path(__file__).parent.parent
 
@@ -65,12 +68,62 @@ def test_the_wheel_holds_shardrt_and_nothing_else(wheel):
     assert any(name.startswith("shardrt/models/configs/") and name.endswith(".toml") for name in names)
 
 
-@pytest.mark.slow
-def test_the_wheel_trains_beside_the_other_kernels(wheel, tmp_path):
-    _run(sys.executable, "-m", "venv", tmp_path / "venv")
-    python = tmp_path / "venv" / "bin" / "python"
+@pytest.fixture(scope="module")
+def installed(wheel, tmp_path_factory):
+    """Runs a command of an environment with the wheel, an MPI and the package `kernels`, outside the checkout."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    _run(sys.executable, "-m", "venv", folder / "venv")
     environment = clean_environment()
     del environment["PYTHONPATH"]
-    _run(python, "-m", "pip", "install", "-q", wheel, "kernels", env=environment)
-    output = _run(python, "-c", TRAINS, cwd=tmp_path, env=environment)
-    assert "trained" in output and str(tmp_path) in output
+    bin = folder / "venv" / "bin"
+    _run(bin / "python", "-m", "pip", "install", "-q", f"{wheel}[mpi]", "kernels", env=environment)
+
+    def run(program, *arguments):
+        return _run(bin / program, *arguments, cwd=folder, env=environment)
+
+    run.folder = folder
+    return run
+
+
+@pytest.mark.slow
+def test_the_wheel_trains_beside_the_other_kernels(installed):
+    output = installed("python", "-c", TRAINS)
+    assert "trained" in output and str(installed.folder) in output
+
+
+@pytest.mark.slow
+def test_the_example_trains_outside_the_checkout_and_goes_on_at_another_number_of_ranks(installed):
+    program = shutil.copy(ROOT / "docs" / "examples" / "train_text.py", installed.folder)
+    text = installed.folder / "text"
+    text.write_bytes(b"to be, or not to be, that is the question. " * 200)
+    first = installed(
+        "mpirun", "-n", "2", installed.folder / "venv" / "bin" / "python", program, text, "--steps", "40"
+    )
+    losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", first)]
+    assert len(losses) == 4 and losses[-1] < 0.8 * losses[0]
+    assert re.findall(r"step (\d+)/60", installed("python", program, text, "--steps", "60")) == ["50", "60"]
+
+
+@pytest.mark.slow
+def test_the_program_of_the_readme_runs_where_only_the_wheel_is(installed):
+    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert installed("python", "-c", program).count("loss") == 30
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", [["shardrt"], ["python", "-m", "shardrt"]], ids="_".join)
+def test_every_command_runs_without_packages_that_nobody_named(installed, command):
+    assert installed(*command, "--version") == f"shardrt {shardrt.__version__}\n"
+    listed = re.search(r"\{([\w,]+)\}", installed(*command, "--help"))[1].split(",")
+    assert {"ckpt", "data", "doctor", "report", "watch", "trace"} <= set(listed)
+    for name in listed:
+        assert "usage:" in installed(*command, name, "--help")
+
+
+@pytest.mark.slow
+def test_tools_read_a_run_where_only_the_wheel_is(installed):
+    run = installed.folder / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").write_text(written(ABOUT, step(1)))
+    assert "wrote" in installed("shardrt", "report", run)
+    assert "two ranks" in installed("shardrt", "doctor")

@@ -96,7 +96,7 @@ def open_tokenizer(path: Path) -> tuple[Any, str]:
     try:
         from tokenizers import Tokenizer
     except ImportError:
-        raise BadTokens("a tokenizer needs the package tokenizers: pip install 'shardrt[text]'") from None
+        raise BadTokens("a tokenizer needs a package: pip install tokenizers") from None
     content = path.read_bytes()
     try:
         tokenizer = Tokenizer.from_str(content.decode())
