@@ -163,6 +163,15 @@ class ImageClassification:
         """As Task: the blocks."""
         return list(model.blocks)
 
+    def flops(self, model: nn.Module) -> float:
+        """As Task: six for each weight and patch, and attention's. Of a RegNet: not known."""
+        if not isinstance(model, vit.ViT):
+            return 0.0
+        shape, seen = model.config, model.config.tokens
+        block = sum(module.weight.size for module in model.blocks.modules() if isinstance(module, nn.Linear))
+        attention = 2 * shape.n_layer * shape.n_embd * seen
+        return 6.0 * (seen * (block + attention + model.patches.weight.size) + model.head.weight.size)
+
     def batch(self, samples: range) -> Batch:
         """As Task."""
         return samples_batch(self.train, self.view, samples, seed=self.recipe.seed)
@@ -184,6 +193,10 @@ class ImageClassification:
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:
         """As Task."""
         yield from held_out_batches(self.others, self.view, count, limit=limit, rank=rank, size=size)
+
+    def held_out_samples(self, limit: int | None) -> int:
+        """As Task."""
+        return len(self.others) if limit is None else min(limit, len(self.others))
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
         """As Task: the loss and the accuracy."""

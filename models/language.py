@@ -175,6 +175,13 @@ class Language:
         """As Task: the blocks."""
         return list(model.blocks)
 
+    def flops(self, model: nn.Module) -> float:
+        """As Task: six for each weight and token, and causal attention's (PaLM, 2022, appendix B)."""
+        shape, window = model.config, self.per_sample
+        weights = sum(module.weight.size for module in model.modules() if isinstance(module, nn.Linear))
+        head = shape.vocab_size * shape.n_embd if getattr(shape, "tied", True) else 0
+        return 6.0 * window * (weights + head + shape.n_layer * shape.n_embd * window)
+
     def batch(self, samples: range) -> Batch:
         """As Task."""
         starts = self.corpus.starts(samples, self.per_sample, self.recipe.seed)
@@ -219,6 +226,11 @@ class Language:
             batch = self._windows(corpus.held_out, starts, corpus.train.size)
             batch.targets[there:] = IGNORED  # rows beyond the last window
             yield batch
+
+    def held_out_samples(self, limit: int | None) -> int:
+        """As Task."""
+        windows = (self.corpus.held_out.size - 1) // self.per_sample
+        return windows if limit is None else min(limit, windows)
 
     def measure(self, model: nn.Module, batch: Batch) -> dict[str, tuple[float, float]]:
         """As Task."""

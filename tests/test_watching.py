@@ -193,7 +193,7 @@ def test_watching_prints_whole_lines_as_they_come_until_the_end(run, capsys, mon
     assert "loss     nan" in first[2] and len({len(line) for line in first[1:]}) == 1
     assert nothing == still == []
     (third,) = third
-    assert third.startswith("step 3/4  loss  4.5000") and third.endswith("  rank 0     2.5 ms late")
+    assert third.startswith("step 3/4  loss  4.5000") and third.endswith("  left    1:01")
     assert [line[:8] for line in again] == [about[:8], "step 2/4"]
     assert held_out == ["step 3/4  held-out loss 2.0000, 50.00 % right"]
     assert end == ["done in 7 s"]

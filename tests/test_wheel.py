@@ -70,7 +70,7 @@ def test_the_wheel_holds_shardrt_and_nothing_else(wheel):
 
 @pytest.fixture(scope="module")
 def installed(wheel, tmp_path_factory):
-    """Runs a command where the wheel, an MPI and the package `kernels` are installed, outside the checkout."""
+    """Runs a command where the wheel, an MPI and the package `kernels` are installed, not the checkout."""
     folder = tmp_path_factory.mktemp("elsewhere")
     _run(sys.executable, "-m", "venv", folder / "venv")
     environment = clean_environment()

@@ -15,6 +15,7 @@ from shardrt.tools import autopsy
 from shardrt.tools.runs import BadRun, parsed
 from shardrt.train.metrics import METRICS
 from shardrt.train.progress import evaluation_line, step_line
+from shardrt.train.screen import Screen
 
 EVERY = 0.5  # seconds from one look at the metrics to the next
 _LOOKS = 4  # of these to one at the flight files
@@ -35,7 +36,8 @@ def watch(options: argparse.Namespace) -> int:
     if options.once:
         return once(options.path, metrics, teller)
     try:
-        return follow(options.path, metrics, teller)
+        with teller.screen.moving():
+            return follow(options.path, metrics, teller)
     except KeyboardInterrupt:
         return 0
 
@@ -45,9 +47,9 @@ def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
     latest = {record["kind"]: record for record in metrics.new()}
     for kind in ("run", "step", "evaluation"):
         if kind in latest:
-            print(teller.line(latest[kind]))
+            teller.tell(latest[kind])
     if "end" in latest:
-        print(teller.line(latest["end"]))
+        teller.tell(latest["end"])
         return 0
     found = autopsy.examine(path)
     print(found["verdict"] if found["ranks"] else "no flight files: whether it goes on is not known")
@@ -60,7 +62,7 @@ def follow(path: Path, metrics: "Metrics", teller: "Teller") -> int:
     while True:
         over = look % _LOOKS == 0 and ended(path)  # before the last records are read
         for record in metrics.new():
-            print(teller.line(record), flush=True)
+            teller.tell(record)
             if record["kind"] == "end":
                 return 0
         if over:
@@ -113,6 +115,13 @@ class Teller:
 
     def __init__(self) -> None:
         self._steps, self._unit = 0, "token"
+        self.screen = Screen()
+
+    def tell(self, record: dict[str, Any]) -> None:
+        """Print a record; on a terminal with how far the run is in a line below."""
+        self.screen.say(self.line(record))
+        if record["kind"] == "step":
+            self.screen.show("training", record["step"], self._steps)
 
     def line(self, record: dict[str, Any]) -> str:
         """One line. Raises BadRun for a record that lacks something."""
@@ -130,12 +139,7 @@ class Teller:
             return f"{record['architecture']}, {size}, {record['ranks']} ranks, {self._steps} steps"
         if kind == "step":
             finite = {name: nan if value is None else value for name, value in record.items()}
-            lag = (
-                f"  rank {record['slowest_rank']} {record['lag_ms']:7.1f} ms late"
-                if "lag_ms" in record
-                else ""
-            )
-            return step_line(finite, self._steps, self._unit) + lag
+            return step_line(finite, self._steps, self._unit, self.screen.width)
         if kind == "evaluation":
             return evaluation_line(record, self._steps)
         return f"done in {record['seconds']:.0f} s" if kind == "end" else f"{kind}: {record}"

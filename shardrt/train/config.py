@@ -251,14 +251,20 @@ class ReportConfig:
 
     log_interval: int = 10  # steps from one progress line to the next
     eval_interval: int = 100  # steps from one evaluation to the next
-    eval_samples: int = 128  # held-out samples for these; the last evaluation takes all
+    eval_samples: int = 128  # held-out samples for these
+    final_samples: int = 0  # held-out samples for the last evaluation; 0: all
     trace: str = ""  # steps FIRST:LAST, counted from 1, of which a trace is kept; or one step
 
     def __post_init__(self) -> None:
         for name in ("log_interval", "eval_interval", "eval_samples"):
             _at_least(f"report.{name}", getattr(self, name), 1)
+        _at_least("report.final_samples", self.final_samples, 0)
         if self.trace and not self.traced:
             raise ValueError(f"report.trace must be FIRST:LAST, steps from 1 on, got {self.trace!r}")
+
+    def evaluated(self, *, last: bool) -> int | None:
+        """How many held-out samples an evaluation takes; None: all."""
+        return (self.final_samples or None) if last else self.eval_samples
 
     @property
     def traced(self) -> range:

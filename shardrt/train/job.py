@@ -15,8 +15,8 @@ from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, set_gradient_divi
 from shardrt.train import config as settings
 from shardrt.train import loop, tensorboard
 from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
-from shardrt.train.metrics import RunLog, new_run_directory, resumed_run_directory
-from shardrt.train.progress import Ranks, memory_mb
+from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, resumed_run_directory
+from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
 from shardrt.train.trace import check_timed
@@ -76,7 +76,10 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     kept = task.close(model, run)
     watch.phase("end")
     run.finish({"seconds": time.perf_counter() - began, **kept})
-    run.say(f"wrote {run.directory}: config.toml, metrics.jsonl, loss.png, checkpoint/")
+    if run.directory:
+        left = sorted(f"{path.name}/" if path.is_dir() else path.name for path in run.directory.iterdir())
+        run.say(f"wrote {run.directory}: {', '.join(left)}")
+        run.say(f"see: shardrt report {run.directory}")
 
 
 def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
@@ -158,6 +161,7 @@ class Job:
     watch: Watch
     ranks: Ranks
     origin: dict[str, Any]  # settings, data and code, for checkpoints and the log
+    ideal: float  # seconds of a step's matrix products alone, as fast as they can be here; 0: not known
 
 
 def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: RunLog, watch: Watch) -> Job:
@@ -169,7 +173,9 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     checkpoints = Checkpoints(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
-    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin)
+    operations = recipe.batch_size * task.flops(model)
+    ideal = operations / over_ranks(mesh, "sum", product_flops())[0] if operations else 0.0
+    return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin, ideal)
 
 
 def resume(job: Job) -> tuple[int, list[str]]:
@@ -227,12 +233,12 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
     trained = sum(parameter.size for parameter in model.parameters() if parameter.requires_grad)
     first, *more = task.introduction()
     adapters = f" ({trained / 1e6:.2f} M of them trained)" * (trained < parameters)
-    run.say(
+    run.screen.explain(
         f"shardrt {own_version()}: {first}, {parameters / 1e6:.2f} M parameters{adapters}, "
         f"{recipe.fsdp.strategy.name} over {mesh.size} rank{'s' * (mesh.size > 1)}"
     )
     for line in more:
-        run.say(line)
+        run.screen.explain(line)
     run.say(f"memory as planned, per rank:\n{plan}")
     run.say(f"run: {run.directory}")
     run.write(

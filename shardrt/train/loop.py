@@ -36,13 +36,13 @@ def train(job: "Job", first: int) -> None:
     FloatingPointError for a loss or gradients that are not finite.
     """
     recipe, steps, task = job.recipe, job.recipe.steps, job.task
-    stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit)
+    stopwatch = Stopwatch(steps, recipe.batch_size * task.per_sample, task.unit, job.ideal)
     stopwatch.restart(first)
     job.ranks.restart(first)
     trace = Trace(job.mesh, job.run.directory, recipe.report.traced)
     samples = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
     stops = StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after)
-    with closing(samples) as batches, stops as requests:
+    with closing(samples) as batches, stops as requests, job.run.screen.moving():
         for step in range(first, steps):
             job.watch.step(step + 1)
             random.manual_seed(recipe.seed, step)
@@ -56,12 +56,13 @@ def train(job: "Job", first: int) -> None:
                     norm = update(job, step + 1)
 
             done = step + 1
+            job.run.screen.show("training", done, steps)
             job.watch.phase("report")
             keep(job, done)
             if done % recipe.report.log_interval == 0 or done in (first + 1, steps):
                 report(job, done, losses, norm, lr, stopwatch)
             if done % recipe.report.eval_interval == 0 or done == steps:
-                evaluate(job, done, recipe.report.eval_samples if done < steps else None)
+                evaluate(job, done, recipe.report.evaluated(last=done == steps))
                 stopwatch.restart(done)
                 job.ranks.restart(done)
             if done < steps and (reason := requests.reason()):
@@ -69,7 +70,7 @@ def train(job: "Job", first: int) -> None:
     job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if first >= steps:  # a run that was finished before
-        evaluate(job, steps, None)
+        evaluate(job, steps, recipe.report.evaluated(last=True))
 
 
 def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[Any]:
@@ -155,7 +156,7 @@ def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, s
     mean_loss = exact_sum(job.mesh, losses)
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= stopwatch.read(done)
-    job.run.say(step_line(record, job.recipe.steps, job.task.unit))
+    job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
     if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:
         raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")
     kept = {
@@ -170,9 +171,11 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
     recipe, mesh, task = job.recipe, job.mesh, job.task
     share = recipe.batch_size // (recipe.parts(mesh.size) if recipe.invariant else mesh.size)
     found: list[dict[str, tuple[float, float]]] = []
+    total = -(-task.held_out_samples(limit) // (share * mesh.size))
     job.model.eval()
     with no_grad():
         for batch in task.held_out(share, limit, mesh.rank, mesh.size):
+            job.run.screen.show("evaluating, batches", len(found), total, lines=True)
             found.append(task.measure(job.model, batch))
     job.model.train()
     if not found:

@@ -18,6 +18,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
 
 RUNS = Path("runs")
@@ -68,6 +69,7 @@ class RunLog:
             _drop_unfinished_line(directory / METRICS)
         mode = "a" if resumed else "x"
         self._metrics = open(directory / METRICS, mode, encoding="utf-8") if directory else None
+        self.screen = Screen(shown=directory is not None)
 
     def rewind(self, step: int) -> None:
         """Drop the records after `step`: the run goes on from there."""
@@ -95,8 +97,7 @@ class RunLog:
 
     def say(self, line: str) -> None:
         """Print a line."""
-        if self.directory:
-            print(line, flush=True)
+        self.screen.say(line)
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Add {"kind": kind, **record} to metrics.jsonl, at once. ValueError for NaN, which JSON has not."""

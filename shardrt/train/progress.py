@@ -2,26 +2,34 @@
 
 import time
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import psutil
 
+from shardrt import functional as F
+from shardrt.autograd import no_grad
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.tensor import Tensor
 
 MEGABYTE = 1e6
+_SIDE, _LONGEST, _ENOUGH = 512, 8192, 2e-3  # of a measured product: rows at first and at most; seconds
 _SHORT = {"token": "tok", "image": "img"}
 
 
 class Stopwatch:
     """Wall-clock time per step over the steps since the last reading.
 
-    per_step: tokens, images or what `unit` says, over all ranks.
+    per_step: tokens, images or what `unit` says, over all ranks. ideal: seconds of a step in which products
+    alone take time, and run as fast as this machine can; 0 where that is not known.
     """
 
-    def __init__(self, total_steps: int, per_step: int, unit: str = "token") -> None:
+    def __init__(self, total_steps: int, per_step: int, unit: str = "token", ideal: float = 0.0) -> None:
         self.total_steps = total_steps
         self.per_step = per_step
         self.unit = unit
+        self.ideal = ideal
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -29,11 +37,17 @@ class Stopwatch:
         self._step, self._since = step, time.perf_counter()
 
     def read(self, step: int) -> dict[str, float]:
-        """{"ms" per step, "tokens_per_s" or so, "eta_s" until all steps are done}, and restart."""
+        """{"ms" per step, "tokens_per_s" or so, "mfu", "eta_s" until all steps are done}, and restart."""
         seconds = (time.perf_counter() - self._since) / (step - self._step)
         self.restart(step)
         left = seconds * (self.total_steps - step)
-        return {"ms": 1e3 * seconds, f"{self.unit}s_per_s": self.per_step / seconds, "eta_s": left}
+        efficiency = {"mfu": self.ideal / seconds} if self.ideal else {}
+        return {
+            "ms": 1e3 * seconds,
+            f"{self.unit}s_per_s": self.per_step / seconds,
+            **efficiency,
+            "eta_s": left,
+        }
 
 
 class Ranks:
@@ -68,23 +82,69 @@ class Ranks:
         return found
 
 
+def product_flops() -> float:
+    """Operations per second of a product of square float32 matrices here and now; the best of several.
+
+    Large enough that starting it does not count. With ranks that share a machine, all measure at once.
+    """
+    side, seconds = _SIDE // 2, 0.0
+    with no_grad():
+        while seconds < _ENOUGH and side < _LONGEST:
+            side *= 2
+            a = Tensor(np.ones((side, side), np.float32))
+            seconds = min(_seconds_of(a) for _ in range(4))
+    return 2.0 * side**3 / seconds
+
+
+def _seconds_of(a: Tensor) -> float:
+    begin = time.perf_counter()
+    F.matmul(a, a)[0, 0].item()  # the number is there when the product is done, on every device
+    return time.perf_counter() - begin
+
+
 def memory_mb() -> float:
     """Resident memory of this process in 10^6 bytes; pages that it shares with other ranks are included."""
     return psutil.Process().memory_info().rss / MEGABYTE
 
 
-def step_line(record: dict, total_steps: int, unit: str = "token") -> str:
-    """One line for a record of metrics.jsonl about training steps."""
-    width = len(str(total_steps))
-    return (
-        f"step {record['step']:{width}}/{total_steps}  loss {record['loss']:7.4f}  "
-        f"norm {record['norm']:7.3f}  lr {record['lr']:.2e}  "
-        f"{record['ms']:8.1f} ms  {record[f'{unit}s_per_s']:8.0f} {_SHORT[unit]}/s  "
-        f"{record['memory_mb']:6.0f} MB  ETA {clock(record['eta_s']):>7}"
-    )
+def step_line(record: dict[str, Any], total_steps: int, unit: str = "token", width: int = 80) -> str:
+    """One line of at most `width` columns for a record of metrics.jsonl about training steps.
+
+    What does not fit is left out, the least important first; it stands in metrics.jsonl all the same. mfu,
+    model FLOPs utilisation: as a part of what this machine's matrix products reach when nothing else runs.
+    """
+    fields = [  # in the order in which they are read, and how important they are
+        (0, f"step {record['step']:{len(str(total_steps))}}/{total_steps}"),
+        (0, f"loss {record['loss']:7.4f}"),
+        (2, f"norm {record['norm']:7.3f}"),
+        (7, f"lr {record['lr']:.1e}"),
+        (5, f"{record['ms']:7.1f} ms"),
+        (1, f"{_short(record[f'{unit}s_per_s']):>6} {_SHORT[unit]}/s"),
+        (4, f"mfu {100 * record['mfu']:2.0f}%" if "mfu" in record else ""),
+        (6, f"{record['memory_mb']:5.0f} MB"),
+        (3, f"left {clock(record['eta_s']):>7}"),
+        (8, f"rank {record['slowest_rank']} {record['lag_ms']:5.1f} ms late" if "lag_ms" in record else ""),
+    ]
+    kept = [field for field in fields if field[1]]
+    while len(kept) > 2 and len(_joined(kept)) > width:
+        kept.remove(max(kept))
+    return _joined(kept)
 
 
-def evaluation_line(record: dict, total_steps: int) -> str:
+def _joined(fields: list[tuple[int, str]]) -> str:
+    return "  ".join(text for _, text in fields)
+
+
+def _short(number: float) -> str:
+    """At most six characters up to 10^12: 812.5, 20.2k."""
+    for unit in ("", "k", "M"):
+        if not abs(number) >= 999.95:  # NaN as it is
+            return f"{number:.1f}{unit}"
+        number /= 1000
+    return f"{number:.1f}G"
+
+
+def evaluation_line(record: dict[str, Any], total_steps: int) -> str:
     """One line for a record of metrics.jsonl about held-out data."""
     width, told = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
     if "held_out_bits_per_byte" in record:

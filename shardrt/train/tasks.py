@@ -31,6 +31,9 @@ class Task(Protocol):
     def units(self, model: Module) -> list[Module]:
         """The parts of the model that become units of fully_shard, in the order in which they run."""
 
+    def flops(self, model: Module) -> float:
+        """Operations of the matrix products of a sample, forward and backward; 0: not known."""
+
     def batch(self, samples: range) -> Any:
         """Training samples by their numbers, from a thread of its own."""
 
@@ -45,6 +48,9 @@ class Task(Protocol):
 
         Every rank gets equally many, since the forward of a sharded model is collective; none: no evaluation.
         """
+
+    def held_out_samples(self, limit: int | None) -> int:
+        """How many held-out samples there are, or `limit` if that is less."""
 
     def measure(self, model: Module, batch: Any) -> dict[str, tuple[float, float]]:
         """Name of a figure -> (sum, count) over a held-out batch. The figure is sum / count."""

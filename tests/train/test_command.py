@@ -34,8 +34,7 @@ OPEN_MPI = {
     "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
 }
 STEP_LINE = re.compile(
-    r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  lr \d\.\d\de-\d\d +"
-    r"\d+\.\d ms +\d+ tok/s +\d+ MB  ETA +\d+:\d\d"
+    r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  +\d+\.\dk? tok/s  mfu +\d+%  left +\d+:\d\d"
 )
 
 # What is wrong, on two ranks: the arguments, the exit code, what the one line says.

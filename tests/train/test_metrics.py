@@ -2,16 +2,20 @@
 
 import json
 import mmap
+import os
 import re
+import subprocess
 import sys
+from contextlib import suppress
 
 import numpy as np
 import pytest
 
 from shardrt.comm import init_device_mesh, thread
-from shardrt.train import metrics, progress, tensorboard
+from shardrt.train import metrics, progress, screen, tensorboard
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, plot_losses, read_metrics
 from shardrt.train.progress import Ranks, Stopwatch, clock, evaluation_line, memory_mb, step_line
+from shardrt.train.screen import Screen
 
 STEP = {
     "step": 1,
@@ -144,16 +148,60 @@ def test_numbers_are_combined_over_ranks(op, expected):
     assert thread.run(3, combined) == [expected] * 3
 
 
-def test_step_lines_are_whole_and_aligned():
-    records = [STEP, STEP | {"step": 1000, "loss": 12.25, "norm": 100.0, "ms": 1e4, "eta_s": 3600.0}]
-    lines = [step_line(record, 1000) for record in records]
-    assert lines[0] == (
-        "step    1/1000  loss  5.5000  norm   1.250  lr 1.00e-03      12.5 ms    100000 tok/s  "
-        "   150 MB  ETA    1:01"
+def test_step_lines_fit_the_terminal_and_are_aligned():
+    told = STEP | {"mfu": 0.62, "slowest_rank": 1, "lag_ms": 2.5}
+    records = [told, told | {"step": 1000, "loss": 12.25, "norm": 100.0, "ms": 1e4, "eta_s": 3600.0}]
+    for width in (40, 80, 100, 200):
+        lines = [step_line(record, 1000, width=width) for record in records]
+        assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= width
+    assert step_line(told, 1000) == (
+        "step    1/1000  loss  5.5000  norm   1.250  100.0k tok/s  mfu 62%  left    1:01"
     )
-    assert len({len(line) for line in lines}) == 1
-    for part in ("/1000", "loss", "norm", "lr", "ms", "tok/s", "MB", "ETA"):
-        assert len({line.index(part) for line in lines}) == 1, part
+    whole = lines[0]
+    for part in ("loss", "norm", "lr", "ms", "tok/s", "mfu", "MB", "left", "rank 1   2.5 ms late"):
+        assert len({line.index(part.split()[0]) for line in lines}) == 1 and part in whole, part
+
+
+def test_sentences_take_as_many_lines_as_they_need(capsys):
+    Screen().explain("word " * 60)
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) > 3 and all(len(line) < 80 for line in lines)
+    assert all(line.startswith("    ") for line in lines[1:])
+
+
+def test_what_takes_long_says_so_where_no_line_can_move(capsys, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(screen.time, "perf_counter", lambda: now[0])
+    shown, silent = Screen(), Screen(shown=False)
+    for done in range(30):
+        for each in (shown, silent):
+            each.show("evaluating", done, 30, lines=True)
+            each.show("training", done, 30)
+        now[0] += 1.0
+    assert capsys.readouterr().out.splitlines() == ["evaluating: 10/30", "evaluating: 20/30"]
+
+
+def test_a_terminal_has_a_line_that_moves_below_whole_lines():
+    """In a pseudo-terminal."""
+    code = (
+        "import time\nfrom shardrt.train.screen import Screen\nscreen = Screen()\n"
+        "with screen.moving():\n    for done in range(3):\n        time.sleep(0.11)\n"
+        "        screen.show('training', done + 1, 3)\n        screen.say(f'step {done} loss 1.5')\n"
+    )
+    master, slave = os.openpty()
+    environment = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "80"}
+    with subprocess.Popen([sys.executable, "-c", code], stdout=slave, env=environment) as process:
+        os.close(slave)
+        drawn = b""
+        with suppress(OSError):  # the other end is closed
+            while more := os.read(master, 4096):
+                drawn += more
+    os.close(master)
+    assert process.returncode == 0
+    text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
+    told = [line for line in text.splitlines() if line.startswith("step")]
+    assert told == [f"step {number} loss 1.5" for number in range(3)]
+    assert "training" in text and "2/3" in text and "\x1b[1;36m1.5" in drawn.decode()
 
 
 def test_an_evaluation_has_one_line():

@@ -1,0 +1,84 @@
+"""What a person sees: whole lines that fit the terminal, and on a terminal colours and one line that moves.
+
+Under a launcher standard output is no terminal, and a launcher passes on whole lines only: then there are
+lines alone, of 80 columns.
+"""
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from textwrap import fill
+
+from rich.console import Console
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+PLAIN_WIDTH = 80  # columns where nobody can say how many there are
+_EVERY = 0.1  # seconds between two pictures of the line that moves
+_TELL = 10.0  # seconds between two lines about something long, where no line can move
+
+
+class Screen:
+    """Prints lines, and on a terminal a line that moves below them.
+
+    shown: False for ranks that print nothing.
+    """
+
+    def __init__(self, *, shown: bool = True) -> None:
+        self.shown = shown
+        self._console = Console() if shown and sys.stdout.isatty() else None
+        self._live: Live | None = None
+        self._told = 0.0
+
+    @property
+    def width(self) -> int:
+        """Columns for a line."""
+        return self._console.width if self._console else PLAIN_WIDTH
+
+    def say(self, line: str) -> None:
+        """Print a line, at once; figures in colour on a terminal."""
+        if self._console:
+            self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+        elif self.shown:
+            print(line, flush=True)
+
+    def explain(self, text: str) -> None:
+        """Print a sentence in as many lines as it needs, those after the first indented."""
+        self.say(
+            fill(
+                text, self.width - 1, subsequent_indent="    ", break_on_hyphens=False, break_long_words=False
+            )
+        )
+
+    @contextmanager
+    def moving(self) -> Iterator[None]:
+        """While inside, `show` moves a line at the bottom of a terminal."""
+        if self._console is None:
+            yield
+            return
+        with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
+            try:
+                yield
+            finally:
+                self._live = None
+
+    def show(self, what: str, done: int, total: int, *, lines: bool = False) -> None:
+        """How far something is: `done` of `total`.
+
+        lines: for what prints none of its own. Where no line can move, one is printed every ten seconds.
+        """
+        now, pause = time.perf_counter(), _EVERY if self._live else _TELL
+        if done == 0:
+            self._told = now
+        if now - self._told < pause or not (self._live or lines):
+            return
+        self._told = now
+        if self._live:
+            row = Table.grid(padding=(0, 1))
+            row.add_row(Text(what), ProgressBar(total=total, completed=done, width=24), f"{done}/{total}")
+            self._live.update(row, refresh=True)
+        else:
+            self.say(f"{what}: {done}/{total}")
