@@ -21,7 +21,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test gpu lint clean
+.PHONY: help setup train test gpu docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -50,6 +50,10 @@ lint: $(FOR_TRAINING) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+docs: $(FOR_TRAINING) ## make pages of all docstrings in build/docs
+	@test -x $(BIN)/pdoc || $(BIN)/pip install --quiet 'pdoc>=15'
+	$(BIN)/pdoc --docformat markdown -o build/docs shardrt shardrt.fsdp shardrt.comm shardrt.checkpoint shardrt.recompute
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
