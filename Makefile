@@ -53,7 +53,7 @@ lint: $(FOR_TRAINING) ## check style and format with ruff
 
 docs: $(FOR_TRAINING) ## make pages of all docstrings in build/docs
 	@test -x $(BIN)/pdoc || $(BIN)/pip install --quiet 'pdoc>=15'
-	$(BIN)/pdoc --docformat markdown -o build/docs shardrt shardrt.fsdp shardrt.comm shardrt.checkpoint shardrt.recompute
+	$(BIN)/pdoc --docformat markdown -o build/docs shardrt
 
 clean: ## remove caches and build outputs; .venv and runs/ stay
 	rm -rf build dist *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -33,8 +33,8 @@ PACKAGES = {
 }
 HEAD = """# Reference
 
-    """The names in __all__, or else what the module itself defines, sorted; packages left out."""
-pages of it. Written by `docs/make_reference.py`.
+Every public name, with the first sentence of its docstring; `help(name)` in Python shows the rest, and
+`make docs` makes pages of it. Written by `docs/make_reference.py`.
 """
 
 
