@@ -110,7 +110,7 @@ def continued(
     model: nn.Module,
     tokens: np.ndarray,
     count: int,
-    choose: Callable[[np.ndarray], Sequence[int]],
+    choose: Callable[[np.ndarray], Sequence[int] | np.ndarray],
     *,
     block_size: int,
 ) -> np.ndarray:

@@ -203,6 +203,12 @@ class Function:
 
     __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "__weakref__")
 
+    saved: tuple[Any, ...]
+    needs: tuple[bool, ...]
+    edges: "tuple[Edge | None, ...]"
+    sequence: int
+    outputs: int
+
     handles: tuple[int, ...] = ()
     strided = False
     expensive = False

@@ -7,7 +7,7 @@ from pathlib import Path
 DOCS = Path(__file__).parent.parent / "docs"
 
 
-def _maker():
+def maker():
     spec = importlib.util.spec_from_file_location("make_reference", DOCS / "make_reference.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -16,7 +16,7 @@ def _maker():
 
 def test_the_reference_is_what_the_docstrings_say():
     told = "run: python docs/make_reference.py"
-    assert (DOCS / "reference.md").read_text() == _maker().page(), told
+    assert (DOCS / "reference.md").read_text() == maker().page(), told
 
 
 def test_every_public_name_says_what_it_is():

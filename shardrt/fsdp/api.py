@@ -7,6 +7,7 @@ PyTorch's FSDP2.) The model stays the same object with the same parameter names.
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from typing import TypeVar
 
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
@@ -23,9 +24,11 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement
 from shardrt.nn.vision import BatchNorm2d
 
+Whole = TypeVar("Whole", bound=Module | Sequence[Module])
+
 
 def fully_shard(
-    module: Module | Sequence[Module],
+    module: Whole,
     *,
     mesh: DeviceMesh | None = None,
     strategy: ShardingStrategy | str | None = None,
@@ -34,7 +37,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     ignored: Iterable[Module | Parameter] = (),
-) -> Module | Sequence[Module]:
+) -> Whole:
     """Shard the parameters of `module` over the ranks of `mesh`, as one unit; gives `module` back.
 
     Call it on the parts first (each transformer block), then on the whole: a unit takes all parameters below
