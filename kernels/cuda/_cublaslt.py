@@ -7,6 +7,7 @@ tuned GEMMs). cublasLt counts columns first, so out = a b is asked for as out^T 
 """
 
 import ctypes
+import threading
 from collections.abc import Callable
 from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
 from dataclasses import dataclass
@@ -97,7 +98,7 @@ class NoSuchProduct(RuntimeError):
 
 
 class CublasLt:
-    """The library, and a plan for every kind of product met so far."""
+    """The library, and a plan for every kind of product met so far; for all threads of the process."""
 
     def __init__(self, library: ctypes.CDLL, stage: Stage) -> None:
         self._library = library
@@ -138,7 +139,7 @@ class CublasLt:
     def _multiply(self, key: tuple, a: Array, b: Array, out: Array, end: Epilogue) -> None:
         plan = self._plans.get(key)
         if plan is None:
-            plan = self._plans[key] = Plan(self, *key)
+            plan = self._plans.setdefault(key, Plan(self, *key))  # of two threads that make it, one's
         if plan.algorithm is None:
             plan.choose(self._stage, a, b, out, end)
         plan.run(self._stage, plan.algorithm or plan.candidates[0], a, b, out, end)
@@ -205,6 +206,7 @@ class Plan:
         if epilogue:
             self._describe(_EPILOGUE, c_uint32(epilogue))
         self._layouts = [_layout(lt, matrix, batch) for matrix in (first, second, result)]
+        self._lock = threading.Lock()
         self.candidates = self._propose(first, second, result)
         self.algorithm: Heuristic | None = None if len(self.candidates) > 1 else self.candidates[0]
 
@@ -221,14 +223,21 @@ class Plan:
             if seconds is None:
                 return
             times.append(seconds)
-        self.algorithm = self.candidates[times.index(min(times))]
+        with self._lock:
+            if self.algorithm is None:  # else another thread has measured too: all take what the first found
+                self.algorithm = self.candidates[times.index(min(times))]
 
     def run(self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array, end: Epilogue) -> None:
         """Launch the product in the current stream."""
-        if end.bias is not None:
-            self._describe(_BIAS_POINTER, c_void_p(address(end.bias)))
-        if end.inner is not None:
-            self._describe(_INNER_POINTER, c_void_p(address(end.inner)))
+        # The addresses stand in the descriptor, which threads as ranks share; the launch reads them at once.
+        with self._lock:
+            if end.bias is not None:
+                self._describe(_BIAS_POINTER, c_void_p(address(end.bias)))
+            if end.inner is not None:
+                self._describe(_INNER_POINTER, c_void_p(address(end.inner)))
+            self._launch(stage, chosen, a, b, out)
+
+    def _launch(self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array) -> None:
         first, second, result = self._layouts
         self._lt.call(
             "cublasLtMatmul",

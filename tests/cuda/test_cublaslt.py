@@ -3,12 +3,15 @@
 import ctypes
 import shutil
 import subprocess
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from shardrt.kernels.cuda._cublaslt import CublasLt, Matrix
+from shardrt.kernels.cuda._cublaslt import CublasLt, Matrix, Plan
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
 
@@ -178,6 +181,68 @@ def test_while_nothing_can_be_measured_the_first_is_taken(library):
     stage.measured = 0
     lt.gemm(a, a, out, accumulate=False)
     assert record(library).algorithm == 102
+
+
+class Meeting(Stage):
+    """As its last act before a launch a thread waits for the other one, in vain where it is not let in."""
+
+    times = ()
+
+    def __init__(self):
+        super().__init__()
+        self.both = threading.Barrier(2)
+
+    def stream(self):
+        with suppress(threading.BrokenBarrierError):
+            self.both.wait(0.3)
+        return super().stream()
+
+
+def in_threads(function):
+    """function(0) and function(1), as two ranks."""
+    with ThreadPoolExecutor(2) as pool:
+        return list(pool.map(function, range(2)))
+
+
+@pytest.mark.parametrize("gelu", [False, True])
+def test_threads_that_share_a_plan_read_their_own_bias_and_write_their_own_arrays(lt, gelu):
+    """As ranks in threads do, whose layers have the same shapes."""
+
+    def rank(number):
+        x, weight, bias, inner, out = (  # equally aligned, or the plans would differ
+            lt._stage.empty(shape, np.float32) for shape in ((8, 16), (24, 16), (24,), (8, 24), (8, 24))
+        )
+        for seed, array in enumerate((x, weight, bias), number):
+            array[...] = normal(*array.shape, seed=seed)
+        if gelu:
+            assert lt.gemm_gelu(x, weight.T, bias, inner, out)
+        else:
+            lt.gemm(x, weight.T, inner, accumulate=False, bias=bias)
+        assert_close(inner, x.astype(np.float64) @ weight.astype(np.float64).T + bias)
+
+    rank(0)
+    lt._stage = Meeting()
+    in_threads(rank)
+
+
+def test_threads_that_measure_at_once_keep_one_algorithm(library, monkeypatch):
+    """Else they would differ in bits until both take what the later one has found."""
+    found, used = [[2.0, 1.0], [1.0, 2.0]], []
+
+    class Measuring(Meeting):
+        """Each thread finds another algorithm to be the fastest."""
+
+        def seconds(self, work):
+            turn = self.both.wait(10) if not hasattr(here, "times") else None
+            here.times = getattr(here, "times", None) or found[turn].copy()
+            return here.times.pop()
+
+    here, lt = threading.local(), CublasLt(library, Measuring())
+    monkeypatch.setattr(Plan, "run", lambda plan, stage, chosen, *arrays: used.append(chosen.algorithm[0]))
+
+    a, out = np.ones((4, 4), np.float32), np.zeros((4, 4), np.float32)
+    in_threads(lambda number: lt.gemm(a, a, out, accumulate=False))
+    assert len(used) == 2 and len(set(used)) == 1
 
 
 def test_what_it_cannot_read_is_refused(lt):
