@@ -6,6 +6,7 @@ then on it takes addresses. What the operations are is in _cudnn_attention.py an
 Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for the module `cudnn`.
 """
 
+import threading
 import warnings
 from collections.abc import Callable
 from types import ModuleType
@@ -37,6 +38,7 @@ class CuDNN:
         self._stage = stage
         self._handles: dict[int, Any] = {}  # by stream: threads must not share one
         self._graphs: dict[tuple, Any] = {}
+        self._lock = threading.Lock()
         self._handle()
 
     def run(
@@ -62,7 +64,9 @@ class CuDNN:
         # Not kept from call to call: a captured graph would go on using what a larger one had replaced.
         workspace = self._stage.empty((max(graph.get_workspace_size(), 1),), np.uint8)
         places = {uid: address(x) for uid, x in enumerate(arrays, 1)}
-        graph.execute(places, address(workspace), handle=self._handle())
+        handle = self._handle()
+        with self._lock:  # of handles cuDNN says that threads must not share them, of graphs it says nothing
+            graph.execute(places, address(workspace), handle=handle)
         return True
 
     def input(self, graph: Any, uid: int, x: Array) -> Any:

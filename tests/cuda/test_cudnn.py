@@ -1,8 +1,10 @@
 """Attention by cuDNN: what its graphs are told and given, and when the reference kernels stay."""
 
 import sys
+import threading
 import warnings
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
 
 import numpy as np
 import pytest
@@ -136,6 +138,23 @@ def test_each_stream_has_a_handle(cudnn):
             run(*arrays)
         assert sorted(cudnn.handles.values()) == [7, 8]
         assert len(cudnn.graphs) == 2
+
+
+def test_threads_that_share_a_graph_run_it_one_after_the_other(cudnn, monkeypatch):
+    """As ranks in threads; cuDNN does not say that they may run it at once."""
+    execute, both, met = fake_cudnn.Graph.execute, threading.Barrier(2), []
+
+    def wait_for_the_other(graph, *args, **kwargs):
+        with suppress(threading.BrokenBarrierError):
+            met.append(both.wait(0.3))
+        execute(graph, *args, **kwargs)
+
+    with packed("bfloat16") as (q, k, v, y, lse, *_), ThreadPoolExecutor(2) as pool:
+        attention.forward(q, k, v, y, lse, causal=True, scale=0.3)
+        monkeypatch.setattr(fake_cudnn.Graph, "execute", wait_for_the_other)
+        for _ in pool.map(lambda _: attention.forward(q, k, v, y, lse, causal=True, scale=0.3), range(2)):
+            pass
+    assert not met and cudnn.graphs[0].runs == 3
 
 
 def test_a_workspace_is_taken_anew_for_each_call(cudnn, emulated, monkeypatch):
