@@ -191,16 +191,23 @@ def combine_blocks(partials, out, accumulate):
             out[j] += line[j]
 
 
-def power_sums(x: Array, p: float) -> Array:
+def power_rows(count: int) -> int:
+    """Rows of power_sums of `count` elements."""
+    return -(-count // _PIECE)
+
+
+def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
 
     So math.fsum of the pairs of all pieces of an array gives the same bits however it was cut. (The exception
     needs an exact sum within 2**-40 or so of the middle between two floats: once in 10**12 sums.) Where
     there is infinity or nan, it is in `high`, and `low` is 0.
+
+    out: where they go, of power_rows(x.size) rows; a new array if there is none.
     """
-    partials = np.empty((-(-x.size // _PIECE), 2), np.float64)
-    run_rows(_power_pieces, len(partials), x.size, x, float(p), partials)
-    return partials
+    out = np.empty((power_rows(x.size), 2), np.float64) if out is None else out
+    run_rows(_power_pieces, len(out), x.size, x, float(p), out)
+    return out
 
 
 @exact

@@ -73,17 +73,24 @@ def combine_blocks(partials: Array, out: Array, accumulate: bool) -> None:
     launch("reduce", "combine", partials.dtype, -(-columns // 32), args, GRADIENT=TYPES[out.dtype.name])
 
 
-def power_sums(x: Array, p: float) -> Array:
+def power_rows(count: int) -> int:
+    """Rows of power_sums of `count` elements."""
+    return -(-count // _PIECE)
+
+
+def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     """Float64 pairs (high, low), (n, 2), whose exact sum is that of |x| ** p to about 100 bits; 1-D, p > 0.
 
     So math.fsum of the pairs of all pieces of an array gives the same bits however it was cut. (The exception
     needs an exact sum within 2**-40 or so of the middle between two floats: once in 10**12 sums.) Where
     there is infinity or nan, it is in `high`, and `low` is 0. For p other than 1, 2 and 3 the powers
     themselves may differ from the CPU's in the last bit.
+
+    out: where they go, of power_rows(x.size) rows; a new array if there is none.
     """
-    partials = empty((-(-x.size // _PIECE), 2), np.float64)
-    launch("reduce", "power_sums", x.dtype, len(partials), (x, np.float64(p), partials, x.size, vectors(x)))
-    return partials
+    out = empty((power_rows(x.size), 2), np.float64) if out is None else out
+    launch("reduce", "power_sums", x.dtype, len(out), (x, np.float64(p), out, x.size, vectors(x)))
+    return out
 
 
 def exact_power_sums(x: Array, p: int) -> Array:

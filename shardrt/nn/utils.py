@@ -94,8 +94,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
 def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
     """The sum of the squares on all ranks of a communicator: (1,), on the device."""
     here = device.current()
-    sums = [here.kernels.reduce.power_sums(piece, 2.0) for piece in pieces]
-    total = np.concatenate(sums).sum().reshape(1) if sums else here.zeros((1,), np.float64)
+    total = _power_sums(pieces, 2.0).sum().reshape(1) if pieces else here.zeros((1,), np.float64)
     if communicator is not None:
         communicator.all_reduce(total, op="sum", stream=here.current_stream)
     return total
@@ -151,7 +150,7 @@ def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:
         return _largest(by_communicator)
     if any(storage.exact_norm for storage, _ in pieces):
         return _exact_norm(by_communicator, norm_type)
-    values = [value for item in by_communicator.items() for value in _power_sums(*item, norm_type)]
+    values = [value for item in by_communicator.items() for value in _everyones_sums(*item, norm_type)]
     total = _rounded_sum(values)
     return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
 
@@ -174,14 +173,29 @@ def _exact_norm(by_communicator: dict[Communicator | None, list[np.ndarray]], no
     return norm_of(table, int(norm_type))
 
 
-def _power_sums(communicator: Communicator | None, pieces: list[np.ndarray], p: float) -> list[float]:
+def _power_sums(pieces: list[Array], p: float) -> Array:
+    """Float64 pairs (n, 2) whose exact sum is that of |g| ** p over pieces of one device; n may be 0.
+
+    Written into one array: so the host waits once if it wants them, and a CUDA graph can have them captured.
+    (To join arrays, CuPy uploads a table of where they are.)
+    """
+    here = device.of(pieces[0])
+    kernels = here.kernels.reduce
+    rows = [kernels.power_rows(piece.size) for piece in pieces]
+    sums, stop = here.empty((sum(rows), 2), np.float64), 0
+    for piece, count in zip(pieces, rows, strict=True):
+        start, stop = stop, stop + count
+        kernels.power_sums(piece, p, sums[start:stop])
+    return sums
+
+
+def _everyones_sums(communicator: Communicator | None, pieces: list[Array], p: float) -> list[float]:
     """Numbers whose exact sum is that of |g| ** p over all ranks: one (high, low) of each, not added yet."""
-    here = device.current()
-    values = [
-        value
-        for piece in pieces
-        for value in device.of(piece).kernels.reduce.power_sums(piece, p).ravel().tolist()
-    ]
+    here, by_device = device.current(), {}
+    for piece in pieces:
+        by_device.setdefault(device.of(piece), []).append(piece)
+    sums = [there.to_numpy(_power_sums(some, p)) for there, some in by_device.items()]
+    values = [value for pairs in sums for value in pairs.ravel().tolist()]
     if communicator is None:
         return values
     high = _rounded_sum(values)

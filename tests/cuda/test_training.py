@@ -11,8 +11,8 @@ import pytest
 import shardrt
 from models.generate import ByteText, generate
 from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
 from shardrt import functional as F
-from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
@@ -29,6 +29,7 @@ from shardrt.fsdp import (
 )
 from shardrt.recompute import checkpoint
 from shardrt.train.config import SampleConfig
+from tests.cuda import fake_cupy
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 STEPS = 2
@@ -195,3 +196,18 @@ def test_weights_are_changed_saved_loaded_and_used_to_generate(fake_cuda, tmp_pa
     assert on_cpu[0][0] == on_cuda[0][0]
     for key, values in on_cpu[0][1].items():
         np.testing.assert_array_equal(on_cuda[0][1][key], values, err_msg=key)
+
+
+def test_the_norm_of_all_gradients_is_read_in_one_copy(fake_cuda, monkeypatch):
+    """The host waits once, however many pieces there are."""
+    device.set_current(fake_cuda)
+    layers = [nn.LayerNorm(5) for _ in range(3)]
+    x = shardrt.Tensor(fake_cuda.asarray(np.arange(10, dtype=np.float32).reshape(2, 5)))
+    for layer in layers:
+        x = layer(x)
+    x.backward(fake_cuda.asarray(np.ones((2, 5), np.float32)))
+    read = []
+    monkeypatch.setattr(fake_cupy, "not_captured", lambda way="D2H": read.append(way))
+    parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    assert nn.utils.clip_grad_norm_(parameters, 1.0) > 1
+    assert len(parameters) == 6 and read == ["D2H"]
