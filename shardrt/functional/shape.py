@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardrt import device
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
 
@@ -157,7 +158,11 @@ class Concatenate(Function):
         self.saved = (axis, sizes)
         shape = list(arrays[0].shape)
         shape[axis] = sum(sizes)
-        return np.concatenate(arrays, axis, out=empty(tuple(shape), arrays[0].dtype))
+        y = empty(tuple(shape), arrays[0].dtype)
+        # Piece by piece: of many arrays CuPy's concatenate uploads a table, which a CUDA graph can't capture.
+        for piece, x in zip(_pieces(y, sizes, axis), arrays, strict=True):
+            piece[...] = x
+        return y
 
     def backward(self, dy: Array) -> tuple:
         axis, sizes = self.saved
@@ -207,12 +212,17 @@ class GetItem(Function):
 
 def getitem(x: "Tensor", index: Any) -> "Tensor":
     """x[index] as in NumPy: a view for integers, slices, None and ...; a copy for arrays and lists."""
-    return GetItem.apply(tensor(x), _raw_index(index))
+    x = tensor(x)
+    return GetItem.apply(x, _raw_index(index, device.of(x.data)))
 
 
-def _raw_index(index: Any) -> Any:
+def _raw_index(index: Any, here: device.Device) -> Any:
     if isinstance(index, tuple):
-        return tuple(_raw_index(part) for part in index)
+        return tuple(_raw_index(part, here) for part in index)
+    if isinstance(index, list):
+        index = np.asarray(index, None if index else np.intp)
+    if isinstance(index, np.ndarray):
+        return here.asarray(index)  # once, for forward and backward; and CuPy's add.at takes no list
     return index.data if isinstance(index, Variable) else index
 
 
