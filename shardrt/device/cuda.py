@@ -121,9 +121,13 @@ class CUDADevice(Device):
         if not hasattr(self._here, "stream"):
             # Not the null stream, which can't be captured and waits for others unasked.
             handle = self._cupy.cuda.Stream(non_blocking=True)
+            # As by a `with` that never ends, because `use` is forgotten: at the end of each `with stream` (in
+            # `submit`, in CuPy's own get()) CuPy goes back to that of the `with` around it, or to null.
+            handle.__enter__()
             self._here.stream = CUDAStream("compute", handle)
             self._here.sides = weakref.WeakSet()
-        self._here.stream.handle.use()
+        elif self._cupy.cuda.get_current_stream().ptr != self._here.stream.handle.ptr:
+            self._here.stream.handle.use()
 
     @property
     def current_stream(self) -> CUDAStream:

@@ -31,6 +31,8 @@ _BACK = (
     "all",
     "ravel",
 )
+_JOINING = (np.concatenate, np.stack)
+_JOINED = 8  # arrays; of more CuPy uploads a table
 _PLAIN = ("shape", "dtype", "size", "strides", "ndim", "nbytes", "itemsize", "flags")
 
 
@@ -76,6 +78,10 @@ class ndarray:
         raise TypeError("Implicit conversion to a NumPy array is not allowed.")
 
     def __array_ufunc__(self, ufunc, method, *inputs, **kwargs):
+        if any(isinstance(x, list | tuple) for x in inputs):
+            return NotImplemented
+        if method == "at":
+            inputs = inputs[0], on_device(_index(inputs[1])), *inputs[2:]
         inputs, kwargs = list(map(_checked, inputs)), _inside(kwargs)
         call = getattr(ufunc, method)
         if "out" in kwargs:
@@ -86,6 +92,8 @@ class ndarray:
     def __array_function__(self, function, types, args, kwargs):
         if not all(issubclass(kind, ndarray) for kind in types):
             raise TypeError(f"{function.__name__}: arrays of the host and of the device are mixed")
+        if function in _JOINING and len(args[0]) > _JOINED:
+            not_captured("H2D")
         args, kwargs = _inside(args), _inside(kwargs)
         if function is np.copyto:
             issue(lambda: function(*args, **kwargs))
@@ -93,11 +101,11 @@ class ndarray:
         return _computed(lambda: function(*args, **kwargs), _arrays_in(args))
 
     def __getitem__(self, index):
-        index = _inside(index)
+        index = _index(index)
         return _computed(lambda: self._host[index], [self._host])
 
     def __setitem__(self, index, value):
-        index, value = _inside(index), _checked(value)
+        index, value = _index(index), _checked(value)
         issue(lambda: operator.setitem(self._host, index, value))
 
     def __len__(self):
@@ -123,6 +131,7 @@ class ndarray:
         return operator.index(self._host)
 
     def __repr__(self):
+        not_captured()
         return f"device {self._host!r}"
 
     __hash__ = None
@@ -156,8 +165,7 @@ def _arrays_in(nest):
 
 def _computed(compute, inputs):
     """What NumPy computes, on the device; in a captured graph again in every replay, unless it is a view."""
-    stream = getattr(Stream.here, "stream", None)
-    if stream is None or stream.captured is None:
+    if Stream.here.stream.captured is None:
         return on_device(compute())
     with np.errstate(all="ignore"):  # of numbers that are not there yet: only the shape counts
         result = compute()
@@ -201,9 +209,9 @@ def on_device(host):
 
 def _kept(host):
     """Memory that is taken while a graph is captured stays the graph's, as in CuPy's pool for it."""
-    stream = getattr(Stream.here, "stream", None)
-    if stream is not None and stream.captured is not None:
-        stream.captured.memory.append(host)
+    graph = Stream.here.stream.captured
+    if graph is not None:
+        graph.memory.append(host)
     return host
 
 
@@ -218,23 +226,29 @@ def _inside(nest):
     return nest
 
 
+def _index(index):
+    """What CuPy makes of an index: arrays and lists of the host are copied to the device."""
+    if any(isinstance(part, list | np.ndarray) for part in (index if isinstance(index, tuple) else (index,))):
+        not_captured("H2D")
+    return _inside(index)
+
+
 def _checked(value):
-    if isinstance(value, np.ndarray) and value.ndim:
+    if isinstance(value, np.ndarray):
         raise TypeError(f"Unsupported type {type(value)}: arrays of the host and of the device are mixed")
     return _inside(value)
 
 
-def not_captured():
-    """What CuPy does where the host would wait for the device."""
-    stream = getattr(Stream.here, "stream", None)
-    if stream is not None and stream.captured is not None:
-        raise RuntimeError("the current stream is capturing, so synchronous API calls are disallowed")
+def not_captured(direction="D2H"):
+    """What CuPy does where it would copy to the host, which waits for it, or pageable memory from there."""
+    if Stream.here.stream.captured is not None:
+        raise RuntimeError(f"the current stream is capturing, so {direction} transfers are disallowed")
 
 
 def issue(work):
     """Do work of the current stream: now, or when the graph that it is captured in is launched."""
-    stream = getattr(Stream.here, "stream", None)
-    if stream is None or stream.captured is None:
+    stream = Stream.here.stream
+    if stream.captured is None:
         work()
     else:
         stream.captured.work.append(work)
@@ -254,26 +268,32 @@ class Graph:
             work()
 
 
+class _Here(threading.local):
+    """A thread's current stream, and those to which the ends of its `with` blocks go back; see rules.py."""
+
+    def __init__(self):
+        self.stream, self.entered = Stream.null, [Stream.null]
+
+
 class Stream:
     """cupy.cuda.Stream; work is done when it is issued, or captured, by CUDA's rules."""
-
-    here = threading.local()
 
     def __init__(self, non_blocking=False, priority=0):
         assert non_blocking, "a stream that waits for the null stream"
         self.ptr = id(self)
         self.captured = None
-        self._before = []
 
     def use(self):
         Stream.here.stream = self
+        return self
 
     def __enter__(self):
-        self._before.append(Stream.here.stream)
-        Stream.here.stream = self
+        Stream.here.entered.append(self)
+        return self.use()
 
     def __exit__(self, *error):
-        Stream.here.stream = self._before.pop()
+        Stream.here.entered.pop()
+        Stream.here.entered[-1].use()
 
     def record(self, event):
         event.record(self)
@@ -311,6 +331,11 @@ class Stream:
         if graph.loose - {self}:
             raise RuntimeError("cudaErrorStreamCaptureUnjoined")
         return graph
+
+
+Stream.null = Stream(non_blocking=True)
+Stream.null.ptr = 0
+Stream.here = _Here()
 
 
 class Event:
@@ -538,6 +563,8 @@ def module():
     def asarray(values, dtype=None):
         if isinstance(values, ndarray):
             return values if dtype in (None, values.dtype) else values.astype(dtype)
+        if np.ndim(values):
+            not_captured("H2D")
         return on_device(np.array(values, dtype))
 
     cupy.asarray = asarray

@@ -15,7 +15,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 from shardrt.recompute import checkpoint
 
-CONFIG = {"n_layer": 1, "n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 29}
+CONFIG = {"n_head": 2, "n_embd": 8, "block_size": 4, "vocab_size": 29}
 STEPS = 4
 
 
@@ -28,6 +28,7 @@ def train(
     seeded=True,
     optimizer=None,
     clip=True,
+    layers=1,
     communicator="auto",
     **settings,
 ):
@@ -39,7 +40,7 @@ def train(
     mesh = init_device_mesh("cuda", communicator=communicator)
     here = device.current()
     shardrt.manual_seed(7)
-    model = GPT(GPTConfig(**CONFIG, dropout=dropout))
+    model = GPT(GPTConfig(**CONFIG, n_layer=layers, dropout=dropout))
     for block in model.blocks:
         if recompute:
             checkpoint(block)
