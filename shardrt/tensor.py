@@ -98,6 +98,9 @@ class Tensor(Variable):
     def __dlpack_device__(self) -> tuple:
         return self.data.__dlpack_device__()
 
+    def __getattr__(self, name: str) -> Any:
+        raise F.elsewhere.missing(self, name, F.elsewhere.TENSOR)
+
     def __float__(self) -> float:
         return float(self.item())
 
@@ -139,47 +142,80 @@ class Tensor(Variable):
     def __rmatmul__(self, other: Any) -> "Tensor":
         return F.matmul(other, self)
 
-    def __pow__(self, exponent: float) -> "Tensor":
+    def __pow__(self, exponent: Any) -> "Tensor":
         return F.pow(self, exponent)
+
+    def __rpow__(self, base: Any) -> "Tensor":
+        return F.pow(base, self)
 
     def __neg__(self) -> "Tensor":
         return F.neg(self)
 
-    def exp(self) -> "Tensor":
-        """See functional.exp."""
-        return F.exp(self)
+    def __pos__(self) -> "Tensor":
+        return self
 
-    def log(self) -> "Tensor":
-        """See functional.log."""
-        return F.log(self)
+    def __abs__(self) -> "Tensor":
+        return F.abs(self)
 
-    def sqrt(self) -> "Tensor":
-        """See functional.sqrt."""
-        return F.sqrt(self)
+    # -- functions as methods: x.exp() is F.exp(x)
 
-    def tanh(self) -> "Tensor":
-        """See functional.tanh."""
-        return F.tanh(self)
-
-    def softmax(self, axis: int = -1) -> "Tensor":
-        """See functional.softmax."""
-        return F.softmax(self, axis)
-
-    def log_softmax(self, axis: int = -1) -> "Tensor":
-        """See functional.log_softmax."""
-        return F.log_softmax(self, axis)
-
-    def sum(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
-        """See functional.sum."""
-        return F.sum(self, axis, keepdims)
-
-    def mean(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
-        """See functional.mean."""
-        return F.mean(self, axis, keepdims)
-
-    def max(self, axis: Axes = None, keepdims: bool = False) -> "Tensor":
-        """See functional.max."""
-        return F.max(self, axis, keepdims)
+    abs = F.abs
+    argmax = F.argmax
+    argmin = F.argmin
+    argsort = F.argsort
+    ceil = F.ceil
+    chunk = F.chunk
+    clamp = F.clamp
+    cos = F.cos
+    cumsum = F.cumsum
+    exp = F.exp
+    expm1 = F.expm1
+    flatten = F.flatten
+    flip = F.flip
+    floor = F.floor
+    gather = F.gather
+    index_add = F.index_add
+    index_select = F.index_select
+    log = F.log
+    log1p = F.log1p
+    log_softmax = F.log_softmax
+    logsumexp = F.logsumexp
+    masked_fill = F.masked_fill
+    masked_scatter = F.masked_scatter
+    matmul = F.matmul
+    max = F.max
+    maximum = F.maximum
+    mean = F.mean
+    min = F.min
+    minimum = F.minimum
+    norm = F.norm
+    pow = F.pow
+    relu = F.relu
+    repeat_interleave = F.repeat_interleave
+    roll = F.roll
+    round = F.round
+    rsqrt = F.rsqrt
+    scatter = F.scatter
+    scatter_add = F.scatter_add
+    sigmoid = F.sigmoid
+    sign = F.sign
+    sin = F.sin
+    softmax = F.softmax
+    sort = F.sort
+    split = F.split
+    sqrt = F.sqrt
+    square = F.square
+    squeeze = F.squeeze
+    std = F.std
+    sum = F.sum
+    tanh = F.tanh
+    topk = F.topk
+    transpose = F.transpose
+    tril = F.tril
+    triu = F.triu
+    unbind = F.unbind
+    unsqueeze = F.unsqueeze
+    var = F.var
 
     # -- shape
 
@@ -190,10 +226,6 @@ class Tensor(Variable):
     def view(self, *shape: Any) -> "Tensor":
         """The same as reshape."""
         return F.reshape(self, _sizes(shape))
-
-    def transpose(self, axis0: int, axis1: int) -> "Tensor":
-        """See functional.transpose."""
-        return F.transpose(self, axis0, axis1)
 
     def permute(self, *axes: Any) -> "Tensor":
         """See functional.permute; axes as arguments or as one tuple."""
@@ -208,21 +240,9 @@ class Tensor(Variable):
         """See functional.expand; sizes as arguments or as one tuple."""
         return F.expand(self, _sizes(shape))
 
-    def squeeze(self, axis: Axes = None) -> "Tensor":
-        """See functional.squeeze."""
-        return F.squeeze(self, axis)
-
-    def unsqueeze(self, axis: int) -> "Tensor":
-        """See functional.unsqueeze."""
-        return F.unsqueeze(self, axis)
-
-    def split(self, sizes: int | Sequence[int], axis: int = 0) -> tuple["Tensor", ...]:
-        """See functional.split."""
-        return F.split(self, sizes, axis)
-
-    def chunk(self, chunks: int, axis: int = 0) -> tuple["Tensor", ...]:
-        """See functional.chunk."""
-        return F.chunk(self, chunks, axis)
+    def tile(self, *counts: Any) -> "Tensor":
+        """See functional.tile; counts as arguments or as one tuple."""
+        return F.tile(self, _sizes(counts))
 
     def __getitem__(self, index: Any) -> "Tensor":
         return F.getitem(self, index)

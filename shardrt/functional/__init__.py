@@ -1,103 +1,246 @@
 """Ops on tensors, as functions. Import as `from shardrt import functional as F`.
 
 One file per family. Each op is a Function, forward and backward together, with the function that users call
-below it. The numbers are computed by kernels.
+below it; or it is made of other ops. docs/functions.md lists them beside PyTorch's.
 """
 
-from shardrt.functional.activation import gelu, relu, sigmoid, silu, swiglu
+from typing import Any
+
+from shardrt.functional import elsewhere
+from shardrt.functional.activation import (
+    elu,
+    gelu,
+    glu,
+    hardsigmoid,
+    hardswish,
+    leaky_relu,
+    logsigmoid,
+    mish,
+    relu,
+    relu6,
+    sigmoid,
+    silu,
+    softplus,
+    swiglu,
+)
 from shardrt.functional.attention import document_starts, scaled_dot_product_attention, self_attention
 from shardrt.functional.batch_norm import batch_norm
 from shardrt.functional.cast import cast
-from shardrt.functional.conv2d import conv2d
+from shardrt.functional.conv2d import conv1d, conv2d
 from shardrt.functional.dropout import dropout
+from shardrt.functional.einsum import einsum
 from shardrt.functional.elementwise import (
     add,
+    clamp,
     div,
-    exp,
-    log,
+    masked_fill,
     maximum,
+    minimum,
     mul,
     neg,
     pow,
-    sqrt,
     sub,
-    tanh,
+    where,
 )
 from shardrt.functional.embedding import embedding
+from shardrt.functional.index import (
+    argmax,
+    argmin,
+    argsort,
+    gather,
+    index_add,
+    index_select,
+    masked_scatter,
+    one_hot,
+    scatter,
+    scatter_add,
+    sort,
+    topk,
+    tril,
+    triu,
+)
+from shardrt.functional.interpolate import interpolate
 from shardrt.functional.linear import linear, linear_gelu
 from shardrt.functional.loss import cross_entropy, linear_cross_entropy
 from shardrt.functional.matmul import matmul
-from shardrt.functional.norm import add_layer_norm, add_rms_norm, layer_norm, rms_norm
-from shardrt.functional.pool import avg_pool2d, global_avg_pool2d, max_pool2d
-from shardrt.functional.reduce import max, mean, sum
+from shardrt.functional.norm import add_layer_norm, add_rms_norm, group_norm, layer_norm, rms_norm
+from shardrt.functional.pad import pad
+from shardrt.functional.pool import adaptive_avg_pool2d, avg_pool2d, global_avg_pool2d, max_pool2d
+from shardrt.functional.reduce import cumsum, logsumexp, max, mean, min, norm, std, sum, var
 from shardrt.functional.rotary import rotary
 from shardrt.functional.shape import (
     chunk,
     concatenate,
     expand,
+    flatten,
+    flip,
     getitem,
     permute,
+    repeat_interleave,
     reshape,
+    roll,
     split,
     squeeze,
     stack,
+    tile,
     transpose,
+    unbind,
     unsqueeze,
 )
+from shardrt.functional.simple_loss import (
+    binary_cross_entropy,
+    binary_cross_entropy_with_logits,
+    cosine_similarity,
+    huber_loss,
+    kl_div,
+    l1_loss,
+    mse_loss,
+    nll_loss,
+    normalize,
+    smooth_l1_loss,
+)
 from shardrt.functional.softmax import log_softmax, softmax
+from shardrt.functional.unary import (
+    abs,
+    ceil,
+    cos,
+    exp,
+    expm1,
+    floor,
+    log,
+    log1p,
+    round,
+    rsqrt,
+    sign,
+    sin,
+    sqrt,
+    square,
+    tanh,
+)
 
 __all__ = [
+    "abs",
+    "adaptive_avg_pool2d",
+    "add",
     "add_layer_norm",
     "add_rms_norm",
-    "add",
+    "argmax",
+    "argmin",
+    "argsort",
     "avg_pool2d",
     "batch_norm",
+    "binary_cross_entropy",
+    "binary_cross_entropy_with_logits",
     "cast",
+    "ceil",
     "chunk",
+    "clamp",
     "concatenate",
+    "conv1d",
     "conv2d",
+    "cos",
+    "cosine_similarity",
     "cross_entropy",
+    "cumsum",
     "div",
     "document_starts",
     "dropout",
+    "einsum",
+    "elu",
     "embedding",
     "exp",
     "expand",
+    "expm1",
+    "flatten",
+    "flip",
+    "floor",
+    "gather",
     "gelu",
     "getitem",
     "global_avg_pool2d",
+    "glu",
+    "group_norm",
+    "hardsigmoid",
+    "hardswish",
+    "huber_loss",
+    "index_add",
+    "index_select",
+    "interpolate",
+    "kl_div",
+    "l1_loss",
     "layer_norm",
+    "leaky_relu",
     "linear",
     "linear_cross_entropy",
     "linear_gelu",
     "log",
+    "log1p",
     "log_softmax",
+    "logsigmoid",
+    "logsumexp",
+    "masked_fill",
+    "masked_scatter",
     "matmul",
     "max",
     "max_pool2d",
     "maximum",
     "mean",
+    "min",
+    "minimum",
+    "mish",
+    "mse_loss",
     "mul",
     "neg",
+    "nll_loss",
+    "norm",
+    "normalize",
+    "one_hot",
+    "pad",
     "permute",
     "pow",
     "relu",
+    "relu6",
+    "repeat_interleave",
     "reshape",
     "rms_norm",
+    "roll",
     "rotary",
+    "round",
+    "rsqrt",
     "scaled_dot_product_attention",
+    "scatter",
+    "scatter_add",
     "self_attention",
     "sigmoid",
+    "sign",
     "silu",
+    "sin",
+    "smooth_l1_loss",
     "softmax",
+    "softplus",
+    "sort",
     "split",
     "sqrt",
+    "square",
     "squeeze",
     "stack",
+    "std",
     "sub",
     "sum",
     "swiglu",
     "tanh",
+    "tile",
+    "topk",
     "transpose",
+    "tril",
+    "triu",
+    "unbind",
     "unsqueeze",
+    "var",
+    "where",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    text = f"shardrt.functional has no {name!r}"
+    raise AttributeError(f"{text}: {elsewhere.FUNCTION[name]}" if name in elsewhere.FUNCTION else text)

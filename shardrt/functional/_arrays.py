@@ -129,6 +129,21 @@ def broadcast(x: Array, shape: tuple[int, ...]) -> Array:
     return x.reshape(shape) if view.size == x.size else view
 
 
+def compute(ufunc: Any, *operands: Any) -> Array:
+    """A NumPy ufunc with its result in memory of the current device."""
+    shapes = {np.shape(operand) for operand in operands}
+    shape = shapes.pop() if len(shapes) == 1 else np.broadcast_shapes(*shapes)
+    return ufunc(*operands, out=empty(shape, np.result_type(*operands)))
+
+
+def chosen(condition: Array, x: Any, y: Any, shape: tuple[int, ...], dtype: Any) -> Array:
+    """A new array: x where the condition holds, y elsewhere, arrays or numbers."""
+    z = empty(shape, dtype)
+    np.copyto(z, y)
+    np.copyto(z, x, where=condition)
+    return z
+
+
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:
     """The adjoint of broadcasting from `shape`: sums over the dimensions that were added or stretched."""
     if gradient.shape == shape:

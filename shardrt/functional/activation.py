@@ -2,9 +2,23 @@
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from shardrt.autograd import Function
-from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
-from shardrt.functional.elementwise import tanh
+from shardrt.functional._arrays import (
+    check_floats,
+    chosen,
+    compute,
+    empty,
+    empty_like,
+    flat,
+    kernels,
+    rows,
+    tensor,
+)
+from shardrt.functional.elementwise import clamp, minimum, where
+from shardrt.functional.shape import split
+from shardrt.functional.unary import expm1, tanh
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -136,3 +150,88 @@ def relu(x: "Tensor") -> "Tensor":
 def sigmoid(x: "Tensor") -> "Tensor":
     """The logistic function, 1 / (1 + exp(-x)), by the hyperbolic tangent, which does not overflow."""
     return tanh(tensor(x) * 0.5) * 0.5 + 0.5
+
+
+class LeakyReLU(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, slope: float) -> Array:
+        self.saved = (x, slope)
+        return chosen(x > 0, x, compute(np.multiply, x, slope), x.shape, x.dtype)
+
+    def backward(self, dy: Array) -> tuple:
+        x, slope = self.saved
+        return chosen(x > 0, dy, compute(np.multiply, dy, slope), dy.shape, dy.dtype), None
+
+
+def leaky_relu(x: "Tensor", slope: float = 0.01) -> "Tensor":
+    """x where it is positive, else slope * x. Floats only."""
+    x = tensor(x)
+    check_floats("leaky_relu", x=x)
+    return LeakyReLU.apply(x, float(slope))
+
+
+def elu(x: "Tensor", alpha: float = 1.0) -> "Tensor":
+    """x where it is positive, else alpha * (exp(x) - 1) (Clevert et al., 2016). Floats only."""
+    x = tensor(x)
+    check_floats("elu", x=x)
+    return where(x > 0, x, expm1(minimum(x, 0.0)) * alpha)
+
+
+class Softplus(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.logaddexp, x, 0)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = compute(np.tanh, x * x.dtype.type(0.5))
+        dx *= 0.5
+        dx += 0.5
+        dx *= dy
+        return dx
+
+
+def softplus(x: "Tensor") -> "Tensor":
+    """log(1 + exp(x)), which does not overflow. Floats only."""
+    x = tensor(x)
+    check_floats("softplus", x=x)
+    return Softplus.apply(x)
+
+
+def logsigmoid(x: "Tensor") -> "Tensor":
+    """The logarithm of the logistic function, exact where that is 0 or 1. Floats only."""
+    return -softplus(-tensor(x))
+
+
+def glu(x: "Tensor", axis: int = -1) -> "Tensor":
+    """a * sigmoid(b) of the two halves along an axis (Dauphin et al., 2017). ValueError for an odd size."""
+    x = tensor(x)
+    if x.ndim == 0 or x.shape[axis] % 2:
+        raise ValueError(f"glu: axis {axis} of x must have an even size, got {x.shape}")
+    first, second = split(x, x.shape[axis] // 2, axis)
+    return first * sigmoid(second)
+
+
+def relu6(x: "Tensor") -> "Tensor":
+    """x between 0 and 6."""
+    return clamp(x, 0.0, 6.0)
+
+
+def hardsigmoid(x: "Tensor") -> "Tensor":
+    """(x + 3) / 6 between 0 and 1."""
+    return clamp(tensor(x) * (1 / 6) + 0.5, 0.0, 1.0)
+
+
+def hardswish(x: "Tensor") -> "Tensor":
+    """x * hardsigmoid(x) (Howard et al., MobileNetV3, 2019)."""
+    return tensor(x) * hardsigmoid(x)
+
+
+def mish(x: "Tensor") -> "Tensor":
+    """x * tanh(softplus(x)) (Misra, 2020)."""
+    return tensor(x) * tanh(softplus(x))

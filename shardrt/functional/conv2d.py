@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
+from shardrt.functional.shape import squeeze, unsqueeze
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -89,3 +90,24 @@ def conv2d(
     check_floats("conv2d", x=x, weight=weight, bias=bias)
     geometry = strides, paddings, dilations, int(groups)
     return Conv2d.apply(x, weight, bias, (x.shape[0], outputs, *sizes), geometry)
+
+
+def conv1d(
+    x: "Tensor",
+    weight: "Tensor",
+    bias: "Tensor | None" = None,
+    stride: int = 1,
+    padding: int = 0,
+    dilation: int = 1,
+    groups: int = 1,
+) -> "Tensor":
+    """conv2d along one axis: x (batch, channels, length), weight (outputs, channels / groups, width)."""
+    x, weight = tensor(x), tensor(weight)
+    if x.ndim != 3 or weight.ndim != 3:
+        raise ValueError(
+            "conv1d: x must be (batch, channels, length) and weight (outputs, channels / groups, width), got "
+            f"{x.shape} and {weight.shape}"
+        )
+    x, weight = unsqueeze(x, 2), unsqueeze(weight, 2)
+    geometry = (1, stride), (0, padding), (1, dilation), groups
+    return squeeze(conv2d(x, weight, bias, *geometry), 2)

@@ -6,6 +6,10 @@ from shardrt import dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, rows, tensor
 from shardrt.functional.cast import cast
+from shardrt.functional.elementwise import add, mul, sub
+from shardrt.functional.reduce import mean
+from shardrt.functional.shape import reshape
+from shardrt.functional.unary import rsqrt, square
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -98,6 +102,27 @@ def add_layer_norm(
         return total, layer_norm(total, weight, bias, eps)
     _check("add_layer_norm", x, weight=weight, bias=bias)
     return AddLayerNorm.apply(x, added, weight, bias, eps)
+
+
+def group_norm(
+    x: "Tensor", groups: int, weight: "Tensor | None" = None, bias: "Tensor | None" = None, eps: float = 1e-5
+) -> "Tensor":
+    """Each group of channels minus its mean, over its deviation, times weight plus bias (Wu, He, 2018).
+
+    x: (batch, channels, ...). weight, bias: (channels,) or None. Made of other ops. Raises ValueError for
+    sizes that don't fit, TypeError for other dtypes.
+    """
+    x = tensor(x)
+    check_floats("group_norm", x=x)
+    if x.ndim < 2 or groups < 1 or x.shape[1] % groups:
+        raise ValueError(f"group_norm: x must be (batch, channels, ...), got {x.shape} in {groups} groups")
+    y = reshape(x, (x.shape[0], groups, -1))
+    y = sub(y, mean(y, -1, keepdims=True))
+    y = mul(y, rsqrt(add(mean(square(y), -1, keepdims=True), eps)))
+    y = reshape(y, x.shape)
+    per_channel = (x.shape[1], *[1] * (x.ndim - 2))
+    y = y if weight is None else mul(y, reshape(weight, per_channel))
+    return y if bias is None else add(y, reshape(bias, per_channel))
 
 
 class RMSNorm(Function):

@@ -77,6 +77,20 @@ def global_avg_pool2d(x: "Tensor") -> "Tensor":
     return mean(x, (2, 3))
 
 
+def adaptive_avg_pool2d(x: "Tensor", size: int | Pair) -> "Tensor":
+    """The means of size[0] rows of size[1] equal windows.
+
+    Raises ValueError where the windows would not be equal: `size` must divide height and width.
+    """
+    x, sizes = tensor(x), pair("adaptive_avg_pool2d", "size", size, 1)
+    if x.ndim != 4 or min(x.shape) < 1 or x.shape[2] % sizes[0] or x.shape[3] % sizes[1]:
+        raise ValueError(
+            "adaptive_avg_pool2d: x must be (batch, channels, height, width), height and width multiples of "
+            f"{sizes}, got {x.shape}"
+        )
+    return avg_pool2d(x, (x.shape[2] // sizes[0], x.shape[3] // sizes[1]))
+
+
 def _checked(op: str, x: "Tensor", window: Any, stride: Any, padding: Any) -> tuple:
     """(x, shape of the result, (window, stride, padding) of the kernels)."""
     x = tensor(x)

@@ -1,15 +1,16 @@
-"""Sums, means and largest elements over some axes or all."""
+"""Sums, means, norms, largest and smallest elements over some axes or all; sums along an axis."""
 
 from collections.abc import Sequence
-from math import prod
+from math import prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function
-from shardrt.functional._arrays import asarray, broadcast, empty_like, floating, tensor
-from shardrt.functional.elementwise import div
+from shardrt.functional._arrays import asarray, broadcast, chosen, compute, empty_like, floating, tensor
+from shardrt.functional.elementwise import div, sub
+from shardrt.functional.unary import square
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -46,27 +47,125 @@ def mean(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     return div(sum(x, axis, keepdims), count)
 
 
-class Max(Function):
+def var(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
+    """The variance: squared deviations from the mean, over their count less `correction`, as in PyTorch."""
+    x = floating(x)
+    count = prod(x.shape[i] for i in _axes(axis, x.ndim)) - correction
+    return div(sum(square(sub(x, mean(x, axis, True))), axis, keepdims), _at_least_0(count))
+
+
+def std(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
+    """The root of `var`; where all elements are equal the gradient is 0."""
+    x = floating(x)
+    count = prod(x.shape[i] for i in _axes(axis, x.ndim)) - correction
+    return div(norm(sub(x, mean(x, axis, True)), axis, keepdims), sqrt(_at_least_0(count)))
+
+
+class Norm(Function):
     __slots__ = ()
     strided = True
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
-        y = asarray(x.max(axis=axes, keepdims=keepdims))
+        squares = compute(np.multiply, x, x)
+        y = asarray(np.sqrt(squares.sum(axis=axes, keepdims=True)))
+        self.saved = (x, y)
+        return y if keepdims else y.reshape([n for i, n in enumerate(y.shape) if i not in axes])
+
+    def backward(self, dy: Array) -> tuple:
+        x, y = self.saved
+        share = dy.reshape(y.shape) / chosen(y == 0, 1, y, y.shape, y.dtype)
+        return compute(np.multiply, x, share), None, None
+
+
+def norm(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
+    """The Euclidean norm: the root of the sum of squares. The gradient at 0 is 0."""
+    x = floating(x)
+    return Norm.apply(x, _axes(axis, x.ndim), keepdims)
+
+
+class LogSumExp(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+        largest = asarray(x.max(axis=axes, keepdims=True))
+        largest = chosen(np.isfinite(largest), largest, 0, largest.shape, x.dtype)
+        total = np.exp(compute(np.subtract, x, largest)).sum(axis=axes, keepdims=True)
+        with np.errstate(divide="ignore"):  # the logarithm of 0 where all are -inf
+            y = asarray(np.log(total)) + largest
+        self.saved = (x, y)
+        return y if keepdims else y.reshape([n for i, n in enumerate(y.shape) if i not in axes])
+
+    def backward(self, dy: Array) -> tuple:
+        x, y = self.saved
+        dx = compute(np.subtract, x, y)
+        np.exp(dx, out=dx)
+        dx *= dy.reshape(y.shape)
+        return dx, None, None
+
+
+def logsumexp(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
+    """log(sum(exp(x))), the largest element taken out first. ValueError if there is no element."""
+    x = floating(x)
+    return LogSumExp.apply(x, _axes(axis, x.ndim), keepdims)
+
+
+class CumSum(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, axis: int) -> Array:
+        self.saved = (axis,)
+        return np.cumsum(x, axis)
+
+    def backward(self, dy: Array) -> tuple:
+        (axis,) = self.saved
+        return np.flip(np.cumsum(np.flip(dy, axis), axis), axis), None
+
+
+def cumsum(x: "Tensor", axis: int) -> "Tensor":
+    """The sum of all elements up to each, along an axis."""
+    x = tensor(x)
+    return CumSum.apply(x, *_axes(axis, x.ndim))
+
+
+class Max(Function):
+    __slots__ = ()
+    strided = True
+    smallest = False
+
+    def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
+        y = asarray((x.min if self.smallest else x.max)(axis=axes, keepdims=keepdims))
         self.saved = (x, y, axes)
         return y
 
     def backward(self, dy: Array) -> tuple:
         x, y, axes = self.saved
         shape = _kept(x.shape, axes)
-        largest = x == y.reshape(shape)
-        share = dy.reshape(shape) / largest.sum(axis=axes, keepdims=True, dtype=dy.dtype)
-        return np.multiply(share, largest, out=empty_like(x)), None, None
+        reached = x == y.reshape(shape)
+        share = dy.reshape(shape) / reached.sum(axis=axes, keepdims=True, dtype=dy.dtype)
+        return np.multiply(share, reached, out=empty_like(x)), None, None
 
 
 def max(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The largest element over `axis`. Equal ones share the gradient. ValueError if there is no element."""
     x = tensor(x)
     return Max.apply(x, _axes(axis, x.ndim), keepdims)
+
+
+class Min(Max):
+    __slots__ = ()
+    smallest = True
+
+
+def min(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
+    """The smallest element over `axis`. Equal ones share the gradient. ValueError if there is no element."""
+    x = tensor(x)
+    return Min.apply(x, _axes(axis, x.ndim), keepdims)
+
+
+def _at_least_0(count: int) -> int:
+    return count if count > 0 else 0
 
 
 def _axes(axis: Axes, ndim: int) -> tuple[int, ...]:

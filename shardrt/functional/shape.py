@@ -4,6 +4,7 @@ A view shares memory with what it is a view of, as in NumPy.
 """
 
 from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -53,6 +54,17 @@ def unsqueeze(x: "Tensor", axis: int) -> "Tensor":
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim + 1)
     return reshape(x, (*x.shape[:axis], 1, *x.shape[axis:]))
+
+
+def flatten(x: "Tensor", first: int = 0, last: int = -1) -> "Tensor":
+    """With the axes from `first` to `last` as one."""
+    x = tensor(x)
+    if x.ndim == 0:
+        return reshape(x, 1)
+    first, last = np.lib.array_utils.normalize_axis_tuple((first, last), x.ndim, allow_duplicate=True)
+    if first > last:
+        raise ValueError(f"flatten: axis {first} comes after axis {last}")
+    return reshape(x, (*x.shape[:first], prod(x.shape[first : last + 1]), *x.shape[last + 1 :]))
 
 
 class Permute(Function):
@@ -108,6 +120,35 @@ def expand(x: "Tensor", shape: Sequence[int]) -> "Tensor":
     return Expand.apply(x, tuple(kept))
 
 
+def tile(x: "Tensor", counts: int | Sequence[int]) -> "Tensor":
+    """Copies side by side: counts[i] of them along axis i, the last ones of both shapes together."""
+    x = tensor(x)
+    counts = (counts,) if isinstance(counts, int) else tuple(counts)
+    shape = (1,) * (len(counts) - x.ndim) + x.shape
+    counts = (1,) * (len(shape) - len(counts)) + counts
+    x = reshape(x, [n for size in shape for n in (1, size)])
+    x = expand(x, [n for pair in zip(counts, shape, strict=True) for n in pair])
+    return reshape(x, [count * size for count, size in zip(counts, shape, strict=True)])
+
+
+def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int) -> "Tensor":
+    """Each element `counts` times, one copy after the other, along an axis; or as often as counts[i] says.
+
+    Raises ValueError if there are not as many counts as elements.
+    """
+    x = tensor(x)
+    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+    size = x.shape[axis]
+    if isinstance(counts, int):
+        x = unsqueeze(x, axis + 1)
+        x = expand(x, (*x.shape[: axis + 1], counts, *x.shape[axis + 2 :]))
+        return reshape(x, (*x.shape[:axis], size * counts, *x.shape[axis + 2 :]))
+    if len(counts) != size:
+        raise ValueError(f"repeat_interleave: {len(counts)} counts for {size} elements of axis {axis}")
+    rows = np.repeat(np.arange(size), np.asarray(_raw_index(counts)))
+    return getitem(x, (slice(None),) * axis + (asarray(rows),))
+
+
 class Split(Function):
     __slots__ = ()
     strided = True
@@ -147,6 +188,12 @@ def chunk(x: "Tensor", chunks: int, axis: int = 0) -> tuple:
         raise ValueError(f"chunk: chunks must be at least 1, got {chunks}")
     x = tensor(x)
     return split(x, max(1, -(-x.shape[axis] // chunks)), axis)
+
+
+def unbind(x: "Tensor", axis: int = 0) -> tuple:
+    """The pieces of size 1 along an axis, without it."""
+    x = tensor(x)
+    return tuple(squeeze(piece, axis) for piece in split(x, 1, axis))
 
 
 class Concatenate(Function):
@@ -189,6 +236,21 @@ def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
 def stack(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """Tensors of one shape along a new axis. Errors as `concatenate`."""
     return concatenate([unsqueeze(x, axis) for x in tensors], axis)
+
+
+def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
+    """In reverse order along one axis or several; a view."""
+    x = tensor(x)
+    axes = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+    return getitem(x, tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim)))
+
+
+def roll(x: "Tensor", shift: int, axis: int) -> "Tensor":
+    """Moved by `shift` along an axis; what leaves at one end comes in at the other."""
+    x = tensor(x)
+    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+    shift %= x.shape[axis] or 1
+    return concatenate(split(x, [x.shape[axis] - shift, shift], axis)[::-1], axis)
 
 
 class GetItem(Function):

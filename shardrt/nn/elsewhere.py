@@ -1,7 +1,11 @@
 """Names that a user of PyTorch looks for on a module or an optimizer and finds elsewhere here, and where.
 
-docs/from_pytorch.md has all of them side by side.
+docs/from_pytorch.md has all of them side by side; shardrt/functional/elsewhere.py has those of functions.
 """
+
+from shardrt.functional.elsewhere import missing
+
+__all__ = ["MODULE", "OPTIMIZER", "missing"]
 
 _DEVICE = "a model is on the device that init_device_mesh names"
 _TYPE = "use fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))"
@@ -45,9 +49,3 @@ OPTIMIZER = {
     "add_param_group": "give all groups when it is made",
     "state": _CHECKPOINTS,
 }
-
-
-def missing(owner: object, name: str, known: dict[str, str]) -> AttributeError:
-    """The error for an attribute that `owner` does not have."""
-    text = f"{type(owner).__name__!r} object has no attribute {name!r}"
-    return AttributeError(f"{text}: {known[name]}" if name in known else text, name=name, obj=owner)

@@ -103,10 +103,11 @@ class Module:
     @property
     def name(self) -> str:
         """The path from the outermost module, whose own name is ""."""
-        parent = self.parent
-        if parent is None:
-            return ""
-        return f"{parent.name}.{self._attribute}" if parent.name else self._attribute
+        names, module = [], self
+        while (parent := module.parent) is not None:
+            names.append(module._attribute)
+            module = parent
+        return ".".join(reversed(names))
 
     def __getattr__(self, name: str) -> Any:
         raise elsewhere.missing(self, name, elsewhere.MODULE)

@@ -69,9 +69,8 @@ class Parameter(Tensor):
     def name(self) -> str:
         """The path from the outermost module: "blocks.0.norm1.weight"; "" before it is in a module."""
         owner = self._owner() if self._owner is not None else None
-        if owner is None:
-            return self._attribute
-        return f"{owner.name}.{self._attribute}" if owner.name else self._attribute
+        above = "" if owner is None else owner.name
+        return f"{above}.{self._attribute}" if above else self._attribute
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -1,0 +1,253 @@
+"""Functions of one tensor, element by element."""
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt.autograd import Function
+from shardrt.functional._arrays import compute, empty_like, floating, tensor
+from shardrt.functional.elementwise import mul
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+Operand = Any  # Tensor, array, or number
+
+
+class Abs(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.absolute, x)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        return compute(np.multiply, dy, compute(np.sign, x))
+
+
+def abs(x: Operand) -> "Tensor":
+    """The absolute value; the gradient at 0 is 0."""
+    return Abs.apply(tensor(x))
+
+
+class Step(Function):
+    """A function that is constant between its steps."""
+
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array, ufunc: Any) -> Array:
+        return compute(ufunc, x)
+
+    def backward(self, dy: Array) -> tuple:
+        dx = empty_like(dy)
+        dx.fill(0)
+        return dx, None
+
+
+def sign(x: Operand) -> "Tensor":
+    """-1, 0 or 1; its gradient is 0."""
+    return Step.apply(tensor(x), np.sign)
+
+
+def floor(x: Operand) -> "Tensor":
+    """The next integer below, as a float; its gradient is 0."""
+    return Step.apply(floating(x), np.floor)
+
+
+def ceil(x: Operand) -> "Tensor":
+    """The next integer above, as a float; its gradient is 0."""
+    return Step.apply(floating(x), np.ceil)
+
+
+def round(x: Operand) -> "Tensor":
+    """The nearest integer as a float, the even one of two; its gradient is 0."""
+    return Step.apply(floating(x), np.rint)
+
+
+class Sin(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.sin, x)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        return compute(np.multiply, dy, compute(np.cos, x))
+
+
+def sin(x: Operand) -> "Tensor":
+    """The sine of radians; integers become float32."""
+    return Sin.apply(floating(x))
+
+
+class Cos(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.cos, x)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = compute(np.multiply, dy, compute(np.sin, x))
+        return np.negative(dx, out=dx)
+
+
+def cos(x: Operand) -> "Tensor":
+    """The cosine of radians; integers become float32."""
+    return Cos.apply(floating(x))
+
+
+class Expm1(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        y = compute(np.expm1, x)
+        self.saved = (y,)
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (y,) = self.saved
+        dx = compute(np.multiply, dy, y)
+        dx += dy
+        return dx
+
+
+def expm1(x: Operand) -> "Tensor":
+    """exp(x) - 1, exact near 0; integers become float32."""
+    return Expm1.apply(floating(x))
+
+
+class Log1p(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.log1p, x)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        return compute(np.divide, dy, compute(np.add, x, 1))
+
+
+def log1p(x: Operand) -> "Tensor":
+    """log(1 + x), exact near 0; integers become float32."""
+    return Log1p.apply(floating(x))
+
+
+class RSqrt(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        y = compute(np.sqrt, x)
+        np.divide(1, y, out=y)
+        self.saved = (y,)
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (y,) = self.saved
+        dx = compute(np.multiply, y, y)
+        dx *= y
+        dx *= -0.5
+        dx *= dy
+        return dx
+
+
+def rsqrt(x: Operand) -> "Tensor":
+    """1 over the square root; integers become float32."""
+    return RSqrt.apply(floating(x))
+
+
+def square(x: Operand) -> "Tensor":
+    """x times x."""
+    return mul(x, x)
+
+
+class Exp(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        y = compute(np.exp, x)
+        self.saved = (y,)
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (y,) = self.saved
+        return compute(np.multiply, dy, y)
+
+
+def exp(x: Operand) -> "Tensor":
+    """e to the power of x; integers become float32."""
+    return Exp.apply(floating(x))
+
+
+class Log(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        return compute(np.log, x)
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        return compute(np.divide, dy, x)
+
+
+def log(x: Operand) -> "Tensor":
+    """The natural logarithm; integers become float32."""
+    return Log.apply(floating(x))
+
+
+class Sqrt(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        y = compute(np.sqrt, x)
+        self.saved = (y,)
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (y,) = self.saved
+        dx = compute(np.divide, dy, y)
+        dx *= 0.5
+        return dx
+
+
+def sqrt(x: Operand) -> "Tensor":
+    """The square root; integers become float32."""
+    return Sqrt.apply(floating(x))
+
+
+class Tanh(Function):
+    __slots__ = ()
+    strided = True
+
+    def forward(self, x: Array) -> Array:
+        y = compute(np.tanh, x)
+        self.saved = (y,)
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (y,) = self.saved
+        dx = compute(np.multiply, y, y)
+        np.subtract(1, dx, out=dx)
+        dx *= dy
+        return dx
+
+
+def tanh(x: Operand) -> "Tensor":
+    """The hyperbolic tangent; integers become float32."""
+    return Tanh.apply(floating(x))
