@@ -9,6 +9,8 @@ from shardrt import functional as F
 from shardrt.autograd import is_grad_enabled
 from shardrt.functional.attention import split_heads
 
+from .inputs import check_tokens
+
 Array = Any
 
 
@@ -45,8 +47,10 @@ def extended(
 ) -> tuple[int, int, list]:
     """(position of the first of `tokens`, that after the last, each layer's cache or None).
 
-    Raises ValueError for more positions than the model has, and as KVCache.extend.
+    Raises ValueError for more positions than the model has or what is not (batch, time), TypeError for what
+    is no array, and as KVCache.extend.
     """
+    check_tokens(tokens)
     first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
     last = first + tokens.shape[1]
     if last > block_size:

@@ -10,6 +10,8 @@ from math import log, sqrt
 from shardrt import Tensor, nn
 from shardrt import functional as F
 
+from .inputs import check_images
+
 
 @dataclass(frozen=True)
 class RegNetConfig:
@@ -137,10 +139,7 @@ class RegNet(nn.Module):
         self.head = nn.Linear(inputs, config.classes, init=nn.init.Normal(0.0, 0.01))
 
     def forward(self, images: Tensor) -> Tensor:
-        if images.ndim != 4 or images.shape[1] != self.config.channels:
-            raise ValueError(
-                f"images must be (batch, {self.config.channels} channels, height, width), got {images.shape}"
-            )
+        check_images(images, self.config.channels)
         x = F.relu(self.stem(images))
         for block in self.blocks:
             x = block(x)

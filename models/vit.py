@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from shardrt import Tensor, nn
 from shardrt import functional as F
 
+from .inputs import check_images
+
 
 @dataclass(frozen=True)
 class ViTConfig:
@@ -125,11 +127,7 @@ class ViT(nn.Module):
 
     def forward(self, images: Tensor) -> Tensor:
         config = self.config
-        expected = config.channels, config.image_size, config.image_size
-        if images.shape[1:] != expected:
-            raise ValueError(
-                f"images: each must be (channels, height, width) = {expected}, got {images.shape}"
-            )
+        check_images(images, config.channels, config.image_size)
         x = self.patches(images)  # (batch, n_embd, rows, columns)
         x = x.reshape(*x.shape[:2], -1).transpose(1, 2)  # (batch, patches, n_embd)
         if self.token is not None:

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import device
+from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
 
@@ -201,7 +202,7 @@ class Function:
     returned after forward, `resume` takes, and leaves the op as forward would have.
     """
 
-    __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "__weakref__")
+    __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "hooks", "__weakref__")
 
     saved: tuple[Any, ...]
     needs: tuple[bool, ...]
@@ -254,6 +255,7 @@ class Function:
         """Take the next sequence number."""
         self.sequence = _state.newest = next(_numbers)
         self.module = _state.modules[-1] if _state.modules else None
+        self.hooks: Hooks | tuple = ()
 
     def wrap(self, result: Any, recorded: bool) -> Any:
         """Variables around the arrays that forward returned."""
@@ -338,6 +340,9 @@ class Backward:
                 f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
                 "call that one with retain_graph=True"
             )
+        for index, hook in node.hooks:
+            if received[index] is not None:
+                received[index] = _hooked(node, hook, received[index])
         if not node.strided:
             received = [None if dy is None else contiguous(dy) for dy in received]
         _distribute(node, node.backward(*received), self.gradients)
@@ -366,6 +371,31 @@ def backward(variable: Variable, gradient: Array | None = None, retain_graph: bo
     run = Backward([variable.node], retain_graph)
     _deliver(variable.edge(), gradient, run.gradients)
     run.run()
+
+
+def add_hook(variable: Variable, hook: Any) -> RemovableHandle:
+    """Call hook(gradient), an array, when the gradient of `variable`, which an op made, is complete.
+
+    What it returns, unless None, goes on in its place.
+    """
+    node = variable.node
+    node.hooks = node.hooks or Hooks()
+    return node.hooks.add((variable.index, hook))
+
+
+def _hooked(node: Function, hook: Any, gradient: Array) -> Array:
+    with no_grad():
+        changed = hook(gradient)
+    if changed is None:
+        return gradient
+    changed = changed.data if isinstance(changed, Variable) else changed
+    got = getattr(changed, "shape", type(changed).__name__), getattr(changed, "dtype", None)
+    if got != (gradient.shape, gradient.dtype):
+        raise ValueError(
+            f"hook of a result of {describe(node)}: it must return None or an array of shape "
+            f"{gradient.shape} and {gradient.dtype}, got {got[0]} {got[1] or ''}"
+        )
+    return changed
 
 
 def backward_of_piece(outputs: Iterable[Variable], gradients: Iterable[Array | None], since: int) -> None:

@@ -1,5 +1,6 @@
 """Tensor: an array that remembers how it was made. Each operator and method is one call of functional."""
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -8,6 +9,7 @@ import numpy as np
 from shardrt import autograd, device, dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
+from shardrt.hooks import RemovableHandle
 
 Array = Any
 Axes = int | Sequence[int] | None
@@ -88,6 +90,39 @@ class Tensor(Variable):
         if gradient is not None:
             gradient = _array(_raw(gradient), self.dtype)
         autograd.backward(self, gradient, retain_graph)
+
+    def register_hook(self, hook: Callable[[Array], Any]) -> RemovableHandle:
+        """Call hook(gradient) in each backward, when the gradient of this tensor is complete.
+
+        The gradient is an array, as `grad` is, and must not be written to; what the hook returns goes on in
+        its place, unless None. Where nothing is recorded (no_grad, or the first run of a forward that is
+        recomputed) nothing happens.
+
+        Raises RuntimeError for a tensor that no op made, or that requires no gradient; ValueError, in
+        backward, if another shape or dtype is returned.
+        """
+        if not autograd.is_grad_enabled():
+            return RemovableHandle()
+        if self.node is None or not self.requires_grad:
+            what = "no op made this tensor" if self.requires_grad else "this tensor requires no gradient"
+            raise RuntimeError(
+                f"register_hook: {what}; a parameter has register_post_accumulate_grad_hook, and x * 1 is "
+                "made by an op"
+            )
+        return autograd.add_hook(self, hook)
+
+    def retain_grad(self) -> None:
+        """Have backward put this tensor's gradient into `grad`, as a leaf's. Errors as register_hook."""
+        if self.node is None and self.requires_grad:
+            return
+        alive = weakref.ref(self)
+
+        def keep(gradient: Array) -> None:
+            tensor = alive()
+            if tensor is not None:
+                tensor.grad = gradient if tensor.grad is None else tensor.grad + gradient
+
+        self.register_hook(keep)
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype, copy=copy)

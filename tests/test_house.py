@@ -17,6 +17,7 @@ ROOMS = [
     ["shardrt.device"],
     ["shardrt.comm"],
     ["shardrt.random"],
+    ["shardrt.hooks"],
     ["shardrt.autograd"],
     ["shardrt.nest"],
     ["shardrt.functional"],

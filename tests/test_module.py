@@ -11,6 +11,7 @@ import pytest
 
 import shardrt
 from shardrt import Tensor, nn, optim
+from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn import elsewhere
@@ -220,3 +221,109 @@ def test_values_that_do_not_depend_on_the_name_or_were_changed_are_not_reported(
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         nn.Sequential(changed, norm, copied, twin, copy.deepcopy(twin))
+
+
+class Nest(nn.Module):
+    """`depth` modules in one another."""
+
+    def __init__(self, depth):
+        super().__init__()
+        self.inner = Nest(depth - 1) if depth else nn.Linear(1, 1)
+
+
+def test_a_name_takes_one_look_at_each_module_above(monkeypatch):
+    model = Nest(150)  # would not end if a name cost 2 ** depth: making it asks for all of them
+    weight, parent, looks = next(iter(model.parameters())), nn.Module.parent, []
+    monkeypatch.setattr(nn.Module, "parent", property(lambda self: looks.append(1) or parent.fget(self)))
+    assert weight.name == ".".join(["inner"] * 151 + ["weight"])
+    assert len(looks) <= 152
+
+
+def test_slices_share_their_modules():
+    model = nn.Sequential(nn.Linear(2, 3), nn.ReLU(), nn.Linear(3, 4))
+    tail = model[1:]
+    assert isinstance(tail, nn.Sequential) and list(tail) == list(model)[1:]
+    assert names(tail) == ["2.weight", "2.bias"], "as PyTorch's, and as those in the whole"
+    assert tail[1].weight.name == "2.weight" and tail(np.ones((1, 3), np.float32)).shape == (1, 4)
+    tail.append(nn.Linear(4, 1))
+    assert names(tail) == ["2.weight", "2.bias", "3.weight", "3.bias"]
+    blocks = nn.ModuleList(nn.Linear(1, 1) for _ in range(4))
+    assert isinstance(blocks[::2], nn.ModuleList) and list(blocks[::2]) == [blocks[0], blocks[2]]
+    assert blocks[-1] is list(blocks)[3]
+
+
+def test_lists_of_modules_change():
+    first, second, third = nn.Linear(1, 1), nn.Linear(2, 2), nn.Linear(3, 3)
+    model = nn.ModuleList([first]).extend([third])
+    model.insert(1, second)
+    assert list(model) == [first, second, third] and third.name == "2"
+    del model[0]
+    assert list(model) == [second, third]
+    assert names(model)[0] == second.weight.name == "0.weight"
+    model[-1] = first
+    assert list(model) == [second, first] and third.name == ""
+    with pytest.raises(TypeError, match="ModuleList: each must be a Module, got int"):
+        model.append(3)
+
+
+def test_dictionaries_of_modules_and_parameters():
+    heads = nn.ModuleDict({"a": nn.Linear(2, 1), "b": nn.Linear(2, 3)})
+    scales = nn.ParameterList(nn.Parameter((n,), nn.init.Ones()) for n in (1, 2))
+    table = nn.ParameterDict({"x": nn.Parameter((2,), nn.init.Ones())})
+    model = nn.Sequential({"heads": heads, "scales": scales, "table": table})
+    expected = ["heads.a.weight", "heads.a.bias", "heads.b.weight", "heads.b.bias"]
+    assert names(model) == [*expected, "scales.0", "scales.1", "table.x"]
+    assert [p.name for p in model.parameters()] == names(model)
+    assert list(heads) == ["a", "b"] and "a" in heads and len(heads) == 2 and heads["b"] is model[0]["b"]
+    assert [p.shape for p in scales] == [(1,), (2,)] and scales[-1] is scales[1] and len(scales[:1]) == 1
+    assert list(table.items()) == [("x", table["x"])] and "y" not in table
+    head = heads.pop("a")
+    assert head.name == "" and list(heads.keys()) == ["b"]
+    del table["x"]
+    assert len(table) == 0
+    model.load_state_dict(model.state_dict())
+    for container in (heads, table):
+        for name in ("keys", "a.b", "", 3):
+            with pytest.raises(ValueError, match="name"):
+                container[name] = head if container is heads else scales[0]
+    with pytest.raises(TypeError, match="ParameterList: each must be a Parameter, got Linear"):
+        scales.append(head)
+    with pytest.raises(KeyError):
+        heads["c"]
+
+
+LAYERS = {
+    "Identity": ((), lambda x: x),
+    "ReLU": ((True,), F.relu),
+    "GELU": (("tanh",), lambda x: F.gelu(x, "tanh")),
+    "SiLU": ((), F.silu),
+    "ELU": ((2.0,), lambda x: F.elu(x, 2.0)),
+    "LeakyReLU": ((0.3,), lambda x: F.leaky_relu(x, 0.3)),
+    "Tanh": ((), F.tanh),
+    "Sigmoid": ((), F.sigmoid),
+    "Softplus": ((), F.softplus),
+    "Softmax": ((1,), lambda x: F.softmax(x, 1)),
+    "LogSoftmax": ((), F.log_softmax),
+    "Flatten": ((2,), lambda x: x.reshape(2, 4, 12)),
+    "MaxPool2d": ((2, 1), lambda x: F.max_pool2d(x, 2, 1)),
+    "AvgPool2d": ((2,), lambda x: F.avg_pool2d(x, 2)),
+    "AdaptiveAvgPool2d": ((1,), lambda x: x.mean((2, 3), keepdims=True)),
+    "GroupNorm": ((2, 4), lambda x: F.group_norm(x, 2)),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_layer_is_the_function_of_its_name(name):
+    arguments, function = LAYERS[name]
+    x = Tensor(np.random.default_rng(0).standard_normal((2, 4, 4, 3)).astype(np.float32))
+    np.testing.assert_allclose(getattr(nn, name)(*arguments)(x), function(x), rtol=1e-6)
+
+
+def test_losses_are_modules_and_a_1d_convolution_is_a_layer():
+    x = Tensor(np.random.default_rng(0).standard_normal((2, 4, 5)).astype(np.float32))
+    target = np.ones((2, 4, 5), np.float32)
+    assert nn.MSELoss("sum")(x, target).item() == F.mse_loss(x, target, "sum").item()
+    assert nn.CrossEntropyLoss()(x, np.zeros((2, 4), int)).item() == F.cross_entropy(x, [[0] * 4] * 2).item()
+    layer = nn.Conv1d(4, 6, 3, padding=1, groups=2)
+    assert layer(x).shape == (2, 6, 5) and layer.weight.shape == (6, 2, 3)
+    np.testing.assert_array_equal(layer(x), F.conv1d(x, layer.weight, layer.bias, 1, 1, 1, 2))

@@ -118,6 +118,10 @@ class Group(Storage):
         return self.unit.turns in (None, self.reductions)
 
     @property
+    def reduced(self) -> bool:
+        return self.unit.reduces and self.complete
+
+    @property
     def exact_norm(self) -> bool:
         return self.unit.turns is not None
 

@@ -45,12 +45,21 @@ def indices(op: str, name: str, values: Any, size: int, ignore: int | None = Non
         return here.numbers(lambda: array)
     array = values.data if isinstance(values, Variable) else values
     if not hasattr(array, "dtype") or isinstance(array, np.generic):
-        array = np.asarray(array)
+        array = _array_of(op, name, array)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{op}: {name} must be integers, got {array.dtype}")
     if isinstance(array, np.ndarray):
         _check_range(op, name, array, size, ignore)
     return contiguous(here.asarray(array, np.int64))
+
+
+def _array_of(op: str, name: str, values: Any) -> np.ndarray:
+    """Of a number or nested lists."""
+    try:
+        array = np.asarray(values)
+    except ValueError as error:  # lists of several lengths
+        raise ValueError(f"{op}: {name} must be lists of equal lengths, or an array") from error
+    return array if array.size else array.astype(np.int64)  # an empty list has no type of its own
 
 
 def check_floats(op: str, **tensors: "Tensor | None") -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.autograd import Function
-from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
+from shardrt.functional._arrays import asarray, check_floats, empty, empty_exact, empty_like, kernels, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -139,6 +139,7 @@ def self_attention(
         )
     check_floats("self_attention", qkv=qkv)
     scale = _scale(scale, qkv.shape[2] // parts)
+    starts = None if starts is None else asarray(starts)
     if starts is not None and (starts.shape != qkv.shape[:2] or not is_causal):
         raise ValueError(
             f"self_attention: starts must be {qkv.shape[:2]}, with is_causal, got {starts.shape} "

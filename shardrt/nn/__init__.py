@@ -1,25 +1,72 @@
 """Layers: modules with named parameters. Import as `from shardrt import nn`."""
 
 from shardrt.nn import init, utils
-from shardrt.nn.layers import GELU, Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from shardrt.nn.activations import (
+    ELU,
+    GELU,
+    CrossEntropyLoss,
+    Flatten,
+    Identity,
+    LeakyReLU,
+    LogSoftmax,
+    MSELoss,
+    ReLU,
+    Sigmoid,
+    SiLU,
+    Softmax,
+    Softplus,
+    Tanh,
+)
+from shardrt.nn.containers import ModuleDict, ModuleList, ParameterDict, ParameterList, Sequential
+from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
-from shardrt.nn.module import Module, ModuleList, Sequential
+from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.vision import BatchNorm2d, Conv2d, synchronise_batch_norm
+from shardrt.nn.vision import (
+    AdaptiveAvgPool2d,
+    AvgPool2d,
+    BatchNorm2d,
+    Conv1d,
+    Conv2d,
+    GroupNorm,
+    MaxPool2d,
+    synchronise_batch_norm,
+)
 
 __all__ = [
-    "GELU",
+    "AdaptiveAvgPool2d",
+    "AvgPool2d",
     "BatchNorm2d",
+    "Conv1d",
     "Conv2d",
+    "CrossEntropyLoss",
     "Dropout",
+    "ELU",
     "Embedding",
+    "Flatten",
+    "GELU",
+    "GroupNorm",
+    "Identity",
     "LayerNorm",
+    "LeakyReLU",
     "Linear",
+    "LogSoftmax",
+    "MSELoss",
+    "MaxPool2d",
     "Module",
+    "ModuleDict",
     "ModuleList",
     "Parameter",
+    "ParameterDict",
+    "ParameterList",
     "RMSNorm",
+    "ReLU",
     "Sequential",
+    "SiLU",
+    "Sigmoid",
+    "Softmax",
+    "Softplus",
+    "Tanh",
     "add_lora",
     "init",
     "lora_parameters",

@@ -9,7 +9,9 @@ __all__ = ["MODULE", "OPTIMIZER", "missing"]
 
 _DEVICE = "a model is on the device that init_device_mesh names"
 _TYPE = "use fully_shard(..., mp_policy=MixedPrecisionPolicy(param_dtype=...))"
-_HOOK = "there are no hooks: use a subclass, or a module around it, with a forward that does both"
+_BACKWARD_HOOK = (
+    "use output.register_hook in a forward hook, or register_post_accumulate_grad_hook of a parameter"
+)
 _PREFETCH = "use fully_shard(..., prefetch=n)"
 
 MODULE = {
@@ -36,9 +38,9 @@ MODULE = {
     "register_parameter": "assign it: module.name = Parameter(...)",
     "add_module": "assign it: module.name = other",
     "register_module": "assign it: module.name = other",
-    "register_forward_hook": _HOOK,
-    "register_forward_pre_hook": _HOOK,
-    "register_full_backward_hook": _HOOK,
+    "register_full_backward_hook": _BACKWARD_HOOK,
+    "register_full_backward_pre_hook": _BACKWARD_HOOK,
+    "register_backward_hook": _BACKWARD_HOOK,
     "buffers": "use named_buffers()",
 }
 

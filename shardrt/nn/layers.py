@@ -119,19 +119,6 @@ class Dropout(Module):
         return F.dropout(x, self.p, self.training)
 
 
-class GELU(Module):
-    """The activation; approximate: "none" or "tanh"."""
-
-    def __init__(self, approximate: str = "none") -> None:
-        super().__init__()
-        if approximate not in ("none", "tanh"):
-            raise ValueError(f"GELU: approximate must be 'none' or 'tanh', got {approximate!r}")
-        self.approximate = approximate
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.gelu(x, self.approximate)
-
-
 def check_sizes(layer: str, **sizes: int) -> None:
     """Raise ValueError, with the argument's name, for a size below 1."""
     for name, size in sizes.items():

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import autograd, device
+from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
@@ -40,6 +41,8 @@ class Module:
         state["boundary"]: Around | None = None  # see shardrt.fsdp
         state["recomputation"]: Around | None = None  # see shardrt.recompute
         state["offload"]: Around | None = None  # see shardrt.activation_offload
+        state["_forward_pre_hooks"] = Hooks()
+        state["_forward_hooks"] = Hooks()
 
     # -- the tree
 
@@ -200,7 +203,40 @@ class Module:
         raise NotImplementedError(f"{type(self).__name__} defines no forward")
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._enter(self.forward, args, kwargs)
+        hooked = self._forward_pre_hooks or self._forward_hooks
+        return self._enter(self._hooked_forward if hooked else self.forward, args, kwargs)
+
+    def register_forward_pre_hook(
+        self, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> RemovableHandle:
+        """Call hook(module, args) before each forward; what it returns, unless None, are the new arguments.
+
+        with_kwargs: hook(module, args, kwargs), which returns both. prepend: before the other hooks. Hooks
+        run where forward runs: parameters are gathered, inputs cast, and recomputation calls them again.
+        """
+        return self._forward_pre_hooks.add((hook, with_kwargs), prepend)
+
+    def register_forward_hook(
+        self, hook: Callable, *, prepend: bool = False, with_kwargs: bool = False
+    ) -> RemovableHandle:
+        """Call hook(module, args, output) after each forward; what it returns, unless None, is the output.
+
+        with_kwargs: hook(module, args, kwargs, output). Else as register_forward_pre_hook.
+        """
+        return self._forward_hooks.add((hook, with_kwargs), prepend)
+
+    def _hooked_forward(self, *args: Any, **kwargs: Any) -> Any:
+        for hook, with_kwargs in self._forward_pre_hooks:
+            changed = hook(self, args, kwargs) if with_kwargs else hook(self, args)
+            if changed is not None and with_kwargs:
+                args, kwargs = changed
+            elif changed is not None:
+                args = changed if isinstance(changed, tuple) else (changed,)
+        output = self.forward(*args, **kwargs)
+        for hook, with_kwargs in self._forward_hooks:
+            changed = hook(self, args, kwargs, output) if with_kwargs else hook(self, args, output)
+            output = output if changed is None else changed
+        return output
 
     def entered_around(self, method: Callable) -> Callable:
         """`method` as another entry beside forward: the boundary runs each call."""
@@ -341,37 +377,3 @@ def _barrier(parameters: Iterable[Parameter]) -> None:
             communicators.append(parameter.storage.communicator)
     for communicator in communicators:
         communicator.barrier(stream=device.current().current_stream)
-
-
-class ModuleList(Module):
-    """Modules by index; called by whoever holds the list."""
-
-    def __init__(self, modules: Iterable[Module] = ()) -> None:
-        super().__init__()
-        for module in modules:
-            self.append(module)
-
-    def append(self, module: Module) -> None:
-        """Add a module at the end."""
-        setattr(self, str(len(self._modules)), module)
-
-    def __len__(self) -> int:
-        return len(self._modules)
-
-    def __iter__(self) -> Iterator[Module]:
-        return self.children()
-
-    def __getitem__(self, index: int) -> Module:
-        return list(self.children())[index]
-
-
-class Sequential(ModuleList):
-    """Modules called one after the other."""
-
-    def __init__(self, *modules: Module) -> None:
-        super().__init__(modules)
-
-    def forward(self, x: Any) -> Any:
-        for module in self:
-            x = module(x)
-        return x

@@ -5,12 +5,14 @@ needs a piece of them, the whole array or one rank's shard, makes just that piec
 """
 
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device, random
+from shardrt import autograd, device, random
 from shardrt.autograd import Edge
+from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
@@ -33,7 +35,7 @@ class Parameter(Tensor):
     `shard`, makes the shards of all its units and is collective: let every rank come to it.
     """
 
-    __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute")
+    __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute", "_hooks")
     changed_in_place = True
 
     def __init__(
@@ -53,6 +55,7 @@ class Parameter(Tensor):
         self.index = 0
         self._owner: weakref.ref[Module] | None = None
         self._attribute = ""
+        self._hooks: Hooks | None = None
         self.storage: Storage = LocalStorage(self)
 
     def belongs_to(self, module: "Module", attribute: str) -> None:
@@ -174,7 +177,33 @@ class Parameter(Tensor):
         return self.storage.edge(self)
 
     def gradient_target(self) -> tuple[Array, bool, Any]:
+        if self._hooks and autograd.running() is not None:
+            autograd.running().at_end(self._call_hooks)
         return self.storage.gradient_target(self)
+
+    def register_hook(self, hook: Any) -> RemovableHandle:
+        """Raises RuntimeError: the whole gradient of a parameter is never there as one array of its own."""
+        raise RuntimeError(
+            f"parameter {self.name!r}: register_hook is for the results of ops; the gradient of a parameter "
+            "is added up in its place: use register_post_accumulate_grad_hook"
+        )
+
+    def register_post_accumulate_grad_hook(self, hook: Callable[["Parameter"], None]) -> RemovableHandle:
+        """Call hook(parameter) at the end of each backward that has added to `parameter.grad`.
+
+        That is this rank's part, reduced over the ranks: the hook may read and change it. Under no_sync, and
+        with set_world_invariant before the last micro-batch of a step, it is not called, since nothing is
+        complete. A rank whose backward did not come to the parameter does not call it either. With an
+        optimizer that updates in backward the update has been.
+        """
+        self._hooks = self._hooks or Hooks()
+        return self._hooks.add(hook)
+
+    def _call_hooks(self) -> None:
+        if self.storage.reduced:
+            with autograd.no_grad():
+                for hook in self._hooks:
+                    hook(self)
 
     def __repr__(self) -> str:
         return f"Parameter({self.name!r}, shape={self._shape}, dtype={self.dtype.name})"

@@ -86,6 +86,11 @@ class Storage(ABC):
         """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale."""
 
     @property
+    def reduced(self) -> bool:
+        """Whether `gradient` is complete when backward ends: nothing waits for a later reduction."""
+        return True
+
+    @property
     @abstractmethod
     def shard(self) -> Array:
         """The values that this rank holds: 1-D, in memory order, updated in place by the optimizer."""

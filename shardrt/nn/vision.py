@@ -59,6 +59,91 @@ class Conv2d(Module):
         return F.conv2d(x, self.weight, self.bias, *geometry)
 
 
+class Conv1d(Module):
+    """(batch, in_channels, length) -> (batch, out_channels, ...): see functional.conv1d. Else as Conv2d."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int,
+        stride: int = 1,
+        padding: int = 0,
+        dilation: int = 1,
+        groups: int = 1,
+        bias: bool = True,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        super().__init__()
+        check_sizes("Conv1d", in_channels=in_channels, out_channels=out_channels, groups=groups)
+        check_sizes("Conv1d", kernel_size=kernel_size)
+        if in_channels % groups or out_channels % groups:
+            raise ValueError(
+                f"Conv1d: groups must divide the channels, got {in_channels} and {out_channels} in {groups}"
+            )
+        self.geometry = stride, padding, dilation, groups
+        shape = out_channels, in_channels // groups, kernel_size
+        bound = 1 / sqrt(shape[1] * kernel_size)
+        even = initial.Uniform(-bound, bound)
+        self.weight = Parameter(shape, init or even, dtype=dtype)
+        start = initial.Zeros() if init else even
+        self.bias = Parameter((out_channels,), start, dtype=dtype) if bias else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.conv1d(x, self.weight, self.bias, *self.geometry)
+
+
+class GroupNorm(Module):
+    """Group norm of `channels` channels in `groups` groups: see functional.group_norm. weight 1, bias 0."""
+
+    def __init__(self, groups: int, channels: int, eps: float = 1e-5, *, dtype: Any = np.float32) -> None:
+        super().__init__()
+        check_sizes("GroupNorm", groups=groups, channels=channels)
+        if channels % groups:
+            raise ValueError(f"GroupNorm: groups must divide the channels, got {channels} in {groups}")
+        self.groups, self.eps = groups, eps
+        self.weight = Parameter((channels,), initial.Ones(), dtype=dtype)
+        self.bias = Parameter((channels,), initial.Zeros(), dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.group_norm(x, self.groups, self.weight, self.bias, self.eps)
+
+
+class MaxPool2d(Module):
+    """See functional.max_pool2d."""
+
+    def __init__(self, window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
+        super().__init__()
+        self.geometry = window, stride, padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.max_pool2d(x, *self.geometry)
+
+
+class AvgPool2d(Module):
+    """See functional.avg_pool2d."""
+
+    def __init__(self, window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0) -> None:
+        super().__init__()
+        self.geometry = window, stride, padding
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.avg_pool2d(x, *self.geometry)
+
+
+class AdaptiveAvgPool2d(Module):
+    """See functional.adaptive_avg_pool2d."""
+
+    def __init__(self, size: int | Pair) -> None:
+        super().__init__()
+        self.size = size
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.adaptive_avg_pool2d(x, self.size)
+
+
 class BatchNorm2d(Module):
     """Batch norm of each of `channels` channels. weight starts at 1 (or as `init`), bias at 0.
 

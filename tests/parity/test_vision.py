@@ -137,8 +137,8 @@ BAD = [
     (lambda: RegNetConfig(depths=(1,)), "one number per stage"),
     (lambda: RegNetConfig(widths=(224, 448, 1232, 3000)), "multiples of group_width 112"),
     (lambda: RegNetConfig(classes=0), "at least 1"),
-    (lambda: ViT(VIT)(np.zeros((1, 3, 9, 8), "float32")), r"images: each must be .* = \(3, 8, 8\)"),
-    (lambda: RegNet(REGNET)(np.zeros((1, 1, 8, 8), "float32")), "images must be .batch, 3 channels"),
+    (lambda: ViT(VIT)(np.zeros((1, 3, 9, 8), "float32")), r"images: must be .batch, 3, 8, 8."),
+    (lambda: RegNet(REGNET)(np.zeros((1, 1, 8, 8), "float32")), "images: must be .batch, 3, height, "),
 ]
 
 

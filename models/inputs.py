@@ -1,0 +1,25 @@
+"""What a model's forward is given, checked before anything is computed with it."""
+
+from typing import Any
+
+
+def check_tokens(tokens: Any) -> None:
+    """Raise TypeError unless `tokens` is an array or tensor, ValueError unless it is (batch, time)."""
+    _check_array("tokens", tokens)
+    if tokens.ndim != 2:
+        more = "; one sequence is tokens[None]" if tokens.ndim == 1 else ""
+        raise ValueError(f"tokens: must be (batch, time), got {tokens.shape}{more}")
+
+
+def check_images(images: Any, channels: int, size: int | None = None) -> None:
+    """Raise TypeError unless `images` is an array or tensor, ValueError for another shape."""
+    _check_array("images", images)
+    expected = (channels, *images.shape[2:]) if size is None else (channels, size, size)
+    if images.ndim != 4 or images.shape[1:] != expected:
+        shape = ("height", "width") if size is None else (size, size)
+        raise ValueError(f"images: must be (batch, {channels}, {shape[0]}, {shape[1]}), got {images.shape}")
+
+
+def _check_array(name: str, values: Any) -> None:
+    if not hasattr(values, "shape") or not hasattr(values, "ndim"):
+        raise TypeError(f"{name}: must be an array or a tensor, got {type(values).__name__}")

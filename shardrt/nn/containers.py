@@ -1,0 +1,217 @@
+"""Modules and parameters in lists and dictionaries. Their names are their positions, or their keys."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+
+
+class ModuleList(Module):
+    """Modules by index; called by whoever holds the list. A slice is a list that shares its modules."""
+
+    def __init__(self, modules: Iterable[Module] = ()) -> None:
+        super().__init__()
+        self.extend(modules)
+
+    def append(self, module: Module) -> "ModuleList":
+        """Add a module at the end."""
+        position = len(self)
+        while str(position) in self._modules:  # a slice of a Sequential keeps its modules' names
+            position += 1
+        setattr(self, str(position), _held(self, module, Module))
+        return self
+
+    def extend(self, modules: Iterable[Module]) -> "ModuleList":
+        """Add modules at the end."""
+        for module in modules:
+            self.append(module)
+        return self
+
+    def insert(self, index: int, module: Module) -> None:
+        """Put a module before that of this index; those after it have other names from now on."""
+        modules = list(self)
+        modules.insert(index, _held(self, module, Module))
+        self._refill(modules)
+
+    def _refill(self, modules: list[Module]) -> None:
+        for name in list(self._modules):
+            delattr(self, name)
+        self.extend(modules)
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[Module]:
+        return self.children()
+
+    def __getitem__(self, index: int | slice) -> Any:
+        modules = list(self.children())[index]
+        return ModuleList(modules) if isinstance(index, slice) else modules
+
+    def __setitem__(self, index: int, module: Module) -> None:
+        setattr(self, list(self._modules)[index], _held(self, module, Module))
+
+    def __delitem__(self, index: int | slice) -> None:
+        modules = list(self)
+        del modules[index]
+        self._refill(modules)
+
+
+class Sequential(ModuleList):
+    """Modules called one after the other, given one by one or as a dictionary with their names."""
+
+    def __init__(self, *modules: Module | Mapping[str, Module]) -> None:
+        if len(modules) == 1 and isinstance(modules[0], Mapping):
+            super().__init__()
+            for name, module in modules[0].items():
+                setattr(self, _key(self, name), _held(self, module, Module))
+        else:
+            super().__init__(modules)
+
+    def __getitem__(self, index: int | slice) -> Any:
+        if isinstance(index, slice):
+            return Sequential(dict(list(self.named_children())[index]))
+        return super().__getitem__(index)
+
+    def forward(self, x: Any) -> Any:
+        for module in self:
+            x = module(x)
+        return x
+
+
+class ModuleDict(Module):
+    """Modules by name; called by whoever holds the dictionary."""
+
+    def __init__(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]] = ()) -> None:
+        super().__init__()
+        self.update(modules)
+
+    def update(self, modules: Mapping[str, Module] | Iterable[tuple[str, Module]]) -> None:
+        """Set all of them."""
+        for name, module in dict(modules).items():
+            self[name] = module
+
+    def __setitem__(self, name: str, module: Module) -> None:
+        setattr(self, _key(self, name), _held(self, module, Module))
+
+    def __getitem__(self, name: str) -> Module:
+        return self._modules[name]
+
+    def __delitem__(self, name: str) -> None:
+        _ = self._modules[name]
+        delattr(self, name)
+
+    def pop(self, name: str) -> Module:
+        """Take a module out."""
+        module = self[name]
+        del self[name]
+        return module
+
+    def __len__(self) -> int:
+        return len(self._modules)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._modules)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._modules
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self._modules.keys()
+
+    def values(self) -> Iterable[Module]:
+        """The modules."""
+        return self._modules.values()
+
+    def items(self) -> Iterable[tuple[str, Module]]:
+        """Both."""
+        return self._modules.items()
+
+
+class ParameterList(Module):
+    """Parameters by index."""
+
+    def __init__(self, parameters: Iterable[Parameter] = ()) -> None:
+        super().__init__()
+        self.extend(parameters)
+
+    def append(self, parameter: Parameter) -> "ParameterList":
+        """Add a parameter at the end."""
+        setattr(self, str(len(self)), _held(self, parameter, Parameter))
+        return self
+
+    def extend(self, parameters: Iterable[Parameter]) -> "ParameterList":
+        """Add parameters at the end."""
+        for parameter in parameters:
+            self.append(parameter)
+        return self
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[Parameter]:
+        return iter(self._parameters.values())
+
+    def __getitem__(self, index: int | slice) -> Any:
+        return list(self._parameters.values())[index]
+
+    def __setitem__(self, index: int, parameter: Parameter) -> None:
+        setattr(self, list(self._parameters)[index], _held(self, parameter, Parameter))
+
+
+class ParameterDict(Module):
+    """Parameters by name."""
+
+    def __init__(self, parameters: Mapping[str, Parameter] | Iterable[tuple[str, Parameter]] = ()) -> None:
+        super().__init__()
+        for name, parameter in dict(parameters).items():
+            self[name] = parameter
+
+    def __setitem__(self, name: str, parameter: Parameter) -> None:
+        setattr(self, _key(self, name), _held(self, parameter, Parameter))
+
+    def __getitem__(self, name: str) -> Parameter:
+        return self._parameters[name]
+
+    def __delitem__(self, name: str) -> None:
+        _ = self._parameters[name]
+        delattr(self, name)
+
+    def __len__(self) -> int:
+        return len(self._parameters)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._parameters)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._parameters
+
+    def keys(self) -> Iterable[str]:
+        """The names."""
+        return self._parameters.keys()
+
+    def values(self) -> Iterable[Parameter]:
+        """The parameters."""
+        return self._parameters.values()
+
+    def items(self) -> Iterable[tuple[str, Parameter]]:
+        """Both."""
+        return self._parameters.items()
+
+
+def _held(container: Module, item: Any, kind: type) -> Any:
+    if not isinstance(item, kind):
+        own, given = type(container).__name__, type(item).__name__
+        raise TypeError(f"{own}: each must be a {kind.__name__}, got {given}")
+    return item
+
+
+def _key(container: Module, name: Any) -> str:
+    """A name that can be part of a parameter's, and that the container has no other use for."""
+    if not isinstance(name, str) or not name or "." in name:
+        raise ValueError(f"{type(container).__name__}: a name is a string without dots, got {name!r}")
+    if name not in container._modules and name not in container._parameters and hasattr(container, name):
+        raise ValueError(f"{type(container).__name__}: {name!r} is the name of something it has itself")
+    return name
