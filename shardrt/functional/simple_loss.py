@@ -5,9 +5,7 @@ reduction: "mean" over all elements, "sum", or "none" for a loss per element.
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
-from shardrt.functional._arrays import chosen, floating, indices, tensor
+from shardrt.functional._arrays import asarray, chosen, floating, indices, tensor
 from shardrt.functional.activation import softplus
 from shardrt.functional.elementwise import clamp, div, maximum, mul, sub, where
 from shardrt.functional.index import gather
@@ -101,7 +99,7 @@ def nll_loss(x: "Tensor", targets: Any, ignore_index: int = -100, reduction: str
     picked = squeeze(gather(x, -1, places[..., None]), -1)
     loss = where(counted, -picked, 0.0)
     if reduction == "mean":
-        return div(sum(loss), tensor(np.asarray(counted.sum())))
+        return div(sum(loss), tensor(asarray(counted.sum())))
     return _reduced("nll_loss", loss, reduction)
 
 
