@@ -40,6 +40,7 @@ TENSOR = {
     "cpu": f"{_DEVICE}; x.numpy() gives an array of the host",
     "device": _DEVICE,
     "contiguous": "leave it out: ops see to it themselves",
+    "clone": "leave it out: no op writes to its inputs; x.data.copy() is an array of its own",
     "dim": "use x.ndim",
     "numel": "use x.size",
     "t": "use x.T",

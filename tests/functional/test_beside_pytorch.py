@@ -3,12 +3,15 @@
 Each case: (ours, PyTorch's, inputs). Both get the same float64 arrays. docs/functions.md says what is where.
 """
 
+import re
+
 import numpy as np
 import pytest
 
 from shardrt import Tensor
 from shardrt import functional as F
 from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
+from tests.ranks import ROOT
 
 INDEX = np.array([[2, 0, 3], [1, 1, 0]])  # into the last axis of (2, 4): as many rows
 MASK = np.arange(24).reshape(2, 3, 4) % 3 == 0
@@ -351,3 +354,8 @@ def test_where_the_slope_is_not_defined_the_gradient_is_0_as_in_pytorch():
 def test_what_does_not_fit_is_a_sentence(call, error, text):
     with pytest.raises(error, match=text):
         call(leaf(normal(2, 3)))
+
+
+def test_the_page_of_functions_names_what_is_there():
+    named = set(re.findall(r"`F\.(\w+)`", (ROOT / "docs" / "functions.md").read_text()))
+    assert len(named) > 60 and named <= set(F.__all__)
