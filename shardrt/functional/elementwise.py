@@ -36,8 +36,9 @@ class Add(Function):
     strided = True
 
     def forward(self, x: Array, y: Array) -> Array:
-        self.saved = x_shape, y_shape = (np.shape(x), np.shape(y))
-        if x_shape == y_shape != () and x.flags.c_contiguous and y.flags.c_contiguous:  # () may be a number
+        self.saved = (np.shape(x), np.shape(y))
+        numbers = isinstance(x, int | float | np.generic) or isinstance(y, int | float | np.generic)
+        if not numbers and x.shape == y.shape and x.flags.c_contiguous and y.flags.c_contiguous:
             z = empty(x.shape, np.result_type(x, y))
             kernels().elementwise.add(flat(x), flat(y), flat(z))
             return z
