@@ -14,6 +14,7 @@ import numpy as np
 from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
+from shardrt.comm.talk import from_all
 from shardrt.train.held_out import IGNORED
 from shardrt.train.images import View, held_out_batches, load_digits, load_folder, samples_batch
 from shardrt.train.metrics import RunLog
@@ -156,7 +157,7 @@ class ImageClassification:
 
     def model(self, mesh: DeviceMesh) -> nn.Module:
         """As Task."""
-        made = self._network()
+        self._mesh, made = mesh, self._network()
         return nn.synchronise_batch_norm(made, mesh) if self.recipe.images.synchronise else made
 
     def units(self, model: nn.Module) -> list[nn.Module]:
@@ -212,10 +213,14 @@ class ImageClassification:
         return figures
 
     def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
-        """As Task: says how many are right, and how many images could not be read on this rank; exports."""
-        skipped = len(self.train.skipped) + len(self.others.skipped)
-        told = f"; {skipped} images could not be read" * (skipped > 0)
+        """As Task: says how many are right, and which images could not be read, as far as ranks met them."""
+        own = [part.files[i] for part in (self.train, self.others) for i in part.skipped]
+        skipped = sorted(
+            {file for files in from_all(self._mesh.communicator("control"), own) for file in files}
+        )
+        named = ", ".join(map(repr, skipped[:5])) + ", ..." * (len(skipped) > 5)
+        told = f"; {len(skipped)} images could not be read: {named}" * (len(skipped) > 0)
         run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
         labels = dict(enumerate(self.train.classes))
         self.recipe.leave(model, run, id2label=labels, label2id={name: i for i, name in labels.items()})
-        return {"skipped": skipped, **self._last}
+        return {"skipped": len(skipped), "skipped_files": skipped[:100], **self._last}

@@ -4,7 +4,7 @@ Read in this order: disk, pieces, manifest, rankfile, store, checkpoints. weight
 and dicts of whole weights.
 """
 
-from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints
+from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints, NonfiniteWeights
 from shardrt.checkpoint.manifest import Damaged
 from shardrt.checkpoint.state import full_state_dict
 from shardrt.checkpoint.store import Store, read_manifest, verify
@@ -14,6 +14,7 @@ __all__ = [
     "CheckpointError",
     "Checkpoints",
     "Damaged",
+    "NonfiniteWeights",
     "Store",
     "full_state_dict",
     "load",

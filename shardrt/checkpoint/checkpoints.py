@@ -20,7 +20,15 @@ import numpy as np
 from shardrt import device
 from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest, SavedFile, SavedParameter, SavedPiece
+from shardrt.checkpoint.manifest import (
+    DTYPES,
+    Damaged,
+    Manifest,
+    SavedFile,
+    SavedParameter,
+    SavedPiece,
+    as_read,
+)
 from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, pieces_of, set_steps
 from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
@@ -37,6 +45,10 @@ class CheckpointError(RuntimeError):
     A save that failed leaves training as it was. A restore that failed on a damaged file may have changed
     some parameters: restore another checkpoint before training goes on.
     """
+
+
+class NonfiniteWeights(CheckpointError):
+    """A checkpoint was not saved because weights, or the optimizer's state, are nan or infinite."""
 
 
 class Checkpoints:
@@ -85,7 +97,9 @@ class Checkpoints:
         """Write checkpoint `step` and wait until it is on the disk; gives its directory.
 
         extra: JSON that `restore` gives back. best: a step that retention must keep. Raises CheckpointError,
-        which names ranks and files, if any rank failed; older checkpoints are then as they were.
+        which names ranks and files, if any rank failed; older checkpoints are then as they were. It is a
+        NonfiniteWeights, naming rank and parameter, if trained weights or their state are nan or infinite.
+        Raises ValueError or TypeError for an `extra` that could not be given back.
         """
         self.settle()
         self._begin(step, extra or {}, best, copy=False)
@@ -124,6 +138,7 @@ class Checkpoints:
         return path
 
     def _begin(self, step: int, extra: dict[str, Any], best: int | None, copy: bool) -> None:
+        extra = as_read(extra)  # a copy, too: the program may change its own while this is written
         if self._place is None:
             self._place = self._agreed_place(step)
         if not self._counted:
@@ -180,10 +195,13 @@ class Checkpoints:
         return save.folder.parent / self.store.name(save.step)
 
     def _publish(self, save: "_Save", everyone: list[bytes]) -> None:
-        """The rest, on rank 0, when all files are there."""
-        self.store.publish(save.folder, self._manifest(save, everyone))
+        """The rest, on rank 0, when all files are there. Raises Damaged for what `restore` would not take."""
+        manifest = self._manifest(save, everyone)
+        _check_fits(self._model, manifest, save.folder)
+        _check_kinds(self._saved, manifest, save.folder)
+        self.store.publish(save.folder, manifest)
         try:
-            self.store.prune(*self._keep, save.best)
+            self.store.prune(*self._keep, save.best, newest=save.step)
         except OSError as error:
             save.left = error
 
@@ -202,12 +220,14 @@ class Checkpoints:
         told = talk.failures(self._control, error)
         if not told:
             return
+        nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in told)
         if folder is not None and self._mesh.rank == 0:
             try:
                 self.store.disk.remove(folder)
             except OSError:  # it goes at the next start
                 pass
-        raise CheckpointError(f"{what}: {'; '.join(told)}") from error
+        kind = NonfiniteWeights if nonfinite else CheckpointError
+        raise kind(f"{what}: {'; '.join(told)}") from error
 
     # -- restoring
 
@@ -220,10 +240,9 @@ class Checkpoints:
         (0, {}) if the folder has none; those passed over are warned of, with the reason. weights_only leaves
         the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
         """
-        candidates = [] if path is None else [str(path)]
-        if path is None and self._mesh.rank == 0:
-            self.store.clean()
-            candidates = [str(folder) for _, folder in self.store.checkpoints()]
+        told, candidates = self._attempt(self._candidates, path)
+        if told:
+            raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(told)}")
         refused = []
         for candidate in map(Path, talk.from_first(self._control, candidates)):
             told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
@@ -238,12 +257,22 @@ class Checkpoints:
             raise CheckpointError(f"no checkpoint could be restored: {'; '.join(refused)}")
         return 0, {}
 
+    def _candidates(self, path: str | Path | None) -> list[str]:
+        """What may be restored, the newest first, as rank 0 finds it in a folder that it tidies up before."""
+        if path is not None:
+            return [str(path)]
+        if self._mesh.rank != 0:
+            return []
+        for left in self.store.clean():
+            warnings.warn(f"passed over in the folder of checkpoints: {left}", stacklevel=4)
+        return [str(folder) for _, folder in self.store.checkpoints()]
+
     def _attempt(self, function: Callable, *args: Any) -> tuple[list[str], Any]:
         """(what went wrong on any rank, what `function` gave here). All ranks have run it when it returns."""
         result = error = None
         try:
             result = function(*args)
-        except (Damaged, OSError) as failed:
+        except (ValueError, OSError) as failed:
             error = failed
         return talk.failures(self._control, error), result
 

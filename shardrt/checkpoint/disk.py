@@ -7,7 +7,14 @@ import errno
 import fcntl
 import os
 import shutil
+import warnings
 from pathlib import Path
+
+_NO_DIRECTORIES = (
+    errno.EINVAL,
+    errno.EOPNOTSUPP,
+    errno.ENOSYS,
+)  # what a file system says that syncs files only
 
 
 class Disk:
@@ -45,10 +52,17 @@ class Disk:
         os.close(file)
 
     def sync_directory(self, path: Path) -> None:
-        """Wait until the names in a directory are on the disk."""
+        """Wait until the names in a directory are on the disk; warns where the file system can't do that."""
         file = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
             os.fsync(file)
+        except OSError as error:
+            if error.errno not in _NO_DIRECTORIES:
+                raise
+            warnings.warn(
+                "the file system can't sync directories: if the machine stops, the newest checkpoints may go",
+                stacklevel=2,
+            )
         finally:
             os.close(file)
 

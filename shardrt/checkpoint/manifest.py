@@ -1,7 +1,8 @@
 """The manifest of a checkpoint: where everything is, and a checksum of every 8 MiB. Untrusted JSON.
 
 It may be damaged or forged: types, names, sizes and ranges are checked before any of them is used, or before
-anything is allocated because of it.
+anything is allocated because of it. JSON has no infinity: one in `extra` is written as 1e999, which is read
+as infinity. Manifests of earlier versions have "Infinity" there, and are read as well.
 """
 
 import json
@@ -11,12 +12,20 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 FORMAT = 1
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
-ITEM = {"F32": 4, "F64": 8}  # safetensors' names of element types
+SMALL = 16 << 20  # and what it may have however little it describes; above, a hundredth of that
+DTYPES = {  # safetensors' names of element types
+    **{"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"},
+    **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
+    **{"U8": "uint8", "U16": "uint16", "U32": "uint32", "U64": "uint64"},
+}
+ITEM = {name: np.dtype(dtype).itemsize for name, dtype in DTYPES.items()}
 _HASH = re.compile("[0-9a-f]{32}")
-DTYPES = {"F32": "float32", "F64": "float64"}
+_INFINITY = re.compile(r'"(?:[^"\\]|\\.)*"|Infinity')  # or a string, which may hold the word
 
 
 class Damaged(ValueError):
@@ -79,18 +88,23 @@ class Manifest:
             "steps": self.steps,
             "extra": self.extra,
         }
-        return json.dumps({**body, "self": _checksum(body)}, indent=0).encode()
+        text = json.dumps({**body, "self": _checksum(body)}, indent=0)
+        if "Infinity" in text:
+            text = _INFINITY.sub(lambda found: found[0] if found[0][0] == '"' else "1e999", text)
+        return text.encode()
 
     @classmethod
     def parse(cls, data: bytes, where: Path) -> "Manifest":
         """The manifest in a file's bytes. Raises Damaged, naming the file and what is wrong."""
         try:
-            body = json.loads(data, object_pairs_hook=_distinct, parse_constant=_refuse)
+            body = json.loads(data, object_pairs_hook=_distinct)
+            if body["format"] != FORMAT:
+                raise Damaged(
+                    f"it is of format {str(body['format'])[:80]!r}, and this version reads {FORMAT}"
+                )
             own = body.pop("self")
             if own != _checksum(body):
                 raise Damaged("its checksum is wrong")
-            if body.pop("format") != FORMAT:
-                raise Damaged("it is of another format")
             manifest = cls(
                 _natural(body["step"]),
                 tuple(_file(entry) for entry in body["files"]),
@@ -122,7 +136,7 @@ class Manifest:
             ranges.setdefault((piece.kind, piece.parameter), []).append(
                 (piece.first, piece.first + piece.count)
             )
-        missing = {("parameter", name) for name in self.parameters} - ranges.keys()
+        missing = {("parameter", name) for name, p in self.parameters.items() if p.size} - ranges.keys()
         if missing:
             raise Damaged(f"{len(missing)} parameters have no values, {sorted(missing)[0][1]!r} for one")
         for (kind, name), found in ranges.items():
@@ -150,7 +164,7 @@ def _file(entry: Any) -> SavedFile:
 
 def _parameter(entry: Any) -> SavedParameter:
     shape, dtype = _row(entry, list, str)
-    if dtype not in ITEM or not 1 <= len(shape) <= 32:
+    if dtype not in ITEM or len(shape) > 32:
         raise Damaged(f"a parameter is of type {dtype!r} and has {len(shape)} dimensions")
     return SavedParameter(tuple(map(_natural, shape)), dtype)
 
@@ -186,8 +200,23 @@ def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return result
 
 
-def _refuse(constant: str) -> None:
-    raise Damaged(f"{constant} is not a number")
+def as_read(extra: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `extra` as a manifest gives it back: with lists for tuples, and strings for keys.
+
+    Raises TypeError or ValueError for what would not come back: no JSON, nan, a key twice.
+    """
+    try:
+        text = json.dumps(extra)
+        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_number)
+    except (TypeError, ValueError, RecursionError) as error:
+        kind = TypeError if isinstance(error, TypeError) else ValueError
+        raise kind(f"a checkpoint's extra must be JSON: {error}") from None
+
+
+def _number(constant: str) -> float:
+    if constant == "NaN":
+        raise ValueError("nan is no number")
+    return float(constant)
 
 
 def _checksum(body: dict[str, Any]) -> str:

@@ -26,7 +26,7 @@ class Piece:
     """Elements [first, first + array.size) of a parameter, or of the optimizer's state for it.
 
     kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
-    this rank, a unit's shard for one.
+    this rank, a unit's shard for one. trained: the optimizer updates it, so it must be finite.
     """
 
     kind: str
@@ -35,6 +35,7 @@ class Piece:
     flat: Array
     start: int
     stop: int
+    trained: bool = False
 
     @cached_property
     def array(self) -> Array:
@@ -53,10 +54,11 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
         start, stop, first = parameter.storage.range_of(parameter)
         if start == stop or (saving and not _saves(parameter)):
             continue
-        yield Piece(PARAMETER, name, first, parameter.storage.shard, start, stop)
-        if id(parameter) in states:
+        trained = id(parameter) in states
+        yield Piece(PARAMETER, name, first, parameter.storage.shard, start, stop, trained)
+        if trained:
             for kind, state in states[id(parameter)].state.items():
-                yield Piece(kind, name, first, state, start, stop)
+                yield Piece(kind, name, first, state, start, stop, trained)
     if not saving or worlds.current().rank == 0:
         for name, buffer in model.named_buffers():
             yield Piece(PARAMETER, name, 0, buffer.reshape(-1), 0, buffer.size)

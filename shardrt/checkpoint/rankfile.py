@@ -14,21 +14,27 @@ import numpy as np
 
 from shardrt import device
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.manifest import BLOCK, Damaged, SavedFile, SavedPiece
-from shardrt.checkpoint.pieces import Piece
+from shardrt.checkpoint.manifest import BLOCK, DTYPES, Damaged, SavedFile, SavedPiece
+from shardrt.checkpoint.pieces import PARAMETER, Piece
 
-_NAMES = {"float32": "F32", "float64": "F64"}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class NotFinite(ValueError):
+    """Trained weights, or the optimizer's state of them, are nan or infinite. The message names the first."""
 
 
 def kind_of(dtype: np.dtype) -> str:
-    """safetensors' name of an element type."""
+    """safetensors' name of an element type. Raises TypeError for one that a checkpoint can't hold."""
+    if dtype.name not in _NAMES:
+        raise TypeError(f"a checkpoint holds no elements of type {dtype}; it may have {', '.join(_NAMES)}")
     return _NAMES[dtype.name]
 
 
 def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[SavedFile, list[SavedPiece]]:
     """Write a new file with `pieces` and wait until it is on the disk; gives what the manifest needs.
 
-    number: this file's, in the manifest. Raises OSError.
+    number: this file's, in the manifest. Raises OSError, which names the file; NotFinite.
     """
     from xxhash import xxh3_128_hexdigest
 
@@ -40,6 +46,9 @@ def write(disk: Disk, path: Path, pieces: list[Piece], number: int) -> tuple[Sav
             disk.write(file, block)
             size += len(block)
         disk.sync(file)
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
     finally:
         disk.close(file)
     return SavedFile(path.name, size, tuple(checksums)), saved
@@ -92,7 +101,20 @@ def _parts(header: bytes, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
         each = BLOCK // piece.array.dtype.itemsize
         for start in range(0, piece.array.size, each):
             host = device.of(piece.array).to_numpy(piece.array[start : start + each])
+            if piece.trained:
+                check_finite(host, piece.kind, piece.parameter)
             yield np.ascontiguousarray(host).view(np.uint8)
+
+
+def check_finite(values: np.ndarray, kind: str, parameter: str) -> None:
+    """Raise NotFinite for trained weights or state that no training can go on from.
+
+    An infinite second moment is no such: it stops an element, and harms nothing.
+    """
+    least, most = values.min(), values.max()  # nan wins in both
+    if np.isnan(least) or (kind == PARAMETER and np.isinf([least, most]).any()):
+        what = f"{parameter!r}" if kind == PARAMETER else f"{kind!r} of {parameter!r}"
+        raise NotFinite(f"{what} has values that are nan or infinite")
 
 
 class Reader:
@@ -136,7 +158,7 @@ class Reader:
             from xxhash import xxh3_128_hexdigest
 
             wanted = min(BLOCK, self._saved.bytes - number * BLOCK)
-            block = os.pread(self._file, wanted, number * BLOCK)
+            block = self._read(wanted, number * BLOCK)
             if len(block) != wanted or xxh3_128_hexdigest(block) != self._saved.blocks[number]:
                 of = f" of {what}" if what else ""
                 raise Damaged(
@@ -145,3 +167,11 @@ class Reader:
                 )
             self._number, self._block = number, block
         return self._block
+
+    def _read(self, wanted: int, offset: int) -> bytes:
+        """So many bytes, or all up to the end of the file. Some file systems give a part at a time."""
+        parts = []
+        while wanted and (part := os.pread(self._file, wanted, offset)):
+            parts.append(part)
+            wanted, offset = wanted - len(part), offset + len(part)
+        return b"".join(parts)

@@ -3,19 +3,23 @@
 No file points to the newest: it is the highest step whose manifest verifies. The name of a directory that is
 being written begins with ".tmp-", that of one being deleted with ".trash-"; the next start removes both. A
 directory ".replaced-..." makes way for another checkpoint of its step; the next start restores it if need be.
+Whatever else lies in the folder is not ours, and is left alone.
 """
 
 import re
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.manifest import LARGEST, Damaged, Manifest
+from shardrt.checkpoint.manifest import LARGEST, SMALL, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
 
 MANIFEST = "manifest.json"
+_STEP = re.compile(r"step-(\d{8,18})")
 _REPLACED = ".replaced-"
-_STEP = re.compile(r"step-(\d{8,})")
+_MADE_WAY = re.compile(rf"\.replaced-({_STEP.pattern})")
+_LEFT = re.compile(rf"\.tmp-{_STEP.pattern}-[0-9a-f]{{8}}|\.trash-{_STEP.pattern}")
 
 
 class Store:
@@ -26,15 +30,17 @@ class Store:
         self.disk = disk or Disk()
 
     def begin(self) -> None:
-        """Make the folder, if it is not there. Raises OSError."""
-        if not self.root.exists():
-            self.disk.make_directory(self.root)
-            self.disk.sync_directory(self.root.parent)
+        """Make the folder, and those above it, where they are not there. Raises OSError."""
+        missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
+        for path in reversed(missing):
+            self.disk.make_directory(path)
+            self.disk.sync_directory(path.parent)
 
     def publish(self, temporary: Path, manifest: Manifest) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
 
-        A checkpoint of the same step that is there already makes way; `prune` removes it. Raises OSError.
+        Only what `read_manifest` takes is published. A checkpoint of the same step that is there already
+        makes way; `prune` removes it. Raises OSError; Damaged if it can't be read back.
         """
         data, target = manifest.dump(), self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
@@ -44,10 +50,14 @@ class Store:
             self.disk.sync(file)
         finally:
             self.disk.close(file)
+        if read_manifest(temporary) != manifest:
+            raise Damaged(f"{temporary / MANIFEST}: it reads back as something else than what was written")
         self.disk.sync_directory(temporary)
-        if target.exists():
+        if _ours(target):
             self._remove_replaced()
             self.disk.rename(target, replaced)  # one rename can't exchange directories
+        elif target.is_symlink() or target.exists():
+            raise FileExistsError(17, "Something that is no checkpoint has its name", str(target))
         try:
             self.disk.rename(temporary, target)
         except OSError:
@@ -59,43 +69,57 @@ class Store:
 
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of all that were published, the newest first."""
-        found = []
-        for path in self.root.iterdir() if self.root.is_dir() else ():
-            match = _STEP.fullmatch(path.name)
-            if match and path.is_dir() and not path.is_symlink():
-                found.append((int(match.group(1)), path))
-        return sorted(found, reverse=True)
+        return sorted(((int(found[1]), path) for path, found in self._named(_STEP)), reverse=True)
 
-    def clean(self) -> None:
+    def clean(self) -> list[OSError]:
         """Remove what a process that is gone has left half written or half deleted; undo half a replacement.
 
-        Raises OSError.
+        Gives what is still there that has such a name, and why. Raises OSError if the folder can't be read.
         """
-        self._remove_replaced()
+        told = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            if path.name.startswith(_REPLACED):
-                self.disk.rename(path, self.root / path.name.removeprefix(_REPLACED))
-            elif path.name.startswith((".tmp-", ".trash-")):
-                self.disk.remove(path)
+            if any(kind.fullmatch(path.name) for kind in (_STEP, _MADE_WAY, _LEFT)) and not _ours(path):
+                told.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
+        for path, found in self._named(_MADE_WAY):
+            if not (self.root / found[1]).exists():
+                told += _tried(self.disk.rename, path, self.root / found[1])
+        for path, _ in self._named(_LEFT):
+            told += _tried(self.disk.remove, path)
+        return told
 
-    def prune(self, keep_last: int, keep_every: int = 0, best: int | None = None) -> list[int]:
+    def prune(
+        self, keep_last: int, keep_every: int = 0, best: int | None = None, newest: int | None = None
+    ) -> list[int]:
         """Remove all but the `keep_last` newest, every `keep_every`-th and step `best`; gives what went.
 
-        Also removes what was replaced by another checkpoint of its step. Raises OSError.
+        newest: what is above that step stays and does not count: a run that could not use it began again
+        before it. Also removes what was replaced by another checkpoint of its step. Raises the first OSError,
+        after it has tried all.
         """
-        self._remove_replaced()
-        gone = []
-        for place, (step, path) in enumerate(self.checkpoints()):
-            if place >= keep_last and step != best and not (keep_every and step % keep_every == 0):
-                self._discard(path)
-                gone.append(step)
+        told, gone = self._remove_replaced(), []
+        chosen = [(step, path) for step, path in self.checkpoints() if newest is None or step <= newest]
+        for step, path in chosen[keep_last:]:
+            if step != best and not (keep_every and step % keep_every == 0):
+                failed = _tried(self._discard, path)
+                gone += [] if failed else [step]
+                told += failed
+        if told:
+            raise told[0]
         return gone
 
-    def _remove_replaced(self) -> None:
-        """Remove checkpoints that made way for one that is there."""
-        for path in sorted(self.root.glob(f"{_REPLACED}*")):
-            if (self.root / path.name.removeprefix(_REPLACED)).exists():
-                self.disk.remove(path)
+    def _named(self, pattern: re.Pattern) -> Iterator[tuple[Path, re.Match]]:
+        """The directories of such names, in their order, with the match; a link or a file is not ours."""
+        for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
+            if (found := pattern.fullmatch(path.name)) and _ours(path):
+                yield path, found
+
+    def _remove_replaced(self) -> list[OSError]:
+        """Remove checkpoints that made way for one that is there; gives why one is still there."""
+        told = []
+        for path, found in self._named(_MADE_WAY):
+            if (self.root / found[1]).exists():
+                told += _tried(self.disk.remove, path)
+        return told
 
     def _discard(self, path: Path) -> None:
         """Remove a checkpoint; renamed first, so that half of one never looks whole."""
@@ -111,6 +135,20 @@ class Store:
         return f"step-{step:08d}"
 
 
+def _ours(path: Path) -> bool:
+    """Whether it is a directory, and no link to one."""
+    return path.is_dir() and not path.is_symlink()
+
+
+def _tried(operation: Callable, *paths: Path) -> list[OSError]:
+    """Do it; why it could not be done, if so."""
+    try:
+        operation(*paths)
+    except OSError as error:
+        return [error]
+    return []
+
+
 def read_manifest(path: Path) -> Manifest:
     """The manifest of the checkpoint in directory `path`, checked against the sizes of its files.
 
@@ -119,8 +157,10 @@ def read_manifest(path: Path) -> Manifest:
     file = path / MANIFEST
     if file.is_symlink() or not file.is_file():
         raise FileNotFoundError(2, "No checkpoint here", str(file))
-    if file.stat().st_size > LARGEST:
-        raise Damaged(f"{file}: it has {file.stat().st_size} bytes, more than any manifest")
+    described = sum(other.stat().st_size for other in path.glob("rank-*") if other.is_file())
+    size, most = file.stat().st_size, min(LARGEST, SMALL + described // 100)
+    if size > most:
+        raise Damaged(f"{file}: it has {size} bytes, more than the manifest of {described} bytes can have")
     manifest = Manifest.parse(file.read_bytes(), file)
     for saved in manifest.files:
         place = path / saved.name

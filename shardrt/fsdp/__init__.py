@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
 Read in this order: strategy, policy, layout, team, tree, group, unit, nodes, collectives, plan, schedule,
-buffers, setup, rehearsal, memory, full, boundary, api, wrap.
+buffers, setup, rehearsal, memory, full, boundary, replicas, api, wrap.
 """
 
 from shardrt.fsdp.api import (
@@ -15,6 +15,7 @@ from shardrt.fsdp.api import (
 from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
 from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
+from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.wrap import by_class, by_predicate, by_size, wrap
 
@@ -22,10 +23,12 @@ __all__ = [
     "CPUOffloadPolicy",
     "MemoryPlan",
     "MixedPrecisionPolicy",
+    "ReplicasDiffer",
     "ShardingStrategy",
     "by_class",
     "by_predicate",
     "by_size",
+    "check_replicas",
     "explain",
     "full_gradients",
     "full_parameters",

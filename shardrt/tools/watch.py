@@ -133,13 +133,13 @@ class Teller:
 
     def _line(self, record: dict[str, Any]) -> str:
         kind = record["kind"]
+        finite = {name: nan if value is None else value for name, value in record.items()}
         if kind == "run":
             self._steps, self._unit = record["steps"], record["unit"]
             size = f"{record['parameters'] / 1e6:.2f} M parameters"
             return f"{record['architecture']}, {size}, {record['ranks']} ranks, {self._steps} steps"
         if kind == "step":
-            finite = {name: nan if value is None else value for name, value in record.items()}
             return step_line(finite, self._steps, self._unit, self.screen.width)
         if kind == "evaluation":
-            return evaluation_line(record, self._steps)
+            return evaluation_line(finite, self._steps)
         return f"done in {record['seconds']:.0f} s" if kind == "end" else f"{kind}: {record}"

@@ -19,7 +19,8 @@ from shardrt.comm.mesh import DeviceMesh
 USAGE = 2  # a setting or the command line
 DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
 DIFFERS = 78  # ranks have other settings, code or data than each other; EX_CONFIG
-NONFINITE = 80  # the loss or its gradients are nan or infinite
+NONFINITE = 80  # the loss, its gradients or the weights are nan or infinite
+COPIES = 82  # ranks that hold copies of a shard hold other bits
 
 
 @contextmanager

@@ -73,6 +73,7 @@ class Images:
     read: Callable[[int], np.ndarray]
     strict: bool = False  # an image that can't be read is an error, and not passed over
     digest: str = ""  # of the pixels, or of the names and sizes of files
+    files: tuple[str, ...] = ()  # that of each image, where they are in files
     skipped: set[int] = field(default_factory=set)  # those that were passed over on this rank
 
     def __len__(self) -> int:
@@ -170,7 +171,13 @@ def _of_files(root: Path, classes: dict[str, list[Path]], channels: int, strict:
     told = "".join(f"{path.relative_to(root).as_posix()}\0{path.stat().st_size}\0" for path in files)
     digest = sha256(told.encode(errors="surrogateescape")).hexdigest()
     return Images(
-        str(root), tuple(classes), labels, lambda i: _decoded(files[i], channels), strict, digest=digest
+        str(root),
+        tuple(classes),
+        labels,
+        lambda i: _decoded(files[i], channels),
+        strict,
+        digest=digest,
+        files=tuple(map(str, files)),
     )
 
 

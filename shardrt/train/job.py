@@ -1,6 +1,7 @@
 """A run from its recipe to the loop and what comes after it: checks, model, memory plan, run directory."""
 
 import time
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,10 +12,18 @@ from shardrt.comm import failure, init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import differences, differing, from_all
 from shardrt.comm.watchdog import Watch
-from shardrt.fsdp import MemoryPlan, fully_shard, memory_plan, set_gradient_divide_factor, set_world_invariant
+from shardrt.fsdp import (
+    MemoryPlan,
+    ReplicasDiffer,
+    fully_shard,
+    memory_plan,
+    set_gradient_divide_factor,
+    set_world_invariant,
+)
 from shardrt.train import config as settings
 from shardrt.train import loop, tensorboard
-from shardrt.train.errors import DATA, DIFFERS, NONFINITE, USAGE, one_line
+from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
+from shardrt.train.lock import LOCK
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe
@@ -55,29 +64,47 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
         failure.describe_memory(lambda: f"memory as planned, per rank:\n{plan}")
         run = run_log(recipe) if mesh.rank == 0 else RunLog(None)
 
-    job = job_of(recipe, mesh, task, model, run, watch)
+    with closing(run):
+        go(job_of(recipe, mesh, task, model, run, watch), plan, began)
+
+
+def go(job: "Job", plan: MemoryPlan, began: float) -> None:
+    """What is left when the run has its directory: resume, train, save, finish."""
+    recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         first, told = resume(job)  # before anything of a run that was there is changed
     watch.keep(run.directory / "flight" if run.directory else None)
-    if run.directory:
-        settings.dump(recipe, run.directory / "config.toml")
-    if recipe.resume:
-        run.rewind(first)
+    with one_line(DATA, mesh):
+        if run.directory:
+            settings.dump(recipe, run.directory / "config.toml")
+        if recipe.resume:
+            run.rewind(first, finished=first >= recipe.steps)
     introduce(job, plan)
     for line in told:
         run.say(line)
-    with one_line(NONFINITE, mesh, kinds=(FloatingPointError,)):
-        loop.train(job, first)
+    with (
+        one_line(COPIES, mesh, kinds=(ReplicasDiffer,)),
+        one_line(NONFINITE, mesh, kinds=(FloatingPointError,)),
+    ):
+        try:
+            loop.train(job, first)
+        except (FloatingPointError, ReplicasDiffer):  # of all ranks; what they save now is from before
+            loop.tell_saved(run, job.checkpoints.settle)
+            raise
     # Rank 0 gathers and writes; the others take part and need no directory.
     watch.phase("save")
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
     watch.phase("sample")
-    kept = task.close(model, run)
+    kept = job.task.close(model, run)
     watch.phase("end")
     run.finish({"seconds": time.perf_counter() - began, **kept})
-    if run.directory:
-        left = sorted(f"{path.name}/" if path.is_dir() else path.name for path in run.directory.iterdir())
+    if run.directory and run.directory.is_dir():
+        left = sorted(
+            f"{path.name}/" if path.is_dir() else path.name
+            for path in run.directory.iterdir()
+            if path.name != LOCK
+        )
         run.say(f"wrote {run.directory}: {', '.join(left)}")
         run.say(f"see: shardrt report {run.directory}")
 

@@ -1,20 +1,21 @@
 """The training loop, top to bottom: forward and backward, update, report, checkpoint. It knows no model."""
 
 import sys
+import time
 from collections.abc import Callable
 from contextlib import closing, nullcontext
-from math import fsum, isfinite
+from math import ceil, fsum, isfinite
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrt import device, nn, optim, random
 from shardrt.autograd import no_grad
-from shardrt.checkpoint import CheckpointError
+from shardrt.checkpoint import CheckpointError, NonfiniteWeights
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.device import timeline
-from shardrt.fsdp import no_sync
+from shardrt.fsdp import check_replicas, no_sync
 from shardrt.train import config as settings
 from shardrt.train.errors import DATA
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
@@ -41,6 +42,7 @@ def train(job: "Job", first: int) -> None:
     job.ranks.restart(first)
     trace = Trace(job.mesh, job.run.directory, recipe.report.traced)
     samples = Prefetched(lambda step: batches_of(recipe, job.mesh, task, step), first, steps, recipe.ahead)
+    copies = Copies(job, first)
     stops = StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after)
     with closing(samples) as batches, stops as requests, job.run.screen.moving():
         for step in range(first, steps):
@@ -55,22 +57,27 @@ def train(job: "Job", first: int) -> None:
                 with timeline.span("compute", "optimizer"):
                     norm = update(job, step + 1)
 
+            # Records of a step come before its checkpoint: a run that goes on from there has all of them.
             done = step + 1
             job.run.screen.show("training", done, steps)
             job.watch.phase("report")
-            keep(job, done)
-            if done % recipe.report.log_interval == 0 or done in (first + 1, steps):
+            if done % recipe.report.log_interval == 0 or done in (1, steps):
                 report(job, done, losses, norm, lr, stopwatch)
+            if not isfinite(norm):  # no update can be left out that backward has made, nor one before it
+                check_weights(job, done)
             if done % recipe.report.eval_interval == 0 or done == steps:
                 evaluate(job, done, recipe.report.evaluated(last=done == steps))
                 stopwatch.restart(done)
                 job.ranks.restart(done)
+            copies.check(done, now=saves(job, done) or done == steps)
+            keep(job, done)
             if done < steps and (reason := requests.reason()):
                 leave(job, done, reason)
     job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if first >= steps:  # a run that was finished before
         evaluate(job, steps, recipe.report.evaluated(last=True))
+    check_weights(job, steps)
 
 
 def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[Any]:
@@ -145,10 +152,17 @@ def culprit(job: "Job") -> str:
         for name, parameter in job.model.named_parameters()
         if parameter.grad is not None and not np.isfinite(here.to_numpy(parameter.grad)).all()
     ]
+    return f"that of {first_of(job, found)}"
+
+
+def first_of(job: "Job", found: list[str]) -> str:
+    """The first parameter that is in `found` on any rank, and those ranks; "" if none is. Collective."""
     everyone = from_all(job.mesh.communicator("control"), found)
-    first = next(name for name, _ in job.model.named_parameters() if any(name in names for names in everyone))
-    ranks = [rank for rank, names in enumerate(everyone) if first in names]
-    return f"that of {first!r} first, in the part of rank {', '.join(map(str, ranks))}"
+    order = [name for name, _ in job.model.named_parameters() if any(name in names for names in everyone)]
+    if not order:
+        return ""
+    ranks = [rank for rank, names in enumerate(everyone) if order[0] in names]
+    return f"{order[0]!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
 def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
@@ -159,10 +173,12 @@ def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, s
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
     if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:
         raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")
-    kept = {
-        name: value if isfinite(value) else None for name, value in record.items()
-    }  # JSON has no infinity
-    job.run.write("step", kept)
+    job.run.write("step", finite(record))
+
+
+def finite(record: dict[str, float]) -> dict[str, float | None]:
+    """With None for what JSON has not."""
+    return {name: value if isfinite(value) else None for name, value in record.items()}
 
 
 def evaluate(job: "Job", done: int, limit: int | None) -> None:
@@ -186,13 +202,17 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
         figures[name] = exact_sum(mesh, [each[name][0] for each in found]) / max(1, count)
     record = {"step": done} | task.evaluation(figures)
     job.run.say(evaluation_line(record, recipe.steps))
-    job.run.write("evaluation", record)
+    job.run.write("evaluation", finite(record))
+    if not all(map(isfinite, record.values())):
+        check_weights(job, done)
 
 
 def keep(job: "Job", done: int) -> None:
     """Publish a checkpoint that was written; begin one where it is due. A failure does not end the run."""
     chosen = job.recipe.checkpoint
-    due = chosen.every and (done % chosen.every == 0 or done == job.recipe.steps)
+    due = saves(job, done)
+    if due:
+        job.run.flush()
     if due or job.checkpoints.under_way:
         job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.tick)
@@ -201,17 +221,60 @@ def keep(job: "Job", done: int) -> None:
         tell_saved(job.run, save, done, extra_of(job))
 
 
+def saves(job: "Job", done: int) -> bool:
+    """Whether a checkpoint is due after step `done`."""
+    every = job.recipe.checkpoint.every
+    return bool(every) and (done % every == 0 or done == job.recipe.steps)
+
+
+class Copies:
+    """Compares the ranks' copies of shards every fsdp.check_copies steps or later, in 0.1 % of the time."""
+
+    def __init__(self, job: "Job", first: int) -> None:
+        self._job, self._every = job, job.recipe.fsdp.check_copies
+        self._next = first + self._every
+        self._since = first, time.perf_counter()
+
+    def check(self, done: int, now: bool) -> None:
+        """After step `done`, if it is time or `now`. Raises ReplicasDiffer. Collective."""
+        if not self._every or not (now or done >= self._next):
+            return
+        began = time.perf_counter()
+        check_replicas(self._job.model, self._job.optimizer)
+        ended = time.perf_counter()
+        step, at = self._since
+        (wait,) = over_ranks(self._job.mesh, "max", 1000 * (ended - began) * (done - step) / (ended - at))
+        self._next = done + max(self._every, ceil(wait))
+        self._since = done, ended
+
+
 def extra_of(job: "Job") -> dict[str, Any]:
     """What a checkpoint holds beside parameters and the optimizer's state."""
     return {"scaler": job.scaler.state_dict(), **job.origin}
 
 
+def check_weights(job: "Job", done: int) -> None:
+    """Raise FloatingPointError, naming parameter and ranks, if trained weights are not finite. Collective."""
+    here, found = device.current(), []
+    for name, parameter in job.model.named_parameters():
+        values = here.to_numpy(parameter.shard)
+        if parameter.requires_grad and values.size and not np.isfinite([values.min(), values.max()]).all():
+            found.append(name)
+    if told := first_of(job, found):
+        raise FloatingPointError(f"step {done}: weights are nan or infinite: {told}")
+
+
 def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:
-    """Call something that may give the directory of a checkpoint, or fail to write one; say so."""
+    """Call something that may give the directory of a checkpoint, or fail to write one; say so.
+
+    Raises FloatingPointError for weights that are not finite: no later checkpoint will have better ones.
+    """
     try:
         path = function(*args)
         if path is not None:
             run.say(f"saved {path}")
+    except NonfiniteWeights as error:
+        raise FloatingPointError(str(error)) from None
     except CheckpointError as error:
         run.say(f"warning: {error}")
 
@@ -221,7 +284,10 @@ def leave(job: "Job", done: int, reason: str) -> None:
     job.watch.phase("save")
     tell_saved(job.run, job.checkpoints.settle)
     if job.checkpoints.last_saved != done:
-        job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
+        try:
+            job.run.say(f"saved {job.checkpoints.save(done, extra_of(job))}")
+        except NonfiniteWeights as error:
+            raise FloatingPointError(str(error)) from None
     job.run.say(f"stopped by {reason} after step {done}; go on with --resume auto")
     job.run.close()
     sys.exit(STOPPED)

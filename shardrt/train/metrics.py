@@ -18,6 +18,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.train.lock import LOCK, lock
 from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
 
@@ -59,41 +60,55 @@ def resumed_run_directory(name: str) -> Path:
 class RunLog:
     """What rank 0 prints and writes to the run's directory; where `directory` is None, it does neither.
 
-    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events as well.
+    metrics.jsonl holds the records, loss.png their curves. tensorboard: write events as well. While it is
+    open, no other job can have the run (lock.py): raises Locked, naming the directory, if one has it.
+
+    A disk that is full, or a directory that goes away, ends no run: it is told once, records wait in memory
+    until they can be written, and a directory that was moved or removed is made again, with all records.
     """
 
     def __init__(self, directory: Path | None, *, resumed: bool = False, tensorboard: bool = False) -> None:
         self.directory = directory
-        self._events = Events(directory / FOLDER) if directory and tensorboard else None
-        if directory and resumed:
-            _drop_unfinished_line(directory / METRICS)
-        mode = "a" if resumed else "x"
-        self._metrics = open(directory / METRICS, mode, encoding="utf-8") if directory else None
         self.screen = Screen(shown=directory is not None)
-
-    def rewind(self, step: int) -> None:
-        """Drop the records after `step`: the run goes on from there."""
-        if self._metrics is None:
+        self._lock = self._metrics = -1  # descriptors
+        self._unwritten = b""
+        self._told = False  # that something can't be written
+        self._events = None
+        if directory is None:
             return
-        self._metrics.close()
+        self._lock = lock(directory)
+        try:
+            if resumed:
+                _drop_unfinished_line(directory / METRICS)
+            self._metrics = _opened(directory / METRICS, new=not resumed)
+            self._events = Events(directory / FOLDER) if tensorboard else None
+        except BaseException:
+            self.close()
+            raise
+
+    def rewind(self, step: int, *, finished: bool = False) -> None:
+        """Drop the records after `step`: the run goes on from there.
+
+        finished: no step follows, and the last evaluation is made again: drop that, too. Raises ValueError
+        for a damaged file, OSError.
+        """
+        if self._metrics < 0:
+            return
         path = self.directory / METRICS
-        kept = [r for r in read_metrics(path) if r["kind"] != "end" and r.get("step", 0) <= step]
+        kept = [record for record in read_metrics(path) if _stays(record, step, finished)]
         temporary = path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(record) + "\n" for record in kept), encoding="utf-8")
         temporary.replace(path)
-        self._metrics = open(path, "a", encoding="utf-8")
+        os.close(self._metrics)
+        self._metrics = _opened(path)
         if self._events:
             self._events.rewind(step)
 
     def discard(self) -> None:
         """Remove the directory, which is new, and write nothing more."""
-        if self._metrics:
+        if self._metrics >= 0:
             self.close()
-            self._metrics = None
-            (self.directory / METRICS).unlink()
-            if self._events:
-                shutil.rmtree(self.directory / FOLDER)
-            self.directory.rmdir()
+            shutil.rmtree(self.directory)
 
     def say(self, line: str) -> None:
         """Print a line."""
@@ -101,25 +116,98 @@ class RunLog:
 
     def write(self, kind: str, record: dict[str, Any]) -> None:
         """Add {"kind": kind, **record} to metrics.jsonl, at once. ValueError for NaN, which JSON has not."""
-        if self._metrics:
-            self._metrics.write(json.dumps({"kind": kind, **record}, allow_nan=False) + "\n")
-            self._metrics.flush()
+        if self._metrics < 0:
+            return
+        self._unwritten += json.dumps({"kind": kind, **record}, allow_nan=False).encode() + b"\n"
+        self.flush()
+        try:
             if self._events:
                 self._events.write(kind, record)
+        except OSError as error:
+            self._events = None
+            self.say(f"warning: no more events for TensorBoard: {error}")
+
+    def flush(self) -> None:
+        """Write the records that wait, if that is possible now; see that the directory is there.
+
+        Raises Locked if it is not, and another job has the one that has its name.
+        """
+        if self._metrics < 0:
+            return
+        try:
+            if not _is(self._metrics, self.directory / METRICS):
+                self._begin_again()
+            while self._unwritten:
+                self._unwritten = self._unwritten[os.write(self._metrics, self._unwritten) :]
+        except OSError as error:
+            if not self._told:
+                told = f"warning: {self.directory / METRICS}: {error.strerror}"
+                self.say(f"{told}; training goes on, and records are written when there is a way")
+            self._told = True
+        else:
+            self._told = False
+
+    def _begin_again(self) -> None:
+        """Make the directory, which was moved or removed, or the file in it, with what the old one holds."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        if not _is(self._lock, self.directory / LOCK):
+            taken = lock(self.directory, patience=0)
+            os.close(self._lock)
+            self._lock = taken
+        metrics = _opened(self.directory / METRICS, new=True)
+        size = os.fstat(self._metrics).st_size
+        self._unwritten = os.pread(self._metrics, size, 0) + self._unwritten
+        os.close(self._metrics)
+        self._metrics = metrics
+        self.say(f"warning: {self.directory} was moved or removed: made again, with the records so far")
 
     def close(self) -> None:
-        """Write nothing more."""
-        if self._metrics:
-            self._metrics.close()
-        if self._events:
-            self._events.close()
+        """Write nothing more, and let another job have the run."""
+        self.flush()
+        if self._unwritten:
+            self.say(f"warning: {self._unwritten.count(10)} records of {METRICS} could not be written")
+        for file in (self._metrics, self._lock):
+            if file >= 0:
+                os.close(file)
+        self._metrics = self._lock = -1
+        try:
+            if self._events:
+                self._events.close()
+        except OSError as error:
+            self.say(f"warning: not all events for TensorBoard are written: {error}")
+        self._events = None
 
     def finish(self, record: dict[str, Any]) -> None:
         """Write the last record and the picture."""
         self.write("end", record)
-        if self._metrics:
-            self.close()
+        if self._metrics < 0:
+            return
+        self.close()
+        try:
             plot_losses(read_metrics(self.directory / METRICS), self.directory / "loss.png")
+        except OSError as error:
+            self.say(f"warning: {self.directory / 'loss.png'}: {error.strerror}")
+
+
+def _opened(path: Path, new: bool = False) -> int:
+    """A descriptor that adds to a file. Raises FileExistsError if it is to be a new one."""
+    return os.open(
+        path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | (os.O_EXCL if new else 0), 0o666
+    )
+
+
+def _is(file: int, path: Path) -> bool:
+    """Whether an open file is the one that has this name now."""
+    try:
+        return os.path.samestat(os.fstat(file), os.stat(path))
+    except FileNotFoundError:
+        return False
+
+
+def _stays(record: dict[str, Any], step: int, finished: bool) -> bool:
+    """Whether a run that goes on from `step` leaves a record as it is."""
+    again = finished and record["kind"] == "evaluation" and record["step"] == step
+    return record["kind"] != "end" and record.get("step", 0) <= step and not again
 
 
 def _drop_unfinished_line(path: Path) -> None:

@@ -39,11 +39,19 @@ class Screen:
         return self._console.width if self._console else PLAIN_WIDTH
 
     def say(self, line: str) -> None:
-        """Print a line, at once; figures in colour on a terminal."""
-        if self._console:
-            self._console.print(line, markup=False, emoji=False, soft_wrap=True)
-        elif self.shown:
-            print(line, flush=True)
+        """Print a line, at once; figures in colour on a terminal.
+
+        Where the output is a file on a disk that is full, the line is lost, and the run goes on.
+        """
+        try:
+            if self._console:
+                self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+            elif self.shown:
+                print(line, flush=True)
+        except BrokenPipeError:
+            raise
+        except OSError:
+            pass
 
     def explain(self, text: str) -> None:
         """Print a sentence in as many lines as it needs, those after the first indented."""

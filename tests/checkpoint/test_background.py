@@ -67,7 +67,14 @@ def test_a_start_is_one_copy_of_each_flat_array_whatever_lies_in_it(tmp_path):
     assert small == large
     for called in large:
         assert called["cpu", "copy"] == 3  # parameters, m, v
-        assert {file for file, _ in called} == {"checkpoints", "snapshot", "store", "cpu", "__init__"}
+        assert {file for file, _ in called} == {
+            "checkpoints",
+            "manifest",
+            "snapshot",
+            "store",
+            "cpu",
+            "__init__",
+        }
         assert called.total() < 20, called
     (plain,) = run_ranks(1, calls_of_start, tmp_path / "1", False, 2)
     assert plain["cpu", "copy"] == 3 * len(list(Net(2).parameters()))

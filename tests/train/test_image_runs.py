@@ -8,8 +8,9 @@ import pytest
 
 from models import generate, train
 from models.hub import load_pretrained
-from shardrt.comm import thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.train import job as jobs
+from shardrt.train.metrics import RunLog
 from tests.train.test_command import records
 from tests.train.test_resume import curves, remove_after
 from tests.train.test_world_invariant import state
@@ -58,7 +59,24 @@ def test_a_regnet_learns_to_tell_the_classes_of_a_folder(folder, capfd):
     assert (begun["classes"], begun["train_images"], begun["held_out_images"]) == (2, 32, 8)
     assert records(folder, "x", "evaluation")[-1]["held_out_accuracy"] == 1
     assert records(folder, "x", "evaluation")[-1]["held_out_loss"] < 0.2
-    assert end["skipped"] == 1 and "; 1 images could not be read" in capfd.readouterr().out
+    assert end["skipped"] == 1 and end["skipped_files"] == ["pictures/left/00.png"]
+    assert "; 1 images could not be read: 'pictures/left/00.png'" in capfd.readouterr().out
+
+
+def closed(recipe):
+    """What a task tells at its end, of which only rank 1 has met the broken file."""
+    mesh = init_device_mesh("auto")
+    task = recipe.task()
+    model = task.model(mesh)
+    if mesh.rank == 1:
+        task.batch(range(32))  # an epoch: all images
+    task.evaluation({"held_out_accuracy": 1.0})
+    return task.close(model, RunLog(None))["skipped_files"]
+
+
+def test_images_that_one_rank_could_not_read_are_named_by_all(folder):
+    recipe = train.parse([*REGNET, "--data", "pictures", "--batch-size", "16"])
+    assert thread.run(2, closed, recipe) == [["pictures/left/00.png"]] * 2
 
 
 @pytest.mark.parametrize("synchronise", ["True", "False"])

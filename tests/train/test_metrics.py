@@ -86,6 +86,52 @@ def test_without_the_package_tensorboard_is_refused_in_one_line(monkeypatch):
         tensorboard.check()
 
 
+class Full:
+    """A disk of which `room` bytes are left; takes the place of os.write."""
+
+    def __init__(self, room):
+        self.room, self.write = room, os.write
+
+    def __call__(self, file, data):
+        if not self.room:
+            raise OSError(28, "No space left on device")
+        written = self.write(file, data[: self.room])
+        self.room -= written
+        return written
+
+
+def test_records_that_a_full_disk_does_not_take_are_written_when_it_has_room(tmp_path, monkeypatch, capfd):
+    run, disk = RunLog(tmp_path), Full(10)
+    monkeypatch.setattr(metrics.os, "write", disk)
+    for step in (1, 2, 3):
+        run.write("step", {**STEP, "step": step})
+    assert (tmp_path / "metrics.jsonl").stat().st_size == 10
+    disk.room = 1 << 20
+    run.write("step", {**STEP, "step": 4})
+    disk.room = 0
+    run.write("step", {**STEP, "step": 5})
+    run.close()
+    assert [record["step"] for record in read_metrics(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4]
+    told = capfd.readouterr().out
+    assert told.count("metrics.jsonl: No space left on device; training goes on") == 2  # once each time
+    assert "warning: 1 records of metrics.jsonl could not be written" in told
+
+
+def test_an_output_on_a_full_disk_ends_no_run(tmp_path, monkeypatch):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        RunLog(tmp_path).say("step 1")
+        monkeypatch.undo()
+        with pytest.raises(OSError):
+            full.close()
+
+
+def test_a_picture_that_cannot_be_written_is_told(tmp_path, capfd):
+    (tmp_path / "loss.png").mkdir()
+    RunLog(tmp_path).finish({"seconds": 1.0})
+    assert "loss.png: Is a directory" in capfd.readouterr().out
+
+
 def test_metrics_are_never_overwritten(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("kept")
     with pytest.raises(FileExistsError):

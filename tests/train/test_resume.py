@@ -2,6 +2,7 @@
 
 import json
 import random
+import shutil
 import subprocess
 import sys
 import time
@@ -16,6 +17,7 @@ from models import train
 from shardrt.comm import thread
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
+from shardrt.train import loop
 from shardrt.train.errors import DATA, USAGE
 from tests.ranks import clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
@@ -88,7 +90,82 @@ def test_a_run_that_is_done_stays_done(folder):
     launch(2, "whole")
     before = curves(folder, "whole")
     launch(2, "whole", resume="auto")
-    assert curves(folder, "whole")[0] == before[0] and curves(folder, "whole")[2] == before[2]
+    assert curves(folder, "whole") == before
+
+
+class Cut(Exception):
+    """The run ends here, as if it had been killed."""
+
+
+def cut(patch, what, number):
+    """The run of one rank ends before the `number`-th call of a function of the loop."""
+    calls, original = [], getattr(loop, what)
+
+    def counted(*args):
+        calls.append(args)
+        if len(calls) == number:
+            raise Cut
+        return original(*args)
+
+    patch.setattr(loop, what, counted)
+
+
+def kinds(folder, name):
+    """(kind, step) of all records that belong to steps, in their order."""
+    return [(r["kind"], r["step"]) for r in lines_of(folder, name) if r["kind"] in ("step", "evaluation")]
+
+
+# Evaluations at 4, 8 and 12, records of steps at 1, 5, 10 and 12, checkpoints at 2, 4, ..., 12.
+SPARSE = {
+    "report": replace(TINY.report, log_interval=5, eval_interval=4),
+    "checkpoint": settings.CheckpointConfig(every=2, in_background=False),
+}
+
+
+@pytest.fixture(scope="module")
+def left_alone(tmp_path_factory):
+    """A folder with a run, `whole`, that nobody has cut."""
+    folder = furnish(tmp_path_factory.mktemp("alone"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        launch(1, "whole", **SPARSE)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("what", "number"),
+    [
+        *[("evaluate", 1), ("evaluate", 2), ("evaluate", 3), ("report", 2), ("report", 3), ("report", 4)],
+        *[("keep", 3), ("keep", 4), ("keep", 5), ("keep", 12), ("check_weights", 1)],
+    ],
+)
+def test_wherever_a_run_is_cut_each_record_is_there_once(left_alone, monkeypatch, what, number):
+    monkeypatch.chdir(left_alone)
+    name = f"{what}-{number}"
+    with monkeypatch.context() as patch:
+        cut(patch, what, number)
+        with pytest.raises(Cut):
+            launch(1, name, **SPARSE)
+    launch(1, name, resume="auto", **SPARSE)
+    assert curves(left_alone, name) == curves(left_alone, "whole")
+    assert kinds(left_alone, name) == kinds(left_alone, "whole")
+
+
+def test_a_finished_run_that_is_started_again_has_its_last_evaluation_once(left_alone, monkeypatch):
+    monkeypatch.chdir(left_alone)
+    launch(1, "twice", **SPARSE)
+    launch(1, "twice", resume="auto", **SPARSE)
+    assert kinds(left_alone, "twice") == kinds(left_alone, "whole")
+    assert curves(left_alone, "twice") == curves(left_alone, "whole")
+
+
+def test_a_run_that_never_clips_goes_on(folder, capfd):
+    """Its settings have an infinity, which JSON has not."""
+    unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), clip_type=float("inf"))
+    launch(1, "cut", optimizer=unclipped, steps=6)
+    launch(1, "cut", optimizer=unclipped, resume="auto")
+    assert "not the run that was saved" not in capfd.readouterr().out
+    assert [record["step"] for record in records(folder, "cut", "step")] == list(range(1, STEPS + 1))
 
 
 def test_without_a_checkpoint_auto_begins(folder, capfd):
@@ -129,6 +206,27 @@ def test_a_disk_that_is_full_ends_no_run(folder, capfd, monkeypatch):
     launch(2, "full")
     assert capfd.readouterr().out.count("warning: step 3 was not saved: rank 0: OSError") == 1
     assert len(curves(folder, "full")[0]) == STEPS
+
+
+@pytest.mark.parametrize("what", ["removed", "moved"])
+def test_a_folder_that_goes_away_is_made_again_with_all_records(folder, capfd, monkeypatch, what):
+    run, update = folder / "runs" / "cut", loop.update
+
+    def away(job, done):
+        if done == 5 and what == "removed":
+            shutil.rmtree(run)
+        elif done == 5:
+            run.rename(folder / "elsewhere")
+        return update(job, done)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "update", away)
+        launch(1, "cut")
+    told = capfd.readouterr().out
+    assert told.count("warning: runs/cut was moved or removed: made again, with the records so far") == 1
+    launch(1, "whole")
+    assert curves(folder, "cut") == curves(folder, "whole")
+    assert [path.name[-2:] for path in sorted((run / "checkpoints").iterdir())] == ["06", "09", "12"]
 
 
 @pytest.mark.mpi

@@ -17,10 +17,11 @@ from shardrt.checkpoint.disk import Disk
 from shardrt.comm import thread
 from shardrt.comm.failure import OUT_OF_MEMORY
 from shardrt.comm.protocol import PeerFailed
+from shardrt.fsdp import ShardingStrategy
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
-from shardrt.train.errors import DIFFERS, NONFINITE
+from shardrt.train.errors import COPIES, DIFFERS, NONFINITE
 from shardrt.train.stop import STOPPED
 from tests.train.test_command import furnish, records, start
 from tests.train.test_resume import CONFIG, STEPS, curves, launch, ranks_of, started
@@ -165,6 +166,80 @@ def test_a_loss_that_is_no_number_stops_too(folder, monkeypatch, capfd):
     unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), in_backward=True)
     assert stops("bad", optimizer=unclipped) == NONFINITE
     assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
+
+
+SKIP = replace(CONFIG.optimizer, on_nonfinite=settings.Nonfinite.skip)
+UNCLIPPED = replace(SKIP, clip_norm=float("inf"), in_backward=True)
+
+
+def spoil(job):
+    """Make a weight nan, as a fault of memory would."""
+    next(p for n, p in job.model.named_parameters() if n == "blocks.1.mlp.up.weight").shard[3] = np.nan
+
+
+@pytest.mark.parametrize("every", [3, 0])
+def test_weights_that_are_no_numbers_stop_a_run_that_skips(folder, monkeypatch, capfd, every):
+    at_step(monkeypatch, 4, spoil)
+    checkpoint = settings.CheckpointConfig(every=every, keep_last=1)
+    assert stops("bad", optimizer=SKIP, checkpoint=checkpoint) == NONFINITE
+    (line,) = capfd.readouterr().err.splitlines()
+    what = "weights are nan or infinite: 'blocks.1.mlp.up.weight' first, in the part of rank 0"
+    assert line == f"error: step 5: {what}"  # whose forward meets it
+    found = sorted(path.name for path in (folder / "runs" / "bad").glob("checkpoints/*"))
+    assert found == (["step-00000003"] if every else [])
+    assert not (folder / "runs" / "bad" / "checkpoint").exists()
+
+
+def test_an_evaluation_that_is_no_number_is_written_as_none(folder, monkeypatch, capfd):
+    monkeypatch.setattr(Language, "evaluation", lambda self, figures: {"held_out_loss": float("inf")})
+    monkeypatch.setattr(Language, "close", lambda *args: {})
+    launch(1, "odd")
+    assert [record["held_out_loss"] for record in records(folder, "odd", "evaluation")] == [None] * 3
+
+
+@pytest.mark.parametrize("every", [1, 0])
+def test_weights_that_are_no_numbers_at_the_end_are_not_saved(folder, monkeypatch, capfd, every):
+    """Nobody computes with them any more."""
+    at_step(monkeypatch, STEPS, spoil)
+    monkeypatch.setattr(loop, "evaluate", lambda *args: None)
+    checkpoint = settings.CheckpointConfig(every=every, keep_last=1)
+    assert stops("bad", optimizer=SKIP, checkpoint=checkpoint) == NONFINITE
+    assert "'blocks.1.mlp.up.weight'" in capfd.readouterr().err
+    found = [path.name for path in (folder / "runs" / "bad").glob("checkpoints/*")]
+    assert found == (["step-00000011"] if every else [])
+
+
+@pytest.mark.parametrize("step", [5, STEPS])
+def test_gradients_that_are_no_numbers_and_were_applied_in_backward_stop_the_run(
+    folder, monkeypatch, capfd, step
+):
+    done, forward = [], GPT.forward
+
+    def wrong(self, tokens):
+        done.append(self.training)
+        return forward(self, tokens) * (float("nan") if sum(done) == step + 1 else 1.0)
+
+    monkeypatch.setattr(GPT, "forward", wrong)  # its first call is the rehearsal of the plan
+    assert stops("bad", optimizer=UNCLIPPED) == NONFINITE
+    assert re.search(rf"error: step {step}: weights are nan or infinite: '.*' first", capfd.readouterr().err)
+    steps = [int(path.name[5:]) for path in (folder / "runs" / "bad").glob("checkpoints/*")]
+    assert max(steps) == step - 2 + (step == STEPS) * -1  # 3 of 5, 9 of 12
+
+
+def test_copies_that_differ_stop_the_run(folder, monkeypatch):
+    """A bit of a moment: nothing else would ever show it."""
+
+    def flip(job):
+        if job.mesh.rank == 1:
+            piece = next(p for p in job.optimizer.slices if p.name.startswith("blocks.1."))
+            piece.state["v"].view(np.uint32)[7] ^= 1
+
+    at_step(monkeypatch, 5, flip)
+    fsdp = replace(CONFIG.fsdp, strategy=ShardingStrategy.NO_SHARD, check_copies=4)
+    with pytest.raises(SystemExit) as stop:
+        launch(2, "bad", fsdp=fsdp, checkpoint=settings.CheckpointConfig(every=3))
+    assert stop.value.code == COPIES == 82
+    assert [path.name for path in (folder / "runs" / "bad").glob("checkpoints/*")] == ["step-00000003"]
 
 
 def test_what_else_fails_in_the_update_is_no_matter_of_the_gradients(folder, monkeypatch):

@@ -1,0 +1,67 @@
+"""A lock on a run's folder, held by the process of rank 0: two jobs that write one run leave neither's.
+
+The kernel holds it for as long as the process lives, however slow the disk is, and gives it back however the
+process ends. Nothing is left to be removed.
+"""
+
+import errno
+import fcntl
+import os
+import time
+import warnings
+from pathlib import Path
+
+LOCK = "lock"
+_PATIENCE = 15.0  # seconds: a job that was killed takes a while to go, and may still be writing
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
+
+
+class Locked(ValueError):
+    """Another job that is alive has this run."""
+
+
+def lock(directory: Path, patience: float | None = None) -> int:
+    """A descriptor that holds the lock of a run's folder until it is closed, or the process ends.
+
+    Waits up to `patience` seconds (15) for a job that has it. Raises Locked, naming the folder and that job's
+    process, if it still has it then; OSError. Warns where the file system has no locks.
+    """
+    file = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
+    deadline = time.monotonic() + (_PATIENCE if patience is None else patience)
+    try:
+        while not _taken(file):
+            if time.monotonic() >= deadline:
+                holder = os.pread(file, 200, 0).decode(errors="replace")
+                named = f" ({holder})" if holder.isprintable() and holder else ""
+                raise Locked(
+                    f"{directory}: another job{named} is running it; stop it, or give another --name"
+                )
+            time.sleep(0.05)
+        _sign(file)
+    except BaseException:
+        os.close(file)
+        raise
+    return file
+
+
+def _taken(file: int) -> bool:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
+        warnings.warn(
+            f"the file system has no locks: see that no other job has this run ({error})", stacklevel=3
+        )
+    return True
+
+
+def _sign(file: int) -> None:
+    """Say who has it, for those that are refused; a full disk is no reason not to go on."""
+    try:
+        os.ftruncate(file, 0)
+        os.pwrite(file, f"process {os.getpid()} on {os.uname().nodename}".encode(), 0)
+    except OSError:
+        pass
