@@ -215,7 +215,8 @@ def keep(job: "Job", done: int) -> None:
         job.run.flush()
     if due or job.checkpoints.under_way:
         job.watch.phase("save")
-    tell_saved(job.run, job.checkpoints.tick)
+    # One that was begun before and fails now is no reason not to begin the next.
+    tell_saved(job.run, job.checkpoints.settle if due else job.checkpoints.tick)
     if due:
         save = job.checkpoints.start if chosen.in_background else job.checkpoints.save
         tell_saved(job.run, save, done, extra_of(job))
