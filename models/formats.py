@@ -38,6 +38,8 @@ class Format:
     read: settings -> config. describe: config -> settings. tensors: config -> (parameter, its tensors).
     ignored: matches names of tensors that hold nothing to be read. bare: tensors that never have the prefix.
     fresh: field of the config -> parameters that start as those of a new model if the field is changed.
+    names: settings that a model has no opinion on: those of the files that it is from go over them. end: of a
+    text, where config.json leaves it out.
     """
 
     kind: str
@@ -50,6 +52,8 @@ class Format:
     tensors: Callable[[Any], Iterator[tuple[str, list[Stored]]]]
     bare: tuple[str, ...] = ()
     fresh: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    names: tuple[str, ...] = ("bos_token_id", "eos_token_id")
+    end: int | None = None
 
     def full_name(self, name: str) -> str:
         """As it stands in files that are written."""
@@ -96,8 +100,8 @@ def _gpt2_settings(config: GPTConfig) -> dict[str, Any]:
         "attn_pdrop": 0.0,
         "tie_word_embeddings": True,
         "dtype": "float32",
-        "bos_token_id": config.vocab_size - 1,
-        "eos_token_id": config.vocab_size - 1,
+        "bos_token_id": None,
+        "eos_token_id": None,
     }
 
 
@@ -180,6 +184,8 @@ def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "dtype": "float32",
+        "bos_token_id": None,
+        "eos_token_id": None,
         # The same twice: transformers 5 reads the first, 4 the others.
         "rope_parameters": rope,
         "rope_theta": config.rope_theta,
@@ -293,6 +299,7 @@ FORMATS = {
             read=_gpt2_config,
             describe=_gpt2_settings,
             tensors=_gpt2_tensors,
+            end=50256,
         ),
         Format(
             kind="llama",
@@ -304,6 +311,7 @@ FORMATS = {
             describe=_llama_settings,
             tensors=_llama_tensors,
             bare=(LM_HEAD,),
+            end=2,
         ),
         Format(
             kind="vit",
@@ -316,6 +324,7 @@ FORMATS = {
             tensors=_vit_tensors,
             bare=("classifier.weight", "classifier.bias"),
             fresh={"classes": ("head.weight", "head.bias")},
+            names=("id2label", "label2id"),
         ),
     )
 }

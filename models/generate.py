@@ -19,8 +19,9 @@ from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.train import config as settings
+from shardrt.train import options
 from shardrt.train.data import VOCABULARY
-from shardrt.train.data_command import open_tokenizer
+from shardrt.train.data_command import open_tokenizer, vocabulary_of
 from shardrt.train.errors import USAGE, one_line
 from shardrt.train.recipe import Recipe
 
@@ -43,6 +44,7 @@ class Config(settings.SampleConfig):
         super().__post_init__()
         if self.seed < 0:
             raise ValueError(f"seed must be at least 0, got {self.seed}")
+        settings.check_numbers(self, seed=2**64 - 1, length=2**20)
 
 
 class Text(Protocol):
@@ -75,7 +77,7 @@ class TokenisedText:
     def __init__(self, path: Path) -> None:
         """Raises ValueError that names the file."""
         self._tokenizer, self.name = open_tokenizer(path)
-        self.size = self._tokenizer.get_vocab_size()
+        self.size = vocabulary_of(self._tokenizer)
 
     def encode(self, text: str) -> np.ndarray:
         ids = self._tokenizer.encode(text, add_special_tokens=False).ids
@@ -182,7 +184,7 @@ def main(arguments: Sequence[str]) -> None:
     from .train import load as load_recipe  # as above
 
     with one_line(USAGE, kinds=(ValueError, OSError, RuntimeError)):
-        config = settings.command_line(Config, arguments, program="models.generate")
+        config = options.command_line(Config, arguments, program="models.generate")
         is_run = not (config.run / "config.json").exists()
         recipe = load_recipe(config.run / "config.toml") if is_run else None
         mesh = init_device_mesh("auto")

@@ -27,16 +27,18 @@ class GPTConfig:
     n_head: int = 12
     n_embd: int = 768
     block_size: int = 1024
-    vocab_size: int = 50304
+    vocab_size: int = 50304  # 0: models.train takes that of the data
     dropout: float = 0.0
     bias: bool = True
     loss_chunk: int = 0  # rows of logits at a time where the model computes the loss; 0: all
     init_std: float = 0.02  # of the initial weights; narrow models learn faster with more
 
     def __post_init__(self) -> None:
-        for name in ("n_layer", "n_head", "n_embd", "block_size", "vocab_size"):
+        for name in ("n_layer", "n_head", "n_embd", "block_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.vocab_size < 0:
+            raise ValueError(f"vocab_size must be at least 0, got {self.vocab_size}")
         if self.n_embd % self.n_head:
             raise ValueError(f"n_embd must be a multiple of n_head, got {self.n_embd} and {self.n_head}")
         if self.loss_chunk < 0:
@@ -109,6 +111,8 @@ class GPT(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError("vocab_size must be at least 1, got 0")
         self.config = config
         start = nn.init.Normal(0.0, config.init_std)
         self.wte = nn.Embedding(config.vocab_size, config.n_embd, init=start)

@@ -15,13 +15,26 @@ import numpy as np
 from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
-from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, read_json
+from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
 from shardrt.comm import world as worlds
 from shardrt.nn.lora import LoRALinear
 
 from .formats import FORMATS, Format, Settings, Stored
 
 Array = Any
+GENERATION = "generation_config.json"
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "tokenizer.model",
+    "vocab.json",
+    "merges.txt",
+)
+# Of the files that a model is from: said otherwise in what is written, or of files that do not go along.
+_UNTRUE = ("torch_dtype", "num_labels", "auto_map", "quantization_config")
 
 
 def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
@@ -43,6 +56,7 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
     kept = form.read(settings)
     config = replace(kept, **changes)
     model = form.model(config)
+    model.origin = Origin(directory, settings.kept())
     found = _canonical(directory, stored, form.prefix)
     places = dict(form.tensors(config))
     names = {name: {part.name for part in parts} for name, parts in places.items()}
@@ -57,6 +71,36 @@ def load_pretrained(directory: str | Path, **changes: Any) -> nn.Module:
         if name not in fresh:
             parameter.init = _joined(directory, parameter, places[name], found)
     return model
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a model is from: what is said of it there goes along when it is saved."""
+
+    directory: Path
+    settings: dict[str, Any]  # all of config.json
+
+
+def ends_in(directory: str | Path) -> list[int]:
+    """The tokens that end a text, as generation_config.json says, or else config.json.
+
+    Raises ValueError for what can be no token, and as load_pretrained does.
+    """
+    settings, form = _opened(Path(directory))
+    path = Path(directory) / GENERATION
+    own = Settings(path, read_json(path)) if path.exists() else settings
+    if "eos_token_id" not in own.kept():
+        own = settings
+    found = own.kept().get("eos_token_id", form.end)
+    ends = found if isinstance(found, list) else [] if found is None else [found]
+    if not all(type(end) is int and 0 <= end < 2**31 for end in ends):
+        raise ValueError(f"{directory}: eos_token_id must be tokens, got {found!r}")
+    return ends
+
+
+def side_files(directory: Path, names: Iterable[str] = ()) -> dict[str, bytes]:
+    """The files beside weights and config.json that are not made here, or those of `names`: name -> content."""
+    return plain_files(directory, names or (*TOKENIZER_FILES, GENERATION, "preprocessor_config.json"))
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:
@@ -75,8 +119,14 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     if form is None:
         kinds = ", ".join(form.model.__name__ for form in FORMATS.values())
         raise ValueError(f"save_pretrained: a {type(model).__name__} has no format; supported: {kinds}")
-    settings = {"model_type": form.kind, "architectures": [form.architecture]}
-    return form, settings | form.describe(model.config)
+    settings = {"model_type": form.kind, "architectures": [form.architecture]} | form.describe(model.config)
+    origin = getattr(model, "origin", None)
+    if origin is None:
+        return form, settings
+    kept = {name: value for name, value in origin.settings.items() if name not in _UNTRUE}
+    for name in form.names if form.read_names(model.config, kept) else ():
+        settings.pop(name, None)
+    return form, kept | settings
 
 
 def save_pretrained(
@@ -85,13 +135,16 @@ def save_pretrained(
     *,
     file_bytes: int = 5_000_000_000,
     settings: Mapping[str, Any] | None = None,
+    files: Mapping[str, bytes] | None = None,
 ) -> None:
     """Write `model`, sharded or not, to the new folder `directory`. Collective.
 
     Rank 0 writes float32, one gathered unit at a time, into a folder that gets its name when it is complete.
-    LoRA adapters are merged into what is written; the model stays as it is.
+    LoRA adapters are merged into what is written; the model stays as it is. Of a model by load_pretrained the
+    other settings and the files of its tokenizer, its generation and its images go along (side_files).
     file_bytes: above this there are several files and an index. settings: more of config.json, such as the
-    names of classes, id2label. Raises ValueError for a model that has no such format; CheckpointError, on
+    names of classes, id2label. files: more to put beside it, name -> content; those of a tokenizer are then
+    all of it. Only rank 0's count. Raises ValueError for a model that has no such format; CheckpointError, on
     every rank of a sharded model, where the folder is not empty or writing fails.
     """
     directory = Path(directory)
@@ -124,10 +177,19 @@ def save_pretrained(
         del values  # a view that would keep its unit in memory while the next is gathered
     if writer is not None and error is None:
         try:
-            writer.publish({**config, **(settings or {})})
+            writer.publish({**config, **(settings or {})}, _beside(model, files or {}))
         except OSError as failed:
             error = failed
     _agree(model, directory, error, writer)
+
+
+def _beside(model: nn.Module, files: Mapping[str, bytes]) -> dict[str, bytes]:
+    """What goes along with a model, `files` over what it came with."""
+    origin = getattr(model, "origin", None)
+    own = side_files(origin.directory) if origin else {}
+    if not files.keys().isdisjoint(TOKENIZER_FILES):
+        own = {name: content for name, content in own.items() if name not in TOKENIZER_FILES}
+    return own | files
 
 
 def _write(writer: FolderWriter, form: Format, parts: list[Stored], values: np.ndarray) -> OSError | None:

@@ -5,7 +5,7 @@ weights of a folder of Hugging Face's.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from shutil import copyfile
 from typing import Any, ClassVar, NamedTuple
@@ -32,7 +32,7 @@ class TextConfig:
 
     window: int = 0  # tokens of a sample; 0: the model's block_size
     separate_documents: bool = False  # tokens do not see other documents in their window; needs a token file
-    tokenizer: Path = Path()  # tokenizer.json of a token file: for the sample, which else is left out
+    tokenizer: Path | None = None  # tokenizer.json of a token file: for the sample, which else is left out
 
     def __post_init__(self) -> None:
         if self.window < 0:
@@ -49,7 +49,7 @@ class LanguageRecipe(PretrainedRecipe):
     def __post_init__(self) -> None:
         super().__post_init__()
         as_bytes = not self.pretrained and not any(path.suffix == SUFFIX for path in self.data)
-        if as_bytes and self.model.vocab_size < VOCABULARY:
+        if as_bytes and 0 < self.model.vocab_size < VOCABULARY:
             raise ValueError(
                 f"model.vocab_size must be at least {VOCABULARY} for bytes, got {self.model.vocab_size}"
             )
@@ -59,20 +59,29 @@ class LanguageRecipe(PretrainedRecipe):
 
     def network(self) -> nn.Module:
         """A new model: of the recipe's shape, or that of init_from."""
-        named = {"dropout", "loss_chunk"} & self.model.__dataclass_fields__.keys()
-        return self.begun(self.model, **{name: getattr(self.model, name) for name in named})
+        shape = self.settled().model
+        named = {"dropout", "loss_chunk"} & shape.__dataclass_fields__.keys()
+        return self.begun(shape, **{name: getattr(shape, name) for name in named})
+
+    def settled(self) -> "LanguageRecipe":
+        """As Recipe: a vocabulary of 0 is that of the data."""
+        if self.model.vocab_size or self.pretrained:
+            return self
+        tokens = [path for path in self.data if path.suffix == SUFFIX]
+        size = open_tokens(tokens[0]).vocabulary if tokens else VOCABULARY
+        return replace(self, model=replace(self.model, vocab_size=size))
 
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
         tokens = [path for path in self.data if path.suffix == SUFFIX]
         made_by = open_tokens(tokens[0]).tokenizer if tokens else "bytes"
         if made_by == "bytes":
-            if self.text.tokenizer != Path():
+            if self.text.tokenizer is not None:
                 raise ValueError(
                     f"text.tokenizer: the data are bytes, which need none; got {self.text.tokenizer}"
                 )
             return ByteText()
-        if self.text.tokenizer == Path():
+        if self.text.tokenizer is None:
             raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}; give that tokenizer.json")
         words = TokenisedText(self.text.tokenizer)
         if words.name.split()[1:] != made_by.split()[1:]:
@@ -84,7 +93,7 @@ class LanguageRecipe(PretrainedRecipe):
 class GPTRecipe(LanguageRecipe):
     """Train a GPT, fully sharded, on text. Every option can stand in the TOML file as well."""
 
-    model: gpt.GPTConfig = gpt.GPTConfig()
+    model: gpt.GPTConfig = gpt.GPTConfig(vocab_size=0)
 
     ARCHITECTURE: ClassVar[str] = "gpt"
     NETWORK: ClassVar[type] = gpt.GPT
@@ -95,7 +104,7 @@ class GPTRecipe(LanguageRecipe):
 class LlamaRecipe(LanguageRecipe):
     """Train a Llama, fully sharded, on text. Every option can stand in the TOML file as well."""
 
-    model: llama.LlamaConfig = llama.LlamaConfig()
+    model: llama.LlamaConfig = llama.LlamaConfig(vocab_size=0)
 
     ARCHITECTURE: ClassVar[str] = "llama"
     NETWORK: ClassVar[type] = llama.Llama
@@ -134,7 +143,7 @@ class Language:
     def _known_words(self) -> Text | None:
         """For the sample at the end; found out now, not after hours of training."""
         recipe = self.recipe
-        if self.corpus.kind == "tokens" and recipe.text.tokenizer == Path():
+        if self.corpus.kind == "tokens" and recipe.text.tokenizer is None:
             return None  # nobody knows what they stand for
         words = recipe.words()
         if words.encode(recipe.sample.prompt).max() >= self.shape.vocab_size:
@@ -247,7 +256,7 @@ class Language:
         gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
         run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
         folder, tokenizer = self.recipe.leave(model, run), self.recipe.text.tokenizer
-        if folder and tokenizer != Path():
+        if folder and tokenizer is not None:
             copyfile(tokenizer, folder / TOKENIZER)
         if self._words is None:
             return {}

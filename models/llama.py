@@ -30,7 +30,7 @@ class LlamaConfig:
     n_embd: int = 768
     n_hidden: int = 2048  # inside the MLP
     block_size: int = 1024
-    vocab_size: int = 32000
+    vocab_size: int = 32000  # 0: models.train takes that of the data
     tied: bool = True  # the head is the embedding
     norm_eps: float = 1e-5
     rope_theta: float = 500000.0
@@ -42,10 +42,12 @@ class LlamaConfig:
     init_std: float = 0.02
 
     def __post_init__(self) -> None:
-        sizes = "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size", "vocab_size"
+        sizes = "n_layer", "n_head", "n_kv_head", "n_embd", "n_hidden", "block_size"
         for name in (*sizes, "rope_original_size"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.vocab_size < 0:
+            raise ValueError(f"vocab_size must be at least 0, got {self.vocab_size}")
         if self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"n_embd must be an even multiple of n_head, got {self.n_embd} and {self.n_head}"
@@ -161,6 +163,8 @@ class Llama(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
+        if config.vocab_size < 1:
+            raise ValueError("vocab_size must be at least 1, got 0")
         self.config = config
         start = nn.init.Normal(0.0, config.init_std)
         self.embedding = nn.Embedding(config.vocab_size, config.n_embd, init=start)

@@ -20,7 +20,7 @@ class PretrainedRecipe(Recipe):
     init_from brings the model's shape: with `size` as well it is an error, and [model] is not read.
     """
 
-    init_from: Path = Path()  # a folder of Hugging Face's whose shape and weights it begins with
+    init_from: Path | None = None  # a folder of Hugging Face's whose shape and weights it begins with
     export: bool = False  # write such a folder at the end: runs/NAME/pretrained
 
     NETWORK: ClassVar[type[nn.Module]]
@@ -39,13 +39,18 @@ class PretrainedRecipe(Recipe):
     @property
     def pretrained(self) -> bool:
         """Whether shape and weights come from files."""
-        return self.init_from != Path()
+        return self.init_from is not None
 
     def begun(self, config: Any, **changes: Any) -> nn.Module:
         """A new model: of `config`, or that of init_from with `changes` to its own.
 
         Raises ValueError for files of another kind, and for a model that `export` could not keep.
         """
+        if self.pretrained and not (config_file := self.init_from / "config.json").exists():
+            raise ValueError(
+                f"init_from: {config_file} is not there. It must be a local folder; to have one: "
+                f"hf download {self.init_from} --local-dir FOLDER"
+            )
         if self.pretrained and (kind := kind_in(self.init_from)) is not self.NETWORK:
             raise ValueError(
                 f"init_from: {self.init_from} holds a {kind.__name__}; architecture is {self.ARCHITECTURE!r}"

@@ -13,7 +13,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from shardrt.train import config as settings
-from shardrt.train.errors import USAGE, one_line
+from shardrt.train import options
+from shardrt.train.errors import USAGE, launched_rank, one_line
 from shardrt.train.job import launch
 from shardrt.train.recipe import Recipe
 
@@ -28,16 +29,27 @@ def main(arguments: Sequence[str]) -> None:
     """One run, as the command line says."""
     with one_line(USAGE):
         recipe = parse(arguments)
+    for line in recipe.warnings() if launched_rank() == 0 else ():
+        print(f"warning: {line}")
     launch(recipe)
 
 
 def parse(arguments: Sequence[str]) -> Recipe:
     """The recipe of the command line. Raises ValueError, OSError."""
-    chosen = settings.last_of(arguments, "--architecture")
-    default = None if chosen else DEFAULT
+    given = {name: options.last_of(arguments, f"--{name}") for name in ("architecture", "size", "init-from")}
+    file = options.last_of(arguments, "--config")
+    if file is None and not any(given.values()):
+        file = DEFAULT  # which describes one small model, and nothing of another
+    chosen = given["architecture"]
+    if not chosen and file:
+        chosen = settings.read_toml(Path(file)).get("architecture", "")
     if not chosen:
-        chosen = settings.read_toml(settings.config_file(arguments, DEFAULT)).get("architecture", "")
-    return settings.parse(kind_of(chosen), arguments, default=default, program="models.train")
+        chosen = next((name for name, kind in RECIPES.items() if given["size"] in kind.SIZES), "")
+    recipe = options.parse(kind_of(chosen), arguments, file=file and Path(file), program="models.train")
+    try:
+        return recipe.settled()
+    except (ValueError, OSError):
+        return recipe  # its task will say what is wrong with the data
 
 
 def kind_of(architecture: str) -> type[Recipe]:

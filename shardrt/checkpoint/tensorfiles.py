@@ -9,7 +9,7 @@ import json
 import mmap
 import os
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -128,6 +128,17 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def plain_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
+    """The contents of those of `names` that are files of `folder`, or links as a download cache makes them."""
+    found = {}
+    for name in names:
+        path = folder / name
+        leads_out = path.is_symlink() and path.resolve().parent != _blobs(folder)
+        if path.is_file() and not leads_out and path.stat().st_size <= LARGEST_JSON:
+            found[name] = path.read_bytes()
+    return found
+
+
 class FolderWriter:
     """Writes a folder that exists under its name only when it is complete.
 
@@ -162,9 +173,11 @@ class FolderWriter:
             _write(file, memoryview(data).cast("B"), offset)
             offset += data.nbytes
 
-    def publish(self, config: dict[str, Any]) -> None:
-        """Add config.json, wait until all is on the disk, and give the folder its name."""
+    def publish(self, config: dict[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
+        """Add config.json and files `beside` it, wait until all is on the disk, and give the folder its name."""
         self._text("config.json", config)
+        for name, content in (beside or {}).items():
+            self._add(name, content)
         for file in self._files.values():
             self._disk.sync(file)
         self._close()
@@ -212,8 +225,11 @@ class FolderWriter:
             self._places[tensor] = file, 8 + len(text) + entries[tensor]["data_offsets"][0]
 
     def _text(self, name: str, value: dict[str, Any]) -> None:
+        self._add(name, (json.dumps(value, indent=2) + "\n").encode())
+
+    def _add(self, name: str, content: bytes) -> None:
         file = self._files[name] = self._disk.create(self._temporary / name)
-        self._disk.write(file, memoryview((json.dumps(value, indent=2) + "\n").encode()))
+        self._disk.write(file, memoryview(content))
 
     def _close(self) -> None:
         for file in self._files.values():

@@ -1,18 +1,17 @@
-"""Settings of a run: frozen dataclasses, filled from a TOML file, then from the command line.
+"""Settings of a run: frozen dataclasses, filled from a TOML file; options.py has the command line.
 
 Knows no model: a training script puts these sections and its model's own settings together in one dataclass.
-The comment behind a field is its help text.
+The comment behind a field, or above it, is its help text.
 """
 
-import contextlib
-import io
 import tomllib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import Enum
 from math import inf
 from pathlib import Path
-from typing import Annotated, Any, TypeVar, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrt.activation_offload import offload_activations
 from shardrt.comm.watchdog import Limits
@@ -23,7 +22,6 @@ from shardrt.nn.lora import add_lora
 from shardrt.nn.module import Module
 from shardrt.optim import warmup_cosine
 from shardrt.recompute import checkpoint_blocks
-from shardrt.train.errors import launched_rank
 
 Settings = TypeVar("Settings")
 
@@ -64,6 +62,8 @@ class OptimizerConfig:
             raise ValueError(f"optimizer.clip_norm must be positive, got {self.clip_norm}; inf never clips")
         if not self.clip_type > 0:
             raise ValueError(f"optimizer.clip_type must be positive, got {self.clip_type}")
+        if not (0.1 <= self.clip_type <= 16 or self.clip_type == inf):  # powers of others leave float64
+            raise ValueError(f"optimizer.clip_type must be from 0.1 to 16, or inf, got {self.clip_type}")
         if self.in_backward and self.clip_norm != inf:
             raise ValueError(
                 "optimizer.in_backward updates before the norm is known; set optimizer.clip_norm to inf"
@@ -156,7 +156,7 @@ class MemoryConfig:
     offload_gradients: bool = False  # the sharded gradients wait on the host
     offload_optimizer: bool = False  # the optimizer's state waits on the host
     update_on: Update = Update.device  # host: update there, where all three are
-    directory: Path = Path()  # for files, instead of host memory, with offloaded states
+    directory: Path | None = None  # for files, instead of host memory, with offloaded states
 
     def __post_init__(self) -> None:
         _at_least("memory.recompute_every", self.recompute_every, 1)
@@ -165,7 +165,7 @@ class MemoryConfig:
                 "memory.update_on = 'host' needs offload_parameters, offload_gradients and offload_optimizer"
             )
 
-        if self.directory != Path() and self.policy is None:
+        if self.directory is not None and self.policy is None:
             raise ValueError(
                 "memory.directory needs offload_parameters, offload_gradients or offload_optimizer"
             )
@@ -179,9 +179,8 @@ class MemoryConfig:
         """The same for fully_shard; None if nothing is on the host."""
         if not (self.offload_parameters or self.offload_gradients or self.offload_optimizer):
             return None
-        directory = self.directory if self.directory != Path() else None
         on_host = (self.offload_parameters, self.offload_gradients, self.offload_optimizer)
-        return CPUOffloadPolicy(*on_host, step=self.update_on.value, directory=directory)
+        return CPUOffloadPolicy(*on_host, step=self.update_on.value, directory=self.directory)
 
     def prepare(self, blocks: Sequence[Module]) -> None:
         """Attach recomputation and the offload of activations to `blocks`."""
@@ -295,62 +294,6 @@ class SampleConfig:
             raise ValueError("sample.prompt must hold at least one byte")
 
 
-def parse(kind: type[Settings], arguments: Sequence[str], *, default: Path | None, program: str) -> Settings:
-    """Settings of dataclass `kind` from the file behind --config, or `default`, and the other arguments.
-
-    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option, or the file and
-    the key; OSError if the file cannot be read.
-    """
-    import tyro
-
-    file = config_file(arguments, default)
-    loaded = load(kind, file, size=last_of(arguments, "--size"))
-
-    def from_both(
-        config: Path | None = file,  # TOML file with settings, over which the other options go
-        settings: Annotated[kind, tyro.conf.arg(name="")] = loaded,
-    ) -> kind:
-        return settings
-
-    return command_line(from_both, arguments, program=program, description=kind.__doc__)
-
-
-def config_file(arguments: Sequence[str], default: Path | None) -> Path | None:
-    """The last file behind --config, or `default` (also where none follows, which tyro will say)."""
-    given = last_of(arguments, "--config")
-    return Path(given) if given else default
-
-
-def command_line(
-    function: Callable[..., Settings],
-    arguments: Sequence[str],
-    *,
-    program: str,
-    description: str | None = None,
-) -> Settings:
-    """Call `function`, a dataclass say, with the arguments; a field without a default is positional.
-
-    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option.
-    """
-    import tyro
-
-    box = io.StringIO()
-    try:
-        with contextlib.redirect_stderr(box):
-            return tyro.cli(
-                function,
-                args=list(arguments),
-                prog=program,
-                description=description,
-                console_outputs=launched_rank() == 0,
-                config=(tyro.conf.FlagConversionOff, tyro.conf.PositionalRequiredArgs),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise ValueError(_unboxed(box.getvalue(), function.__name__)) from None
-
-
 def load(kind: type[Settings], path: Path | None, *, section: str = "", size: str | None = None) -> Settings:
     """Settings of dataclass `kind` from a TOML file, or a section of it; what is left out keeps its default.
 
@@ -363,12 +306,10 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
     table = {} if path is None else read_toml(path)
     try:
         table = table.get(section, {}) if section else table
-        if size:
-            table["size"] = size
-        named = getattr(kind, "SIZES", {}).get(table.get("size"))
+        named = getattr(kind, "SIZES", {}).get(size or table.get("size"))
         if named is not None:
             table["model"] = plain(named) | table.get("model", {})
-        return _built(kind, table, section and section + ".")
+        return built(kind, table, section and section + ".")
     except (ValueError, TypeError) as error:
         raise ValueError(str(error) if path is None else f"{path}: {error}") from None
 
@@ -389,86 +330,108 @@ def dump(settings: Any, path: Path) -> None:
     path.write_text(tomli_w.dumps(plain(settings)), encoding="utf-8")
 
 
-def last_of(arguments: Sequence[str], option: str) -> str | None:
-    """The value after the last use of an option; None without one, or where nothing follows."""
-    found = None
-    for argument, following in zip(arguments, [*arguments, None][1:], strict=True):
-        if argument == option:
-            found = following
-        elif argument.startswith(f"{option}="):
-            found = argument.removeprefix(f"{option}=")
-    return found
+def built(kind: Any, table: dict[str, Any], prefix: str = "", start: Any = None) -> Any:
+    """A dataclass from a table of TOML's types; keys that are absent are as in `start`, or the defaults.
 
-
-def _unboxed(box: str, outermost: str) -> str:
-    """What stands in the frame that tyro draws, without the names of things in this file."""
-    sections = [[]]
-    for line in box.splitlines():
-        inner = line.strip("│ ")
-        if line.startswith("│") and inner.strip("─"):
-            sections[-1].append(inner)
-        elif line.startswith("│"):
-            sections.append([])
-    told = "; ".join(" ".join(section) for section in sections[:-1])  # the last one points to --help
-    for ours in ("Error parsing ", "settings.", f"{outermost}: "):
-        told = told.removeprefix(ours)
-    return told or "bad arguments, see --help"
-
-
-def _built(kind: Any, table: dict[str, Any], prefix: str) -> Any:
-    """A dataclass from a TOML table; keys that are absent keep their defaults."""
+    Raises ValueError that names the key.
+    """
     hints = get_type_hints(kind)
-    known = [field.name for field in fields(kind)]
+    starts = {
+        field.name: field.default if start is None else getattr(start, field.name) for field in fields(kind)
+    }
     for key in table:
-        if key not in known:
-            raise ValueError(f"unknown key {prefix + key!r}; known: {', '.join(known)}")
-    return kind(**{key: _converted(hints[key], value, prefix + key) for key, value in table.items()})
+        if key not in starts:
+            raise ValueError(f"unknown key {prefix + key!r}; known: {', '.join(starts)}")
+    given = {
+        key: _converted(sole_type(hints[key]), value, prefix + key, starts[key])
+        for key, value in table.items()
+    }
+    try:
+        return kind(**given) if start is None else replace(start, **given)
+    except ValueError as error:  # of a section that does not know its name, as the model's
+        section, told = prefix.rstrip("."), str(error)
+        raise ValueError(told if told.startswith(section) else f"{section}: {told}") from None
 
 
-def _converted(kind: Any, value: Any, key: str) -> Any:
+def _converted(kind: Any, value: Any, key: str, start: Any) -> Any:
     """A TOML value as the type of its field. Raises ValueError that names the key."""
     if is_dataclass(kind) and isinstance(value, dict):
-        return _built(kind, value, key + ".")
+        return built(kind, value, key + ".", start if is_dataclass(start) else None)
     if get_origin(kind) is tuple and isinstance(value, list):
         inner = get_args(kind)
         kinds = [inner[0]] * len(value) if inner[-1] is ... else inner
         if len(kinds) == len(value):
-            return tuple(_converted(k, v, key) for k, v in zip(kinds, value, strict=True))
-    if (
-        isinstance(kind, type)
-        and issubclass(kind, Enum)
-        and isinstance(value, str)
-        and value in kind.__members__
-    ):
+            return tuple(_converted(k, v, key, None) for k, v in zip(kinds, value, strict=True))
+    if is_enum(kind) and isinstance(value, str) and value in kind.__members__:
         return kind[value]
     if kind is Path and isinstance(value, str):
         return Path(value)
     if kind is float and type(value) in (int, float):
-        return float(value)
+        return _float(value, key)
     if type(value) is kind:
         return value
     raise ValueError(f"{key} must be {_described(kind)}, got {value!r}")
 
 
+def _float(value: float, key: str) -> float:
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{key} is too large: {len(str(value))} digits") from None
+
+
 def _described(kind: Any) -> str:
-    if _is_enum(kind):
+    if is_enum(kind):
         return f"one of {', '.join(kind.__members__)}"
     return getattr(kind, "__name__", str(kind)) if get_origin(kind) is None else str(kind)
 
 
-def _is_enum(kind: Any) -> bool:
+def is_enum(kind: Any) -> bool:
+    """Whether a field of this type is one of a few names."""
     return isinstance(kind, type) and issubclass(kind, Enum)
 
 
+def sole_type(kind: Any) -> Any:
+    """The type of a field without None, which stands for what a file leaves out."""
+    return next(k for k in get_args(kind) if k is not NoneType) if isinstance(kind, UnionType) else kind
+
+
 def plain(value: Any) -> Any:
-    """Settings in the types of TOML and JSON."""
+    """Settings in the types of TOML and JSON. What is None is left out."""
     if is_dataclass(value):
-        return {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        found = {field.name: plain(getattr(value, field.name)) for field in fields(value)}
+        return {name: each for name, each in found.items() if each is not None}
     if isinstance(value, tuple):
         return [plain(item) for item in value]
     if isinstance(value, Enum):
         return value.name
     return str(value) if isinstance(value, Path) else value
+
+
+def check_numbers(settings: Any, **most: float) -> None:
+    """Raise ValueError for a number that no run means: too large to count to, or nan.
+
+    most: for settings that may not be as large as others, "__" in place of the dot. inf is for norms alone.
+    """
+    for name, value in _numbers(plain(settings)):
+        limit = most.get(name.replace(".", "__"), _MOST)
+        if not abs(value) <= limit and not (value == inf and name in _INFINITE):
+            raise ValueError(f"{name} must be at most {limit}, got {value}")
+
+
+_MOST = 2**31 - 1
+_INFINITE = ("optimizer.clip_norm", "optimizer.clip_type")
+
+
+def _numbers(value: Any, name: str = "") -> Iterator[tuple[str, float]]:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from _numbers(inner, f"{name}.{key}" if name else key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _numbers(inner, name)
+    elif type(value) in (int, float):
+        yield name, value
 
 
 def _at_least(name: str, value: float, least: float) -> None:

@@ -6,7 +6,7 @@ A .jsonl file holds one document per line, as {"text": ...}; any other file is o
 import argparse
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,8 @@ import numpy as np
 
 from shardrt.train.data import VOCABULARY
 from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, open_tokens, verify, write
+
+_BATCH = 1 << 20  # bytes of text that are tokenised together
 
 
 def add_to(commands: Any) -> None:
@@ -37,20 +39,18 @@ def make(options: argparse.Namespace) -> int:
     """Write a token file."""
     if options.file.suffix != SUFFIX:
         raise BadTokens(f"{options.file}: the name must end in {SUFFIX}")
-    vocabulary, tokenizer, encode = 0, "bytes", None
+    documents = _documents(options.texts, options.field)
     if options.tokenizer is None:
         if options.end is not None:
             raise BadTokens("--end needs --tokenizer: bytes have no token for it")
-        vocabulary, encode = VOCABULARY, lambda document: np.frombuffer(document, np.uint8)
+        facts = {"vocabulary": VOCABULARY, "tokenizer": "bytes"}
+        file = write(options.file, documents, lambda text: np.frombuffer(text, np.uint8), **facts)
     else:
-        vocabulary, tokenizer, encode = _tokenizer(options.tokenizer, options.end)
-    file = write(
-        options.file,
-        _documents(options.texts, options.field),
-        encode,
-        vocabulary=vocabulary,
-        tokenizer=tokenizer,
-    )
+        tokenizer, name = open_tokenizer(options.tokenizer)
+        last = _end(tokenizer, options)
+        facts = {"vocabulary": vocabulary_of(tokenizer), "tokenizer": name, "end": last[0] if last else None}
+        found = _tokenised(tokenizer, documents, last)
+        file = write(options.file, found, lambda text: text.ids, **facts)
     print(_told(file))
     return 0
 
@@ -102,18 +102,48 @@ def open_tokenizer(path: Path) -> tuple[Any, str]:
         tokenizer = Tokenizer.from_str(content.decode())
     except Exception as error:  # the library raises nothing more exact
         raise BadTokens(f"{path}: no tokenizer ({error})") from None
+    tokenizer.no_truncation()  # what such files say of batches for one model would cut or fill documents
+    tokenizer.no_padding()
     return tokenizer, f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
 
 
-def _tokenizer(path: Path, end: str | None) -> tuple[int, str, Callable[[bytes], np.ndarray]]:
-    """(size of the vocabulary, name, what gives a document's tokens)."""
-    tokenizer, name = open_tokenizer(path)
-    last = [] if end is None else [tokenizer.token_to_id(end)]
+def vocabulary_of(tokenizer: Any) -> int:
+    """What all its ids are below. Not their number: ids may have holes."""
+    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+
+
+def _end(tokenizer: Any, options: argparse.Namespace) -> list[int]:
+    """What is put behind each document."""
+    last = [] if options.end is None else [tokenizer.token_to_id(options.end)]
     if last == [None]:
-        raise BadTokens(f"{path}: has no token {end!r}")
+        raise BadTokens(f"{options.tokenizer}: has no token {options.end!r}")
+    return last
 
-    def encode(document: bytes) -> np.ndarray:
-        ids = tokenizer.encode(document.decode(errors="replace"), add_special_tokens=False).ids
-        return np.array(ids + last if ids else [], np.int64)
 
-    return tokenizer.get_vocab_size(), name, encode
+class _Tokenised(bytes):
+    """A document with its tokens."""
+
+    ids: list[int]
+
+
+def _tokenised(tokenizer: Any, documents: Iterator[bytes], last: list[int]) -> Iterator[_Tokenised]:
+    """The documents with their tokens. Many are encoded at once: the library uses a thread for each core."""
+    for texts in _batches(documents):
+        readable = [text.decode(errors="replace") for text in texts]
+        encoded = tokenizer.encode_batch(readable, add_special_tokens=False)
+        for text, found in zip(texts, encoded, strict=True):
+            document = _Tokenised(text)
+            document.ids = found.ids + last if found.ids else []
+            yield document
+
+
+def _batches(documents: Iterator[bytes]) -> Iterator[list[bytes]]:
+    """Neighbouring documents, _BATCH bytes at least of each; the last may be smaller."""
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document)
+        if size >= _BATCH:
+            yield batch
+            batch, size = [], 0
+    yield batch

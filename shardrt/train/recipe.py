@@ -40,6 +40,14 @@ class Recipe:
 
     ARCHITECTURE: ClassVar[str] = ""
     SIZES: ClassVar[dict[str, Any]] = {}  # the model's settings by name
+    # Where less than 2^31 is beyond all use already, and would keep a machine busy before anything is told.
+    MOST: ClassVar[dict[str, float]] = {
+        "seed": 2**64 - 1,
+        "batch_size": 2**20,
+        "threads": 2**12,
+        "model__n_layer": 2**14,
+        "sample__length": 2**20,
+    }
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch_size", "micro_batches", "ahead"):
@@ -56,6 +64,7 @@ class Recipe:
         if self.report.trace and self.report.traced[-1] > self.steps:
             raise ValueError(f"report.trace is {self.report.trace}, but the run has {self.steps} steps")
         self._check_reductions()
+        settings.check_numbers(self, **self.MOST)
 
     def _check_reductions(self) -> None:
         if self.invariant and self.optimizer.clip_type not in (1, 2, inf):
@@ -76,6 +85,19 @@ class Recipe:
     def task(self) -> Task:
         """What this recipe trains. Reads data. Raises ValueError, OSError for what is wrong with it."""
         raise NotImplementedError(f"{type(self).__name__}.task")
+
+    def settled(self) -> "Recipe":
+        """With what was left to the data. Reads headers of data. Raises ValueError, OSError."""
+        return self
+
+    def warnings(self) -> list[str]:
+        """What is allowed, and probably not meant."""
+        warmup = self.optimizer.warmup_steps
+        if warmup <= self.steps:
+            return []
+        return [
+            f"optimizer.warmup_steps is {warmup}, of {self.steps} steps: lr never reaches {self.optimizer.lr}"
+        ]
 
     @property
     def invariant(self) -> bool:

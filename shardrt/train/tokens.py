@@ -7,7 +7,7 @@ stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors re
 
 import json
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,11 +32,12 @@ class TokenFile:
     path: Path
     tokens: np.ndarray
     documents: np.ndarray
-    vocabulary: int  # ids are below this
+    vocabulary: int  # ids are below this: the largest that the tokenizer has, and 1
     tokenizer: str  # "bytes", or the name and the hash of a tokenizer.json
     bytes: int  # of the text
     largest: int
     digest: str  # of the content, as it was when the file was made
+    end: int | None = None  # the token behind each document, if there is one
 
     def check_vocabulary(self, size: int) -> None:
         """Raise BadTokens, with the place of the first token that is too large, unless all are below size."""
@@ -58,15 +59,18 @@ class TokenFile:
 def write(
     path: Path,
     documents: Iterable[bytes],
-    encode: Callable[[bytes], np.ndarray],
+    encode: Callable[[bytes], Sequence[int] | np.ndarray],
     *,
     vocabulary: int,
     tokenizer: str,
+    end: int | None = None,
 ) -> TokenFile:
     """Make a token file of documents, one after the other; it appears at `path` when it is whole.
 
-    encode: a document's tokens, integers below `vocabulary`. Raises FileExistsError for a `path` that exists,
-    BadTokens if there is no token, OSError.
+    encode: a document's tokens, integers from 0 on and below `vocabulary`, which decides the bits of each.
+    end: what `encode` puts behind each document.
+    Raises FileExistsError for a `path` that exists, BadTokens for a token that is not in the vocabulary or if
+    there is none, OSError.
     """
     from xxhash import xxh3_128
 
@@ -79,12 +83,17 @@ def write(
         with open(temporary, "xb") as file:
             file.write(bytes(_HEADER))
             for document in documents:
-                tokens = np.ascontiguousarray(encode(document), kind)
-                if tokens.size == 0:
+                wide = np.asarray(encode(document))
+                if wide.size == 0:
                     continue
+                low, high = int(wide.min()), int(wide.max())
+                if low < 0 or high >= vocabulary:  # in fewer bits it would become another token
+                    wrong = low if low < 0 else high
+                    raise BadTokens(f"{path}: token {wrong} is not in the vocabulary of {vocabulary}")
+                tokens = np.ascontiguousarray(wide, kind)
                 starts.append(count)
                 count, size = count + tokens.size, size + len(document)
-                largest = max(largest, int(tokens.max()))
+                largest = max(largest, high)
                 hasher.update(tokens)
                 file.write(tokens)
             if not count:
@@ -95,8 +104,10 @@ def write(
             hasher.update(places)
             file.write(places)
             facts = (_FORMAT, vocabulary, tokenizer, size, largest, hasher.hexdigest())
+            told = dict(zip(_KEYS, map(str, facts), strict=True))
+            told |= {} if end is None else {"end": str(end)}
             file.seek(0)
-            file.write(_header(kind, count, padding, places, dict(zip(_KEYS, map(str, facts), strict=True))))
+            file.write(_header(kind, count, padding, places, told))
             file.flush()
             os.fsync(file.fileno())
         os.rename(temporary, path)
@@ -143,9 +154,9 @@ def open_tokens(path: Path) -> TokenFile:
     try:
         numbers = {name: int(facts[name]) for name in ("vocabulary", "bytes", "largest")}
         tokens, documents = (_mapped(path, name) for name in ("tokens", "documents"))
-        file = TokenFile(
-            path, tokens, documents, tokenizer=facts["tokenizer"], digest=facts["xxh3_128"], **numbers
-        )
+        numbers |= {"end": int(facts["end"])} if "end" in facts else {}
+        told = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
+        file = TokenFile(path, tokens, documents, **told, **numbers)
     except (KeyError, ValueError) as error:
         raise BadTokens(f"{path}: its header lacks or garbles {error}") from None
     starts = file.documents

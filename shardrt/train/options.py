@@ -1,0 +1,212 @@
+"""The command line of settings: an option for each field of a dataclass, whose comment is its help.
+
+Words become what would stand in the TOML file, so both are checked by the same code (config.py).
+"""
+
+import argparse
+import inspect
+import os
+import re
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import MISSING, dataclass, fields, is_dataclass
+from difflib import get_close_matches
+from enum import Enum
+from pathlib import Path
+from typing import Any, TypeVar, get_args, get_origin, get_type_hints
+
+from shardrt.train.config import built, is_enum, load, plain, sole_type
+from shardrt.train.errors import launched_rank
+
+Settings = TypeVar("Settings")
+_TRUTH = {"true": True, "false": False}
+
+
+def parse(kind: type[Settings], arguments: Sequence[str], *, file: Path | None, program: str) -> Settings:
+    """Settings of dataclass `kind` from a TOML file, or None, and the other arguments over it.
+
+    Prints help on rank 0 and exits where asked to. Raises ValueError that names the option, or the file and
+    the key; OSError if the file cannot be read.
+    """
+    return command_line(
+        kind, arguments, program=program, start=load(kind, file, size=last_of(arguments, "--size")), file=file
+    )
+
+
+def command_line(
+    kind: type[Settings],
+    arguments: Sequence[str],
+    *,
+    program: str,
+    start: Settings | None = None,
+    file: Path | None = None,
+) -> Settings:
+    """Settings of dataclass `kind` from the arguments; a field without a default is positional.
+
+    start: the settings without arguments, which makes --config an option as well, whose value is not used;
+    by default those of `kind()`. file: where they are from. Prints help on rank 0 and exits where asked to.
+    Raises ValueError that names the option.
+    """
+    positional = "".join(
+        f" {option.name.upper()}" for option in next(_sections(kind, start))[1] if option.positional
+    )
+    usage = f"%(prog)s{positional} [OPTIONS]"
+    parser = _Parser(prog=program, description=kind.__doc__, allow_abbrev=False, usage=usage)
+    parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=8)
+    if start is not None:
+        told = "TOML file with settings, over which the other options go" + _default(file)
+        parser.add_argument("--config", metavar="PATH", help=_escaped(told))
+    known = {}
+    for section, options in _sections(kind, start):
+        group = parser.add_argument_group(f"{section[:-1]} options") if section else parser
+        for option in options:
+            _add(group, option)
+            known[option.name] = option
+    given = vars(parser.parse_args([_dashed(argument) for argument in arguments]))
+    table = {} if start is None else plain(start)
+    for name, words in given.items():
+        if name in known and words is not None:
+            *path, last = name.split(".")
+            inner = table
+            for part in path:
+                inner = inner[part]
+            inner[last] = _value(known[name], words if isinstance(words, list) else [words])
+    return built(kind, table)
+
+
+def last_of(arguments: Sequence[str], option: str) -> str | None:
+    """The value after the last use of an option; None without one, or where nothing follows."""
+    found = None
+    dashed = [_dashed(argument) for argument in arguments]
+    for argument, following in zip(dashed, [*dashed, None][1:], strict=True):
+        if argument == option:
+            found = following
+        elif argument.startswith(f"{option}="):
+            found = argument.removeprefix(f"{option}=")
+    return found
+
+
+class _Parser(argparse.ArgumentParser):
+    """One that raises and prints on rank 0 alone, also into a pipe that nobody reads to its end."""
+
+    def error(self, message: str) -> None:
+        if message.startswith("unrecognized arguments: --"):
+            wrong = message.split()[2].partition("=")[0]
+            near = get_close_matches(wrong, [word for a in self._actions for word in a.option_strings], 1)
+            message += f"; perhaps you meant {near[0]}" if near else ""
+        raise ValueError(message)
+
+    def print_help(self, file: Any = None) -> None:
+        if launched_rank() != 0:
+            return
+        try:
+            print(self.format_help(), end="", flush=True)
+        except BrokenPipeError:  # `| head` has seen enough
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A field as an option."""
+
+    name: str  # with its section: optimizer.lr
+    kind: Any  # without None
+    default: Any  # MISSING: it is positional
+    help: str
+
+    @property
+    def positional(self) -> bool:
+        """Whether it has no default."""
+        return self.default is MISSING
+
+
+def _sections(kind: Any, start: Any, prefix: str = "") -> Iterator[tuple[str, list[_Option]]]:
+    """(prefix of the names, options) of a dataclass and those in it."""
+    hints, comments, own, inner = get_type_hints(kind), _comments(kind), [], []
+    for field in fields(kind):
+        hint, name = sole_type(hints[field.name]), prefix + field.name
+        default = field.default if start is None else getattr(start, field.name)
+        if is_dataclass(hint):
+            inner.append(_sections(hint, default, f"{name}."))
+        else:
+            own.append(_Option(name, hint, default, comments.get(field.name, "")))
+    yield prefix, own
+    for sections in inner:
+        yield from sections
+
+
+def _add(group: Any, option: _Option) -> None:
+    """Tell argparse of it. Values stay words: _value says what is wrong with them."""
+    kind, many = option.kind, {}
+    if get_origin(kind) is tuple:
+        inner = get_args(kind)
+        many = {"nargs": "*" if inner[-1] is ... else len(inner)}
+        kind = inner[0]
+    elif kind is bool:
+        many = {"nargs": "?", "const": "True"}  # a switch alone is on
+    choices = ("True", "False") if kind is bool else kind.__members__ if is_enum(kind) else None
+    metavar = "{" + ",".join(choices) + "}" if choices else {str: "STR"}.get(kind, kind.__name__.upper())
+    told = _escaped(option.help + _default(option.default))
+    if option.positional:
+        group.add_argument(option.name, metavar=option.name.upper(), help=told)
+    else:
+        flag = "--" + option.name.replace("_", "-")
+        group.add_argument(flag, dest=option.name, metavar=metavar, help=told, default=None, **many)
+
+
+def _value(option: _Option, words: list[str]) -> Any:
+    """What words mean, in the types of TOML. Raises ValueError that names the option."""
+    kind, flag = option.kind, "--" + option.name.replace("_", "-")
+    if get_origin(kind) is tuple:
+        return [_one(get_args(kind)[0], word, flag) for word in words]
+    return _one(kind, words[0], flag)
+
+
+def _one(kind: Any, word: str, flag: str) -> Any:
+    if kind in (int, float):
+        try:
+            return kind(word)
+        except ValueError:
+            raise ValueError(f"{flag}: must be {kind.__name__}, got {word!r}") from None
+    if kind is bool:
+        if word.lower() not in _TRUTH:
+            raise ValueError(f"{flag}: must be True or False, got {word!r}")
+        return _TRUTH[word.lower()]
+    if is_enum(kind) and word not in kind.__members__:
+        choices = ", ".join(kind.__members__)
+        raise ValueError(f"invalid choice {word!r} for argument '{flag}': must be one of {choices}")
+    return word
+
+
+def _comments(kind: Any) -> dict[str, str]:
+    """Field -> the comment behind it, or in the lines before it."""
+    found: dict[str, str] = {}
+    for owner in reversed(kind.__mro__[:-1]):
+        try:
+            lines = inspect.getsource(owner).splitlines()
+        except (OSError, TypeError):  # no sources here
+            continue
+        above: list[str] = []
+        for line in lines:
+            if match := re.match(r"    (\w+): [^#]*(?:# (.*))?$", line):
+                found[match[1]] = match[2] or " ".join(above)
+            above = [*above, line.strip("# ")] if line.startswith("    #") else []
+    return found
+
+
+def _default(value: Any) -> str:
+    """The default for the help; nothing where there is none."""
+    if value in (None, MISSING, "", ()):
+        return ""
+    value = value.name if isinstance(value, Enum) else value
+    return f" (default: {' '.join(map(str, value)) if isinstance(value, tuple) else value})"
+
+
+def _dashed(argument: str) -> str:
+    """An option's name with hyphens, however it was written."""
+    name, equals, value = argument.partition("=")
+    return name.replace("_", "-") + equals + value if name.startswith("--") else argument
+
+
+def _escaped(text: str) -> str:
+    return text.replace("%", "%%")
