@@ -38,8 +38,7 @@ class Format:
     read: settings -> config. describe: config -> settings. tensors: config -> (parameter, its tensors).
     ignored: matches names of tensors that hold nothing to be read. bare: tensors that never have the prefix.
     fresh: field of the config -> parameters that start as those of a new model if the field is changed.
-    names: settings that a model has no opinion on: those of the files that it is from go over them. end: of a
-    text, where config.json leaves it out.
+    names: settings that a model has no opinion on: those of the files that it is from go over them.
     """
 
     kind: str
@@ -53,7 +52,6 @@ class Format:
     bare: tuple[str, ...] = ()
     fresh: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: tuple[str, ...] = ("bos_token_id", "eos_token_id")
-    end: int | None = None
 
     def full_name(self, name: str) -> str:
         """As it stands in files that are written."""
@@ -299,7 +297,6 @@ FORMATS = {
             read=_gpt2_config,
             describe=_gpt2_settings,
             tensors=_gpt2_tensors,
-            end=50256,
         ),
         Format(
             kind="llama",
@@ -311,7 +308,6 @@ FORMATS = {
             describe=_llama_settings,
             tensors=_llama_tensors,
             bare=(LM_HEAD,),
-            end=2,
         ),
         Format(
             kind="vit",
@@ -341,6 +337,10 @@ class Settings:
         """The value as it stands; `default` where it is absent or null."""
         value = self._table.get(name)
         return default if value is None else value
+
+    def kept(self) -> dict[str, Any]:
+        """All of the table, as it stands."""
+        return dict(self._table)
 
     def one_of(self, name: str, *choices: Any, default: Any = None) -> Any:
         """A value that is one of `choices`."""

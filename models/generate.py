@@ -7,7 +7,7 @@ the whole window.
 """
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -27,7 +27,7 @@ from shardrt.train.recipe import Recipe
 
 from .cache import KVCache
 from .gpt import GPT
-from .hub import kind_in, load_pretrained
+from .hub import ends_in, kind_in, load_pretrained
 from .llama import Llama
 
 TOKENIZER = "tokenizer.json"  # beside weights, as Hugging Face has it
@@ -51,6 +51,7 @@ class Text(Protocol):
     """How text becomes tokens, and tokens text."""
 
     size: int  # tokens are below this
+    ends: Collection[int]  # tokens behind which a text ends
 
     def encode(self, text: str) -> np.ndarray:
         """int64 (tokens,), one at least."""
@@ -63,6 +64,7 @@ class ByteText:
     """A token for each byte of UTF-8."""
 
     size = VOCABULARY
+    ends: Collection[int] = ()
 
     def encode(self, text: str) -> np.ndarray:
         return np.frombuffer(text.encode(), np.uint8).astype(np.int64)
@@ -72,10 +74,11 @@ class ByteText:
 
 
 class TokenisedText:
-    """By a tokenizer.json of the package tokenizers."""
+    """By a tokenizer.json of the package tokenizers; a text ends behind one of the tokens `ends`."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, ends: Collection[int] = ()) -> None:
         """Raises ValueError that names the file."""
+        self.ends = frozenset(ends)
         self._tokenizer, self.name = open_tokenizer(path)
         self.size = vocabulary_of(self._tokenizer)
 
@@ -94,6 +97,7 @@ def generate(
 ) -> str:
     """The prompt and `config.length` tokens after it, the same on every rank. Collective.
 
+    Fewer where the text ends before, unless config.past_end.
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
     """
     random = np.random.Generator(np.random.Philox(seed))
@@ -103,8 +107,10 @@ def generate(
 
     prompt = text.encode(config.prompt)
     model.eval()
-    made = continued(model, prompt[None], config.length, choose, block_size=block_size)
+    ends = () if config.past_end else text.ends
+    made = continued(model, prompt[None], config.length, choose, block_size=block_size, ends=ends)
     model.train()
+    made = made[:, :-1] if made.size and made[0, -1] in ends else made
     return text.decode(np.concatenate([prompt, made[0]]))
 
 
@@ -115,8 +121,12 @@ def continued(
     choose: Callable[[np.ndarray], Sequence[int] | np.ndarray],
     *,
     block_size: int,
+    ends: Collection[int] = (),
 ) -> np.ndarray:
     """The `count` tokens (batch, count) that follow `tokens` (batch, time), time at least 1. Collective.
+
+    ends: tokens behind which a sequence ends. It is filled up with the one that ended it, and there are fewer
+    than `count` once all have ended.
 
     model: a GPT or a Llama, sharded or not, in evaluation mode. choose: the next token of each sequence from
     logits (batch, vocab) on the host, the same on every rank; `greedy` is one such function.
@@ -124,6 +134,7 @@ def continued(
     text = np.asarray(tokens, np.int64)
     start = text.shape[1]
     cache = KVCache(len(model.blocks), min(block_size, start + count))
+    ended = np.zeros((len(text), 1), bool)
     with no_grad():
         for _ in range(count):
             if text.shape[1] <= block_size:
@@ -131,7 +142,11 @@ def continued(
             else:
                 logits = model(text[:, -block_size:])
             last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)
-            text = np.concatenate([text, np.reshape(choose(last), (-1, 1))], axis=1)
+            chosen = np.where(ended, text[:, -1:], np.reshape(choose(last), (-1, 1)))
+            text = np.concatenate([text, chosen], axis=1)
+            ended = np.isin(chosen, list(ends))
+            if ended.all():
+                break
     return text[:, start:]
 
 
@@ -162,7 +177,7 @@ def of_folder(directory: Path) -> tuple[nn.Module, Text]:
     path, tokens = directory / TOKENIZER, model.config.vocab_size
     if not path.exists() and tokens != VOCABULARY:
         raise ValueError(f"{path} is not there, and the model's {tokens} tokens are not bytes")
-    words = TokenisedText(path) if path.exists() else ByteText()
+    words = TokenisedText(path, ends_in(directory)) if path.exists() else ByteText()
     if words.size > tokens:
         raise ValueError(f"{path} has {words.size} tokens, more than the model's {tokens}")
     return model, words

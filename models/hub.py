@@ -23,6 +23,7 @@ from .formats import FORMATS, Format, Settings, Stored
 
 Array = Any
 GENERATION = "generation_config.json"
+PREPROCESSOR = "preprocessor_config.json"
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -86,12 +87,12 @@ def ends_in(directory: str | Path) -> list[int]:
 
     Raises ValueError for what can be no token, and as load_pretrained does.
     """
-    settings, form = _opened(Path(directory))
+    settings, _ = _opened(Path(directory))
     path = Path(directory) / GENERATION
     own = Settings(path, read_json(path)) if path.exists() else settings
     if "eos_token_id" not in own.kept():
         own = settings
-    found = own.kept().get("eos_token_id", form.end)
+    found = own.kept().get("eos_token_id")
     ends = found if isinstance(found, list) else [] if found is None else [found]
     if not all(type(end) is int and 0 <= end < 2**31 for end in ends):
         raise ValueError(f"{directory}: eos_token_id must be tokens, got {found!r}")
@@ -99,8 +100,8 @@ def ends_in(directory: str | Path) -> list[int]:
 
 
 def side_files(directory: Path, names: Iterable[str] = ()) -> dict[str, bytes]:
-    """The files beside weights and config.json that are not made here, or those of `names`: name -> content."""
-    return plain_files(directory, names or (*TOKENIZER_FILES, GENERATION, "preprocessor_config.json"))
+    """Name -> content of what lies beside weights and config.json and is not made here, or of `names`."""
+    return plain_files(directory, names or (*TOKENIZER_FILES, GENERATION, PREPROCESSOR))
 
 
 def kind_in(directory: str | Path) -> type[nn.Module]:
@@ -124,8 +125,9 @@ def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     if origin is None:
         return form, settings
     kept = {name: value for name, value in origin.settings.items() if name not in _UNTRUE}
-    for name in form.names if form.read_names(model.config, kept) else ():
-        settings.pop(name, None)
+    classes = settings.get("id2label", {})
+    if len(kept.get("id2label") or {}) == len(classes) or not classes:
+        settings = {name: value for name, value in settings.items() if name not in form.names}
     return form, kept | settings
 
 

@@ -3,6 +3,7 @@
 `init_from` begins with the weights of a folder of Hugging Face's; with a new head where it has other classes.
 """
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
@@ -13,6 +14,7 @@ import numpy as np
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
+from shardrt.checkpoint.tensorfiles import read_json
 from shardrt.comm import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.train.held_out import IGNORED
@@ -20,7 +22,7 @@ from shardrt.train.images import View, held_out_batches, load_digits, load_folde
 from shardrt.train.metrics import RunLog
 
 from . import regnet, vit
-from .hub import starts_afresh
+from .hub import PREPROCESSOR, starts_afresh
 from .pretrained import PretrainedRecipe
 
 Batch = tuple[np.ndarray, np.ndarray]  # float32 (images, channels, height, width); labels, int64 (images,)
@@ -124,6 +126,8 @@ class ImageClassification:
         else:
             self.train, self.others = load_digits()
         new = self._network()
+        known = recipe.pretrained and (recipe.init_from / PREPROCESSOR).exists()
+        self._processor = read_json(recipe.init_from / PREPROCESSOR) if known else {}
         self.new_head = recipe.pretrained and starts_afresh(new)
         if self.new_head and recipe.lora.rank and not any(fnmatch("head", t) for t in recipe.lora.targets):
             raise ValueError("lora.targets: the head starts afresh and would never learn; add 'head'")
@@ -212,6 +216,20 @@ class ImageClassification:
         self._last = figures
         return figures
 
+    def _preprocessor(self) -> bytes:
+        """The view of an image as transformers has it, over what init_from says of it."""
+        seen = self.view
+        size = {"height": seen.size, "width": seen.size}
+        mean, std = ([*each] * (seen.channels // len(each)) for each in (seen.mean, seen.std))
+        view = {
+            "image_processor_type": "ViTImageProcessor",
+            **self._processor,
+            **{"do_resize": True, "size": size, "resample": 2},  # bilinear
+            **{"do_rescale": True, "rescale_factor": 1 / 255},
+            **{"do_normalize": True, "image_mean": mean, "image_std": std},
+        }
+        return json.dumps(view, indent=2).encode()
+
     def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
         """As Task: says how many are right, and which images could not be read, as far as ranks met them."""
         own = [part.files[i] for part in (self.train, self.others) for i in part.skipped]
@@ -222,5 +240,6 @@ class ImageClassification:
         told = f"; {len(skipped)} images could not be read: {named}" * (len(skipped) > 0)
         run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
         labels = dict(enumerate(self.train.classes))
-        self.recipe.leave(model, run, id2label=labels, label2id={name: i for i, name in labels.items()})
+        names = {"id2label": labels, "label2id": {name: i for i, name in labels.items()}}
+        self.recipe.leave(model, run, {PREPROCESSOR: self._preprocessor()} if run.directory else {}, **names)
         return {"skipped": len(skipped), "skipped_files": skipped[:100], **self._last}

@@ -7,7 +7,6 @@ weights of a folder of Hugging Face's.
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from shutil import copyfile
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -23,6 +22,7 @@ from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 
 from . import gpt, llama
 from .generate import TOKENIZER, ByteText, Text, TokenisedText, generate
+from .hub import TOKENIZER_FILES, ends_in, side_files
 from .pretrained import PretrainedRecipe
 
 
@@ -74,7 +74,8 @@ class LanguageRecipe(PretrainedRecipe):
     def words(self) -> Text:
         """How prompts become tokens and tokens text. Raises ValueError if nothing says so."""
         tokens = [path for path in self.data if path.suffix == SUFFIX]
-        made_by = open_tokens(tokens[0]).tokenizer if tokens else "bytes"
+        file = open_tokens(tokens[0]) if tokens else None
+        made_by = file.tokenizer if file else "bytes"
         if made_by == "bytes":
             if self.text.tokenizer is not None:
                 raise ValueError(
@@ -83,7 +84,9 @@ class LanguageRecipe(PretrainedRecipe):
             return ByteText()
         if self.text.tokenizer is None:
             raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}; give that tokenizer.json")
-        words = TokenisedText(self.text.tokenizer)
+        ends = ends_in(self.init_from) if self.pretrained else []
+        ends = ends if file.end is None else [*ends, file.end]
+        words = TokenisedText(self.text.tokenizer, ends)
         if words.name.split()[1:] != made_by.split()[1:]:
             raise ValueError(f"text.tokenizer: {tokens[0]} is made by {made_by}, this is {words.name}")
         return words
@@ -255,9 +258,11 @@ class Language:
         """As Task: text that the model makes, and its export."""
         gzip = "" if self.gzip is None else f"; gzip -9 needs {self.gzip:.3f}"
         run.say(f"held-out text: {self._last_bits:.3f} bits per byte{gzip}")
-        folder, tokenizer = self.recipe.leave(model, run), self.recipe.text.tokenizer
-        if folder and tokenizer is not None:
-            copyfile(tokenizer, folder / TOKENIZER)
+        tokenizer, end, files = self.recipe.text.tokenizer, self.corpus.end, {}
+        if run.directory and tokenizer is not None:
+            files = side_files(tokenizer.parent, TOKENIZER_FILES) | {TOKENIZER: tokenizer.read_bytes()}
+        known = {} if self.recipe.pretrained or end is None else {"bos_token_id": end, "eos_token_id": end}
+        self.recipe.leave(model, run, files, **known)
         if self._words is None:
             return {}
         how = {"block_size": self.block_size, "seed": self.recipe.seed}

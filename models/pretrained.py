@@ -1,5 +1,6 @@
 """What the recipes of all architectures share: to begin with a folder of Hugging Face's, and to leave one."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from shutil import rmtree
@@ -60,16 +61,16 @@ class PretrainedRecipe(Recipe):
             described(model)
         return model
 
-    def leave(self, model: nn.Module, run: RunLog, **settings: Any) -> Path | None:
-        """Export the trained model if the recipe says so; settings: more of config.json. Collective.
+    def leave(self, model: nn.Module, run: RunLog, files: Mapping[str, bytes], **settings: Any) -> None:
+        """Export the trained model if the recipe says so. Collective.
 
-        Gives the folder, on rank 0. What the run left there before it was resumed is removed.
+        files: more to put there, on rank 0. settings: more of config.json. What the run left there before it
+        was resumed is removed.
         """
         if not self.export:
-            return None
+            return
         folder = run.directory / "pretrained" if run.directory else None
         if folder and folder.exists():
             rmtree(folder)
-        save_pretrained(model, folder or "", settings=settings)
+        save_pretrained(model, folder or "", settings=settings, files=files)
         run.say(f"exported {folder}")
-        return folder

@@ -129,7 +129,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def plain_files(folder: Path, names: Iterable[str]) -> dict[str, bytes]:
-    """The contents of those of `names` that are files of `folder`, or links as a download cache makes them."""
+    """Name -> content of those of `names` that are files here, or links as a download cache makes them."""
     found = {}
     for name in names:
         path = folder / name
@@ -174,7 +174,7 @@ class FolderWriter:
             offset += data.nbytes
 
     def publish(self, config: dict[str, Any], beside: Mapping[str, bytes] | None = None) -> None:
-        """Add config.json and files `beside` it, wait until all is on the disk, and give the folder its name."""
+        """Add config.json and what is `beside` it, wait for the disk, and give the folder its name."""
         self._text("config.json", config)
         for name, content in (beside or {}).items():
             self._add(name, content)

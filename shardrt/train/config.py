@@ -286,6 +286,7 @@ class SampleConfig:
     length: int = 300  # bytes to generate; 0 for none
     temperature: float = 0.8  # 0 always takes the likeliest byte
     top_k: int = 40  # draw from this many likeliest bytes; 0 for all
+    past_end: bool = False  # go on behind a token that ends a text
 
     def __post_init__(self) -> None:
         for field in ("length", "temperature", "top_k"):

@@ -37,6 +37,7 @@ class Corpus:
     kind: str = "bytes"  # or "tokens"
     bytes_per_token: float = 1.0
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
+    end: int | None = None  # the token behind each document, if there is one
 
     def gzip_bits_per_byte(self) -> float | None:
         """What gzip -9 makes of the held-out text: a figure to compare a model with. None for tokens."""
@@ -87,6 +88,7 @@ def _tokens(path: Path, block_size: int, vocabulary: int) -> Corpus:
         "tokens",
         file.bytes / file.tokens.size,
         file.documents,
+        file.end,
     )
 
 

@@ -50,6 +50,20 @@ def test_the_tokens_are_those_of_whole_forwards_beyond_the_window_as_well(kind, 
     assert len(np.unique(expected)) > 5
 
 
+def test_a_sequence_ends_behind_its_end_and_the_others_go_on():
+    model = made("gpt")
+    plain = continued(model, PROMPT, 24, greedy, block_size=24)
+    (first, *_), (other, *_) = plain[0], np.setdiff1d(plain[1], plain[0])
+    for ends in ([first], [first, other]):
+        places = [np.flatnonzero(np.isin(row, ends)) for row in plain]
+        last = [int(place[0]) if place.size else 23 for place in places]
+        found = continued(model, PROMPT, 24, greedy, block_size=24, ends=ends)
+        assert found.shape == (3, max(last) + 1), "no forward behind the last end"
+        for row, expected, end in zip(found, plain, last, strict=True):
+            np.testing.assert_array_equal(row[: end + 1], expected[: end + 1])
+            assert (row[end:] == expected[end]).all(), "filled up with its end"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_token_costs_one_row(kind):
     model, rows = made(kind), []

@@ -18,6 +18,7 @@ from models.hub import load_pretrained, save_pretrained
 from models.llama import Block as LlamaBlock
 from models.vit import Block as ViTBlock
 from shardrt import functional as F
+from shardrt import nn
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, full_gradients, wrap
 
@@ -196,3 +197,107 @@ def test_transformers_reads_what_was_exported_and_gives_the_same_logits(referenc
     with torch.no_grad():
         logits = model.eval()(torch.from_numpy(asked(kind)[0])).logits.numpy()
     np.testing.assert_allclose(logits, reference.logits, rtol=1e-6, atol=1e-6)
+
+
+ENDS = {"bos_token_id": 5, "eos_token_id": [7, 9], "pad_token_id": 8}
+
+
+def furnished(kind, folder):
+    """A source as people publish them: ids, a tokenizer with settings, generation, a setting of theirs."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import GenerationConfig, PreTrainedTokenizerFast, ViTImageProcessor
+
+    model = made(kind)
+    model.config.update({"their_own": {"kept": [1, None]}})
+    if kind == "vit":
+        model.config.id2label = dict(enumerate("abcde"))
+        model.config.label2id = {name: i for i, name in model.config.id2label.items()}
+        how = {"size": {"height": 24, "width": 24}, "image_mean": [0.1, 0.2, 0.3], "image_std": [0.4] * 3}
+        ViTImageProcessor(**how, resample=2).save_pretrained(folder)
+    else:
+        model.config.update(ENDS)
+        model.generation_config = GenerationConfig(**ENDS, temperature=0.7, do_sample=True)
+        words = {"[UNK]": 0, "<s>": 5, "<end>": 7, "<pad>": 8, **{f"w{i}": i for i in range(10, 61)}}
+        tokenizer = Tokenizer(models.WordLevel(words, unk_token="[UNK]"))
+        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+        named = {"bos_token": "<s>", "eos_token": "<end>", "pad_token": "<pad>", "unk_token": "[UNK]"}
+        how = {"chat_template": "{{ messages[0].content }}", "padding_side": "left"}
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **named, **how).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return folder
+
+
+def lightly_tuned(source, target, lora):
+    model = load_pretrained(source)
+    if lora:
+        nn.add_lora(model, 2)
+    blocks_are_units(model)
+    save_pretrained(model, target)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lora", [False, True])
+def test_what_a_source_says_of_its_tokens_images_and_generation_is_exported_with_it(tmp_path, kind, lora):
+    from transformers import AutoConfig, AutoImageProcessor, AutoTokenizer, GenerationConfig
+
+    source, target = furnished(kind, tmp_path / "source"), tmp_path / "out"
+    thread.run(2, lightly_tuned, source, target, lora)
+    before, after = (AutoConfig.from_pretrained(folder).to_dict() for folder in (source, target))
+    ours = {"_name_or_path", "dtype", "transformers_version", "rope_scaling", "rope_theta"}
+    dropouts = {name for name in before if "drop" in name or "pdrop" in name}
+    for name in before.keys() - ours - dropouts:
+        assert after[name] == before[name], name
+    assert after["their_own"] == {"kept": [1, None]}
+    if kind == "vit":
+        assert AutoImageProcessor.from_pretrained(target).image_mean == (0.1, 0.2, 0.3)
+        return
+    generation = GenerationConfig.from_pretrained(target)
+    assert {name: getattr(generation, name) for name in ENDS} == ENDS and generation.temperature == 0.7
+    tokenizer = AutoTokenizer.from_pretrained(target)
+    assert (tokenizer.eos_token, tokenizer.eos_token_id, tokenizer.padding_side) == ("<end>", 7, "left")
+    assert tokenizer.chat_template == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("kind", LANGUAGE)
+def test_a_model_that_no_one_gave_an_end_has_none_in_transformers_too(tmp_path, kind):
+    from transformers import AutoModelForCausalLM
+
+    made(kind).save_pretrained(tmp_path / "source")
+    model = load_pretrained(tmp_path / "source")
+    del model.origin  # as one that was trained here from its initial values
+    save_pretrained(model, tmp_path / "out")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert (found.config.eos_token_id, found.generation_config.eos_token_id) == (None, None)
+    assert hub.ends_in(tmp_path / "out") == []
+
+
+def test_both_end_a_text_at_the_same_tokens(references, tmp_path):
+    """generation_config.json goes over config.json."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = made("llama-tied")
+    plain = references("llama-tied").greedy[:, 5:]
+    ends = [int(plain[0, 20]), int(plain[1, 9])]
+    for own, generation in (({"eos_token_id": ends}, None), ({"eos_token_id": 3}, {"eos_token_id": ends})):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        model.save_pretrained(folder)
+        (folder / "generation_config.json").unlink()
+        config = json.loads((folder / "config.json").read_text()) | own
+        (folder / "config.json").write_text(json.dumps(config))
+        if generation:
+            (folder / "generation_config.json").write_text(json.dumps(generation))
+        theirs, start = AutoModelForCausalLM.from_pretrained(folder), torch.from_numpy(TOKENS[:2, :5])
+        how = {"max_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
+        expected = theirs.generate(start, attention_mask=torch.ones_like(start), **how).numpy()[:, 5:]
+        found = continued(
+            load_pretrained(folder).eval(),
+            *(TOKENS[:2, :5], 64, greedy),
+            block_size=128,
+            ends=hub.ends_in(folder),
+        )
+        assert found.shape == expected.shape and found.shape[1] < 64
+        for ours, other in zip(found, expected, strict=True):
+            length = 1 + int(np.flatnonzero(np.isin(ours, ends))[0])
+            np.testing.assert_array_equal(ours[:length], other[:length])
+            assert (other[length:] == 0).all(), "transformers fills up with its padding, we with the end"

@@ -7,7 +7,9 @@ import sys
 import numpy as np
 import pytest
 
+from models.generate import TokenisedText
 from shardrt.__main__ import main
+from shardrt.train import data_command
 from shardrt.train.tokens import BadTokens, open_tokens, verify, write
 
 
@@ -31,6 +33,13 @@ def test_what_is_written_is_read(tmp_path, vocabulary, kind, lengths):
     np.testing.assert_array_equal(file.documents, np.cumsum([0, *lengths[:-1]]))
     assert file.largest == max(map(np.max, filter(len, documents)))
     verify(file)
+
+
+@pytest.mark.parametrize("wrong", [-1, 256, 300, 2**32 + 7, 2**63 - 1])
+def test_a_token_that_is_not_in_the_vocabulary_is_refused_and_not_made_another(tmp_path, wrong):
+    with pytest.raises(BadTokens, match=f"token {wrong} is not in the vocabulary of 256"):
+        made(tmp_path / "a.tokens", [[1, 2], [3, wrong]])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_the_library_reads_it_too(tmp_path):
@@ -153,3 +162,45 @@ def test_a_tokenizer_of_a_file(tmp_path):
     assert file.documents.tolist() == [0, 4]
     assert (file.vocabulary, file.bytes) == (4, 6)
     assert file.tokenizer.startswith("tokenizer.json sha256 ")
+    assert file.end == 0
+
+
+def words(path, vocabulary, **added):
+    """A tokenizer.json of words, ids as they are given."""
+    tokenizers = pytest.importorskip("tokenizers")
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocabulary, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    for change, argument in added.items():
+        getattr(tokenizer, change)(**argument)
+    tokenizer.save(str(path))
+
+
+@pytest.mark.parametrize(("highest", "kind"), [(255, "uint8"), (300, "uint16"), (70_000, "uint32")])
+def test_ids_with_holes_are_stored_as_they_are(tmp_path, monkeypatch, highest, kind):
+    monkeypatch.chdir(tmp_path)
+    words(tmp_path / "tokenizer.json", {"[UNK]": 0, "a": 7, "b": highest}, add_tokens={"tokens": ["<added>"]})
+    (tmp_path / "a.txt").write_text("a b <added> c")
+    assert main(["data", "make", "a.tokens", "a.txt", "--tokenizer", "tokenizer.json", "--end", "b"]) == 0
+    file = open_tokens(tmp_path / "a.tokens")
+    assert file.tokens.tolist() == [7, highest, 3, 0, highest], "an added token is numbered by the count"
+    assert (file.tokens.dtype, file.vocabulary, file.largest) == (kind, highest + 1, highest)
+    assert TokenisedText(tmp_path / "tokenizer.json").size == highest + 1, "no model may have fewer"
+
+
+def test_what_a_tokenizer_says_of_its_own_batches_does_not_cut_or_fill_documents(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    vocabulary = {"[UNK]": 0, "a": 1, "b": 2}
+    words(
+        tmp_path / "tokenizer.json",
+        vocabulary,
+        enable_truncation={"max_length": 2},
+        enable_padding={"length": 9},
+    )
+    documents = ["a b " * 3, "a"] * 50
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in documents))
+    monkeypatch.setattr(data_command, "_BATCH", 40)  # several batches
+    assert main(["data", "make", "a.tokens", "a.jsonl", "--tokenizer", "tokenizer.json"]) == 0
+    assert open_tokens(tmp_path / "a.tokens").tokens.tolist() == [1, 2, 1, 2, 1, 2, 1] * 50
+    assert open_tokens(tmp_path / "a.tokens").documents.tolist() == [
+        s for i in range(50) for s in (7 * i, 7 * i + 6)
+    ]
