@@ -22,7 +22,7 @@ from typing import Any
 from models import train
 from shardrt import optim
 from shardrt.comm import init_device_mesh
-from shardrt.comm.calls import encode
+from shardrt.comm.calls import pack
 from shardrt.comm.flight import Recorder
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.watchdog import _BEAT, Watch
@@ -41,6 +41,8 @@ def main() -> None:
     options = parser.parse_args()
     config = train.load(options.config)
     mesh = init_device_mesh("cpu")
+    if not isinstance(mesh.communicator("control"), ShmCommunicator):
+        parser.error("needs several ranks of one machine: mpirun -n 2 python -m bench.guards")
     folder = Path(tempfile.mkdtemp()) if mesh.rank == 0 else None
     with Watch(mesh, config.watchdog.limits) as watch:
         watch.keep(folder)
@@ -108,7 +110,7 @@ def _counting(function: Callable, calls: Counter[str], name: str) -> Callable:
 def costs(model: Any, mesh: Any, watch: Watch) -> dict[str, float]:
     """Microseconds of one record, of naming a collective, of a forward's plan, a comparison, a look."""
     recorder, control = watch.recorder, mesh.communicator("control")
-    schedule, flags = model.boundary.unit.schedule, control._flags
+    schedule = model.boundary.unit.schedule
     facts = ("gather", 1, "all_gather", "blocks.0", None)
     row = recorder.facts(*facts)
 
@@ -121,15 +123,21 @@ def costs(model: Any, mesh: Any, watch: Watch) -> dict[str, float]:
                 schedule.plan.skip_out_of(unit)
         schedule.plan.skip_out_of(schedule.root)
 
+    form = "barrier", (0, "blocks.0")
+    control.barrier(stream=mesh.device.current_stream, what="blocks.0")
+    control._prepare(form, pack(control._names, "barrier", None, 0, "blocks.0"), None, False, None)
+    page = (control._teller.sequence + 1) % 2  # peers do not look at the next call's before it is made
+
     def compare() -> None:
-        flags.describe(control._sequence, encode(control._names, "barrier", None, 0, "blocks.0"))
-        flags.compare(control._sequence, control._names)
+        notice, call, _ = control._prepared.get(form)
+        heads = notice.pages[page].heads
+        heads[control.rank][:] = call
+        heads.count(call)
 
     def look() -> None:
         recorder.beat()
         watch._arm(watch._limit())
 
-    control.barrier(stream=mesh.device.current_stream, what="blocks.0")
     return {
         "record": best(lambda: recorder._write(1, *row)),
         "name": best(lambda: recorder.facts(*facts)),

@@ -1,11 +1,13 @@
 """Under mpirun: what one rank's memory grows by while a model is exported and read again, in bytes.
 
-python memory.py KIND DIRECTORY writes a line of JSON per rank.
+mpirun -n 2 python -m tests.models.memory KIND DIRECTORY writes a line of JSON per rank.
 """
 
+import argparse
 import gc
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from models.gpt import GPT, GPTConfig
@@ -45,7 +47,15 @@ def grown(function) -> int:
     return resident(peak=True) - before
 
 
-def main(kind: str, directory: str) -> None:
+def main(arguments: Sequence[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m tests.models.memory", description=__doc__.split("\n")[0])
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("directory", help="where the model is exported to; it must not exist")
+    options = parser.parse_args(arguments)
+    measure(options.kind, options.directory)
+
+
+def measure(kind: str, directory: str) -> None:
     mesh = init_device_mesh("auto")
     mesh.device.warm_up()
     first = KINDS[kind]()
@@ -68,4 +78,4 @@ def main(kind: str, directory: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1:])
