@@ -1,15 +1,33 @@
-"""Every example in docs/ runs as it stands: in a fresh interpreter, in an empty directory."""
+"""Every example in docs/ runs as it stands: in a fresh interpreter, in an empty directory.
 
+Every command in README and docs/ runs too, on small models and little data, or is at least read by its own
+parser; one that this file does not know fails.
+"""
+
+import argparse
+import configparser
 import importlib
 import re
+import runpy
+import shlex
+import shutil
 import socket
 import subprocess
 import sys
+import warnings
+from glob import glob
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from models import generate, train
+from models.hub import save_pretrained
+from models.llama import Llama, LlamaConfig
+from models.vit import ViT, ViTConfig
+from shardrt.__main__ import main as shell
 from tests.ranks import ROOT, clean_environment, mpirun_path
+from tests.train.test_command import start
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
 
@@ -96,3 +114,187 @@ def test_every_feature_has_a_page_with_an_example_and_its_costs(feature):
     page = ROOT / "docs" / f"{feature}.md"
     assert blocks_of(page)
     assert re.search(r"^## What it costs|^## How exact it is", page.read_text(), re.MULTILINE)
+
+
+# --- commands -----------------------------------------------------------------------------------------------
+
+WRITTEN = [ROOT / "README.md", ROOT / "kernels" / "README.md", *PAGES]
+PROGRAMS = "python|python3|mpirun|torchrun|pip|shardrt|tensorboard|hf|git|nsys|srun|sbatch|docker|conda"
+LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) \S|make [a-z]+(?:$| +[A-Z#]))")
+# What no test can run, and why.
+NOT_RUN = {
+    r"\. \.venv/bin/activate": "changes a shell",
+    r"(mpirun -n \S+|torchrun --nproc-per-node \d+) python": "the beginning of a command, in a sentence",
+    r"torchrun .*": "PyTorch's",
+    r"tensorboard --logdir runs": "a server",
+    r"hf download .*": "downloads",
+}
+# What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and
+# tests/bench, tests/failures, tests/checkpoint, tests/train and tests/test_beyond_memory.py run them. So is
+# the doctor without a run, which starts ranks: tests/test_doctor.py.
+ONLY_READ = r"(bench\.\w+|tests\.[\w.]+|models\.beyond_memory)"
+BRIEF = ["--steps", "1", "--batch-size", "2", "--report.eval-samples", "2", "--optimizer.warmup-steps", "0"]
+SMALL = [*BRIEF, "--model.n-layer", "1", "--model.n-head", "2", "--model.n-embd", "16"]
+
+
+def commands_in(text: str) -> list[str]:
+    """Shell commands of a page: lines of blocks, and what stands between backticks."""
+    blocks = re.findall(r"^```(?!py)\w*\n(.*?)^```|((?:^    .*\n)+)", text, re.DOTALL | re.MULTILINE)
+    lines = "\n".join(fenced or indented for fenced, indented in blocks).replace("\\\n", " ").splitlines()
+    prose = re.sub(r"^```.*?^```|^    .*?$", "", text, flags=re.DOTALL | re.MULTILINE)
+    for paragraph in re.split(r"\n\s*\n", prose):
+        lines += [" ".join(inline.split()) for inline in re.findall(r"`([^`]+)`", paragraph)]
+    return [" ".join(line.partition("  #")[0].split()) for line in lines if LINE.match(line.strip())]
+
+
+COMMANDS = sorted({command for page in WRITTEN for command in commands_in(page.read_text())})
+OPTIONS = {
+    option
+    for page in WRITTEN
+    for inline in re.findall(r"`(--[^`]+)`", page.read_text())
+    for option in re.findall(r"--[a-z][\w.-]*", inline)
+}
+
+
+def without_launcher(command: str) -> list[str]:
+    """The words behind variables, mpirun and python; of `python -m MODULE` those from MODULE on."""
+    words = shlex.split(command.replace(" ... ", " ").removesuffix(" ..."))
+    while "=" in words[0]:
+        words.pop(0)
+    if words[0] == "mpirun":
+        words = words[3:]
+    if words[0] == "shardrt":
+        return words
+    assert words[:2] in (["python", "-m"], ["python3", "-m"]), command
+    return words[2:]
+
+
+class Read(Exception):
+    """A parser took the options."""
+
+
+def read_only(module: str, arguments: list[str], monkeypatch) -> argparse.ArgumentParser:
+    """The parser of a program, after it took `arguments`: the program goes no further."""
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_and_stop(self, args=None, namespace=None):
+        parse(self, args, namespace)
+        raise Read(self)
+
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_and_stop)
+    monkeypatch.setattr(sys, "argv", [module, *arguments])
+    with warnings.catch_warnings(), pytest.raises(Read) as read:
+        warnings.simplefilter("ignore", RuntimeWarning)  # a module that is imported already runs again
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    return read.value.args[0]
+
+
+@pytest.fixture(scope="module")
+def furnished(tmp_path_factory):
+    """A folder with everything that the commands of the documents name."""
+    tokenizers, image = pytest.importorskip("tokenizers"), pytest.importorskip("PIL.Image")
+    folder = tmp_path_factory.mktemp("documents")
+    for name in ("my.txt", "one.txt"):
+        (folder / name).write_text("all the world's a stage\n" * 2000)
+    for name in ("corpus.jsonl", "texts.jsonl"):
+        (folder / name).write_text('{"text": "all the world is a stage"}\n' * 1500)
+    words = {word: i for i, word in enumerate(["[UNK]", "<|endoftext|>", "all", "the", "world", "is"])}
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    shape = {"n_layer": 1, "n_head": 2, "n_embd": 16}
+    llama = Llama(LlamaConfig(**shape, n_kv_head=2, n_hidden=16, block_size=256, vocab_size=6))
+    files = {"tokenizer.json": (folder / "tokenizer.json").read_bytes()}
+    save_pretrained(llama, folder / "llama", files=files)
+    save_pretrained(ViT(ViTConfig(**shape, n_hidden=16, image_size=224, patch_size=56)), folder / "vit")
+    for kind in ("cat", "dog"):
+        (folder / "pictures" / kind).mkdir(parents=True)
+        for number in range(10):
+            pixels = np.full((32, 32, 3), 20 * number, np.uint8)
+            image.fromarray(pixels).save(folder / "pictures" / kind / f"{number}.png")
+    (folder / "models").symlink_to(ROOT / "models")
+    options = ["--name", "NAME", "--data", "my.txt", "--checkpoint.every", "10", "--report.trace", "20:22"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        end = ["--tokenizer", "tokenizer.json", "--end", "<|endoftext|>"]
+        assert shell(["data", "make", "mine.tokens", "texts.jsonl", *end]) == 0
+        assert shell(["data", "make", "story.tokens", "one.txt", "corpus.jsonl", *end]) == 0
+    done = start("models.train", *options, *SMALL, "--steps", "22", ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    (folder / "A").symlink_to("runs/NAME/checkpoints/step-00000010")
+    (folder / "B").symlink_to("runs/NAME/checkpoints/step-00000020")
+    return folder
+
+
+@pytest.fixture
+def here(furnished, tmp_path, monkeypatch):
+    """A copy of it as the current directory."""
+    shutil.copytree(furnished, tmp_path / "here", symlinks=True)
+    monkeypatch.chdir(tmp_path / "here")
+
+
+def trained(arguments: list[str]) -> int:
+    """`models.train` of a documented command, with a small model, few steps and little data."""
+    images = "vit" in " ".join(arguments)
+    own = [*arguments, *(BRIEF if "--init-from" in arguments else SMALL)]
+    own += [] if images else ["--sample.length", "2"]
+    own += ["--steps", "22"] if "20:22" in arguments else []
+    own += [] if images or "--data" in arguments else ["--data", "my.txt"]
+    if "--resume" not in arguments:
+        own += ["--name", "new"]
+    train.main([word.replace("FOLDER", "vit" if images else "llama") for word in own])
+    return 0
+
+
+def run(words: list[str]) -> int:
+    """A command in this process, on one rank; gives its exit code."""
+    module, *arguments = words
+    if module == "models.train":
+        return trained(arguments)
+    if module == "models.generate":
+        return generate.main(arguments)
+    assert module == "shardrt", f"{module}: say in this file how a test runs it"
+    if arguments[:2] == ["data", "make"]:
+        Path(arguments[2]).unlink(missing_ok=True)
+    arguments = [word.replace("FOLDER", "llama") for word in arguments]
+    return shell([path for word in arguments for path in (sorted(glob(word)) if "*" in word else [word])])
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=str)
+def test_every_command_runs_or_is_read_by_its_own_parser(command, here, monkeypatch, capsys):
+    if any(re.fullmatch(pattern, command) for pattern in NOT_RUN):
+        return  # the table says why
+    if command.startswith("make"):
+        done = subprocess.run([*shlex.split(command), "-n"], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    if command.startswith("pip install"):
+        extras = re.findall(r"\[([\w,]+)\]", command)
+        setup = configparser.ConfigParser()
+        setup.read(ROOT / "setup.cfg")
+        assert {e for each in extras for e in each.split(",")} <= setup["options.extras_require"].keys()
+        return
+    words = without_launcher(command)
+    if re.fullmatch(ONLY_READ, words[0]) or (words[:2] == ["shardrt", "doctor"] and "runs/NAME" not in words):
+        read_only(words[0], words[1:], monkeypatch)
+    else:
+        assert not run(words) or "diff" in words, capsys.readouterr()
+
+
+def options_of(parser: argparse.ArgumentParser) -> set[str]:
+    """All that it takes, its own commands too."""
+    found = set(parser._option_string_actions)
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            found |= set().union(*map(options_of, action.choices.values()))
+    return found
+
+
+def test_every_option_in_a_sentence_is_one(monkeypatch):
+    known, modules = set(), {word for c in COMMANDS for word in c.split() if re.fullmatch(ONLY_READ, word)}
+    for architecture in train.RECIPES:
+        known |= options_of(read_only("models.train", ["--architecture", architecture], monkeypatch))
+    for module in sorted(modules - {"tests.models.memory"}):
+        known |= options_of(read_only(module, [], monkeypatch))
+    known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
+    assert {option for option in OPTIONS if option.replace("_", "-") not in known | {"--kv-heads"}} == set()

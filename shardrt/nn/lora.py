@@ -4,6 +4,7 @@ y = x W^T + b + (alpha / rank) x A^T B^T, A (rank, inputs) random, B (outputs, r
 model begins as it was. The layers stay the same objects and W and b keep their names.
 """
 
+import re
 from collections.abc import Callable
 from fnmatch import fnmatch
 from math import sqrt
@@ -59,7 +60,9 @@ def add_lora(
         )
     layers = [module for path, module in model.named_modules() if _picked(path, module, targets)]
     if not layers:
-        raise ValueError(f"add_lora: targets {targets!r} pick no Linear of {type(model).__name__}")
+        raise ValueError(
+            f"add_lora: targets {targets!r} pick no Linear of {type(model).__name__}{_there(model)}"
+        )
     for layer in layers:
         _check(layer, rank)
     for parameter in model.parameters():
@@ -101,6 +104,13 @@ def _picked(path: str, module: Module, targets: Targets) -> bool:
     if callable(targets):
         return bool(targets(path, module))
     return any(fnmatch(path, pattern) for pattern in targets)
+
+
+def _there(model: Module) -> str:
+    """The layers that could be picked, those of all blocks as one."""
+    paths = [path for path, module in model.named_modules() if isinstance(module, Linear)]
+    names = dict.fromkeys(re.sub(r"\b\d+\b", "*", path) for path in paths)
+    return f"; there are {', '.join(names)}" if names else ""
 
 
 def _check(layer: Linear, rank: int) -> None:

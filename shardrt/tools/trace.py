@@ -43,7 +43,10 @@ def add_to(commands: Any) -> None:
 def draw(options: argparse.Namespace) -> int:
     """Write the picture and say where the step's time went; gives the exit code."""
     folder = options.path if options.path.is_dir() else options.path.parent
-    events = read_trace(folder / TRACE if folder == options.path else options.path)
+    path = folder / TRACE if folder == options.path else options.path
+    if not path.exists() and folder.is_dir():
+        raise BadRun(f"{path} is not there: no step was traced; train with --report.trace FIRST:LAST")
+    events = read_trace(path)
     steps = steps_of(events, options.rank)
     if not steps:
         raise BadRun(f"{options.path}: no step of rank {options.rank} in the trace")
