@@ -168,7 +168,8 @@ def add_shape(parser: argparse.ArgumentParser) -> None:
     """Add --size, and an option for each number of a shape, which then differs from the size's."""
     parser.add_argument("--size", choices=list(SIZES), default="small", help="(small)")
     for name in SHAPE:
-        parser.add_argument(f"--{name}", type=positive, metavar="N", help="as in the size")
+        names = dict.fromkeys((f"--{name.replace('_', '-')}", f"--{name}"))
+        parser.add_argument(*names, type=positive, metavar="N", help="as in the size")
 
 
 def positive(text: str) -> int:

@@ -160,7 +160,8 @@ def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> 
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     if temperature == 0:
         return int(order[0])
-    weights = np.exp((logits[order] - logits[order[0]]).astype(np.float64) / temperature)
+    with np.errstate(over="ignore"):  # a tiny temperature leaves the likeliest alone
+        weights = np.exp((logits[order] - logits[order[0]]).astype(np.float64) / temperature)
     cumulative = np.cumsum(weights)
     return int(order[np.searchsorted(cumulative, uniform * cumulative[-1], side="right")])
 

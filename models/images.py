@@ -216,7 +216,7 @@ class ImageClassification:
         self._last = figures
         return figures
 
-    def _preprocessor(self) -> bytes:
+    def preprocessor(self) -> bytes:
         """The view of an image as transformers has it, over what init_from says of it."""
         seen = self.view
         size = {"height": seen.size, "width": seen.size}
@@ -224,10 +224,13 @@ class ImageClassification:
         view = {
             "image_processor_type": "ViTImageProcessor",
             **self._processor,
-            **{"do_resize": True, "size": size, "resample": 2},  # bilinear
+            **{"do_resize": True, "size": size, "resample": 2, "do_center_crop": False},  # bilinear
             **{"do_rescale": True, "rescale_factor": 1 / 255},
             **{"do_normalize": True, "image_mean": mean, "image_std": std},
         }
+        if seen.crop == "resize":  # the middle, 7/8 of the shorter side
+            view |= {"size": {"shortest_edge": round(seen.size * 8 / 7)}, "do_center_crop": True}
+            view |= {"crop_size": size}
         return json.dumps(view, indent=2).encode()
 
     def close(self, model: nn.Module, run: RunLog) -> dict[str, Any]:
@@ -241,5 +244,5 @@ class ImageClassification:
         run.say(f"held-out images: {100 * self._last['held_out_accuracy']:.2f} % right{told}")
         labels = dict(enumerate(self.train.classes))
         names = {"id2label": labels, "label2id": {name: i for i, name in labels.items()}}
-        self.recipe.leave(model, run, {PREPROCESSOR: self._preprocessor()} if run.directory else {}, **names)
+        self.recipe.leave(model, run, {PREPROCESSOR: self.preprocessor()} if run.directory else {}, **names)
         return {"skipped": len(skipped), "skipped_files": skipped[:100], **self._last}

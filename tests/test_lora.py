@@ -146,7 +146,8 @@ def test_what_is_wrong_is_said():
     for settings in ({"rank": 0}, {"rank": 2, "alpha": -1.0}, {"rank": 2, "dropout": 1.0}):
         with pytest.raises(ValueError, match="add_lora: rank must be at least 1"):
             nn.add_lora(plain, **settings)
-    with pytest.raises(ValueError, match=r"targets \('\*\.nothing',\) pick no Linear of GPT"):
+    told = r"targets \('\*\.nothing',\) pick no Linear of GPT; there are blocks\.\*\.attention\.qkv, "
+    with pytest.raises(ValueError, match=told):
         nn.add_lora(plain, 2, targets=("*.nothing",))
     with pytest.raises(ValueError, match="rank 99 is more than blocks"):
         nn.add_lora(plain, 99)

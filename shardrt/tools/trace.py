@@ -44,7 +44,7 @@ def draw(options: argparse.Namespace) -> int:
     """Write the picture and say where the step's time went; gives the exit code."""
     folder = options.path if options.path.is_dir() else options.path.parent
     path = folder / TRACE if folder == options.path else options.path
-    if not path.exists() and folder.is_dir():
+    if not path.exists() and (folder / "metrics.jsonl").exists():
         raise BadRun(f"{path} is not there: no step was traced; train with --report.trace FIRST:LAST")
     events = read_trace(path)
     steps = steps_of(events, options.rank)

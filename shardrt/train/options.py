@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
 from enum import Enum
+from functools import cache
 from pathlib import Path
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
@@ -178,6 +179,7 @@ def _one(kind: Any, word: str, flag: str) -> Any:
     return word
 
 
+@cache
 def _comments(kind: Any) -> dict[str, str]:
     """Field -> the comment behind it, or in the lines before it."""
     found: dict[str, str] = {}

@@ -316,6 +316,7 @@ def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_pa
         ("rope_parameters", {"rope_type": "yarn", "factor": 2.0}, "rope_type = 'yarn' is not supported"),
         ("rope_parameters", {"rope_type": "llama3", "factor": "2"}, "factor must be a number, got '2'"),
         ("rope_parameters", 7, "rope_parameters must be an object, got 7"),
+        ("rope_theta", 10**400, "rope_theta must be a number, got 1000"),
         ("attention_bias", True, "attention_bias = True is not supported"),
         ("head_dim", 8, "head_dim = 8 is not supported, only 4"),
         ("tie_word_embeddings", "no", "tie_word_embeddings = 'no' is not supported"),

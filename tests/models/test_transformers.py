@@ -11,7 +11,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
-from models import hub
+from models import hub, train
 from models.generate import continued, greedy
 from models.gpt import Block as GPTBlock
 from models.hub import load_pretrained, save_pretrained
@@ -301,3 +301,33 @@ def test_both_end_a_text_at_the_same_tokens(references, tmp_path):
             length = 1 + int(np.flatnonzero(np.isin(ours, ends))[0])
             np.testing.assert_array_equal(ours[:length], other[:length])
             assert (other[length:] == 0).all(), "transformers fills up with its padding, we with the end"
+
+
+@pytest.mark.parametrize("crop", ["pad", "resize"])
+def test_images_are_seen_there_as_in_training(tmp_path, crop):
+    from PIL import Image
+    from transformers import AutoImageProcessor
+
+    smooth = np.add.outer(np.arange(64), 2 * np.arange(96))[..., None] % 256 * np.array([1, 0.5, 0.25])
+    pixels = smooth.astype(np.uint8)
+    for kind in ("left", "right"):
+        (tmp_path / "pictures" / kind).mkdir(parents=True)
+        for number in range(5):
+            Image.fromarray(pixels).save(tmp_path / "pictures" / kind / f"{number}.png")
+    options = [
+        "--images.size",
+        "28",
+        "--images.channels",
+        "3",
+        "--model.image-size",
+        "28",
+        "--images.crop",
+        crop,
+    ]
+    options += ["--images.mean", "0.1", "0.2", "0.3", "--images.std", "0.5", "--model.patch-size", "7"]
+    task = train.parse(["--architecture", "vit", "--data", str(tmp_path / "pictures"), *options]).task()
+    (tmp_path / "preprocessor_config.json").write_bytes(task.preprocessor())
+    found = AutoImageProcessor.from_pretrained(tmp_path)(Image.fromarray(pixels))["pixel_values"][0]
+    expected = next(iter(task.held_out(1, 1, 0, 1)))[0][0]
+    assert found.shape == expected.shape == (3, 28, 28)
+    assert np.abs(np.asarray(found) - expected).mean() < 0.05 * expected.std()

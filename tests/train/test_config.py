@@ -1,15 +1,19 @@
 """Settings: from the file, then from the command line; what is unknown or wrong is named."""
 
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from models import train
-from models.gpt import GPTConfig
+from models import gpt, llama, train, vit
+from models.gpt import GPT, GPTConfig
 from models.language import GPTRecipe as Config
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.train import config as settings
+from shardrt.train.tokens import write as write_tokens
+from tests.ranks import ROOT, clean_environment
 
 CONFIGS = sorted((Path(train.__file__).parent / "configs").glob("*.toml"))
 
@@ -153,3 +157,123 @@ def test_the_rate_warms_up_and_comes_down():
 def test_settings_are_checked_when_they_are_replaced():
     with pytest.raises(ValueError, match="clip_norm must be positive"):
         replace(settings.OptimizerConfig(), clip_norm=0)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "architecture", "shape"),
+    [
+        (["--size", "gpt2"], "gpt", gpt.SIZES["gpt2"]),
+        (["--size=gpt2-medium", "--model.n_layer", "2"], "gpt", replace(gpt.SIZES["gpt2-medium"], n_layer=2)),
+        (["--size", "llama-100m"], "llama", llama.SIZES["llama-100m"]),
+        (["--size", "vit-s16"], "vit", vit.SIZES["vit-s16"]),
+        (["--architecture", "gpt", "--size", "gpt2"], "gpt", gpt.SIZES["gpt2"]),
+    ],
+)
+def test_a_size_on_the_command_line_is_that_model_and_no_other_files(arguments, architecture, shape):
+    recipe = parse(*arguments)
+    assert (recipe.ARCHITECTURE, recipe.model) == (architecture, shape)
+    assert recipe.optimizer == settings.OptimizerConfig(), "the default file's are for its small model"
+
+
+def test_a_size_that_is_not_known_is_not_a_files_mistake(file):
+    file.write_text("steps = 3\n")
+    for more in ([], ["--config", str(file)]):
+        with pytest.raises(ValueError, match="^size must be one of gpt2, .*, got 'gpt3'$"):
+            parse("--size", "gpt3", *more)
+
+
+def test_the_vocabulary_is_that_of_the_data_unless_it_is_given(file, tmp_path):
+    file.write_text("steps = 3\n[model]\nn_layer = 2\nn_head = 2\nn_embd = 64\n")
+    own, data = ["--config", str(file)], tmp_path / "some.tokens"
+    write_tokens(data, [b"a"], lambda _: [1, 299] * 500, vocabulary=301, tokenizer="none")
+    assert parse(*own).model.vocab_size == 256, "of bytes"
+    assert parse(*own, "--data", str(data)).model.vocab_size == 301
+    assert parse(*own, "--data", str(data), "--model.vocab-size", "512").model.vocab_size == 512
+    assert parse("--architecture", "llama", "--data", str(data)).model.vocab_size == 301
+    assert parse("--size", "gpt2", "--data", str(data)).model.vocab_size == 50257
+    recipe = train.load(file)
+    assert recipe.network().config.vocab_size == 256
+    assert sum(p.size for p in recipe.network().parameters()) < 300_000
+    with pytest.raises(ValueError, match="vocab_size must be at least 1, got 0"):
+        GPT(GPTConfig(vocab_size=0))
+
+
+def test_what_a_files_section_leaves_out_is_as_on_the_command_line(file):
+    file.write_text('architecture = "vit"\n[model]\nn_layer = 7\n')
+    assert parse("--config", str(file)).model == parse("--architecture", "vit", "--model.n-layer", "7").model
+
+
+LARGE = [str(10**12), str(2**63), "1" + 400 * "0"]
+
+
+@pytest.mark.parametrize("number", LARGE)
+@pytest.mark.parametrize(
+    "name",
+    ["steps", "batch_size", "threads", "ahead", "sample.length", "model.n_layer", "optimizer.warmup_steps"],
+)
+def test_numbers_that_nobody_means_are_one_line_from_both(file, name, number):
+    section, _, key = name.rpartition(".")
+    file.write_text((f"[{section}]\n" if section else "") + f"{key} = {number}\n")
+    for arguments in (["--config", str(file)], [f"--{name}", number]):
+        with pytest.raises(ValueError, match=rf"{name} must be at most \d+, got {number}$"):
+            parse(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("optimizer.weight_decay", ["1e39", "1e300", "inf", "nan"]),
+        ("optimizer.lr", ["1e39", "inf", "nan"]),
+        ("optimizer.clip_type", ["1e-320", "1e-46", "1e39", "nan"]),
+        ("optimizer.clip_norm", ["nan", "-inf"]),
+        ("watchdog.limit", ["1e12", "1e300", "inf", "nan"]),
+        ("checkpoint.stop_after", ["1e12", "inf"]),
+        ("sample.temperature", ["1e39", "nan"]),
+        ("model.init_std", ["inf", "nan"]),
+    ],
+)
+def test_fractions_without_sense_are_one_line(name, values):
+    for value in values:
+        with pytest.raises(ValueError, match=f"{name.rpartition('.')[2]} must be "):
+            parse(f"--{name}={value}")
+
+
+def test_switches_stand_alone_or_with_a_word_and_names_have_hyphens_or_underscores():
+    for words in (["--export"], ["--export", "True"], ["--export=true"], ["--export", "--seed", "3"]):
+        assert parse(*words).export is True
+    assert parse("--export", "False").export is False
+    assert parse("--text.separate_documents", "--data", "a").text.separate_documents is True
+    assert parse("--text.separate-documents").text.separate_documents is True
+    with pytest.raises(ValueError, match="--export: must be True or False, got 'perhaps'"):
+        parse("--export", "perhaps")
+
+
+def test_help_shows_defaults_where_there_are_some(capfd):
+    with pytest.raises(SystemExit):
+        parse("--help")
+    out = " ".join(capfd.readouterr().out.split())
+    assert "(default: )" not in out and "(default: .)" not in out and "None" not in out
+    assert "updates of the weights (default: 1400)" in out
+    assert "decay of AdamW's two moments (default: 0.9 0.95)" in out
+    assert "micro_batches are those of all ranks together." in out, "the comment above a field"
+
+
+def test_nothing_is_said_to_one_who_reads_only_the_beginning_of_the_help():
+    command = f"{sys.executable} -m models.train --help | head -1; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(
+        ["bash", "-c", command], capture_output=True, text=True, cwd=ROOT, env=clean_environment()
+    )
+    assert (done.returncode, done.stderr) == (0, "") and done.stdout.startswith("usage: models.train")
+
+
+def test_errors_are_told_in_every_encoding_and_at_every_width():
+    how = clean_environment(PYTHONIOENCODING="ascii", COLUMNS="20")
+    command = [sys.executable, "-m", "models.train", "--optimizer.lr", "-1"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, env=how)
+    assert (done.returncode, done.stderr) == (2, "error: optimizer.lr must be at least 0, got -1.0\n")
+
+
+def test_a_peak_that_is_never_reached_is_told():
+    assert parse("--optimizer.warmup-steps", "40", "--steps", "40").warnings() == []
+    (told,) = parse("--steps", "40").warnings()
+    assert "optimizer.warmup_steps is 60, of 40 steps" in told

@@ -1,5 +1,6 @@
 """Tasks: what the seam promises to the loop, and what models.train makes of images, tokens and Llamas."""
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -142,6 +143,12 @@ def test_a_llama_learns_from_a_token_file_with_documents_apart(folder, capsys):
         wanted = [directory, "--prompt", "the", "--length", "2", "--temperature", "0"]
         thread.run(2, generate.main, wanted)
         assert capsys.readouterr().out == "the world's a\n"
+        generate.main([directory, "--prompt", "the", "--length", "8", "--temperature", "0"])
+        assert capsys.readouterr().out == "the world's a stage\n", "and then the text ends"
+        generate.main([directory, "--prompt", "the", "--length", "8", "--temperature", "0", "--past-end"])
+        assert capsys.readouterr().out.startswith("the world's a stage <end> ")
+    config = json.loads((folder / "runs" / "play" / "pretrained" / "config.json").read_text())
+    assert config["eos_token_id"] == 1, "as --end said"
     (folder / "runs" / "play" / "pretrained" / "tokenizer.json").unlink()
     with pytest.raises(SystemExit):
         generate.main(wanted)
@@ -182,6 +189,7 @@ def test_fine_tuning_begins_with_the_weights_of_files_and_exports_them_merged(fo
         (["--text.window", "17"], "text.window 17 is more than the model's 16"),
         (["--text.separate-documents", "True"], "text.separate_documents needs a token file"),
         (["--init-from", "nowhere"], "nowhere/config.json"),
+        (["--init-from", "some-org/model"], "hf download some-org/model --local-dir FOLDER"),
         (["--init-from", "here", "--size", "gpt2"], "size is 'gpt2', but init_from brings the shape"),
         (["--lora.rank", "99"], "rank 99 is more than"),
         (["--architecture", "vit", "--images.smoothing", "1"], "images.smoothing must be in [0, 1), got 1"),

@@ -194,6 +194,9 @@ def test_a_step_is_drawn(run, tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {run}: step 1 is not in the trace, but 2, 3\n"
     assert main(["trace", str(tmp_path)]) == 65
     assert capsys.readouterr().err == f"error: {tmp_path}/trace.json: No such file or directory\n"
+    (tmp_path / "metrics.jsonl").touch()
+    assert main(["trace", str(tmp_path)]) == 65
+    assert "no step was traced; train with --report.trace FIRST:LAST" in capsys.readouterr().err
     (tmp_path / "trace.json").write_text('{"traceEvents": [{')
     assert main(["trace", str(tmp_path)]) == 65
     assert capsys.readouterr().err == f"error: {tmp_path}/trace.json: not a whole trace\n"
