@@ -124,7 +124,9 @@ LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) \S|make [a-z]+(?:$| +
 # What no test can run, and why.
 NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
-    r"(mpirun -n \S+|torchrun --nproc-per-node \d+) python": "the beginning of a command, in a sentence",
+    r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
+    r"mpirun .* \.\.\.": "the beginning of a command",
+    r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
     r"hf download .*": "downloads",
@@ -161,12 +163,12 @@ def without_launcher(command: str) -> list[str]:
     words = shlex.split(command.replace(" ... ", " ").removesuffix(" ..."))
     while "=" in words[0]:
         words.pop(0)
-    if words[0] == "mpirun":
-        words = words[3:]
+    if words[0] in ("mpirun", "srun"):
+        words = words[words.index("python") :]
     if words[0] == "shardrt":
         return words
-    assert words[:2] in (["python", "-m"], ["python3", "-m"]), command
-    return words[2:]
+    assert words[0] in ("python", "python3"), command
+    return words[2:] if words[1] == "-m" else words[1:]
 
 
 class Read(Exception):
@@ -275,7 +277,11 @@ def test_every_command_runs_or_is_read_by_its_own_parser(command, here, monkeypa
         assert {e for each in extras for e in each.split(",")} <= setup["options.extras_require"].keys()
         return
     words = without_launcher(command)
-    if re.fullmatch(ONLY_READ, words[0]) or (words[:2] == ["shardrt", "doctor"] and "runs/NAME" not in words):
+    if words[0].endswith(".py"):
+        assert [*(ROOT / "docs").rglob(Path(words[0]).name)], "tests/test_wheel.py runs the examples"
+    elif re.fullmatch(ONLY_READ, words[0]) or (
+        words[:2] == ["shardrt", "doctor"] and "runs/NAME" not in words
+    ):
         read_only(words[0], words[1:], monkeypatch)
     else:
         assert not run(words) or "diff" in words, capsys.readouterr()
@@ -297,4 +303,5 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
     for module in sorted(modules - {"tests.models.memory"}):
         known |= options_of(read_only(module, [], monkeypatch))
     known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
+    known |= options_of(read_only("models.generate", ["RUN"], monkeypatch))
     assert {option for option in OPTIONS if option.replace("_", "-") not in known | {"--kv-heads"}} == set()
