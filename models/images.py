@@ -157,6 +157,7 @@ class ImageClassification:
             f"data: {self.train.source}, {len(self.train)} images to train on and {len(self.others)} held "
             f"out, {classes} classes",
             *([head] if self.new_head else []),
+            *recipe.warnings(),
         ]
 
     def model(self, mesh: DeviceMesh) -> nn.Module:

@@ -177,6 +177,7 @@ class Language:
             f"{self.recipe.NETWORK.__name__} {shape}{begun}",
             f"data: {corpus.source}, {corpus.train.size} {corpus.kind} to train on and "
             f"{corpus.held_out.size} held out{gzip}, {corpus.digest[:19]}",
+            *self.recipe.warnings(),
         ]
 
     def model(self, mesh: DeviceMesh) -> nn.Module:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from shardrt.train import config as settings
 from shardrt.train import options
-from shardrt.train.errors import USAGE, launched_rank, one_line
+from shardrt.train.errors import USAGE, one_line
 from shardrt.train.job import launch
 from shardrt.train.recipe import Recipe
 
@@ -29,8 +29,6 @@ def main(arguments: Sequence[str]) -> None:
     """One run, as the command line says."""
     with one_line(USAGE):
         recipe = parse(arguments)
-    for line in recipe.warnings() if launched_rank() == 0 else ():
-        print(f"warning: {line}")
     launch(recipe)
 
 

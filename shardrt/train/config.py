@@ -349,9 +349,9 @@ def built(kind: Any, table: dict[str, Any], prefix: str = "", start: Any = None)
     }
     try:
         return kind(**given) if start is None else replace(start, **given)
-    except ValueError as error:  # of a section that does not know its name, as the model's
-        section, told = prefix.rstrip("."), str(error)
-        raise ValueError(told if told.startswith(section) else f"{section}: {told}") from None
+    except ValueError as error:
+        error.section = getattr(error, "section", prefix.rstrip("."))  # the model does not know its name
+        raise
 
 
 def _converted(kind: Any, value: Any, key: str, start: Any) -> Any:

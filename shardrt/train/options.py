@@ -48,10 +48,8 @@ def command_line(
     by default those of `kind()`. file: where they are from. Prints help on rank 0 and exits where asked to.
     Raises ValueError that names the option.
     """
-    positional = "".join(
-        f" {option.name.upper()}" for option in next(_sections(kind, start))[1] if option.positional
-    )
-    usage = f"%(prog)s{positional} [OPTIONS]"
+    words = [option.kind.__name__.upper() for option in next(_sections(kind, start))[1] if option.positional]
+    usage = " ".join(["%(prog)s", *words, "[OPTIONS]"])
     parser = _Parser(prog=program, description=kind.__doc__, allow_abbrev=False, usage=usage)
     parser.formatter_class = lambda prog: argparse.HelpFormatter(prog, max_help_position=8)
     if start is not None:
@@ -72,7 +70,11 @@ def command_line(
             for part in path:
                 inner = inner[part]
             inner[last] = _value(known[name], words if isinstance(words, list) else [words])
-    return built(kind, table)
+    try:
+        return built(kind, table)
+    except ValueError as error:
+        section, told = getattr(error, "section", ""), str(error)
+        raise ValueError(f"{section}: {told}" if not told.startswith(section) else told) from None
 
 
 def last_of(arguments: Sequence[str], option: str) -> str | None:
@@ -149,7 +151,7 @@ def _add(group: Any, option: _Option) -> None:
     metavar = "{" + ",".join(choices) + "}" if choices else {str: "STR"}.get(kind, kind.__name__.upper())
     told = _escaped(option.help + _default(option.default))
     if option.positional:
-        group.add_argument(option.name, metavar=option.name.upper(), help=told)
+        group.add_argument(option.name, metavar=metavar, help=told)
     else:
         flag = "--" + option.name.replace("_", "-")
         group.add_argument(flag, dest=option.name, metavar=metavar, help=told, default=None, **many)

@@ -91,13 +91,12 @@ class Recipe:
         return self
 
     def warnings(self) -> list[str]:
-        """What is allowed, and probably not meant."""
+        """Lines about what is allowed, and probably not meant."""
         warmup = self.optimizer.warmup_steps
         if warmup <= self.steps:
             return []
-        return [
-            f"optimizer.warmup_steps is {warmup}, of {self.steps} steps: lr never reaches {self.optimizer.lr}"
-        ]
+        told = f"warning: optimizer.warmup_steps is {warmup}, of {self.steps} steps"
+        return [f"{told}: lr never reaches {self.optimizer.lr}"]
 
     @property
     def invariant(self) -> bool:
