@@ -26,16 +26,18 @@ HOW = [
 
 def _callables():
     """(name, function) for every public function and method."""
-    reference = maker()
+    reference, other = maker(), "models" in sys.modules  # the models have one name in a process
     for package in reference.PACKAGES:
-        module = importlib.import_module(package)
+        module = importlib.import_module(
+            package.removeprefix("shardrt.") if other and "models" in package else package
+        )
         for name in reference.public(module):
             value = getattr(module, name)
             if inspect.isfunction(value):
                 yield f"{package}.{name}", value
             elif inspect.isclass(value):
                 for method, function in inspect.getmembers(value, inspect.isfunction):
-                    if function.__module__.startswith("shardrt") and (
+                    if function.__module__.startswith(("shardrt", "models")) and (
                         method == "__init__" or method[0] != "_"
                     ):
                         yield f"{package}.{name}.{method}", function

@@ -83,9 +83,7 @@ class FSDPConfig:
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
     prefetch: int = 1  # units gathered ahead of the one that computes
     copies: int = 1  # of every shard, for the hybrid strategies: each is held by ranks / copies ranks
-    check_copies: int = (
-        100  # steps from one comparison of copies to the next; before a checkpoint too; 0: never
-    )
+    check_copies: int = 100  # steps from one comparison of copies to the next, and before saves; 0: never
 
     def __post_init__(self) -> None:
         _at_least("fsdp.prefetch", self.prefetch, 0)

@@ -84,13 +84,6 @@ def test_logits_with_the_cache_are_those_without(kind):
     np.testing.assert_allclose(np.concatenate(found, axis=1), expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("tokens", [PROMPT[0], PROMPT.tolist(), PROMPT[None]])
-def test_tokens_that_are_no_rows_are_an_error(kind, tokens):
-    with pytest.raises(ValueError, match=r"tokens: must be an integer array \(batch, time\), got "):
-        made(kind)(tokens)
-
-
 def test_what_a_cache_cannot_do_is_an_error():
     model = made("llama")
     with pytest.raises(ValueError, match="with no_grad"):
