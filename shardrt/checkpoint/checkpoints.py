@@ -79,8 +79,9 @@ class Checkpoints:
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
-        self._saved: list[Piece] = []  # what this rank saves, found once
-        self._counted: dict[str, Slice] = {}
+        self._found: list[tuple[Slice, int]] | None = None  # what the next two are of
+        self._saved: list[Piece] = []  # what this rank saves
+        self._counted: dict[str, tuple[Slice, int]] = {}
         self._snapshot: Snapshot | None = None
         self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
         self._pending: _Save | None = None
@@ -141,14 +142,16 @@ class Checkpoints:
         extra = as_read(extra)  # a copy, too: the program may change its own while this is written
         if self._place is None:
             self._place = self._agreed_place(step)
-        if not self._counted:
+        found = [(piece, len(piece.members)) for piece in self._optimizer.slices]
+        if found != self._found:  # at the first save, and where the optimizer has more parameters since
+            self._found, self._snapshot = found, None
             self._counted = counted(self._model, self._optimizer)
             self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place
         folder = root / f".tmp-{self.store.name(step)}-{tag}"
-        steps = {name: slice.steps for name, slice in self._counted.items()}
+        steps = {name: int(piece.steps[position]) for name, (piece, position) in self._counted.items()}
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         try:
             pieces = self._copied() if copy else self._saved
@@ -279,6 +282,9 @@ class Checkpoints:
     def _checked_manifest(self, folder: Path, weights_only: bool) -> Manifest:
         manifest = read_manifest(folder)
         _check_fits(self._model, manifest, folder)
+        if not weights_only:  # what was trained for a while and is frozen now keeps its moments
+            kept = {piece.parameter for piece in manifest.pieces if piece.kind != PARAMETER}
+            self._optimizer.take_in({id(p) for name, p in self._model.named_parameters() if name in kept})
         _check_kinds(self._pieces(weights_only), manifest, folder)
         return manifest
 

@@ -136,6 +136,9 @@ class Manifest:
             ranges.setdefault((piece.kind, piece.parameter), []).append(
                 (piece.first, piece.first + piece.count)
             )
+        uncounted = {name for kind, name in ranges if kind != "parameter"} - self.steps.keys()
+        if uncounted or self.steps.keys() - self.parameters.keys():
+            raise Damaged("the numbers of updates are not those of the parameters with optimizer state")
         missing = {("parameter", name) for name, p in self.parameters.items() if p.size} - ranges.keys()
         if missing:
             raise Damaged(f"{len(missing)} parameters have no values, {sorted(missing)[0][1]!r} for one")

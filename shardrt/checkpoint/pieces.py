@@ -72,19 +72,21 @@ def _saves(parameter: Parameter) -> bool:
     return worlds.current().rank == 0
 
 
-def counted(model: Module, optimizer: Optimizer) -> dict[str, Slice]:
-    """What counts the updates of each trained parameter."""
+def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]:
+    """Name -> the slice that counts the updates of a parameter, and its position there."""
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    return {names[id(p)]: s for s in optimizer.slices for p, _ in s.members if id(p) in names}
+    return {
+        names[id(parameter)]: (piece, position)
+        for piece in optimizer.slices
+        for position, (parameter, _) in enumerate(piece.members)
+        if id(parameter) in names
+    }
 
 
 def set_steps(model: Module, optimizer: Optimizer, steps: dict[str, int]) -> None:
-    """Take over what `steps_of` gave. Raises ValueError if parameters that are updated together differ."""
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    for piece in optimizer.slices:
-        found = {steps.get(names[id(p)], 0) for p, _ in piece.members}
-        if len(found) > 1:
-            raise ValueError(
-                f"parameters of the unit with {piece.name!r} had different numbers of updates: {found}"
-            )
-        piece.steps = found.pop()
+    """Set how often each parameter was updated, by name; 0 where `steps` has it not."""
+    found: dict[Slice, list[int]] = {piece: piece.steps.tolist() for piece in optimizer.slices}
+    for name, (piece, position) in counted(model, optimizer).items():
+        found[piece][position] = steps.get(name, 0)
+    for piece, own in found.items():
+        piece.set_steps(own)

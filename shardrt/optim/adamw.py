@@ -5,8 +5,10 @@ from math import sqrt
 from types import ModuleType
 
 from shardrt.nn.parameter import Parameter
-from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Update
+
+STATE = {"m": "exp_avg", "v": "exp_avg_sq"}  # moments, and what PyTorch calls them
 
 
 class AdamW(Optimizer):
@@ -28,10 +30,10 @@ class AdamW(Optimizer):
         in_backward: bool = False,
     ) -> None:
         settings = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, settings, state=("m", "v"), in_backward=in_backward)
-        for group in self.param_groups:
-            if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
-                raise ValueError(f"AdamW: betas must be two numbers in [0, 1), got {group['betas']}")
+        super().__init__(params, settings, state=STATE, in_backward=in_backward)
+
+    def check(self, group: dict) -> None:
+        check_betas("AdamW", group)
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
         beta1, beta2 = group["betas"]

@@ -91,8 +91,6 @@ class Updates:
 
     def issue(self, piece: Slice, update: Update, kernel: Kernel) -> None:
         """Issue `kernel(kernels, update)`, after the gradient and all that compute has issued so far."""
-        if len(update.ranges) == 0:
-            return  # this rank holds nothing of it
         route = self._routes[piece]
         self.device.current_stream.record(self._issued)
         for stream in (self._upload, route.stream) if route.staged else (route.stream,):

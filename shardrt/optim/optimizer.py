@@ -6,7 +6,7 @@ storages on the host and during backward, in the streams of offload.py.
 """
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import replace
 from fnmatch import fnmatch
 from functools import partial
@@ -20,7 +20,7 @@ from shardrt.nn import elsewhere
 from shardrt.nn.module import Module, check_set_to_none
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.offload import Updates
-from shardrt.optim.slices import Slice, Update, slices_of
+from shardrt.optim.slices import Cut, Member, Slice, Update, by_storage, members_of, refuse_partly_sharded
 
 Array = Any
 
@@ -44,10 +44,12 @@ class Optimizer:
     params: Parameters, or dicts with "params" and settings of their own. Build it after fully_shard.
     `param_groups` is the list of groups; schedules change its "lr".
     settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
-    state: names of the arrays, as long as each shard, that an update keeps.
+    state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of it.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
+
+    A parameter that is frozen has no state until it is trained.
 
     Raises ValueError for no parameters, a parameter in two groups, an unknown or negative setting, other
     parameters of a unit than those that another optimizer has, or an update on the host of what is not all
@@ -59,39 +61,52 @@ class Optimizer:
         params: Iterable[Parameter | dict],
         settings: dict[str, Any],
         *,
-        state: tuple[str, ...] = (),
+        state: dict[str, str] | None = None,
         in_backward: bool = False,
     ) -> None:
         given = list(params)
         if not given:
             raise ValueError(f"{type(self).__name__}: params is empty")
-        grouped = given if isinstance(given[0], dict) else [{"params": given}]
-        self.param_groups = [_group(settings, group) for group in grouped]
-        self.slices = slices_of(self.param_groups)
-        for piece in self.slices:
-            piece.claim(self)
         self.in_backward = in_backward
+        self.state_names = state or {}
+        self.updates: Updates | None = None
+        self.param_groups: list[dict] = []
+        self._settings = settings
         self._device = device.current()
-        for piece in self.slices:
-            piece.state = {name: piece.storage.new_state(name) for name in state}
-        on_device = all(piece.storage.placement.everything_on_device for piece in self.slices)
-        self.updates = None if on_device and not in_backward else Updates(self._device, self.slices)
-        if in_backward:
-            for index, piece in enumerate(self.slices):
-                # Weak, and by index: a storage must not keep an optimizer and its state alive.
-                piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
+        self.slices: list[Slice] = []  # what it updates, storage by storage
+        self._waiting: list[Member] = []  # frozen, and in no slice
+        self._add(given if isinstance(given[0], dict) else [{"params": given}])
 
     def __getattr__(self, name: str) -> Any:
         raise elsewhere.missing(self, name, elsewhere.OPTIMIZER)
 
+    def take_in(self, also: Collection[int] = ()) -> None:
+        """Give state to parameters that were frozen until now, and are trained or have their id in `also`."""
+        wanted = [member for member in self._waiting if member[0].requires_grad or id(member[0]) in also]
+        if wanted:
+            self._take_in(wanted)
+
+    def add_param_group(self, param_group: dict) -> None:
+        """Update more parameters from now on: a dict as `params` may have. ValueError as from the class."""
+        self._add([param_group])
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients. Raises ValueError for set_to_none=False."""
         check_set_to_none(set_to_none)
+        self.take_in()
         for piece in self.slices:
             piece.storage.zero_grad()
 
-    def step(self) -> None:
-        """Update every storage that has a gradient, if backward has not done it already."""
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient, if backward has not done it already.
+
+        closure: computes the loss anew, with its gradients, before the update; what it gives is given back.
+        """
+        loss = None
+        if closure is not None:
+            with autograd.enable_grad():
+                loss = closure()
+        self.take_in()
         here = []
         for piece in self.slices:
             if not piece.applied and piece.storage.gradient is not None:
@@ -108,6 +123,7 @@ class Optimizer:
             self._update_here(here)
         if self.updates is not None:
             self.updates.settle()
+        return loss
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:
         """What the kernel wants to know of a range of `group` in step `steps`, from 1."""
@@ -117,38 +133,97 @@ class Optimizer:
         """Run the kernel of this optimizer."""
         raise NotImplementedError
 
+    def check(self, group: dict) -> None:
+        """Raise ValueError for settings of a group that can't be."""
+
+    def _add(self, given: list[dict]) -> None:
+        groups = [_group(self._settings, group) for group in given]
+        for group in groups:
+            self.check(group)
+        members = members_of([*self.param_groups, *groups])
+        new = [member for member in members if member[1] >= len(self.param_groups)]
+        self._take_in([member for member in new if member[0].requires_grad])
+        self._waiting += [member for member in new if not member[0].requires_grad]
+        self.param_groups += groups
+
+    def _take_in(self, members: list[Member]) -> None:
+        """Make, or enlarge, the slices of parameters that are trained."""
+        known = {piece.storage: piece for piece in self.slices}
+        found = by_storage(members)
+        new = [Slice(storage) for storage in found if storage not in known]
+        for piece in new:
+            piece.add(found[piece.storage])
+        refuse_partly_sharded([*self.slices, *new])
+        for piece in new:
+            piece.claim(self)
+        for piece in new:
+            piece.state = {name: piece.storage.new_state(name) for name in self.state_names}
+        for storage, piece in known.items():
+            if storage in found:
+                piece.add(found[storage])
+                piece.claim(self)
+        taken = {id(parameter) for parameter, _ in members}
+        self._waiting = [member for member in self._waiting if id(member[0]) not in taken]
+        self._start_updates(new)
+
+    def _start_updates(self, new: list[Slice]) -> None:
+        """Streams, staging memory and hooks for updates that are not made in step() on the device."""
+        if new and self.updates is not None:
+            self.updates.settle()
+        if self.in_backward:
+            for index, piece in enumerate(new, start=len(self.slices)):
+                # Weak, and by index: a storage must not keep an optimizer and its state alive.
+                piece.storage.on_gradient = partial(_apply_now, weakref.ref(self), index)
+        self.slices += new
+        on_device = all(piece.storage.placement.everything_on_device for piece in self.slices)
+        if new and (self.in_backward or not on_device):
+            self.updates = Updates(self._device, self.slices)
+
     def _update_here(self, pieces: list[Slice]) -> None:
         """In the compute stream, all with one copy of their numbers. May be captured in a graph."""
+        graph = self._device.capturing
+        if graph is None:
+            cuts = [(piece, piece.due()) for piece in pieces]
+        else:  # a range each: numbers of updates may come apart between replays, whose table has one length
+            cuts = [(piece, piece.due_apart()) for piece in pieces]
 
         def count() -> None:
-            for piece in pieces:
-                piece.steps += 1
+            for piece, cut in cuts:
+                piece.steps[cut.members] += 1
 
         def count_replay() -> None:
             count()
             for piece in pieces:
                 piece.storage.modified()
 
-        graph = self._device.capturing
         if graph is None:
             count()
         else:
             graph.before_replay(count_replay)
-        ranges = self._device.numbers(lambda: np.concatenate([self._ranges(piece) for piece in pieces]))
+        if any(cut.rows for _, cut in cuts):
+            ranges = self._device.numbers(lambda: self._table(cuts))
         stop = 0
-        for piece in pieces:
-            start, stop = stop, stop + len(piece.starts)
+        for piece, cut in cuts:
+            start, stop = stop, stop + len(cut.rows)
             if piece.storage.gradient_ready is not None:
                 self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
-            self.update(self._device.kernels, Update(piece.arrays(), ranges[start:stop]))
+            if cut.rows:  # this rank holds something of it
+                self.update(self._device.kernels, Update(piece.arrays(), ranges[start:stop]))
             piece.storage.modified()
 
-    def _ranges(self, piece: Slice) -> Array:
-        return piece.ranges([self.numbers(group, piece.steps) for group in self.param_groups])
+    def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
+        """The ranges of all, with their numbers: float64 (ranges, 2 + numbers)."""
+
+        def numbers(group: int, steps: int) -> tuple[float, ...]:
+            return self.numbers(self.param_groups[group], steps)
+
+        return np.array([row for piece, cut in cuts for row in piece.rows(cut, numbers)], np.float64)
 
     def _issue(self, piece: Slice) -> None:
-        piece.steps += 1
-        self.updates.issue(piece, Update(piece.arrays(), self._ranges(piece)), self._update_there)
+        cut = piece.due()
+        piece.steps[cut.members] += 1
+        if cut.rows:
+            self.updates.issue(piece, Update(piece.arrays(), self._table([(piece, cut)])), self._update_there)
         piece.storage.modified()
 
     def _update_there(self, kernels: ModuleType, update: Update) -> None:
@@ -188,3 +263,9 @@ def _group(settings: dict[str, Any], own: dict) -> dict:
         if not group[name] >= 0:
             raise ValueError(f"optimizer: {name} must not be negative, got {group[name]}")
     return group
+
+
+def check_betas(name: str, group: dict) -> None:
+    """Raise ValueError unless the betas of a group of optimizer `name` are two numbers in [0, 1)."""
+    if len(group["betas"]) != 2 or not all(0 <= beta < 1 for beta in group["betas"]):
+        raise ValueError(f"{name}: betas must be two numbers in [0, 1), got {group['betas']}")

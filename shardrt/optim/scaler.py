@@ -16,6 +16,7 @@ from shardrt.optim.optimizer import Optimizer, Slice
 from shardrt.tensor import Tensor
 
 _NO_GRADIENT, _FINITE, _OVERFLOW = 0.0, 1.0, 2.0  # in this order: ranks take the largest
+_SMALLEST, _LARGEST = 2.0**-127, float(np.finfo(np.float32).max)  # scales: neither they nor 1 / them overflow
 _UNSCALED, _STEPPED = "unscaled", "stepped"
 
 
@@ -51,14 +52,7 @@ class GradScaler:
         growth_interval: int = 2000,
         enabled: bool = True,
     ) -> None:
-        if not init_scale > 0:
-            raise ValueError(f"GradScaler: init_scale must be positive, got {init_scale}")
-        if not growth_factor > 1:
-            raise ValueError(f"GradScaler: growth_factor must be more than 1, got {growth_factor}")
-        if not 0 < backoff_factor < 1:
-            raise ValueError(f"GradScaler: backoff_factor must be between 0 and 1, got {backoff_factor}")
-        if not growth_interval > 0:
-            raise ValueError(f"GradScaler: growth_interval must be positive, got {growth_interval}")
+        _check("init_scale", init_scale, growth_factor, backoff_factor, growth_interval)
         self.growth_factor = growth_factor
         self.backoff_factor = backoff_factor
         self.growth_interval = growth_interval
@@ -103,6 +97,7 @@ class GradScaler:
                 f"GradScaler.unscale_: {before[self._progress[optimizer].stage]} this optimizer already; "
                 "call update() at the end of the step"
             )
+        optimizer.take_in()
         factor = _float32(1.0 / self._scale)
         found = max((_unscale(piece, factor) for piece in optimizer.slices), default=_NO_GRADIENT)
         self._progress[optimizer] = _Progress(_agreed(optimizer.slices, found))
@@ -150,7 +145,7 @@ class GradScaler:
         if self._growth_tracker == self.growth_interval:
             self._growth_tracker = 0
             larger = self._scale * self.growth_factor
-            if larger <= float(np.finfo(np.float32).max):
+            if larger <= _LARGEST:
                 self._scale = _float32(larger)
 
     def state_dict(self) -> dict[str, Any]:
@@ -166,22 +161,46 @@ class GradScaler:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what `state_dict` gave. Raises ValueError if that is empty: of a scaler not enabled."""
+        """Take over what `state_dict` gave.
+
+        Raises ValueError if that is empty, of a scaler not enabled, or holds what no scaler has; nothing is
+        changed then.
+        """
         if not self._enabled:
             return
         if not state_dict:
             raise ValueError(
                 "GradScaler.load_state_dict: state_dict is empty, from a scaler with enabled=False"
             )
-        self._scale = _float32(state_dict["scale"])
-        self.growth_factor = state_dict["growth_factor"]
-        self.backoff_factor = state_dict["backoff_factor"]
-        self.growth_interval = state_dict["growth_interval"]
-        self._growth_tracker = state_dict["_growth_tracker"]
+        names = ("scale", "growth_factor", "backoff_factor", "growth_interval", "_growth_tracker")
+        found = [state_dict.get(name) for name in names] if isinstance(state_dict, dict) else []
+        if not found or not all(isinstance(value, int | float) and abs(value) < 1e300 for value in found):
+            told = str(state_dict)[:200]
+            raise ValueError(f"GradScaler: a state has the finite numbers {', '.join(names)}; got {told}")
+        scale, growth, backoff, interval, tracker = found
+        _check("scale", scale, growth, backoff, interval)
+        if not 0 <= tracker < interval or tracker != int(tracker):
+            raise ValueError(f"GradScaler: _growth_tracker must be in [0, {interval}), got {tracker}")
+        self._scale, self._growth_tracker = _float32(scale), tracker
+        self.growth_factor, self.backoff_factor, self.growth_interval = growth, backoff, interval
 
     def _check_scaled(self, method: str) -> None:
         if not self._has_scaled:
             raise RuntimeError(f"GradScaler.{method}: call scale(loss) first, and backward on the result")
+
+
+def _check(name: str, scale: float, growth: float, backoff: float, interval: int) -> None:
+    """Raise ValueError for settings that can't be; `name` is what the scale is called."""
+    if not scale > 0:
+        raise ValueError(f"GradScaler: {name} must be positive, got {scale}")
+    if not _SMALLEST <= scale <= _LARGEST:
+        raise ValueError(f"GradScaler: {name} must be in [{_SMALLEST:g}, {_LARGEST:g}], got {scale}")
+    if not growth > 1:
+        raise ValueError(f"GradScaler: growth_factor must be more than 1, got {growth}")
+    if not 0 < backoff < 1:
+        raise ValueError(f"GradScaler: backoff_factor must be between 0 and 1, got {backoff}")
+    if not interval > 0:
+        raise ValueError(f"GradScaler: growth_interval must be positive, got {interval}")
 
 
 def _unscale(piece: Slice, factor: float) -> float:
@@ -195,7 +214,7 @@ def _unscale(piece: Slice, factor: float) -> float:
         here.current_stream.wait(ready)  # backward may still be reducing it
     finite = [
         device.of(gradient).kernels.elementwise.unscale_(gradient[start:stop], factor)
-        for start, stop in merged(zip(piece.starts.tolist(), piece.stops.tolist(), strict=True))
+        for start, stop in merged((start, stop) for start, stop, _ in piece.due().rows)
     ]
     return _FINITE if all(finite) else _OVERFLOW
 

@@ -32,7 +32,7 @@ class SGD(Optimizer):
         super().__init__(
             params,
             {"lr": lr, "weight_decay": weight_decay},
-            state=("momentum",) if momentum else (),
+            state={"momentum": "momentum_buffer"} if momentum else {},
             in_backward=in_backward,
         )
         self.momentum = momentum

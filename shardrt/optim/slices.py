@@ -4,6 +4,7 @@ Parameters become ranges here; what follows (the kernels, offload) never sees a 
 """
 
 import weakref
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,29 +16,45 @@ from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.nn.utils import merged
 
 Array = Any
+Member = tuple[Parameter, int]  # a parameter, and the number of its group
+Row = tuple[int, int, int]  # start, stop, and the position of a member that lies in there
+
+
+@dataclass(frozen=True, eq=False)
+class Cut:
+    """What one step updates of a slice: positions of members, and the ranges of the shard that they fill."""
+
+    members: Array
+    rows: tuple[Row, ...]
 
 
 class Slice:
-    """What an optimizer keeps for one storage: its ranges by group, its state arrays, its step count.
+    """What an optimizer keeps for one storage: its parameters, its state arrays, the numbers of updates.
 
-    members: (parameter, group) for each parameter in it. `applied`: backward has issued the update of this
-    step already.
+    members: (parameter, group) of each parameter in it. steps: how often each was updated, int64 (members,).
+    `applied`: backward has issued the update of this step already.
     """
 
-    __slots__ = ("storage", "members", "starts", "stops", "groups", "state", "steps", "applied", "_trained")
+    __slots__ = ("storage", "members", "state", "steps", "applied", "_due", "_cut")
 
-    def __init__(self, storage: Storage, members: list[tuple[Parameter, int]]) -> None:
+    def __init__(self, storage: Storage) -> None:
         self.storage = storage
-        self.members = members
+        self.members: list[Member] = []
         self.state: dict[str, Array] = {}
-        self.steps = 0
+        self.steps = np.zeros(0, np.int64)
         self.applied = False
-        self._arrange()
+        self._due: list[bool] = []  # which members `_cut` is of
+        self._cut: Cut | None = None
 
     @property
     def name(self) -> str:
         """That of the first parameter in it, for messages."""
         return self.members[0][0].name
+
+    def add(self, members: list[Member]) -> None:
+        """Take in parameters of the storage, never updated yet."""
+        self.members += members
+        self.set_steps([*self.steps.tolist(), *(0 for _ in members)])
 
     def claim(self, optimizer: Any) -> None:
         """Note that `optimizer` updates this. Raises ValueError if another one updates other parts of it.
@@ -45,7 +62,7 @@ class Slice:
         A storage has one gradient, which the first of the two to call zero_grad would forget for both.
         """
         own = {id(parameter) for parameter, _ in self.members}
-        others = [(owner, known) for owner, known in self.storage.owners if owner() is not None]
+        others = [(owner, known) for owner, known in self.storage.owners if owner() not in (None, optimizer)]
         if any(not own & known for _, known in others):
             raise ValueError(
                 f"{type(optimizer).__name__}: parameter {self.name!r} is in one unit with parameters that "
@@ -53,39 +70,56 @@ class Slice:
             )
         self.storage.owners = [*others, (weakref.ref(optimizer), own)]
 
-    def _arrange(self) -> None:
-        """Find the ranges of the parameters that are trained now."""
-        self._trained = [parameter.requires_grad for parameter, _ in self.members]
-        by_group: dict[int, list[tuple[int, int]]] = {}
-        for (parameter, group), trained in zip(self.members, self._trained, strict=True):
-            if trained:
-                by_group.setdefault(group, []).append(self.storage.range_of(parameter)[:2])
-        ranges = sorted((start, stop, g) for g, pieces in by_group.items() for start, stop in merged(pieces))
-        self.starts = np.array([start for start, _, _ in ranges], np.int64)
-        self.stops = np.array([stop for _, stop, _ in ranges], np.int64)
-        self.groups = [group for _, _, group in ranges]
+    def set_steps(self, steps: Iterable[int]) -> None:
+        """How often each member was updated, as a checkpoint says."""
+        self.steps = np.array(list(steps), np.int64)
+        self._cut = None  # members that are updated together may have been apart, or the other way round
+
+    def due(self) -> Cut:
+        """What a step updates now: each member that is trained and has a gradient. Nothing is counted."""
+        due = [p.requires_grad and self.storage.has_gradient(p) for p, _ in self.members]
+        if self._cut is None or due != self._due:
+            self._due, self._cut = due, self._cut_of(due, joined=True)
+        return self._cut
+
+    def due_apart(self) -> Cut:
+        """The same with a range for each member, however often each was updated: for replays of a graph."""
+        due = [p.requires_grad and self.storage.has_gradient(p) for p, _ in self.members]
+        return self._cut_of(due, joined=False)
+
+    def _cut_of(self, due: list[bool], joined: bool) -> Cut:
+        """joined: neighbours of one group with equal numbers of updates are one range."""
+        members = np.flatnonzero(due)
+        alike: dict[Any, list[int]] = {}
+        for position in members.tolist():
+            key = (self.members[position][1], self.steps[position]) if joined else position
+            alike.setdefault(key, []).append(position)
+        rows = []
+        for positions in alike.values():
+            pieces = [self.storage.range_of(self.members[position][0])[:2] for position in positions]
+            rows += [(start, stop, positions[0]) for start, stop in merged(pieces)]
+        return Cut(members, tuple(sorted(rows)))
 
     def arrays(self) -> dict[str, Array]:
         """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long."""
         return {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
 
-    def ranges(self, numbers: list[tuple[float, ...]]) -> Array:
-        """The ranges with the numbers that a kernel wants for each: those of its group, from `numbers`.
-
-        Float64 (ranges, 2 + numbers). Leaves out what was frozen since the optimizer was made.
-        """
-        if any(p.requires_grad != was for (p, _), was in zip(self.members, self._trained, strict=True)):
-            self._arrange()
-        rows = [
-            (start, stop, *numbers[group])
-            for start, stop, group in zip(self.starts, self.stops, self.groups, strict=True)
-        ]
-        return np.array(rows, np.float64).reshape(-1, 2 + len(numbers[0]))
+    def rows(self, cut: Cut, numbers: Callable[[int, int], tuple[float, ...]]) -> list[tuple[float, ...]]:
+        """Each range with what a kernel wants to know of it: numbers(group, which update this is, from 1)."""
+        known: dict[tuple[int, int], tuple[float, ...]] = {}
+        table = []
+        for start, stop, position in cut.rows:
+            # 0 where a graph of the first step is captured, whose replays count before they run
+            key = self.members[position][1], max(1, int(self.steps[position]))
+            if key not in known:
+                known[key] = numbers(*key)
+            table.append((start, stop, *known[key]))
+        return table
 
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One call of an optimizer's kernel: Slice.arrays; Slice.ranges, on the host or where it runs."""
+    """One call of an optimizer's kernel: Slice.arrays; float64 Slice.rows, on the host or where it runs."""
 
     arrays: dict[str, Array]
     ranges: Array
@@ -114,31 +148,33 @@ class Update:
         return replace(self, arrays={**self.arrays, **arrays})
 
 
-def slices_of(groups: list[dict]) -> list[Slice]:
-    """One Slice per storage of the parameters in `groups`.
-
-    Raises ValueError for a parameter given twice, or in no unit where others are.
-    """
-    members: dict[Storage, list[tuple[Parameter, int]]] = {}
-    seen: set[int] = set()
+def members_of(groups: list[dict]) -> list[Member]:
+    """Every parameter with the number of its group. Raises ValueError for one that is given twice."""
+    seen: dict[int, Member] = {}
     for index, group in enumerate(groups):
         for parameter in group["params"]:
             if id(parameter) in seen:
                 raise ValueError(f"optimizer: parameter {parameter.name!r} is given twice")
-            seen.add(id(parameter))
-            if parameter.requires_grad:
-                parameter.storage.range_of(parameter)  # builds it, if it is a unit's
-                members.setdefault(parameter.storage, []).append((parameter, index))
-    _refuse_partly_sharded(members)
-    return [Slice(storage, pairs) for storage, pairs in members.items()]
+            seen[id(parameter)] = parameter, index
+    return list(seen.values())
 
 
-def _refuse_partly_sharded(members: dict[Storage, list[tuple[Parameter, int]]]) -> None:
-    """Beside sharded parameters, plain ones would differ more and more between ranks, unnoticed."""
-    plain = [storage for storage in members if isinstance(storage, LocalStorage)]
-    forgotten = [members[storage][0][0] for storage in plain if not storage.ignored]
-    if world.current().size > 1 and forgotten and len(plain) < len(members):
+def by_storage(members: list[Member]) -> dict[Storage, list[Member]]:
+    """The members in each storage, which is there when this returns."""
+    found: dict[Storage, list[Member]] = {}
+    for member in members:
+        parameter = member[0]
+        parameter.storage.range_of(parameter)  # builds it, if it is a unit's
+        found.setdefault(parameter.storage, []).append(member)
+    return found
+
+
+def refuse_partly_sharded(slices: list[Slice]) -> None:
+    """ValueError for plain parameters beside sharded ones: they would drift apart between ranks unseen."""
+    plain = [piece for piece in slices if isinstance(piece.storage, LocalStorage)]
+    forgotten = [piece.name for piece in plain if not piece.storage.ignored]
+    if world.current().size > 1 and forgotten and len(plain) < len(slices):
         raise ValueError(
-            f"optimizer: parameter {forgotten[0].name!r} is in no unit, so nobody would reduce its gradient "
+            f"optimizer: parameter {forgotten[0]!r} is in no unit, so nobody would reduce its gradient "
             "over the ranks; call fully_shard(model) last, or name it in ignored"
         )

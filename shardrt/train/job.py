@@ -215,16 +215,24 @@ def resume(job: Job) -> tuple[int, list[str]]:
         return 0, []
     try:
         step, extra = job.checkpoints.restore(None if wanted == "auto" else wanted)
+        _restore_scale(job.scaler, extra.get("scaler"))
     except CheckpointError:
         if wanted != "auto":
             job.run.discard()
         raise
-    if extra.get("scaler") and job.scaler.is_enabled():
-        job.scaler.load_state_dict(extra["scaler"])
     told = [f"resumed from step {step}" if step else "no checkpoint yet: from the beginning"]
     if changed := changes(extra, job.origin) if step else []:
         told.append(f"warning: not the run that was saved: {'; '.join(changed[:8])}")
     return step, told
+
+
+def _restore_scale(scaler: optim.GradScaler, state: Any) -> None:
+    """Raises CheckpointError for a state that no scaler has: the file is forged, or another program's."""
+    if state and scaler.is_enabled():
+        try:
+            scaler.load_state_dict(state)
+        except ValueError as error:
+            raise CheckpointError(f"the loss scale of the checkpoint cannot be used: {error}") from None
 
 
 def changes(saved: dict[str, Any], own: dict[str, Any]) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from safetensors.numpy import load_file
 
 import shardrt
-from shardrt import optim
+from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
@@ -47,7 +47,7 @@ def everything(model, optimizer):
     held = [
         (p.kind, p.parameter, p.first, np.array(p.array)) for p in pieces_of(model, optimizer, saving=True)
     ]
-    return held, {name: slice.steps for name, slice in counted(model, optimizer).items()}
+    return held, {name: int(piece.steps[at]) for name, (piece, at) in counted(model, optimizer).items()}
 
 
 def whole(results):
@@ -140,6 +140,57 @@ def test_it_loads_into_a_hybrid_and_out_of_it(tmp_path, saved_at):
     same(whole([held for held, _, _ in thread.run(4, resume, root, until=2, **hybrid)]), expected)
     expected = whole(thread.run(4, save_after, tmp_path / "c", 2, **hybrid))
     same(whole([held for held, _, _ in thread.run(3, resume, tmp_path / "c", until=2)]), expected)
+
+
+def paused(root, first, last):
+    """Steps of a model with biases that are frozen now and then, from one checkpoint to the next."""
+    model, optimizer, checkpoints = made(root)
+    assert checkpoints.restore()[0] == first
+    for step in range(first, last):
+        for number, block in enumerate(model.blocks):
+            block.up.bias.requires_grad = (step + number) % 3 > 0
+        train(model, optimizer, step, step + 1)
+    checkpoints.save(last)
+    return everything(model, optimizer)
+
+
+def test_numbers_of_updates_that_differ_within_a_unit_come_back_at_any_number_of_ranks(tmp_path):
+    expected = thread.run(2, paused, tmp_path / "whole", 0, STEPS)
+    middle = thread.run(2, paused, tmp_path / "cut", 0, 4)
+    assert [middle[0][1][f"blocks.{n}.up.bias"] for n in range(3)] == [2, 3, 3]
+    assert middle[0][1]["blocks.0.up.weight"] == 4
+    for ranks in (1, 3):
+        found = thread.run(ranks, paused, tmp_path / "cut", 4, 4)
+        same(whole(found), whole(middle))
+        assert all(steps == middle[0][1] for _, steps in found)
+    found = thread.run(2, paused, tmp_path / "cut", 4, STEPS)
+    same(whole(found), whole(expected))
+    assert [steps for _, steps in found] == [steps for _, steps in expected]
+
+
+def test_what_was_unfrozen_in_the_run_keeps_its_moments(tmp_path):
+    """The program that resumes begins as the run did: with the parameter frozen."""
+
+    def begun():
+        model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
+        model[0].requires_grad_(False)
+        optimizer = optim.AdamW(model.parameters())
+        return model, optimizer, Checkpoints(tmp_path / "c", model, optimizer, init_device_mesh("auto"))
+
+    model, optimizer, checkpoints = begun()
+    checkpoints.save(1)
+    model[0].requires_grad_(True)
+    model(np.ones((1, 3), np.float32)).sum().backward()
+    optimizer.step()
+    checkpoints.start(2)
+    checkpoints.settle()
+    again, resumed, others = begun()
+    assert others.restore()[0] == 2
+    held, steps = everything(model, optimizer)
+    found, found_steps = everything(again, resumed)
+    assert len(held) == 3 * 4 and steps == found_steps and set(steps.values()) == {1}
+    for (*key, values), (*same_key, expected) in zip(found, held, strict=True):
+        assert key == same_key and np.array_equal(values, expected)
 
 
 def into_one_unit(root):

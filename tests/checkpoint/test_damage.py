@@ -151,6 +151,9 @@ WRONG = {
     "a gap": lambda b: b["pieces"][0].__setitem__(3, 1),
     "pieces that are no rows": lambda b: b.update(pieces=[3]),
     "steps that are no numbers": lambda b: b.update(steps={"bias": 1.5}),
+    "moments without numbers of updates": lambda b: b.update(steps={}),
+    "moments of one without its number": lambda b: b["steps"].pop("bias"),
+    "a number of updates of nothing": lambda b: b["steps"].update(more=1),
     "nothing": lambda b: b.clear(),
     "an extra that is a string": lambda b: b.update(extra="abc"),
 }

@@ -84,7 +84,7 @@ def change(model, optimizer, step):
 
 def digest(model, optimizer):
     """A hash of all that this rank holds."""
-    steps = {name: slice.steps for name, slice in counted(model, optimizer).items()}
+    steps = {name: int(piece.steps[at]) for name, (piece, at) in counted(model, optimizer).items()}
     found = hashlib.sha256(repr(steps).encode())
     for piece in pieces_of(model, optimizer, saving=False):
         found.update(f"{piece.kind} {piece.parameter} {piece.first}".encode() + piece.array.tobytes())

@@ -86,7 +86,7 @@ def train(
             with shardrt.no_grad():
                 seen.append([float(F.cross_entropy(model(tokens), targets).item()), 0.0])
             model.train()
-    return seen, full_state_dict(model), [piece.steps for piece in updates.slices]
+    return seen, full_state_dict(model), [int(n) for piece in updates.slices for n in piece.steps]
 
 
 SGD = partial(optim.SGD, lr=1e-2, momentum=0.9)

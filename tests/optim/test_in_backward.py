@@ -88,7 +88,7 @@ def test_step_waits_for_the_updates_and_makes_none():
     optimizer.step()
     after = storage.shard.copy()
     assert not np.array_equal(after, before)
-    assert optimizer.slices[0].steps == 1
+    assert set(optimizer.slices[0].steps.tolist()) == {1}
 
 
 def test_a_gradient_that_came_another_way_is_applied_by_step():
@@ -115,7 +115,7 @@ def test_a_second_backward_before_step_is_an_error_and_after_it_is_not():
     optimizer.zero_grad()
     storage.reduce(third)
     optimizer.step()
-    assert optimizer.slices[0].steps == 2
+    assert set(optimizer.slices[0].steps.tolist()) == {2}
 
 
 def test_a_storage_says_whether_its_gradient_is_applied():

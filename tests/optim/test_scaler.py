@@ -281,3 +281,30 @@ def test_settings_that_cannot_be_are_errors(settings, message):
 def test_an_empty_state_is_an_error():
     with pytest.raises(ValueError, match="state_dict is empty"):
         GradScaler().load_state_dict({})
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"scale": 0.0},
+        {"scale": -1.0},
+        {"scale": 1e-60},
+        {"scale": float("nan")},
+        {"scale": 10**400},
+        {"scale": "8"},
+        {"growth_factor": None},
+        {"growth_interval": [1]},
+        {"backoff_factor": 2.0},
+        {"_growth_tracker": -1},
+        {"_growth_tracker": 0.5},
+    ],
+    ids=str,
+)
+def test_a_forged_state_is_a_value_error_and_changes_nothing(change):
+    scaler = GradScaler(init_scale=8.0)
+    before = scaler.state_dict()
+    with pytest.raises(ValueError, match="GradScaler: "):
+        scaler.load_state_dict({**before, "scale": 4.0, **change})
+    with pytest.raises(ValueError, match="a state has the finite numbers"):
+        scaler.load_state_dict(list(before))
+    assert scaler.state_dict() == before

@@ -19,6 +19,7 @@ from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
 from shardrt.train.errors import DATA, USAGE
+from tests.checkpoint.test_damage import body, write
 from tests.ranks import clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
 
@@ -196,6 +197,24 @@ def test_what_cannot_be_resumed_is_told(folder, capfd, options, code, told):
     assert stop.value.code == code
     (line,) = capfd.readouterr().err.splitlines()
     assert line.startswith("error: ") and told in line
+
+
+def test_a_loss_scale_that_no_run_has_is_told_in_one_line(folder, capfd):
+    """Of a checkpoint that somebody has written by hand, its checksum too."""
+    sixteen = settings.PrecisionConfig(param=settings.Precision.float16)
+    launch(1, "whole", precision=sixteen)
+    for path in (folder / "runs" / "whole" / "checkpoints").glob("*/manifest.json"):
+        content = body(path.parent)
+        content["extra"]["scaler"]["scale"] = 0.0
+        write(path, content)
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as stop:
+        train.main(arguments("--resume", "auto", "--name", "whole", "--precision.param", "float16"))
+    assert stop.value.code == DATA
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith(
+        "error: the loss scale of the checkpoint cannot be used: GradScaler: scale must be"
+    )
 
 
 def test_a_disk_that_is_full_ends_no_run(folder, capfd, monkeypatch):
