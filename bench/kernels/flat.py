@@ -201,6 +201,24 @@ def adamw(make: Maker) -> Iterator[Case]:
     )
 
 
+def lion(make: Maker) -> Iterator[Case]:
+    """All float32."""
+    count, lr, decay, betas = make.sizes.elements, 1e-4, 0.1, (0.9, 0.99)
+    param, grad, m = _exact(count), _exact(count, 1), _exact(count)
+    m.fill(0)
+    inputs = (placed(param), grad)
+    ranges = devices.current().asarray(np.array([[0, count, 1 - lr * decay, lr, *betas]]))
+    module = make.kernels.lion
+    yield Case(
+        *("lion", "step", str(count), module.bytes_moved(count), module.flops(count)),
+        ours=lambda: module.step(param, grad, m, ranges),
+        results=(param, m),
+        inputs=inputs,
+        plain=lambda *arrays: plain.lion(*arrays, lr, decay, *betas),
+        dtype="float32",
+    )
+
+
 def sgd(make: Maker) -> Iterator[Case]:
     """With momentum, all float32."""
     count, lr, decay, momentum = make.sizes.elements, 1e-3, 1e-4, 0.9
@@ -237,5 +255,5 @@ def _exact(count: int, seed: int = 0) -> Array:
 
 OPS = {
     function.__name__: function
-    for function in (copy, cast, normal, sum_ranks, column_sum, power_sums, adamw, sgd)
+    for function in (copy, cast, normal, sum_ranks, column_sum, power_sums, adamw, lion, sgd)
 }

@@ -328,6 +328,11 @@ def adamw(
     return param * (1 - lr * decay) - lr * (m / (1 - beta1)) / deviation, m, v
 
 
+def lion(param: Array, grad: Array, lr: float, decay: float, beta1: float, beta2: float) -> tuple:
+    """The first step."""
+    return param * (1 - lr * decay) - lr * np.sign((1 - beta1) * grad), (1 - beta2) * grad
+
+
 def sgd(param: Array, grad: Array, lr: float, decay: float) -> tuple:
     """The first step with momentum."""
     buffer = grad + decay * param

@@ -17,6 +17,7 @@ from shardrt.kernels.cpu import (
     embedding,
     layer_norm,
     linear,
+    lion,
     philox,
     reduce,
     rms_norm,
@@ -66,6 +67,7 @@ def warm_up() -> None:
     reduce.exact_power_sums(row, 2)
     elementwise.unscale_(row, 1.0)
     adamw.step(row, bias, weight, x[0], np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 0.9, 0.99, 1e-8]]))
+    lion.step(row, bias, weight, np.array([[0.0, 4.0, 1.0, 0.1, 0.9, 0.99]]))
     ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
     sgd.step(row, bias, None, ranges, 0.0, False)
     sgd.step(row, bias, weight, ranges, 0.9, False)

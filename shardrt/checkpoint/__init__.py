@@ -1,11 +1,12 @@
 """Checkpoints of a run, and whole weights in and out.
 
-Read in this order: disk, pieces, manifest, rankfile, store, checkpoints. weights and state handle only files
-and dicts of whole weights.
+Read in this order: disk, pieces, manifest, rankfile, store, checkpoints. weights, state and
+optimizer_state handle only files and dicts of whole arrays.
 """
 
 from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints, NonfiniteWeights
 from shardrt.checkpoint.manifest import Damaged
+from shardrt.checkpoint.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.checkpoint.state import full_state_dict
 from shardrt.checkpoint.store import Store, read_manifest, verify
 from shardrt.checkpoint.weights import load, save
@@ -17,8 +18,10 @@ __all__ = [
     "NonfiniteWeights",
     "Store",
     "full_state_dict",
+    "get_optimizer_state_dict",
     "load",
     "read_manifest",
     "save",
+    "set_optimizer_state_dict",
     "verify",
 ]

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +10,8 @@ import numpy as np
 
 from shardrt.checkpoint.checkpoints import CheckpointError
 from shardrt.checkpoint.state import failures, full_state_dict
-from shardrt.nn.module import Module
+from shardrt.comm import talk
+from shardrt.nn.module import Module, everyone
 
 WEIGHTS = "model.safetensors"
 
@@ -49,21 +51,45 @@ def _write(path: Path, state: dict[str, np.ndarray], step: int) -> None:
     os.replace(temporary, path)
 
 
-def load(directory: str | Path, model: Module) -> int:
+def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = False) -> int:
     """Set the model's weights from `directory`/model.safetensors; gives their step. Collective.
 
-    Every rank reads the file and keeps its pieces, one parameter at a time. Raises FileNotFoundError, or
-    ValueError for a damaged file, or names or shapes that differ from the model's.
+    Every rank reads the file and keeps its pieces, one parameter at a time. broadcast_from_rank0: rank 0
+    alone reads it, and sends it array by array: for a file system that only rank 0 sees.
+
+    Raises FileNotFoundError, or ValueError for a damaged file, or names or shapes that differ from the
+    model's; with broadcast_from_rank0 CheckpointError on every rank where rank 0 can't open it.
     """
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
     path = Path(directory) / WEIGHTS
+    control = everyone(model, "load") if broadcast_from_rank0 else None
     try:
-        with safe_open(path, "np") as file:
-            model.load_state_dict(_Tensors(file))
-            return int((file.metadata() or {}).get("step", "0"))
+        if control is None:
+            with _opened(path) as file:
+                model.load_state_dict(file)
+                return file.step
+        with ExitStack() as stack:
+            file = error = None
+            if control.rank == 0:
+                try:
+                    file = stack.enter_context(_opened(path))
+                except (OSError, SafetensorError) as failed:
+                    error = failed
+            if told := talk.failures(control, error):
+                raise CheckpointError(f"{path} was not read: {told[0]}") from error
+            model.load_state_dict(file, broadcast_from_rank0=True)
+            return talk.from_first(control, file and file.step)
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator["_Tensors"]:
+    from safetensors import safe_open
+
+    with safe_open(path, "np") as file:
+        yield _Tensors(file)
 
 
 def _umask() -> int:
@@ -78,6 +104,11 @@ class _Tensors(Mapping):
 
     def __init__(self, file: Any) -> None:
         self._file = file
+
+    @property
+    def step(self) -> int:
+        """What `save` was told."""
+        return int((self._file.metadata() or {}).get("step", "0"))
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)

@@ -8,10 +8,15 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
+
+from shardrt import device
+from shardrt.comm import world
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -77,6 +82,33 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
             for parameter, view in zip(group.parameters, views, strict=True):
                 if id(parameter) in names:
                     yield names[id(parameter)], view
+
+
+def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
+    """All of a parameter's part of `array`, which is as long as its shard: optimizer state, say. Collective.
+
+    A host array in the parameter's shape on rank 0, to which the others send what they hold; None elsewhere.
+    """
+    storage, here = parameter.storage, device.current()
+    start, stop, _ = storage.range_of(parameter)
+    own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
+    if isinstance(storage, LocalStorage):
+        return own.reshape(parameter.shape).copy() if world.current().rank == 0 else None
+    team, layout = storage.team, storage.layout
+    if team.copies is not None and team.copies.rank > 0:
+        return None  # rank 0's team has it all
+    if team.rank > 0:
+        if own.size:
+            team.control.send(own, peer=0, stream=here.current_stream)
+        return None
+    entry = layout.entries[storage.position[id(parameter)]]
+    whole = np.empty(parameter.size, own.dtype)
+    whole[: own.size] = own
+    for rank in range(1, team.size):
+        start, stop, first = layout.local(entry, rank)
+        if start < stop:
+            team.control.recv(whole[first : first + stop - start], peer=rank, stream=here.current_stream)
+    return whole.reshape(parameter.shape)
 
 
 def built_units(module: Module) -> list[Unit]:

@@ -16,6 +16,7 @@ import numpy as np
 
 from shardrt import autograd, random
 from shardrt.autograd import WRITTEN, Edge
+from shardrt.comm.protocol import Communicator
 from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
@@ -120,6 +121,10 @@ class Group(Storage):
     @property
     def reduced(self) -> bool:
         return self.unit.reduces and self.complete
+
+    @property
+    def everyone(self) -> Communicator:
+        return self.unit.schedule.control
 
     @property
     def exact_norm(self) -> bool:

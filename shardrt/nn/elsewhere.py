@@ -44,10 +44,9 @@ MODULE = {
     "buffers": "use named_buffers()",
 }
 
-_CHECKPOINTS = "use shardrt.checkpoint.Checkpoints, which saves and restores it beside the model"
+_CHECKPOINTS = "use shardrt.checkpoint.Checkpoints, which saves and restores it beside the model, or"
 OPTIMIZER = {
-    "state_dict": _CHECKPOINTS,
-    "load_state_dict": _CHECKPOINTS,
-    "add_param_group": "give all groups when it is made",
-    "state": _CHECKPOINTS,
+    "state_dict": f"{_CHECKPOINTS} shardrt.checkpoint.get_optimizer_state_dict(model, optimizer)",
+    "load_state_dict": f"{_CHECKPOINTS} shardrt.checkpoint.set_optimizer_state_dict(model, optimizer, state)",
+    "state": f"{_CHECKPOINTS} shardrt.checkpoint.get_optimizer_state_dict(model, optimizer)",
 }

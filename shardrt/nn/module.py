@@ -15,6 +15,9 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import autograd, device
+from shardrt.comm import world
+from shardrt.comm.first import FromFirst
+from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
@@ -290,12 +293,23 @@ class Module:
         parameters = {name: parameter.data for name, parameter in self.named_parameters()}
         return parameters | dict(self.named_buffers())
 
-    def load_state_dict(self, state: Mapping[str, np.ndarray], *, strict: bool = True) -> None:
+    def load_state_dict(
+        self,
+        state: Mapping[str, np.ndarray] | None,
+        *,
+        strict: bool = True,
+        broadcast_from_rank0: bool = False,
+    ) -> None:
         """Set every parameter and buffer from whole arrays; a rank takes its pieces, one parameter at a time.
 
         strict=False leaves what `state` does not have as it is: for adapters kept alone, say.
-        Raises ValueError that lists the names that are missing or not expected, or a shape that differs.
+        broadcast_from_rank0: rank 0 alone has a `state`, and sends it array by array; collective.
+        Raises ValueError that lists the names that are missing or not expected, or a shape that differs, or,
+        with broadcast_from_rank0 and several ranks, for a model without a unit.
         """
+        control = everyone(self, "load_state_dict") if broadcast_from_rank0 else None
+        if control is not None:
+            state = FromFirst(control, state)
         parameters, buffers = dict(self.named_parameters()), dict(self.named_buffers())
         own, given = parameters.keys() | buffers.keys(), set(state.keys())
         missing = sorted(own - given) if strict else []
@@ -338,6 +352,20 @@ class Module:
         lines = [f"  ({name}): {child!r}".replace("\n", "\n  ") for name, child in self._modules.items()]
         own = ", ".join(f"{name}{list(p.shape)}" for name, p in self._parameters.items())
         return f"{type(self).__name__}({own}" + ("\n" + "\n".join(lines) + "\n" if lines else "") + ")"
+
+
+def everyone(model: Module, call: str) -> Communicator | None:
+    """What joins all ranks that train `model`, for a `call` with broadcast_from_rank0; None for one rank.
+
+    Raises ValueError for a model without a unit, which knows of no other ranks. Collective at its first use.
+    """
+    for parameter in model.parameters():
+        _ = parameter.shard  # there is a communicator once the storage is built
+        if parameter.storage.everyone is not None:
+            return parameter.storage.everyone
+    if world.current().size > 1:
+        raise ValueError(f"{call}: broadcast_from_rank0 needs a sharded model; call fully_shard first")
+    return None
 
 
 def _warn_of_early_values(placed: "Parameter | Module") -> None:

@@ -54,6 +54,7 @@ class Storage(ABC):
     """
 
     communicator: Communicator | None = None
+    everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
     placement = Placement()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None

@@ -1,9 +1,20 @@
 """Optimizers over flat shards, and learning-rate schedules."""
 
 from shardrt.optim.adamw import AdamW
+from shardrt.optim.lion import Lion
 from shardrt.optim.optimizer import Optimizer, decay_groups
 from shardrt.optim.scaler import GradScaler
-from shardrt.optim.schedule import warmup_cosine
+from shardrt.optim.schedule import warmup_cosine, warmup_linear, warmup_stable_decay
 from shardrt.optim.sgd import SGD
 
-__all__ = ["AdamW", "GradScaler", "Optimizer", "SGD", "decay_groups", "warmup_cosine"]
+__all__ = [
+    "AdamW",
+    "GradScaler",
+    "Lion",
+    "Optimizer",
+    "SGD",
+    "decay_groups",
+    "warmup_cosine",
+    "warmup_linear",
+    "warmup_stable_decay",
+]

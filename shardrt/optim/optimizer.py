@@ -45,6 +45,7 @@ class Optimizer:
     `param_groups` is the list of groups; schedules change its "lr".
     settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
     state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of it.
+    constants: settings that all groups share, by PyTorch's names.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
@@ -62,6 +63,7 @@ class Optimizer:
         settings: dict[str, Any],
         *,
         state: dict[str, str] | None = None,
+        constants: dict[str, Any] | None = None,
         in_backward: bool = False,
     ) -> None:
         given = list(params)
@@ -71,6 +73,7 @@ class Optimizer:
         self.state_names = state or {}
         self.updates: Updates | None = None
         self.param_groups: list[dict] = []
+        self.constants = {} if constants is None else constants
         self._settings = settings
         self._device = device.current()
         self.slices: list[Slice] = []  # what it updates, storage by storage
@@ -136,10 +139,14 @@ class Optimizer:
     def check(self, group: dict) -> None:
         """Raise ValueError for settings of a group that can't be."""
 
+    def checked(self, own: dict) -> dict:
+        """A group with settings of its own and the others as they are if not told. Raises ValueError."""
+        group = _group(self._settings, own)
+        self.check(group)
+        return group
+
     def _add(self, given: list[dict]) -> None:
-        groups = [_group(self._settings, group) for group in given]
-        for group in groups:
-            self.check(group)
+        groups = [self.checked(group) for group in given]
         members = members_of([*self.param_groups, *groups])
         new = [member for member in members if member[1] >= len(self.param_groups)]
         self._take_in([member for member in new if member[0].requires_grad])

@@ -33,6 +33,7 @@ class SGD(Optimizer):
             params,
             {"lr": lr, "weight_decay": weight_decay},
             state={"momentum": "momentum_buffer"} if momentum else {},
+            constants={"momentum": momentum, "dampening": dampening, "nesterov": nesterov},
             in_backward=in_backward,
         )
         self.momentum = momentum

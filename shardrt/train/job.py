@@ -143,10 +143,11 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
-    """AdamW. Makes this rank's shards, their gradients and the optimizer's state."""
+    """Makes this rank's shards, their gradients and the optimizer's state."""
     groups = optim.decay_groups(model, recipe.optimizer.weight_decay)
     wanted = recipe.optimizer
-    return optim.AdamW(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
+    kind = optim.AdamW if wanted.name is settings.Algorithm.adamw else optim.Lion
+    return kind(groups, lr=wanted.lr, betas=wanted.betas, in_backward=wanted.in_backward)
 
 
 def planned_memory(
@@ -154,7 +155,10 @@ def planned_memory(
 ) -> MemoryPlan:
     """The memory that training will take, from a rehearsal of one step's micro-batches."""
     unscaled = optim.GradScaler(enabled=False)
-    return memory_plan(model, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0))
+    states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
+    return memory_plan(
+        model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
+    )
 
 
 def run_log(recipe: Recipe) -> RunLog:

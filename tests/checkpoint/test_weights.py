@@ -101,3 +101,66 @@ def test_a_failed_save_is_an_error_on_every_rank_and_leaves_the_file(tmp_path, m
     monkeypatch.setattr(os, "fsync", full)
     thread.run(2, job)
     assert (tmp_path / "model.safetensors").read_bytes() == before
+
+
+def loaded_from_first(kind, directory, plain):
+    """As `loaded`, where rank 0 alone can see the folder, or has the arrays."""
+    model = made(kind, 2)
+    first = init_device_mesh("auto").rank == 0
+    if plain is None:
+        step = load(directory if first else "/nowhere", model, broadcast_from_rank0=True)
+    else:
+        model.load_state_dict(plain if first else None, broadcast_from_rank0=True)
+        step = 7
+    return step, full_state_dict(model)
+
+
+@pytest.mark.parametrize("from_file", [True, False])
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_weights_come_from_rank_0_alone(tmp_path, ranks, from_file):
+    expected = thread.run(2, saved, Nested, tmp_path)[0]
+    results = thread.run(ranks, loaded_from_first, Nested, tmp_path, None if from_file else expected)
+    assert [step for step, _ in results] == [7] * ranks
+    found = results[0][1]
+    assert found.keys() == expected.keys()
+    assert all(np.array_equal(found[name], expected[name]) for name in expected)
+
+
+class Unreadable(dict):
+    """Arrays of which one can't be read when its turn comes."""
+
+    def __getitem__(self, name):
+        if name == "norm.weight":
+            raise OSError(errno.EIO, "Input/output error")
+        return super().__getitem__(name)
+
+
+def refused_from_first(state, text):
+    model = made(Net, 2)
+    with pytest.raises(ValueError, match=text):
+        model.load_state_dict(state, broadcast_from_rank0=True)
+    return True
+
+
+def test_what_rank_0_cannot_give_is_an_error_on_every_rank(tmp_path):
+    state = thread.run(1, saved, Net, tmp_path)[0]
+    for wrong, text in (
+        (Unreadable(state), "rank 0 cannot read 'norm.weight': OSError: .*Input/output error"),
+        ({**state, "more": state["norm.bias"]}, r"not expected \['more'\]"),
+        ({**state, "norm.bias": np.zeros(3)}, r"'norm.bias' has shape \(7,\), the values \(3,\)"),
+    ):
+        assert thread.run(2, refused_from_first, wrong, text) == [True, True]
+
+    def nothing_there():
+        with pytest.raises(CheckpointError, match="was not read: rank 0: FileNotFoundError"):
+            load(tmp_path / "none", made(Net, 2), broadcast_from_rank0=True)
+
+    thread.run(2, nothing_there)
+
+
+def test_a_plain_model_on_several_ranks_cannot_be_broadcast_to():
+    def job():
+        with pytest.raises(ValueError, match="broadcast_from_rank0 needs a sharded model"):
+            Net().load_state_dict({}, broadcast_from_rank0=True)
+
+    thread.run(2, job)

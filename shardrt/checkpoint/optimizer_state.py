@@ -1,0 +1,172 @@
+"""The whole state of an optimizer by parameter names, in and out: PyTorch's functions, and its layout.
+
+{"state": {"head.weight": {"step": 3, "exp_avg": array, "exp_avg_sq": array}, ...},
+ "param_groups": [{"lr": 0.001, "betas": (0.9, 0.999), ..., "params": ["head.weight", ...]}]}
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.checkpoint.pieces import counted, set_steps
+from shardrt.comm import talk
+from shardrt.comm import world as worlds
+from shardrt.comm.first import FromFirst
+from shardrt.fsdp.full import whole_on_first
+from shardrt.nn.module import Module, everyone
+from shardrt.nn.parameter import Parameter
+from shardrt.optim.optimizer import Optimizer
+
+Array = Any
+
+
+def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The layout above, with host arrays in the parameters' shapes, on rank 0; {} elsewhere. Collective.
+
+    As PyTorch's with full_state_dict and cpu_offload. Each parameter's arrays go to rank 0 one by one: other
+    ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
+    optimizer has parameters that `model` has not.
+    """
+    names, first = _names(model, optimizer), worlds.current().rank == 0
+    device.current().wait_here()  # updates may still write the arrays
+    state = {}
+    for name, (piece, position) in counted(model, optimizer).items():
+        if piece.steps[position]:
+            parameter, entry = piece.members[position][0], {"step": int(piece.steps[position])}
+            for own, theirs in optimizer.state_names.items():
+                entry[theirs] = whole_on_first(parameter, piece.state[own])
+            state[name] = entry
+    groups = [
+        {**group, **optimizer.constants, "params": [names[id(parameter)] for parameter in group["params"]]}
+        for group in optimizer.param_groups
+    ]
+    return {"state": state, "param_groups": groups} if first else {}
+
+
+def set_optimizer_state_dict(
+    model: Module,
+    optimizer: Optimizer,
+    state_dict: Mapping[str, Any],
+    *,
+    broadcast_from_rank0: bool = False,
+) -> None:
+    """Take over such a state: numbers of updates, arrays, and the settings of the groups. Collective.
+
+    state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by array.
+    A torch.optim optimizer's own state_dict() will do, too: its numbers stand for parameters in the order of
+    `param_groups`. A parameter without state starts as if it was never updated. Settings that this optimizer
+    has not are passed over.
+
+    Raises ValueError, on every rank, for other parameters than the optimizer's, an array that is missing or
+    of another shape, or settings that can't be; nothing is changed then.
+    """
+    control = everyone(model, "set_optimizer_state_dict") if broadcast_from_rank0 else None
+    about, arrays, error = None, {}, None
+    if control is None or control.rank == 0:
+        try:
+            about, arrays = _read(model, optimizer, state_dict)
+        except (ValueError, TypeError, KeyError, AttributeError) as failed:
+            error, about = failed, {"error": _told(failed)}
+    if control is not None:
+        about = talk.from_first(control, about)
+    if "error" in about:
+        raise ValueError(f"set_optimizer_state_dict: {about['error']}") from error
+    if control is not None:
+        arrays = FromFirst(control, arrays)
+    device.current().wait_here()  # updates may still read and write what is set here
+    for group, settings in zip(optimizer.param_groups, about["groups"], strict=True):
+        group.update({key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
+    optimizer.take_in({id(p) for name, p in model.named_parameters() if about["steps"].get(name)})
+    set_steps(model, optimizer, about["steps"])
+    for name, (piece, position) in counted(model, optimizer).items():
+        for own, theirs in optimizer.state_names.items():
+            key = f"{theirs}/{name}"
+            _put(piece.state[own], piece.members[position][0], arrays[key] if key in arrays else None)
+
+
+def _names(model: Module, optimizer: Optimizer) -> dict[int, str]:
+    """id -> name of the optimizer's parameters, in the order of its groups."""
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    strange = [parameter.name for parameter in own if id(parameter) not in names]
+    if strange:
+        raise ValueError(f"the optimizer has parameters that are not in the model: {strange[:10]}")
+    return {id(parameter): names[id(parameter)] for parameter in own}
+
+
+def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> tuple[dict, dict[str, Any]]:
+    """({"steps": by name, "groups": settings of each}, "exp_avg/NAME" -> array), all checked."""
+    own = list(_names(model, optimizer).values())
+    state, groups = state_dict["state"], state_dict["param_groups"]
+    given = [name for group in groups for name in group["params"]]
+    if all(type(name) is int for name in given) and len(given) == len(own):
+        names = dict(zip(given, own, strict=True))
+    else:
+        names = {name: name for name in given}
+    missing, extra = sorted(set(own) - set(names.values())), sorted(map(str, set(names.values()) - set(own)))
+    if missing or extra:
+        raise ValueError(f"missing {missing[:10]}, not expected {extra[:10]}")
+    steps, arrays = {}, {}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    for key, name in names.items():
+        found = {theirs: state.get(key, {}).get(theirs) for theirs in optimizer.state_names.values()}
+        found = {theirs: values for theirs, values in found.items() if values is not None}
+        if found and len(found) < len(optimizer.state_names):
+            raise ValueError(f"{name!r} has {sorted(found)}, not {sorted(optimizer.state_names.values())}")
+        for theirs, values in found.items():
+            if tuple(values.shape) != shapes[name]:
+                raise ValueError(f"{theirs} of {name!r} has shape {tuple(values.shape)}, not {shapes[name]}")
+            arrays[f"{theirs}/{name}"] = values
+        steps[name] = _count(name, state.get(key, {}).get("step", 1 if found else 0))
+        if steps[name] and len(found) < len(optimizer.state_names):
+            raise ValueError(f"{name!r} was updated, but has no {sorted(optimizer.state_names.values())}")
+    return {"steps": steps, "groups": _settings(optimizer, groups, names, own)}, arrays
+
+
+def _settings(optimizer: Optimizer, groups: list[dict], names: dict[Any, str], own: list[str]) -> list[dict]:
+    """What each group of the optimizer takes over: from the one that has the same parameters."""
+    where = {names[key]: number for number, group in enumerate(groups) for key in group["params"]}
+    found, stop = [], 0
+    for group in optimizer.param_groups:
+        start, stop = stop, stop + len(group["params"])
+        theirs = {where[name] for name in own[start:stop]}
+        if len(theirs) > 1:
+            raise ValueError(f"the group of {own[start]!r} has parameters of several groups of the state")
+        known = group.keys() - {"params"}
+        given = groups[theirs.pop()] if theirs else {}
+        settings = {key: _plain(value) for key, value in given.items() if key in known}
+        optimizer.checked({**settings, "params": []})
+        for key, value in optimizer.constants.items():
+            if key in given and given[key] != value:
+                raise ValueError(f"the state is of {key} {given[key]}, this optimizer of {value}")
+        found.append(settings)
+    return found
+
+
+def _plain(value: Any) -> Any:
+    """A setting as JSON has it; PyTorch's may be tensors."""
+    return [float(v) for v in value] if isinstance(value, tuple | list) else float(value)
+
+
+def _count(name: str, value: Any) -> int:
+    steps = float(value)
+    if not 0 <= steps < 2**53 or steps != int(steps):
+        raise ValueError(f"{name!r} was updated {steps} times")
+    return int(steps)
+
+
+def _put(state: Array, parameter: Parameter, values: Any) -> None:
+    """Set this rank's piece of the state of a parameter; to 0 without values."""
+    start, stop, first = parameter.storage.range_of(parameter)
+    piece = np.zeros(stop - start, state.dtype)
+    if values is not None:
+        piece[...] = np.asarray(values).reshape(-1)[first : first + stop - start]
+    device.of(state).copy(state[start:stop], piece)
+
+
+def _told(error: Exception) -> str:
+    if isinstance(error, ValueError):
+        return str(error)
+    return f"this is no optimizer's state ({type(error).__name__}: {error})"

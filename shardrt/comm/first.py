@@ -1,0 +1,55 @@
+"""Arrays that rank 0 alone has, as a mapping on every rank: each is sent when it is asked for."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm import talk
+from shardrt.comm.protocol import Communicator
+
+
+class FromFirst(Mapping):
+    """Rank 0's `arrays`, of which other ranks may give anything. Collective, and so is reading an array.
+
+    Every rank reads the same names in the same order, and gets host arrays of its own; nothing is kept. Types
+    that NumPy itself has not come as float32. Raises ValueError on every rank where rank 0 can't read one.
+    """
+
+    def __init__(self, control: Communicator, arrays: Mapping[str, Any] | None) -> None:
+        self._control = control
+        self._arrays = arrays
+        self._names = talk.from_first(control, list(arrays) if control.rank == 0 else None)
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        if name not in self._names:
+            raise KeyError(name)
+        values, about, error = None, None, None
+        if self._control.rank == 0:
+            try:
+                values = _plain(self._arrays[name])
+                about = {"shape": values.shape, "dtype": values.dtype.name}
+            except Exception as failed:  # told to all ranks, which wait for this one
+                error, about = failed, {"error": f"{type(failed).__name__}: {failed}"}
+        about = talk.from_first(self._control, about)
+        if "error" in about:
+            raise ValueError(f"rank 0 cannot read {name!r}: {about['error']}") from error
+        if values is None:
+            values = np.empty(about["shape"], about["dtype"])
+        if values.size:
+            data = values.reshape(-1).view(np.uint8)
+            self._control.broadcast(data, root=0, stream=device.current().current_stream)
+        return values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+def _plain(values: Any) -> np.ndarray:
+    """Contiguous, on the host, of a type that has a name everywhere."""
+    array = np.asarray(values)
+    return np.ascontiguousarray(array if array.dtype.kind in "fiub" else array.astype(np.float32))
