@@ -106,6 +106,7 @@ FEATURES = (
     "lora",
     "memory",
     "determinism",
+    "optimizers",
 )
 
 

@@ -154,6 +154,15 @@ def test_the_rate_warms_up_and_comes_down():
     assert rates[-1] == pytest.approx(0.1, abs=0.02)
 
 
+def test_the_rate_comes_down_as_the_schedule_says():
+    settled = {"lr": 1.0, "min_lr": 0.1, "warmup_steps": 4}
+    line = settings.OptimizerConfig(schedule=settings.Schedule.linear, **settled)
+    assert [line.lr_at(step, 14) for step in (4, 9, 14)] == pytest.approx([1.0, 0.55, 0.1])
+    stable = settings.OptimizerConfig(schedule=settings.Schedule.wsd, **settled)
+    assert [stable.lr_at(step, 40) for step in (4, 36, 38, 40)] == pytest.approx([1.0, 1.0, 0.55, 0.1])
+    assert replace(stable, decay_steps=20).lr_at(30, 40) == pytest.approx(0.55)
+
+
 def test_settings_are_checked_when_they_are_replaced():
     with pytest.raises(ValueError, match="clip_norm must be positive"):
         replace(settings.OptimizerConfig(), clip_norm=0)

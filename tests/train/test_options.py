@@ -97,6 +97,14 @@ def test_updates_in_backward_are_those_after_it(folder):
     assert weights(folder, "in backward") == weights(folder, "unclipped") != weights(folder, "plain")
 
 
+def test_another_optimizer_keeps_its_own_state_under_its_own_schedule(folder):
+    schedule = ["--optimizer.schedule", "wsd", "--optimizer.decay-steps", "2"]
+    run("lion", "--optimizer.name", "lion", "--optimizer.lr", "1e-4", *schedule)
+    assert weights(folder, "lion") != weights(folder, "plain")
+    (ours,), (plain,) = records(folder, "lion", "run"), records(folder, "plain", "run")
+    assert 2 * ours["device_bytes"]["optimizer state"] == plain["device_bytes"]["optimizer state"]
+
+
 @pytest.mark.parametrize("kind", ["bfloat16", "float16"])
 def test_sixteen_bits_come_close(folder, kind):
     run(kind, "--precision.param", kind, "--precision.reduce", kind)
@@ -121,6 +129,7 @@ def test_the_norm_is_the_one_that_was_asked_for(folder):
         (["--memory.recompute-every", "0"], "memory.recompute_every must be at least 1"),
         (["--memory.directory", "spill"], "memory.directory needs offload_parameters, offload_gradients or"),
         (["--optimizer.in-backward", "True"], "set optimizer.clip_norm to inf"),
+        (["--optimizer.decay-steps", "5"], "optimizer.decay_steps needs optimizer.schedule = 'wsd'"),
         (["--optimizer.clip-type", "0"], "optimizer.clip_type must be positive, got 0"),
         (["--precision.param", "float64"], "'float64' for argument '--precision.param'"),
         (["--reduce-each", "True"], "reduce_each needs micro_batches above 1"),
