@@ -23,9 +23,10 @@ Array = Any
 
 
 def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, Any]:
-    """The layout above, with host arrays in the parameters' shapes, on rank 0; {} elsewhere. Collective.
+    """The whole state by parameter names on rank 0; {} elsewhere. Collective.
 
-    As PyTorch's with full_state_dict and cpu_offload. Each parameter's arrays go to rank 0 one by one: other
+    The layout above, with host arrays in the parameters' shapes: as PyTorch's with full_state_dict and
+    cpu_offload. Each parameter's arrays go to rank 0 one by one: other
     ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
     optimizer has parameters that `model` has not.
     """
@@ -52,7 +53,7 @@ def set_optimizer_state_dict(
     *,
     broadcast_from_rank0: bool = False,
 ) -> None:
-    """Take over such a state: numbers of updates, arrays, and the settings of the groups. Collective.
+    """Take over what get_optimizer_state_dict gave: counts, arrays, settings of the groups. Collective.
 
     state_dict: on every rank, or, with broadcast_from_rank0, on rank 0 alone, which sends it array by array.
     A torch.optim optimizer's own state_dict() will do, too: its numbers stand for parameters in the order of
