@@ -11,9 +11,9 @@ from shardrt.optim.slices import Update
 class Lion(Optimizer):
     """The sign of a mean of gradients with decoupled weight decay, in one pass over each flat shard.
 
-    w = w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * dw), then m = beta2 * m + (1 - beta2) * dw. m is
-    one float32 array of the shard's length: half of AdamW's state. Lion's authors take a third to a tenth of
-    AdamW's learning rate, and as many times its weight decay.
+    w = w * (1 - lr * weight_decay) - lr * sign(beta1 * m + (1 - beta1) * dw), then
+    m = beta2 * m + (1 - beta2) * dw: one float32 array of the shard's length, half of AdamW's state. Lion's
+    authors take a third to a tenth of AdamW's learning rate, and as many times its weight decay.
 
     lr: learning rate per step. betas: two numbers in [0, 1). weight_decay: multiplied by lr and taken off the
     weights. in_backward: see Optimizer.
