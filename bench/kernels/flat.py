@@ -202,19 +202,31 @@ def adamw(make: Maker) -> Iterator[Case]:
 
 
 def lion(make: Maker) -> Iterator[Case]:
-    """All float32."""
+    """All float32; beside four of PyTorch's calls, which has no Lion."""
     count, lr, decay, betas = make.sizes.elements, 1e-4, 0.1, (0.9, 0.99)
     param, grad, m = _exact(count), _exact(count, 1), _exact(count)
     m.fill(0)
     inputs = (placed(param), grad)
     ranges = devices.current().asarray(np.array([[0, count, 1 - lr * decay, lr, *betas]]))
     module = make.kernels.lion
+
+    def peer(torch, param, grad):
+        moving = torch.zeros_like(param)
+
+        def call():
+            sign = moving.lerp(grad, 1 - betas[0]).sign_()
+            moving.lerp_(grad, 1 - betas[1])
+            return param.mul_(1 - lr * decay).sub_(sign, alpha=lr), moving
+
+        return call
+
     yield Case(
         *("lion", "step", str(count), module.bytes_moved(count), module.flops(count)),
         ours=lambda: module.step(param, grad, m, ranges),
         results=(param, m),
         inputs=inputs,
         plain=lambda *arrays: plain.lion(*arrays, lr, decay, *betas),
+        peer=peer,
         dtype="float32",
     )
 
