@@ -138,6 +138,10 @@ class Variable:
         """The array that an op reads, and may save for backward."""
         return self.data
 
+    def lent(self) -> Array:
+        """The array that an op reads by a handle: while it runs, and no longer."""
+        return self.data
+
     def edge(self) -> "Edge":
         """Where the gradient of this variable goes, as the graph stands now."""
         return Edge(self.node, self.index, self if self.node is None else None)

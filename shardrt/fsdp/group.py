@@ -22,7 +22,7 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import Place, place
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage, Placement, Storage
+from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
 from shardrt.optim import spill
 
 if TYPE_CHECKING:
@@ -189,6 +189,13 @@ class Group(Storage):
         return self._ranges[self.position[id(parameter)]]
 
     def full(self, parameter: Parameter) -> Array:
+        if self.full_views is not None:
+            return self.full_views[self.position[id(parameter)]]
+        return read_only(
+            self.lent(parameter)
+        )  # other ranks may read it, or it is forgotten after the forward
+
+    def lent(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
@@ -198,7 +205,7 @@ class Group(Storage):
         if running or (self.unit.gathered and self.unit.schedule.depth > 0):
             return self.views[position]
         if self.unit.held and self.unit.gathered and not self.unit.stale:
-            return _read_only(self.views[position])
+            return self.views[position]
         raise RuntimeError(
             f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
             "outside the forward of its unit. This rank's piece is parameter.shard; "
@@ -267,14 +274,6 @@ def _reserve(file: int, nbytes: int, directory: Path) -> None:
             f"CPUOffloadPolicy: directory {directory} has no room for {nbytes} bytes more: {error.strerror}"
         )
         raise OSError(error.errno, text) from error
-
-
-def _read_only(array: Array) -> Array:
-    """A view that can't be written to, if this kind of array supports that."""
-    if isinstance(array, np.ndarray):
-        array = array.view()
-        array.flags.writeable = False
-    return array
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

@@ -92,7 +92,7 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        unit.needed_in_backward = recorded(outputs)
+        unit.needed_in_backward = bool(recorded(unit, outputs))
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
         self._entered.pop()
         unit.modules_done.add(id(module))

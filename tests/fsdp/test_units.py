@@ -202,6 +202,89 @@ def test_gathered_parameters_are_not_written_to_where_it_would_be_lost():
     thread.run(2, changed_in_place)
 
 
+class Scaled(Net):
+    """Scales a weight in forward, in its place."""
+
+    how = None
+
+    def run_blocks(self, x):
+        with shardrt.no_grad():
+            self.how(self.blocks[0].up.weight, self.norm.weight)
+        return super().run_blocks(x)
+
+
+def by_data(*parameters):
+    parameters[1].data *= 0.5
+
+
+def by_view(*parameters):
+    parameters[1].data.T[...] = 0.5
+
+
+def by_operator(*parameters):
+    norm = parameters[1]
+    norm *= 0.5
+
+
+def by_shard(*parameters):
+    parameters[0].shard[...] = 0.5
+
+
+def written_in_forward(how, **settings):
+    shardrt.manual_seed(3)
+    model, mesh = Scaled(), init_device_mesh("auto", settings.pop("shape", None))
+    shard(model, mesh, **settings)
+    Scaled.how = staticmethod(how)
+    before = full_state_dict(model)
+    with pytest.raises(ValueError, match="read-only"):
+        loss_of(model, TOKENS, TARGETS)
+    after = full_state_dict(model)
+    return all(np.array_equal(after[name], values) for name, values in before.items())
+
+
+STRATEGIES = [
+    *({"strategy": name} for name in ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")),
+    {"strategy": "HYBRID_SHARD", "shape": (1, 2)},
+]
+
+
+@pytest.mark.parametrize("how", [by_data, by_view, by_operator, by_shard])
+@pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
+def test_forward_cannot_write_what_other_ranks_read(how, settings):
+    assert thread.run(2, written_in_forward, how, **settings) == [True, True]
+
+
+def updated_by_hand(by_hand, precision, **settings):
+    """Losses of three steps of SGD."""
+    model, mesh = net(), init_device_mesh("auto", settings.pop("shape", None))
+    shard(model, mesh, mp_policy=precision, **settings)
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, TOKENS, TARGETS)
+        loss.backward()
+        losses.append(loss.item())
+        if by_hand:
+            for parameter in model.parameters():
+                with pytest.raises(ValueError, match="read-only"):
+                    parameter.shard[...] -= np.float32(0.5) * parameter.grad
+                with parameter.writing() as shard_:
+                    shard_ -= np.float32(0.5) * parameter.grad
+        else:
+            optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16", "float32")])
+@pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
+def test_what_is_written_to_shards_is_seen_by_the_next_forward(settings, precision):
+    expected = thread.run(2, updated_by_hand, False, precision, **settings)
+    found = thread.run(2, updated_by_hand, True, precision, **settings)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found[0][2] < found[0][1] < found[0][0]
+
+
 def saved_inside():
     model = net()
     shard(model, init_device_mesh("auto"))
