@@ -92,13 +92,18 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        unit.needed_in_backward = bool(recorded(unit, outputs))
+        marked = bool(recorded(unit, outputs))
+        unit.kept = marked and not unit.reshard_after_forward
+        if autograd.is_grad_enabled():
+            unit.needed_in_backward = marked
         outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
         self._entered.pop()
         unit.modules_done.add(id(module))
         self._release_after_forward(unit)
         if self.depth == 0 and not again:
             self._drop_prefetched()
+            for other in self.units:
+                self._release_after_forward(other)  # some of its modules were not called
         return outputs
 
     def abandon(self, unit: Unit, depth: int) -> None:
@@ -185,7 +190,9 @@ class Schedule:
             place = self.plan.advance(used=False)
             self.ensure(unit)
             self._prefetch(self.plan.upcoming())
-            if autograd.is_grad_enabled() and unit.needed_in_backward:
+            needed = autograd.is_grad_enabled() and unit.needed_in_backward
+            unit.kept = needed and not unit.reshard_after_forward
+            if needed:
                 self._passed.append((place, Exit.passing(unit)))
             unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
@@ -203,10 +210,14 @@ class Schedule:
     def _release_after_forward(self, unit: Unit) -> None:
         if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
             return  # what a recomputation gathers, backward needs at once
-        over = len(unit.modules_done) == len(unit.modules) or self.depth == 0
-        kept = unit.needed_in_backward and not unit.reshard_after_forward
-        if over and unit.reshard_after_backward and not kept:
+        if unit.reshard_after_backward and not unit.kept and self._is_done(unit):
             self._release(unit)
+
+    def _is_done(self, unit: Unit) -> bool:
+        """Whether the present forward comes to no other module of `unit`, as far as is known."""
+        if len(unit.modules_done) == len(unit.modules) or self.depth == 0:
+            return True
+        return self._planned and self.plan.settled and unit not in self.plan.upcoming()
 
     def _is_entered(self, unit: Unit) -> bool:
         return any(entered is unit for entered, _ in self._entered)
@@ -357,16 +368,25 @@ class Schedule:
         self._show("release", unit)
 
     def _acquire(self, arena: Arena) -> Slot:
-        """A slot for a unit that is needed now: a free one, one of an unused prefetch, or a new one."""
+        """A slot for a unit that is needed now: a free one, one that can be given up, or a new one."""
         slot = arena.acquire()
         if slot is None:
             prefetched = [u for u in self.units if u.state is State.GATHERING and _uses(u, arena)]
+            waiting = [u for u in self.units if self._only_waits(u) and _uses(u, arena)]
             if prefetched:
                 self._drop(prefetched[-1])
+            elif waiting:
+                self._release(waiting[0])
             else:
                 arena.grow()
             slot = arena.acquire()
         return slot
+
+    def _only_waits(self, unit: Unit) -> bool:
+        """Whether `unit` is gathered just because some of its modules may yet be called in this forward."""
+        if not unit.gathered or self._is_entered(unit) or unit.held or autograd.running() is not None:
+            return False
+        return unit.reshard_after_forward and 0 < len(unit.modules_done) < len(unit.modules)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:

@@ -65,7 +65,8 @@ class Unit:
         self.stale = False  # the shards have changed since the last gather
         self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
         self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
-        self.needed_in_backward = self.trainable  # whether the last forward left something for backward to do
+        self.needed_in_backward = self.trainable  # whether the last forward that was recorded left it work
+        self.kept = False  # gathered from the last forward to backward
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
         self._unshard: weakref.ref[Unshard] | None = None

@@ -69,6 +69,64 @@ def test_a_list_of_modules_is_one_unit_gathered_and_reduced_once(prefetch):
         np.testing.assert_allclose(found[name] / 2, parameter.grad, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
+class Half(nn.Module):
+    """Calls one of its two layers; both are one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.used = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        return x + self.used(x)
+
+
+def partly_called(recomputed, **settings):
+    """Units gathered after a forward, a backward, an evaluation; gathers and reductions; slots; gradients."""
+    made = []
+    shardrt.manual_seed(3)
+    model = nn.Sequential(*[Half() for _ in range(6)])
+    mesh = init_device_mesh("auto", wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
+    for part in model:
+        fully_shard([part.unused, part.used], mesh=mesh, **settings)
+        if recomputed:
+            checkpoint(part)
+    fully_shard(model, mesh=mesh, **settings)
+    x = np.ones((2, 7), np.float32)
+    states = []
+
+    def note():
+        states.append(sum(unit.gathered for unit in units(model)[1:]))
+
+    for _ in range(2):
+        before = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+        loss = model(x).sum()
+        note()
+        loss.backward()
+        note()
+        with shardrt.no_grad():
+            model(x)
+        note()
+    calls = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+    slots = len(units(model)[1].groups[0].arenas["gathered"].slots)
+    return states, np.subtract(calls, before).tolist(), slots, gradients(model)["5.used.weight"]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_unit_of_which_a_part_is_called_is_released_like_others(strategy, recomputed):
+    shardrt.manual_seed(3)
+    plain = nn.Sequential(*[Half() for _ in range(6)])
+    plain(np.ones((2, 7), np.float32)).sum().backward()
+    kept = strategy == "SHARD_GRAD_OP" and not recomputed  # from forward to backward
+    for states, (gathers, reductions), slots, gradient in thread.run(
+        2, partly_called, recomputed, strategy=strategy
+    ):
+        assert states == [6 * kept, 0, 0] * 2
+        assert (gathers, reductions) == (6 * (2 if kept else 3), 6)  # the last third: the evaluation
+        assert slots == (1 if strategy == "SHARD_GRAD_OP" else 2)  # of each unit, or of all together
+        np.testing.assert_allclose(gradient / 2, plain[5].used.weight.grad, rtol=1e-4)
+
+
 def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="the list of modules is empty"):
         fully_shard([])
