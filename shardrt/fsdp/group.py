@@ -201,7 +201,7 @@ class Group(Storage):
             return self.full_views[position]
         running = autograd.running() is not None
         if running and not self.unit.gathered:
-            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Exit ran
+            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Regather ran
         if running or (self.unit.gathered and self.unit.schedule.depth > 0):
             return self.views[position]
         if self.unit.held and self.unit.gathered and not self.unit.stale:

@@ -16,13 +16,14 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 
 from shardrt import autograd, random, recompute
+from shardrt.autograd import Function
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import collectives
 from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
-from shardrt.fsdp.nodes import Exit, recorded
+from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.unit import State, Unit
 
@@ -49,7 +50,8 @@ class Schedule:
         self._make_gradient_slots = make_gradient_slots
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
-        self._passed: list[tuple[int, Exit]] = []  # units this rank skipped: place in the plan, node
+        self.tape = Tape()  # of the present forward or backward
+        self._passed: list[tuple[int, Regather]] = []  # units this rank skipped: place in the plan, node
         self._in_backward = False
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
@@ -96,7 +98,8 @@ class Schedule:
         unit.kept = marked and not unit.reshard_after_forward
         if autograd.is_grad_enabled():
             unit.needed_in_backward = marked
-        outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
+        then: list[Function] = [Regather(unit, self.tape)] if marked else []
+        outputs = mark(unit, outputs, then + (self._settle(unit) if not again else []))
         self._entered.pop()
         unit.modules_done.add(id(module))
         self._release_after_forward(unit)
@@ -126,6 +129,7 @@ class Schedule:
         if self._planned:
             self.plan.begin()
             self._passed = []
+            self.tape = Tape()
             self.mesh.part("forward")
             self._show("forward", unit)
         for other in self.units:
@@ -193,14 +197,14 @@ class Schedule:
             needed = autograd.is_grad_enabled() and unit.needed_in_backward
             unit.kept = needed and not unit.reshard_after_forward
             if needed:
-                self._passed.append((place, Exit.passing(unit)))
+                self._passed.append((place, Regather(unit, self.tape)))
             unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
 
-    def _settle(self, unit: Unit) -> list[Exit]:
-        """At the end of the whole forward: Exits of the units that this rank skipped and others called."""
+    def _settle(self, unit: Unit) -> list[Function]:
+        """At the end of the whole forward: nodes of the units that this rank skipped and others called."""
         if not self._planned or unit is not self.root or self.depth > 1:
             return []
         unused = self.plan.settle(self.control, self.lanes.compute)
@@ -224,9 +228,10 @@ class Schedule:
 
     # -- backward
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: Unit, tape: Tape) -> None:
         """The backward of `unit` begins: as `enter`, with the order read off the tape."""
         self._begin_backward()
+        self.tape = tape
         self.ensure(unit)
         self._prefetch(self._next_in_backward(autograd.running()))
         self._started.setdefault(unit, time.perf_counter())
@@ -238,8 +243,8 @@ class Schedule:
             autograd.running().at_end(self._end_backward)
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
-        for node in run.upcoming((Exit, recompute.Recompute)):
-            for unit in (node.unit,) if isinstance(node, Exit) else node.units:
+        for node in run.upcoming((Regather, recompute.Recompute)):
+            for unit in (node.unit,) if isinstance(node, Regather) else node.units:
                 if unit._schedule is self:
                     yield unit
 
@@ -268,17 +273,20 @@ class Schedule:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
-        self._begin_backward()  # where no Exit has: no tensor was found in what forward returned
+        self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
         self._draw("backward", unit)
         if unit.gathered and not self._is_entered(unit) and unit.reshard_after_backward and not unit.held:
             self._release(unit)
-        unit.forget_node()
         for group in unit.groups:
             if not group.trainable:
                 continue
             opened = group.open_gradient or self.open_gradient(group)
-            if unit.reduces:
-                self._reduce(group, opened)
+            if unit.reduces and (unit.turns is None or not self._comes_again(unit)):
+                self._reduce(group, opened)  # a turn's gradient has one place, and so one reduction
+
+    def _comes_again(self, unit: Unit) -> bool:
+        """Whether this backward has more to come of `unit`: another forward's part of the loss."""
+        return unit in self._next_in_backward(autograd.running())
 
     def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
         _zero_unwritten(group, opened)
@@ -291,7 +299,8 @@ class Schedule:
         group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
         if group.on_gradient is not None and group.complete and group.used:
-            group.on_gradient()
+            if not self._comes_again(group.unit):
+                group.on_gradient()
         self._show("reduce", group.unit)
 
     def _end_backward(self) -> None:
@@ -405,8 +414,8 @@ class Schedule:
         self._in_backward = False
         self._end_micro_batch()
         self._reduced = []
+        self.tape = Tape()
         for unit in self.units:
-            unit.forget_node()
             if unit.state is State.GATHERING:
                 self._drop(unit)
             elif unit.state is State.GATHERED:

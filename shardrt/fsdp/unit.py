@@ -4,7 +4,6 @@ A unit is what one call of fully_shard made: one module or several, with one gro
 key (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
 """
 
-import weakref
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -69,7 +68,6 @@ class Unit:
         self.kept = False  # gathered from the last forward to backward
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
-        self._unshard: weakref.ref[Unshard] | None = None
         self._schedule: Schedule | None = None
         # Set by setup.build:
         self.reshard_after_forward: bool
@@ -130,13 +128,5 @@ class Unit:
         self.state = state
 
     def unshard_node(self) -> Unshard:
-        """The unit's one node on the tape that is being recorded, made at the first call."""
-        node = self._unshard() if self._unshard is not None else None
-        if node is None:
-            node = Unshard(self)
-            self._unshard = weakref.ref(node)
-        return node
-
-    def forget_node(self) -> None:
-        """Its backward has run: the next forward starts another tape."""
-        self._unshard = None
+        """The unit's one node on the tape that is being recorded, or run, made at the first call."""
+        return self.schedule.tape.unshard(self)
