@@ -15,8 +15,10 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+
 from shardrt import autograd, random, recompute
-from shardrt.autograd import Function
+from shardrt.autograd import Function, on_tape
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.device.arena import Arena, Slot
@@ -51,11 +53,14 @@ class Schedule:
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
         self.tape = Tape()  # of the present forward or backward
-        self._passed: list[tuple[int, Regather]] = []  # units this rank skipped: place in the plan, node
+        # What backward must come to, on ranks whose loss does not need it too. With its place in the plan: a
+        # unit that this rank skipped.
+        self._to_come: list[tuple[int | None, Function]] = []
         self._in_backward = False
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
+        self._wrote: dict[Group, bool] = {}  # of those that had no gradient before: whether this rank has one
         # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
@@ -85,6 +90,8 @@ class Schedule:
         self._entered.append((unit, unit.unshard_node() if autograd.is_grad_enabled() else None))
         piece = recompute.current()
         if piece is not None:
+            if not piece.units:
+                self._must_come(piece)
             piece.units.append(unit)
         self._started[unit] = time.perf_counter()
 
@@ -99,7 +106,9 @@ class Schedule:
         if autograd.is_grad_enabled():
             unit.needed_in_backward = marked
         then: list[Function] = [Regather(unit, self.tape)] if marked else []
-        outputs = mark(unit, outputs, then + (self._settle(unit) if not again else []))
+        for node in then:
+            self._must_come(node)
+        outputs = mark(unit, outputs, then if again or self.depth > 1 else self._settle(unit))
         self._entered.pop()
         unit.modules_done.add(id(module))
         self._release_after_forward(unit)
@@ -126,9 +135,9 @@ class Schedule:
         if self._in_backward:  # the last backward raised
             self._reset()
         self._planned = unit is self.root
+        self._to_come = []
         if self._planned:
             self.plan.begin()
-            self._passed = []
             self.tape = Tape()
             self.mesh.part("forward")
             self._show("forward", unit)
@@ -197,19 +206,26 @@ class Schedule:
             needed = autograd.is_grad_enabled() and unit.needed_in_backward
             unit.kept = needed and not unit.reshard_after_forward
             if needed:
-                self._passed.append((place, Regather(unit, self.tape)))
+                self._must_come(Regather(unit, self.tape), place)
             unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
 
+    def _must_come(self, node: Function, place: int | None = None) -> None:
+        """Have backward come to `node` on this rank, whatever its loss uses: on others it does."""
+        if recompute.recomputing():
+            recompute.must_come(node)
+        else:
+            self._to_come.append((place, node))
+
     def _settle(self, unit: Unit) -> list[Function]:
-        """At the end of the whole forward: nodes of the units that this rank skipped and others called."""
-        if not self._planned or unit is not self.root or self.depth > 1:
-            return []
-        unused = self.plan.settle(self.control, self.lanes.compute)
-        passed, self._passed = self._passed, []
-        return [node for place, node in passed if place not in unused]
+        """At the end of the whole forward: what backward must come to, without units that no rank used."""
+        unused: set[int] = set()
+        if self._planned and unit is self.root:
+            unused = self.plan.settle(self.control, self.lanes.compute)
+        to_come, self._to_come = self._to_come, []
+        return [node for place, node in to_come if place not in unused and on_tape(node)]
 
     def _release_after_forward(self, unit: Unit) -> None:
         if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
@@ -288,20 +304,26 @@ class Schedule:
         """Whether this backward has more to come of `unit`: another forward's part of the loss."""
         return unit in self._next_in_backward(autograd.running())
 
-    def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
+    def _reduce(self, group: Group, opened: OpenGradient) -> None:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
         collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
         group.reductions += 1
-        group.used |= used
         group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
-        if group.on_gradient is not None and group.complete and group.used:
-            if not self._comes_again(group.unit):
-                group.on_gradient()
+        if group in self._wrote or not group.used:
+            self._wrote[group] = bool(opened.written) or self._wrote.get(group, False)
+            group.used = self._wrote[group]
         self._show("reduce", group.unit)
+        if group.used and not self._comes_again(group.unit):
+            self._tell(group)
+
+    def _tell(self, group: Group) -> None:
+        """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
+        if group.on_gradient is not None and group.complete:
+            group.on_gradient()
 
     def _end_backward(self) -> None:
         self._drop_prefetched()
@@ -312,12 +334,23 @@ class Schedule:
                 if unit.reduces and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
-                    self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
+                    self._reduce(group, self.open_gradient(group))  # zeros have their place too
+        self._agree_on_used()
         for group in self._reduced:
             self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
-        self._reduced = []
+        self._reduced, self._wrote = [], {}
         self._in_backward = False
         self._end_micro_batch()
+
+    def _agree_on_used(self) -> None:
+        """A gradient that is zero because no rank has written any of it is none. Collective."""
+        if self._wrote and self.mesh.size > 1:
+            wrote = np.array(list(self._wrote.values()), np.int64)
+            self.control.all_reduce(wrote, op="max", stream=self.lanes.compute)
+            for group, anybody in zip(self._wrote, wrote, strict=True):
+                if anybody and not group.used:
+                    group.used = True
+                    self._tell(group)
 
     def _end_micro_batch(self) -> None:
         if self._micro_batch_begun:
@@ -413,7 +446,7 @@ class Schedule:
         self._entered.clear()
         self._in_backward = False
         self._end_micro_batch()
-        self._reduced = []
+        self._reduced, self._wrote = [], {}
         self.tape = Tape()
         for unit in self.units:
             if unit.state is State.GATHERING:
