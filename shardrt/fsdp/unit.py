@@ -47,6 +47,7 @@ class Settings:
     prefetch: int | None  # None: as the outermost unit says
     precision: MixedPrecisionPolicy
     placement: Placement
+    by_rank: bool = False  # never struck from the plan
 
 
 class Unit:
