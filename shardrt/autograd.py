@@ -340,6 +340,8 @@ class Backward:
 
     def _run(self, node: Function, received: list) -> None:
         if node.saved is None:
+            if not wanted(received):
+                return  # it has run before, and nothing more is asked of it
             raise RuntimeError(
                 f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
                 "call that one with retain_graph=True"
@@ -350,7 +352,7 @@ class Backward:
         if not node.strided:
             received = [None if dy is None else contiguous(dy) for dy in received]
         _distribute(node, node.backward(*received), self.gradients)
-        if node.saved and not self.retain_graph:
+        if node.saved and not self.retain_graph and wanted(received):
             node.saved = None
 
 
@@ -439,6 +441,11 @@ def backward_of_piece(
 def running() -> Backward | None:
     """The backward that runs in this thread now, if one does."""
     return _state.running
+
+
+def wanted(received: Iterable[Array | None]) -> bool:
+    """Whether a gradient came to a node. It may run without, for the order alone, and then frees nothing."""
+    return any(dy is not None for dy in received)
 
 
 def on_tape(node: Function) -> bool:

@@ -151,15 +151,15 @@ class Recompute(Function):
 
     def backward(self, *dy: Array) -> tuple:
         since = autograd.newest()
-        outputs = self._again()
+        outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
         autograd.backward_of_piece(outputs, dy, since, besides)
         return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
 
-    def _again(self) -> list[Variable]:
+    def _again(self, frees: bool) -> list[Variable]:
         """Run the forward once more, as it ran then, and give its floating outputs."""
         arrays, kept = self.saved
-        if not autograd.running().retain_graph:
+        if frees:
             self.saved = None  # from now on the fresh tape has them, and frees them as it goes
         rest = iter(arrays)
         del arrays

@@ -216,3 +216,31 @@ def test_losses_may_differ_in_sixteen_bits():
             np.testing.assert_allclose(
                 found[name], p.grad, rtol=0, atol=0.1 * np.abs(p.grad).max(), err_msg=name
             )
+
+
+class Apart(nn.Module):
+    """Two recomputed towers with nothing in common, each of units."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+
+    def forward(self, x):
+        return [tower(x) for tower in self.towers]
+
+
+def in_two_backwards():
+    model = build(Apart, mesh := init_device_mesh("auto"), recomputed=(nn.Sequential,))
+    for output in model(shardrt.Tensor(X[mesh.rank])):
+        (output * output).mean().backward()
+    return gradients(model)
+
+
+def test_what_a_backward_only_passed_is_there_for_the_next():
+    plain = build(Apart)
+    for rank in range(2):
+        for output in plain(shardrt.Tensor(X[rank])):
+            ((output * output).mean() * 0.5).backward()
+    for name, gradient in thread.run(2, in_two_backwards)[0].items():
+        expected = plain.get_parameter(name).grad
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7, err_msg=name)
