@@ -138,6 +138,10 @@ class Variable:
         """The array that an op reads, and may save for backward."""
         return self.data
 
+    def lent(self) -> Array:
+        """The array that an op reads by a handle: while it runs, and no longer."""
+        return self.data
+
     def edge(self) -> "Edge":
         """Where the gradient of this variable goes, as the graph stands now."""
         return Edge(self.node, self.index, self if self.node is None else None)
@@ -336,6 +340,8 @@ class Backward:
 
     def _run(self, node: Function, received: list) -> None:
         if node.saved is None:
+            if not wanted(received):
+                return  # it has run before, and nothing more is asked of it
             raise RuntimeError(
                 f"backward: the saved arrays of {describe(node)} were freed by an earlier backward; "
                 "call that one with retain_graph=True"
@@ -346,7 +352,7 @@ class Backward:
         if not node.strided:
             received = [None if dy is None else contiguous(dy) for dy in received]
         _distribute(node, node.backward(*received), self.gradients)
-        if node.saved and not self.retain_graph:
+        if node.saved and not self.retain_graph and wanted(received):
             node.saved = None
 
 
@@ -398,18 +404,25 @@ def _hooked(node: Function, hook: Any, gradient: Array) -> Array:
     return changed
 
 
-def backward_of_piece(outputs: Iterable[Variable], gradients: Iterable[Array | None], since: int) -> None:
+def backward_of_piece(
+    outputs: Iterable[Variable],
+    gradients: Iterable[Array | None],
+    since: int,
+    besides: Iterable[Function] = (),
+) -> None:
     """Inside the backward of a node: differentiate what was recorded since the sequence number `since`.
 
     outputs, gradients: the results of the piece, and the gradient of each (None where nothing used it).
-    Gradients of what went into the piece are left to the backward that is running.
+    besides: nodes of the piece, without a gradient of their own, that run in any case. Gradients of what went
+    into the piece are left to the backward that is running.
 
     Raises RuntimeError if the piece uses the result of an op that this backward does not come to after the
     present node: the gradient would be lost.
     """
     outer = _state.running
     wanted = [(v, g) for v, g in zip(outputs, gradients, strict=True) if g is not None and v.requires_grad]
-    run = Backward({v.node for v, _ in wanted if v.node is not None}, False, since, outer)
+    roots = {v.node for v, _ in wanted if v.node is not None} | set(besides)
+    run = Backward(roots, False, since, outer)
     edges = [v.edge() for v, _ in wanted] + [e for node in run.nodes for e in node.edges if e is not None]
     for node in {edge.node for edge in edges if edge.node is not None and edge.node.sequence <= since}:
         if not outer.is_to_come(node):
@@ -420,12 +433,24 @@ def backward_of_piece(outputs: Iterable[Variable], gradients: Iterable[Array | N
             )
     for variable, gradient in wanted:
         _deliver(variable.edge(), gradient, run.gradients)
+    for node in besides:
+        _deliver(Edge(node, 0, None), WRITTEN, run.gradients)
     run.run()
 
 
 def running() -> Backward | None:
     """The backward that runs in this thread now, if one does."""
     return _state.running
+
+
+def wanted(received: Iterable[Array | None]) -> bool:
+    """Whether a gradient came to a node. It may run without, for the order alone, and then frees nothing."""
+    return any(dy is not None for dy in received)
+
+
+def on_tape(node: Function) -> bool:
+    """Whether `node` has been recorded."""
+    return hasattr(node, "sequence")
 
 
 def describe(node: Function) -> str:

@@ -16,19 +16,20 @@ from shardrt.autograd import Variable
 Array = Any
 
 
-def replaced(nest: Any, function: Callable[[Variable], Any]) -> Any:
+def replaced(nest: Any, function: Callable[[Any], Any], kinds: type | tuple[type, ...] = Variable) -> Any:
     """The same nest with `function` applied to its tensors, in order; whatever else is in it stays.
 
-    A container in which nothing changes is given back itself; else a copy of it, of its own type.
+    kinds: the types of what it is applied to. A container in which nothing changes
+    is given back itself; else a copy of it, of its own type.
     """
-    if isinstance(nest, Variable):
+    if isinstance(nest, kinds):
         return function(nest)
     if isinstance(nest, tuple):
-        items = [replaced(item, function) for item in nest]
+        items = [replaced(item, function, kinds) for item in nest]
         if all(map(operator.is_, items, nest)):
             return nest
         return nest._make(items) if hasattr(nest, "_make") else type(nest)(items)  # _make: of named tuples
-    pairs = [(put, key, old, replaced(old, function)) for put, key, old in _held(nest)]
+    pairs = [(put, key, old, replaced(old, function, kinds)) for put, key, old in _held(nest)]
     changed = [(put, key, new) for put, key, old, new in pairs if new is not old]
     if changed:
         nest = copy.copy(nest)  # calls no __init__

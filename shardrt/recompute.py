@@ -82,6 +82,11 @@ def units_again() -> list:
     return _state.again[-1].units if _state.again else []
 
 
+def must_come(node: Function) -> None:
+    """Have the backward of the forward that now runs again come to `node`, whatever it is asked for."""
+    _state.again[-1].besides.append(node)
+
+
 class Recomputation:
     """What `checkpoint` attaches to a module."""
 
@@ -109,14 +114,16 @@ class Recomputation:
 class Recompute(Function):
     """One call of a recomputed module.
 
-    units: for the schedule of sharded units, which appends those that the forward enters, in order.
+    units: for the schedule of sharded units, which appends those that the forward enters, in order. besides:
+    nodes that it wants to run, of a forward that runs again.
     """
 
-    __slots__ = ("units", "_forward", "_call", "_arrays", "_modes", "_random", "_shapes")
+    __slots__ = ("units", "besides", "_forward", "_call", "_arrays", "_modes", "_random", "_shapes")
     strided = True
 
     def __init__(self, module: Module, forward: Callable, call: tuple) -> None:
         self.units: list = []
+        self.besides: list[Function] = []
         self.module = module
         self._forward = forward
         self._arrays: list[Array] = []
@@ -144,14 +151,15 @@ class Recompute(Function):
 
     def backward(self, *dy: Array) -> tuple:
         since = autograd.newest()
-        outputs = self._again()
-        autograd.backward_of_piece(outputs, dy, since)
+        outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
+        besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
+        autograd.backward_of_piece(outputs, dy, since, besides)
         return (None,) * len(self.edges)  # that run has passed them on along edges of the same tensors
 
-    def _again(self) -> list[Variable]:
+    def _again(self, frees: bool) -> list[Variable]:
         """Run the forward once more, as it ran then, and give its floating outputs."""
         arrays, kept = self.saved
-        if not autograd.running().retain_graph:
+        if frees:
             self.saved = None  # from now on the fresh tape has them, and frees them as it goes
         rest = iter(arrays)
         del arrays

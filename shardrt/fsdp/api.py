@@ -37,6 +37,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     offload_policy: CPUOffloadPolicy | None = None,
     ignored: Iterable[Module | Parameter] = (),
+    by_rank: bool = False,
 ) -> Whole:
     """Shard the parameters of `module` over the ranks of `mesh`, as one unit; gives `module` back.
 
@@ -54,6 +55,9 @@ def fully_shard(
         of the outermost unit (1 if None).
     mp_policy, offload_policy: see those classes.
     ignored: modules and parameters that stay as they are: whole on each rank, and reduced by nobody.
+    by_rank: some ranks may use it although none did in the first forward (an expert, an adapter of a rare
+        language). It is gathered and reduced in every step, used or not. What all or some ranks use from the
+        start needs no such word.
 
     Raises TypeError if `module` is not a Module, ValueError for settings that do not fit together, and
     RuntimeError for a parameter that an optimizer has already: it would go on updating the former array.
@@ -87,6 +91,7 @@ def fully_shard(
         prefetch,
         mp_policy or MixedPrecisionPolicy(),
         offload_policy.placement if offload_policy is not None else Placement(),
+        by_rank,
     )
     boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings))
     for each in modules:

@@ -4,11 +4,15 @@ It casts inputs and outputs as the unit's policy says and finds the tensors in w
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
+
+import numpy as np
 
 from shardrt import dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
+from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
 from shardrt.nest import exchanged, replaced, tensors
 from shardrt.nn.module import Module
@@ -30,10 +34,11 @@ class UnitBoundary:
         try:
             schedule.enter(self.unit)
             if self._input is not None:
-                args, kwargs = replaced((args, kwargs), _caster(self._input))
+                args, kwargs = replaced((args, kwargs), _caster(self._input), (Variable, np.ndarray))
             output = forward(*args, **kwargs)
             if self._output is not None:
                 output = replaced(output, _caster(self._output))
+            output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
             return exchanged(output, found, schedule.leave(self.unit, module, found))
         except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
@@ -41,12 +46,18 @@ class UnitBoundary:
             raise
 
 
-def _caster(dtype: str) -> Callable[[Variable], Variable]:
-    """A function that casts floating tensors to `dtype`, or to the type that represents it on the device."""
+def _caster(dtype: str) -> Callable[[Any], Any]:
+    """A function that casts floating tensors to `dtype`, or to the type that represents it on the device.
 
-    def cast(tensor: Variable) -> Variable:
-        if not dtypes.floating(tensor.data.dtype) or tensor.data.dtype.name == dtype:
-            return tensor
-        return F.cast(tensor, dtype)
+    Arrays likewise: data are arrays. They stay arrays, but of the device that computes.
+    """
+
+    def cast(given: Any) -> Any:
+        array = given.data if isinstance(given, Variable) else given
+        if not dtypes.floating(array.dtype) or array.dtype.name == dtype:
+            return given
+        if isinstance(given, Variable):
+            return F.cast(given, dtype)
+        return F.cast(Variable.result_type(given), dtype).data
 
     return cast if dtype in (dtypes.float32, *dtypes.LOW) else lambda tensor: tensor

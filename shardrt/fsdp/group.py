@@ -23,7 +23,7 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import Place, place
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage, Placement, Storage
+from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
 from shardrt.optim import spill
 
 if TYPE_CHECKING:
@@ -194,16 +194,23 @@ class Group(Storage):
         return self._ranges[self.position[id(parameter)]]
 
     def full(self, parameter: Parameter) -> Array:
+        if self.full_views is not None:
+            return self.full_views[self.position[id(parameter)]]
+        return read_only(
+            self.lent(parameter)
+        )  # other ranks may read it, or it is forgotten after the forward
+
+    def lent(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
         running = autograd.running() is not None
         if running and not self.unit.gathered:
-            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Exit ran
+            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Regather ran
         if running or (self.unit.gathered and self.unit.schedule.depth > 0):
             return self.views[position]
         if self.unit.held and self.unit.gathered and not self.unit.stale:
-            return _read_only(self.views[position])
+            return self.views[position]
         raise RuntimeError(
             f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
             "outside the forward of its unit. This rank's piece is parameter.shard; "
@@ -272,14 +279,6 @@ def _reserve(file: int, nbytes: int, directory: Path) -> None:
             f"CPUOffloadPolicy: directory {directory} has no room for {nbytes} bytes more: {error.strerror}"
         )
         raise OSError(error.errno, text) from error
-
-
-def _read_only(array: Array) -> Array:
-    """A view that can't be written to, if this kind of array supports that."""
-    if isinstance(array, np.ndarray):
-        array = array.view()
-        array.flags.writeable = False
-    return array
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

@@ -43,10 +43,9 @@ class Plan:
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
-                if place > self.place:
-                    self._deviate(f"{unit.label} was used")
+                self._leave_out(place - self.place, f"{unit.label} was used")
                 return place - self.place
-        self._deviate(f"{unit.label} was used")
+        self._deviate(f"{unit.label} was used", " If only some ranks use it: fully_shard(..., by_rank=True).")
         del self.order[self.place :], self.used[self.place :]
         self.order.append(unit)
         self.used.append(False)
@@ -58,8 +57,7 @@ class Plan:
         count = 0
         while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1
-        if count:
-            self._deviate(f"{inside.label} ended")
+        self._leave_out(count, f"{inside.label} ended")
         return count
 
     def advance(self, used: bool) -> int:
@@ -75,12 +73,15 @@ class Plan:
     def settle(self, control: Communicator, stream: Any) -> set[int]:
         """Compare with the other ranks and strike out the units that no rank used; gives their places.
 
+        Units that are marked as used by_rank stay.
+
         Collective. Raises CollectiveMismatch that names ranks and units if ranks have different orders.
         """
         if self.settled:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control, stream)
         used = np.array(self.used, np.int64)
+        used |= [unit.settings.by_rank for unit in self.order]
         control.all_reduce(used, op="max", stream=stream)
         self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
         self.used = [True] * len(self.order)
@@ -88,7 +89,12 @@ class Plan:
         self.settled = True
         return {place for place, anybody in enumerate(used) if not anybody}
 
-    def _deviate(self, instead: str) -> None:
+    def _leave_out(self, count: int, instead: str) -> None:
+        """The next `count` units are not used: a deviation, unless they may be left out at any time."""
+        if not all(unit.settings.by_rank for unit in self.order[self.place : self.place + count]):
+            self._deviate(instead)
+
+    def _deviate(self, instead: str, hint: str = "") -> None:
         """Count a forward that differs from the plan, and say so once, when the plan had been settled."""
         if self._deviates or not self.settled:
             return
@@ -101,7 +107,7 @@ class Plan:
             warnings.warn(
                 f"fully_shard: expected {expected}, as in the forward that was recorded, but {instead}. The "
                 "result is right, but parameters are gathered that nobody asked for, or later than they "
-                "could be. Said once; schedule.plan.deviations counts.",
+                f"could be.{hint} Said once; schedule.plan.deviations counts.",
                 stacklevel=2,
             )
 

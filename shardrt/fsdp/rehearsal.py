@@ -15,6 +15,7 @@ from shardrt import device, random
 from shardrt.device.rehearsal import RehearsalDevice
 from shardrt.fsdp.group import Group, OpenGradient
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.nodes import Tape
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
@@ -60,6 +61,7 @@ class Stage:
 
     def __init__(self, here: RehearsalDevice) -> None:
         self._device = here
+        self.tape = Tape()
         self.no_sync = False
 
     def enter(self, unit: Unit) -> None:
@@ -84,7 +86,6 @@ class Stage:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` would be complete."""
-        unit.forget_node()
         for group in unit.groups if unit.reduces else ():
             group.open_gradient = None
 
@@ -94,7 +95,7 @@ def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None
     """Put `unit` on the stage inside a with block."""
     before = [(group, dict(vars(group))) for group in unit.groups]
     state = dict(vars(unit))
-    unit._schedule, unit._unshard = stage, None
+    unit._schedule = stage
     for group in unit.groups:
         group.layout, group.open_gradient = layouts[group], None
         whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.key.param))

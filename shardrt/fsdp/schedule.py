@@ -15,14 +15,17 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
+import numpy as np
+
 from shardrt import autograd, random, recompute
+from shardrt.autograd import Function, on_tape
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import collectives
 from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
-from shardrt.fsdp.nodes import Exit, recorded
+from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.unit import State, Unit
 
@@ -49,11 +52,15 @@ class Schedule:
         self._make_gradient_slots = make_gradient_slots
         self._accumulates: bool | None = None  # what the slots for gradients were made for; None: not made
         self._planned = False  # the present forward began with the outermost unit
-        self._passed: list[tuple[int, Exit]] = []  # units this rank skipped: place in the plan, node
+        self.tape = Tape()  # of the present forward or backward
+        # What backward must come to, on ranks whose loss does not need it too. With its place in the plan: a
+        # unit that this rank skipped.
+        self._to_come: list[tuple[int | None, Function]] = []
         self._in_backward = False
         self._micro_batch_begun = False  # whose backward has not ended
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
+        self._wrote: dict[Group, bool] = {}  # of those that had no gradient before: whether this rank has one
         # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
@@ -83,6 +90,8 @@ class Schedule:
         self._entered.append((unit, unit.unshard_node() if autograd.is_grad_enabled() else None))
         piece = recompute.current()
         if piece is not None:
+            if not piece.units:
+                self._must_come(piece)
             piece.units.append(unit)
         self._started[unit] = time.perf_counter()
 
@@ -92,13 +101,21 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        unit.needed_in_backward = recorded(outputs)
-        outputs = Exit.mark(unit, outputs, self._settle(unit) if not again else [])
+        marked = bool(recorded(unit, outputs))
+        unit.kept = marked and not unit.reshard_after_forward
+        if autograd.is_grad_enabled():
+            unit.needed_in_backward = marked
+        then: list[Function] = [Regather(unit, self.tape)] if marked else []
+        for node in then:
+            self._must_come(node)
+        outputs = mark(unit, outputs, then if again or self.depth > 1 else self._settle(unit))
         self._entered.pop()
         unit.modules_done.add(id(module))
         self._release_after_forward(unit)
         if self.depth == 0 and not again:
             self._drop_prefetched()
+            for other in self.units:
+                self._release_after_forward(other)  # some of its modules were not called
         return outputs
 
     def abandon(self, unit: Unit, depth: int) -> None:
@@ -118,9 +135,10 @@ class Schedule:
         if self._in_backward:  # the last backward raised
             self._reset()
         self._planned = unit is self.root
+        self._to_come = []
         if self._planned:
             self.plan.begin()
-            self._passed = []
+            self.tape = Tape()
             self.mesh.part("forward")
             self._show("forward", unit)
         for other in self.units:
@@ -185,37 +203,51 @@ class Schedule:
             place = self.plan.advance(used=False)
             self.ensure(unit)
             self._prefetch(self.plan.upcoming())
-            if autograd.is_grad_enabled() and unit.needed_in_backward:
-                self._passed.append((place, Exit.passing(unit)))
+            needed = autograd.is_grad_enabled() and unit.needed_in_backward
+            unit.kept = needed and not unit.reshard_after_forward
+            if needed:
+                self._must_come(Regather(unit, self.tape), place)
             unit.modules_done.update(id(module) for module in unit.modules)
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
 
-    def _settle(self, unit: Unit) -> list[Exit]:
-        """At the end of the whole forward: Exits of the units that this rank skipped and others called."""
-        if not self._planned or unit is not self.root or self.depth > 1:
-            return []
-        unused = self.plan.settle(self.control, self.lanes.compute)
-        passed, self._passed = self._passed, []
-        return [node for place, node in passed if place not in unused]
+    def _must_come(self, node: Function, place: int | None = None) -> None:
+        """Have backward come to `node` on this rank, whatever its loss uses: on others it does."""
+        if recompute.recomputing():
+            recompute.must_come(node)
+        else:
+            self._to_come.append((place, node))
+
+    def _settle(self, unit: Unit) -> list[Function]:
+        """At the end of the whole forward: what backward must come to, without units that no rank used."""
+        unused: set[int] = set()
+        if self._planned and unit is self.root:
+            unused = self.plan.settle(self.control, self.lanes.compute)
+        to_come, self._to_come = self._to_come, []
+        return [node for place, node in to_come if place not in unused and on_tape(node)]
 
     def _release_after_forward(self, unit: Unit) -> None:
         if self._is_entered(unit) or not unit.gathered or unit.held or recompute.recomputing():
             return  # what a recomputation gathers, backward needs at once
-        over = len(unit.modules_done) == len(unit.modules) or self.depth == 0
-        kept = unit.needed_in_backward and not unit.reshard_after_forward
-        if over and unit.reshard_after_backward and not kept:
+        if unit.reshard_after_backward and not unit.kept and self._is_done(unit):
             self._release(unit)
+
+    def _is_done(self, unit: Unit) -> bool:
+        """Whether the present forward comes to no other module of `unit`, as far as is known."""
+        if len(unit.modules_done) == len(unit.modules) or self.depth == 0:
+            return True
+        return self._planned and self.plan.settled and unit not in self.plan.upcoming()
 
     def _is_entered(self, unit: Unit) -> bool:
         return any(entered is unit for entered, _ in self._entered)
 
     # -- backward
 
-    def before_backward(self, unit: Unit) -> None:
+    def before_backward(self, unit: Unit, tape: Tape) -> None:
         """The backward of `unit` begins: as `enter`, with the order read off the tape."""
         self._begin_backward()
+        self.tape = tape
         self.ensure(unit)
         self._prefetch(self._next_in_backward(autograd.running()))
         self._started.setdefault(unit, time.perf_counter())
@@ -227,8 +259,8 @@ class Schedule:
             autograd.running().at_end(self._end_backward)
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
-        for node in run.upcoming((Exit, recompute.Recompute)):
-            for unit in (node.unit,) if isinstance(node, Exit) else node.units:
+        for node in run.upcoming((Regather, recompute.Recompute)):
+            for unit in (node.unit,) if isinstance(node, Regather) else node.units:
                 if unit._schedule is self:
                     yield unit
 
@@ -257,31 +289,41 @@ class Schedule:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
-        self._begin_backward()  # where no Exit has: no tensor was found in what forward returned
+        self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
         self._draw("backward", unit)
         if unit.gathered and not self._is_entered(unit) and unit.reshard_after_backward and not unit.held:
             self._release(unit)
-        unit.forget_node()
         for group in unit.groups:
             if not group.trainable:
                 continue
             opened = group.open_gradient or self.open_gradient(group)
-            if unit.reduces:
-                self._reduce(group, opened)
+            if unit.reduces and (unit.turns is None or not self._comes_again(unit)):
+                self._reduce(group, opened)  # a turn's gradient has one place, and so one reduction
 
-    def _reduce(self, group: Group, opened: OpenGradient, used: bool = True) -> None:
+    def _comes_again(self, unit: Unit) -> bool:
+        """Whether this backward has more to come of `unit`: another forward's part of the loss."""
+        return unit in self._next_in_backward(autograd.running())
+
+    def _reduce(self, group: Group, opened: OpenGradient) -> None:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
         collectives.reduce(group, slot, self.lanes)
         slot.arena.release(slot)
         group.reductions += 1
-        group.used |= used
         group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
-        if group.on_gradient is not None and group.complete and group.used:
-            group.on_gradient()
+        if group in self._wrote or not group.used:
+            self._wrote[group] = bool(opened.written) or self._wrote.get(group, False)
+            group.used = self._wrote[group]
         self._show("reduce", group.unit)
+        if group.used and not self._comes_again(group.unit):
+            self._tell(group)
+
+    def _tell(self, group: Group) -> None:
+        """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
+        if group.on_gradient is not None and group.complete:
+            group.on_gradient()
 
     def _end_backward(self) -> None:
         self._drop_prefetched()
@@ -292,12 +334,23 @@ class Schedule:
                 if unit.reduces and group.open_gradient is not None:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
-                    self._reduce(group, self.open_gradient(group), used=False)  # zeros have their place too
+                    self._reduce(group, self.open_gradient(group))  # zeros have their place too
+        self._agree_on_used()
         for group in self._reduced:
             self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
-        self._reduced = []
+        self._reduced, self._wrote = [], {}
         self._in_backward = False
         self._end_micro_batch()
+
+    def _agree_on_used(self) -> None:
+        """A gradient that is zero because no rank has written any of it is none. Collective."""
+        if self._wrote and self.mesh.size > 1:
+            wrote = np.array(list(self._wrote.values()), np.int64)
+            self.control.all_reduce(wrote, op="max", stream=self.lanes.compute)
+            for group, anybody in zip(self._wrote, wrote, strict=True):
+                if anybody and not group.used:
+                    group.used = True
+                    self._tell(group)
 
     def _end_micro_batch(self) -> None:
         if self._micro_batch_begun:
@@ -357,16 +410,25 @@ class Schedule:
         self._show("release", unit)
 
     def _acquire(self, arena: Arena) -> Slot:
-        """A slot for a unit that is needed now: a free one, one of an unused prefetch, or a new one."""
+        """A slot for a unit that is needed now: a free one, one that can be given up, or a new one."""
         slot = arena.acquire()
         if slot is None:
             prefetched = [u for u in self.units if u.state is State.GATHERING and _uses(u, arena)]
+            waiting = [u for u in self.units if self._only_waits(u) and _uses(u, arena)]
             if prefetched:
                 self._drop(prefetched[-1])
+            elif waiting:
+                self._release(waiting[0])
             else:
                 arena.grow()
             slot = arena.acquire()
         return slot
+
+    def _only_waits(self, unit: Unit) -> bool:
+        """Whether `unit` is gathered just because some of its modules may yet be called in this forward."""
+        if not unit.gathered or self._is_entered(unit) or unit.held or autograd.running() is not None:
+            return False
+        return unit.reshard_after_forward and 0 < len(unit.modules_done) < len(unit.modules)
 
     def _drop_prefetched(self) -> None:
         for unit in self.units:
@@ -384,9 +446,9 @@ class Schedule:
         self._entered.clear()
         self._in_backward = False
         self._end_micro_batch()
-        self._reduced = []
+        self._reduced, self._wrote = [], {}
+        self.tape = Tape()
         for unit in self.units:
-            unit.forget_node()
             if unit.state is State.GATHERING:
                 self._drop(unit)
             elif unit.state is State.GATHERED:

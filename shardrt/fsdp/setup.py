@@ -301,7 +301,7 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
     described = [
         (
             u.label,
-            u.settings.strategy,
+            (u.settings.strategy, u.settings.by_rank),
             (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor, u.micro_batches),
             [module.recomputation is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,

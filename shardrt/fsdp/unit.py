@@ -4,7 +4,6 @@ A unit is what one call of fully_shard made: one module or several, with one gro
 key (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
 """
 
-import weakref
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -48,6 +47,7 @@ class Settings:
     prefetch: int | None  # None: as the outermost unit says
     precision: MixedPrecisionPolicy
     placement: Placement
+    by_rank: bool = False  # never struck from the plan
 
 
 class Unit:
@@ -65,10 +65,10 @@ class Unit:
         self.stale = False  # the shards have changed since the last gather
         self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
         self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
-        self.needed_in_backward = self.trainable  # whether the last forward left something for backward to do
+        self.needed_in_backward = self.trainable  # whether the last forward that was recorded left it work
+        self.kept = False  # gathered from the last forward to backward
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
-        self._unshard: weakref.ref[Unshard] | None = None
         self._schedule: Schedule | None = None
         # Set by setup.build:
         self.reshard_after_forward: bool
@@ -129,13 +129,5 @@ class Unit:
         self.state = state
 
     def unshard_node(self) -> Unshard:
-        """The unit's one node on the tape that is being recorded, made at the first call."""
-        node = self._unshard() if self._unshard is not None else None
-        if node is None:
-            node = Unshard(self)
-            self._unshard = weakref.ref(node)
-        return node
-
-    def forget_node(self) -> None:
-        """Its backward has run: the next forward starts another tape."""
-        self._unshard = None
+        """The unit's one node on the tape that is being recorded, or run, made at the first call."""
+        return self.schedule.tape.unshard(self)

@@ -48,7 +48,7 @@ class BatchNorm(Function):
         else:
             (mean, variance), count = running, None
         rstd = 1 / np.sqrt(variance + variance.dtype.type(eps))
-        weight_data, bias_data = contiguous(weight.data), contiguous(bias.data)
+        weight_data, bias_data = contiguous(weight.lent()), contiguous(bias.data)
         kernels().batch_norm.forward(planes, mean, rstd, weight_data, bias_data, _planes(y))
         self.saved = (x, weight, bias, mean.copy(), rstd, count, communicator)
         return y
@@ -71,7 +71,7 @@ class BatchNorm(Function):
             sums = (sums if communicator is None else _summed(sums, communicator)) / count
         if self.needs[0]:
             dx = empty_like(x)
-            data = contiguous(weight.data)
+            data = contiguous(weight.lent())
             kernels().batch_norm.backward_input(upper, planes, mean, rstd, data, *sums, _planes(dx))
         return dx, *tokens, None, None, None, None, None
 

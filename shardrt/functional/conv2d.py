@@ -22,8 +22,8 @@ class Conv2d(Function):
         self, x: Array, weight: Variable, bias: Variable | None, shape: tuple[int, ...], geometry: tuple
     ) -> Array:
         y = empty(shape, x.dtype)
-        bias_data = None if bias is None else contiguous(bias.data)
-        kernels().conv2d.forward(x, contiguous(weight.data), bias_data, y, *geometry)
+        bias_data = None if bias is None else contiguous(bias.lent())
+        kernels().conv2d.forward(x, contiguous(weight.lent()), bias_data, y, *geometry)
         return self.resume((y,), x, weight, bias, shape, geometry)
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, *rest: tuple) -> Array:
@@ -36,7 +36,7 @@ class Conv2d(Function):
         dx = weight_token = bias_token = None
         if self.needs[0]:
             dx = empty(shape, dy.dtype)
-            conv2d.backward_input(dy, contiguous(weight.data), dx, *geometry)
+            conv2d.backward_input(dy, contiguous(weight.lent()), dx, *geometry)
         if self.needs[1]:
             dweight, accumulate, weight_token = weight.gradient_target()
             conv2d.backward_weight(x, dy, dweight, accumulate, *geometry)

@@ -18,7 +18,7 @@ class Embedding(Function):
 
     def forward(self, indices: Array, weight: Variable) -> Array:
         self.saved = (indices, weight)
-        table = contiguous(weight.data)
+        table = contiguous(weight.lent())
         y = empty((*indices.shape, weight.shape[1]), table.dtype)
         kernels().embedding.forward(flat(indices), table, rows(y))
         return y

@@ -22,8 +22,8 @@ class Linear(Function):
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         self.saved = (x if self.needs[1] else None, weight, bias)
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-        bias_data = None if bias is None else contiguous(bias.data)
-        kernels().linear.forward(rows(x), contiguous(weight.data), bias_data, rows(y))
+        bias_data = None if bias is None else contiguous(bias.lent())
+        kernels().linear.forward(rows(x), contiguous(weight.lent()), bias_data, rows(y))
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
@@ -44,7 +44,7 @@ class Linear(Function):
         dx = token = None
         if self.needs[0]:
             dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
-            kernels().linear.backward_input(rows(dy), contiguous(weight.data), rows(dx))
+            kernels().linear.backward_input(rows(dy), contiguous(weight.lent()), rows(dx))
         if self.needs[1]:
             dweight, accumulate, token = weight.gradient_target()
             kernels().linear.backward_weight(rows(x), rows(dy), dweight, accumulate)
@@ -59,8 +59,8 @@ class LinearGELU(Linear):
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         y = empty_like(inner)
-        bias_data = None if bias is None else contiguous(bias.data)
-        kernels().linear.forward_gelu(rows(x), contiguous(weight.data), bias_data, rows(inner), rows(y))
+        bias_data = None if bias is None else contiguous(bias.lent())
+        kernels().linear.forward_gelu(rows(x), contiguous(weight.lent()), bias_data, rows(inner), rows(y))
         self.saved = (x if self.needs[1] else None, weight, bias, inner)
         return y
 

@@ -89,7 +89,7 @@ class LinearCrossEntropy(Function):
     def forward(
         self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str, chunk: int
     ) -> Array:
-        x2, matrix = rows(x), contiguous(weight.data)
+        x2, matrix = rows(x), contiguous(weight.lent())
         losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
         memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
         for part, logits in _chunks(memory, len(x2)):
@@ -103,7 +103,7 @@ class LinearCrossEntropy(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, targets, lse, ignore_index, reduction, count, chunk = self.saved
-        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.data)
+        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
         scale = _scale(dy, reduction, count)
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)

@@ -23,7 +23,7 @@ class MatMul(Function):
 
     def forward(self, x: Variable, y: Variable) -> Array:
         self.saved = (x if self.needs[1] else None, y if self.needs[0] else None, x.shape, y.shape)
-        return _product(x.data, y.data)
+        return _product(x.lent(), y.lent())
 
     def resume(self, kept: tuple, x: Variable, y: Variable) -> Array:
         self.saved = (x if self.needs[1] else None, y if self.needs[0] else None, x.shape, y.shape)
@@ -31,8 +31,8 @@ class MatMul(Function):
 
     def backward(self, dz: Array) -> tuple:
         x, y, x_shape, y_shape = self.saved
-        dx = sum_to(_product(dz, y.data.swapaxes(-1, -2)), x_shape) if self.needs[0] else None
-        dy = sum_to(_product(x.data.swapaxes(-1, -2), dz), y_shape) if self.needs[1] else None
+        dx = sum_to(_product(dz, y.lent().swapaxes(-1, -2)), x_shape) if self.needs[0] else None
+        dy = sum_to(_product(x.lent().swapaxes(-1, -2), dz), y_shape) if self.needs[1] else None
         return dx, dy
 
 

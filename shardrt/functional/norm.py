@@ -25,8 +25,8 @@ class LayerNorm(Function):
         y = empty_like(x)
         x2 = rows(x)
         mean, rstd = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
-        bias_data = None if bias is None else contiguous(bias.data)
-        kernels().layer_norm.forward(x2, contiguous(weight.data), bias_data, rows(y), mean, rstd, eps)
+        bias_data = None if bias is None else contiguous(bias.lent())
+        kernels().layer_norm.forward(x2, contiguous(weight.lent()), bias_data, rows(y), mean, rstd, eps)
         self.saved = (x, weight, bias, mean, rstd)
         return y
 
@@ -44,10 +44,10 @@ class AddLayerNorm(Function):
         total, y = empty_like(x), empty_like(x)
         x2 = rows(x)
         mean, rstd = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
-        bias_data = None if bias is None else contiguous(bias.data)
+        bias_data = None if bias is None else contiguous(bias.lent())
         statistics = (mean, rstd, eps)
         kernels().layer_norm.forward(
-            x2, contiguous(weight.data), bias_data, rows(y), *statistics, rows(added), rows(total)
+            x2, contiguous(weight.lent()), bias_data, rows(y), *statistics, rows(added), rows(total)
         )
         self.saved = (total, weight, bias, mean, rstd)
         return total, y
@@ -70,7 +70,7 @@ def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | 
         (dbias if add_weight else dweight).fill(0)  # the kernel adds to both or to none
     dx2, dtotal2 = (None if array is None else rows(array) for array in (dx, dtotal))
     into = (dx2, dweight, dbias, add_weight or add_bias, dtotal2)
-    kernels().layer_norm.backward(rows(dy), rows(x), contiguous(weight.data), mean, rstd, *into)
+    kernels().layer_norm.backward(rows(dy), rows(x), contiguous(weight.lent()), mean, rstd, *into)
     return dx, weight_token, bias_token
 
 
@@ -133,7 +133,7 @@ class RMSNorm(Function):
         y = empty_like(x)
         x2 = rows(x)
         rstd = empty_exact((len(x2),), x)
-        kernels().rms_norm.forward(x2, contiguous(weight.data), rows(y), rstd, eps)
+        kernels().rms_norm.forward(x2, contiguous(weight.lent()), rows(y), rstd, eps)
         self.saved = (x, weight, rstd)
         return y
 
@@ -151,7 +151,9 @@ class AddRMSNorm(Function):
         total, y = empty_like(x), empty_like(x)
         x2 = rows(x)
         rstd = empty_exact((len(x2),), x)
-        kernels().rms_norm.forward(x2, contiguous(weight.data), rows(y), rstd, eps, rows(added), rows(total))
+        kernels().rms_norm.forward(
+            x2, contiguous(weight.lent()), rows(y), rstd, eps, rows(added), rows(total)
+        )
         self.saved = (total, weight, rstd)
         return total, y
 
@@ -170,7 +172,7 @@ def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | No
     dweight, accumulate, token = _target(weight, needs[1])
     dx2, dtotal2 = (None if array is None else rows(array) for array in (dx, dtotal))
     into = (dx2, dweight, accumulate, dtotal2)
-    kernels().rms_norm.backward(rows(dy), rows(x), contiguous(weight.data), rstd, *into)
+    kernels().rms_norm.backward(rows(dy), rows(x), contiguous(weight.lent()), rstd, *into)
     return dx, token
 
 

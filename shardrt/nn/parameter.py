@@ -5,7 +5,8 @@ needs a piece of them, the whole array or one rank's shard, makes just that piec
 """
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +15,7 @@ from shardrt import autograd, device, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser
-from shardrt.nn.storage import LocalStorage, Storage
+from shardrt.nn.storage import LocalStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
 if TYPE_CHECKING:
@@ -30,9 +31,11 @@ class Parameter(Tensor):
     float32 (float64 for gradient checks). Raises TypeError or ValueError for what is no shape.
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
-    that names it. `shard` and `grad` are what this rank holds: the piece of a sharded parameter as a 1-D
-    array, the whole array of a plain one. The first use of a sharded model, be it only the reading of a
-    `shard`, makes the shards of all its units and is collective: let every rank come to it.
+    that names it, but in the forward of its unit it can be read. `shard` and `grad` are what this rank holds:
+    the piece of a sharded parameter as a 1-D array, the whole array of a plain one. What other ranks may read
+    is read-only (NumPy's ValueError); a shard is written inside `with parameter.writing()`. The first use of
+    a sharded model, be it only the reading of a `shard`, makes the shards of all its units and is collective:
+    let every rank come to it.
     """
 
     __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute", "_hooks")
@@ -105,13 +108,33 @@ class Parameter(Tensor):
 
         Such an op may save the array, or a view of it, beyond the time for which the unit is gathered.
         """
-        return self.data if isinstance(self.storage, LocalStorage) else self.data.copy()
+        return self.data if isinstance(self.storage, LocalStorage) else self.lent().copy()
+
+    def lent(self) -> Array:
+        return self.storage.lent(self)
+
+    def detach(self) -> Tensor:
+        """Its values without its past: a copy where it is sharded, as `value`."""
+        return Tensor(self.value())
 
     @property
     def shard(self) -> Array:
-        """What this rank holds of it: a 1-D view (possibly empty) of its storage."""
+        """What this rank holds of it: a 1-D view (possibly empty) of its storage, to be read."""
         start, stop, _ = self.storage.range_of(self)
-        return self.storage.shard[start:stop]
+        piece = self.storage.shard[start:stop]
+        return piece if isinstance(self.storage, LocalStorage) else read_only(piece)
+
+    @contextmanager
+    def writing(self) -> Iterator[Array]:
+        """Lend `shard` to be written inside a with block: an update of one's own, an average of weights.
+
+        Collective: every rank comes here for the same parameters, also where its piece is empty, because a
+        slower rank may still read the values as they are. The next forward sees what was written.
+        """
+        start, stop, _ = self.storage.range_of(self)
+        self.storage.before_write()
+        yield self.storage.shard[start:stop]
+        self.storage.modified()
 
     @property
     def grad(self) -> Array | None:

@@ -117,6 +117,10 @@ class Storage(ABC):
     def full(self, parameter: "Parameter") -> Array:
         """All values of the parameter in its shape. Raises RuntimeError, naming it, while it is sharded."""
 
+    def lent(self, parameter: "Parameter") -> Array:
+        """As `full`, for an op that reads it now and keeps nothing."""
+        return self.full(parameter)
+
     def value_dtype(self, parameter: "Parameter") -> Any:
         """The dtype of what `full` gives."""
         return parameter.dtype
@@ -198,3 +202,11 @@ class LocalStorage(Storage):
 
     def zero_grad(self) -> None:
         self._gradient = None
+
+
+def read_only(array: Array) -> Array:
+    """A view that can't be written to, if this kind of array supports that: NumPy's does."""
+    if isinstance(array, np.ndarray):
+        array = array.view()
+        array.flags.writeable = False
+    return array

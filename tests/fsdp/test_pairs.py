@@ -263,8 +263,8 @@ def save_and_load(model, mesh, directory):
     """Write a checkpoint, spoil the model, read it back."""
     save(directory / "checkpoint", model)
     for parameter in model.parameters():
-        parameter.shard.fill(7.0)
-        parameter.storage.modified()
+        with parameter.writing() as shard:
+            shard.fill(7.0)
     mesh.communicator("control").barrier(stream=mesh.device.current_stream)
     load(directory / "checkpoint", model)
 

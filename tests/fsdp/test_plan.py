@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 import shardrt
+from shardrt import nn
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import units
+from shardrt.fsdp import fully_shard, units
 from tests.fsdp.nets import Nested, Net, batches, gradients, loss_of, shard
 
 TOKENS, TARGETS = batches(1)[0]
@@ -71,6 +72,76 @@ def test_ranks_may_leave_out_different_units(skipped, first, strategy):
         for name, gradient in found.items():
             wanted = expected.get(name, np.zeros_like(gradient))
             np.testing.assert_allclose(gradient, wanted, rtol=0, atol=2e-6, err_msg=name)
+
+
+class Experts(nn.Module):
+    """One of three, chosen by rank."""
+
+    def __init__(self):
+        super().__init__()
+        self.experts = nn.ModuleList(nn.Linear(7, 7) for _ in range(3))
+        self.last = nn.Linear(7, 7)
+        self.choice = 0
+
+    def forward(self, x):
+        return self.last(self.experts[self.choice](x))
+
+
+CHOICES = [(0, 0), (1, 0), (1, 2), (2, 2), (0, 1)]  # the second and the third: at first used by nobody
+
+
+def chosen(**settings):
+    """Gradients of each step, and how many forwards were told to deviate."""
+    shardrt.manual_seed(3)
+    model, mesh = Experts(), init_device_mesh("auto")
+    for expert in model.experts:
+        fully_shard(expert, mesh=mesh, by_rank=True, **settings)
+    for part in (model.last, model):
+        fully_shard(part, mesh=mesh, **settings)
+    steps = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for choices in CHOICES:
+            model.choice = choices[mesh.rank]
+            model(np.full((2, 7), 1.0 + mesh.rank, np.float32)).sum().backward()
+            steps.append(gradients(model))
+            model.zero_grad()
+    return steps
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"])
+def test_some_ranks_may_begin_to_use_a_unit_that_is_marked_for_it(strategy):
+    shardrt.manual_seed(3)
+    plain = Experts()
+    for found, choices in zip(thread.run(2, chosen, strategy=strategy)[0], CHOICES, strict=True):
+        for rank, plain.choice in enumerate(choices):
+            (plain(np.full((2, 7), 1.0 + rank, np.float32)).sum() * 0.5).backward()
+        expected = gradients(plain)
+        assert found.keys() == expected.keys()
+        for name, gradient in expected.items():
+            np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6, err_msg=name)
+        plain.zero_grad()
+
+
+def evaluated_and_trained():
+    """Rank 1 leaves out a block in training that rank 0 has left out in the evaluation before."""
+    shardrt.manual_seed(3)
+    model, mesh = Skips(blocks=4), init_device_mesh("auto")
+    shard(model, mesh)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model.skipped = (1,) if mesh.rank == 0 else ()
+        with shardrt.no_grad():
+            model(TOKENS)
+        model.skipped = (1,) if mesh.rank == 1 else ()
+        loss_of(model, TOKENS[part(mesh)], TARGETS[part(mesh)]).backward()
+    return gradients(model)
+
+
+def test_an_evaluation_does_not_change_what_backward_does_for_others():
+    expected = expected_gradients([(), (1,)])
+    for name, gradient in thread.run(2, evaluated_and_trained)[0].items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=2e-6, err_msg=name)
 
 
 def test_a_step_that_differs_is_counted():

@@ -151,7 +151,8 @@ def traffic(shape, strategy):
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_bytes_on_the_wire_are_the_formula(strategy, volumes, ranks):
     moved, parameters = thread.run(ranks, traffic, None, strategy)[0]
-    assert moved == {ranks: volumes * parameters * (ranks - 1) // ranks}
+    agreed = 2 * 3 * 8 * (ranks - 1) // ranks  # one number for each unit: whether any rank used it
+    assert moved == {ranks: volumes * parameters * (ranks - 1) // ranks + agreed}
 
 
 @pytest.mark.parametrize(("strategy", "volumes"), [("HYBRID_SHARD", 3), ("HYBRID_SHARD_GRAD_OP", 2)])

@@ -69,6 +69,64 @@ def test_a_list_of_modules_is_one_unit_gathered_and_reduced_once(prefetch):
         np.testing.assert_allclose(found[name] / 2, parameter.grad, rtol=1e-4, atol=1e-7, err_msg=name)
 
 
+class Half(nn.Module):
+    """Calls one of its two layers; both are one unit."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused, self.used = nn.Linear(7, 7), nn.Linear(7, 7)
+
+    def forward(self, x):
+        return x + self.used(x)
+
+
+def partly_called(recomputed, **settings):
+    """Units gathered after a forward, a backward, an evaluation; gathers and reductions; slots; gradients."""
+    made = []
+    shardrt.manual_seed(3)
+    model = nn.Sequential(*[Half() for _ in range(6)])
+    mesh = init_device_mesh("auto", wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
+    for part in model:
+        fully_shard([part.unused, part.used], mesh=mesh, **settings)
+        if recomputed:
+            checkpoint(part)
+    fully_shard(model, mesh=mesh, **settings)
+    x = np.ones((2, 7), np.float32)
+    states = []
+
+    def note():
+        states.append(sum(unit.gathered for unit in units(model)[1:]))
+
+    for _ in range(2):
+        before = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+        loss = model(x).sum()
+        note()
+        loss.backward()
+        note()
+        with shardrt.no_grad():
+            model(x)
+        note()
+    calls = sum(c.calls["all_gather"] for c in made), sum(c.calls["reduce_scatter"] for c in made)
+    slots = len(units(model)[1].groups[0].arenas["gathered"].slots)
+    return states, np.subtract(calls, before).tolist(), slots, gradients(model)["5.used.weight"]
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_GRAD_OP"])
+def test_a_unit_of_which_a_part_is_called_is_released_like_others(strategy, recomputed):
+    shardrt.manual_seed(3)
+    plain = nn.Sequential(*[Half() for _ in range(6)])
+    plain(np.ones((2, 7), np.float32)).sum().backward()
+    kept = strategy == "SHARD_GRAD_OP" and not recomputed  # from forward to backward
+    for states, (gathers, reductions), slots, gradient in thread.run(
+        2, partly_called, recomputed, strategy=strategy
+    ):
+        assert states == [6 * kept, 0, 0] * 2
+        assert (gathers, reductions) == (6 * (2 if kept else 3), 6)  # the last third: the evaluation
+        assert slots == (1 if strategy == "SHARD_GRAD_OP" else 2)  # of each unit, or of all together
+        np.testing.assert_allclose(gradient / 2, plain[5].used.weight.grad, rtol=1e-4)
+
+
 def test_an_empty_list_is_refused():
     with pytest.raises(ValueError, match="the list of modules is empty"):
         fully_shard([])
@@ -200,6 +258,89 @@ def changed_in_place():
 
 def test_gathered_parameters_are_not_written_to_where_it_would_be_lost():
     thread.run(2, changed_in_place)
+
+
+class Scaled(Net):
+    """Scales a weight in forward, in its place."""
+
+    how = None
+
+    def run_blocks(self, x):
+        with shardrt.no_grad():
+            self.how(self.blocks[0].up.weight, self.norm.weight)
+        return super().run_blocks(x)
+
+
+def by_data(*parameters):
+    parameters[1].data *= 0.5
+
+
+def by_view(*parameters):
+    parameters[1].data.T[...] = 0.5
+
+
+def by_operator(*parameters):
+    norm = parameters[1]
+    norm *= 0.5
+
+
+def by_shard(*parameters):
+    parameters[0].shard[...] = 0.5
+
+
+def written_in_forward(how, **settings):
+    shardrt.manual_seed(3)
+    model, mesh = Scaled(), init_device_mesh("auto", settings.pop("shape", None))
+    shard(model, mesh, **settings)
+    Scaled.how = staticmethod(how)
+    before = full_state_dict(model)
+    with pytest.raises(ValueError, match="read-only"):
+        loss_of(model, TOKENS, TARGETS)
+    after = full_state_dict(model)
+    return all(np.array_equal(after[name], values) for name, values in before.items())
+
+
+STRATEGIES = [
+    *({"strategy": name} for name in ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD")),
+    {"strategy": "HYBRID_SHARD", "shape": (1, 2)},
+]
+
+
+@pytest.mark.parametrize("how", [by_data, by_view, by_operator, by_shard])
+@pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
+def test_forward_cannot_write_what_other_ranks_read(how, settings):
+    assert thread.run(2, written_in_forward, how, **settings) == [True, True]
+
+
+def updated_by_hand(by_hand, precision, **settings):
+    """Losses of three steps of SGD."""
+    model, mesh = net(), init_device_mesh("auto", settings.pop("shape", None))
+    shard(model, mesh, mp_policy=precision, **settings)
+    optimizer = optim.SGD(model.parameters(), lr=0.5)
+    losses = []
+    for _ in range(3):
+        loss = loss_of(model, TOKENS, TARGETS)
+        loss.backward()
+        losses.append(loss.item())
+        if by_hand:
+            for parameter in model.parameters():
+                with pytest.raises(ValueError, match="read-only"):
+                    parameter.shard[...] -= np.float32(0.5) * parameter.grad
+                with parameter.writing() as shard_:
+                    shard_ -= np.float32(0.5) * parameter.grad
+        else:
+            optimizer.step()
+        model.zero_grad()
+    return losses
+
+
+@pytest.mark.parametrize("precision", [None, MixedPrecisionPolicy("bfloat16", "float32")])
+@pytest.mark.parametrize("settings", STRATEGIES, ids=lambda s: s["strategy"])
+def test_what_is_written_to_shards_is_seen_by_the_next_forward(settings, precision):
+    expected = thread.run(2, updated_by_hand, False, precision, **settings)
+    found = thread.run(2, updated_by_hand, True, precision, **settings)
+    np.testing.assert_allclose(found, expected, rtol=1e-6)
+    assert found[0][2] < found[0][1] < found[0][0]
 
 
 def saved_inside():

@@ -38,10 +38,26 @@ def net(mesh=None, whole=True):
     return model
 
 
-def late_reader(mesh):
+def by_optimizer(model):
+    """A function that changes all parameters much."""
+    return optim.SGD(model.parameters(), lr=10.0).step
+
+
+def by_hand(model):
+    """As by_optimizer."""
+
+    def step():
+        for parameter in model.parameters():
+            with parameter.writing() as shard:
+                shard += 10.0
+
+    return step
+
+
+def late_reader(mesh, change):
     """Between backward and step, rank 1 is late in a forward: it must see the parameters before the step."""
     model = net(mesh)
-    optimizer = optim.SGD(model.parameters(), lr=10.0)
+    step = change(model)
     y = model(X)
     (y * y).mean().backward()
     with shardrt.no_grad():
@@ -49,8 +65,10 @@ def late_reader(mesh):
         for layer in model:
             layer.delay = 0.3 * mesh.rank
         again = np.array(model(X))
-    optimizer.step()
+    step()
     assert np.array_equal(before, again), f"rank {mesh.rank} saw {np.abs(before - again).max()} of the step"
+    with shardrt.no_grad():
+        assert not np.allclose(before, model(X)), "the next forward did not see the step"
 
 
 def side_by_side(mesh, models):
@@ -75,7 +93,8 @@ def side_by_side(mesh, models):
 
 def main(backend):
     mesh = init_device_mesh("auto", communicator=backend)
-    late_reader(mesh)
+    late_reader(mesh, by_optimizer)
+    late_reader(mesh, by_hand)
     side_by_side(mesh, [net(mesh), net(mesh)])
     side_by_side(mesh, [net(mesh, whole=False)])
     if mesh.rank == 0:

@@ -1,0 +1,246 @@
+"""All heads run on every rank, each rank's loss uses others: tasks, modalities, labels that are missing."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    fully_shard,
+    no_sync,
+    set_world_invariant,
+    units,
+)
+from shardrt.recompute import checkpoint
+from tests.fsdp.nets import Block, gradients
+
+X = np.random.default_rng(0).standard_normal((4, 3, 7)).astype(np.float32)
+
+
+class Heads(nn.Module):
+    """A trunk and heads: one unit, one of several, one that is called twice, one that is detached."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk = Block()
+        self.one, self.twice, self.cut = Block(), Block(), Block()
+        self.tower = nn.Sequential(Block(), Block())
+
+    def forward(self, x):
+        x = self.trunk(x)
+        return {
+            "one": self.one(x),
+            "cut": self.cut(x).detach(),
+            "tower": self.tower(x),
+            "twice": self.twice(self.twice(x)),
+        }
+
+
+class Stages(Heads):
+    """A recomputed stage holds two heads, of which a loss may use one."""
+
+    def __init__(self):
+        super().__init__()
+        self.pair = Pair()
+
+    def forward(self, x):
+        return super().forward(x) | dict(zip(("left", "right"), self.pair(self.trunk(x)), strict=True))
+
+
+class Pair(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.left, self.right = Block(), Block()
+
+    def forward(self, x):
+        return self.left(x), self.right(x)
+
+
+# What the loss of each of four ranks uses, step by step.
+USES = [
+    [("one",), ("tower",), ("one", "twice"), ("twice",)],
+    [("tower",), ("twice",), ("one",), ("tower", "one")],
+    [("one",), ("one",), ("one",), ("one",)],  # nobody uses the others: their gradients are none
+    [("twice",), ("one", "tower"), ("twice",), ("twice",)],
+]
+
+
+def uses_of(make, step, rank):
+    extra = {Heads: (), Stages: (("left",), ("right",), ("left", "right"), ())[(step + rank) % 4]}[make]
+    return (*USES[step][rank], *extra)
+
+
+def loss_of(model, uses, rank):
+    outputs = model(shardrt.Tensor(X[rank]))
+    terms = [(outputs[name] * outputs[name]).mean() for name in uses]
+    return sum(terms[1:], start=terms[0])
+
+
+def build(make, mesh=None, recomputed=(), **settings):
+    shardrt.manual_seed(3)
+    model = make()
+    for module in model.modules():
+        if isinstance(module, recomputed):
+            checkpoint(module)
+    if mesh is not None:
+        for module in list(model.modules())[::-1]:
+            if isinstance(module, Block):
+                fully_shard(module, mesh=mesh, **settings)
+        fully_shard(model, mesh=mesh, **settings)
+    return model
+
+
+def trained(make=Heads, shape=None, in_backward=False, way="each", **settings):
+    """Names that had a gradient after each step, and the weights at the end."""
+    mesh = init_device_mesh("auto", shape)
+    model = build(make, mesh, **settings)
+    if way == "invariant":
+        set_world_invariant(model, mesh.size)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, in_backward=in_backward)
+    named = []
+    for step in range(len(USES)):
+        uses, factor = uses_of(make, step, mesh.rank), 1 / mesh.size if way == "invariant" else 1.0
+        if way == "two forwards":
+            (loss_of(model, uses, mesh.rank) * 1.5 - loss_of(model, uses, mesh.rank) * 0.5).backward()
+        elif way == "no_sync":
+            for delayed in (True, False):  # the second micro-batch uses what the first has not
+                with no_sync(model) if delayed else nullcontext():
+                    (
+                        loss_of(model, uses if delayed else uses[:1], mesh.rank) * (1.0 if delayed else 0.0)
+                    ).backward()
+        else:
+            (loss_of(model, uses, mesh.rank) * factor).backward()
+        if not in_backward:
+            named.append({name for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return named, full_state_dict(model)
+
+
+def expected(make, ranks):
+    """As `trained`, of a plain model whose loss is the mean over the ranks."""
+    model = build(make)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    named = []
+    for step in range(len(USES)):
+        losses = [loss_of(model, uses_of(make, step, rank), rank) for rank in range(ranks)]
+        (sum(losses[1:], start=losses[0]) * (1 / ranks)).backward()
+        named.append({name for name, p in model.named_parameters() if p.grad is not None})
+        optimizer.step()
+        optimizer.zero_grad()
+    return named, full_state_dict(model)
+
+
+SETTINGS = {
+    "FULL_SHARD": {},
+    "prefetch 0": {"prefetch": 0},
+    "prefetch 3": {"prefetch": 3},
+    "reshard": {"reshard_after_forward": True},
+    "SHARD_GRAD_OP": {"strategy": "SHARD_GRAD_OP"},
+    "SHARD_OPT": {"strategy": "SHARD_OPT"},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+    "HYBRID_SHARD": {"strategy": "HYBRID_SHARD", "shape": (2, 2)},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "in backward": {"in_backward": True},
+    "recomputed units": {"recomputed": (Block,)},
+    "recomputed tower": {"recomputed": (nn.Sequential,)},
+    "two forwards": {"way": "two forwards"},
+    "two forwards, recomputed tower": {"way": "two forwards", "recomputed": (nn.Sequential,)},
+    "no_sync": {"way": "no_sync"},
+    "world-invariant": {"way": "invariant"},
+    "recomputed pair": {"make": Stages, "recomputed": (Pair, nn.Sequential)},
+    "recomputed pair and units, in backward": {
+        "make": Stages,
+        "recomputed": (Pair, Block),
+        "in_backward": True,
+    },
+}
+
+
+@pytest.mark.parametrize("settings", SETTINGS.values(), ids=SETTINGS)
+def test_ranks_train_as_one_would_with_the_mean_of_their_losses(settings):
+    make = settings.get("make", Heads)
+    for ranks in (1, 2, 4) if not settings else (4,) if {"shape", "make"} & settings.keys() else (2,):
+        names, weights = expected(make, ranks)
+        results = thread.run(ranks, trained, **settings)
+        for found, _ in results:
+            assert found == ([] if "in_backward" in settings else names)
+        for name, values in weights.items():
+            np.testing.assert_allclose(results[0][1][name], values, rtol=0, atol=2e-5, err_msg=name)
+
+
+def counted(uses):
+    """(gathers, reductions) of a backward in which ranks use what `uses` says, and the slots."""
+    made = []
+    mesh = init_device_mesh("auto", wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
+    model = build(Heads, mesh)
+    for _ in range(2):
+        loss = loss_of(model, uses[mesh.rank], mesh.rank)
+        before = [sum(c.calls[op] for c in made) for op in ("all_gather", "reduce_scatter")]
+        loss.backward()
+        after = [sum(c.calls[op] for c in made) for op in ("all_gather", "reduce_scatter")]
+    arenas = units(model)[1].groups[0].arenas
+    return np.subtract(after, before).tolist(), [
+        len(arenas[role].slots) for role in ("gathered", "gradients")
+    ]
+
+
+def test_every_rank_gathers_and_reduces_each_unit_that_was_called_once():
+    everything = ("one", "twice", "tower")
+    for uses in ((everything,) * 2, (("one",), ("tower",)), (("twice",), ("twice",))):
+        for (gathers, reductions), slots in thread.run(2, counted, uses):
+            assert (gathers, reductions) == (6, 6)  # the outermost unit has no parameters
+            assert slots == [2, 2]
+
+
+def in_bfloat16():
+    model = build(Heads, mesh := init_device_mesh("auto"), mp_policy=MixedPrecisionPolicy("bfloat16"))
+    loss_of(model, USES[0][mesh.rank], mesh.rank).backward()
+    return gradients(model)
+
+
+def test_losses_may_differ_in_sixteen_bits():
+    plain = build(Heads)
+    losses = [loss_of(plain, USES[0][rank], rank) for rank in range(2)]
+    ((losses[0] + losses[1]) * 0.5).backward()
+    found = thread.run(2, in_bfloat16)[0]
+    assert found.keys() == {name for name, p in plain.named_parameters() if p.grad is not None}
+    for name, p in plain.named_parameters():
+        if p.grad is not None:
+            np.testing.assert_allclose(
+                found[name], p.grad, rtol=0, atol=0.1 * np.abs(p.grad).max(), err_msg=name
+            )
+
+
+class Apart(nn.Module):
+    """Two recomputed towers with nothing in common, each of units."""
+
+    def __init__(self):
+        super().__init__()
+        self.towers = nn.ModuleList(nn.Sequential(Block(), Block()) for _ in range(2))
+
+    def forward(self, x):
+        return [tower(x) for tower in self.towers]
+
+
+def in_two_backwards():
+    model = build(Apart, mesh := init_device_mesh("auto"), recomputed=(nn.Sequential,))
+    for output in model(shardrt.Tensor(X[mesh.rank])):
+        (output * output).mean().backward()
+    return gradients(model)
+
+
+def test_what_a_backward_only_passed_is_there_for_the_next():
+    plain = build(Apart)
+    for rank in range(2):
+        for output in plain(shardrt.Tensor(X[rank])):
+            ((output * output).mean() * 0.5).backward()
+    for name, gradient in thread.run(2, in_two_backwards)[0].items():
+        expected = plain.get_parameter(name).grad
+        np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7, err_msg=name)
