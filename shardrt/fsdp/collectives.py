@@ -9,7 +9,10 @@ event. The schedule decides whether and when.
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardrt import dtypes
+from shardrt.comm.protocol import DTYPE_CODES
 from shardrt.device import Device, Stream
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import Group
@@ -60,7 +63,12 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
         if not group.shard_in_slot:
             stream.submit(lanes.device.copy, own, group._shard)
     if group.team.size > 1:
-        group.team.gather.all_gather(full, stream=stream, what=group.label)
+        group.team.gather.all_gather(as_sent(full), stream=stream, what=group.label)
+
+
+def as_sent(array: Array) -> Array:
+    """The array as communicators take it: of a type that they do not know, its bytes."""
+    return array if array.dtype in DTYPE_CODES else array.view(np.uint8)
 
 
 def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
@@ -112,7 +113,7 @@ def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
     start, stop = layout.shard_range(team.rank)
     lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
     if team.size > 1:
-        team.control.all_gather(whole, stream=lanes.compute, what=group.label)
+        team.control.all_gather(as_sent(whole), stream=lanes.compute, what=group.label)
     return whole
 
 

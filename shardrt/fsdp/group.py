@@ -36,7 +36,7 @@ class GroupKey:
     """What parameters must share to lie in one buffer."""
 
     trainable: bool
-    dtype: str  # of the shard that the optimizer updates: float32, or float64 for gradient checks
+    dtype: str  # of the shard: float32 or float64, which the optimizer updates, or an integer type
     param: str  # gathered and computed in
     reduce: str  # gradients are sent in
 

@@ -51,7 +51,7 @@ class Layout:
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), end))
             end = _aligned(entries[-1].stop)
-        shard_size = _aligned(-(-end // (shards * copies))) * copies
+        shard_size = _aligned(max(1, -(-end // (shards * copies)))) * copies  # nowhere is a buffer empty
         return cls(tuple(entries), shards, shard_size)
 
     @property

@@ -351,7 +351,7 @@ class Schedule:
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
-                slot.array.fill(float("nan"))
+                slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
             self.lanes.compute.record(slot.free)
             slot.arena.release(slot)
         self._show("release", unit)

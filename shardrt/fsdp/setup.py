@@ -49,8 +49,8 @@ def units_for(call: str, module: Module) -> list[Unit]:
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it.
 
-    Raises ValueError for units that do not fit together (meshes, tied parameters, element types, more ranks
-    than elements) or that differ between ranks; RuntimeError if a part was used before the whole was sharded.
+    Raises ValueError for units that do not fit together (meshes, tied parameters) or that differ between
+    ranks; RuntimeError if a part was used before the whole was sharded.
     """
     units = arranged(unit)
     mesh = units[0].settings.mesh
@@ -240,16 +240,6 @@ def _check(units: list[Unit]) -> None:
                         "and is not now; set requires_grad before fully_shard"
                     )
     _check_world_invariant(units)
-    dtypes = {p.dtype for u in units for p in u.parameters}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"fully_shard: parameters of one model must have one dtype, found {sorted(map(str, dtypes))}"
-        )
-    elements, ranks = sum(p.size for u in units for p in u.parameters), first.settings.mesh.size
-    if elements < ranks:
-        raise ValueError(
-            f"fully_shard: the model has {elements} parameter elements, too few for {ranks} ranks"
-        )
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
         _check_reachable(module, [], owners)
@@ -269,8 +259,9 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added up by a tree; give CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(group.key.dtype != "float32" for group in u.groups):
-            raise ValueError(f"set_world_invariant: parameters of unit {u.label} must be float32")
+        trained = {group.key.dtype for group in u.groups if group.trainable}
+        if u.micro_batches is not None and trained - {"float32"}:
+            raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
     parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
     alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
     if first.micro_batches is not None and alone:
