@@ -75,9 +75,9 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
             if group.gradient is not None:
                 unit.schedule.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
                 views = group.views_of(_gathered(unit, group, group.gradient))
-            for parameter, view in zip(group.parameters, views, strict=True):
-                if id(parameter) in names:
-                    yield names[id(parameter)], view
+            for position, (parameter, view) in enumerate(zip(group.parameters, views, strict=True)):
+                if position in group.trained and id(parameter) in names:
+                    yield names[id(parameter)], view if group.has_gradient(parameter) else None
 
 
 def built_units(module: Module) -> list[Unit]:

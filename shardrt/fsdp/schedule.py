@@ -24,6 +24,7 @@ from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
 from shardrt.fsdp.nodes import Exit, recorded
 from shardrt.fsdp.plan import Plan
+from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit
 
 
@@ -58,7 +59,7 @@ class Schedule:
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
         self._started: dict[Unit, float] = {}
-        self.control.register_names([group.label for unit in units for group in unit.groups])
+        self.trained = Trained((group for unit in units for group in unit.groups), self.control)
 
     # -- forward
 
@@ -125,8 +126,10 @@ class Schedule:
             self._show("forward", unit)
         for other in self.units:
             other.modules_done.clear()
+        self.trained.follow(self.lanes)
         if autograd.is_grad_enabled() or recompute.current() is not None:
-            self._have_gradient_slots()
+            if not self.trained.changed:
+                self._have_gradient_slots()
             if self.root.turns is not None and not self._micro_batch_begun:
                 self._begin_micro_batch()
         self.refresh()
@@ -225,6 +228,8 @@ class Schedule:
             self._in_backward = True
             self.mesh.part("backward")
             autograd.running().at_end(self._end_backward)
+            if self.trained.changed:
+                self._have_gradient_slots()
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
         for node in run.upcoming((Exit, recompute.Recompute)):
@@ -234,19 +239,21 @@ class Schedule:
 
     def _have_gradient_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = not all(unit.reduces for unit in self.units)
-        if self._accumulates is None or (accumulates and not self._accumulates):
+        accumulates, changed = not all(unit.reduces for unit in self.units), self.trained.changed
+        if changed:
+            self.trained.agree(self.lanes)
+        if changed or self._accumulates is None or (accumulates and not self._accumulates):
             self.lanes.reduce.synchronize()  # nothing reads the slots that go
             self._make_gradient_slots(self.units)
             self._accumulates = accumulates
 
     def open_gradient(self, group: Group) -> OpenGradient:
         """Memory for the full gradients of `group`, which backward is about to write."""
-        if self._accumulates is None:
+        if self._accumulates is None or self.trained.changed:
             self._have_gradient_slots()  # an op outside every forward
         slot = self._acquire(group.arenas["gradients"])
         self.lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
-        group.open_gradient = OpenGradient(slot, group.views_of(slot.array))
+        group.open_gradient = group.opened(slot)
         return group.open_gradient
 
     def discard_gradient(self, group: Group) -> None:
@@ -273,10 +280,9 @@ class Schedule:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
-        collectives.reduce(group, slot, self.lanes)
+        collectives.reduce(group, slot, self.lanes, opened.written)
         slot.arena.release(slot)
-        group.reductions += 1
-        group.used |= used
+        group.reduction_issued(used)
         group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
         if group.on_gradient is not None and group.complete and group.used:
@@ -438,9 +444,9 @@ def _uses(unit: Unit, arena: Arena) -> bool:
 
 def _zero_unwritten(group: Group, opened: OpenGradient) -> None:
     """Slots are reused: clear the padding, and the gradients of parameters that nothing used."""
-    for start, stop in group.layout.padding:
+    for start, stop in group.layout.padding if group.rows is None else group.rows.gaps:
         opened.slot.array[start:stop].fill(0)
-    for position, view in enumerate(opened.views):
+    for position, view in opened.views.items():
         if position not in opened.written:
             view.fill(0)
 

@@ -66,6 +66,7 @@ class Unit:
         self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
         self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
         self.needed_in_backward = self.trainable  # whether the last forward left something for backward to do
+        self.find_unused = False  # ranks tell each other which parameters they have used
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
         self._unshard: weakref.ref[Unshard] | None = None
@@ -135,6 +136,11 @@ class Unit:
             node = Unshard(self)
             self._unshard = weakref.ref(node)
         return node
+
+    @property
+    def recorded(self) -> bool:
+        """Whether a tape leads to it whose backward has not come here."""
+        return self._unshard is not None and self._unshard() is not None
 
     def forget_node(self) -> None:
         """Its backward has run: the next forward starts another tape."""

@@ -120,7 +120,7 @@ class Parameter(Tensor):
     def grad(self) -> Array | None:
         """The gradient of what this rank holds: in the parameter's shape if that is all of it, else 1-D."""
         gradient = self.storage.gradient
-        if gradient is None:
+        if gradient is None or not self.storage.has_gradient(self):
             return None
         start, stop, _ = self.storage.range_of(self)
         piece = gradient[start:stop]

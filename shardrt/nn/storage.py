@@ -100,6 +100,14 @@ class Storage(ABC):
     def gradient(self) -> Array | None:
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
+    def has_gradient(self, parameter: "Parameter") -> bool:
+        """Whether the parameter has a gradient since the last zero_grad; alike on all ranks that have a part.
+
+        An optimizer leaves a parameter without one alone: no decay, no update, no count. It asks when
+        backward has issued the last work on the gradients of this storage.
+        """
+        return self.gradient is not None
+
     @abstractmethod
     def range_of(self, parameter: "Parameter") -> tuple[int, int, int]:
         """(start, stop, first): shard[start:stop] holds the elements of the parameter from `first` on."""

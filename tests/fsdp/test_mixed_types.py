@@ -20,6 +20,7 @@ from shardrt.fsdp import (
 )
 from shardrt.nn import init
 from shardrt.nn.utils import clip_grad_norm_
+from tests.fsdp.nets import bytes_held
 
 STEPS = 3
 
@@ -221,22 +222,13 @@ def planned():
     model, mesh = made(parts=False)
     plan = memory_plan(model)
     trained(model, mesh, batches()[:1])
-    return plan.device, held(model), explain(model)
-
-
-def held(model):
-    """Bytes of what the units have allocated, on one rank alone."""
-    groups = [group for unit in units(model) for group in unit.groups]
-    arrays = [array for group in groups for array in group.sums]
-    arrays += [group._shard for group in groups if not group.shard_in_slot]
-    arenas = {arena for group in groups for arena in group.arenas.values()}
-    return sum(array.nbytes for array in [*arrays, *(s.array for arena in arenas for s in arena.slots)])
+    return plan.device, bytes_held(model), explain(model)
 
 
 def test_the_plan_counts_each_type_by_its_size():
-    device, bytes_held, table = thread.run(1, planned)[0]
+    device, held, table = thread.run(1, planned)[0]
     assert {"float32", "float64", "int64", "int8", "bool"} <= set(table.split())
-    assert bytes_held + device["optimizer state"] == sum(device.values())
+    assert held + device["optimizer state"] == sum(device.values())
 
 
 # -- few elements, or none
