@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
+from shardrt import dtypes
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.world import World
@@ -114,6 +115,11 @@ def _untaken(
                     "optimizer after fully_shard"
                 )
             own = parameter.dtype.name
+            if own in dtypes.LOW:
+                raise ValueError(
+                    f"fully_shard: parameter {parameter.name!r} is {own}; what an optimizer updates is "
+                    f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
+                )
             types = settings.precision.types_of(below, own)
             key = GroupKey(parameter.requires_grad, own, *types)
             known = found.setdefault(id(parameter), (parameter, key))

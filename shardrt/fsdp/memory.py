@@ -178,7 +178,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
     ]
     return (
         unit.label,
-        f"{sum(p.size for p in group.parameters):,}" + ("" if group.trainable else " frozen"),
+        f"{sum(p.size for p in group.parameters):,}" + _frozen(group),
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
         unit.settings.strategy.name,
         kept,
@@ -187,6 +187,11 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         " ".join(words),
         when,
     )
+
+
+def _frozen(group: Group) -> str:
+    trained = [parameter.requires_grad for parameter in group.parameters]
+    return "" if all(trained) else " partly frozen" if any(trained) else " frozen"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

@@ -266,6 +266,17 @@ def test_a_model_may_have_fewer_elements_than_ranks(make, strategy):
         np.testing.assert_allclose(found[0][0][name], values, rtol=1e-6, err_msg=name)
 
 
+@pytest.mark.parametrize("dtype", [np.float16, "bfloat16"])
+def test_a_parameter_of_16_bits_is_named_with_what_to_do(dtype):
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    model = nn.Linear(2, 2)
+    model.scale = nn.Parameter((2,), init.Ones(), dtype=ml_dtypes.bfloat16 if dtype == "bfloat16" else dtype)
+    with pytest.raises(
+        ValueError, match=r"'scale' is (float16|bfloat16); .* float32: .*param_dtype='(float16|bfloat16)'"
+    ):
+        fully_shard(model)
+
+
 def test_integers_require_no_gradient():
     with pytest.raises(TypeError, match="requires_grad=True needs floats, dtype is int64"):
         nn.Parameter((2,), init.Zeros(), dtype=np.int64)

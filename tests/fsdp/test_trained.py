@@ -13,6 +13,7 @@ from shardrt.device.protocol import StreamError
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
+    explain,
     full_gradients,
     fully_shard,
     memory_plan,
@@ -233,6 +234,14 @@ def frozen_late(names):
 def test_units_frozen_late_take_what_those_frozen_before_take():
     before, after = frozen_late(("blocks.1", "blocks.2"))
     assert before == after
+
+
+def test_the_table_of_units_says_what_is_frozen_now():
+    model = shard(Net(), None)
+    freeze(model, ("blocks.0", "blocks.1.up.weight"))
+    lines = [line.split("  ")[:3] for line in explain(model).splitlines()]
+    assert [line[0] for line in lines if "partly frozen" in " ".join(line)] == ["blocks.1"]
+    assert sum("frozen" in " ".join(line) for line in lines) == 2
 
 
 def test_rows_take_what_is_trained_and_nothing_where_that_saves_nothing():
