@@ -124,7 +124,7 @@ class Group(Storage):
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
             name = self.parameters[min(wanted)].name
             raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
-        in_use = self.reductions or self.open_gradient is not None or self.unit.recorded
+        in_use = self.reductions or self.open_gradient is not None or self.unit.to_come
         return wanted | self.trained if in_use else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:

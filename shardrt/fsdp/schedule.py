@@ -393,6 +393,7 @@ class Schedule:
         self._reduced = []
         for unit in self.units:
             unit.forget_node()
+            unit.to_come.clear()
             if unit.state is State.GATHERING:
                 self._drop(unit)
             elif unit.state is State.GATHERED:

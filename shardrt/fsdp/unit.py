@@ -70,6 +70,7 @@ class Unit:
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
         self._unshard: weakref.ref[Unshard] | None = None
+        self.to_come: weakref.WeakSet[Unshard] = weakref.WeakSet()  # nodes whose backward has not run
         self._schedule: Schedule | None = None
         # Set by setup.build:
         self.reshard_after_forward: bool
@@ -136,11 +137,6 @@ class Unit:
             node = Unshard(self)
             self._unshard = weakref.ref(node)
         return node
-
-    @property
-    def recorded(self) -> bool:
-        """Whether a tape leads to it whose backward has not come here."""
-        return self._unshard is not None and self._unshard() is not None
 
     def forget_node(self) -> None:
         """Its backward has run: the next forward starts another tape."""
