@@ -392,7 +392,7 @@ def test_a_parameter_has_a_gradient_if_any_rank_used_it(settings):
     for result, _ in found:
         assert [have for have, _, _ in result] == [layer(0), layer(0, 2), layer(0, 1, 2), layer(1)]
         for (have, values, calls), (all_have, all_values, all_calls) in zip(result, zeros, strict=True):
-            assert calls == all_calls and have < all_have  # it costs no collective
+            assert calls <= all_calls and have < all_have  # it costs no collective
             for name in have:
                 np.testing.assert_array_equal(values[name], all_values[name], err_msg=name)
             assert all((all_values[name] == 0).all() for name in all_have - have)
