@@ -76,7 +76,7 @@ class Group(Storage):
         self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
         self._uses_read: Array | None = None
         self.reductions = 0  # how many have gone into the sharded gradient
-        self.reduced: set[int] = set()  # positions of the parameters of which something was in them
+        self.covered: set[int] = set()  # positions of the parameters of which something was in them
         self.used = False  # whether any of them was more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
@@ -202,7 +202,7 @@ class Group(Storage):
 
     def has_gradient(self, parameter: Parameter) -> bool:
         position = self.position[id(parameter)]
-        if self.gradient is None or position not in self.reduced:
+        if self.gradient is None or position not in self.covered:
             return False
         return self.uses is None or bool(self._all_uses()[position] > 0)
 
@@ -217,7 +217,7 @@ class Group(Storage):
         """One more reduction will go into the gradient. used: it is of more than zeros."""
         self.reductions += 1
         self.used |= used
-        self.reduced |= self.trained
+        self.covered |= self.trained
         self._uses_read = None
 
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
@@ -226,7 +226,7 @@ class Group(Storage):
 
     def zero_grad(self) -> None:
         self.reductions, self.used, self._uses_read = 0, False, None
-        self.reduced.clear()
+        self.covered.clear()
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)
 
