@@ -23,6 +23,11 @@ def floating(dtype: np.dtype) -> bool:
     return dtype.kind == "f" or dtype.name == bfloat16
 
 
+def casts(name: str) -> bool:
+    """Whether mixed precision casts elements of this type: not float64, and no integers."""
+    return name in (float32, *LOW)
+
+
 def exact(dtype: np.dtype) -> np.dtype:
     """What sums and statistics of elements of `dtype` are kept in: float32 for the 16-bit types."""
     return np.dtype(np.float32) if dtype.name in LOW else dtype

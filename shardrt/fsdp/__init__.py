@@ -1,13 +1,14 @@
 """Fully sharded data parallelism.
 
-Read in this order: strategy, policy, layout, team, tree, group, unit, nodes, collectives, plan, schedule,
-buffers, setup, rehearsal, memory, full, boundary, replicas, api, wrap.
+Read in this order: strategy, policy, layout, rows, team, tree, group, unit, nodes, collectives, plan,
+trained, schedule, buffers, setup, rehearsal, memory, full, boundary, replicas, api, wrap.
 """
 
 from shardrt.fsdp.api import (
     fully_shard,
     no_sync,
     register_forward_method,
+    set_find_unused_parameters,
     set_gradient_divide_factor,
     set_world_invariant,
     units,
@@ -37,6 +38,7 @@ __all__ = [
     "no_sync",
     "register_forward_method",
     "reshard",
+    "set_find_unused_parameters",
     "set_gradient_divide_factor",
     "set_world_invariant",
     "units",

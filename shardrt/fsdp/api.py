@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from functools import cache
 from typing import TypeVar
 
+from shardrt import dtypes
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
 from shardrt.comm.world import World
@@ -43,8 +44,8 @@ def fully_shard(
 
     Call it on the parts first (each transformer block), then on the whole: a unit takes all parameters below
     it that no unit has yet. Each rank keeps 1/N of a unit; the whole is gathered before the unit's forward
-    and backward and released after. Make the optimizer afterwards, freeze parameters before. Gradients are
-    the mean over ranks (see set_gradient_divide_factor).
+    and backward and released after. Make the optimizer afterwards. Gradients are the mean over ranks (see
+    set_gradient_divide_factor).
 
     module: one, or several that are gathered and reduced as one unit (a tied embedding and head).
     mesh: all ranks of the job on one axis if None; two axes are (copies, shards).
@@ -119,6 +120,11 @@ def _untaken(
                     "optimizer after fully_shard"
                 )
             own = parameter.dtype.name
+            if own in dtypes.LOW:
+                raise ValueError(
+                    f"fully_shard: parameter {parameter.name!r} is {own}; what an optimizer updates is "
+                    f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
+                )
             types = settings.precision.types_of(below, own)
             key = GroupKey(parameter.requires_grad, own, *types)
             known = found.setdefault(id(parameter), (parameter, key))
@@ -163,6 +169,24 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
                 "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
             )
         unit.divide_factor = float(factor)
+
+
+def set_find_unused_parameters(module: Module, find: bool = True) -> None:
+    """Let a parameter that no rank used since zero_grad have no gradient, in all units of `module`.
+
+    Otherwise such a parameter has the gradient 0 if anything of its unit was used, so AdamW decays and moves
+    it. With it, its `grad` is None and optimizers leave it alone, as in PyTorch; if any rank used it, it has
+    a gradient on every rank. Costs no collective: each reduction carries a number for each parameter. Full
+    gradients are copied once more, into a buffer as long as the largest unit's, and who asks for a gradient,
+    as an optimizer does, waits until it is reduced. Counts from the next forward on; call it on every rank.
+
+    Raises ValueError if `module` has no unit, RuntimeError while there are gradients: call zero_grad before.
+    """
+    found = units_for("set_find_unused_parameters", module)
+    if any(group.reductions or group.open_gradient is not None for unit in found for group in unit.groups):
+        raise RuntimeError("set_find_unused_parameters: there are gradients; call zero_grad before")
+    for unit in found:
+        unit.find_unused = find
 
 
 def set_world_invariant(module: Module, micro_batches: int) -> None:

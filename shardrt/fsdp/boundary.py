@@ -24,7 +24,8 @@ class UnitBoundary:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         policy = unit.settings.precision
-        self._input = policy.param_dtype if policy.cast_forward_inputs else None
+        casts = [dtypes.casts(group.key.dtype) for group in unit.groups]
+        self._input = policy.param_dtype if policy.cast_forward_inputs and (any(casts) or not casts) else None
         self._output = policy.output_dtype
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:

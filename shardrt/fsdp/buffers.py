@@ -15,8 +15,9 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device import Device
 from shardrt.fsdp import tree
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import GRADIENT_ROLES, Group
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.unit import Unit
 
 GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
@@ -51,6 +52,8 @@ ROLES = {
     "gradients": "full gradients",
     "wire": "16-bit parameters on the way",
     "reduce_wire": "16-bit gradients on the way",
+    "packed": "packed gradients on the way",
+    "used": "which parameters were used",
     "upload": "staging from the host",
     "download": "staging to the host",
 }
@@ -94,6 +97,7 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
         total = layouts[group].total
         specs[group].setdefault("gathered", Spec("gathered", total, _compute(group, facts)))
         if group.trainable:
+            total = _length("gradients", group, layouts[group])
             specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
     _transit(specs, layouts, groups, facts)
     return specs
@@ -113,7 +117,27 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         if facts.no_sync or group.unit.settings.strategy.row.keep_gradient:
-            roles["gradients"] = Spec("gradients", layout.total, _gradient(group, facts))
+            total = _length("gradients", group, layout)
+            roles["gradients"] = Spec("gradients", total, _gradient(group, facts))
+        if group.finds_unused:
+            roles["used"] = Spec("used", len(group.parameters), _gradient(group, facts))
+
+
+def rows_of(group: Group, layout: Layout) -> Rows | None:
+    """How the gradients of the group are sent, as it is trained now."""
+    if not group.trainable or (len(group.trained) == len(group.parameters) and not group.finds_unused):
+        return None
+    return Rows.plan(layout, group.trained, group.finds_unused)
+
+
+def _length(role: str, group: Group, layout: Layout) -> int:
+    """Elements of a buffer for this group alone."""
+    if role in ("upload", "download"):
+        return layout.shard_size
+    rows = rows_of(group, layout) if role in GRADIENT_ROLES else None
+    if rows is None:
+        return layout.total
+    return rows.full if role == "gradients" else rows.total
 
 
 def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
@@ -124,6 +148,9 @@ def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], fa
     low = [g for g in groups if g.trainable and g.key.reduce in dtypes.LOW]
     for members in _alike(low):
         _share(specs, layouts, members, "reduce_wire", dtypes.storage(members[0].key.reduce), 1)
+    packed = [g for g in groups if rows_of(g, layouts[g]) is not None and g not in low]
+    for members in _alike(packed):
+        _share(specs, layouts, members, "packed", _gradient(members[0], facts), 1)
     for members in _alike(g for g in groups if g.placement.parameters and g.key.param in dtypes.LOW):
         _share(specs, layouts, members, "upload", members[0].key.dtype, STAGING_SLOTS)
     for members in _alike(g for g in groups if g.placement.gradients and g.trainable):
@@ -134,8 +161,7 @@ def _share(
     specs: Specs, layouts: dict[Group, Layout], members: list[Group], role: str, dtype: Any, slots: int
 ) -> None:
     """One Spec, as long as the largest needs, for all `members`."""
-    whole = role not in ("upload", "download")
-    count = max(layouts[g].total if whole else layouts[g].shard_size for g in members)
+    count = max(_length(role, group, layouts[group]) for group in members)
     spec = Spec(role, count, dtype, min(slots, len(members)))
     for group in members:
         specs[group][role] = spec

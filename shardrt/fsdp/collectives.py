@@ -6,10 +6,14 @@ event. The schedule decides whether and when.
              -> added to the sharded gradient -> [device -> host]
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from shardrt import dtypes
+from shardrt.comm.protocol import DTYPE_CODES
 from shardrt.device import Device, Stream
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import Group
@@ -60,7 +64,12 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
         if not group.shard_in_slot:
             stream.submit(lanes.device.copy, own, group._shard)
     if group.team.size > 1:
-        group.team.gather.all_gather(full, stream=stream, what=group.label)
+        group.team.gather.all_gather(as_sent(full), stream=stream, what=group.called)
+
+
+def as_sent(array: Array) -> Array:
+    """The array as communicators take it: of a type that they do not know, its bytes."""
+    return array if array.dtype in DTYPE_CODES else array.view(np.uint8)
 
 
 def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
@@ -72,7 +81,7 @@ def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
     stream.submit(lanes.device.kernels.cast.pack, source, own, group.key.param)
     _return(staged, stream)
     if group.team.size > 1:
-        group.team.gather.all_gather(bits, stream=stream, what=group.label)
+        group.team.gather.all_gather(bits, stream=stream, what=group.called)
 
 
 def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
@@ -86,7 +95,7 @@ def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
     source, staged = _on_device(group, lanes)
     stream.submit(cast.pack, source, own, kind)
     _return(staged, stream)
-    group.team.gather.all_gather(packed, stream=stream, what=group.label)
+    group.team.gather.all_gather(packed, stream=stream, what=group.called)
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     stream.submit(cast.unpack, packed, full, kind)
 
@@ -124,15 +133,16 @@ def _return(staged: Slot | None, stream: Stream) -> None:
         staged.arena.release(staged)
 
 
-def reduce(group: Group, slot: Slot, lanes: Lanes) -> None:
+def reduce(group: Group, slot: Slot, lanes: Lanes, written: Collection[int]) -> None:
     """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
 
+    written: positions of the parameters that this rank has used.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
     stream, goes = lanes.reduce, group.next_sum
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
-        _sum(group, slot, group.sums[goes.buffer], goes.accumulate, stream, lanes.device)
+        _sum(group, slot, written, group.sums[goes.buffer], goes.accumulate, stream, lanes.device)
         stream.record(slot.free)
         for low in range(goes.buffer, goes.buffer - goes.merges, -1):
             add = lanes.device.kernels.reduce.sum_into
@@ -149,7 +159,7 @@ def reduce(group: Group, slot: Slot, lanes: Lanes) -> None:
         stream.wait(staged.ready)  # the sum so far has come from the host
     else:
         stream.wait(staged.free)  # the gradient that used the slot before is on the host
-    _sum(group, slot, array, goes.accumulate, stream, lanes.device)
+    _sum(group, slot, written, array, goes.accumulate, stream, lanes.device)
     stream.record(slot.free)
     stream.record(staged.ready)
     lanes.download.wait(staged.ready)  # the sum is complete
@@ -159,31 +169,98 @@ def reduce(group: Group, slot: Slot, lanes: Lanes) -> None:
     staged.arena.release(staged)
 
 
-def _sum(group: Group, slot: Slot, out: Array, accumulate: bool, stream: Stream, device: Device) -> None:
+def _sum(
+    group: Group,
+    slot: Slot,
+    written: Collection[int],
+    out: Array,
+    accumulate: bool,
+    stream: Stream,
+    device: Device,
+) -> None:
     """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
 
     With copies, the shards are first summed within the team, then across copies, where a reduce-scatter and
     an all-gather over the same memory make an all-reduce. Sums go by a binary tree over the ranks, so two
     levels add up like one as long as a team's size is a power of two.
     """
-    team, layout = group.team, group.layout
+    team, rows = group.team, group.rows
     scale = 1.0 / group.unit.divide_factor
-    full = slot.array[: layout.total]
-    wire, kind = full, ""
-    if "reduce_wire" in group.arenas:
-        wire, kind = group.arenas["reduce_wire"].slots[0].array[: layout.total], group.key.reduce
-        stream.submit(device.kernels.cast.pack, full, wire, kind)
-    if team.copies is None:
+    wire, kind = _wire(group, slot, written, stream, device)
+    if team.copies is None and rows is None:
         team.reduce.reduce_scatter(
-            out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.label
+            out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.called
         )
         return
-    own = full[slice(*layout.shard_range(team.rank))]
-    if team.size > 1:
-        team.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.label)
+    own = slot.array[slice(*group.layout.shard_range(team.rank))] if rows is None else slot.array[: rows.size]
+    if team.size > 1 or team.copies is None:
+        team.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
         wire, kind = own, ""
-    count = own.size // team.copies.size
-    piece = own[team.copies.rank * count : (team.copies.rank + 1) * count]
-    team.copies.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.label)
-    team.copies.all_gather(own, stream=stream, what=group.label)
-    stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
+    if team.copies is not None:
+        count = own.size // team.copies.size
+        piece = own[team.copies.rank * count : (team.copies.rank + 1) * count]
+        team.copies.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.called)
+        team.copies.all_gather(own, stream=stream, what=group.called)
+    if rows is None:
+        stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
+    else:
+        stream.submit(_unpack, group, own, out, scale, accumulate, group.reductions > 0, device)
+
+
+def _wire(
+    group: Group, slot: Slot, written: Collection[int], stream: Stream, device: Device
+) -> tuple[Array, str]:
+    """The gradients as they are sent, and the kind of their bits if they are sent in 16.
+
+    One buffer serves all groups: everything that touches it is in the reduce stream, in order.
+    """
+    rows, kind = group.rows, ""
+    full = slot.array[: group.layout.total if rows is None else rows.full]
+    if group.key.reduce in dtypes.LOW:
+        wire, kind = group.arenas["reduce_wire"].slots[0].array, group.key.reduce
+    elif rows is not None:
+        wire = group.arenas["packed"].slots[0].array
+    else:
+        return full, kind
+    if rows is None:
+        wire = wire[: full.size]
+        stream.submit(device.kernels.cast.pack, full, wire, kind)
+    else:
+        wire = wire[: rows.total]
+        uses = np.array([position in written for position in range(rows.uses)], full.dtype)
+        stream.submit(_pack, group, full, wire, kind, uses, device)
+    return wire, kind
+
+
+def _pack(group: Group, full: Array, wire: Array, kind: str, uses: np.ndarray, device: Device) -> None:
+    """Fill the rows: which parameters were used, then the trained elements of each shard."""
+    rows = group.rows
+
+    def put(start: int, source: Array) -> None:
+        target = wire[start : start + source.size]
+        if kind:
+            device.kernels.cast.pack(source, target, kind)
+        else:
+            device.copy(target, source)
+
+    told = device.upload(uses) if rows.uses else None
+    for shard, moves in enumerate(rows.moves):
+        begin = shard * rows.size
+        if told is not None:
+            put(begin, told)
+        for move in moves:
+            put(begin + move.place, full[move.source : move.source + move.count])
+
+
+def _unpack(
+    group: Group, row: Array, out: Array, scale: float, accumulate: bool, uses_before: bool, device: Device
+) -> None:
+    """out = (out if `accumulate`) + scale * what the row has of it; other elements are 0, or as they were."""
+    add, rows = device.kernels.reduce.sum_into, group.rows
+    if not accumulate:
+        out.fill(0)
+    for move in rows.moves[group.team.rank]:
+        target, received = out[move.start :], row[move.place :]
+        add(target[: move.count], [received[: move.count]], scale, accumulate)
+    if rows.uses:
+        add(group.uses, [row[: rows.uses]], 1.0, uses_before)

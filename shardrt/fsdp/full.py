@@ -12,6 +12,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import world
+from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
@@ -79,9 +80,9 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
             if group.gradient is not None:
                 unit.schedule.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
                 views = group.views_of(_gathered(unit, group, group.gradient))
-            for parameter, view in zip(group.parameters, views, strict=True):
-                if id(parameter) in names:
-                    yield names[id(parameter)], view
+            for position, (parameter, view) in enumerate(zip(group.parameters, views, strict=True)):
+                if position in group.trained and id(parameter) in names:
+                    yield names[id(parameter)], view if group.has_gradient(parameter) else None
 
 
 def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
@@ -144,7 +145,7 @@ def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
     start, stop = layout.shard_range(team.rank)
     lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
     if team.size > 1:
-        team.control.all_gather(whole, stream=lanes.compute, what=group.label)
+        team.control.all_gather(as_sent(whole), stream=lanes.compute, what=group.label)
     return whole
 
 

@@ -1,7 +1,8 @@
 """Group: the parameters of a unit that lie in one flat buffer, and the storage behind them.
 
-They have one element type and are all trained or all frozen: a frozen parameter costs no gradient memory and
-is never reduced. A group holds arrays and knows where things are. The schedule decides when anything happens
+They have one element type, and when they were sharded they were all trained or all frozen: a group of frozen
+parameters costs no gradient memory and is never reduced. What is frozen or unfrozen later stays in its group
+(trained.py). A group holds arrays and knows where things are. The schedule decides when anything happens
 to it, and collectives.py moves it.
 """
 
@@ -14,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd, random
+from shardrt import autograd, dtypes, random
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import Place, place
 from shardrt.nn.parameter import Parameter
@@ -36,10 +38,13 @@ Array = Any
 class GroupKey:
     """What parameters must share to lie in one buffer."""
 
-    trainable: bool
-    dtype: str  # of the shard that the optimizer updates: float32, or float64 for gradient checks
+    trainable: bool  # when they were sharded
+    dtype: str  # of the shard: float32 or float64, which the optimizer updates, or an integer type
     param: str  # gathered and computed in
     reduce: str  # gradients are sent in
+
+
+GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas without which nothing is reduced
 
 
 @dataclass
@@ -47,7 +52,7 @@ class OpenGradient:
     """Full gradients of a group while backward is filling them."""
 
     slot: Slot
-    views: tuple[Array, ...]
+    views: dict[int, Array]  # by position of the parameter
     written: set[int] = field(default_factory=set)  # positions of the parameters written so far
 
 
@@ -63,7 +68,16 @@ class Group(Storage):
         self._initial = [parameter.storage for parameter in parameters]  # until `build` has taken them over
         for parameter in parameters:
             parameter.storage = self
+        # Positions of the parameters that have gradients:
+        self.trained = frozenset(range(len(parameters)) if key.trainable else ())
+        self.finds_unused = False  # as unit.find_unused, since the last forward began
+        self.called = ""  # its name in collectives
+        self.rows: Rows | None = None  # how gradients are sent; None: the flat buffer as it is
+        self.sums: list[Array] = []  # the sharded gradient, then its partial sums
+        self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
+        self._uses_read: Array | None = None
         self.reductions = 0  # how many have gone into the sharded gradient
+        self.covered: set[int] = set()  # positions of the parameters of which something was in them
         self.used = False  # whether any of them was more than zeros
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
@@ -75,18 +89,13 @@ class Group(Storage):
         self.team: Team
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
 
-    def build(self, device: Device, shard: Array, sums: list[Array]) -> None:
-        """Take over the parameters: fill `shard` with this rank's piece of them.
-
-        sums: memory for the sharded gradient, as long as the shard, and for its partial sums if it is added
-        up by a tree; empty if nothing is trainable.
-        """
+    def build(self, device: Device, shard: Array) -> None:
+        """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
         self.communicator = self.team.control
         self.gradient_ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
-        self.sums = sums
         self._ranges = [self.layout.local(entry, self.team.rank) for entry in self.layout.entries]
         for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
             start, stop, first = held
@@ -104,7 +113,30 @@ class Group(Storage):
     @property
     def trainable(self) -> bool:
         """Whether it has gradients."""
-        return self.key.trainable
+        return bool(self.trained)
+
+    def to_train(self) -> frozenset[int]:
+        """Positions of the parameters that should have gradients in the forward that begins.
+
+        What was frozen while a gradient was there, or a tape that leads to it, has gradients until that is
+        gone. Raises TypeError, naming it, for a parameter of integers.
+        """
+        wanted = frozenset(i for i, parameter in enumerate(self.parameters) if parameter.requires_grad)
+        if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
+            name = self.parameters[min(wanted)].name
+            raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
+        in_use = self.reductions or self.open_gradient is not None or self.unit.to_come
+        return wanted | self.trained if in_use else wanted
+
+    def train(self, positions: frozenset[int], finds_unused: bool) -> None:
+        """Have gradients for the parameters at these positions from now on. Frees memory, but makes none."""
+        self.trained, self.finds_unused = positions, finds_unused
+        if not finds_unused:
+            self.uses = self._uses_read = None
+        if not positions:
+            self.sums, self.uses, self.rows = [], None, None
+            for role in GRADIENT_ROLES:
+                self.arenas.pop(role, None)
 
     @property
     def next_sum(self) -> Place:
@@ -146,6 +178,12 @@ class Group(Storage):
         """Each parameter's part of a flat buffer, in its shape."""
         return tuple(array[entry.offset : entry.stop].reshape(entry.shape) for entry in self.layout.entries)
 
+    def opened(self, slot: Slot) -> OpenGradient:
+        """Its full gradients in this slot."""
+        if self.rows is None:
+            return OpenGradient(slot, dict(enumerate(self.views_of(slot.array))))
+        return OpenGradient(slot, self.rows.views(slot.array, self.layout))
+
     # -- the storage contract
 
     @property
@@ -167,12 +205,32 @@ class Group(Storage):
             )
         return self.sums[0] if self.used else None
 
+    def has_gradient(self, parameter: Parameter) -> bool:
+        position = self.position[id(parameter)]
+        if self.gradient is None or position not in self.covered:
+            return False
+        return self.uses is None or bool(self._all_uses()[position] > 0)
+
+    def _all_uses(self) -> Array:
+        """The numbers in `uses`, on the host: waits for the reduction that wrote them last."""
+        if self._uses_read is None:
+            self.gradient_ready.synchronize()
+            self._uses_read = np.array(self._device.to_numpy(self.uses))
+        return self._uses_read
+
+    def reduction_issued(self) -> None:
+        """One more reduction will go into the gradient."""
+        self.reductions += 1
+        self.covered |= self.trained
+        self._uses_read = None
+
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
         """Each parameter with the storage that it had before it was sharded, until `build` has emptied it."""
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
-        self.reductions, self.used = 0, False
+        self.reductions, self.used, self._uses_read = 0, False, None
+        self.covered.clear()
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)
 
@@ -233,19 +291,16 @@ class Group(Storage):
         return Edge(self.unit.unshard_node(), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
-        opened = self.open_gradient or self._open(parameter)
         position = self.position[id(parameter)]
+        if position not in self.trained:
+            raise RuntimeError(
+                f"parameter {parameter.name!r} was unfrozen after the forward had begun that used it; set "
+                "requires_grad before"
+            )
+        opened = self.open_gradient or self.unit.schedule.open_gradient(self)
         accumulate = position in opened.written
         opened.written.add(position)
         return opened.views[position], accumulate, WRITTEN
-
-    def _open(self, parameter: Parameter) -> OpenGradient:
-        if not self.trainable:
-            raise RuntimeError(
-                f"parameter {parameter.name!r} was frozen when its module was sharded and has no memory for "
-                "a gradient; set requires_grad before fully_shard"
-            )
-        return self.unit.schedule.open_gradient(self)
 
 
 def groups_of(unit: "Unit", parameters: list[tuple[Parameter, GroupKey]]) -> list[Group]:

@@ -37,6 +37,7 @@ class Layout:
     entries: tuple[Entry, ...]
     shards: int
     shard_size: int
+    copies: int = 1  # how many ranks hold each shard
 
     @classmethod
     def plan(
@@ -44,15 +45,15 @@ class Layout:
     ) -> "Layout":
         """Lay the parameters out one after the other, in the order given.
 
-        copies: how many ranks hold each shard; a shard can be cut evenly among them.
+        A shard can be cut evenly among the `copies` ranks that hold it.
         """
         entries = []
         end = 0
         for name, shape in named_shapes:
             entries.append(Entry(name, tuple(shape), end))
-            end = _aligned(entries[-1].stop)
-        shard_size = _aligned(-(-end // (shards * copies))) * copies
-        return cls(tuple(entries), shards, shard_size)
+            end = aligned(entries[-1].stop)
+        shard_size = aligned(max(1, -(-end // (shards * copies)))) * copies  # nowhere is a buffer empty
+        return cls(tuple(entries), shards, shard_size, copies)
 
     @property
     def total(self) -> int:
@@ -81,5 +82,6 @@ class Layout:
         return tuple((stop, start) for stop, start in zip(stops, starts, strict=True) if stop < start)
 
 
-def _aligned(count: int) -> int:
+def aligned(count: int) -> int:
+    """The next multiple of ALIGNMENT."""
     return -(-count // ALIGNMENT) * ALIGNMENT

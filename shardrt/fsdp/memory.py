@@ -1,6 +1,7 @@
 """What a model will need, before the first step: bytes per rank by category, and a table of its units."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -67,12 +68,13 @@ def memory_plan(
     teams = teams_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
     facts = facts_of(units, teams, no_sync=no_sync or (taken is not None and taken.no_sync))
-    specs = buffers.plan(units, layouts, facts)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
-        _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes)
-    _add_optimizer(device, host, layouts, optimizer_states)
+    with _trained_as_asked(layouts):
+        specs = buffers.plan(units, layouts, facts)
+        for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
+            _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes)
+        _add_optimizer(device, host, layouts, optimizer_states)
     for parameter in model.parameters():
         if isinstance(parameter.storage, LocalStorage):
             nbytes = parameter.size * parameter.dtype.itemsize
@@ -95,6 +97,19 @@ def _whole(call: str, model: Module) -> list[Unit]:
             "around both as well"
         )
     return units
+
+
+@contextmanager
+def _trained_as_asked(groups: Iterable[Group]) -> Iterator[None]:
+    """Inside a with block, what was frozen or unfrozen since the last forward counts."""
+    before = [(group, group.trained, group.finds_unused) for group in groups]
+    for group, _, _ in before:
+        group.trained, group.finds_unused = group.to_train(), group.unit.find_unused
+    try:
+        yield
+    finally:
+        for group, trained, finds_unused in before:
+            group.trained, group.finds_unused = trained, finds_unused
 
 
 def _add_optimizer(
@@ -163,7 +178,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
     ]
     return (
         unit.label,
-        f"{sum(p.size for p in group.parameters):,}" + ("" if group.trainable else " frozen"),
+        f"{sum(p.size for p in group.parameters):,}" + _frozen(group),
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
         unit.settings.strategy.name,
         kept,
@@ -172,6 +187,11 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         " ".join(words),
         when,
     )
+
+
+def _frozen(group: Group) -> str:
+    trained = [parameter.requires_grad for parameter in group.parameters]
+    return "" if all(trained) else " partly frozen" if any(trained) else " frozen"
 
 
 def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:

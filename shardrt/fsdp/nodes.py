@@ -61,8 +61,10 @@ class Unshard(Function):
         self.saved = self.edges = self.needs = ()
         self.outputs = 0
         self.enter_tape()
+        unit.to_come.add(self)
 
     def backward(self) -> tuple:
+        self.unit.to_come.discard(self)
         self.tape.forget(self.unit)
         self.unit.schedule.after_backward(self.unit)
         return ()

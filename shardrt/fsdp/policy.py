@@ -21,6 +21,9 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype.
     full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
 
+    Parameters of float64 and of integers stay what they are: gathered, computed in and reduced as they are.
+    Inputs of a unit that has such parameters alone are not cast.
+
     (Micikevicius et al., Mixed Precision Training, 2018.) Raises ValueError for an unknown type.
     """
 
@@ -41,7 +44,7 @@ class MixedPrecisionPolicy:
 
     def types_of(self, module: Module, own: str) -> tuple[str, str]:
         """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""
-        if own == dtypes.float64 or isinstance(module, self.full_precision):
+        if not dtypes.casts(own) or isinstance(module, self.full_precision):
             return own, own
         param = self.param_dtype or own
         return param, self.reduce_dtype or param

@@ -77,7 +77,7 @@ class Stage:
     def open_gradient(self, group: Group) -> OpenGradient:
         """Gradients that are written nowhere."""
         self.no_sync |= not group.unit.reduces
-        group.open_gradient = OpenGradient(None, group.full_views)
+        group.open_gradient = OpenGradient(None, dict(enumerate(group.full_views)))
         return group.open_gradient
 
     def discard_gradient(self, group: Group) -> None:
@@ -98,6 +98,7 @@ def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None
     unit._schedule = stage
     for group in unit.groups:
         group.layout, group.open_gradient = layouts[group], None
+        group.trained = group.to_train()
         whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.key.param))
         group.full_views = group.views_of(whole)
     try:

@@ -27,6 +27,7 @@ from shardrt.fsdp.collectives import Lanes
 from shardrt.fsdp.group import Group, OpenGradient
 from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.plan import Plan
+from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit
 
 
@@ -65,7 +66,7 @@ class Schedule:
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
         self._started: dict[Unit, float] = {}
-        self.control.register_names([group.label for unit in units for group in unit.groups])
+        self.trained = Trained((group for unit in units for group in unit.groups), self.control)
 
     # -- forward
 
@@ -143,8 +144,10 @@ class Schedule:
             self._show("forward", unit)
         for other in self.units:
             other.modules_done.clear()
+        self.trained.follow(self.lanes)
         if autograd.is_grad_enabled() or recompute.current() is not None:
-            self._have_gradient_slots()
+            if not self.trained.changed:
+                self._have_gradient_slots()
             if self.root.turns is not None and not self._micro_batch_begun:
                 self._begin_micro_batch()
         self.refresh()
@@ -257,6 +260,8 @@ class Schedule:
             self._in_backward = True
             self.mesh.part("backward")
             autograd.running().at_end(self._end_backward)
+            if self.trained.changed:
+                self._have_gradient_slots()
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
         for node in run.upcoming((Regather, recompute.Recompute)):
@@ -266,19 +271,21 @@ class Schedule:
 
     def _have_gradient_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = not all(unit.reduces for unit in self.units)
-        if self._accumulates is None or (accumulates and not self._accumulates):
+        accumulates, changed = not all(unit.reduces for unit in self.units), self.trained.changed
+        if changed:
+            self.trained.agree(self.lanes)
+        if changed or self._accumulates is None or (accumulates and not self._accumulates):
             self.lanes.reduce.synchronize()  # nothing reads the slots that go
             self._make_gradient_slots(self.units)
             self._accumulates = accumulates
 
     def open_gradient(self, group: Group) -> OpenGradient:
         """Memory for the full gradients of `group`, which backward is about to write."""
-        if self._accumulates is None:
+        if self._accumulates is None or self.trained.changed:
             self._have_gradient_slots()  # an op outside every forward
         slot = self._acquire(group.arenas["gradients"])
         self.lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
-        group.open_gradient = OpenGradient(slot, group.views_of(slot.array))
+        group.open_gradient = group.opened(slot)
         return group.open_gradient
 
     def discard_gradient(self, group: Group) -> None:
@@ -308,12 +315,14 @@ class Schedule:
         _zero_unwritten(group, opened)
         slot, group.open_gradient = opened.slot, None
         self.lanes.compute.record(slot.ready)
-        collectives.reduce(group, slot, self.lanes)
+        collectives.reduce(group, slot, self.lanes, opened.written)
         slot.arena.release(slot)
-        group.reductions += 1
+        group.reduction_issued()
         group.unit.peers_may_read = False  # a reduction ends when every rank has come to it
         self._reduced.append(group)
-        if group in self._wrote or not group.used:
+        if group.finds_unused:
+            group.used = True  # the reduction tells of each parameter
+        elif group in self._wrote or not group.used:
             self._wrote[group] = bool(opened.written) or self._wrote.get(group, False)
             group.used = self._wrote[group]
         self._show("reduce", group.unit)
@@ -404,7 +413,7 @@ class Schedule:
         for group in unit.groups:
             slot = group.detach()
             if slot.arena.poison:
-                slot.array.fill(float("nan"))
+                slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
             self.lanes.compute.record(slot.free)
             slot.arena.release(slot)
         self._show("release", unit)
@@ -449,6 +458,7 @@ class Schedule:
         self._reduced, self._wrote = [], {}
         self.tape = Tape()
         for unit in self.units:
+            unit.to_come.clear()
             if unit.state is State.GATHERING:
                 self._drop(unit)
             elif unit.state is State.GATHERED:
@@ -500,9 +510,9 @@ def _uses(unit: Unit, arena: Arena) -> bool:
 
 def _zero_unwritten(group: Group, opened: OpenGradient) -> None:
     """Slots are reused: clear the padding, and the gradients of parameters that nothing used."""
-    for start, stop in group.layout.padding:
+    for start, stop in group.layout.padding if group.rows is None else group.rows.gaps:
         opened.slot.array[start:stop].fill(0)
-    for position, view in enumerate(opened.views):
+    for position, view in opened.views.items():
         if position not in opened.written:
             view.fill(0)
 

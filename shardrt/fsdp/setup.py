@@ -17,7 +17,7 @@ from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers
 from shardrt.fsdp.buffers import Facts, Spec, Specs
 from shardrt.fsdp.collectives import Lanes
-from shardrt.fsdp.group import Group, host_buffer
+from shardrt.fsdp.group import GRADIENT_ROLES, Group, host_buffer
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.team import Team, shape_of
@@ -49,8 +49,8 @@ def units_for(call: str, module: Module) -> list[Unit]:
 def build(unit: Unit) -> None:
     """Build the schedule of the outermost unit above `unit`, with all units below it.
 
-    Raises ValueError for units that do not fit together (meshes, tied parameters, element types, more ranks
-    than elements) or that differ between ranks; RuntimeError if a part was used before the whole was sharded.
+    Raises ValueError for units that do not fit together (meshes, tied parameters) or that differ between
+    ranks; RuntimeError if a part was used before the whole was sharded.
     """
     units = arranged(unit)
     mesh = units[0].settings.mesh
@@ -141,13 +141,26 @@ def make_gradient_slots(units: list[Unit]) -> None:
     """Allocate the slots for full gradients of all units of a schedule. Collective.
 
     When the first forward that needs them begins, not before: then it is known whether gradients are
-    accumulated, which takes a slot for each group. If that changes later, the slots are made anew.
+    accumulated, which takes a slot for each group. If that changes later, or what is trained, they are made
+    anew, with all else that reductions need.
     """
+    _check_world_invariant(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
     facts = facts_of(units, teams_of(units))
+    specs = buffers.plan(units, layouts, facts)
+    anew = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
     for group in layouts:
-        group.arenas.pop("gradients", None)
-    _make_arenas(buffers.plan(units, layouts, facts), facts.device, ("gradients",))
+        for role in anew:
+            group.arenas.pop(role, None)
+        _make_sums(group, specs[group], facts)
+    _make_arenas(specs, facts.device, anew)
+
+
+def _fits(role: str, specs: Specs) -> bool:
+    """Whether the arenas of this role are those that the plan wants."""
+    wanted = {group: by_role[role].count for group, by_role in specs.items() if role in by_role}
+    found = {group: group.arenas[role].slots[0].array.size for group in specs if role in group.arenas}
+    return wanted == found
 
 
 _AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards have no arena
@@ -191,8 +204,7 @@ def _arena(group: Group, role: str, spec: Spec, here: Device) -> Arena:
         shared = spec.role == "shard" and team.size > 1
         allocate = partial(team.gather.allocate, spec.count, spec.dtype, shared=shared)
     else:
-        reduce = team.copies if team.size == 1 and team.copies is not None else team.reduce
-        allocate = partial(reduce.allocate, spec.count, spec.dtype, shared=False)
+        allocate = partial(team.reducer.allocate, spec.count, spec.dtype, shared=False)
     return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
 
 
@@ -204,10 +216,19 @@ def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
         shard = group.arenas["gathered"].slots[0].array[start:stop]
     else:
         shard = _buffer(group, specs["shard"], facts)
-    sums = [_buffer(group, specs["reduced"], facts)] if group.trainable else []
-    if "partial" in specs:
-        sums += [_buffer(group, specs["partial"], facts) for _ in range(specs["partial"].slots)]
-    group.build(facts.device, shard, sums)
+    group.build(facts.device, shard)
+    _make_sums(group, specs, facts)
+
+
+def _make_sums(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
+    """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
+    if group.trainable and not group.sums:
+        group.sums = [_buffer(group, specs["reduced"], facts)]
+        if "partial" in specs:
+            group.sums += [_buffer(group, specs["partial"], facts) for _ in range(specs["partial"].slots)]
+    if "used" in specs and group.uses is None:
+        group.uses = _buffer(group, specs["used"], facts)
+    group.rows = buffers.rows_of(group, group.layout)
 
 
 def _buffer(group: Group, spec: Spec, facts: Facts) -> np.ndarray:
@@ -233,23 +254,9 @@ def _check(units: list[Unit]) -> None:
                 f"{prefetch_of(units)}; it is one number for the whole model"
             )
         for group in u.groups:
-            for parameter in group.parameters:
-                if parameter.requires_grad and not group.trainable:
-                    raise ValueError(
-                        f"fully_shard: parameter {parameter.name!r} was frozen when unit {u.label} was made "
-                        "and is not now; set requires_grad before fully_shard"
-                    )
+            group.train(group.to_train(), u.find_unused)
+            group.called = group.label
     _check_world_invariant(units)
-    dtypes = {p.dtype for u in units for p in u.parameters}
-    if len(dtypes) > 1:
-        raise ValueError(
-            f"fully_shard: parameters of one model must have one dtype, found {sorted(map(str, dtypes))}"
-        )
-    elements, ranks = sum(p.size for u in units for p in u.parameters), first.settings.mesh.size
-    if elements < ranks:
-        raise ValueError(
-            f"fully_shard: the model has {elements} parameter elements, too few for {ranks} ranks"
-        )
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
         _check_reachable(module, [], owners)
@@ -269,8 +276,9 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added up by a tree; give CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(group.key.dtype != "float32" for group in u.groups):
-            raise ValueError(f"set_world_invariant: parameters of unit {u.label} must be float32")
+        trained = {group.key.dtype for group in u.groups if group.trainable}
+        if u.micro_batches is not None and trained - {"float32"}:
+            raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
     parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
     alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
     if first.micro_batches is not None and alone:
@@ -303,6 +311,7 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
             u.label,
             (u.settings.strategy, u.settings.by_rank),
             (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor, u.micro_batches),
+            (u.find_unused, [sorted(group.trained) for group in u.groups]),
             [module.recomputation is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,

@@ -32,6 +32,11 @@ class Team:
         return self.gather.size
 
     @property
+    def reducer(self) -> Communicator:
+        """The communicator that reads full gradients."""
+        return self.copies if self.size == 1 and self.copies is not None else self.reduce
+
+    @property
     def copy_count(self) -> int:
         """How many ranks hold each shard."""
         return self.copies.size if self.copies is not None else 1

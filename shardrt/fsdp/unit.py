@@ -4,6 +4,7 @@ A unit is what one call of fully_shard made: one module or several, with one gro
 key (types, and whether they are trained). It does not decide when anything happens; that is the schedule's.
 """
 
+import weakref
 from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
@@ -67,8 +68,10 @@ class Unit:
         self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
         self.needed_in_backward = self.trainable  # whether the last forward that was recorded left it work
         self.kept = False  # gathered from the last forward to backward
+        self.find_unused = False  # ranks tell each other which parameters they have used
         self.divide_factor = float(settings.mesh.size)
         self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
+        self.to_come: weakref.WeakSet[Unshard] = weakref.WeakSet()  # nodes whose backward has not run
         self._schedule: Schedule | None = None
         # Set by setup.build:
         self.reshard_after_forward: bool

@@ -272,7 +272,7 @@ class Module:
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> "Module":
-        """Set requires_grad of every parameter: False freezes them. Before fully_shard."""
+        """Set requires_grad of every parameter: False freezes them. Units follow at the next forward."""
         for parameter in self.parameters():
             parameter.requires_grad = requires_grad
         return self

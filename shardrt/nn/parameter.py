@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd, device, random
+from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser
@@ -28,7 +28,8 @@ class Parameter(Tensor):
     """A trainable tensor of a Module.
 
     shape: its shape. init: what its values start as (nn.init). requires_grad: False freezes it. dtype:
-    float32 (float64 for gradient checks). Raises TypeError or ValueError for what is no shape.
+    float32, or float64; integers and booleans where it is frozen. Raises TypeError or ValueError for what is
+    no shape, TypeError for integers that require a gradient.
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
     that names it, but in the forward of its unit it can be read. `shard` and `grad` are what this rank holds:
@@ -53,6 +54,8 @@ class Parameter(Tensor):
         self.init = init
         self.seed = random.initial_seed()
         self.dtype = np.dtype(dtype)
+        if requires_grad and not dtypes.floating(self.dtype):
+            raise TypeError(f"Parameter: requires_grad=True needs floats, dtype is {self.dtype}")
         self.requires_grad = requires_grad
         self.node = None
         self.index = 0
@@ -140,7 +143,7 @@ class Parameter(Tensor):
     def grad(self) -> Array | None:
         """The gradient of what this rank holds: in the parameter's shape if that is all of it, else 1-D."""
         gradient = self.storage.gradient
-        if gradient is None:
+        if gradient is None or not self.storage.has_gradient(self):
             return None
         start, stop, _ = self.storage.range_of(self)
         piece = gradient[start:stop]
@@ -238,6 +241,6 @@ def _checked(shape: Any) -> tuple[int, ...]:
             f"Parameter: shape must be a tuple of integers, got {type(shape).__name__}: values come from "
             "`init`, or are set afterwards, `parameter.data = values`"
         )
-    if not shape or min(shape) < 1:
-        raise ValueError(f"Parameter: shape needs at least one dimension, each >= 1; got {tuple(shape)}")
+    if not shape or min(shape) < 0:
+        raise ValueError(f"Parameter: shape needs at least one dimension, each >= 0; got {tuple(shape)}")
     return tuple(int(n) for n in shape)

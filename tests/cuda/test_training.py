@@ -25,6 +25,7 @@ from shardrt.fsdp import (
     MixedPrecisionPolicy,
     full_parameters,
     fully_shard,
+    set_find_unused_parameters,
     set_world_invariant,
 )
 from shardrt.recompute import checkpoint
@@ -36,7 +37,16 @@ STEPS = 2
 
 
 def train(
-    name, directory=None, *, prepare=None, dropout=0.0, scaled=False, parts=1, in_backward=False, **settings
+    name,
+    directory=None,
+    *,
+    prepare=None,
+    dropout=0.0,
+    scaled=False,
+    parts=1,
+    in_backward=False,
+    freeze=False,
+    **settings,
 ):
     """[(loss, norm)] of every step and the parameters at the end."""
     mesh = init_device_mesh(name)
@@ -49,6 +59,8 @@ def train(
     if "mp_policy" in settings:
         settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
     fully_shard(model, mesh=mesh, **settings)
+    if freeze:
+        set_find_unused_parameters(model)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=in_backward)
     scaler = optim.GradScaler(init_scale=8.0, enabled=scaled)
     random, seen = np.random.default_rng(0), []
@@ -57,6 +69,8 @@ def train(
         text = random.integers(0, CONFIG.vocab_size, (4, CONFIG.block_size + 1))
         rows = len(text) // mesh.size
         mine = text[mesh.rank * rows : (mesh.rank + 1) * rows]
+        for parameter in model.parameters() if freeze else ():
+            parameter.requires_grad = step == 0 or parameter.ndim == 1
         total = 0.0
         for part in np.split(mine, parts):
             loss = F.cross_entropy(model(part[:, :-1]), part[:, 1:])
@@ -93,6 +107,8 @@ VARIANTS = {
     "activations on the host": {"prepare": offload_activations},
     "all on the host": {"offload_policy": CPUOffloadPolicy()},
     "updates on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
+    "frozen late": {"freeze": True},
+    "frozen late, bfloat16": {"freeze": True, "mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")},
     "updates in backward": {"in_backward": True},
     "updates in backward, on the host": {"offload_policy": CPUOffloadPolicy(), "in_backward": True},
 }
@@ -105,6 +121,7 @@ TRAVELLING = (
     "bfloat16 on the wire",
     "NO_SHARD",
     "all on the host",
+    "frozen late",
     "updates in backward",
 )
 

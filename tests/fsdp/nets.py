@@ -7,7 +7,7 @@ from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import fully_shard, units
 
 
 class Block(nn.Module):
@@ -136,6 +136,15 @@ def gradients(model):
             storage.communicator.all_reduce(whole, op="sum", stream=device.current().current_stream)
         result[name] = whole.reshape(parameter.shape)
     return result
+
+
+def bytes_held(model):
+    """Bytes of what the units have allocated, on a rank that shares no memory."""
+    groups = [group for unit in units(model) for group in unit.groups]
+    arrays = [array for group in groups for array in (*group.sums, group.uses) if array is not None]
+    arrays += [group._shard for group in groups if not group.shard_in_slot]
+    arenas = {arena for group in groups for arena in group.arenas.values()}
+    return sum(array.nbytes for array in [*arrays, *(s.array for arena in arenas for s in arena.slots)])
 
 
 def train(make, steps=3, sharded=True, make_optimizer=None, mesh_options=None, **settings):

@@ -27,6 +27,7 @@ from shardrt.fsdp import (
     fully_shard,
     memory_plan,
     no_sync,
+    set_find_unused_parameters,
     set_world_invariant,
 )
 from shardrt.recompute import checkpoint
@@ -96,13 +97,34 @@ class Counted:
         self.device = self.host = 0
 
 
-def build(mesh, saving="nothing", **settings):
+def freeze_matrices(model):
+    """After sharding: a part of each unit is left."""
+    for parameter in model.parameters():
+        parameter.requires_grad = parameter.ndim == 1
+
+
+def freeze_blocks(model):
+    """After sharding: all of most units."""
+    model.blocks.requires_grad_(False)
+
+
+CHANGES = {
+    "matrices frozen late": freeze_matrices,
+    "blocks frozen late": freeze_blocks,
+    "unused found": set_find_unused_parameters,
+}
+
+
+def build(mesh, saving="nothing", change=None, **settings):
     shardrt.manual_seed(1)
     model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=256, dropout=0.1))
     for block in model.blocks:
         SAVINGS[saving](block)
         fully_shard(block, mesh=mesh, **settings)
-    return fully_shard(model, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    if change is not None:
+        CHANGES[change](model)
+    return model
 
 
 def backward_of(model, accumulation):
@@ -175,6 +197,9 @@ def main(backend, combinations="pairs"):
         ratios.append(ratio)
     for strategy, precision in product(strategies, PRECISIONS):
         ratios.append(check(counted, mesh, "tree", strategy=strategy, mp_policy=PRECISIONS[precision]))
+    for change, strategy, precision in pairwise(CHANGES, strategies, PRECISIONS):
+        options = {"strategy": strategy, "mp_policy": PRECISIONS[precision], "change": change}
+        ratios.append(check(counted, mesh, "none", **options))
     for saving in SAVINGS:
         try:
             ratios.append(check(counted, flat, "none", saving=saving))

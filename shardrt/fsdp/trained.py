@@ -1,0 +1,57 @@
+"""Which parameters have gradients now: requires_grad may change between steps; memory and traffic follow.
+
+A change counts from the next forward on. Ranks do not exchange it. From then on every gather and reduction
+goes by a name that says what is trained, and ranks compare the names of each call anyway: if they have not
+made the same change, the first call says so on every rank. Memory for gradients is made anew when the next
+backward begins: by then gathers have shown that all ranks do that, or a barrier shows it.
+"""
+
+import zlib
+from collections.abc import Iterable
+
+from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.collectives import Lanes
+from shardrt.fsdp.group import Group
+
+
+class Trained:
+    """What is trained of the groups of one schedule."""
+
+    def __init__(self, groups: Iterable[Group], control: Communicator) -> None:
+        self.groups = list(groups)
+        self.changed = False  # memory does not fit yet
+        self._control = control
+        self._at_first = self._pattern()
+        control.register_names([group.called for group in self.groups])
+
+    def follow(self, lanes: Lanes) -> None:
+        """A forward begins: take over what the user has frozen or unfrozen. Frees what is not needed now."""
+        wanted = [(group.to_train(), group.unit.find_unused) for group in self.groups]
+        if wanted == [(group.trained, group.finds_unused) for group in self.groups]:
+            return
+        lanes.reduce.synchronize()  # nothing reads or writes the memory that goes
+        lanes.download.synchronize()
+        for group, (trained, finds_unused) in zip(self.groups, wanted, strict=True):
+            group.train(trained, finds_unused)
+        self.changed = True
+        pattern = self._pattern()
+        told = ""
+        if pattern != self._at_first:
+            trained = sum(len(group.trained) for group in self.groups)
+            everything = sum(len(group.parameters) for group in self.groups)
+            told = (
+                f", {trained} of {everything} parameters trained [{zlib.crc32(repr(pattern).encode()):08x}]"
+            )
+        for group in self.groups:
+            group.called = group.label + told
+        self._control.register_names([group.called for group in self.groups])
+
+    def agree(self, lanes: Lanes) -> None:
+        """Before memory is made anew, which ranks do together: find that all have come to it. Collective."""
+        for communicator in dict.fromkeys(group.team.reducer for group in self.groups):
+            communicator.barrier(stream=lanes.reduce, what=self.groups[0].called)
+        lanes.reduce.synchronize()
+        self.changed = False
+
+    def _pattern(self) -> list[tuple]:
+        return [(sorted(group.trained), group.finds_unused) for group in self.groups]
