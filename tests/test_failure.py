@@ -1,11 +1,13 @@
 """A rank that fails ends the job: at once, with one traceback that names it, and an exit code."""
 
 import re
+import subprocess
+import sys
 import time
 
 import pytest
 
-from tests.ranks import mpirun
+from tests.ranks import clean_environment, mpirun, mpirun_path
 
 pytestmark = pytest.mark.mpi
 
@@ -167,3 +169,34 @@ def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
     left = [line for line in done.stdout.splitlines() if "mpich_shm_" in line and "(deleted)" not in line]
     assert done.returncode == 1
     assert not left
+
+
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
+def test_a_message_that_nobody_takes_is_a_failure(communicator):
+    send = "comm.send(np.zeros(1 << 20), peer=0, stream=stream); sys.exit(0)"
+    done, _ = run(send, communicator, everyone="sys.exit(0)")
+    assert done.returncode == 1
+    assert "rank 0 has left without what rank 1 sent it" in done.stderr
+
+
+def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
+    small = f"mount -t tmpfs -o size=256k none /dev/shm && exec {mpirun_path()} -n 2 {sys.executable} -c "
+    small += "'from shardrt.comm import init_device_mesh; init_device_mesh()'"
+    done = subprocess.run(
+        ["unshare", "-m", "sh", "-c", small],
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        timeout=60,
+    )
+    if "mount" in done.stderr or "unshare" in done.stderr:
+        pytest.skip("no right to mount")
+    assert done.returncode == 1
+    assert "NoRoom: /dev/shm has 256 KiB free, and MPI needs 2148 KiB for 2 ranks" in done.stderr
+
+
+def test_a_job_needs_no_temporary_directory():
+    done = mpirun(
+        2, ["-c", "from shardrt.comm import *; init_device_mesh('cpu'); print('met')"], TMPDIR="/proc"
+    )
+    assert (done.returncode, done.stdout.count("met"), done.stderr) == (0, 2, "")

@@ -48,7 +48,7 @@ def test_the_latest_records_survive_a_kill(killed):
     assert numbers[-1] == 1 + 4 * 500 + 1
     assert (
         str(found.open_call)
-        == "reduce_scatter #9 of reduce, 7 of float32, unit " + ("x" * 60 + ".last")[-56:]
+        == "reduce_scatter #9 of reduce, 7 of float32, unit " + ("x" * 60 + ".last")[-52:]
     )
     assert (found.last.step, found.last.phase) == (499, "forward")
     assert str(found.last_calls()["gather"]) == "all_gather #500 of gather, 7 of float32, unit blocks.499"
@@ -159,7 +159,7 @@ def test_every_call_of_every_communicator_of_a_mesh_is_recorded(tmp_path):
         "broadcast #4 of early, 5 of uint8",
         "all_to_all #5 of early, 3 of float64",
         "barrier #6 of early",
-        "recv #7 of early, 2 of float64",
+        "recv #6 of early, 2 of float64, rank 1",
     ]
     assert done[7].startswith("all_gather #1 of late")
 
@@ -211,3 +211,62 @@ def test_a_rank_whose_file_is_missing_is_told(tmp_path):
 def test_a_thread_world_has_files_of_its_own(tmp_path):
     thread.run(2, recorded, tmp_path)
     assert {found.rank: found.size for found in read_all(tmp_path)[0]} == {0: 2, 1: 2}
+
+
+def in_groups(folder):
+    """Two groups of two; {0, 1} has called three times, {2, 3} once; rank 0 waits for rank 1."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    mesh.record(recorder := Recorder(folder, mesh.rank, mesh.size))
+    shard, replicate = mesh.communicator("gather", "shard"), mesh.communicator("gather", "replicate")
+    for _ in range(3 if mesh.rank < 2 else 1):
+        shard.barrier(stream=mesh.device.current_stream)
+    names = [shard.recorded_as, replicate.recorded_as, mesh.communicator("control").recorded_as]
+    if mesh.rank == 0:
+        recorder._write(flight.ENTERED, *recorder.facts(shard.recorded_as, 4, "barrier", "", None))
+    other = init_device_mesh("cpu")
+    other.record(recorder)
+    return [*names, other.communicator("control").recorded_as]
+
+
+def test_a_group_is_not_taken_for_another_of_its_axis(tmp_path):
+    names = run_ranks(4, in_groups, tmp_path)
+    assert names[0] == ["gather[0:2]", "gather[0:3:2]", "control", "control~2"]
+    assert names[3] == ["gather[2:4]", "gather[1:4:2]", "control", "control~2"]
+    flights, _ = read_all(tmp_path)
+    assert diagnosis.behind(flights) == [1]
+    assert diagnosis.blame(flights) == "rank 1 is behind: rank 0 waits in barrier #4 of gather[0:2]"
+
+
+@pytest.mark.parametrize(
+    ("ranks", "name"),
+    [
+        (range(8), "g"),
+        ([2, 3], "g[2:4]"),
+        ([1, 3, 5], "g[1:6:2]"),
+        ([5], "g[5:6]"),
+        ([0, 1, 4], "g[0,1,4]"),
+        ([3, 2], "g[3,2]"),
+    ],
+)
+def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
+    assert flight.group_name("g", list(ranks), 8) == name
+    assert list(flight.members(name, 8)) == list(flight.members(f"{name}~2", 8)) == list(ranks)
+    assert flight.members("ther[0,1,4]~"[1:] + "[", 8) is None  # the end of a name that was too long
+
+
+def test_who_waits_for_a_message_waits_for_its_sender_alone(tmp_path):
+    flights = waiting(tmp_path, [[], [("g", 2, False)], [("g", 2, False)]])
+    recorder = Recorder(tmp_path, 0, 3)
+    recorder._write(flight.ENTERED, *recorder.facts("g", 2, "recv", "rank 2", None))
+    flights = read_all(tmp_path)[0]
+    assert diagnosis.waits_for(flights[0], flights) == [2]
+    assert diagnosis.blame(flights).endswith("rank 0 waits in recv #2 of g, rank 2")
+
+
+def test_without_room_for_a_file_it_records_in_memory(tmp_path):
+    recorder = Recorder(tmp_path / "a", 0, 1)
+    recorder.move(tmp_path / "a" / "rank-0.bin")  # no folder can be made there
+    recorder.mark("data", 3)
+    assert recorder.path is None
+    recorder.move(tmp_path / "b")
+    assert [record.step for record in read(recorder.path).records] == [0, 3]

@@ -1,12 +1,15 @@
 """The watchdog alone: when it speaks, when it is silent, and what ends a rank that can not watch itself."""
 
+import os
 import re
 import subprocess
 import sys
+import tempfile
 import time
 
 import pytest
 
+from shardrt.comm import watchdog
 from shardrt.comm.watchdog import Limits
 from tests.ranks import ROOT, clean_environment, mpirun
 
@@ -108,3 +111,59 @@ def test_without_limits_nobody_is_ended(tmp_path):
 def test_each_phase_has_its_limit(phase, steps, median, limit):
     assert Limits(evaluation=500).of(phase, steps, median) == limit
     assert Limits(0, 0, 0, 0).of(phase, steps, median) == 0
+
+
+@pytest.mark.parametrize("seconds", [-1, 1e-300, 0.01, 1e12, 1e300, float("inf"), float("nan")])
+def test_a_limit_that_no_timer_can_keep_is_refused(seconds):
+    with pytest.raises(ValueError, match=r"set_up must be 0 \(never\) or 0.05 to 1e\+07 seconds, got"):
+        Limits(set_up=seconds)
+
+
+ENDS = """
+import atexit, os, sys, time
+last = os.environ["PMI_RANK"] == "1"
+if last and "import" in sys.argv:
+    time.sleep(100)
+if last and "after" in sys.argv:  # what is registered first runs last, after ours
+    atexit.register(time.sleep, 100)
+from shardrt.comm import init_device_mesh
+from shardrt.comm.watchdog import Limits, Watch
+mesh = init_device_mesh("cpu", timeout=3)
+with Watch(mesh, Limits(exit=1)):
+    pass
+if last and "before" in sys.argv:
+    atexit.register(time.sleep, 100)
+"""
+
+
+@pytest.mark.mpi
+@pytest.mark.parametrize(
+    ("where", "told"),
+    [
+        ("import", "rank 0 of 2 has waited 3 s for all ranks to come to init_device_mesh"),
+        ("before", "rank 1 has been in its exit handlers for"),
+        ("after", "has been at its exit for 1 s; the job ends with exit code 124"),
+    ],
+)
+def test_a_rank_that_never_comes_to_mpi_or_never_leaves_ends_the_job(where, told):
+    done = mpirun(2, ["-c", ENDS, where], timeout=60)
+    assert (done.returncode, "hang: " + told in done.stderr or told in done.stderr) == (124, True), (
+        done.stderr
+    )
+
+
+def test_folders_that_killed_jobs_left_are_removed_and_no_others(tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    kept = ["shardrt-flight-held", "shardrt-flight-new", "shardrt-flight-report", "of-others"]
+    for name in ("shardrt-flight-left", *kept):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "rank-0.bin").touch()
+    (tmp_path / "shardrt-flight-report" / "hang.txt").touch()
+    for name in ("shardrt-flight-left", "shardrt-flight-held", "shardrt-flight-report", "of-others"):
+        os.utime(tmp_path / name, (time.time() - 3600,) * 2)
+    held = watchdog._held(tmp_path / "shardrt-flight-held")
+    made = os.path.basename(watchdog._temporary_folder())
+    assert sorted(os.listdir(tmp_path)) == sorted([made, *kept])
+    os.close(held)
+    watchdog._temporary_folder()
+    assert not (tmp_path / "shardrt-flight-held").exists()

@@ -10,8 +10,8 @@ from shardrt.comm.wrapper import Wrapper
 class CountedCommunicator(Wrapper):
     """`calls[name]` and `bytes[name]` per collective; bytes are what this rank receives from others.
 
-    Where a collective is symmetric (all but broadcast, send, recv) it sends as much. A backend that shares
-    memory moves less: the formula, not the machine, is counted.
+    Where a collective is symmetric (all but broadcast, send, recv, exchange) it sends as much. A backend
+    that shares memory moves less: the formula, not the machine, is counted.
     """
 
     def __init__(self, inner: Communicator) -> None:

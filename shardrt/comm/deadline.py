@@ -5,9 +5,11 @@ but with exit code 1 alone.
 """
 
 import ctypes
-import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 
 _SIGEV_THREAD = 2
+_SAYING = 0.1  # seconds between the last words and the end
 
 
 class _Event(ctypes.Structure):
@@ -24,22 +26,50 @@ class _Event(ctypes.Structure):
 
 
 class Deadline:
-    """Ends the process with `code` when the time that was set last is over. Raises OSError."""
+    """Ends the process with `code` when the time that was set last is over. Raises OSError.
 
-    def __init__(self, code: int) -> None:
+    words: what goes to stderr then, by warnx(3), which puts the program's name before it.
+    """
+
+    def __init__(self, code: int, words: str = "") -> None:
         self._library = ctypes.CDLL("librt.so.1", use_errno=True)  # and libc, which newer ones have it in
-        self._timer = ctypes.c_void_p()
-        end = ctypes.cast(self._library._exit, ctypes.c_void_p)
-        event = _Event(value=code, notify=_SIGEV_THREAD, function=end)
-        if self._library.timer_create(time.CLOCK_MONOTONIC, ctypes.byref(event), ctypes.byref(self._timer)):
+        self._words = ctypes.c_char_p(words.replace("%", "%%").encode())
+        self._timers = [self._timer("_exit", code)]
+        if words:
+            self._timers.append(self._timer("warnx", ctypes.cast(self._words, ctypes.c_void_p).value))
+
+    def _timer(self, function: str, value: int) -> ctypes.c_void_p:
+        timer = ctypes.c_void_p()
+        address = ctypes.cast(getattr(self._library, function), ctypes.c_void_p)
+        event = _Event(value=value, notify=_SIGEV_THREAD, function=address)
+        if self._library.timer_create(1, ctypes.byref(event), ctypes.byref(timer)):  # CLOCK_MONOTONIC
             raise OSError(ctypes.get_errno(), "timer_create")
+        return timer
 
     def set(self, seconds: float) -> None:
         """End in `seconds` from now; 0: never."""
-        whole, part = divmod(seconds, 1)
-        after = (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9))  # struct itimerspec
-        self._library.timer_settime(self._timer, 0, after, None)
+        for timer, later in zip(self._timers, (_SAYING * (len(self._timers) - 1), 0.0), strict=False):
+            whole, part = divmod(seconds + later if seconds else 0.0, 1)
+            after = (ctypes.c_long * 4)(0, 0, int(whole), int(part * 1e9))  # struct itimerspec
+            self._library.timer_settime(timer, 0, after, None)
 
     def close(self) -> None:
         """Never, and give back what it takes."""
-        self._library.timer_delete(self._timer)
+        for timer in self._timers:
+            self._library.timer_delete(timer)
+
+
+@contextmanager
+def within(seconds: float, code: int, words: str) -> Iterator[None]:
+    """A block that ends the process with these words and this code when it takes longer; 0: it may."""
+    if not seconds:
+        yield
+        return
+    try:
+        deadline = Deadline(code, words)
+    except OSError:  # not this system, or no memory for a thread
+        yield
+        return
+    with closing(deadline):
+        deadline.set(seconds)
+        yield

@@ -8,18 +8,29 @@ other.
 import re
 from collections.abc import Sequence
 
-from shardrt.comm.flight import Flight
+from shardrt.comm.flight import Flight, members
+from shardrt.comm.protocol import MESSAGES
 
 SILENT = 1.5  # seconds without a beat, of which there are two and more in a second, after which a rank stands
 
 
 def waits_for(flight: Flight, flights: Sequence[Flight]) -> list[int]:
-    """The ranks that have not come to the collective in which this one is."""
+    """The ranks that have not come to the collective in which this one is, or whose message it awaits."""
     waiting = flight.open_call
     if waiting is None:
         return []
     name, number = waiting.communicator, waiting.call
-    return [other.rank for other in flights if other is not flight and _reached(other, name) < number]
+    group = members(name, flight.size)
+    if waiting.operation in MESSAGES:
+        peer = int(waiting.unit.removeprefix("rank "))
+        return [group[peer]] if group is not None and peer < len(group) else []
+    return [
+        other.rank
+        for other in flights
+        if other is not flight
+        and _reached(other, name) < number
+        and (other.rank in group if group is not None else _reached(other, name))
+    ]
 
 
 def behind(flights: Sequence[Flight]) -> list[int]:

@@ -10,12 +10,11 @@ import fcntl
 import os
 import resource
 import sys
-import tempfile
 import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 from shardrt.comm.flight import resident_bytes
@@ -33,6 +32,7 @@ _LEFT = 1  # tag of that message
 
 _job: "_Job | None" = None
 _last_words: list[Callable[[], None]] = []
+_very_last: list[Callable[[], None]] = []
 _witnesses: list[Callable[[str], None]] = []
 _memory: list[Callable[[], str]] = []
 
@@ -48,18 +48,25 @@ def install_hooks(mpi: Any, node: Any) -> None:
     global _job
     if _job is not None:
         return
-    _job = _Job(mpi, _shared_file(node))
-    if node.rank == 0:  # every rank of the node has mapped the segment: all have met in _shared_file
-        _unlink_segments()
-    sys.excepthook = _job.on_exception
+    _job = _Job(mpi)
+    sys.excepthook = _job.on_exception  # before anything that one rank alone may fail at
     threading.excepthook = _job.on_thread_exception
     sys.exit = _exit
     atexit.register(_job.on_program_end)
+    _job.share_lock(node)
+    if node.rank == 0:  # every rank of the node has mapped the segment: all have met in share_lock
+        _secure_segments()
 
 
 def at_program_end(function: Callable[[], None]) -> None:
     """Call `function` when this rank's program ends without having to end the job; MPI still works then."""
     _last_words.append(function)
+
+
+def after_all_programs(function: Callable[[], None]) -> Callable[[], None]:
+    """Call `function` when the programs of all ranks have ended, and their streams; MPI still works then."""
+    _very_last.append(function)
+    return function
 
 
 def tell(witness: Callable[[str], None]) -> None:
@@ -81,9 +88,20 @@ def end_job(report: str, code: int) -> None:
     """Print `report` and end all ranks at once, from any thread."""
     if _job is not None:
         _job.end(report, code)
-    sys.stderr.write(report)
-    sys.stderr.flush()
+    for witness in list(_witnesses):
+        witness(report)
+    _say(report)
     os._exit(code)
+
+
+def ending() -> bool:
+    """Whether this rank has come to its end, and only waits for the others, or ends the job."""
+    return _job is not None and _job.at_end
+
+
+def exit_code() -> int:
+    """The code with which this program ends, by what it gave to sys.exit."""
+    return _Exit.status if isinstance(_Exit.status, int) else int(_Exit.status is not None)
 
 
 def departed() -> set[int]:
@@ -112,14 +130,25 @@ def out_of_memory(error: BaseException) -> str:
 class _Job:
     """What the hooks of one process know."""
 
-    def __init__(self, mpi: Any, file: int) -> None:
+    def __init__(self, mpi: Any) -> None:
+        self.at_end = False
         self._mpi = mpi
         self._leaving = mpi.Dup()
         self._departed: set[int] = set()
         self._farewells: list[Any] = []
-        self._file = file
+        self._file = os.memfd_create("shardrt-lock")  # a disk may be full
         self._name = f"rank {mpi.rank} of {mpi.size}"
         self._lock = threading.Lock()
+
+    def share_lock(self, node: Any) -> None:
+        """Have one file as the lock of all ranks of the node, where the system lets them. Collective."""
+        path = node.bcast(f"/proc/{os.getpid()}/fd/{self._file}")
+        own = self._file
+        if node.rank != 0:
+            with suppress(OSError):
+                self._file = os.open(path, os.O_RDWR)
+                os.close(own)
+        node.Barrier()
 
     def on_exception(self, kind: type[BaseException], error: BaseException, trace: Any) -> None:
         """sys.excepthook"""
@@ -139,11 +168,12 @@ class _Job:
 
         if MPI.Is_finalized():
             return
-        code = _Exit.status if isinstance(_Exit.status, int) else int(_Exit.status is not None)
-        everyone = self._leaving.Ibarrier()
-        if code and not _done(everyone, _PATIENCE):
+        self.at_end, code = True, exit_code()
+        programs = self._leaving.Ibarrier()
+        if code and not _done(programs, _PATIENCE):
             self.end(f"{self._name} called sys.exit({_Exit.status!r})\n", code)
         finish_streams()  # a rank of which a stream takes part in a collective has not left
+        everyone = self._leaving.Ibarrier()
         for function in _last_words:
             function()
         if not _done(everyone, _SILENCE):
@@ -151,7 +181,9 @@ class _Job:
         told = self._leaving.allgather(bool(self._farewells))
         while {rank for rank, said in enumerate(told) if said} - {self._mpi.rank} - self.departed():
             time.sleep(0.001)
-        MPI.Request.Waitall(self._farewells)
+        MPI.Request.Waitall([programs, *self._farewells])
+        for function in _very_last:
+            function()
 
     def departed(self) -> set[int]:
         """Take in the messages of those that have left."""
@@ -183,6 +215,7 @@ class _Job:
 
     def end(self, report: str, code: int, first_report: str | None = None, how: str = "") -> None:
         """Write `report` (or `first_report`, if this is the node's first) and end the job."""
+        self.at_end = True
         for witness in list(_witnesses):
             witness(how or report)
         end = threading.Timer(_PATIENCE, os._exit, (code,))
@@ -195,9 +228,9 @@ class _Job:
             self._lock,
             _locked(self._file) as first,
         ):  # whoever comes later aborts only after this is written
-            sys.stdout.flush()
-            sys.stderr.write(first_report if first and first_report else report)  # one write: lines don't mix
-            sys.stderr.flush()
+            with suppress(OSError):
+                sys.stdout.flush()
+            _say(first_report if first and first_report else report)
         time.sleep(_FORWARDING)
         self._mpi.Abort(code)
         if end is not None:  # Abort may return before the job has ended: going on would say that we left
@@ -245,26 +278,24 @@ def _exit(status: Any = None) -> None:
     raise _Exit(status)
 
 
-def _shared_file(node: Any) -> int:
-    """An open file without a name that all ranks of the node have."""
-    path = ""
-    if node.rank == 0:
-        file, path = tempfile.mkstemp(prefix="shardrt-")
-    path = node.bcast(path)
-    if node.rank != 0:
-        file = os.open(path, os.O_RDWR)
-    node.Barrier()
-    if node.rank == 0:
-        os.unlink(path)
-    return file
+def _say(report: str) -> None:
+    """To stderr, whose reader may be gone, in one write: lines of ranks don't mix."""
+    with suppress(OSError):
+        sys.stderr.write(report)
+        sys.stderr.flush()
 
 
-def _unlink_segments() -> None:
-    """Take the name from MPICH's shared segment, or every job that is aborted leaves 2 MB in /dev/shm."""
+def _secure_segments() -> None:
+    """Take the name from MPICH's shared segment, or every job that is aborted leaves 2 MB in /dev/shm.
+
+    Before, take the room for all of it: a store into a hole of a full /dev/shm would kill the process.
+    """
     with open("/proc/self/maps") as maps:
         paths = {line.split()[-1] for line in maps if "/dev/shm/mpich_shm_" in line}
     for path in paths:
         if os.path.exists(path):
+            with open(path, "r+b") as file:
+                os.posix_fallocate(file.fileno(), 0, os.fstat(file.fileno()).st_size)
             os.unlink(path)
 
 

@@ -1,7 +1,7 @@
 """Counters that the ranks of a node show each other, and a way to sleep until one of them moves.
 
-Every rank has its own cache lines in a shared MPI window: how far it has come, what it calls, and the data of
-a small call. A waiting rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word
+Every rank has its own cache lines in shared memory: how far it has come, what it calls, and the data of a
+small call. A waiting rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word
 has this value"): it takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync
 orders the memory.
 """
@@ -10,6 +10,7 @@ import ctypes
 import platform
 import sys
 import weakref
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -19,11 +20,7 @@ from shardrt.comm import failure
 from shardrt.comm.calls import HEAD, PACKED
 from shardrt.comm.notices import Page, parts_of
 from shardrt.comm.protocol import PeerFailed
-
-
-class SharedMemoryUnavailable(RuntimeError):
-    """These ranks cannot share memory. Raised on all of them."""
-
+from shardrt.comm.segments import SharedMemoryUnavailable, map_shared
 
 LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
 _READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row
@@ -65,29 +62,24 @@ class Flags:
         self.size = mpi.size
         self.sequence = 0  # of the collectives of this communicator, the latest
         self._futex = _FUTEX[platform.machine()]
-        self._window = MPI.Win.Allocate_shared(_ROW * mpi.size if mpi.rank == 0 else 0, 8, comm=mpi)
-        self._window.Lock_all()
-        memory, _ = self._window.Shared_query(0)
-        rows = memoryview(memory).cast("B")
+        self._window = _fence()
+        # Not an MPI window, which only a collective call frees, and which lies in /dev/shm.
+        memory = map_shared(mpi, _ROW * mpi.size)
+        rows = memoryview(memory)
         self._words = rows.cast("q")
         boxes = [[rows[row + at : row + at + _BOX] for row in range(0, len(rows), _ROW)] for at in _BOXES]
         self._boxes = boxes  # for even and odd calls, by rank
         self._heads = [[box[:PACKED] for box in half] for half in boxes]
-        self._address = np.frombuffer(memory, np.uint8).ctypes.data
+        self._address = memory.ctypes.data
         self._own = _WORDS * mpi.rank
-        rows[_ROW * mpi.rank : _ROW * (mpi.rank + 1)] = bytes(_ROW)
-        self._window.Sync()
-        mpi.Barrier()
         _open.add(self)
 
     def close(self) -> None:
-        """Give the window back. Collective."""
+        """Give the memory back, when nothing that was prepared is left."""
         _open.discard(self)
         self._boxes.clear()
         self._heads.clear()
         self._words.release()
-        self._window.Unlock_all()
-        self._window.Free()
 
     def forget(self) -> None:
         """What was prepared is not told any more."""
@@ -190,6 +182,14 @@ class Flags:
         _libc.syscall(ctypes.c_long(self._futex), address, operation, ctypes.c_uint32(value), time, None, 0)
 
 
+@cache
+def _fence() -> MPI.Win:
+    """A window without memory: its Sync orders what this process reads and writes, in any memory."""
+    window = MPI.Win.Create(None, comm=MPI.COMM_SELF)
+    window.Lock_all()
+    return window
+
+
 class _Time(ctypes.Structure):
     _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
 
@@ -198,3 +198,11 @@ class _Time(ctypes.Structure):
 def _leave() -> None:
     for flags in list(_open):
         flags.leave()
+
+
+@failure.after_all_programs
+def _free() -> None:
+    if _fence.cache_info().currsize:
+        window = _fence()
+        window.Unlock_all()
+        window.Free()

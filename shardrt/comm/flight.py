@@ -7,30 +7,32 @@ runs, waits or is stopped. Nothing here communicates. The watchdog and `python -
 
 import mmap
 import os
+import re
 import socket
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.protocol import DTYPE_CODES, DTYPES
+from shardrt.comm.protocol import DTYPE_CODES, DTYPES, MESSAGES
 
 RECORDS = 256
 PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-OPERATIONS += ("send", "recv")
+OPERATIONS += MESSAGES
 
-_MAGIC = b"shardrt flight 1"
+_MAGIC = b"shardrt flight 2"
 _HEADER = struct.Struct("<16s I I I I d 64s")  # magic, rank, size, pid, records, start (wall), host
 _BEAT = struct.Struct("<d d Q")  # monotonic, wall, resident bytes
 _ENDED = struct.Struct("<d 232s")  # wall, how
 # Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
-_RECORD = struct.Struct("<Q d d q I I B B B B 4x 16s 56s Q")
+_RECORD = struct.Struct("<Q d d q I I B B B B 24s 52s Q")
 _MOST = 1 << 20  # ranks
 _BEAT_AT, _ENDED_AT, _RING_AT = 128, 192, 512
 _SIZE = _RING_AT + RECORDS * _RECORD.size
@@ -44,43 +46,46 @@ class Recorder:
     """Writes the flight file of one rank. Any thread may call it; a record takes no lock."""
 
     def __init__(self, folder: Path, rank: int, size: int) -> None:
-        """Make folder/rank-N.bin. Raises OSError where that can't be done."""
+        """Make folder/rank-N.bin; where that can't be done, what is recorded is only in memory."""
         self.rank = rank
         self.size = size
         self.latest = 0  # number of the record written last: it moves with every sign of progress
         self.step = 0
         self.phase = "set-up"
         self.ended = ""
+        self.meshes = 0  # whose communicators are recorded
         self.inside: dict[bytes, float] = {}  # seconds in collectives so far, by communicator
         self._began = time.time()
         self._numbers = count(1)
         self._codes = {name: code for code, name in enumerate(OPERATIONS)}
         self._names: dict[str, bytes] = {}
         self._phase_code = 0
-        self._file, self._memory = None, None
+        self._file: Path | None = None
+        self._memory = mmap.mmap(-1, _SIZE)
         self.move(folder)
         self._write(BEGUN, b"", 0, 0, b"", 0, 0)
         self.beat()
 
     @property
-    def path(self) -> Path:
-        """The flight file."""
+    def path(self) -> Path | None:
+        """The flight file; None where none can be written."""
         return self._file
 
     def move(self, folder: Path) -> None:
-        """Continue in a file of the same name in another folder, with all that was recorded."""
-        folder.mkdir(parents=True, exist_ok=True)
-        path, before = folder / f"rank-{self.rank}.bin", self._file
-        temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
-            # Written, not left as a hole: a store into a hole of a full disk would kill the process.
-            file.write(self._memory[:] if self._memory else bytes(_SIZE))
-        with open(temporary, "r+b") as file:
-            memory = mmap.mmap(file.fileno(), _SIZE)
+        """Continue in a file of the same name in another folder, with all that was recorded.
+
+        Without a file where the system allows none: a full disk is no reason to stop.
+        """
         host = socket.gethostname().encode()[:64]
-        _HEADER.pack_into(memory, 0, _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host)
-        temporary.replace(path)
-        self._file, self._memory = path, memory
+        facts = _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host
+        _HEADER.pack_into(self._memory, 0, *facts)
+        path, before = folder / f"rank-{self.rank}.bin", self._file
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            self._memory = _mapped_copy(path, self._memory[:])
+            self._file = path
+        except OSError:
+            self._memory, self._file = _in_memory(self._memory[:]), None
         if before is not None:
             before.unlink(missing_ok=True)
 
@@ -109,9 +114,9 @@ class Recorder:
         """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
         names = self._names
         if unit not in names:
-            names[unit] = _tail(unit, 56)
+            names[unit] = _tail(unit, 52)
         if communicator not in names:
-            names[communicator] = _tail(communicator, 16)
+            names[communicator] = _tail(communicator, 24)
         elements, kind = (0, 0) if array is None else (array.size, DTYPE_CODES[array.dtype])
         return names[communicator], number, self._codes[operation], names[unit], elements, kind
 
@@ -157,6 +162,31 @@ class Recorder:
         self.latest = number
 
 
+def _mapped_copy(path: Path, content: bytes) -> mmap.mmap:
+    """A file with this content, mapped, which appears when it is whole. Raises OSError."""
+    temporary = path.with_suffix(".tmp")
+    try:
+        with open(temporary, "wb") as file:
+            # Written, not left as a hole: a store into a hole of a full disk would kill the process.
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())  # some file systems find room only then
+        with open(temporary, "r+b") as file:
+            memory = mmap.mmap(file.fileno(), len(content))
+        temporary.replace(path)
+    except OSError:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return memory
+
+
+def _in_memory(content: bytes) -> mmap.mmap:
+    memory = mmap.mmap(-1, len(content))
+    memory[:] = content
+    return memory
+
+
 @dataclass(frozen=True)
 class Record:
     """One record as it was written. Times are in seconds; `elements` of `dtype` for a collective."""
@@ -180,6 +210,8 @@ class Record:
             return self.phase
         size = f", {self.elements} of {self.dtype}" if self.elements else ""
         unit = f", unit {self.unit}" if self.unit else ""
+        if self.operation in MESSAGES:  # it holds the rank, of the communicator, at the other end
+            unit = f", {self.unit}"
         return f"{self.operation} #{self.call} of {self.communicator}{size}{unit}"
 
 
@@ -238,6 +270,32 @@ def read(path: Path) -> Flight:
     if not all(map(_is_time, (ended_wall, *beat[:2]))):
         raise DamagedFlight(f"{path}: holds times that are none")
     return Flight(rank, size, pid, _text(host), began, *beat, ended_wall, _text(ended), tuple(ring))
+
+
+def group_name(role: str, ranks: Sequence[int], world: int) -> str:
+    """What a communicator is called: its role, and its ranks where they are not all: gather[0:8:2].
+
+    So that two groups of one axis are not taken for one, and whoever reads it knows who belongs to it.
+    """
+    if len(ranks) == world:
+        return role
+    step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
+    run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)
+    if list(run) != list(ranks):
+        return f"{role}[{','.join(map(str, ranks))}]"
+    return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
+
+
+def members(name: str, world: int) -> Sequence[int] | None:
+    """The ranks of the communicator that is called so; None where its name was too long to say."""
+    told = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
+    if not told:
+        return None
+    if not told[1]:
+        return range(world)
+    if ":" in told[1]:
+        return range(*map(int, told[1].split(":")))
+    return [int(rank) for rank in told[1].split(",")]
 
 
 def read_all(folder: Path) -> tuple[list[Flight], list[str]]:

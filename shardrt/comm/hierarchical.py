@@ -13,10 +13,9 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm.calls import Names
-from shardrt.comm.flags import SharedMemoryUnavailable
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.segments import Segments
+from shardrt.comm.segments import Segments, SharedMemoryUnavailable
 from shardrt.comm.shm import ShmCommunicator
 
 

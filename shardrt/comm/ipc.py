@@ -167,6 +167,9 @@ class IPCCommunicator(Communicator):
     def _recv(self, buffer: Array, peer: int) -> None:
         self._staged._recv(buffer, peer)
 
+    def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
+        self._staged._exchange(output, buffer, to, source)
+
     def _barrier(self, what: str) -> None:
         self._staged._barrier(what)
 

@@ -12,7 +12,9 @@ import numpy as np
 from shardrt import device as devices
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, create, for_device
-from shardrt.comm.flight import Recorder
+from shardrt.comm.deadline import within
+from shardrt.comm.failure import HANG
+from shardrt.comm.flight import Recorder, group_name
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, cuda
 
@@ -24,15 +26,36 @@ def init_device_mesh(
     *,
     communicator: str = "auto",
     wrap: Callable[[Communicator], Communicator] | None = None,
+    timeout: float = 300.0,
 ) -> "DeviceMesh":
     """A mesh over all ranks. Collective.
 
     device: "auto", "cpu" or "cuda". shape: ranks per axis (default: one axis of all ranks). mesh_dim_names:
     a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`). wrap: applied to
     every communicator that the mesh makes. The device becomes the current one of this thread; "auto" is a GPU
-    where there is one. Raises ValueError where the shape does not hold exactly the ranks that run, or a
+    where there is one. timeout: seconds in which all ranks must come here, or this one ends the job with exit
+    code 124; 0: no limit. Raises ValueError where the shape does not hold exactly the ranks that run, or a
     communicator does not fit the device; RuntimeError where a GPU is asked for that can't be used.
     """
+    launched = worlds.launch()
+    if launched is None:  # nobody else has to come
+        return _made(device, shape, mesh_dim_names, communicator, wrap)
+    missing = (
+        f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come to "
+        f"init_device_mesh; those that have not still import, are stopped, or gone; the job ends with exit "
+        f"code {HANG}"
+    )
+    with within(timeout, HANG, missing):
+        return _made(device, shape, mesh_dim_names, communicator, wrap)
+
+
+def _made(
+    device: str,
+    shape: tuple[int, ...] | None,
+    mesh_dim_names: tuple[str, ...] | None,
+    communicator: str,
+    wrap: Callable[[Communicator], Communicator] | None,
+) -> "DeviceMesh":
     world = worlds.current()
     place = _device(device, world.local_rank, communicator)
     shape = (world.size,) if shape is None else tuple(shape)
@@ -64,7 +87,8 @@ class DeviceMesh:
         self.coordinate = tuple(int(i) for i in np.argwhere(ranks == base.rank)[0])
         self._wrap = wrap
         self._recorder: Recorder | None = None
-        self._made: list[Communicator] = []  # before they are wrapped
+        self._number = 1  # of the meshes that are recorded
+        self._made: list[tuple[str, int | None, Communicator]] = []  # before they are wrapped
         self._communicators: dict[tuple[str, int | None], Communicator] = {}
         self._streams: dict[str, Stream] = {}
         self._bases: dict[int | None, Communicator] = {None: base}
@@ -85,16 +109,25 @@ class DeviceMesh:
         axis = self._axis(dim)
         if (role, axis) not in self._communicators:
             made = for_device(self._bases[axis].duplicate(), self.device, self._kind, role)
-            made.recorder, made.recorded_as = self._recorder, role if axis is None else f"{role}/{axis}"
-            self._made.append(made)
+            made.recorder, made.recorded_as = self._recorder, self._name(role, axis)
+            self._made.append((role, axis, made))
             self._communicators[role, axis] = self._wrap(made) if self._wrap else made
         return self._communicators[role, axis]
 
     def record(self, recorder: Recorder | None) -> None:
         """Have the calls of this mesh's communicators, and the parts of its steps, recorded; None ends it."""
         self._recorder = recorder
-        for made in self._made:
-            made.recorder = recorder
+        if recorder is not None:
+            recorder.meshes += 1
+            self._number = recorder.meshes
+        for role, axis, made in self._made:
+            made.recorder, made.recorded_as = recorder, self._name(role, axis)
+
+    def _name(self, role: str, axis: int | None) -> str:
+        """What the recorder calls a communicator, which no other communicator of this run is called."""
+        place = tuple(slice(None) if axis in (None, a) else i for a, i in enumerate(self.coordinate))
+        name = group_name(role, self.ranks[place].ravel().tolist(), self.size)
+        return name if self._number == 1 else f"{name}~{self._number}"
 
     def part(self, phase: str) -> None:
         """Note that a part of a step begins, "forward" or "backward"."""

@@ -15,6 +15,7 @@ from mpi4py import MPI
 
 from shardrt.comm.calls import Names, mismatch, pack, unpack
 from shardrt.comm.notices import Notices, Page
+from shardrt.comm.outbox import Outbox
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -59,6 +60,7 @@ class MPICommunicator(Communicator):
         self._patience = Patience(mpi)
         self._teller = teller or Notices(mpi, self._patience)
         self._prepared: dict[Hashable, tuple[Any, bytes, slice | None]] = {}  # calls that were made before
+        self._outbox = Outbox(self.rank, self._patience)
         self._scratch = np.empty(0, np.uint8)
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
@@ -66,6 +68,7 @@ class MPICommunicator(Communicator):
         return None if color is None else MPICommunicator(mpi, self._names)
 
     def close(self) -> None:
+        self._outbox.close()
         self._prepared.clear()
         self._teller.close()
         self._mpi.Free()
@@ -198,12 +201,21 @@ class MPICommunicator(Communicator):
                 self._mpi.Sendrecv(piece, to, _TAG, theirs, source, _TAG)
 
     def _send(self, buffer: np.ndarray, peer: int) -> None:
-        for start in range(0, buffer.size, _MESSAGE):
-            self._patience.wait(self._mpi.Isend(buffer[start : start + _MESSAGE], peer, _TAG), "send", peer)
+        self._outbox.check()
+        copy = buffer.copy()
+        self._outbox.add([self._mpi.Isend(piece, peer, _TAG) for piece in _pieces(copy)], copy, peer)
 
     def _recv(self, buffer: np.ndarray, peer: int) -> None:
-        for start in range(0, buffer.size, _MESSAGE):
-            self._patience.wait(self._mpi.Irecv(buffer[start : start + _MESSAGE], peer, _TAG), "recv", peer)
+        self._outbox.check()
+        for piece in _pieces(buffer):
+            self._patience.wait(self._mpi.Irecv(piece, peer, _TAG), "recv", peer)
+
+    def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
+        self._outbox.check()
+        sends = [self._mpi.Isend(piece, to, _TAG) for piece in _pieces(buffer)]
+        self._recv(output, source)
+        for send in sends:
+            self._patience.wait(send, "exchange", to)
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)
@@ -214,3 +226,8 @@ class MPICommunicator(Communicator):
         if self._scratch.size < nbytes:
             self._scratch = np.empty(nbytes, np.uint8)
         return self._scratch[:nbytes].view(dtype)
+
+
+def _pieces(buffer: np.ndarray) -> list[np.ndarray]:
+    """An array in parts that one MPI call can count."""
+    return [buffer[start : start + _MESSAGE] for start in range(0, buffer.size, _MESSAGE)]

@@ -77,7 +77,7 @@ class NCCLCommunicator(Communicator):
         self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None:
         received = self._space(buffer)
-        self._exchange(received, buffer)
+        self._swap(received, buffer)
         n = buffer.size // self.size
         parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
         combine(output, parts, scale, accumulate, op, kind)
@@ -94,7 +94,7 @@ class NCCLCommunicator(Communicator):
         self._comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
 
     def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
-        self._exchange(output, buffer)
+        self._swap(output, buffer)
 
     def _send(self, buffer: Array, peer: int) -> None:
         self._comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
@@ -102,12 +102,20 @@ class NCCLCommunicator(Communicator):
     def _recv(self, buffer: Array, peer: int) -> None:
         self._comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
 
+    def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
+        self._nccl.groupStart()  # neither waits for the other
+        try:
+            self._send(buffer, to)
+            self._recv(output, source)
+        finally:
+            self._nccl.groupEnd()
+
     def _barrier(self, what: str) -> None:
         one = self._space(np.empty(1, np.int32))
         place = one.data.ptr
         self._comm.allReduce(place, place, 1, _TYPES["int32"], self._nccl.NCCL_SUM, self._stream)
 
-    def _exchange(self, output: Array, buffer: Array) -> None:
+    def _swap(self, output: Array, buffer: Array) -> None:
         """Slice r of `output` becomes slice `rank` of rank r's `buffer`."""
         n, kind = buffer.size // self.size, _TYPES[buffer.dtype.name]
         step = n * buffer.itemsize

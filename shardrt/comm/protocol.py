@@ -17,6 +17,7 @@ DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
 DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}  # dtype.name is slow
 _BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 OPS = ("sum", "max", "min")
+MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
 
 
@@ -122,18 +123,37 @@ class Communicator(ABC):
         self._submit(stream, "all_to_all", "all_to_all", what, buffer, self._all_to_all, output, buffer, what)
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
-        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype."""
+        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype.
+
+        It does not wait for the receiver: both ranks of a pair may send first. What has not been taken yet is
+        kept as a copy. (With "nccl" a send does wait: use `exchange`.)
+        """
         _check_call("send", stream)
         _check_array("send", "buffer", buffer)
         _check_rank("send", "peer", peer, self.size, self.rank)
-        self._submit(stream, "send", "send", "", buffer, self._send, buffer, peer)
+        self._submit(stream, "send", "send", f"rank {peer}", buffer, self._send, buffer, peer)
 
     def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
         _check_call("recv", stream)
         _check_array("recv", "buffer", buffer)
         _check_rank("recv", "peer", peer, self.size, self.rank)
-        self._submit(stream, "recv", "recv", "", buffer, self._recv, buffer, peer)
+        self._submit(stream, "recv", "recv", f"rank {peer}", buffer, self._recv, buffer, peer)
+
+    def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
+        """Send `buffer` to rank `to` and receive `output` from rank `source`, at once and without a copy.
+
+        The two may be one rank or two, their sizes and dtypes differ. The ranks at the other ends call
+        `exchange` as well, or `send` and `recv`.
+        """
+        _check_call("exchange", stream)
+        _check_array("exchange", "output", output)
+        _check_array("exchange", "buffer", buffer)
+        _check_overlap("exchange", output, buffer, None)
+        _check_rank("exchange", "to", to, self.size, self.rank)
+        _check_rank("exchange", "source", source, self.size, self.rank)
+        args = self._exchange, output, buffer, to, source
+        self._submit(stream, "exchange", "exchange", f"rank {source}", output, *args)
 
     def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
@@ -143,11 +163,14 @@ class Communicator(ABC):
     def _submit(
         self, stream: Any, label: str, call: str, what: str, array: Any, method: Callable, *args: Any
     ) -> None:
-        """Run `method(*args)` in the stream, and have it recorded."""
+        """Run `method(*args)` in the stream, and have it recorded.
+
+        Messages do not count: the number of a collective is the same on all ranks.
+        """
         if self.recorder is None:
             stream.submit(method, *args, label=label)
             return
-        self._call_number += 1
+        self._call_number += call not in MESSAGES
         facts = self.recorder.facts(self.recorded_as, self._call_number, call, what, array)
         stream.submit(self.recorder.around, facts, method, args, label=label)
 
@@ -217,6 +240,9 @@ class Communicator(ABC):
 
     @abstractmethod
     def _recv(self, buffer: Any, peer: int) -> None: ...
+
+    @abstractmethod
+    def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None: ...
 
     @abstractmethod
     def _barrier(self, what: str) -> None: ...

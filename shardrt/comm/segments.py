@@ -15,10 +15,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.flags import SharedMemoryUnavailable
-
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
+
+
+class SharedMemoryUnavailable(RuntimeError):
+    """These ranks cannot share memory. Raised on all of them."""
 
 
 @dataclass(frozen=True)
@@ -64,14 +66,14 @@ class Segments:
         """Collective over `mpi`. Raises SharedMemoryUnavailable."""
         self._table: tuple[list[int], list[Segment]] = [], []  # by address; streams read it: never changed
         self._numbers = count()
-        _map(mpi, _PAGE)  # whether it works at all is known now, before anyone builds on it
+        map_shared(mpi, _PAGE)  # whether it works at all is known now, before anyone builds on it
 
     def allocate(self, mpi: MPI.Intracomm, count: int, dtype: Any, shared: bool) -> np.ndarray:
         """A 1-D array of zeros: this rank's own region, or the one region of all. Collective over `mpi`."""
         nbytes = count * np.dtype(dtype).itemsize
         stride = -(-max(nbytes, 1) // _PAGE) * _PAGE
         ranks = mpi.size
-        memory = _map(mpi, stride if shared else stride * ranks)
+        memory = map_shared(mpi, stride if shared else stride * ranks)
         stride = 0 if shared else stride
         start = memory.ctypes.data + mpi.rank * stride
         segment = Segment(next(self._numbers), shared, weakref.ref(memory), stride, start, nbytes)
@@ -94,8 +96,11 @@ class Segments:
         return Place(segment, offset)
 
 
-def _map(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
-    """`nbytes` of memory, mapped by all ranks of `mpi`. Pages come when they are first written."""
+def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
+    """`nbytes` of zeros, mapped by all ranks of `mpi`. Pages come when they are first written.
+
+    A rank's mapping goes with the last array in it. Collective. Raises SharedMemoryUnavailable.
+    """
     file = error = None
     path = ""
     if mpi.rank == 0:

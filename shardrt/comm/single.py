@@ -52,5 +52,8 @@ class SingleCommunicator(Communicator):
     def _recv(self, buffer: Any, peer: int) -> None:
         raise AssertionError("a world of one has no peer")
 
+    def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None:
+        raise AssertionError("a world of one has no peer")
+
     def _barrier(self, what: str) -> None:
         pass

@@ -110,6 +110,12 @@ class StagedCommunicator(Communicator):
         self._host._recv(host, peer)
         self._copy(buffer, host)
 
+    def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
+        host_output, host_buffer = self._stage(output, buffer)
+        self._copy(host_buffer, buffer)
+        self._host._exchange(host_output, host_buffer, to, source)
+        self._copy(output, host_output)
+
     def _barrier(self, what: str) -> None:
         self._device.wait_here()
         self._host._barrier(what)

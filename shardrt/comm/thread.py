@@ -228,6 +228,10 @@ class ThreadCommunicator(Communicator):
             )
         buffer[...] = message
 
+    def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
+        self._send(buffer, to)
+        self._recv(output, source)
+
     def _box(self, source: int, destination: int) -> queue.SimpleQueue:
         return self._group.mail.setdefault((source, destination), queue.SimpleQueue())
 

@@ -6,6 +6,7 @@ of the C library, which needs no interpreter lock, ends a rank whose watchdog it
 """
 
 import faulthandler
+import fcntl
 import os
 import shutil
 import signal
@@ -16,13 +17,14 @@ import threading
 import time
 import traceback
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm import diagnosis, failure, talk
+from shardrt.comm import diagnosis, failure, guard, talk
 from shardrt.comm import world as worlds
-from shardrt.comm.deadline import Deadline
+from shardrt.comm.deadline import Deadline, within
 from shardrt.comm.flight import Flight, Recorder, read_all
 from shardrt.comm.mesh import DeviceMesh
 
@@ -32,17 +34,35 @@ _SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 _GATHERING = 0.3  # seconds in which the others write their stacks
 _STEPS = 64  # of which the median is taken
 _LIKE_EVAL = ("eval", "sample")
+_PREFIX = "shardrt-flight-"  # of temporary directories
+_SHORTEST, _LONGEST = 0.05, 1e7  # seconds: what timers can do, and what is not a slip
+_KEPT = 86400.0  # seconds for which reports of hangs stay in temporary directories
+_YOUNG = 60.0  # seconds after which a directory that nobody holds is left over
+
+
+def check_limit(name: str, seconds: float) -> None:
+    """Raise ValueError for a limit that no timer can keep."""
+    if seconds != 0 and not _SHORTEST <= seconds <= _LONGEST:
+        raise ValueError(f"{name} must be 0 (never) or {_SHORTEST:g} to {_LONGEST:g} seconds, got {seconds}")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds without progress after which a rank considers the job hung; 0: never."""
+    """Seconds without progress after which a rank considers the job hung; 0: never.
+
+    Raises ValueError for what is not 0 or 0.05 to 1e7.
+    """
 
     step: float = 30.0  # or 20 median steps, if that is more
     set_up: float = 300.0  # before the first step, in it, and in the next, until there is a median
     save: float = 600.0
     evaluation: float = 300.0
     medians: float = 20.0
+    exit: float = 30.0  # in exit handlers and MPI's own end, once the program is over
+
+    def __post_init__(self) -> None:
+        for name in ("step", "set_up", "save", "evaluation", "exit"):
+            check_limit(name, getattr(self, name))
 
     def of(self, phase: str, steps: int, median: float) -> float:
         """The limit in a phase, when `steps` steps have been done that took `median` seconds."""
@@ -68,11 +88,14 @@ class Watch:
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._step_began = 0.0
         self._steps_done = 0
-        control = mesh.communicator("control")
-        made = tempfile.mkdtemp(prefix="shardrt-") if mesh.rank == 0 else ""
-        self._folder = Path(talk.from_first(control, made))
+        told = f"hang: rank {mesh.rank} has waited {self.limits.set_up:g} s for all ranks to begin a Watch"
+        limit = self.limits.set_up if worlds.current().kind == "mpi" else 0
+        with within(limit, failure.HANG, f"{told}; the job ends with exit code {failure.HANG}"):
+            made = _temporary_folder() if mesh.rank == 0 else ""
+            self._folder = Path(talk.from_first(mesh.communicator("control"), made))
         self.recorder = Recorder(self._folder, mesh.rank, mesh.size)
         self._temporary: Path | None = self._folder
+        self._hold: int | None = _held(self._folder)
         self._kind = worlds.current().kind
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
@@ -120,6 +143,7 @@ class Watch:
 
     def __enter__(self) -> "Watch":
         failure.tell(self.recorder.end)
+        guard.allow_exit(self.limits.exit)
         if self._kind != "thread":
             try:
                 self._deadline = Deadline(failure.HANG)
@@ -230,7 +254,10 @@ class Watch:
         """A file for stacks in the folder, instead of the one that there was."""
         if self._kind == "thread":
             return
-        file = open(self._folder / f"stacks-{self.recorder.rank}.txt", "w", encoding="utf-8")
+        try:
+            file = open(self._folder / f"stacks-{self.recorder.rank}.txt", "w", encoding="utf-8")
+        except OSError:  # no room: there will be no stacks
+            return
         with self._lock:
             before, self._stacks = self._stacks, file
             if signal.getsignal(_SIGNAL) in (signal.SIG_DFL, None):  # the program's own handler stays
@@ -245,6 +272,8 @@ class Watch:
         faulthandler.unregister(_SIGNAL)
         with self._lock:
             file, self._stacks = self._stacks, None
+        if file is None:
+            return
         file.close()
         path = Path(file.name)
         if path.exists() and not path.stat().st_size:
@@ -254,6 +283,8 @@ class Watch:
         """The temporary directory goes with the last rank that leaves it."""
         if self._temporary is None:
             return
+        if self._hold is not None:
+            os.close(self._hold)
         for name in (f"rank-{self.recorder.rank}.bin", f"stacks-{self.recorder.rank}.txt"):
             (self._temporary / name).unlink(missing_ok=True)
         try:
@@ -261,6 +292,42 @@ class Watch:
         except OSError:  # others are still in it
             pass
         self._temporary = None
+
+
+def _temporary_folder() -> str:
+    """A new one, or what is no folder where there is no room. What killed jobs have left is removed."""
+    root = Path(tempfile.gettempdir())
+    for path in root.glob(f"{_PREFIX}*"):
+        with suppress(OSError):
+            _remove_leftover(path)
+    try:
+        return tempfile.mkdtemp(prefix=_PREFIX)
+    except OSError:
+        return os.devnull
+
+
+def _remove_leftover(path: Path) -> None:
+    """Remove a temporary directory of this user that no process holds. Raises OSError."""
+    found, age = path.lstat(), time.time() - path.lstat().st_mtime
+    report = (path / REPORT).exists()
+    if found.st_uid != os.getuid() or age < (_KEPT if report else _YOUNG):
+        return
+    folder = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(path)
+    finally:
+        os.close(folder)
+
+
+def _held(folder: Path) -> int | None:
+    """The directory, open and locked for as long as this process lives, so that nobody takes it for left."""
+    try:
+        held = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        fcntl.flock(held, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except OSError:
+        return None
+    return held
 
 
 def hang_report(recorder: Recorder, flights: list[Flight], told: list[str], idle: float, limit: float) -> str:

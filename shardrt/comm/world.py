@@ -5,14 +5,16 @@ MPI is imported only when a launcher started this process or when MPI is asked f
 """
 
 import os
+import shutil
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from glob import glob
 from typing import Any
 
-from shardrt.comm import failure
+from shardrt.comm import failure, guard
 
 
 @dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root
@@ -49,6 +51,10 @@ _LAUNCHERS = (
     ),
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # srun
 )
+
+_SHM = "/dev/shm"
+_MPICH_BYTES = 1_100_000  # of shared memory for each rank of a host, measured
+_UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # beyond that
 
 _here = threading.local()
 
@@ -88,6 +94,8 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
 @cache
 def _of_process() -> World:
     launched = launch()
+    if launched is not None:
+        guard.start(launched.rank, launched.variable)
     if launched is not None and launched.size > 1:
         return of_mpi()
     told = os.environ.get("WORLD_SIZE", "1")
@@ -102,13 +110,16 @@ def _of_process() -> World:
 @cache
 def of_mpi() -> World:
     """The world of MPI.COMM_WORLD. Collective over all ranks at its first call."""
+    launched = launch()
+    if launched is not None:
+        guard.start(launched.rank, launched.variable)
+        _check_room(launched)
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:  # mpi4py raises RuntimeError where no MPI library is found
         raise RuntimeError(
             f"MPI cannot be loaded ({error}): `pip install mpi4py mpich` in this environment"
         ) from error
-    launched = launch()
     if launched is not None and launched.size != MPI.COMM_WORLD.size:
         raise RuntimeError(
             f"{launched.variable}={launched.size}, but MPI here sees {MPI.COMM_WORLD.size} rank(s): the "
@@ -124,6 +135,37 @@ def of_mpi() -> World:
     node = root.Split_type(MPI.COMM_TYPE_SHARED, key=root.rank)
     failure.install_hooks(MPI.COMM_WORLD, node)  # as early as possible: from here on a lost rank is a hang
     return World("mpi", root.rank, root.size, node.rank, node.size, root)
+
+
+class NoRoom(RuntimeError):
+    """MPI's shared memory does not fit into /dev/shm of this host."""
+
+
+def _check_room(launched: Launch) -> None:
+    """Raise NoRoom where MPICH would be killed by SIGBUS as it writes into a segment that has no room.
+
+    Where there is too little for the segments of UCX, below it, as well, leave those out: it crashes where
+    some of them fit and others do not.
+    """
+    if launched.size == 1 or not os.path.isdir(_SHM):
+        return
+    room, needed = shutil.disk_usage(_SHM).free + _taken(), _MPICH_BYTES * launched.local_size
+    if room < _UCX_BYTES + _UCX_BYTES_EACH * launched.local_size:
+        os.environ.setdefault("UCX_TLS", "^posix")
+    if room < needed:
+        raise NoRoom(
+            f"{_SHM} has {room >> 10} KiB free, and MPI needs {needed >> 10} KiB for {launched.local_size} "
+            f"ranks: make it larger (`docker run --shm-size 1g`), or start fewer ranks"
+        )
+
+
+def _taken() -> int:
+    """Bytes of the segments that ranks of this host have made already."""
+    taken = 0
+    for path in glob(f"{_SHM}/mpich_shm_*"):
+        with suppress(OSError):  # it has just gone
+            taken += os.stat(path).st_blocks * 512
+    return taken
 
 
 def _library(mpi: Any) -> str:

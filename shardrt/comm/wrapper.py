@@ -65,6 +65,10 @@ class Wrapper(Communicator):
         self._before("recv", buffer, stream)
         self.inner.recv(buffer, peer=peer, stream=stream)
 
+    def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
+        self._before("exchange", output, stream)
+        self.inner.exchange(output, buffer, to=to, source=source, stream=stream)
+
     def barrier(self, *, stream: Any, what: str = "") -> None:
         self._before("barrier", None, stream)
         self.inner.barrier(stream=stream, what=what)
@@ -87,4 +91,4 @@ class Wrapper(Communicator):
 
     # The calls above go to `inner` whole, so the blocking halves of a wrapper are never reached.
     _all_gather = _reduce_scatter = _all_reduce = _all_reduce_small = _broadcast = None
-    _all_to_all = _send = _recv = _barrier = None
+    _all_to_all = _send = _recv = _exchange = _barrier = None

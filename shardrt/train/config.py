@@ -14,7 +14,7 @@ from types import NoneType, UnionType
 from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrt.activation_offload import offload_activations
-from shardrt.comm.watchdog import Limits
+from shardrt.comm.watchdog import Limits, check_limit
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.layers import LayerNorm, RMSNorm
@@ -259,15 +259,16 @@ class WatchdogConfig:
     set_up: float = 300  # before the first step, and in the first two
     save: float = 600  # while a checkpoint is written
     evaluation: float = 300  # in evaluations, and while text is generated
+    exit: float = 30  # in what Python and MPI do when the program has ended
 
     def __post_init__(self) -> None:
         for field in fields(self):
-            _at_least(f"watchdog.{field.name}", getattr(self, field.name), 0)
+            check_limit(f"watchdog.{field.name}", getattr(self, field.name))
 
     @property
     def limits(self) -> Limits:
         """The same for Watch."""
-        return Limits(self.limit, self.set_up, self.save, self.evaluation)
+        return Limits(self.limit, self.set_up, self.save, self.evaluation, exit=self.exit)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Text: a corpus from files, its held-out end, and windows of it that are functions of a sample's number.
 
 Without a tokeniser token i is the i-th byte, so there is nothing to train, download or save before training;
-or the tokens come from a token file (tokens.py), which is mapped and not read whole. Sample n of a run is the
+or the tokens come from a token file (tokens.py), which is not read whole. Sample n of a run is the
 same window of text at every world size and batch size.
 """
 
@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from shardrt.train.filearray import FileArray
 from shardrt.train.held_out import shares
 from shardrt.train.tokens import SUFFIX, open_tokens
 
@@ -32,8 +33,8 @@ class Corpus:
 
     source: str
     digest: str  # of all of it
-    train: np.ndarray  # 1-D, unsigned integers; uint8 for bytes
-    held_out: np.ndarray
+    train: np.ndarray | FileArray  # 1-D, unsigned integers; uint8 for bytes
+    held_out: np.ndarray | FileArray
     kind: str = "bytes"  # or "tokens"
     bytes_per_token: float = 1.0
     documents: np.ndarray | None = None  # int64: where each begins, in both parts together
@@ -135,7 +136,9 @@ def held_out_starts(
         yield (padded * block_size).tolist(), mine.size
 
 
-def cut_windows(text: np.ndarray, starts: Sequence[int], block_size: int) -> tuple[np.ndarray, np.ndarray]:
+def cut_windows(
+    text: np.ndarray | FileArray, starts: Sequence[int], block_size: int
+) -> tuple[np.ndarray, np.ndarray]:
     """Tokens and targets, the next tokens: int64 (windows, block_size) each."""
     rows = np.stack([text[start : start + block_size + 1] for start in starts]).astype(np.int64)
     return rows[:, :-1].copy(), rows[:, 1:].copy()  # two arrays: targets may be marked as ignored

@@ -43,10 +43,10 @@ def one_line(
     if speaker is None:
         return
     rank = launched_rank() if mesh is None else mesh.rank
-    if rank == speaker:
+    if rank == speaker or (isinstance(failure, worlds.NoRoom) and worlds.launch().local_rank == 0):
         if os.environ.get("SHARDRT_DEBUG"):
             traceback.print_exception(failure)
-        message = " ".join(_text(failure).split())
+        message = " ".join(told(failure).split())
         print(f"error: {message}", file=sys.stderr, flush=True)
     sys.exit(code)
 
@@ -67,7 +67,8 @@ def _speaker(failed: bool, mesh: DeviceMesh | None) -> int | None:
     return int(lowest[0]) if lowest[0] < mesh.size else None
 
 
-def _text(error: BaseException | None) -> str:
+def told(error: BaseException | None) -> str:
+    """An error in the words for one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return str(error)

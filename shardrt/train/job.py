@@ -35,7 +35,7 @@ from shardrt.train.versions import own_version, surroundings, versions
 def launch(recipe: Recipe) -> None:
     """One run, on every rank."""
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
-        mesh = init_device_mesh("auto")
+        mesh = init_device_mesh("auto", timeout=recipe.watchdog.set_up)
     with Watch(mesh, recipe.watchdog.limits) as watch:
         run_on(mesh, recipe, watch)
 

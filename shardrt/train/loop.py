@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
 from math import ceil, fsum, isfinite
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from shardrt.comm.talk import from_all
 from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
 from shardrt.train import config as settings
-from shardrt.train.errors import DATA
+from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
 from shardrt.train.prefetch import Prefetched
 from shardrt.train.progress import Stopwatch, evaluation_line, step_line
@@ -86,13 +86,23 @@ def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[
 
 
 def next_of(batches: Prefetched) -> list[Any]:
-    """The next step's batches. A read error ends the job with one line: other ranks already compute."""
-    try:
-        with timeline.span("compute", "data"):
-            return next(batches)
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr, flush=True)
-        sys.exit(DATA)
+    """The next step's batches."""
+    with timeline.span("compute", "data"):
+        return next(read(batches))
+
+
+def read(batches: Iterable[Any]) -> Iterator[Any]:
+    """The same. A read error ends the job with one line: other ranks already compute."""
+    batches = iter(batches)
+    while True:
+        try:
+            batch = next(batches)
+        except StopIteration:
+            return
+        except (ValueError, OSError) as error:
+            print(f"error: {told(error)}", file=sys.stderr, flush=True)
+            sys.exit(DATA)
+        yield batch
 
 
 def backward(
@@ -190,7 +200,7 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
     total = -(-task.held_out_samples(limit) // (share * mesh.size))
     job.model.eval()
     with no_grad():
-        for batch in task.held_out(share, limit, mesh.rank, mesh.size):
+        for batch in read(task.held_out(share, limit, mesh.rank, mesh.size)):
             job.run.screen.show("evaluating, batches", len(found), total, lines=True)
             found.append(task.measure(job.model, batch))
     job.model.train()

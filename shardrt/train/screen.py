@@ -16,6 +16,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from shardrt.comm import world as worlds
+
 PLAIN_WIDTH = 80  # columns where nobody can say how many there are
 _EVERY = 0.1  # seconds between two pictures of the line that moves
 _TELL = 10.0  # seconds between two lines about something long, where no line can move
@@ -49,7 +51,8 @@ class Screen:
             elif self.shown:
                 print(line, flush=True)
         except BrokenPipeError:
-            raise
+            if worlds.launch() is None:  # `| head` has had enough; else a launcher is gone
+                raise
         except OSError:
             pass
 

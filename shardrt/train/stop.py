@@ -1,4 +1,6 @@
-"""Requests to stop: signals, a file, a time limit. Asked once in a step, by all ranks, who then agree.
+"""Requests to stop: signals, a file, a time limit, the loss of the launcher.
+
+Asked once in a step, by all ranks, who then agree.
 
 A signal may reach one rank only, and clocks differ, so what counts is the answer of all of them.
 """
@@ -12,11 +14,13 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
+from shardrt.comm import guard
 from shardrt.comm.mesh import DeviceMesh
 
 STOPPED = 75  # exit code: stopped on request and saved, start me again; EX_TEMPFAIL of sysexits.h
 FILE = "stop"  # in the run's directory
-_REASONS = ("", "the time limit", "the stop file", "SIGTERM", "SIGUSR1")  # the largest of the ranks counts
+# The largest of the ranks counts.
+_REASONS = ("", "the time limit", "the stop file", "SIGTERM", "SIGUSR1", guard.LOST)
 _SIGNALS = {signal.SIGTERM: 3, signal.SIGUSR1: 4}
 
 
@@ -32,13 +36,16 @@ class StopRequests:
         self._end = time.monotonic() + 60 * minutes if minutes else None
         self._signal = 0
         self._before: dict[int, Any] = {}
+        self._heeded = guard.heeded()
 
     def __enter__(self) -> "StopRequests":
         if threading.current_thread() is threading.main_thread():  # Python allows it nowhere else
             self._before = {number: signal.signal(number, self._note) for number in _SIGNALS}
+        self._heeded.__enter__()
         return self
 
     def __exit__(self, *error: Any) -> None:
+        self._heeded.__exit__(*error)
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
@@ -48,11 +55,15 @@ class StopRequests:
         stream = device.current().current_stream
         self._mesh.communicator("control").all_reduce(found, op="max", stream=stream)
         reason = _REASONS[found[0]]
+        if reason:
+            guard.leaving(reason == guard.LOST)
         if reason and self._file is not None:
             self._file.unlink(missing_ok=True)  # so that the next start is not stopped by it
         return reason
 
     def _own(self) -> int:
+        if guard.lost():
+            return len(_REASONS) - 1
         if self._signal:
             return self._signal
         if self._file is not None and self._file.exists():

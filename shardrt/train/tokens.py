@@ -1,4 +1,4 @@
-"""Token files: tokenised text as one safetensors file, which is memory-mapped and never read whole.
+"""Token files: tokenised text as one safetensors file, which is read piece by piece and never whole.
 
 Tensors: "tokens", 1-D, uint8, uint16 or uint32, whichever holds the vocabulary; "documents", int64, where
 each document begins. Metadata: what the tokens mean (vocabulary, tokenizer), how many bytes of text they
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+
+from shardrt.train.filearray import FileArray
 
 SUFFIX = ".tokens"
 _FORMAT = "shardrt tokens 1"
@@ -27,10 +29,10 @@ class BadTokens(ValueError):
 
 @dataclass(frozen=True, eq=False)
 class TokenFile:
-    """An open token file. The arrays are mapped: pages come when they are read."""
+    """An open token file. Tokens are read when they are used."""
 
     path: Path
-    tokens: np.ndarray
+    tokens: FileArray
     documents: np.ndarray
     vocabulary: int  # ids are below this: the largest that the tokenizer has, and 1
     tokenizer: str  # "bytes", or the name and the hash of a tokenizer.json
@@ -44,7 +46,7 @@ class TokenFile:
         if self.largest < size:
             return
         for start in range(0, self.tokens.size, _CHUNK):
-            wrong = np.flatnonzero(self.tokens[start : start + _CHUNK] >= size)
+            wrong = np.flatnonzero(np.asarray(self.tokens[start : start + _CHUNK]) >= size)
             if wrong.size:
                 place = start + int(wrong[0])
                 raise BadTokens(
@@ -135,7 +137,7 @@ def _entry(kind: np.dtype, count: int, start: int) -> dict:
 
 
 def open_tokens(path: Path) -> TokenFile:
-    """Map a token file. Raises BadTokens that says what is wrong with it, OSError if it can't be read."""
+    """Open a token file. Raises BadTokens that says what is wrong with it, OSError if it can't be read."""
     from safetensors import SafetensorError, safe_open
 
     with open(path, "rb"):  # a missing file is the system's error, not the library's
@@ -153,7 +155,7 @@ def open_tokens(path: Path) -> TokenFile:
         )
     try:
         numbers = {name: int(facts[name]) for name in ("vocabulary", "bytes", "largest")}
-        tokens, documents = (_mapped(path, name) for name in ("tokens", "documents"))
+        tokens, documents = _found(path, "tokens"), np.asarray(_found(path, "documents"))
         numbers |= {"end": int(facts["end"])} if "end" in facts else {}
         told = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
         file = TokenFile(path, tokens, documents, **told, **numbers)
@@ -165,14 +167,14 @@ def open_tokens(path: Path) -> TokenFile:
     return file
 
 
-def _mapped(path: Path, name: str) -> np.ndarray:
+def _found(path: Path, name: str) -> FileArray:
     """A tensor of a file whose header safetensors has checked."""
     with open(path, "rb") as file:
         length = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(length))[name]
     kind = {short: np.dtype(long) for long, short in _NAMES.items()}[entry["dtype"]]
     (count,) = entry["shape"]
-    return np.memmap(path, kind, "r", offset=8 + length + entry["data_offsets"][0], shape=(count,))
+    return FileArray(path, kind, 8 + length + entry["data_offsets"][0], count)
 
 
 def verify(file: TokenFile) -> None:

@@ -101,6 +101,9 @@ def test_broadcast_all_to_all_and_messages(fake_cuda, kind, size):
         expected = np.concatenate([values(rank, 3 * size, "int64")[own] for rank in range(size)])
         np.testing.assert_array_equal(here.to_numpy(output), expected)
         if size > 1 and comm.rank < 2:
+            peer, theirs = 1 - comm.rank, here.empty((3 * size,), np.int64)
+            comm.exchange(theirs, buffer, to=peer, source=peer, stream=stream)
+            np.testing.assert_array_equal(here.to_numpy(theirs), values(peer, 3 * size, "int64"))
             if comm.rank == 0:
                 comm.send(buffer, peer=1, stream=stream)
             else:

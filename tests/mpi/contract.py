@@ -273,14 +273,52 @@ class Contract:
             if comm.size == 1:
                 return
             right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-            sending = CPU.new_stream("send")  # a send may wait for its receiver
+            sent = np.empty(count, np.float32)
             for salt in range(3):
-                comm.send(values(comm.rank, count, np.float32, salt), peer=right, stream=sending)
+                sent[:] = values(comm.rank, count, np.float32, salt)
+                comm.send(sent, peer=right, stream=INLINE)
+            sent[:] = np.nan  # what was sent is the communicator's
             for salt in range(3):
                 received = np.zeros(count, np.float32)
                 comm.recv(received, peer=left, stream=INLINE)
                 same(received, values(left, count, np.float32, salt))
-            sending.synchronize()
+
+        self.run(body)
+
+    def test_ranks_may_send_much_before_they_receive_or_meet(self):
+        def body(comm):
+            if comm.size == 1:
+                return
+            right, left, count = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size, 1 << 22
+            for meet in (False, True):
+                received = np.zeros(count, np.float32)
+                comm.send(np.full(count, comm.rank, np.float32), peer=right, stream=INLINE)
+                if meet:
+                    comm.barrier(stream=INLINE)
+                comm.recv(received, peer=left, stream=INLINE)
+                assert (received == left).all()
+
+        self.run(body)
+
+    @pytest.mark.parametrize("count", [0, 5, 1 << 20])
+    def test_exchange_sends_and_receives_at_once(self, count):
+        def body(comm):
+            if comm.size == 1:
+                return
+            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            output = np.zeros(count + left, np.float64)  # of another size than what is sent
+            comm.exchange(
+                output, values(comm.rank, count + comm.rank, "f8"), to=right, source=left, stream=INLINE
+            )
+            same(output, values(left, count + left, "f8"))
+            output = np.zeros(3 - comm.rank % 2)
+            if comm.rank == 0:  # the other end may send and receive
+                comm.exchange(output, values(7, 2, "f8"), to=1, source=1, stream=INLINE)
+                same(output, values(8, 3, "f8"))
+            elif comm.rank == 1:
+                comm.send(values(8, 3, "f8"), peer=0, stream=INLINE)
+                comm.recv(output, peer=0, stream=INLINE)
+                same(output, values(7, 2, "f8"))
 
         self.run(body)
 

@@ -1,5 +1,6 @@
 """The contract for the backends of MPI, under mpirun: tests/test_comm.py starts `python -m tests.mpi`."""
 
+import gc
 import sys
 import threading
 import time
@@ -8,7 +9,17 @@ import warnings
 import numpy as np
 import pytest
 
-from shardrt.comm import CollectiveMismatch, PeerFailed, create, flags, hierarchical, mpi, notices, world
+from shardrt.comm import (
+    CollectiveMismatch,
+    PeerFailed,
+    create,
+    flags,
+    hierarchical,
+    init_device_mesh,
+    mpi,
+    notices,
+    world,
+)
 from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
@@ -19,7 +30,8 @@ SIZE = world.of_mpi().size
 
 
 def mapped():
-    """Bytes of this process's address space that are shared between ranks."""
+    """Bytes of this process's address space that are shared between ranks, of what is still in use."""
+    gc.collect()
     with open("/proc/self/maps", encoding="utf-8") as file:
         ranges = [line.split("-", 1) for line in file if "memfd:shardrt" in line]
     return sum(int(end.split()[0], 16) - int(start, 16) for start, end in ranges)
@@ -134,6 +146,23 @@ class TestShm(OverMPI):
         made.all_gather(kept, stream=INLINE)
         assert np.array_equal(kept, np.repeat(np.arange(SIZE), 1 << 10))
         made.close()
+
+    def test_meshes_that_are_dropped_leave_no_mapping(self):
+        def cycle():
+            mesh = init_device_mesh("cpu")
+            for role in ("gather", "reduce", "control"):
+                mesh.communicator(role).barrier(stream=INLINE)
+
+        def mappings():
+            gc.collect()
+            with open("/proc/self/maps", encoding="utf-8") as file:
+                return sum("memfd:shardrt" in line or "/dev/shm/" in line for line in file)
+
+        cycle()
+        before = mappings()
+        for _ in range(4):
+            cycle()
+        assert mappings() == before
 
     def test_a_rank_that_sleeps_is_woken(self, monkeypatch):
         monkeypatch.setattr(flags, "_NAP", 100 * 10**9)  # without the nap, a wake that is lost takes long

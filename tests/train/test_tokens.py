@@ -1,6 +1,7 @@
 """Token files: what is written is read, by other readers too; what is damaged or does not fit is one line."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,6 +11,7 @@ import pytest
 from models.generate import TokenisedText
 from shardrt.__main__ import main
 from shardrt.train import data_command
+from shardrt.train.data import cut_windows
 from shardrt.train.tokens import BadTokens, open_tokens, verify, write
 
 
@@ -158,7 +160,7 @@ def test_a_tokenizer_of_a_file(tmp_path):
     command = [sys.executable, "-m", "shardrt", "data", "make", "out.tokens", "texts.jsonl", "--field", "t"]
     subprocess.run([*command, "--tokenizer", "tokenizer.json", "--end", "<end>"], cwd=tmp_path, check=True)
     file = open_tokens(tmp_path / "out.tokens")
-    assert file.tokens.tolist() == [2, 3, 1, 0, 3, 0]
+    assert np.asarray(file.tokens).tolist() == [2, 3, 1, 0, 3, 0]
     assert file.documents.tolist() == [0, 4]
     assert (file.vocabulary, file.bytes) == (4, 6)
     assert file.tokenizer.startswith("tokenizer.json sha256 ")
@@ -204,3 +206,15 @@ def test_what_a_tokenizer_says_of_its_own_batches_does_not_cut_or_fill_documents
     assert open_tokens(tmp_path / "a.tokens").documents.tolist() == [
         s for i in range(50) for s in (7 * i, 7 * i + 6)
     ]
+
+
+def test_a_file_that_is_cut_short_while_it_is_in_use_is_an_error_and_no_signal(tmp_path):
+    file = made(tmp_path / "a.tokens", [np.arange(5000)], 5000)
+    part = file.tokens[100:4000][50:]
+    np.testing.assert_array_equal(part[:10], np.arange(150, 160))
+    assert (part.size, int(part[-1]), part.dtype) == (3850, 3999, np.uint16)
+    os.truncate(file.path, 4096 + 2 * 1000)
+    np.testing.assert_array_equal(part[:800], np.arange(150, 950))
+    with pytest.raises(OSError, match="cut short while it was in use: 200 bytes are missing") as caught:
+        cut_windows(file.tokens, [0, 3900], 99)
+    assert caught.value.filename == str(file.path)

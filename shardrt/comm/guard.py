@@ -1,0 +1,149 @@
+"""Ends a rank that nobody else would: whose launcher is gone, or which hangs in what it does at its exit.
+
+A thread of each rank that a launcher started, from before MPI to the end of the process. A training loop
+asks `lost` in every step and saves first; where no loop does, the rank ends at once with exit code 129.
+"""
+
+import faulthandler
+import os
+import stat
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+
+from shardrt.comm import failure, launcher
+from shardrt.comm.deadline import Deadline
+
+UNOWNED = 129  # 128 + SIGHUP: who started it has hung up
+LOST = "the loss of its launcher"
+EXIT = 30.0  # seconds that a rank may take for its exit handlers
+_LOOK = 0.5  # seconds
+_GRACE = 1.0  # seconds in which ranks without a launcher wait for each other at their end
+_STOPPED = 2.0  # seconds for which the launcher may be stopped; Ctrl-Z does not stop it
+
+_guard: "_Guard | None" = None
+
+
+def start(rank: int, variable: str) -> None:
+    """Watch over this process, which a launcher started as `rank`, with `variable` set. Once per process."""
+    global _guard
+    if _guard is None:
+        _guard = _Guard(rank, variable)
+
+
+def lost() -> str:
+    """Why this rank should save and stop: "the loss of its launcher"; "" while it has one."""
+    return _guard.reason if _guard is not None else ""
+
+
+@contextmanager
+def heeded() -> Iterator[None]:
+    """Inside, whoever runs asks `lost` now and then, and stops by himself."""
+    if _guard is None:
+        yield
+        return
+    _guard.loops += 1
+    try:
+        yield
+    finally:
+        _guard.loops -= 1
+
+
+def leaving(is_lost: bool) -> None:
+    """The rank stops by itself from now on, though its loop be over.
+
+    is_lost: some rank has lost its launcher.
+    """
+    if _guard is not None:
+        _guard.is_leaving = True
+        if is_lost:
+            _guard.lose()
+
+
+def allow_exit(seconds: float) -> None:
+    """How long exit handlers may take; 0: for ever."""
+    if _guard is not None:
+        _guard.exit = seconds
+
+
+class _Guard:
+    """The thread, and what it knows."""
+
+    def __init__(self, rank: int, variable: str) -> None:
+        self.rank = rank
+        self.reason = ""
+        self.loops = 0
+        self.is_leaving = False
+        self.exit = EXIT
+        self.last: Deadline | None = None
+        self._launcher = launcher.find(variable)
+        self._stopped = self._exiting = self._waiting = 0.0  # seconds
+        threading.Thread(target=self._run, name="guard", daemon=True).start()
+
+    def _run(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(_LOOK)
+            now = time.monotonic()
+            passed, before = min(now - before, 2 * _LOOK), now  # this process may have been stopped itself
+            self._look_at_launcher(passed)
+            self._look_at_exit(passed)
+
+    def _look_at_launcher(self, passed: float) -> None:
+        if not self.reason and self._launcher is not None:
+            trouble = self._launcher.trouble()
+            self._stopped = self._stopped + passed if trouble == "stopped" else 0.0
+            if trouble == "gone" or self._stopped >= _STOPPED:
+                self.lose()
+        if self.reason and failure.ending():  # it may wait for a rank that has ended itself
+            self._waiting += passed
+            if self._waiting > _GRACE:
+                os._exit(failure.exit_code() or UNOWNED)
+        elif self.reason and not self.loops and not self.is_leaving:
+            failure.end_job(f"rank {self.rank} has lost its launcher\n", UNOWNED)
+
+    def lose(self) -> None:
+        """Nobody looks after this rank any more."""
+        if not self.reason:
+            self.reason = LOST
+            _to_nobody()
+
+    def has_launcher(self) -> bool:
+        """Whether it is there, and not stopped, now."""
+        return not self.reason and (self._launcher is None or not self._launcher.trouble())
+
+    def _look_at_exit(self, passed: float) -> None:
+        """The program is over, and what it registered with atexit runs, maybe for ever."""
+        running = any(not thread.daemon and thread.is_alive() for thread in threading.enumerate())
+        self._exiting = 0.0 if running or failure.ending() else self._exiting + passed
+        if self.exit and self._exiting > self.exit:
+            faulthandler.dump_traceback(sys.__stderr__ or 2)
+            told = f"hang: rank {self.rank} has been in its exit handlers for {self._exiting:.0f} s"
+            failure.end_job(f"{told}; the job ends with exit code {failure.HANG}\n", failure.HANG)
+
+
+def _to_nobody() -> None:
+    """What is printed from now on goes nowhere: the reader of a pipe is gone, or will never read."""
+    null = os.open(os.devnull, os.O_WRONLY)
+    for file in (1, 2):
+        with suppress(OSError):
+            kind = os.fstat(file).st_mode
+            if stat.S_ISFIFO(kind) or stat.S_ISSOCK(kind):
+                os.dup2(null, file)
+    os.close(null)
+
+
+@failure.after_all_programs
+def _end() -> None:
+    """Of an exit that MPI's own comes after, which asks the launcher, and waits for all ranks."""
+    if _guard is not None and not _guard.has_launcher():
+        with suppress(OSError):
+            sys.stdout.flush()
+        os._exit(failure.exit_code())
+    if _guard is not None and _guard.exit:
+        told = f"hang: rank {_guard.rank} has been at its exit for {_guard.exit:.0f} s"
+        with suppress(OSError, RuntimeError):  # no memory for a thread
+            _guard.last = Deadline(failure.HANG, f"{told}; the job ends with exit code {failure.HANG}")
+            _guard.last.set(_guard.exit)

@@ -1,0 +1,51 @@
+"""The process that started this rank and would end it: mpirun's helper on this host (hydra_pmi_proxy, prted).
+
+Read from /proc alone, so that a look costs microseconds and needs no MPI.
+"""
+
+import os
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Launcher(NamedTuple):
+    """A process, and when it started, since numbers of processes come again."""
+
+    pid: int
+    started: str
+
+    def trouble(self) -> str:
+        """ "gone", "stopped", or "" while it can look after its ranks."""
+        state, _, started = _stat(self.pid)
+        if state in "ZX" or started != self.started:  # "" is in it
+            return "gone"
+        return "stopped" if state in "Tt" else ""
+
+
+def find(variable: str) -> Launcher | None:
+    """The nearest ancestor without `variable`, which is set for ranks; None where there is no /proc.
+
+    A shell or numactl between a rank and its launcher has it as well.
+    """
+    pid = os.getppid()
+    try:
+        while _has(pid, variable):
+            pid = int(_stat(pid)[1])
+    except (OSError, ValueError):  # of another user, as slurmstepd is; or it has just gone
+        pass
+    started = _stat(pid)[2]
+    return Launcher(pid, started) if started else None
+
+
+def _has(pid: int, variable: str) -> bool:
+    variables = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    return any(each.startswith(f"{variable}=".encode()) for each in variables)
+
+
+def _stat(pid: int) -> tuple[str, str, str]:
+    """State, parent and start of a process; empty strings where there is none."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return "", "", ""
+    return fields[0], fields[1], fields[19]

@@ -1,0 +1,54 @@
+"""A rank whose launcher is gone stops: a training run has saved then and goes on to the same bits.
+
+A sample; `python -m tests.failures.launcher` runs every kill of every recipe. docs/failures.md says what is
+promised.
+"""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.failures.launcher import KILLS, LIMIT, RECIPES, Run, check, of_ranks, prepare, runs, strike
+from tests.failures.matrix import survivors
+from tests.ranks import ROOT, clean_environment, mpirun_path
+
+pytestmark = pytest.mark.mpi
+PROGRAM = """
+import os, time
+from shardrt.comm import init_device_mesh
+init_device_mesh("cpu")
+os.write(1, b"met\\n")
+time.sleep(1000)
+"""
+
+
+def test_a_run_whose_launcher_is_gone_saves_and_goes_on_to_the_same_bits(tmp_path):
+    check(Run("plain", "helper", 12), prepare(tmp_path))
+
+
+@pytest.mark.parametrize("kill", ["helper", "helper stopped, mpirun killed"])
+def test_a_program_without_a_loop_ends_when_its_launcher_is_gone(tmp_path, kill):
+    mark = f"SHARDRT_CASE={tmp_path}"
+    job = subprocess.Popen(
+        [mpirun_path(), "-n", "2", sys.executable, "-c", PROGRAM],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        env=clean_environment(SHARDRT_CASE=str(tmp_path)),
+    )
+    try:
+        assert [job.stdout.readline() for _ in range(2)] == [b"met\n"] * 2
+        assert len(of_ranks(mark)) == 2
+        assert strike(kill, job, mark) < LIMIT
+    finally:
+        survivors(mark)
+        job.kill()
+        job.wait()
+
+
+def test_the_runs_have_every_kill_of_every_recipe():
+    chosen = list(runs())
+    assert {(run.recipe, run.kill) for run in chosen} == {(r, k) for r in RECIPES for k in KILLS}
+    assert len(chosen) == len(RECIPES) * len(KILLS) == 64
+    assert {run.kill for run in chosen[:8]} == set(KILLS)
