@@ -226,7 +226,7 @@ class Parameter(Tensor):
         return self._hooks.add(hook)
 
     def _call_hooks(self) -> None:
-        if self.storage.reduced:
+        if self.storage.reduced and self.storage.has_gradient(self):
             with autograd.no_grad():
                 for hook in self._hooks:
                     hook(self)
