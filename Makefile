@@ -21,7 +21,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test gpu docs lint clean
+.PHONY: help setup train test check gpu docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -31,10 +31,13 @@ setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 train: $(FOR_TRAINING) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
-test: $(FOR_TESTS) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="-m 'not slow' ...")
+test: $(FOR_TESTS) ## run all tests, JOBS=2 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
-	$(BIN)/python -m pytest -q -n $(JOBS) --dist loadfile $(ARGS)
+	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
+
+check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
+	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .

@@ -191,10 +191,11 @@ def test_import_loads_neither_numba_nor_mpi():
     assert not {"numba", "mpi4py", "matplotlib", "safetensors", "torch"} & set(loaded)
 
 
-def test_import_takes_less_than_a_quarter_of_a_second():
-    code = "import time; t = time.process_time(); import shardrt; print(time.process_time() - t)"
-    seconds = min(float(_python(code)) for _ in range(5))
-    assert seconds < 0.25, f"import shardrt took {seconds:.3f} s"
+@pytest.mark.serial
+def test_import_takes_hardly_longer_than_that_of_numpy():
+    code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
+    numpy, ours = (min(float(_python(code.format(name))) for _ in range(5)) for name in ("numpy", "shardrt"))
+    assert ours < 3 * numpy, f"import shardrt took {ours:.3f} s, that of NumPy alone {numpy:.3f} s"
 
 
 def test_public_names_of_the_readme_are_there():

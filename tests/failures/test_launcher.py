@@ -9,11 +9,13 @@ import sys
 
 import pytest
 
-from tests.failures.launcher import KILLS, LIMIT, RECIPES, Run, check, of_ranks, prepare, runs, strike
+from shardrt.comm import guard
+from tests.clock import whole_job
+from tests.failures.launcher import KILLS, RECIPES, Run, check, of_ranks, prepare, runs, strike
 from tests.failures.matrix import survivors
 from tests.ranks import ROOT, clean_environment, mpirun_path
 
-pytestmark = pytest.mark.mpi
+pytestmark = [pytest.mark.mpi, pytest.mark.serial]
 PROGRAM = """
 import os, time
 from shardrt.comm import init_device_mesh
@@ -23,8 +25,13 @@ time.sleep(1000)
 """
 
 
+def _limit() -> float:
+    """Seconds until no rank is left: those for which a launcher may be stopped, and some jobs' time."""
+    return guard._STOPPED + 3 * whole_job(2)
+
+
 def test_a_run_whose_launcher_is_gone_saves_and_goes_on_to_the_same_bits(tmp_path):
-    check(Run("plain", "helper", 12), prepare(tmp_path))
+    check(Run("plain", "helper", 12), prepare(tmp_path), _limit())
 
 
 @pytest.mark.parametrize("kill", ["helper", "helper stopped, mpirun killed"])
@@ -40,7 +47,7 @@ def test_a_program_without_a_loop_ends_when_its_launcher_is_gone(tmp_path, kill)
     try:
         assert [job.stdout.readline() for _ in range(2)] == [b"met\n"] * 2
         assert len(of_ranks(mark)) == 2
-        assert strike(kill, job, mark) < LIMIT
+        assert strike(kill, job, mark) < _limit()
     finally:
         survivors(mark)
         job.kill()

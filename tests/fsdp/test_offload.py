@@ -126,6 +126,7 @@ class _SlowDevice:
         self._device.copy(target, source)
 
 
+@pytest.mark.serial
 def test_copies_in_both_directions_run_beside_compute():
     serial, _ = slow_copies(serial=True)
     overlapped, spans = slow_copies(serial=False)

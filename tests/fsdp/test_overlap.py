@@ -38,6 +38,7 @@ def step_seconds(prefetch, serial):
     return min(times)
 
 
+@pytest.mark.serial
 def test_a_step_with_overlap_takes_less_than_seven_tenths_of_the_serial_step():
     serial = max(thread.run(2, step_seconds, 1, True))
     overlapped = max(thread.run(2, step_seconds, 1, False))
@@ -45,6 +46,7 @@ def test_a_step_with_overlap_takes_less_than_seven_tenths_of_the_serial_step():
     assert overlapped < 0.7 * serial, f"{overlapped:.3f} s against {serial:.3f} s"
 
 
+@pytest.mark.serial
 def test_without_prefetch_the_gathers_are_exposed():
     ahead = max(thread.run(2, step_seconds, 1, False))
     behind = max(thread.run(2, step_seconds, 0, False))
@@ -125,6 +127,7 @@ def logged_step():
     return log
 
 
+@pytest.mark.serial
 def test_each_kind_of_communication_runs_beside_the_compute_of_a_neighbour():
     for log in thread.run(2, logged_step):
 

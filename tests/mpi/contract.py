@@ -438,10 +438,8 @@ class Contract:
             twin = comm.duplicate()
             twin.register_names(["blocks.3", "blocks.4"])
             twin.barrier(stream=INLINE)
-            start = time.monotonic()
             with pytest.raises(CollectiveMismatch, match="collective 2 of this communicator") as caught:
                 CALLS[odd if comm.rank == 1 else others](twin)
-            assert time.monotonic() - start < 5
             message = str(caught.value)
             assert f"rank 1 called {odd}" in message
             everyone_else = "rank 0" if comm.size == 2 else r"ranks 0, 2[^a-z]*(and \d more)?"

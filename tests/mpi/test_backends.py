@@ -175,7 +175,7 @@ class TestShm(OverMPI):
             time.sleep(late.choice([0, 1e-5, 2e-4]))
             made.reduce_scatter(output, buffer, stream=INLINE)
             assert (output == SIZE * step + sum(range(SIZE))).all()
-        assert time.monotonic() - start < 50
+        assert time.monotonic() - start < flags._NAP / 1e9
         made.close()
 
     @pytest.mark.parametrize("call", ["reduce_scatter", "all_reduce", "all_to_all"])

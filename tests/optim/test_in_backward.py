@@ -61,6 +61,7 @@ class SlowAdamW(optim.AdamW):
         super().update(kernels, update)
 
 
+@pytest.mark.serial
 def test_the_update_of_a_unit_runs_beside_the_backward_of_the_next():
     storages = [HostStorage() for _ in range(UNITS)]
     optimizer = SlowAdamW([p for s in storages for p in s.parameters], in_backward=True)

@@ -114,6 +114,7 @@ class SlowAdamW(optim.AdamW):
         super().update(kernels, update)
 
 
+@pytest.mark.serial
 def test_uploads_and_downloads_run_beside_the_updates():
     copies = 0.0025  # seconds; a chunk has four on its way up and three on its way down
     chunks = -(-sum(SIZES) // 1000)

@@ -1,0 +1,28 @@
+"""All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
+
+First those that may run beside others, JOBS at a time, then those that measure time, one after the other.
+"""
+
+import subprocess
+import sys
+from argparse import ArgumentParser
+
+NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
+QUICK = "not slow and not torch and not serial"
+
+
+def main() -> int:
+    """pytest's exit code, that of the first part that failed."""
+    parser = ArgumentParser("python -m tests", description=__doc__.splitlines()[0], add_help=True)
+    parser.add_argument("--quick", action="store_true", help="nothing against PyTorch, nothing long")
+    parser.add_argument("-n", dest="jobs", default="2", help="tests at a time (2)")
+    options, others = parser.parse_known_args()
+    beside = ["-n", options.jobs, "--dist", "loadfile", "-m", QUICK if options.quick else "not serial"]
+    parts = [beside] if options.quick else [beside, ["-m", "serial"]]
+    codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
+    codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
+    return next((code for code in codes if code), 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

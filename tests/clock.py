@@ -1,0 +1,27 @@
+"""How long things may take: so many times what this machine needs for something else now, never seconds.
+
+Tests that measure time are marked `serial`: `make test` runs them with nothing beside them.
+"""
+
+import time
+from functools import cache
+
+from tests.ranks import mpirun
+
+_JOB = """
+from shardrt.comm import init_device_mesh
+mesh = init_device_mesh("cpu")
+mesh.communicator("control").barrier(stream=mesh.device.current_stream)
+"""
+
+
+@cache
+def whole_job(ranks: int) -> float:
+    """Seconds of a job in which the ranks meet and end: what a rank that fails must be seen in."""
+    seconds = []
+    for _ in range(2):
+        began = time.perf_counter()
+        done = mpirun(ranks, ["-c", _JOB])
+        assert done.returncode == 0, done.stderr
+        seconds.append(time.perf_counter() - began)
+    return max(seconds)
