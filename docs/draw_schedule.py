@@ -18,7 +18,6 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.device import timeline
 from shardrt.fsdp import fully_shard
-from shardrt.tools import svg
 from shardrt.tools.runs import read_trace
 from shardrt.tools.trace import picture
 from shardrt.train.trace import TRACE, Trace
@@ -62,5 +61,4 @@ if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as made:
         train(Path(made))
         if (path := Path(made) / TRACE).exists():  # on rank 0
-            drawn = svg.file(picture(read_trace(path), 0, STEPS))
-            Path(sys.argv[1]).write_text(drawn, encoding="utf-8")
+            Path(sys.argv[1]).write_text(picture(read_trace(path), 0, STEPS), encoding="utf-8")

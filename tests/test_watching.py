@@ -8,8 +8,9 @@ from html.parser import HTMLParser
 import pytest
 
 from shardrt.__main__ import main
-from shardrt.tools import svg, watch
+from shardrt.tools import watch
 from shardrt.tools.runs import BadRun
+from shardrt.train import charts
 from tests.test_doctor import processes
 from tests.train.test_trace import traced_run
 
@@ -27,7 +28,7 @@ ABOUT = {
 }
 CHARTS = ("Loss", "Gradient norm", "Learning rate", "Rate", "Step time", "Memory", "Planned and measured")
 TRACED = ("Step 3, the compute stream", "Step 3, the other streams", "step 3, rank 0 of 2")
-VOID = ("meta", "line", "rect", "circle", "polyline")
+CURVE = r'd="([^"]*)" clip-path="[^"]*" style="[^"]*stroke-width: 1.5'
 
 
 def step(number, **more):
@@ -90,9 +91,13 @@ def reported(run, capsys):
     assert main(["report", str(run)]) == 0
     assert capsys.readouterr().out == f"wrote {run}/report.html\n"
     page = Page(run / "report.html")
-    assert not page.tags & {"script", "link", "img", "iframe", "object", "a", "use", "image"}
-    assert not {name for name, _ in page.attributes} & {"src", "href", "xlink:href", "onload", "srcset"}
-    assert not re.search(r"https?:|url\(|@import", page.text)
+    assert not page.tags & {"script", "link", "img", "iframe", "object", "a", "image"}
+    assert not {name for name, _ in page.attributes} & {"src", "onload", "srcset"}
+    assert all(value.startswith("#") for name, value in page.attributes if name.endswith("href"))
+    text = re.sub(r'xmlns(:xlink)?="[^"]*"', "", page.text)  # names, which nothing loads
+    assert not re.search(r"https?:|url\((?!#)|@import", text)
+    names = [value for name, value in page.attributes if name == "id"]
+    assert len(names) == len(set(names)), "a chart shows the parts of another"
     return page
 
 
@@ -112,10 +117,10 @@ def test_the_report_of_a_run_has_everything_and_loads_nothing(finished, capsys):
     assert re.search("rank [01], at most", page.text)
     for category in ("sharded parameters", "optimizer state", "activations"):
         assert f"device: {category}" in page.text
-    assert page.text.count("<polyline") == 8, "two curves of the loss, one of each of the others"
+    assert len(re.findall(CURVE, page.text)) == 8, "two curves of the loss, one of each of the others"
     parts, spans = page.text[page.text.index(TRACED[0]) :].split(TRACED[2])
     for name in ("forward", "backward"):  # two charts beside each other, one colour for one thing
-        pattern = f'fill="(#[0-9a-f]+)"[^>]*><title>{name}'
+        pattern = f"<title>{name}[^<]*</title>\\s*<path[^>]*fill: (#[0-9a-f]+)"
         assert set(re.findall(pattern, parts)) == set(re.findall(pattern, spans)) != set()
 
 
@@ -236,32 +241,56 @@ def test_a_record_that_lacks_something_is_told(run, capsys):
         list(watch.Metrics(run / "metrics.jsonl").new())
 
 
-@pytest.mark.parametrize(
-    ("low", "high"), [(0, 1), (5.0, 5.0), (0, 0), (-3, 7), (1e-9, 2e-9), (99_999, 3e6), (0.1, 0.30000001)]
-)
-def test_ticks_are_around_what_is_drawn_and_differ(low, high):
-    marks = svg.ticks(low, high)
-    assert marks[0] <= low and high <= marks[-1] * (1 + 1e-9) and 2 <= len(marks) <= 8
-    assert len({svg.number(mark, marks) for mark in marks}) == len(marks)
+def test_a_missing_value_leaves_a_gap_and_what_stands_alone_a_dot():
+    def drawn(*values):
+        series = charts.Series("a", range(len(values)), values)
+        return charts.svg(charts.lines("", [series], y=""))
+
+    def dots(drawn):
+        return len(re.findall("<use [^>]*fill: #4c78a8", drawn))
+
+    cut = drawn(1.0, 2.0, None, 3.0, 3.5, float("nan"))
+    (path,) = re.findall(CURVE, cut)
+    assert re.sub("[^ML]", "", path) == "MLML" and dots(cut) == 0
+    assert dots(drawn(1.0, 2.0, None, 3.0)) == dots(drawn(1.0, 2.0)) + 2, "in the chart and its legend"
+    assert "no values yet" in drawn(None) and "no values yet" not in drawn(1.0)
 
 
-def test_a_missing_value_leaves_a_gap_and_no_peak_is_lost():
-    drawn = svg.lines("", [svg.Series("a", [1, 2, 3, 4, 5], [1.0, 2.0, None, 3.0, float("nan")])], y="")
-    assert [path.count(",") for path in re.findall('points="([^"]*)"', drawn)] == [2, 1]
-    assert "no values yet" in svg.lines("", [svg.Series("a", [1], [None])], y="")
-    level = svg.lines("", [svg.Series("a", [1, 2], [351.0, 351.1])], y="", from_zero=True)
-    assert re.search('text-anchor="end">0<', level) and "351.05" not in level
-    points = [(float(x), 1.0) for x in range(100_000)]
-    points[54_321] = (54_321.0, 9.0)
-    assert len(svg.thinned(points)) <= 800 and points[54_321] in svg.thinned(points)
+def test_an_axis_from_zero_hides_no_level():
+    series = charts.Series("", [1, 2], [351.0, 351.1])
+    assert charts.lines("", [series], y="", from_zero=True).get_ylim()[0] == 0
+    assert charts.lines("", [series], y="").get_ylim()[0] > 300
+
+
+def test_of_many_points_no_peak_and_no_gap_is_lost():
+    ys = [1.0] * 100_000
+    ys[54_321], ys[54_400], ys[77_777] = 9.0, -9.0, None
+    xs, kept = charts.thinned(charts.Series("", range(100_000), ys))
+    assert len(kept) <= 1200 and {9.0, -9.0} <= set(kept) and list(xs) == sorted(xs)
+    assert [x for x, y in zip(xs, kept, strict=True) if y != y] == [77_777]
+
+
+def test_a_chart_is_the_same_bytes_whatever_the_users_own_settings(monkeypatch):
+    import matplotlib
+
+    def drawn():
+        series = [charts.Series("$\\wrong", [1, 2], [3.0, 4.0])]
+        return charts.svg(charts.lines("<&> $\\wrong$", series, y="$x$"))
+
+    first = drawn()
+    assert "&lt;&amp;&gt; $\\wrong$" in first and ">$x$<" in first
+    for name, value in (("axes.facecolor", "black"), ("svg.fonttype", "path"), ("font.size", 30.0)):
+        monkeypatch.setitem(matplotlib.rcParams, name, value)
+    assert drawn() == first
 
 
 def test_labels_stand_only_where_they_fit():
     def texts(width):
-        bars = [svg.Bar(0, 1, "blocks.10", "#000"), svg.Bar(1, 100, "blocks.11", "#000")]
-        drawn = svg.schedule("", {"compute": bars}, {}, axis="", width=width)
-        return re.findall(r'fill="#fff" text-anchor="middle">([^<]*)<', drawn)
+        bars = [charts.Bar(0, 1, "blocks.10", "#000000"), charts.Bar(1, 100, "blocks.11", "#000000")]
+        drawn = charts.schedule("", {"compute": bars}, {}, axis="", width=width)
+        assert drawn.count("<title>blocks.1") == 2, "under the pointer both are told"
+        return re.findall(r"text-anchor: middle; fill: #ffffff[^>]*>([^<]*)<", drawn)
 
     assert texts(300) == ["11"]  # the first is 2 pixels wide; so the names are short
-    assert texts(122 + 25 * 100) == ["10", "11"]
-    assert texts(122 + 70 * 100) == ["blocks.10", "blocks.11"]
+    assert texts(110 + 25 * 100) == ["10", "11"]
+    assert texts(110 + 70 * 100) == ["blocks.10", "blocks.11"]

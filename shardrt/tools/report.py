@@ -1,33 +1,22 @@
 """`python -m shardrt report RUN`: one HTML page about a run that goes on, has ended or was killed.
 
-The page is one file: styles inside, charts as SVG, no script, nothing loaded from elsewhere.
+The page is one file: styles inside, charts as SVG, no script, nothing loaded from elsewhere. Its frame and
+its styles are in report.html.
 """
 
 import argparse
 import time
 from collections.abc import Iterable
 from html import escape
+from importlib.resources import files
 from pathlib import Path
+from string import Template
 from typing import Any
 
-from shardrt.tools import svg, trace
+from shardrt.tools import trace
 from shardrt.tools.runs import BadRun, Run, read_run
+from shardrt.train import charts
 
-_STYLE = """
-body { font: 14px/1.45 system-ui, sans-serif; color: #222; margin: 24px auto }
-body { max-width: 980px; padding: 0 12px; background: #fff; color-scheme: light dark }
-h1 { font-size: 20px } h2 { font-size: 16px; margin-top: 28px; border-bottom: 1px solid #ddd }
-.charts { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(440px, 100%), 1fr)) }
-.charts { gap: 12px } .wide { overflow-x: auto }
-svg { max-width: 100%; height: auto } .wide svg { width: 100%; min-width: 720px }
-table { border-collapse: collapse } td, th { padding: 2px 14px 2px 0; text-align: left; vertical-align: top }
-th { font-weight: 600 } pre { background: #f6f6f6; padding: 10px; overflow-x: auto; font-size: 12px }
-td { overflow-wrap: anywhere } .bad { color: #b00020 } .note { color: #666 }
-@media (prefers-color-scheme: dark) {
-body { background: #1a1a1a; color: #ddd } h2 { border-color: #444 } pre { background: #262626 }
-.bad { color: #ff6b7d } .note { color: #aaa } svg { filter: invert(0.9) hue-rotate(180deg) }
-}
-"""
 MEGABYTE = 1e6
 
 
@@ -57,63 +46,44 @@ def report(options: argparse.Namespace) -> int:
 
 def page(run: Run) -> str:
     """The whole page."""
-    name = escape(run.path.resolve().name)
-    made = time.strftime("%Y-%m-%d %H:%M:%S")
-    body = [
-        f"<h1>{name}</h1>",
-        _table(_summary(run)),
-        '<div class="charts">',
-        *(chart for chart in curves(run) if chart),
-        "</div>",
-        "<h2>Memory per rank</h2>",
-        *_memory(run),
-        "<h2>Where a step's time goes</h2>",
-        *_time(run),
-        "<h2>Ranks</h2>",
-        *_ranks(run),
-        "<h2>Environment</h2>",
-        _table(_flat(run.about.get("environment", {}))),
-        "<h2>Settings</h2>",
-        f"<pre>{escape(run.config) or 'no config.toml'}</pre>",
-        f'<p class="note">Made {made} from metrics.jsonl, config.toml, trace.json and flight/.</p>',
-    ]
-    head = '<meta charset="utf-8"><meta name="viewport" content="width=device-width">'
-    head += f"<title>{name}: shardrt report</title><style>{_STYLE}</style>"
-    return (
-        f'<!DOCTYPE html>\n<html lang="en"><head>{head}</head>\n<body>\n'
-        + "\n".join(body)
-        + "\n</body></html>\n"
+    template = files("shardrt.tools").joinpath("report.html").read_text(encoding="utf-8")
+    return Template(template).substitute(
+        name=escape(run.path.resolve().name),
+        summary=_table(_summary(run)),
+        curves="\n".join(curves(run)),
+        memory="\n".join(_memory(run)),
+        time="\n".join(_time(run)),
+        ranks="\n".join(_ranks(run)),
+        environment=_table(_flat(run.about.get("environment", {}))),
+        settings=escape(run.config) or "no config.toml",
+        made=time.strftime("%Y-%m-%d %H:%M:%S"),
     )
 
 
 def curves(run: Run) -> list[str]:
     """The charts over the steps."""
     steps, held = run.steps, run.evaluations
-    rate = f"{run.unit}s_per_s"
-    losses = [_series("one batch", steps, "loss"), _series("held out", held, "held_out_loss", dots=True)]
-    memory = [_series("resident, largest rank", steps, "memory_mb")]
-    charts = [
-        svg.lines("Loss", losses, y=f"nats per {run.unit}"),
-        svg.lines("Gradient norm", [_series("before clipping", steps, "norm")], y="norm"),
-        svg.lines("Learning rate", [_series("", steps, "lr")], y="lr"),
-        svg.lines("Rate", [_series("all ranks", steps, rate)], y=f"{run.unit}s/s"),
-        svg.lines("Step time", [_series("per step", steps, "ms")], y="ms"),
-        svg.lines("Memory", memory, y="MB", from_zero=True),
+    losses = [
+        charts.Series.of("one batch", steps, "loss"),
+        charts.Series.of("held out", held, "held_out_loss", dots=True),
     ]
+    drawn = [charts.lines("Loss", losses, y=f"nats per {run.unit}")]
+    for title, label, key, unit in (
+        ("Gradient norm", "before clipping", "norm", "norm"),
+        ("Learning rate", "", "lr", "lr"),
+        ("Rate", "all ranks", f"{run.unit}s_per_s", f"{run.unit}s/s"),
+        ("Step time", "", "ms", "ms"),
+        ("Memory", "resident, largest rank", "memory_mb", "MB"),
+    ):
+        series = charts.Series.of(label, steps, key)
+        drawn.append(charts.lines(title, [series], y=unit, from_zero=title == "Memory"))
     if any("held_out_accuracy" in record for record in held):
-        rated = [_series("held out", held, "held_out_accuracy", dots=True)]
-        charts.append(svg.lines("Accuracy", rated, y="part that is right"))
+        series = charts.Series.of("held out", held, "held_out_accuracy", dots=True)
+        drawn.append(charts.lines("Accuracy", [series], y="part that is right"))
     if any("lag_ms" in record for record in steps):
-        charts.append(
-            svg.lines("Waiting for the slowest rank", [_series("", steps, "lag_ms")], y="ms per step")
-        )
-    return charts
-
-
-def _series(label: str, records: list[dict[str, Any]], key: str, dots: bool = False) -> svg.Series:
-    values = [record.get(key) for record in records]
-    known = [value if isinstance(value, (int, float)) else None for value in values]
-    return svg.Series(label, [record["step"] for record in records], known, dots)
+        series = charts.Series.of("", steps, "lag_ms")
+        drawn.append(charts.lines("Waiting for the slowest rank", [series], y="ms per step"))
+    return [charts.svg(chart) for chart in drawn]
 
 
 def _summary(run: Run) -> Iterable[tuple[str, str]]:
@@ -164,7 +134,7 @@ def _memory(run: Run) -> list[str]:
         "The plan is what was decided before the first step. Measured is resident memory: Python and its "
         "libraries (before the model), compiled kernels, and pages that ranks share are counted, too."
     )
-    return [svg.bars("Planned and measured", rows, unit="MB"), f'<p class="note">{note}</p>']
+    return [charts.bars("Planned and measured", rows, unit="MB"), f'<p class="note">{note}</p>']
 
 
 def _planned(run: Run) -> list[tuple[str, str, int]]:
@@ -187,8 +157,8 @@ def _time(run: Run) -> list[str]:
     ]
     return [
         '<div class="charts">',
-        svg.bars(f"Step {number}, the compute stream", rows, unit="ms", colours=trace.PART_COLOURS),
-        svg.bars(f"Step {number}, the other streams", beside, unit="ms"),
+        charts.bars(f"Step {number}, the compute stream", rows, unit="ms", colours=trace.PART_COLOURS),
+        charts.bars(f"Step {number}, the other streams", beside, unit="ms"),
         "</div>",
         f'<div class="wide">{trace.picture(run.events, 0, number)}</div>',
     ]

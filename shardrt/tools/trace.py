@@ -4,8 +4,8 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shardrt.tools import svg
 from shardrt.tools.runs import BadRun, read_trace
+from shardrt.train import charts
 from shardrt.train.trace import TRACE
 
 Event = dict[str, Any]
@@ -54,7 +54,7 @@ def draw(options: argparse.Namespace) -> int:
     if number not in steps:
         raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
-    output.write_text(svg.file(picture(events, options.rank, number)), encoding="utf-8")
+    output.write_text(picture(events, options.rank, number), encoding="utf-8")
     parts = split(events, options.rank, number)
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
     print(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
@@ -135,12 +135,12 @@ def picture(events: list[Event], rank: int, step: int) -> str:
             told = f"{event['name']}: {event['dur'] / 1e3:.2f} ms"
             outer = unit == "(root)" and stream == "compute"
             label = "" if phase == "wait" else unit or name
-            bars.append(svg.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
+            bars.append(charts.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
         rows[f"{stream} stream"] = bars
     of = f"rank {rank} of {len(ranks_of(events))}"
     order_of = [*(NAMES.get(phase, phase) for phase in COLOURS), "copies, updates"]
     legend = {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
-    return svg.schedule(f"step {step}, {of}", rows, legend, axis=f"milliseconds of one step, {of}")
+    return charts.schedule(f"step {step}, {of}", rows, legend, axis=f"milliseconds of one step, {of}")
 
 
 _FIRST = ("gather", "compute", "reduce")

@@ -18,6 +18,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.train import charts
 from shardrt.train.lock import LOCK, lock
 from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
@@ -223,35 +224,25 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+@charts.look()
 def plot_losses(records: list[dict[str, Any]], path: Path) -> None:
     """A PNG with the training and the held-out loss over the steps, and the accuracy where there is one."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for kind, key, style, label in (
-        ("step", "loss", "-", "training (one batch)"),
-        ("evaluation", "held_out_loss", "o-", "held out"),
-    ):
-        chosen = [record for record in records if record["kind"] == kind]
-        axes.plot([r["step"] for r in chosen], [r[key] for r in chosen], style, label=label, markersize=4)
-    run = next((record for record in records if record["kind"] == "run"), {})
-    axes.set(xlabel="step", ylabel=f"loss (nats per {run.get('unit', 'token')})")
-    rated = [record for record in records if "held_out_accuracy" in record and record["kind"] == "evaluation"]
+    chosen = {kind: [r for r in records if r["kind"] == kind] for kind in ("run", "step", "evaluation")}
+    unit = chosen["run"][0].get("unit") if chosen["run"] else "token"
+    one_batch = charts.Series.of("training (one batch)", chosen["step"], "loss")
+    held_out = charts.Series.of("held out", chosen["evaluation"], "held_out_loss", dots=True)
+    axes = charts.lines("", [one_batch, held_out], y=f"loss (nats per {unit})")
+    rated = [record for record in chosen["evaluation"] if "held_out_accuracy" in record]
     if rated:
         right = axes.twinx()
         values = [100 * record["held_out_accuracy"] for record in rated]
         right.plot([record["step"] for record in rated], values, "s--", color="C2", markersize=4)
         right.set_ylabel("held out: % right (dashed)")
-    elif run.get("unit") == "token":
-        bits = BITS / run.get("bytes_per_token", 1.0)
+    elif chosen["run"] and unit == "token":
+        bits = BITS / chosen["run"][0].get("bytes_per_token", 1.0)
         scale = (lambda nats: nats * bits, lambda value: value / bits)
         axes.secondary_yaxis("right", functions=scale).set_ylabel("bits per byte")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.savefig(path)
+    axes.figure.savefig(path, dpi=144)
 
 
 def over_ranks(mesh: DeviceMesh, op: str, *values: float) -> tuple[float, ...]:

@@ -157,7 +157,7 @@ def test_the_picture_is_a_png(tmp_path, records):
 
     plot_losses(records, tmp_path / "loss.png")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    assert imread(tmp_path / "loss.png").shape == (540, 960, 4)
+    assert imread(tmp_path / "loss.png").shape == (480, 920, 4)
 
 
 def test_a_run_goes_to_the_folder_of_its_name(tmp_path):
