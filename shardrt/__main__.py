@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> int:
     data_command.add_to(commands)
     for tool in (doctor, report, watch, trace):
         tool.add_to(commands)
-    options = parser.parse_args(arguments)
+    options = parser.parse_args(arguments or ["--help"])
     try:
         return options.run(options)
     except BrokenPipeError:  # `| head` has seen enough

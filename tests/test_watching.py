@@ -204,6 +204,23 @@ def test_watching_prints_whole_lines_as_they_come_until_the_end(run, capsys, mon
     assert end == ["done in 7 s"]
 
 
+def test_what_a_person_reads_counts_and_fits(run, capsys):
+    (run / "metrics.jsonl").write_text(written({**ABOUT, "ranks": 1}, step(1)))
+    assert main(["watch", "--once", str(run)]) == 0
+    assert capsys.readouterr().out.startswith("gpt, 1.50 M parameters, 1 rank, 4 steps\n")
+    parts = [("step 1", 0, 9000.0), *((f"forward {'long.' * 20}", 0, 4000.0), ("optimizer", 4000, 4000.0))]
+    events = [
+        {"ph": "X", "pid": 0, "cat": "compute", "name": name, "ts": ts, "dur": dur} for name, ts, dur in parts
+    ]
+    (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
+    assert main(["trace", str(run)]) == 0
+    told = capsys.readouterr().out.splitlines()[:-1]
+    assert "".join(told).endswith("other 1.0") and max(map(len, told)) <= 80
+    with pytest.raises(SystemExit) as ended:
+        main([])
+    assert ended.value.code == 0 and "print a run's figures" in capsys.readouterr().out
+
+
 def test_watching_ends_with_a_run_that_was_killed(run, capsys, monkeypatch):
     alive = processes(run / "flight", ["waits", "killed"])
 
@@ -253,7 +270,11 @@ def test_a_missing_value_leaves_a_gap_and_what_stands_alone_a_dot():
     (path,) = re.findall(CURVE, cut)
     assert re.sub("[^ML]", "", path) == "MLML" and dots(cut) == 0
     assert dots(drawn(1.0, 2.0, None, 3.0)) == dots(drawn(1.0, 2.0)) + 2, "in the chart and its legend"
-    assert "no values yet" in drawn(None) and "no values yet" not in drawn(1.0)
+    assert (
+        "no values yet" in drawn(None)
+        and "no values yet" in drawn(1e308, -1e308)
+        and "no values yet" not in drawn(1.0)
+    )
 
 
 def test_an_axis_from_zero_hides_no_level():

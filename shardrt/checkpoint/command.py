@@ -74,7 +74,8 @@ def ls(options: argparse.Namespace) -> int:
         try:
             manifest = read_manifest(path)
             size = sum(file.bytes for file in manifest.files) / 1e6
-            print(f"{path}  step {manifest.step}  {size:.1f} MB  {len(manifest.files)} ranks")
+            ranks = f"{len(manifest.files)} rank{'s' * (len(manifest.files) != 1)}"
+            print(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}")
         except (Damaged, OSError) as error:
             print(f"{path}  not whole: {error}")
     return 0

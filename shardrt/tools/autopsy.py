@@ -54,15 +54,19 @@ def lines(found: dict[str, Any]) -> list[str]:
     metrics = found["metrics"]
     told = [f"{found['run']}: {found['verdict']}"]
     if metrics:
-        told.append(f"metrics: last step {metrics.get('step')}, loss {metrics.get('loss')}")
+        loss = metrics.get("loss")
+        shown = f"{loss:.4f}" if isinstance(loss, float) else "not finite" if loss is None else loss
+        told.append(f"metrics: last step {metrics.get('step')}, loss {shown}")
     for rank in found["ranks"]:
         how = f", {rank['how']}" if rank["how"] and rank["how"] != rank["state"] else ""
         told += [
             f"rank {rank['rank']} on {rank['host']}: {rank['state']}{how}",
             f"    step {rank['step']}, {rank['phase']}; {rank['resident'] / 1e6:.0f} MB; "
             f"last sign of life {rank['last_sign']}",
-            f"    last entered: {rank['entered'] or 'nothing'}; last done: {rank['done'] or 'nothing'}",
+            f"    last done: {rank['done'] or 'nothing'}",
         ]
+        if rank["entered"] != rank["done"]:
+            told.append(f"    entered after it: {rank['entered'] or 'nothing'}")
     if found["hang"]:
         told += ["what the watchdog said:", *(f"    {line}" for line in found["hang"].splitlines())]
     return told + [f"warning: {line}" for line in found["told"]]

@@ -6,6 +6,7 @@ from typing import Any
 
 from shardrt.tools.runs import BadRun, read_trace
 from shardrt.train import charts
+from shardrt.train.screen import Screen
 from shardrt.train.trace import TRACE
 
 Event = dict[str, Any]
@@ -57,7 +58,7 @@ def draw(options: argparse.Namespace) -> int:
     output.write_text(picture(events, options.rank, number), encoding="utf-8")
     parts = split(events, options.rank, number)
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
-    print(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
+    Screen().explain(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
     print(f"wrote {output}")
     return 0
 
@@ -83,7 +84,8 @@ def spans_in(events: list[Event], rank: int, step: int) -> dict[str, list[Event]
     stop = whole["ts"] + whole["dur"]
     found: dict[str, list[Event]] = {}
     for event in events:
-        if event["ph"] == "X" and event["pid"] == rank and whole["ts"] <= event["ts"] < stop:
+        inside = event is whole or whole["ts"] <= event["ts"] < stop
+        if event["ph"] == "X" and event["pid"] == rank and inside:
             found.setdefault(event["cat"], []).append(event)
     for spans in found.values():
         spans.sort(key=lambda event: (event["ts"], -event["dur"]))

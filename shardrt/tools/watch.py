@@ -137,7 +137,8 @@ class Teller:
         if kind == "run":
             self._steps, self._unit = record["steps"], record["unit"]
             size = f"{record['parameters'] / 1e6:.2f} M parameters"
-            return f"{record['architecture']}, {size}, {record['ranks']} ranks, {self._steps} steps"
+            ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}"
+            return f"{record['architecture']}, {size}, {ranks}, {self._steps} steps"
         if kind == "step":
             return step_line(finite, self._steps, self._unit, self.screen.width)
         if kind == "evaluation":

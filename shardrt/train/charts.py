@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 COLOURS = ("#4c78a8", "#f58518", "#54a24b", "#e45756", "#72b7b2", "#b279a2", "#9d755d", "#8a8a8a")
 _MOST = 400  # stretches of a curve
+_HUGE = 1e100  # no figure of a run; axes overflow far above
 _FONT, _GLYPH = 9, 0.62  # points, which are pixels in SVG; of it, how wide a letter is on average
 _LOOK = {
     "axes.formatter.useoffset": False,
@@ -40,7 +41,7 @@ _LOOK = {
 
 @dataclass(frozen=True)
 class Series:
-    """A line through points; None among the values, or what is not finite, leaves a gap."""
+    """A line through points; None among the values, or what is not finite, or huge, leaves a gap."""
 
     label: str
     xs: Sequence[float]
@@ -178,7 +179,7 @@ def svg(axes: "Axes", told: Sequence[str] = (), title: str = "") -> str:
 def thinned(one: Series) -> tuple[np.ndarray, np.ndarray]:
     """Its points, NaN in gaps; of many the lowest, the highest and a gap of each stretch: no peak is lost."""
     xs, ys = np.array(one.xs, np.float64), np.array(one.ys, np.float64)
-    ys[~np.isfinite(ys)] = np.nan
+    ys[~(np.abs(ys) < _HUGE)] = np.nan
     if len(ys) <= 3 * _MOST:
         return xs, ys
     kept = set()

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from math import isnan, nan
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,12 @@ from shardrt.comm.talk import from_all
 from shardrt.tensor import Tensor
 
 MEGABYTE = 1e6
-_SIDE, _LONGEST, _ENOUGH = 512, 8192, 2e-3  # of a measured product: rows at first and at most; seconds
+_SIDE, _LONGEST, _ENOUGH, _TRIES = (
+    512,
+    8192,
+    2e-3,
+    20,
+)  # of a product: rows, at first and at most; seconds; how often
 _SHORT = {"token": "tok", "image": "img"}
 
 
@@ -30,6 +36,7 @@ class Stopwatch:
         self.per_step = per_step
         self.unit = unit
         self.ideal = ideal
+        self._compiles = True
         self.restart(0)
 
     def restart(self, step: int) -> None:
@@ -37,16 +44,19 @@ class Stopwatch:
         self._step, self._since = step, time.perf_counter()
 
     def read(self, step: int) -> dict[str, float]:
-        """{"ms" per step, "tokens_per_s" or so, "mfu", "eta_s" until all steps are done}, and restart."""
+        """{"ms" per step, "tokens_per_s" or so, "mfu", "eta_s" until all steps are done}, and restart.
+
+        The last two are NaN where all that was timed is a first step: it may have waited for the compiler.
+        """
         seconds = (time.perf_counter() - self._since) / (step - self._step)
+        compiles, self._compiles = self._compiles and step - self._step == 1, False
         self.restart(step)
-        left = seconds * (self.total_steps - step)
-        efficiency = {"mfu": self.ideal / seconds} if self.ideal else {}
+        usual = nan if compiles else seconds
         return {
             "ms": 1e3 * seconds,
             f"{self.unit}s_per_s": self.per_step / seconds,
-            **efficiency,
-            "eta_s": left,
+            **({"mfu": self.ideal / usual} if self.ideal else {}),
+            "eta_s": usual * (self.total_steps - step),
         }
 
 
@@ -93,6 +103,9 @@ def product_flops() -> float:
             side *= 2
             a = Tensor(np.ones((side, side), np.float32))
             seconds = min(_seconds_of(a) for _ in range(4))
+        seconds = min(
+            seconds, *(_seconds_of(a) for _ in range(_TRIES))
+        )  # something else may run now and then
     return 2.0 * side**3 / seconds
 
 
@@ -111,7 +124,8 @@ def step_line(record: dict[str, Any], total_steps: int, unit: str = "token", wid
     """One line of at most `width` columns for a record of metrics.jsonl about training steps.
 
     What does not fit is left out, the least important first; it stands in metrics.jsonl all the same. mfu,
-    model FLOPs utilisation: as a part of what this machine's matrix products reach when nothing else runs.
+    model FLOPs utilisation: as a part of what this machine's matrix products reach when nothing else runs;
+    not shown above 1, where something else did run as that was measured.
     """
     fields = [  # in the order in which they are read, and how important they are
         (0, f"step {record['step']:{len(str(total_steps))}}/{total_steps}"),
@@ -120,7 +134,7 @@ def step_line(record: dict[str, Any], total_steps: int, unit: str = "token", wid
         (7, f"lr {record['lr']:.1e}"),
         (5, f"{record['ms']:7.1f} ms"),
         (1, f"{_short(record[f'{unit}s_per_s']):>6} {_SHORT[unit]}/s"),
-        (4, f"mfu {100 * record['mfu']:2.0f}%" if "mfu" in record else ""),
+        (4, f"mfu {_percent(record['mfu'])}" if "mfu" in record else ""),
         (6, f"{record['memory_mb']:5.0f} MB"),
         (3, f"left {clock(record['eta_s']):>7}"),
         (8, f"rank {record['slowest_rank']} {record['lag_ms']:5.1f} ms late" if "lag_ms" in record else ""),
@@ -144,6 +158,10 @@ def _short(number: float) -> str:
     return f"{number:.1f}G"
 
 
+def _percent(part: float) -> str:
+    return f"{100 * part:2.0f}%" if part <= 1 else " --"
+
+
 def evaluation_line(record: dict[str, Any], total_steps: int) -> str:
     """One line for a record of metrics.jsonl about held-out data."""
     width, told = len(str(total_steps)), [f"held-out loss {record['held_out_loss']:.4f}"]
@@ -155,7 +173,9 @@ def evaluation_line(record: dict[str, Any], total_steps: int) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Seconds as m:ss or h:mm:ss."""
+    """Seconds as m:ss or h:mm:ss; -- for NaN."""
+    if isnan(seconds):
+        return "--"
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"

@@ -275,6 +275,25 @@ def test_the_stopwatch_gives_the_mean_since_it_was_read_and_leaves_evaluations_o
     assert stopwatch.read(10) == {"ms": 1000.0, "tokens_per_s": 50.0, "eta_s": 0.0}
 
 
+def test_the_first_step_says_nothing_of_those_to_come_and_a_busy_machine_has_no_mfu(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now[0])
+    stopwatch = Stopwatch(total_steps=10, per_step=50, ideal=1.0)
+    stopwatch.restart(4)  # resumed
+    lines = []
+    for step, seconds in (
+        (5, 40),
+        (6, 2),
+        (7, 0.5),
+    ):  # compiled; as it is; faster than was measured to be possible
+        now[0] += seconds
+        lines.append(step_line(STEP | stopwatch.read(step) | {"step": step}, 10))
+    for line, shown in zip(
+        lines, ("mfu  --  left      --", "mfu 50%  left    0:08", "mfu  --  left    0:02"), strict=True
+    ):
+        assert line.endswith(shown) and line.index("tok/s") == lines[0].index("tok/s")
+
+
 def test_the_rank_that_was_in_collectives_least_is_the_one_the_others_waited_for():
     def read():
         mesh = init_device_mesh()
