@@ -212,6 +212,7 @@ def test_what_a_person_reads_counts_and_fits(run, capsys):
     events = [
         {"ph": "X", "pid": 0, "cat": "compute", "name": name, "ts": ts, "dur": dur} for name, ts, dur in parts
     ]
+    events.append({"ph": "M", "pid": 0, "name": "process_name", "args": {"name": "rank 0"}})
     (run / "trace.json").write_text(json.dumps({"traceEvents": events}))
     assert main(["trace", str(run)]) == 0
     told = capsys.readouterr().out.splitlines()[:-1]

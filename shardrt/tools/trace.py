@@ -84,8 +84,8 @@ def spans_in(events: list[Event], rank: int, step: int) -> dict[str, list[Event]
     stop = whole["ts"] + whole["dur"]
     found: dict[str, list[Event]] = {}
     for event in events:
-        inside = event is whole or whole["ts"] <= event["ts"] < stop
-        if event["ph"] == "X" and event["pid"] == rank and inside:
+        own = event["ph"] == "X" and event["pid"] == rank
+        if own and (event is whole or whole["ts"] <= event["ts"] < stop):
             found.setdefault(event["cat"], []).append(event)
     for spans in found.values():
         spans.sort(key=lambda event: (event["ts"], -event["dur"]))
