@@ -93,16 +93,24 @@ class TokenisedText:
 
 
 def generate(
-    model: nn.Module, config: settings.SampleConfig, text: Text, *, block_size: int, seed: int
+    model: nn.Module,
+    config: settings.SampleConfig,
+    text: Text,
+    *,
+    block_size: int,
+    seed: int,
+    told: Callable[[int], None] = lambda done: None,
 ) -> str:
     """The prompt and `config.length` tokens after it, the same on every rank. Collective.
 
     Fewer where the text ends before, unless config.past_end.
+    told: called with the number of tokens so far.
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
     """
-    random = np.random.Generator(np.random.Philox(seed))
+    random, done = np.random.Generator(np.random.Philox(seed)), iter(range(config.length))
 
     def choose(logits: np.ndarray) -> list[int]:
+        told(next(done))
         return [draw(logits[0, : text.size], config.temperature, config.top_k, random.random())]
 
     prompt = text.encode(config.prompt)

@@ -267,6 +267,14 @@ class Language:
         if self._words is None:
             return {}
         how = {"block_size": self.block_size, "seed": self.recipe.seed}
-        made = generate(model, self.recipe.sample, self._words, **how)
+        length = self.recipe.sample.length
+        with run.screen.moving():
+            made = generate(
+                model,
+                self.recipe.sample,
+                self._words,
+                **how,
+                told=lambda done: run.screen.show("writing a sample, tokens", done, length, lines=True),
+            )
         run.say(f"--- sample ---\n{made}\n--------------")
         return {"sample": made}

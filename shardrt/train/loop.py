@@ -45,6 +45,7 @@ def train(job: "Job", first: int) -> None:
     copies = Copies(job, first)
     stops = StopRequests(job.mesh, job.run.directory, recipe.checkpoint.stop_after)
     with closing(samples) as batches, stops as requests, job.run.screen.moving():
+        job.run.screen.show("training", first, steps)  # the first step may wait for the compiler
         for step in range(first, steps):
             job.watch.step(step + 1)
             random.manual_seed(recipe.seed, step)

@@ -83,7 +83,7 @@ class Screen:
         """
         now, pause = time.perf_counter(), _EVERY if self._live else _TELL
         if done == 0:
-            self._told = now
+            self._told = now - pause if self._live else now
         if now - self._told < pause or not (self._live or lines):
             return
         self._told = now

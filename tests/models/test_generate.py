@@ -5,7 +5,7 @@ import pytest
 
 import shardrt
 from models.cache import KVCache
-from models.generate import continued, greedy
+from models.generate import ByteText, continued, generate, greedy
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
 from models.llama import Block as LlamaBlock
@@ -13,6 +13,7 @@ from models.llama import Llama, LlamaConfig
 from shardrt import no_grad
 from shardrt.comm import thread
 from shardrt.fsdp import by_class, wrap
+from shardrt.train.config import SampleConfig
 
 SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size": 31, "init_std": 0.4}
 KINDS = {
@@ -62,6 +63,15 @@ def test_a_sequence_ends_behind_its_end_and_the_others_go_on():
         for row, expected, end in zip(found, plain, last, strict=True):
             np.testing.assert_array_equal(row[: end + 1], expected[: end + 1])
             assert (row[end:] == expected[end]).all(), "filled up with its end"
+
+
+def test_a_text_says_how_far_it_is():
+    shardrt.manual_seed(1)
+    model, told = GPT(GPTConfig(**SIZES | {"vocab_size": 256})), []
+    how = {"block_size": 24, "seed": 0}
+    text = generate(model, SampleConfig(prompt="a", length=5), ByteText(), **how, told=told.append)
+    assert told == [0, 1, 2, 3, 4]
+    assert text == generate(model, SampleConfig(prompt="a", length=5), ByteText(), **how)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -231,7 +231,8 @@ def test_a_terminal_has_a_line_that_moves_below_whole_lines():
     """In a pseudo-terminal."""
     code = (
         "import time\nfrom shardrt.train.screen import Screen\nscreen = Screen()\n"
-        "with screen.moving():\n    for done in range(3):\n        time.sleep(0.11)\n"
+        "with screen.moving():\n    screen.show('training', 0, 3)\n"
+        "    for done in range(3):\n        time.sleep(0.11)\n"
         "        screen.show('training', done + 1, 3)\n        screen.say(f'step {done} loss 1.5')\n"
     )
     master, slave = os.openpty()
@@ -247,7 +248,7 @@ def test_a_terminal_has_a_line_that_moves_below_whole_lines():
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
     told = [line for line in text.splitlines() if line.startswith("step")]
     assert told == [f"step {number} loss 1.5" for number in range(3)]
-    assert "training" in text and "2/3" in text and "\x1b[1;36m1.5" in drawn.decode()
+    assert "training" in text and "0/3" in text and "2/3" in text and "\x1b[1;36m1.5" in drawn.decode()
 
 
 def test_an_evaluation_has_one_line():
