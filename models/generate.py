@@ -99,7 +99,7 @@ def generate(
     *,
     block_size: int,
     seed: int,
-    told: Callable[[int], None] = lambda done: None,
+    told: Callable[[int], None] | None = None,
 ) -> str:
     """The prompt and `config.length` tokens after it, the same on every rank. Collective.
 
@@ -110,7 +110,8 @@ def generate(
     random, done = np.random.Generator(np.random.Philox(seed)), iter(range(config.length))
 
     def choose(logits: np.ndarray) -> list[int]:
-        told(next(done))
+        if told:
+            told(next(done))
         return [draw(logits[0, : text.size], config.temperature, config.top_k, random.random())]
 
     prompt = text.encode(config.prompt)
