@@ -140,6 +140,8 @@ def schedule(
 
     Labels stand where they fit; where some do not, all are what stands behind the last point of the name.
     """
+    from matplotlib.patches import Rectangle
+
     axes, told = _axes("", width, 80 + 40 * len(rows)), []
     stop = max((bar.stop for own in rows.values() for bar in own), default=1.0) or 1.0
     pixels = (width - 110) / stop  # per millisecond, beside the names of the rows
@@ -149,14 +151,14 @@ def schedule(
         for bar in sorted(own, key=lambda bar: not bar.faint):
             long = bar.stop - bar.start
             edge = 0.5 if long * pixels > 3 and not bar.faint else 0
-            drawn = {"color": bar.colour, "edgecolor": "white", "linewidth": edge}
+            drawn = {"facecolor": bar.colour, "edgecolor": "white", "linewidth": edge}
             drawn |= {"alpha": 0.25 if bar.faint else 1, "gid": f"tip{len(told)}"}
-            axes.barh(row, max(long, 0.3 / pixels), left=bar.start, **drawn)
+            axes.add_patch(Rectangle((bar.start, row - 0.4), max(long, 0.3 / pixels), 0.8, **drawn))
             told.append(bar.title or bar.label)
             label = bar.label.rpartition(".")[2] if short else bar.label
             if not bar.faint and _fits(label, long * pixels):
                 axes.text(bar.start + long / 2, row, label, ha="center", va="center", color="white")
-    axes.set(xlabel=axis, xlim=(0, stop))
+    axes.set(xlabel=axis, xlim=(0, stop), ylim=(-0.5, len(rows) - 0.5))
     _finish(axes, list(rows), legend)
     return svg(axes, told, title)
 
