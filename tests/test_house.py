@@ -192,10 +192,10 @@ def test_import_loads_neither_numba_nor_mpi():
 
 
 @pytest.mark.serial
-def test_import_takes_hardly_longer_than_that_of_numpy():
+def test_import_takes_no_longer_than_a_few_of_numpy():
     code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"
     numpy, ours = (min(float(_python(code.format(name))) for _ in range(5)) for name in ("numpy", "shardrt"))
-    assert ours < 3 * numpy, f"import shardrt took {ours:.3f} s, that of NumPy alone {numpy:.3f} s"
+    assert ours < 5 * numpy, f"import shardrt took {ours:.3f} s, that of NumPy alone {numpy:.3f} s"
 
 
 def test_public_names_of_the_readme_are_there():
