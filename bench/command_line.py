@@ -21,12 +21,12 @@ def words(text: str) -> list[str]:
 
 
 def nbytes(text: str) -> int:
-    """1024, 1K, 16M, 1G, and 1KiB or 1KB for the same. Raises ArgumentTypeError."""
+    """1024, 1K, 1.5M, 1G, and 1KiB or 1KB for the same. Raises ArgumentTypeError."""
     short = text.strip().upper().removesuffix("B").removesuffix("I")
     digits = short.rstrip("KMG")
-    if not digits.isdigit() or short[len(digits) :] not in _UNITS:
+    if not digits.replace(".", "", 1).isdigit() or short[len(digits) :] not in _UNITS:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write 4096, 4K, 16M or 1G")
-    return int(digits) * _UNITS[short[len(digits) :]]
+    return int(float(digits) * _UNITS[short[len(digits) :]])
 
 
 def check_known(what: str, given: Collection[str], known: Collection[str]) -> None:
@@ -36,9 +36,10 @@ def check_known(what: str, given: Collection[str], known: Collection[str]) -> No
             raise ValueError(f"{what}: {name!r} is unknown; known are {', '.join(known)}")
 
 
-def add_forms(parser: argparse.ArgumentParser) -> None:
-    """Add --csv, --json and --output."""
+def add_forms(parser: argparse.ArgumentParser, *names: str) -> None:
+    """Add --csv, --json and --output, which has other `names` too (-o)."""
     form = parser.add_mutually_exclusive_group()
     form.add_argument("--csv", action="store_true", help="print the lines as CSV")
     form.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
+    output = ("--output", *(names or ("-o",)))
+    parser.add_argument(*output, type=Path, metavar="FILE", help="write the JSON object there, too")

@@ -25,7 +25,7 @@ from bench.command_line import Parser
 from bench.environment import facts
 from bench.peers.launch import launch, one_thread
 from bench.peers.torch_step import STRATEGIES as PEERS
-from bench.quiet import DISTURBED, watched
+from bench.quiet import DISTURBED, announce, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
 LOW_TOLERANCE = 1e-4  # of those computed in 16 bits: seen 3e-5; with gradients of another batch 4e-4
@@ -149,6 +149,7 @@ def compare(contestants: list[Contestant], workload: w.Job, options: argparse.Na
         contestants[0].run([*common, "--steps", "1", "--warmup", "0"], options.ranks)
         arguments = [*common, "--steps", str(options.steps), "--warmup", "2"]
         rounds = []
+        announce(options.repeats * len(contestants), options.patience)
         for number in range(options.repeats):
             rounds.append(
                 [

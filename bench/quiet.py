@@ -2,6 +2,7 @@
 
 import os
 import resource
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -9,18 +10,41 @@ from typing import Any
 DISTURBED = 0.1  # cores that other processes used; beyond it a run's times are doubtful
 
 
+def announce(runs: int, patience: float) -> None:
+    """Say on stderr what may take long before anything is printed."""
+    wait = f"up to {patience:.0f} s for each to have an idle machine (--patience)"
+    _tell(f"{runs} runs, {wait if patience > 0 else 'whoever else uses the machine'}")
+
+
 def watched(run: Callable[[], dict], patience: float) -> dict:
     """The figures that `run` gives, with `other_load`: the cores that other processes used meanwhile.
 
-    Waits for the machine to be idle and repeats a run that was disturbed, for up to `patience` seconds.
+    Waits for the machine to be idle and repeats a run that was disturbed, for up to `patience` seconds, and
+    says so on stderr.
     """
     end = time.monotonic() + patience
     while True:
-        while time.monotonic() < end and load_of_others(lambda: time.sleep(1))[0] > DISTURBED:
-            pass
+        _wait_for_idle(end)
         load, figures = load_of_others(run)
         if load <= DISTURBED or time.monotonic() >= end:
             return figures | {"other_load": load}
+        _tell(f"other processes used {load:.1f} cores meanwhile: this run is repeated")
+
+
+def _wait_for_idle(end: float) -> None:
+    told = False
+    while time.monotonic() < end:
+        load, _ = load_of_others(lambda: time.sleep(1))
+        if load <= DISTURBED:
+            return
+        if not told:
+            left = max(0.0, end - time.monotonic())
+            _tell(f"other processes use {load:.1f} cores: waiting up to {left:.0f} s for them to end")
+        told = True
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def load_of_others(action: Callable[[], Any]) -> tuple[float, Any]:

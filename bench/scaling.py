@@ -18,7 +18,7 @@ from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser
 from bench.environment import facts
-from bench.quiet import DISTURBED, watched
+from bench.quiet import DISTURBED, announce, watched
 
 
 def main() -> None:
@@ -31,6 +31,7 @@ def main() -> None:
         cores = len(os.sched_getaffinity(0))
         steps = ["--steps", str(options.steps), "--warmup", "2", "--strategy", options.strategy]
         runs: list[list[dict]] = [[] for _ in jobs]
+        announce(options.repeats * len(jobs), options.patience)
         for number in range(options.repeats):
             for (_, count, job), own in zip(jobs, runs, strict=True):
                 words = [*job.arguments(), *steps]

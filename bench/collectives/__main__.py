@@ -2,6 +2,7 @@
 
     mpirun -n 2 python -m bench.collectives all_gather reduce_scatter -k mpi,shm -b 1K -e 256M
     python -m bench.collectives -t 4 -d all -e 1M       # ranks as threads
+    mpirun -n 4 python -m bench.collectives all_reduce -b 8 -e 128M -f 2      # nccl-tests' flags
 
 Exit code 1 where an element was wrong, 2 for options that make no sense. docs/measuring.md has the columns.
 """
@@ -33,12 +34,13 @@ def main(arguments: list[str] | None = None, wrap: Wrap = lambda communicator: c
     with one_line(USAGE):
         options = parse(arguments)
         launched = worlds.launch()
-        ranks = options.threads or (launched.size if launched else 1)
+        threads = options.nthreads if options.nthreads > 1 else 0
+        ranks = threads or (launched.size if launched else 1)
         todo = cases(options, ranks)
         if options.output is not None and launched_rank() == 0:
             options.output.touch()  # now, not after the measurement
-    if options.threads:
-        return max(thread.run(options.threads, run, options, todo, wrap))
+    if threads:
+        return max(thread.run(threads, run, options, todo, wrap))
     return run(options, todo, wrap)
 
 
@@ -65,12 +67,14 @@ def measured(
     options: argparse.Namespace, todo: list[Case], control: Communicator, wrap: Wrap
 ) -> Iterator[Line]:
     """A line for each communicator and case. Collective."""
-    effort = Effort(options.warmup_iters, options.iters, options.rounds, options.check)
+    times = options.warmup_iters, options.iters, options.rounds, options.check
+    effort = Effort(*times, options.blocking, options.average)
     nbytes = max(case.nbytes for case in todo)
     for kind in options.kinds:
         ours, raw = _contestants(kind, nbytes, wrap)
-        for case in todo:
-            yield line(kind, case, ours, raw, control, effort)
+        for case in options.run_cycles * todo:
+            if ours.offers(case) or (raw is not None and raw.offers(case)):
+                yield line(kind, case, ours, raw, control, effort)
 
 
 def _contestants(kind: str, nbytes: int, wrap: Wrap) -> tuple[Contestant, Contestant | None]:

@@ -1,21 +1,26 @@
 """What each collective takes, gives, and counts as bandwidth. Knows no communicator and no library.
 
 All of them go from a `source` to a `target`, as in MPI. In place, one is part of the other. Formulas and the
-meaning of size and count are those of nccl-tests (doc/PERFORMANCE.md).
+meaning of size and count are those of nccl-tests (doc/PERFORMANCE.md; gather, scatter and sendrecv: src/).
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
-from bench.collectives.values import values
+from bench.collectives.values import factors, values
 from shardrt import dtypes
 
-ROOT = 0  # of a broadcast
 PLACES = ("out", "in")
-DTYPES = ("float32", "bfloat16", "float64", "int64")
-Expected = Callable[[int, int, int, np.ndarray, int, str], np.ndarray]
+REDUCTIONS = ("sum", "prod", "min", "max", "avg")
+NONE, NOBODY = "none", -1  # reduction and root of what has none, as nccl-tests prints them
+_ALIGNED = 16  # bytes of which nccl-tests makes a rank's slice a multiple
+# by NumPy's name: nccl-tests' name
+DTYPES = {name: name for name in ("int8", "uint8", "int32", "uint32", "int64", "uint64")}
+DTYPES |= {"float16": "half", "float32": "float", "float64": "double", "bfloat16": "bfloat16"}
+Expected = Callable[["Case", int, np.ndarray, int], np.ndarray]
 
 
 @dataclass(frozen=True)
@@ -23,7 +28,8 @@ class Op:
     """One collective. `of_slices`: its count is that of a rank's slice, and its size that of all slices.
 
     bus: what the algorithm bandwidth is multiplied by, for so many ranks. expected: the target's elements at
-    some indices, from (rank, ranks, count, indices, round, dtype). sums: what it adds it widens to float32.
+    some indices, from (case, rank, indices, round). from_root: only the root gives. to_root: only it gets.
+    widens: the sums of 16-bit types are float32.
     """
 
     name: str
@@ -33,8 +39,14 @@ class Op:
     bus: Callable[[int], float]
     expected: Expected
     places: tuple[str, ...] = PLACES
-    dtypes: tuple[str, ...] = DTYPES
-    sums: bool = False
+    reduces: bool = False
+    widens: bool = False
+    from_root: bool = False
+    to_root: bool = False
+
+    @property
+    def rooted(self) -> bool:
+        return self.from_root or self.to_root
 
     def source_size(self, count: int, ranks: int) -> int:
         """Elements that a rank puts in."""
@@ -47,87 +59,115 @@ class Op:
 
 @dataclass(frozen=True)
 class Case:
-    """One line of the table. nbytes: of the larger of source and target."""
+    """One line of the table. nbytes: of the larger of source and target, a whole number of elements."""
 
     op: Op
     dtype: str
     place: str
     nbytes: int
     ranks: int
-
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element on the wire."""
-        return dtypes.storage(self.dtype).itemsize
+    reduction: str = NONE
+    root: int = NOBODY
 
     @property
     def count(self) -> int:
-        """Elements as the library's call takes them. Raises ValueError where the size does not divide."""
-        parts = self.itemsize * (self.ranks if self.op.of_slices else 1)
-        if self.nbytes % parts:
-            ranks = f" for each of {self.ranks} ranks" if self.op.of_slices else ""
-            raise ValueError(
-                f"-b, -e, -f: {self.nbytes} bytes are no whole number of {self.dtype}{ranks}, for "
-                f"{self.op.name}; take multiples of {parts} bytes"
-            )
-        return self.nbytes // parts
+        """Elements as the library's call takes them."""
+        return self.nbytes // (itemsize(self.dtype) * (self.ranks if self.op.of_slices else 1))
 
     @property
-    def source_dtype(self) -> np.dtype:
-        """Of the array that is put in: the bits of bfloat16 are uint16."""
-        return dtypes.storage(self.dtype)
+    def target_dtype(self) -> str:
+        """Of what comes out, by name: sums of bfloat16 are float32."""
+        return "float32" if self.op.widens and self.dtype in dtypes.LOW else self.dtype
 
     @property
-    def target_dtype(self) -> np.dtype:
-        """Of the array that comes out: sums of bfloat16 are float32."""
-        if self.op.sums and self.dtype in dtypes.LOW:
-            return np.dtype(np.float32)
-        return self.source_dtype
+    def tolerance(self) -> float:
+        """A mean is no small integer: it is rounded."""
+        return 1e-6 if self.reduction == "avg" else 0.0
+
+    def gives(self, rank: int) -> bool:
+        """Whether it puts anything in."""
+        return not self.op.from_root or rank == self.root
+
+    def gets(self, rank: int) -> bool:
+        """Whether it gets anything out."""
+        return not self.op.to_root or rank == self.root
+
+    def given(self, rank: int | np.ndarray, indices: np.ndarray, round_: int, dtype: str = "") -> np.ndarray:
+        """What a rank puts in there, as `dtype` (the case's)."""
+        if self.reduction == "prod":
+            return factors(rank, self.ranks, indices, round_, dtype or self.dtype)
+        return values(rank, indices, round_, dtype or self.dtype)
 
     def expected(self, rank: int, start: int, stop: int, round_: int) -> np.ndarray:
-        """Elements [start, stop) of what must come out on a rank, in the target's dtype."""
-        indices = np.arange(start, stop, dtype=np.uint64)
-        return self.op.expected(rank, self.ranks, self.count, indices, round_, self.target_name)
-
-    @property
-    def target_name(self) -> str:
-        """`target_dtype` by its name here: bfloat16 that only travels stays bfloat16."""
-        return self.dtype if self.target_dtype == self.source_dtype else str(self.target_dtype)
+        """Elements [start, stop) of what must come out on a rank, as `target_dtype`; a mean as float64."""
+        return self.op.expected(self, rank, np.arange(start, stop, dtype=np.uint64), round_)
 
 
-def _gathered(rank: int, ranks: int, count: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
-    return values(indices // np.uint64(count), indices % np.uint64(count), round_, dtype)
+def itemsize(dtype: str) -> int:
+    """Bytes of an element on the wire."""
+    return dtypes.storage(dtype).itemsize
 
 
-def _reduced(rank: int, ranks: int, count: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
-    return sum(values(peer, indices, round_, dtype) for peer in range(ranks))
+def rounded(op: Op, dtype: str, nbytes: int, ranks: int) -> int:
+    """`nbytes` down to slices of a whole number of 16 bytes, or of elements where that is nothing."""
+    parts = ranks if op.of_slices else 1
+    aligned = nbytes // parts // _ALIGNED * _ALIGNED
+    return parts * (aligned or nbytes // parts // itemsize(dtype) * itemsize(dtype))
 
 
-def _scattered(rank: int, ranks: int, count: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
-    return _reduced(rank, ranks, count, indices + np.uint64(rank * count), round_, dtype)
+def _gathered(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    count = np.uint64(case.count)
+    return case.given(indices // count, indices % count, round_)
 
 
-def _sent(rank: int, ranks: int, count: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
-    return values(ROOT, indices, round_, dtype)
+def _reduced(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    parts = [case.given(peer, indices, round_, case.target_dtype) for peer in range(case.ranks)]
+    if case.reduction == "avg":
+        return sum(part.astype(np.float64) for part in parts) / case.ranks
+    pairwise = {"sum": np.add, "prod": np.multiply, "min": np.minimum, "max": np.maximum}
+    return reduce(pairwise[case.reduction], parts)
 
 
-def _exchanged(rank: int, ranks: int, count: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
-    peer, index = indices // np.uint64(count), indices % np.uint64(count)
-    return values(peer, index + np.uint64(rank * count), round_, dtype)
+def _own_reduced(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    return _reduced(case, rank, indices + np.uint64(rank * case.count), round_)
 
 
-def _ring(ranks: int) -> float:
+def _of_root(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    return case.given(case.root, indices, round_)
+
+
+def _own_of_root(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    return case.given(case.root, indices + np.uint64(rank * case.count), round_)
+
+
+def _exchanged(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    count = np.uint64(case.count)
+    return case.given(indices // count, indices % count + np.uint64(rank) * count, round_)
+
+
+def _of_neighbour(case: Case, rank: int, indices: np.ndarray, round_: int) -> np.ndarray:
+    return case.given((rank - 1) % case.ranks, indices, round_)
+
+
+def _others(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-NUMBERS = ("float32", "float64", "int64")  # that an all_reduce adds; it does not take bits of bfloat16
+def _one(ranks: int) -> float:
+    return 1.0
+
+
 OPS = {
     op.name: op
     for op in (
-        Op("all_gather", True, False, True, _ring, _gathered),
-        Op("reduce_scatter", True, True, False, _ring, _scattered, sums=True),
-        Op("all_reduce", False, False, False, lambda ranks: 2 * _ring(ranks), _reduced, dtypes=NUMBERS),
-        Op("broadcast", False, False, False, lambda ranks: 1.0, _sent),
-        Op("all_to_all", True, True, True, _ring, _exchanged, places=("out",)),
+        Op("all_gather", True, False, True, _others, _gathered),
+        Op("reduce_scatter", True, True, False, _others, _own_reduced, reduces=True, widens=True),
+        Op("all_reduce", False, False, False, lambda ranks: 2 * _others(ranks), _reduced, reduces=True),
+        Op("broadcast", False, False, False, _one, _of_root, from_root=True),
+        Op("all_to_all", True, True, True, _others, _exchanged, places=("out",)),
+        Op("reduce", False, False, False, _one, _reduced, reduces=True, to_root=True),
+        Op("gather", True, False, True, _others, _gathered, to_root=True),
+        Op("scatter", True, True, False, _others, _own_of_root, from_root=True),
+        Op("sendrecv", False, False, False, _one, _of_neighbour, places=("out",)),
     )
 }

@@ -1,9 +1,11 @@
 """What the arrays of a check hold, and how many elements of a result are wrong.
 
-An element is a function of rank, index and round: a small integer, so that sums are exact in every type, and
-scattered, so that a piece that went to another place, or is left from another round, does not pass.
+An element is a function of rank, index and round: a small integer, so that sums and products are exact in
+every type, and scattered, so that a piece that went to another place, or is left from another round, does not
+pass.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -25,12 +27,18 @@ def values(rank: int | np.ndarray, indices: np.ndarray, round_: int, dtype: str)
     return small.astype(dtype)
 
 
-def fill(device: Device, array: Array, rank: int, round_: int, dtype: str) -> None:
-    """Give a source its values."""
+def factors(rank: int, ranks: int, indices: np.ndarray, round_: int, dtype: str) -> np.ndarray:
+    """Integers 1 to 8, ones but for one rank at each index: their product over many ranks fits a byte."""
+    own = (indices + np.uint64(round_)) % np.uint64(ranks) == rank
+    return np.where(own, values(0, indices, round_, dtype) + np.ones(1, dtype), np.ones(1, dtype))
+
+
+def fill(device: Device, array: Array, given: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Give a source its values: `given` of the indices, or their bits where the array is of another type."""
     for start in range(0, array.size, PIECE):
         stop = min(start + PIECE, array.size)
-        indices = np.arange(start, stop, dtype=np.uint64)
-        device.copy(array[start:stop], values(rank, indices, round_, dtype))
+        made = given(np.arange(start, stop, dtype=np.uint64))
+        device.copy(array[start:stop], made.view(array.dtype))
     device.wait_here()
 
 
@@ -39,11 +47,20 @@ def poison(array: Array) -> None:
     array.fill(np.nan if array.dtype.kind == "f" else np.array(-1).astype(array.dtype))
 
 
-def count_wrong(device: Device, array: Array, expected: Any) -> int:
-    """Elements of `array` that are not `expected(start, stop)`; nan never is."""
+def count_wrong(
+    device: Device, array: Array, expected: Callable[[int, int], np.ndarray], tolerance: float = 0.0
+) -> int:
+    """Elements of `array` that are not `expected(start, stop)` to the bit; nan never is.
+
+    tolerance: relative, for a result that is no small integer.
+    """
     wrong = 0
     for start in range(0, array.size, PIECE):
         stop = min(start + PIECE, array.size)
-        found = device.to_numpy(array[start:stop])
-        wrong += int(np.count_nonzero(found != expected(start, stop)))
+        found, right = device.to_numpy(array[start:stop]), expected(start, stop)
+        if tolerance:
+            good = np.abs(found - right) <= tolerance * np.abs(right)
+        else:
+            good = found == right.view(found.dtype)
+        wrong += int(np.count_nonzero(~good))
     return wrong

@@ -16,7 +16,7 @@ from shardrt import dtypes
 DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
 DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}  # dtype.name is slow
 _BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
-OPS = ("sum", "max", "min")
+OPS = ("sum", "max", "min", "prod")
 MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
 
@@ -98,7 +98,7 @@ class Communicator(ABC):
         self._submit(stream, label, "reduce_scatter", what, buffer, self._reduce_scatter, *args)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
-        """In place: `buffer` becomes its "sum", "max" or "min" over the ranks, the same bits on each."""
+        """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
         _check_call("all_reduce", stream, what)
         _check_array("all_reduce", "buffer", buffer)
         _check_sums("all_reduce", buffer, op, 1.0)

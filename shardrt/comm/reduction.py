@@ -2,10 +2,11 @@
 
 Floats go through the kernel of the device where they are, which adds neighbours, bottom up: (0+1) + (2+3),
 (0+1) + 2. So a sum over groups of 2, 4, 8, ... ranks and then over the groups has the bits of one over all
-ranks. Integers go through NumPy, or CuPy.
+ranks. Integers, and all that is no sum, go through NumPy, or CuPy, by the same tree.
 """
 
-from functools import cache, reduce
+from collections.abc import Callable
+from functools import cache
 from importlib import import_module
 from types import ModuleType
 from typing import Any
@@ -16,7 +17,7 @@ from shardrt import device
 
 Array = Any
 
-_PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum}
+_PAIRWISE = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 
 
 def combine(
@@ -27,7 +28,7 @@ def combine(
     op: str = "sum",
     kind: str = "",
 ) -> None:
-    """output = (output if accumulate) + scale * sum of parts; with "max" and "min" likewise.
+    """output = (output if accumulate) + scale * sum of parts; with "max", "min" and "prod" likewise.
 
     `kind`: "bfloat16" or "float16" where the parts are uint16, the bits of such values; `output` is float32.
     `output` may be one of `parts`. Every element depends only on its own elements of the parts, so an array
@@ -40,8 +41,15 @@ def combine(
     elif op == "sum" and output.dtype.kind == "f":
         _kernels(output).sum_into(output, parts, scale, accumulate)
     else:
-        total = reduce(_PAIRWISE[op], parts)
+        total = _tree(_PAIRWISE[op], parts)
         output[...] = output + total if accumulate else total
+
+
+def _tree(pairwise: Callable[[Array, Array], Array], parts: list[Array]) -> Array:
+    while len(parts) > 1:
+        even = len(parts) // 2 * 2
+        parts = [pairwise(*parts[i : i + 2]) for i in range(0, even, 2)] + parts[even:]
+    return parts[0]
 
 
 @cache

@@ -38,7 +38,8 @@ def values(rank, count, dtype, salt=0, part=None):
 def total(size, count, dtype, part, *, output=None, scale=1.0, op="sum"):
     """The reference: all ranks' data, added as the protocol says."""
     parts = [values(rank, count, dtype, part=part) for rank in range(size)]
-    return added(tree(parts, {"sum": np.add, "max": np.maximum, "min": np.minimum}[op]), scale, output)
+    pairwise = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}[op]
+    return added(tree(parts, pairwise), scale, output)
 
 
 def tree(parts, pairwise=np.add):
@@ -222,7 +223,7 @@ class Contract:
         self.run(body)
 
     @pytest.mark.parametrize(
-        ("op", "dtype", "count"), pairwise(("sum", "max", "min"), SUMMED, (0, 1, 7, 100_003))
+        ("op", "dtype", "count"), pairwise(("sum", "max", "min", "prod"), SUMMED, (0, 1, 7, 100_003))
     )
     def test_all_reduce_gives_every_rank_the_same_bits(self, op, dtype, count):
         def body(comm):
