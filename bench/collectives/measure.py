@@ -81,7 +81,7 @@ def line(
     """Time and check one case. `control` starts the rounds and brings the ranks' figures together."""
     contestants = [each for each in (ours, raw) if each is not None and each.offers(case)]
     seconds = _timed(contestants, case, control, effort)  # (ranks, contestants, rounds)
-    wrong = [_wrong(contestant, case, control, effort.checks) for contestant in contestants]
+    wrong = [wrong_elements(contestant, case, control, effort.checks) for contestant in contestants]
     rounds = effort.one(seconds)  # (contestants, rounds)
     times = effort.one(np.median(seconds, axis=2))  # (contestants,)
     found = Line(name, case)
@@ -144,7 +144,7 @@ def _round(
     return (spent - apart if effort.blocking == 3 else spent) / effort.calls
 
 
-def _wrong(contestant: Contestant, case: Case, control: Communicator, checks: int) -> int | None:
+def wrong_elements(contestant: Contestant, case: Case, control: Communicator, checks: int) -> int | None:
     """Wrong elements on all ranks, each round with other values."""
     if not checks:
         return None

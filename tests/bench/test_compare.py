@@ -149,6 +149,21 @@ def test_a_disturbed_run_is_repeated_while_patience_lasts(monkeypatch):
     assert quiet.watched(dict, patience=0) == {"run": 1, "other_load": 0.7}
 
 
+def test_a_wait_for_an_idle_machine_is_told_at_once(monkeypatch, capsys):
+    loads = iter([0.5, 0.5, 0.0, 0.0])
+    said = []
+
+    def load(action):
+        said.append(capsys.readouterr().err)  # what stands there while it waits
+        return next(loads), {}
+
+    monkeypatch.setattr(quiet, "load_of_others", load)
+    quiet.announce(4, 60)
+    quiet.watched(dict, patience=60)
+    assert "runs: 4, up to 60 s for each" in said[0]
+    assert "0.5 cores: waiting up to 60 s" in said[1] and said[2:] == ["", ""]  # once
+
+
 def test_nonsense_is_refused_in_one_line(tmp_path):
     output = tmp_path / "figures.json"
     output.write_text("mine")

@@ -15,6 +15,7 @@ def test_a_row_has_the_traffic_of_the_formula():
     words = ["--ranks", "2", "--only", "strong", "--steps", "2", "--patience", "0", "--json"]
     done = python("-m", "bench.scaling", *TINY.arguments(), *words)
     assert done.returncode == 0, done.stderr
+    assert done.stderr.startswith("runs: 1, ")
     (row,) = json.loads(done.stdout)["rows"]
     assert (row["kind"], row["ranks"], row["batch_per_rank"]) == ("strong", 2, 1)
     assert row["received_mb"] == pytest.approx(row["formula_mb"], abs=1e-3) and row["received_mb"] > 0

@@ -6,7 +6,7 @@ import queue
 import threading
 from types import ModuleType
 
-_SIZES = {1: 1, 2: 4, 4: 8, 6: 2, 7: 4, 8: 8}  # bytes of an element by NCCL's number for its type
+_SIZES = dict(enumerate((1, 1, 4, 4, 8, 8, 2, 4, 8)))  # bytes of an element by NCCL's number for its type
 _ids = itertools.count(1)
 _groups = {}
 _lock = threading.Lock()
@@ -99,7 +99,7 @@ def module():
     """A module that passes for cupy.cuda.nccl."""
     nccl = ModuleType("cupy.cuda.nccl")
     nccl.NcclCommunicator = NcclCommunicator
-    nccl.NCCL_SUM = 0
+    nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
     nccl.get_unique_id = lambda: next(_ids).to_bytes(128, "little")
     nccl.groupStart = lambda: setattr(_here, "grouped", [])
 

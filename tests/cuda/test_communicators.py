@@ -1,15 +1,21 @@
 """Communicators of device arrays: the results of the contract, to the bit, on stand-ins for CuPy and NCCL."""
 
 import threading
+from itertools import product
 
 import numpy as np
 import pytest
 
+from bench.collectives.contestants import Ours, RawNCCL
+from bench.collectives.measure import wrong_elements
+from bench.collectives.ops import OPS as BENCH_OPS
+from bench.collectives.ops import Case, rounded
 from shardrt import device
-from shardrt.comm import init_device_mesh, ipc, thread
+from shardrt.comm import create, init_device_mesh, ipc, thread
 from tests.mpi.contract import added, packed, tree, values
 
 COUNTS = (1, 7, 1000)
+OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 PATTERN = pytest.mark.parametrize("kind", ["staged", "nccl", "ipc"])
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
 
@@ -78,7 +84,7 @@ def widened(numbers, bits):
 @pytest.mark.parametrize("count", [1, 7, 60_000])
 def test_all_reduce(fake_cuda, kind, size, count):
     def body(comm, here, stream):
-        for op, pairwise in (("sum", np.add), ("max", np.maximum), ("min", np.minimum)):
+        for op, pairwise in OPS.items():
             buffer = here.asarray(values(comm.rank, count, "float32"))
             comm.all_reduce(buffer, op=op, stream=stream)
             expected = tree([values(rank, count, "float32") for rank in range(size)], pairwise)
@@ -137,3 +143,20 @@ def test_control_carries_host_arrays(fake_cuda, kind):
         assert numbers[0] == 3
 
     thread.run(3, rank)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_the_benchmarks_own_gather_scatter_and_ring_are_right(fake_cuda, size):
+    def body(comm, here, stream):
+        control = create("auto")
+        contestants = (Ours(comm, here, 1 << 10), RawNCCL(comm, 1 << 10))
+        for name, dtype, place in product(
+            ("gather", "scatter", "sendrecv"), ("bfloat16", "int8"), ("out", "in")
+        ):
+            if place in BENCH_OPS[name].places:
+                nbytes = rounded(BENCH_OPS[name], dtype, 1 << 10, size)
+                case = Case(BENCH_OPS[name], dtype, place, nbytes, size, root=size - 1)
+                for contestant in contestants:
+                    assert contestant.offers(case) and wrong_elements(contestant, case, control, 2) == 0
+
+    on_ranks(size, "nccl", body)
