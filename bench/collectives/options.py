@@ -89,7 +89,8 @@ def cases(options: argparse.Namespace, ranks: int) -> list[Case]:
     An op that was named must offer something; of all ops those that offer nothing are left out.
     """
     launched = worlds.launch()
-    who = [offers.raw_of(kind, launched is not None) for kind in options.kinds]
+    under_mpi = launched is not None and launched.size > 1
+    who = [offers.raw_of(kind, under_mpi) for kind in options.kinds]
     asked = [offers.ours, *(raw for raw in who if raw is not None)]
     found: list[Case] = []
     for op in (OPS[name] for name in options.ops):
