@@ -21,9 +21,10 @@ from shardrt.fsdp import fully_shard
 from shardrt.train import config as settings
 from shardrt.train import options
 from shardrt.train.data import VOCABULARY
-from shardrt.train.data_command import open_tokenizer, vocabulary_of
 from shardrt.train.errors import USAGE, one_line
 from shardrt.train.recipe import Recipe
+from shardrt.train.tokenizer import Tokenizer
+from shardrt.untrusted import say
 
 from .cache import KVCache
 from .gpt import GPT
@@ -79,17 +80,21 @@ class TokenisedText:
     def __init__(self, path: Path, ends: Collection[int] = ()) -> None:
         """Raises ValueError that names the file."""
         self.ends = frozenset(ends)
-        self._tokenizer, self.name = open_tokenizer(path)
-        self.size = vocabulary_of(self._tokenizer)
+        self._tokenizer = Tokenizer(path)
+        self._tokenizer.close()  # long before it is needed again
+        self.name, self.size = self._tokenizer.name, self._tokenizer.vocabulary
 
     def encode(self, text: str) -> np.ndarray:
-        ids = self._tokenizer.encode(text, add_special_tokens=False).ids
-        if not ids:
+        (ids,) = self._tokenizer.encode([text])
+        self._tokenizer.close()
+        if not ids.size:
             raise ValueError(f"sample.prompt {text!r} has no token")
-        return np.array(ids, np.int64)
+        return ids.astype(np.int64)
 
     def decode(self, tokens: np.ndarray) -> str:
-        return self._tokenizer.decode(tokens.tolist())
+        text = self._tokenizer.decode(tokens.tolist())
+        self._tokenizer.close()
+        return text
 
 
 def generate(
@@ -222,7 +227,7 @@ def main(arguments: Sequence[str]) -> None:
             load(config.run / "checkpoint", model)
         text = generate(model, config, words, block_size=model.config.block_size, seed=config.seed)
     if mesh.rank == 0:
-        print(text)
+        say(text, lines=True)
 
 
 if __name__ == "__main__":

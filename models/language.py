@@ -268,13 +268,17 @@ class Language:
             return {}
         how = {"block_size": self.block_size, "seed": self.recipe.seed}
         length = self.recipe.sample.length
-        with run.screen.moving():
-            made = generate(
-                model,
-                self.recipe.sample,
-                self._words,
-                **how,
-                told=lambda done: run.screen.show("writing a sample, tokens", done, length, lines=True),
-            )
+        try:
+            with run.screen.moving():
+                made = generate(
+                    model,
+                    self.recipe.sample,
+                    self._words,
+                    **how,
+                    told=lambda done: run.screen.show("writing a sample, tokens", done, length, lines=True),
+                )
+        except BadTokens as error:  # a tokenizer that can't decode is no reason to lose the run's end
+            run.say(f"warning: no sample: {error}")
+            return {}
         run.say(f"--- sample ---\n{made}\n--------------")
         return {"sample": made}

@@ -5,6 +5,7 @@ checkpoint, comm, fsdp and models are loaded when they are first used.
 """
 
 from shardrt import _environment  # isort: skip  before anything that imports NumPy
+from shardrt import _kernel_cache  # isort: skip  # noqa: F401  before Numba
 
 from importlib import import_module
 from types import ModuleType

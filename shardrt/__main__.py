@@ -3,6 +3,7 @@
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import NoReturn
 
 from shardrt import __version__
 from shardrt.checkpoint import command
@@ -10,14 +11,23 @@ from shardrt.checkpoint.manifest import Damaged
 from shardrt.tools import doctor, report, trace, watch
 from shardrt.tools.runs import BadRun
 from shardrt.train import data_command
+from shardrt.train.errors import told
 from shardrt.train.tokens import BadTokens
+from shardrt.untrusted import Refused, printable, say
 
 DATA = 65  # a file is damaged, or none is there
 
 
+class _Parser(argparse.ArgumentParser):
+    """What it complains of may be a name that a shell has put there for a `*`."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(printable(message))
+
+
 def main(arguments: Sequence[str]) -> int:
     """Run one command; gives the exit code."""
-    parser = argparse.ArgumentParser(prog="shardrt", description=__doc__)
+    parser = _Parser(prog="shardrt", description=__doc__)
     parser.add_argument("--version", action="version", version=f"shardrt {__version__}")
     commands = parser.add_subparsers(title="commands", required=True)
     command.add_to(commands)
@@ -30,9 +40,8 @@ def main(arguments: Sequence[str]) -> int:
     except BrokenPipeError:  # `| head` has seen enough
         sys.stderr.close()
         return 0
-    except (Damaged, BadTokens, BadRun, OSError) as error:
-        told = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) else str(error)
-        print(f"error: {told}", file=sys.stderr)
+    except (Damaged, BadTokens, BadRun, Refused, OSError) as error:
+        say(f"error: {told(error)}", file=sys.stderr)
         return DATA
 
 

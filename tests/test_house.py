@@ -12,6 +12,8 @@ ROOT = Path(__file__).parent.parent
 # From the bottom up. A module belongs to the room with the longest name that begins its own.
 ROOMS = [
     ["shardrt._environment"],
+    ["shardrt.untrusted"],
+    ["shardrt._kernel_cache"],
     ["shardrt.dtypes"],
     ["shardrt.kernels"],
     ["shardrt.device"],

@@ -37,6 +37,7 @@ from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
+from shardrt.untrusted import printable
 
 
 class CheckpointError(RuntimeError):
@@ -194,7 +195,7 @@ class Checkpoints:
         self._pending = None
         self.last_saved = save.step
         if save.left is not None:  # the new checkpoint is there; that an old one is too harms nobody
-            warnings.warn(f"an old checkpoint could not be removed: {save.left}", stacklevel=3)
+            warnings.warn(printable(f"an old checkpoint could not be removed: {save.left}"), stacklevel=3)
         return save.folder.parent / self.store.name(save.step)
 
     def _publish(self, save: "_Save", everyone: list[bytes]) -> None:
@@ -253,7 +254,7 @@ class Checkpoints:
                 told, _ = self._attempt(self._load, candidate, manifest, weights_only)
             if not told:
                 for passed in refused if self._mesh.rank == 0 else ():
-                    warnings.warn(f"passed over a checkpoint: {passed}", stacklevel=2)
+                    warnings.warn(printable(f"passed over a checkpoint: {passed}"), stacklevel=2)
                 return manifest.step, manifest.extra
             refused.append("; ".join(sorted({text.partition(": ")[2] for text in told})))
         if refused:
@@ -267,7 +268,8 @@ class Checkpoints:
         if self._mesh.rank != 0:
             return []
         for left in self.store.clean():
-            warnings.warn(f"passed over in the folder of checkpoints: {left}", stacklevel=4)
+            told = printable(f"passed over in the folder of checkpoints: {left}")
+            warnings.warn(told, stacklevel=4)
         return [str(folder) for _, folder in self.store.checkpoints()]
 
     def _attempt(self, function: Callable, *args: Any) -> tuple[list[str], Any]:

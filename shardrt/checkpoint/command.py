@@ -14,6 +14,7 @@ from shardrt.checkpoint.manifest import DTYPES, Damaged
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, read_manifest, verify
 from shardrt.comm.talk import differing
+from shardrt.untrusted import say
 
 
 class _Values:
@@ -75,9 +76,9 @@ def ls(options: argparse.Namespace) -> int:
             manifest = read_manifest(path)
             size = sum(file.bytes for file in manifest.files) / 1e6
             ranks = f"{len(manifest.files)} rank{'s' * (len(manifest.files) != 1)}"
-            print(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}")
+            say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}")
         except (Damaged, OSError) as error:
-            print(f"{path}  not whole: {error}")
+            say(f"{path}  not whole: {error}")
     return 0
 
 
@@ -87,10 +88,10 @@ def check(options: argparse.Namespace) -> int:
     for path in _found(options.directory):
         try:
             verify(path)
-            print(f"{path}  whole")
+            say(f"{path}  whole")
         except (Damaged, OSError) as error:
             worst = 65
-            print(f"{path}  DAMAGED  {error}")
+            say(f"{path}  DAMAGED  {error}")
     return worst
 
 
@@ -98,7 +99,7 @@ def diff(options: argparse.Namespace) -> int:
     """Print what differs; 1 if anything does."""
     with _Values(_found(options.directory)[0]) as first, _Values(_found(options.other)[0]) as second:
         lines = _compared(first, second)
-    print("\n".join(lines) or "the same")
+    say(*(lines or ["the same"]))
     return int(bool(lines))
 
 
@@ -127,7 +128,7 @@ def prune(options: argparse.Namespace) -> int:
     store = Store(_root(options.directory))
     store.clean()
     gone = store.prune(options.keep)
-    print(f"removed steps {', '.join(map(str, gone))}" if gone else "nothing to remove")
+    say(f"removed steps {', '.join(map(str, gone))}" if gone else "nothing to remove")
     return 0
 
 
@@ -145,7 +146,7 @@ def export(options: argparse.Namespace) -> int:
             for name, parameter in manifest.parameters.items()
         }
     save_file(weights, options.file, metadata={"step": str(manifest.step)})
-    print(f"wrote {options.file}: {len(weights)} tensors of {path}")
+    say(f"wrote {options.file}: {len(weights)} tensors of {path}")
     return 0
 
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.untrusted import strict_json
+
 FORMAT = 1
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
@@ -97,7 +99,7 @@ class Manifest:
     def parse(cls, data: bytes, where: Path) -> "Manifest":
         """The manifest in a file's bytes. Raises Damaged, naming the file and what is wrong."""
         try:
-            body = json.loads(data, object_pairs_hook=_distinct)
+            body = strict_json(data, any_number=True)
             if body["format"] != FORMAT:
                 raise Damaged(
                     f"it is of format {str(body['format'])[:80]!r}, and this version reads {FORMAT}"
@@ -195,31 +197,16 @@ def _text(value: Any) -> str:
     return value
 
 
-def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object. JSON allows a key twice, and Python takes the last without a word."""
-    result = dict(pairs)
-    if len(result) != len(pairs):
-        raise Damaged("a key is there twice")
-    return result
-
-
 def as_read(extra: dict[str, Any]) -> dict[str, Any]:
     """A copy of `extra` as a manifest gives it back: with lists for tuples, and strings for keys.
 
     Raises TypeError or ValueError for what would not come back: no JSON, nan, a key twice.
     """
     try:
-        text = json.dumps(extra)
-        return json.loads(text, object_pairs_hook=_distinct, parse_constant=_number)
+        return strict_json(json.dumps(extra), any_number=True)
     except (TypeError, ValueError, RecursionError) as error:
         kind = TypeError if isinstance(error, TypeError) else ValueError
         raise kind(f"a checkpoint's extra must be JSON: {error}") from None
-
-
-def _number(constant: str) -> float:
-    if constant == "NaN":
-        raise ValueError("nan is no number")
-    return float(constant)
 
 
 def _checksum(body: dict[str, Any]) -> str:

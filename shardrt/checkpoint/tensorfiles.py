@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.checkpoint.disk import Disk
+from shardrt.untrusted import read_regular, strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BLOCK = 4 << 20  # bytes that are read, and converted, at a time
@@ -116,12 +117,10 @@ def open_folder(folder: Path) -> dict[str, StoredTensor]:
 
 def read_json(path: Path) -> dict[str, Any]:
     """A file with a JSON object. Raises ValueError, naming it, for anything else; FileNotFoundError."""
-    size = path.stat().st_size
-    if size > LARGEST_JSON:
-        raise ValueError(f"{path}: {size} bytes are too many for this file")
+    data = read_regular(path, LARGEST_JSON)
     try:
-        value = json.loads(path.read_bytes(), object_pairs_hook=_once)
-    except (ValueError, RecursionError) as error:
+        value = strict_json(data, any_number=True)  # who uses a number looks at it
+    except ValueError as error:
         raise ValueError(f"{path}: no JSON: {error}") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: must hold a JSON object, not a {type(value).__name__}")
@@ -295,8 +294,8 @@ def _header(path: Path) -> dict[str, StoredTensor]:
     with open(path, "rb") as data:
         length = int.from_bytes(data.read(8), "little")
         try:
-            entries = json.loads(data.read(length), object_pairs_hook=_once)
-        except (ValueError, RecursionError) as error:
+            entries = strict_json(data.read(length))
+        except ValueError as error:
             raise ValueError(f"{path} is damaged: {error}") from None
     entries.pop("__metadata__", None)
     for name, entry in entries.items():
@@ -324,15 +323,6 @@ def _blobs(folder: Path) -> Path | None:
     """Where a download cache keeps what its snapshots link to; None for other folders."""
     revision = folder.resolve()
     return revision.parents[1] / "blobs" if revision.parent.name == "snapshots" else None
-
-
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    table = dict(pairs)
-    if len(table) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"{twice!r} stands there twice")
-    return table
 
 
 def _few(names: Any) -> str:

@@ -12,6 +12,7 @@ from shardrt.checkpoint.checkpoints import CheckpointError
 from shardrt.checkpoint.state import failures, full_state_dict
 from shardrt.comm import talk
 from shardrt.nn.module import Module, everyone
+from shardrt.untrusted import open_regular
 
 WEIGHTS = "model.safetensors"
 
@@ -88,6 +89,7 @@ def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = F
 def _opened(path: Path) -> Iterator["_Tensors"]:
     from safetensors import safe_open
 
+    open_regular(path).close()  # the library waits for a pipe
     with safe_open(path, "np") as file:
         yield _Tensors(file)
 
@@ -107,8 +109,9 @@ class _Tensors(Mapping):
 
     @property
     def step(self) -> int:
-        """What `save` was told."""
-        return int((self._file.metadata() or {}).get("step", "0"))
+        """What `save` was told; 0 where a file of others says nothing that can be a step."""
+        told = (self._file.metadata() or {}).get("step", "0")
+        return int(told) if told.isdecimal() and len(told) < 19 else 0
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._file.get_tensor(name)

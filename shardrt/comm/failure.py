@@ -20,6 +20,7 @@ from typing import Any
 from shardrt.comm.flight import resident_bytes
 from shardrt.comm.protocol import CollectiveMismatch, PeerFailed
 from shardrt.device.cpu import finish_streams
+from shardrt.untrusted import encodable, printable
 
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
 OUT_OF_MEMORY = 81
@@ -281,7 +282,7 @@ def _exit(status: Any = None) -> None:
 def _say(report: str) -> None:
     """To stderr, whose reader may be gone, in one write: lines of ranks don't mix."""
     with suppress(OSError):
-        sys.stderr.write(report)
+        sys.stderr.write(encodable(printable(report, lines=True), sys.stderr))
         sys.stderr.flush()
 
 

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.comm.protocol import DTYPE_CODES, DTYPES, MESSAGES
+from shardrt.untrusted import Refused, read_regular
 
 RECORDS = 256
 PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
@@ -255,7 +256,10 @@ class Flight:
 
 def read(path: Path) -> Flight:
     """The contents of a flight file. Raises DamagedFlight, which names it, or OSError."""
-    data = path.read_bytes()
+    try:
+        data = read_regular(path, _SIZE)
+    except Refused as error:
+        raise DamagedFlight(str(error)) from None
     if len(data) != _SIZE:
         raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
     magic, rank, size, pid, records, began, host = _HEADER.unpack_from(data, 0)

@@ -1,6 +1,5 @@
 """What became of a run: from the flight files of its ranks and its metrics, whoever is still alive."""
 
-import json
 import os
 import socket
 import time
@@ -11,8 +10,10 @@ from shardrt.comm import diagnosis
 from shardrt.comm.flight import DONE, Flight, read_all
 from shardrt.comm.watchdog import REPORT
 from shardrt.train.metrics import METRICS
+from shardrt.untrusted import Refused, read_regular, strict_json
 
 DATA = 65  # nothing here can be read
+_LARGEST = 1 << 30  # bytes of a text
 _ALIVE = 5.0  # seconds since the last beat
 _ASKED = "exit code 75"  # how a rank ended that was asked to stop, and has saved
 
@@ -169,7 +170,7 @@ def _metrics(path: Path) -> dict[str, Any]:
     last: dict[str, Any] = {}
     for line in _text(path).splitlines():
         try:
-            record = json.loads(line)
+            record = strict_json(line)
         except ValueError:
             continue
         if isinstance(record, dict) and record.get("kind") == "step":
@@ -180,6 +181,6 @@ def _metrics(path: Path) -> dict[str, Any]:
 def _text(path: Path) -> str:
     """A text file; "" if it can't be read."""
     try:
-        return path.read_text(encoding="utf-8", errors="replace")
-    except OSError:
+        return read_regular(path, _LARGEST).decode(errors="replace")
+    except (OSError, Refused):
         return ""

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.tools import autopsy, machine
+from shardrt.untrusted import say
 
 
 def add_to(commands: Any) -> None:
@@ -25,5 +26,5 @@ def doctor(options: argparse.Namespace) -> int:
     """Print the report; gives the exit code."""
     module = machine if options.path is None else autopsy
     found = machine.examine() if options.path is None else autopsy.examine(options.path)
-    print(json.dumps(found) if options.json else "\n".join(module.lines(found)))
+    say(*([json.dumps(found)] if options.json else module.lines(found)))
     return found["code"]

@@ -5,13 +5,13 @@ import os
 import platform
 import resource
 import shutil
-import stat
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from shardrt._kernel_cache import wanted
 from shardrt.device import cuda
 
 _PACKAGE = Path(__file__).parents[1]
@@ -117,14 +117,13 @@ def lines(found: dict[str, Any]) -> list[str]:
 
 def kernel_cache(sources: Path) -> dict[str, Any]:
     """Where Numba keeps compiled kernels, and what is wrong with that folder."""
-    chosen = os.environ.get("NUMBA_CACHE_DIR")
-    folder = Path(chosen) if chosen else sources / "__pycache__"
+    folder, wrong = wanted(sources)
     there = folder if folder.exists() else folder.parent
     lacking = []
-    if not os.access(there, os.W_OK):
+    if wrong:
+        lacking.append(f"{wrong}, who could put code there: kernels are kept elsewhere")
+    elif not os.access(there, os.W_OK):
         lacking.append(f"{there} can't be written: kernels are compiled again in every run")
-    elif there.exists() and there.stat().st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-        lacking.append(f"{there} can be written by other users, who could put code there")
     return {"folder": str(folder), "lacking": lacking}
 
 

@@ -16,6 +16,7 @@ from typing import Any
 from shardrt.tools import trace
 from shardrt.tools.runs import BadRun, Run, read_run
 from shardrt.train import charts
+from shardrt.untrusted import printable, say
 
 MEGABYTE = 1e6
 
@@ -39,8 +40,8 @@ def report(options: argparse.Namespace) -> int:
         made = page(run)
     except (KeyError, TypeError, ValueError) as error:
         raise BadRun(f"{options.path}: a record is not as expected ({error!r})") from None
-    output.write_text(made, encoding="utf-8")
-    print(f"wrote {output}")
+    output.write_text(printable(made, lines=True), encoding="utf-8")
+    say(f"wrote {output}")
     return 0
 
 

@@ -1,6 +1,10 @@
-"""Reads what a run has left, while it goes on or after it was killed: whatever of it is there."""
+"""Reads what a run has left, while it goes on or after it was killed: whatever of it is there.
 
-import json
+The files may be damaged, or another's: what is not as a run writes it is refused here.
+"""
+
+import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,6 +12,12 @@ from typing import Any
 from shardrt.tools import autopsy
 from shardrt.train.metrics import METRICS
 from shardrt.train.trace import TRACE
+from shardrt.untrusted import natural, number, read_regular, strict_json
+
+LARGEST = 1 << 30  # bytes of a metrics.jsonl, or a trace
+_LARGEST_CONFIG = 1 << 24
+_MOST_RANKS = 1 << 24
+_TRACED = re.compile("step [0-9]{1,15}")
 
 
 class BadRun(ValueError):
@@ -39,7 +49,7 @@ class Run:
 
 
 def read_run(path: Path) -> Run:
-    """Raises BadRun in one line, OSError."""
+    """Raises BadRun or Refused in one line, OSError."""
     records = read_records(path / METRICS)
     found: dict[str, list[dict[str, Any]]] = {"run": [], "step": [], "evaluation": [], "end": []}
     for record in records:
@@ -51,24 +61,27 @@ def read_run(path: Path) -> Run:
         found["step"],
         found["evaluation"],
         (found["end"] or [{}])[-1],
-        config.read_text(encoding="utf-8", errors="replace") if config.exists() else "",
+        read_regular(config, _LARGEST_CONFIG).decode(errors="replace") if config.exists() else "",
         read_trace(path / TRACE) if (path / TRACE).exists() else [],
         autopsy.examine(path),
     )
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """The records of a metrics.jsonl; a last line that is cut off is left out. Raises BadRun, OSError."""
+    """The records of a metrics.jsonl; a last line that is cut off is left out.
+
+    Raises BadRun, Refused, OSError.
+    """
     if not path.parent.is_dir():
         raise FileNotFoundError(2, "no such folder", str(path.parent))
     if not path.exists():
         raise BadRun(f"{path.parent}: no {path.name}, so no run of models.train")
     records = []
-    *whole, _ = path.read_bytes().split(b"\n")
-    for number, line in enumerate(whole, start=1):
+    *whole, _ = read_regular(path, LARGEST).split(b"\n")
+    for place, line in enumerate(whole, start=1):
         record = parsed(line)
         if record is None:
-            raise BadRun(f"{path}: line {number} is damaged")
+            raise BadRun(f"{path}: line {place} is damaged")
         records.append(record)
     if not records:
         raise BadRun(f"{path}: nothing in it yet")
@@ -78,20 +91,52 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 def parsed(line: bytes) -> dict[str, Any] | None:
     """A record of a line; None if it is none."""
     try:
-        record = json.loads(line)
+        record = strict_json(line)
     except ValueError:  # no JSON, or no UTF-8
         return None
     if not isinstance(record, dict) or not isinstance(record.get("kind"), str):
         return None
-    numbered = isinstance(record.get("step"), int) or record["kind"] not in ("step", "evaluation")
-    return record if numbered else None
+    kind = record["kind"]
+    if kind in ("step", "evaluation"):
+        figures = (value for name, value in record.items() if name != "kind")
+        well = natural(record.get("step"), 1 << 53) and all(f is None or number(f) for f in figures)
+    else:
+        known = _FIELDS.get(kind, {}).items()
+        well = all(is_it(record[name]) for name, is_it in known if name in record)
+    return record if well else None
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+def _is_table(value: Any) -> bool:
+    return isinstance(value, dict)
+
+
+def _is_table_of_numbers(value: Any) -> bool:
+    return isinstance(value, dict) and all(map(number, value.values()))
+
+
+_FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of other kinds of records
+    "run": {
+        **dict.fromkeys(("architecture", "unit"), _is_text),
+        **dict.fromkeys(("steps", "ranks"), natural),
+        **dict.fromkeys(("parameters", "trained_parameters", "memory_mb_before"), number),
+        **dict.fromkeys(("device_bytes", "host_bytes"), _is_table_of_numbers),
+        "environment": _is_table,
+        "began": lambda value: number(value, 1e11),
+    },
+    "end": {"seconds": number},
+}
 
 
 def read_trace(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace of ours. Raises BadRun, OSError."""
+    """The events of a trace of ours. Raises BadRun, Refused, OSError."""
+    data = read_regular(path, LARGEST)
     try:
-        events = json.loads(path.read_bytes())["traceEvents"]
-        if not all(_is_event(event) for event in events):
+        events = strict_json(data)["traceEvents"]
+        if not isinstance(events, list) or not all(_is_event(event) for event in events):
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise BadRun(f"{path}: not a whole trace") from None
@@ -100,6 +145,15 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
 
 def _is_event(event: dict[str, Any]) -> bool:
     """Whether an event has what a picture needs. Raises KeyError, TypeError if it is none at all."""
-    named = isinstance(event["name"], str) and isinstance(event["pid"], int)
-    span = event["ph"] != "X" or (isinstance(event["cat"], str) and event["ts"] >= 0 and event["dur"] >= 0)
-    return named and span
+    if not (isinstance(event["name"], str) and isinstance(event["ph"], str)):
+        return False
+    if not natural(event["pid"], _MOST_RANKS):
+        return False
+    times = event["ph"] != "X" or all(number(event[name]) and event[name] >= 0 for name in ("ts", "dur"))
+    return times and (event["ph"] != "X" or isinstance(event["cat"], str))
+
+
+def traced_step(event: dict[str, Any]) -> int | None:
+    """The number of the step that an event is the span of, in the compute stream; None if of none."""
+    spans = event["ph"] == "X" and event["cat"] == "compute"
+    return int(event["name"][5:]) if spans and _TRACED.fullmatch(event["name"]) else None

@@ -4,10 +4,11 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from shardrt.tools.runs import BadRun, read_trace
+from shardrt.tools.runs import BadRun, read_trace, traced_step
 from shardrt.train import charts
 from shardrt.train.screen import Screen
 from shardrt.train.trace import TRACE
+from shardrt.untrusted import printable, say
 
 Event = dict[str, Any]
 
@@ -55,11 +56,12 @@ def draw(options: argparse.Namespace) -> int:
     if number not in steps:
         raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
-    output.write_text(picture(events, options.rank, number), encoding="utf-8")
+    drawn = printable(picture(events, options.rank, number), lines=True)
+    output.write_text(drawn, encoding="utf-8")
     parts = split(events, options.rank, number)
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
     Screen().explain(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
-    print(f"wrote {output}")
+    say(f"wrote {output}")
     return 0
 
 
@@ -72,9 +74,9 @@ def steps_of(events: list[Event], rank: int) -> dict[int, Event]:
     """Number of each traced step -> the span around it."""
     found = {}
     for event in events:
-        phase, _, number = event["name"].partition(" ")
-        if event["ph"] == "X" and event["pid"] == rank and phase == "step" and number.isdecimal():
-            found[int(number)] = event
+        number = traced_step(event) if event["pid"] == rank else None
+        if number is not None:
+            found[number] = event
     return dict(sorted(found.items()))
 
 

@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.tools import autopsy
-from shardrt.tools.runs import BadRun, parsed
+from shardrt.tools.runs import LARGEST, BadRun, parsed
 from shardrt.train.metrics import METRICS
 from shardrt.train.progress import evaluation_line, step_line
 from shardrt.train.screen import Screen
+from shardrt.untrusted import open_regular, say
 
 EVERY = 0.5  # seconds from one look at the metrics to the next
 _LOOKS = 4  # of these to one at the flight files
@@ -52,7 +53,7 @@ def once(path: Path, metrics: "Metrics", teller: "Teller") -> int:
         teller.tell(latest["end"])
         return 0
     found = autopsy.examine(path)
-    print(found["verdict"] if found["ranks"] else "no flight files: whether it goes on is not known")
+    say(found["verdict"] if found["ranks"] else "no flight files: whether it goes on is not known")
     return found["code"] if found["ranks"] else 0
 
 
@@ -67,7 +68,7 @@ def follow(path: Path, metrics: "Metrics", teller: "Teller") -> int:
                 return 0
         if over:
             found = autopsy.examine(path)
-            print(f"the run has ended: {found['verdict']}", flush=True)
+            say(f"the run has ended: {found['verdict']}")
             return found["code"]
         look += 1
         time.sleep(EVERY)
@@ -92,14 +93,14 @@ class Metrics:
         self._read = 0  # bytes
 
     def new(self) -> Iterator[dict[str, Any]]:
-        """What has come since. A line that is not whole yet waits. Raises BadRun for one that is damaged."""
-        with open(self._path, "rb") as file:
+        """What has come since; of a line only when it is whole. Raises BadRun for a damaged one; Refused."""
+        with open_regular(self._path, LARGEST) as file:
             facts = os.fstat(file.fileno())
             resumed = self._file not in (None, (facts.st_dev, facts.st_ino))
             self._file = facts.st_dev, facts.st_ino
             self._read = 0 if resumed or facts.st_size < self._read else self._read
             file.seek(self._read)
-            *lines, _ = file.read().split(b"\n")
+            *lines, _ = file.read(LARGEST).split(b"\n")
         self._read += sum(len(line) + 1 for line in lines)
         records = [parsed(line) for line in lines]
         if None in records:
@@ -127,7 +128,7 @@ class Teller:
         """One line. Raises BadRun for a record that lacks something."""
         try:
             return self._line(record)
-        except (KeyError, TypeError, ValueError) as error:
+        except (LookupError, TypeError, ValueError) as error:
             told = f"a record of kind {record['kind']!r} is not as expected ({error!r})"
             raise BadRun(f"{METRICS}: {told}") from None
 

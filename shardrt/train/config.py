@@ -22,8 +22,10 @@ from shardrt.nn.lora import add_lora
 from shardrt.nn.module import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
 from shardrt.recompute import checkpoint_blocks
+from shardrt.untrusted import read_regular
 
 Settings = TypeVar("Settings")
+_LARGEST = 1 << 20  # bytes of a TOML file
 
 
 class Nonfinite(Enum):
@@ -340,11 +342,13 @@ def load(kind: type[Settings], path: Path | None, *, section: str = "", size: st
 
 def read_toml(path: Path) -> dict[str, Any]:
     """The tables of a file. Raises ValueError that names it if it is not TOML, OSError."""
-    with open(path, "rb") as file:
-        try:
-            return tomllib.load(file)
-        except ValueError as error:  # TOMLDecodeError, or bytes that are not UTF-8
-            raise ValueError(f"{path}: {error}") from None
+    data = read_regular(path, _LARGEST)
+    try:
+        return tomllib.loads(data.decode())
+    except ValueError as error:  # TOMLDecodeError, or bytes that are not UTF-8
+        raise ValueError(f"{path}: {error}") from None
+    except RecursionError:
+        raise ValueError(f"{path}: it is nested too deeply") from None
 
 
 def dump(settings: Any, path: Path) -> None:

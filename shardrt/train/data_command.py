@@ -4,8 +4,6 @@ A .jsonl file holds one document per line, as {"text": ...}; any other file is o
 """
 
 import argparse
-import hashlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from shardrt.train.data import VOCABULARY
+from shardrt.train.tokenizer import Tokenizer
 from shardrt.train.tokens import SUFFIX, BadTokens, TokenFile, open_tokens, verify, write
+from shardrt.untrusted import open_regular, say, strict_json
 
 _BATCH = 1 << 20  # bytes of text that are tokenised together
 
@@ -46,12 +46,13 @@ def make(options: argparse.Namespace) -> int:
         facts = {"vocabulary": VOCABULARY, "tokenizer": "bytes"}
         file = write(options.file, documents, lambda text: np.frombuffer(text, np.uint8), **facts)
     else:
-        tokenizer, name = open_tokenizer(options.tokenizer)
+        tokenizer = Tokenizer(options.tokenizer)
         last = _end(tokenizer, options)
-        facts = {"vocabulary": vocabulary_of(tokenizer), "tokenizer": name, "end": last[0] if last else None}
+        facts = {"vocabulary": tokenizer.vocabulary, "tokenizer": tokenizer.name}
+        facts["end"] = last[0] if last else None
         found = _tokenised(tokenizer, documents, last)
         file = write(options.file, found, lambda text: text.ids, **facts)
-    print(_told(file))
+    say(_told(file))
     return 0
 
 
@@ -61,7 +62,7 @@ def check(options: argparse.Namespace) -> int:
     verify(file)
     if options.vocabulary is not None:
         file.check_vocabulary(options.vocabulary)
-    print(f"{_told(file)}, whole")
+    say(f"{_told(file)}, whole")
     return 0
 
 
@@ -76,9 +77,10 @@ def _told(file: TokenFile) -> str:
 def _documents(paths: list[Path], field: str) -> Iterator[bytes]:
     for path in paths:
         if path.suffix != ".jsonl":
-            yield path.read_bytes()
+            with open_regular(path) as file:
+                yield file.read()
             continue
-        with open(path, "rb") as lines:
+        with open_regular(path) as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _text_of(line, field, f"{path}, line {number}")
@@ -86,33 +88,12 @@ def _documents(paths: list[Path], field: str) -> Iterator[bytes]:
 
 def _text_of(line: bytes, field: str, place: str) -> bytes:
     try:
-        return json.loads(line)[field].encode()
+        return strict_json(line)[field].encode()
     except (ValueError, KeyError, TypeError, AttributeError):
         raise BadTokens(f"{place}: no JSON object with a text {field!r}") from None
 
 
-def open_tokenizer(path: Path) -> tuple[Any, str]:
-    """A tokenizer.json, as the package tokenizers has it, and its name. Raises BadTokens, OSError."""
-    try:
-        from tokenizers import Tokenizer
-    except ImportError:
-        raise BadTokens("a tokenizer needs a package: pip install tokenizers") from None
-    content = path.read_bytes()
-    try:
-        tokenizer = Tokenizer.from_str(content.decode())
-    except Exception as error:  # the library raises nothing more exact
-        raise BadTokens(f"{path}: no tokenizer ({error})") from None
-    tokenizer.no_truncation()  # what such files say of batches for one model would cut or fill documents
-    tokenizer.no_padding()
-    return tokenizer, f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
-
-
-def vocabulary_of(tokenizer: Any) -> int:
-    """What all its ids are below. Not their number: ids may have holes."""
-    return 1 + max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
-
-
-def _end(tokenizer: Any, options: argparse.Namespace) -> list[int]:
+def _end(tokenizer: Tokenizer, options: argparse.Namespace) -> list[int]:
     """What is put behind each document."""
     last = [] if options.end is None else [tokenizer.token_to_id(options.end)]
     if last == [None]:
@@ -123,17 +104,16 @@ def _end(tokenizer: Any, options: argparse.Namespace) -> list[int]:
 class _Tokenised(bytes):
     """A document with its tokens."""
 
-    ids: list[int]
+    ids: np.ndarray
 
 
-def _tokenised(tokenizer: Any, documents: Iterator[bytes], last: list[int]) -> Iterator[_Tokenised]:
+def _tokenised(tokenizer: Tokenizer, documents: Iterator[bytes], last: list[int]) -> Iterator[_Tokenised]:
     """The documents with their tokens. Many are encoded at once: the library uses a thread for each core."""
     for texts in _batches(documents):
         readable = [text.decode(errors="replace") for text in texts]
-        encoded = tokenizer.encode_batch(readable, add_special_tokens=False)
-        for text, found in zip(texts, encoded, strict=True):
+        for text, found in zip(texts, tokenizer.encode(readable), strict=True):
             document = _Tokenised(text)
-            document.ids = found.ids + last if found.ids else []
+            document.ids = np.append(found, last).astype(np.int64) if found.size else found
             yield document
 
 

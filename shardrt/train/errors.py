@@ -15,10 +15,12 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.untrusted import say
 
 USAGE = 2  # a setting or the command line
 DATA = 65  # a data file, or a checkpoint; EX_DATAERR of sysexits.h
 DIFFERS = 78  # ranks have other settings, code or data than each other; EX_CONFIG
+_LONGEST = 4000  # characters of a message: what a file holds may be in it
 NONFINITE = 80  # the loss, its gradients or the weights are nan or infinite
 COPIES = 82  # ranks that hold copies of a shard hold other bits
 
@@ -46,8 +48,7 @@ def one_line(
     if rank == speaker or (isinstance(failure, worlds.NoRoom) and worlds.launch().local_rank == 0):
         if os.environ.get("SHARDRT_DEBUG"):
             traceback.print_exception(failure)
-        message = " ".join(told(failure).split())
-        print(f"error: {message}", file=sys.stderr, flush=True)
+        say(f"error: {' '.join(told(failure).split())}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -71,4 +72,5 @@ def told(error: BaseException | None) -> str:
     """An error in the words for one line."""
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
-    return str(error)
+    text = str(error)
+    return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."

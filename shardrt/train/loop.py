@@ -25,6 +25,7 @@ from shardrt.train.recipe import Recipe
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
 from shardrt.train.trace import Trace
+from shardrt.untrusted import say
 
 if TYPE_CHECKING:
     from shardrt.train.job import Job
@@ -101,7 +102,7 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
         except StopIteration:
             return
         except (ValueError, OSError) as error:
-            print(f"error: {told(error)}", file=sys.stderr, flush=True)
+            say(f"error: {told(error)}", file=sys.stderr)
             sys.exit(DATA)
         yield batch
 

@@ -22,6 +22,7 @@ from shardrt.train import charts
 from shardrt.train.lock import LOCK, lock
 from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
+from shardrt.untrusted import strict_json
 
 RUNS = Path("runs")
 METRICS = "metrics.jsonl"
@@ -34,7 +35,7 @@ def new_run_directory(name: str) -> Path:
     Raises FileExistsError for a name that is taken, ValueError for one that leads out of runs/.
     """
     if name:
-        if Path(name).name != name or name == "..":
+        if not _is_plain(name):
             raise ValueError(f"name {name!r} must be a plain folder name: the run goes to {RUNS}/NAME")
         directory = RUNS / name
         if directory.exists():
@@ -52,10 +53,15 @@ def new_run_directory(name: str) -> Path:
 
 def resumed_run_directory(name: str) -> Path:
     """runs/`name`, made if need be. Raises ValueError for a name that is empty or leads out of runs/."""
-    if not name or Path(name).name != name or name == "..":
+    if not _is_plain(name):
         raise ValueError(f"resume = 'auto' needs the name of a run, a folder in {RUNS}/; got name {name!r}")
     (RUNS / name).mkdir(parents=True, exist_ok=True)
     return RUNS / name
+
+
+def _is_plain(name: str) -> bool:
+    """Whether it names a folder here, in characters that can be seen and written to a file."""
+    return bool(name) and Path(name).name == name and name != ".." and name.isprintable()
 
 
 class RunLog:
@@ -221,7 +227,7 @@ def _drop_unfinished_line(path: Path) -> None:
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The records of a metrics.jsonl; a last line that was cut off when a run was killed is left out."""
     lines = path.read_text(encoding="utf-8").split("\n")
-    return [json.loads(line) for line in lines[:-1] if line]
+    return [strict_json(line) for line in lines[:-1] if line]
 
 
 @charts.look()

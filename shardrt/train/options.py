@@ -18,6 +18,7 @@ from typing import Any, TypeVar, get_args, get_origin, get_type_hints
 
 from shardrt.train.config import built, is_enum, load, plain, sole_type
 from shardrt.train.errors import launched_rank
+from shardrt.untrusted import printable
 
 Settings = TypeVar("Settings")
 _TRUTH = {"true": True, "false": False}
@@ -48,6 +49,11 @@ def command_line(
     by default those of `kind()`. file: where they are from. Prints help on rank 0 and exits where asked to.
     Raises ValueError that names the option.
     """
+    for argument in arguments:
+        if not argument.isascii() and argument.encode(errors="replace").decode() != argument:
+            raise ValueError(
+                f"{printable(argument)}: its bytes are not UTF-8, so no file of settings can hold it"
+            )
     words = [option.kind.__name__.upper() for option in next(_sections(kind, start))[1] if option.positional]
     usage = " ".join(["%(prog)s", *words, "[OPTIONS]"])
     parser = _Parser(prog=program, description=kind.__doc__, allow_abbrev=False, usage=usage)

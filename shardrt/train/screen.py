@@ -17,6 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from shardrt.comm import world as worlds
+from shardrt.untrusted import encodable, printable, say
 
 PLAIN_WIDTH = 80  # columns where nobody can say how many there are
 _EVERY = 0.1  # seconds between two pictures of the line that moves
@@ -41,15 +42,16 @@ class Screen:
         return self._console.width if self._console else PLAIN_WIDTH
 
     def say(self, line: str) -> None:
-        """Print a line, at once; figures in colour on a terminal.
+        """Print a line, or several, at once; figures in colour on a terminal. Nothing in it moves a cursor.
 
         Where the output is a file on a disk that is full, the line is lost, and the run goes on.
         """
         try:
             if self._console:
-                self._console.print(line, markup=False, emoji=False, soft_wrap=True)
+                shown = encodable(printable(line, lines=True), self._console.file)
+                self._console.print(shown, markup=False, emoji=False, soft_wrap=True)
             elif self.shown:
-                print(line, flush=True)
+                say(line, lines=True)
         except BrokenPipeError:
             if worlds.launch() is None:  # `| head` has had enough; else a launcher is gone
                 raise

@@ -7,6 +7,7 @@ stand for, the largest of them, and XXH3-128 of both tensors. Any safetensors re
 
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,12 +15,14 @@ from pathlib import Path
 import numpy as np
 
 from shardrt.train.filearray import FileArray
+from shardrt.untrusted import open_regular
 
 SUFFIX = ".tokens"
 _FORMAT = "shardrt tokens 1"
 _HEADER = 4096  # bytes kept free for the header while the number of tokens is not known
 _CHUNK = 1 << 22  # tokens that are looked at together
 _NAMES = {"uint8": "U8", "uint16": "U16", "uint32": "U32", "int64": "I64"}
+_NUMBER = re.compile("[0-9]{1,18}")
 _KEYS = ("format", "vocabulary", "tokenizer", "bytes", "largest", "xxh3_128")
 
 
@@ -140,8 +143,7 @@ def open_tokens(path: Path) -> TokenFile:
     """Open a token file. Raises BadTokens that says what is wrong with it, OSError if it can't be read."""
     from safetensors import SafetensorError, safe_open
 
-    with open(path, "rb"):  # a missing file is the system's error, not the library's
-        pass
+    open_regular(path).close()  # a missing file is the system's error; the library waits for a pipe
     try:
         with safe_open(path, "numpy") as opened:
             facts, names = opened.metadata() or {}, set(opened.keys())
@@ -154,17 +156,26 @@ def open_tokens(path: Path) -> TokenFile:
             f"{path}: no token file of format {_FORMAT!r}; make one with `python -m shardrt data make`"
         )
     try:
-        numbers = {name: int(facts[name]) for name in ("vocabulary", "bytes", "largest")}
+        numbers = {name: _natural(facts, name) for name in ("vocabulary", "bytes", "largest")}
         tokens, documents = _found(path, "tokens"), np.asarray(_found(path, "documents"))
-        numbers |= {"end": int(facts["end"])} if "end" in facts else {}
+        numbers |= {"end": _natural(facts, "end")} if "end" in facts else {}
         told = {"tokenizer": facts["tokenizer"], "digest": facts["xxh3_128"]}
         file = TokenFile(path, tokens, documents, **told, **numbers)
     except (KeyError, ValueError) as error:
         raise BadTokens(f"{path}: its header lacks or garbles {error}") from None
+    if not file.bytes:
+        raise BadTokens(f"{path}: its header says that its {tokens.size} tokens are no bytes of text")
     starts = file.documents
     if not tokens.size or not starts.size or starts[0] or not 0 <= starts[-1] < tokens.size:
         raise BadTokens(f"{path}: its documents begin outside of its {tokens.size} tokens")
     return file
+
+
+def _natural(facts: dict[str, str], name: str) -> int:
+    """A number of the header. Raises ValueError for what is none, or more than any file has; KeyError."""
+    if not _NUMBER.fullmatch(facts[name]):
+        raise ValueError(f"{name!r}: {facts[name][:40]!r}")
+    return int(facts[name])
 
 
 def _found(path: Path, name: str) -> FileArray:
@@ -173,6 +184,8 @@ def _found(path: Path, name: str) -> FileArray:
         length = int.from_bytes(file.read(8), "little")
         entry = json.loads(file.read(length))[name]
     kind = {short: np.dtype(long) for long, short in _NAMES.items()}[entry["dtype"]]
+    if kind.name not in (("int64",) if name == "documents" else ("uint8", "uint16", "uint32")):
+        raise ValueError(f"the type of its {name}: {entry['dtype']}")
     (count,) = entry["shape"]
     return FileArray(path, kind, 8 + length + entry["data_offsets"][0], count)
 

@@ -74,6 +74,7 @@ def test_a_start_is_one_copy_of_each_flat_array_whatever_lies_in_it(tmp_path):
             "store",
             "cpu",
             "__init__",
+            "untrusted",
         }
         assert called.total() < 20, called
     (plain,) = run_ranks(1, calls_of_start, tmp_path / "1", False, 2)

@@ -4,6 +4,7 @@ Arrays are NumPy's; bfloat16 is ml_dtypes'. Every launch is checked: as many arg
 the types that it has, a grid and shared memory within CUDA's limits.
 """
 
+import atexit
 import ctypes
 import hashlib
 import os
@@ -20,9 +21,11 @@ import pytest
 
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._compile import HERE
+from shardrt.untrusted import private
 from tests.cuda import fake_cupy
 
 _ONE_AT_A_TIME = threading.Lock()
+ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).with_name("shim.h")
 _SCALARS = {
     "int": np.int32,
@@ -172,12 +175,25 @@ def _parameters(text, defines):
     return result
 
 
+@cache
+def library_folder(path):
+    """`path`, made if need be, if only this user can write there, or else a new one: it holds libraries."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError:  # a checkout that can only be read, or something else of that name
+        pass
+    if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid() and not private(path):
+        return path
+    other = Path(tempfile.mkdtemp(prefix="shardrt-shim-"))  # nobody can know its name
+    atexit.register(shutil.rmtree, other, ignore_errors=True)
+    return other
+
+
 def _compiled(file, code, defines):
-    """The shared library of `code`, from a cache in the temporary directory."""
+    """The shared library of `code`, from a cache in the checkout."""
     headers = "".join(path.read_text() for path in [SHIM, HERE / f"{file}.cu", *sorted(HERE.glob("*.cuh"))])
     key = hashlib.sha256(repr((code, headers, defines)).encode()).hexdigest()[:20]
-    folder = Path(tempfile.gettempdir()) / f"shardrt-shim-{os.getuid()}"
-    folder.mkdir(exist_ok=True)
+    folder = library_folder(ROOT / "build" / "shim")
     target = folder / f"{file}-{key}.so"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:

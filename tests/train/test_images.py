@@ -1,5 +1,10 @@
 """shardrt/train/images.py: order and augmentation as functions of a sample's number; folders; refusals."""
 
+import os
+import struct
+import warnings
+import zlib
+
 import numpy as np
 import pytest
 
@@ -255,3 +260,34 @@ def test_an_error_is_raised_at_its_step_and_closing_ends_the_thread():
     assert next(endless) == 0
     endless.close()
     assert not endless._thread.is_alive()
+
+
+def chunk(kind, content):
+    return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+
+def test_bombs_pipes_and_formats_that_run_programs_are_images_that_cannot_be_read(tmp_path, monkeypatch):
+    PIL = pytest.importorskip("PIL.Image")
+    for place in range(5):
+        write(tmp_path / "a" / f"{place}.png", (place, 0, 0))
+        write(tmp_path / "b" / f"{place}.png", (0, place, 0))
+    head = struct.pack(">IIBBBBB", 30_000, 3_100, 8, 2, 0, 0, 0)  # 93 million pixels: Pillow only warns
+    bomb = (
+        b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", head) + chunk(b"IDAT", zlib.compress(b"")) + chunk(b"IEND", b"")
+    )
+    (tmp_path / "a" / "0.png").write_bytes(bomb)
+    (tmp_path / "a" / "1.png").write_bytes(
+        b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 9 9\n%%EndComments\nshowpage\n"
+    )
+    (tmp_path / "b" / "0.png").unlink()
+    os.mkfifo(tmp_path / "b" / "0.png")
+    (tmp_path / "b" / "1.png").unlink()
+    os.symlink("/dev/zero", tmp_path / "b" / "1.png")
+    train, _ = load_folder(tmp_path, on_corrupt="error")
+    told = ("30000 x 3100 pixels are too many", "cannot identify image file", "regular file", "regular file")
+    monkeypatch.setattr(PIL.Image, "convert", lambda *_: pytest.fail("it was decoded"), raising=True)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for index, why in zip((0, 1, 4, 5), told, strict=True):
+            with pytest.raises(Corrupt, match=why):
+                train.read(index)

@@ -2,6 +2,8 @@
 
 import json
 import os
+import random
+import struct
 import subprocess
 import sys
 
@@ -13,6 +15,8 @@ from shardrt.__main__ import main
 from shardrt.train import data_command
 from shardrt.train.data import cut_windows
 from shardrt.train.tokens import BadTokens, open_tokens, verify, write
+from shardrt.untrusted import printable
+from tests.damage import damaged_bytes, damaged_json
 
 
 def made(path, documents, vocabulary=256):
@@ -218,3 +222,72 @@ def test_a_file_that_is_cut_short_while_it_is_in_use_is_an_error_and_no_signal(t
     with pytest.raises(OSError, match="cut short while it was in use: 200 bytes are missing") as caught:
         cut_windows(file.tokens, [0, 3900], 99)
     assert caught.value.filename == str(file.path)
+
+
+def header_of(path, **facts):
+    """The same file with other facts in its header."""
+    whole = path.read_bytes()
+    header = json.loads(whole[8:4096])
+    header["__metadata__"] |= facts
+    path.write_bytes(whole[:8] + json.dumps(header).encode().ljust(4088) + whole[4096:])
+
+
+@pytest.mark.parametrize("name", ["bytes", "vocabulary", "largest", "end"])
+@pytest.mark.parametrize("number", ["0x10", "-1", "1_0", " 5", "٣", "1" + "0" * 400, "9" * 3000, "nan", ""])
+def test_numbers_of_a_header_that_are_none_or_too_large_are_one_line(tmp_path, capsys, name, number):
+    path = tmp_path / "a.tokens"
+    made(path, [[1, 2, 3], [4, 5]], 300)
+    header_of(path, **{name: number})
+    assert main(["data", "check", str(path)]) == 65
+    error = capsys.readouterr().err
+    assert f"its header lacks or garbles '{name}'" in error and error.count("\n") == 1
+
+
+def test_tokens_that_are_no_bytes_of_text_and_types_that_are_no_tokens_are_one_line(tmp_path, capsys):
+    path = tmp_path / "a.tokens"
+    made(path, [[1, 2, 3, 9], [4, 5, 6, 7]], 300)
+    header_of(path, bytes="0")
+    assert main(["data", "check", str(path)]) == 65
+    assert "are no bytes of text" in capsys.readouterr().err
+    header_of(path, bytes="8")
+    path.write_bytes(path.read_bytes().replace(b'"U16"', b'"F16"'))
+    assert main(["data", "check", str(path)]) == 65
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_damaged_token_files_and_lines_are_read_or_refused_in_a_line(tmp_path, capsys, seed):
+    chosen, path, lines = random.Random(seed), tmp_path / "a.tokens", tmp_path / "a.jsonl"
+    made(path, [[1, 2, 3], [4, 5]], 300)
+    whole = path.read_bytes()
+    (length,) = struct.unpack("<Q", whole[:8])
+    header, codes = json.loads(whole[8 : 8 + length]), set()
+    for number in range(60):
+        text = damaged_json(header, chosen).ljust(length)
+        data = struct.pack("<Q", len(text)) + text + whole[8 + length :]
+        path.write_bytes(damaged_bytes(whole[:300] + whole[300:], chosen) if number % 3 == 0 else data)
+        lines.write_bytes(b'{"text": "one"}\n' + damaged_json({"text": "two", "n": [1, {}]}, chosen) + b"\n")
+        out = tmp_path / f"{number}.tokens"
+        for command in (["check", path], ["make", out, lines]):
+            code = main(["data", *map(str, command)])
+            told = "".join(capsys.readouterr())
+            assert code in (0, 65) and told.count("\n") == 1 and printable(told[:-1]) == told[:-1], told
+            codes.add((command[0], code))
+    assert codes == {("check", 0), ("check", 65), ("make", 0), ("make", 65)}
+
+
+def test_lines_that_are_deep_and_texts_that_are_pipes_are_one_line(tmp_path, capsys):
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": ' + "[" * 100_000 + "]" * 100_000 + "}\n")
+    os.mkfifo(tmp_path / "pipe.txt")
+    os.symlink("/dev/zero", tmp_path / "zero.jsonl")
+    os.symlink("/dev/zero", tmp_path / "zero.tokens")
+    for name, told in (
+        ("a.jsonl", "a.jsonl, line 2: no JSON object with a text 'text'"),
+        ("pipe.txt", "is not a regular file"),
+        ("zero.jsonl", "is not a regular file"),
+    ):
+        assert main(["data", "make", str(tmp_path / "b.tokens"), str(tmp_path / name)]) == 65
+        error = capsys.readouterr().err
+        assert told in error and error.count("\n") == 1
+    assert main(["data", "check", str(tmp_path / "zero.tokens")]) == 65
+    assert "is not a regular file" in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Tokenizers of the package tokenizers, from a tokenizer.json: the library runs in a process of its own.
+
+What a file makes it do, a panic, an abort, memory or time without end, is a BadTokens in one line.
+"""
+
+import hashlib
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+from weakref import finalize
+
+import numpy as np
+
+from shardrt.train import tokenizer_process
+from shardrt.train.tokenizer_process import receive, send
+from shardrt.train.tokens import BadTokens
+from shardrt.untrusted import read_regular
+
+LARGEST = 256 << 20  # bytes of a tokenizer.json; Gemma's has an eighth of that
+
+
+class Tokenizer:
+    """A tokenizer.json. `name`: the file's, with its hash; `vocabulary`: what all ids are below.
+
+    Raises BadTokens, naming the file, for what the library refuses or does not survive, here and in every
+    method; Refused for what is no file to read, OSError.
+    """
+
+    def __init__(self, path: Path) -> None:
+        if find_spec("tokenizers") is None:
+            raise BadTokens("a tokenizer needs a package: pip install tokenizers")
+        self.path, content = path, read_regular(path, LARGEST)
+        self.name = f"{path.name} sha256 {hashlib.sha256(content).hexdigest()[:16]}"
+        try:
+            self._content = content.decode()
+        except ValueError as error:
+            raise BadTokens(f"{path}: no tokenizer ({error})") from None
+        self._process: _Process | None = None
+        self._begin()
+
+    def token_to_id(self, token: str) -> int | None:
+        """The id of a token; None if it is none."""
+        return self._ask("token", token)[0]
+
+    def encode(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """The ids of each text, uint32, without special tokens around it.
+
+        Many texts are encoded at once: the library uses a thread for each core.
+        """
+        sizes, ids = self._ask("encode", list(texts), sum(map(len, texts)))
+        ends = np.cumsum(sizes, dtype=np.int64).tolist()
+        whole = np.frombuffer(ids, np.uint32)
+        return [whole[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of ids."""
+        return self._ask("decode", list(ids), len(ids))[0]
+
+    def close(self) -> None:
+        """End the process; when something is asked again, another is started."""
+        if self._process is not None:
+            self._process.end()
+        self._process = None
+
+    def _begin(self) -> None:
+        self._process = _Process()
+        self.vocabulary: int = self._ask("load", self._content)[0]
+
+    def _ask(self, do: str, given: Any, size: int = 0) -> tuple[Any, bytes]:
+        """(what the process says, numbers)."""
+        if self._process is None:
+            self._begin()
+        size += len(self._content)
+        answer = self._process.ask({"do": do, "with": given, "size": size})
+        if answer is None:
+            told = self._process.last_words(tokenizer_process.seconds(size))
+            self._process = None
+            raise BadTokens(f"{self.path}: the library tokenizers does not survive it ({told})")
+        if "error" in answer[0]:
+            what = "no tokenizer" if do == "load" else "the library tokenizers refuses"
+            raise BadTokens(f"{self.path}: {what} ({answer[0]['error']})")
+        return answer[0]["is"], answer[1]
+
+
+class _Process:
+    """One of tokenizer_process.py, until it is ended or forgotten."""
+
+    def __init__(self) -> None:
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 (it lives as long as the process)
+        # -P: the modules beside that file are not for it, nor for the library.
+        command = [sys.executable, "-P", tokenizer_process.__file__]
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self._complaints}
+        self._child = subprocess.Popen(command, **pipes)
+        self.end = finalize(self, _end, self._child)
+
+    def ask(self, request: dict[str, Any]) -> tuple[dict[str, Any], bytes] | None:
+        """The two parts of its answer; None if it gives none."""
+        try:
+            send(self._child.stdin, json.dumps(request).encode())
+            self._child.stdin.flush()
+        except BrokenPipeError:
+            return None
+        parts = receive(self._child.stdout), receive(self._child.stdout)
+        return None if None in parts else (json.loads(parts[0]), parts[1])
+
+    def last_words(self, seconds: float) -> str:
+        """How it ended."""
+        self.end()
+        code = self._child.returncode
+        if code == -signal.SIGPROF:
+            return f"it took more than {seconds:.0f} s"
+        ended = f"exit code {code}" if code >= 0 else signal.Signals(-code).name
+        self._complaints.seek(0)
+        lines = self._complaints.read(1 << 20).decode(errors="replace").split("\n")
+        return ": ".join([ended, *[line.strip() for line in lines if line.strip()][:2]])[:300]
+
+
+def _end(child: subprocess.Popen) -> None:
+    """It goes when nothing more comes; one that works on something is not waited for."""
+    child.stdin.close()
+    try:
+        child.wait(0.2)
+    except subprocess.TimeoutExpired:
+        child.kill()
+        child.wait()
+    child.stdout.close()

@@ -1,0 +1,172 @@
+"""What others may have made, files and names: read within limits, and shown so that it stays on its line.
+
+A file may be a pipe that nobody writes to, a device without an end, or JSON that is deep or has numbers
+beyond every type. A name or a text may hold what a terminal obeys. All that comes in from outside goes
+through here, and what it says is then checked by those who know what it should be.
+"""
+
+import json
+import os
+import stat
+import sys
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NoReturn, TextIO
+
+DEPTH = 100  # of JSON
+_LARGEST = 1e300  # of its numbers: what is below can be multiplied by a million as a float
+
+
+class Refused(ValueError):
+    """A file that is not read at all. The message names it and says why."""
+
+
+def open_regular(path: Path, limit: int | None = None) -> BinaryIO:
+    """Open a regular file for reading, of at most `limit` bytes. Does not wait, whatever lies there.
+
+    Raises Refused for pipes, devices, sockets and longer files; OSError, folders included.
+    """
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+    try:
+        found = os.fstat(descriptor)
+        if stat.S_ISDIR(found.st_mode):
+            raise IsADirectoryError(21, "Is a directory", str(path))
+        if not stat.S_ISREG(found.st_mode):
+            raise Refused(f"{path} is not a regular file")
+        if limit is not None and found.st_size > limit:
+            raise Refused(f"{path}: {found.st_size} bytes are too many for this file, at most {limit}")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_regular(path: Path, limit: int) -> bytes:
+    """All of a regular file. Raises Refused, OSError as open_regular does; also where it grows meanwhile."""
+    with open_regular(path, limit) as file:
+        data = file.read(limit + 1)  # files of /proc have no size
+    if len(data) > limit:
+        raise Refused(f"{path}: more than {limit} bytes are too many for this file")
+    return data
+
+
+def strict_json(data: bytes | str, *, any_number: bool = False) -> Any:
+    """The value of a JSON text that is no deeper than DEPTH and whose numbers are finite, below 1e300.
+
+    any_number: but for nan they may be larger, and infinite. Raises ValueError, without the file's name: for
+    what is no JSON, and for a key that is there twice.
+    """
+    constants = _infinity if any_number else _refuse
+    try:
+        value = json.loads(data, object_pairs_hook=_once, parse_constant=constants)
+    except RecursionError:
+        raise ValueError(f"it is nested more than {DEPTH} deep") from None
+    level = [value]
+    for _ in range(DEPTH):
+        inside: list[Any] = []
+        for item in level:
+            if isinstance(item, dict):
+                inside.extend(item.values())
+            elif isinstance(item, list):
+                inside.extend(item)
+            elif isinstance(item, int | float) and not any_number and not abs(item) < _LARGEST:
+                raise ValueError("a number is too large")
+        if not inside:
+            return value
+        level = inside
+    raise ValueError(f"it is nested more than {DEPTH} deep")
+
+
+def natural(value: Any, below: int = 1 << 62) -> bool:
+    """Whether a value of JSON is an integer from 0 on; JSON's true is 1 for Python, and is none."""
+    return type(value) is int and 0 <= value < below
+
+
+def number(value: Any, most: float = 1e30) -> bool:
+    """Whether a value of JSON is a number of at most `most` in magnitude, and neither true nor false."""
+    return type(value) in (int, float) and -most <= value <= most  # nan is not
+
+
+def printable(text: Any, *, lines: bool = False) -> str:
+    r"""str(text) with everything that a terminal obeys, or that nobody sees, written out: \x1b, \u202e.
+
+    lines: it is a text of several lines, whose ends stay.
+    """
+    text = str(text)
+    if text.isprintable():
+        return text
+    kept = "\n\t" if lines else ""
+    return "".join(c if c.isprintable() or c in kept or _is_space(c) else _written_out(c) for c in text)
+
+
+def say(*texts: Any, file: TextIO | None = None, lines: bool = False) -> None:
+    """Print `printable(text)` of each, a line each, at once; what the file can't encode is written out."""
+    file = sys.stdout if file is None else file
+    for text in texts:
+        print(encodable(printable(text, lines=lines), file), file=file)
+    file.flush()
+
+
+def encodable(text: str, file: TextIO | None) -> str:
+    """The text with what the file's encoding lacks written out, as \\xe9 in ASCII."""
+    encoding = getattr(file, "encoding", None) or "utf-8"
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
+def private(path: Path, *users: int) -> str:
+    """ "" if nobody but this user, root and `users` can put a file into the folder; else what is wrong.
+
+    A folder that is not there yet is judged by those above it. Links on the way count as what they lead to.
+    """
+    folder = Path(os.path.realpath(path))
+    there = [place for place in (folder, *folder.parents) if place.exists()]
+    for place in there:
+        found = place.stat()
+        if found.st_uid not in (0, os.getuid(), *users):
+            return f"{place} belongs to another user"
+        others = found.st_mode & stat.S_IWOTH or (
+            found.st_mode & stat.S_IWGRP and not _own_group(found.st_gid, found.st_uid)
+        )
+        if others and not (place != there[0] and found.st_mode & stat.S_ISVTX):  # what is there, stays there
+            return f"{place} can be written by other users"
+    return ""
+
+
+def _own_group(group: int, user: int) -> bool:
+    """Whether a group is that of one user, as many systems make one for each."""
+    import grp
+    import pwd
+
+    try:
+        found, owner = grp.getgrgid(group), pwd.getpwuid(user)
+    except KeyError:
+        return False
+    return found.gr_name == owner.pw_name and not set(found.gr_mem) - {owner.pw_name}
+
+
+def _is_space(character: str) -> bool:
+    return unicodedata.category(character) == "Zs"
+
+
+def _written_out(character: str) -> str:
+    return character.encode("unicode_escape").decode("ascii")
+
+
+def _once(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object. JSON allows a key twice, and Python takes the last without a word."""
+    pairs = list(pairs)
+    table = dict(pairs)
+    if len(table) != len(pairs):
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
+        raise ValueError(f"{twice[:80]!r} stands there twice")
+    return table
+
+
+def _infinity(constant: str) -> float:
+    return _refuse(constant) if constant == "NaN" else float(constant)
+
+
+def _refuse(constant: str) -> NoReturn:
+    raise ValueError(f"{constant} is not a number")
