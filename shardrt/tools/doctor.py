@@ -26,5 +26,5 @@ def doctor(options: argparse.Namespace) -> int:
     """Print the report; gives the exit code."""
     module = machine if options.path is None else autopsy
     found = machine.examine() if options.path is None else autopsy.examine(options.path)
-    say(*([json.dumps(found)] if options.json else module.lines(found)))
+    say(*([json.dumps(found)] if options.json else module.lines(found)), lines=True)
     return found["code"]

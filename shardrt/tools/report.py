@@ -141,7 +141,7 @@ def _memory(run: Run) -> list[str]:
 def _planned(run: Run) -> list[tuple[str, str, int]]:
     about = run.about
     places = (("device", about.get("device_bytes", {})), ("host", about.get("host_bytes", {})))
-    return [(place, name, nbytes) for place, table in places for name, nbytes in table.items()]
+    return [(place, printable(name), nbytes) for place, table in places for name, nbytes in table.items()]
 
 
 def _time(run: Run) -> list[str]:

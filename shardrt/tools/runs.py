@@ -12,7 +12,7 @@ from typing import Any
 from shardrt.tools import autopsy
 from shardrt.train.metrics import METRICS
 from shardrt.train.trace import TRACE
-from shardrt.untrusted import natural, number, read_regular, strict_json
+from shardrt.untrusted import natural, number, printable, read_regular, strict_json
 
 LARGEST = 1 << 30  # bytes of a metrics.jsonl, or a trace
 _LARGEST_CONFIG = 1 << 24
@@ -40,7 +40,7 @@ class Run:
     @property
     def unit(self) -> str:
         """What the rate counts: "token", "image"."""
-        return self.about.get("unit", "token")
+        return printable(self.about.get("unit", "token"))
 
     @property
     def total(self) -> int | None:
@@ -140,6 +140,10 @@ def read_trace(path: Path) -> list[dict[str, Any]]:
             raise TypeError
     except (ValueError, KeyError, TypeError):
         raise BadRun(f"{path}: not a whole trace") from None
+    for event in events:  # drawn with fonts, which have no characters for the rest
+        event["name"] = printable(event["name"])
+        if event["ph"] == "X":
+            event["cat"] = printable(event["cat"])
     return events
 
 

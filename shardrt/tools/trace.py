@@ -56,7 +56,10 @@ def draw(options: argparse.Namespace) -> int:
     if number not in steps:
         raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
-    drawn = printable(picture(events, options.rank, number), lines=True)
+    try:
+        drawn = printable(picture(events, options.rank, number), lines=True)
+    except ValueError as error:  # names that matplotlib takes for formulas, and are none
+        raise BadRun(f"{options.path}: can't be drawn ({error})") from None
     output.write_text(drawn, encoding="utf-8")
     parts = split(events, options.rank, number)
     told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
