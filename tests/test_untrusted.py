@@ -1,4 +1,4 @@
-"""Files, names and texts that others may have made: one line, a documented code, nothing raw on a terminal."""
+"""Files, names and texts of others: one line, a documented code, nothing raw on a terminal."""
 
 import io
 import json
