@@ -300,6 +300,7 @@ class Backward:
         self.outer = outer
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self._at_end: list = []
+        self._hooks: list = []
 
     def upcoming(self, kind: type[Function] | tuple[type[Function], ...]) -> Iterator[Function]:
         """The nodes of one kind that run after the present one, in order: what prefetch looks ahead to."""
@@ -309,12 +310,19 @@ class Backward:
         if self.outer is not None:
             yield from self.outer.upcoming(kind)
 
-    def at_end(self, function: Any) -> None:
-        """Call `function()` once, when the last node of the outermost run has run."""
-        if self.outer is not None:
-            self.outer.at_end(function)
-        elif function not in self._at_end:
-            self._at_end.append(function)
+    @property
+    def outermost(self) -> "Backward":
+        """The run that is inside of no other."""
+        return self if self.outer is None else self.outer.outermost
+
+    def at_end(self, function: Any, hook: bool = False) -> None:
+        """Call `function()` once, when the last node of the outermost run has run; users' hooks last.
+
+        Then gradients are reduced, and updates that an optimizer makes during backward are there.
+        """
+        functions = self.outermost._hooks if hook else self.outermost._at_end
+        if function not in functions:
+            functions.append(function)
 
     def is_to_come(self, node: Function) -> bool:
         """Whether `node` runs after the present one, in this run or in one around it."""
@@ -333,8 +341,9 @@ class Backward:
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
-            for function in self._at_end:
-                function()
+            for functions in (self._at_end, self._hooks):
+                for function in functions:  # which may add more
+                    function()
         finally:
             _state.running = before
 

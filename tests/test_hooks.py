@@ -7,7 +7,7 @@ import pytest
 
 import shardrt
 from shardrt import Tensor, nn, no_grad, optim
-from shardrt.comm import init_device_mesh
+from shardrt.comm import DelayedCommunicator, init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, no_sync
 from shardrt.recompute import checkpoint
 from tests.gradcheck import leaf, normal
@@ -164,6 +164,41 @@ def test_a_parameter_hook_may_update_and_forget():
         results.append([p.data.copy() for p in layer.parameters()])
     for one, other in zip(*results, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class InABox(nn.Module):
+    """A forward whose tensor nobody finds; its last layer is in the outermost unit, which is reduced last."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x):
+        return type("Box", (), {"tensor": self.last(self.first(x))})()
+
+
+def reductions_are_late(in_backward):
+    """What a parameter's hook finds in each step, and what is there when backward has returned."""
+    shardrt.manual_seed(1)
+    mesh = init_device_mesh(wrap=lambda communicator: DelayedCommunicator(communicator, 0.02))
+    model = InABox()
+    fully_shard(model.first, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, in_backward=in_backward)
+    found, there, parameter = [], [], model.last.weight
+    parameter.register_post_accumulate_grad_hook(lambda p: found.append([p.grad.copy(), p.shard.copy()]))
+    for step in (1, 2):
+        model(ones(2, 4) * (step + mesh.rank)).tensor.sum().backward()
+        there.append([parameter.grad.copy(), parameter.shard.copy()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, there
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+def test_a_parameter_hook_comes_after_the_reduction_and_the_update(in_backward):
+    for found, there in run_ranks(2, reductions_are_late, in_backward):
+        np.testing.assert_array_equal(found, there)
 
 
 class Block(nn.Module):

@@ -136,8 +136,10 @@ class Parameter(Tensor):
         """
         start, stop, _ = self.storage.range_of(self)
         self.storage.before_write()
-        yield self.storage.shard[start:stop]
-        self.storage.modified()
+        try:
+            yield self.storage.shard[start:stop]
+        finally:
+            self.storage.modified()
 
     @property
     def grad(self) -> Array | None:
@@ -204,7 +206,7 @@ class Parameter(Tensor):
 
     def gradient_target(self) -> tuple[Array, bool, Any]:
         if self._hooks and autograd.running() is not None:
-            autograd.running().at_end(self._call_hooks)
+            autograd.running().at_end(self._call_hooks, hook=True)
         return self.storage.gradient_target(self)
 
     def register_hook(self, hook: Any) -> RemovableHandle:
