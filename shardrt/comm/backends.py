@@ -10,20 +10,21 @@ from shardrt.device import Device, cuda
 
 KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
 DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
+HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
 
 
 def for_device(host: Communicator, device: Device, kind: str, role: str) -> Communicator:
     """The communicator for `device`'s arrays in a role, over the ranks of `host`. Collective.
 
     It takes over `host`; on the CPU it is `host`. On a GPU it is "staged", "nccl" or "ipc" (the ranks of one
-    node); "auto" takes NCCL where every rank has a GPU of its own, else "staged". The control role carries
-    mostly host arrays, so it is always staged.
+    node); "auto" takes NCCL where every rank has a GPU of its own, else "staged". HOST_ROLES are always
+    staged, which leaves host arrays where they are.
     """
     if device.name == "cpu":
         return host
     if host.size == 1:
         return SingleCommunicator(device)
-    if role == "control" or kind == "staged":
+    if role in HOST_ROLES or kind == "staged":
         return StagedCommunicator(host, device)
     if kind == "ipc":
         from shardrt.comm.ipc import IPCCommunicator

@@ -1,7 +1,7 @@
 """A mesh of ranks: an array of them, whose slices along an axis are the groups that communicate.
 
-The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control"), so that
-gathers never queue behind reductions. It does not say what is sharded along which axis.
+The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control", "used"), so
+that gathers never queue behind reductions. It does not say what is sharded along which axis.
 """
 
 from collections.abc import Callable
@@ -137,10 +137,12 @@ class DeviceMesh:
     def stream(self, role: str) -> Stream:
         """The stream in which the communicators for `role` are used, by all models on this mesh.
 
-        One for all: a communicator's calls must come in the order of the program, on every rank.
+        One for all: a communicator's calls must come in the order of the program, on every rank. That of
+        "used" is a thread of the host on every device.
         """
         if role not in self._streams:
-            self._streams[role] = self.device.new_stream(role)
+            place = devices.get("cpu") if role == "used" else self.device
+            self._streams[role] = place.new_stream(role)
         return self._streams[role]
 
     def size_of(self, dim: int | str) -> int:

@@ -8,7 +8,7 @@ to it, and collectives.py moves it.
 
 import os
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -78,7 +78,8 @@ class Group(Storage):
         self._uses_read: Array | None = None
         self.reductions = 0  # how many have gone into the sharded gradient
         self.covered: set[int] = set()  # positions of the parameters of which something was in them
-        self.used = False  # whether any of them was more than zeros
+        self._used = False  # whether any of them was more than zeros, as far as this rank knows
+        self.told_used: Callable[[], bool] | None = None  # waits for what the other ranks know
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
@@ -205,6 +206,17 @@ class Group(Storage):
             )
         return self.sums[0] if self.used else None
 
+    @property
+    def used(self) -> bool:
+        """Whether any rank has put more than zeros into the gradient. Waits where only others can know."""
+        if not self._used and self.told_used is not None:
+            self._used = self.told_used()
+        return self._used
+
+    @used.setter
+    def used(self, used: bool) -> None:
+        self._used = used
+
     def has_gradient(self, parameter: Parameter) -> bool:
         position = self.position[id(parameter)]
         if self.gradient is None or position not in self.covered:
@@ -229,7 +241,7 @@ class Group(Storage):
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
-        self.reductions, self.used, self._uses_read = 0, False, None
+        self.reductions, self._used, self.told_used, self._uses_read = 0, False, None, None
         self.covered.clear()
         if self.open_gradient is not None:
             self.unit.schedule.discard_gradient(self)

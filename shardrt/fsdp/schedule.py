@@ -15,8 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 
-import numpy as np
-
 from shardrt import autograd, random, recompute
 from shardrt.autograd import Function, on_tape
 from shardrt.comm.mesh import DeviceMesh
@@ -29,6 +27,7 @@ from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit
+from shardrt.fsdp.used import Used
 
 
 class Schedule:
@@ -57,16 +56,17 @@ class Schedule:
         # What backward must come to, on ranks whose loss does not need it too. With its place in the plan: a
         # unit that this rank skipped.
         self._to_come: list[tuple[int | None, Function]] = []
-        self._in_backward = False
+        self._backward: autograd.Backward | None = None  # that has begun and not ended; it may have raised
         self._micro_batch_begun = False  # whose backward has not ended
+        self._flows = False  # the unit left last in this forward has given what requires a gradient
         self._calls = 0  # uses of random numbers before the first micro-batch of the step
         self._reduced: list[Group] = []  # in the present backward
-        self._wrote: dict[Group, bool] = {}  # of those that had no gradient before: whether this rank has one
         # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
         self._started: dict[Unit, float] = {}
         self.trained = Trained((group for unit in units for group in unit.groups), self.control)
+        self._used = Used(mesh)
 
     # -- forward
 
@@ -102,11 +102,12 @@ class Schedule:
         self._draw("forward", unit)
         if self._planned and not again:
             self._pass_by(self.plan.skip_out_of(unit))
-        marked = bool(recorded(unit, outputs))
-        unit.kept = marked and not unit.reshard_after_forward
+        comes = bool(recorded(unit, outputs))
         if autograd.is_grad_enabled():
-            unit.needed_in_backward = marked
-        then: list[Function] = [Regather(unit, self.tape)] if marked else []
+            comes |= unit.partly_trained  # another rank may have used more of it
+            unit.needed_in_backward = self._flows = comes
+        unit.kept = comes and not unit.reshard_after_forward
+        then: list[Function] = [Regather(unit, self.tape)] if comes else []
         for node in then:
             self._must_come(node)
         outputs = mark(unit, outputs, then if again or self.depth > 1 else self._settle(unit))
@@ -133,7 +134,7 @@ class Schedule:
                     self._release(other)
 
     def _begin_forward(self, unit: Unit) -> None:
-        if self._in_backward:  # the last backward raised
+        if self._backward is not None:
             self._reset()
         self._planned = unit is self.root
         self._to_come = []
@@ -144,7 +145,10 @@ class Schedule:
             self._show("forward", unit)
         for other in self.units:
             other.modules_done.clear()
-        self.trained.follow(self.lanes)
+        self._flows = False
+        if self.trained.follow(self.lanes):
+            for other in self.units:
+                other.needed_in_backward = None
         if autograd.is_grad_enabled() or recompute.current() is not None:
             if not self.trained.changed:
                 self._have_gradient_slots()
@@ -206,7 +210,7 @@ class Schedule:
             place = self.plan.advance(used=False)
             self.ensure(unit)
             self._prefetch(self.plan.upcoming())
-            needed = autograd.is_grad_enabled() and unit.needed_in_backward
+            needed = autograd.is_grad_enabled() and self._needed_in_backward(unit)
             unit.kept = needed and not unit.reshard_after_forward
             if needed:
                 self._must_come(Regather(unit, self.tape), place)
@@ -214,6 +218,12 @@ class Schedule:
             around.append(unit)
         for unit in reversed(around):
             self._release_after_forward(unit)
+
+    def _needed_in_backward(self, unit: Unit) -> bool:
+        """Whether backward comes to `unit` on ranks that use it, as far as this one knows, which skips it."""
+        if unit.needed_in_backward is not None:
+            return unit.needed_in_backward
+        return unit.trainable or self._flows
 
     def _must_come(self, node: Function, place: int | None = None) -> None:
         """Have backward come to `node` on this rank, whatever its loss uses: on others it does."""
@@ -256,12 +266,16 @@ class Schedule:
         self._started.setdefault(unit, time.perf_counter())
 
     def _begin_backward(self) -> None:
-        if not self._in_backward:
-            self._in_backward = True
-            self.mesh.part("backward")
-            autograd.running().at_end(self._end_backward)
-            if self.trained.changed:
-                self._have_gradient_slots()
+        run = autograd.running().outermost
+        if self._backward is run:
+            return
+        if self._backward is not None:
+            self._reset()
+        self._backward = run
+        self.mesh.part("backward")
+        run.at_end(self._end_backward)
+        if self.trained.changed:
+            self._have_gradient_slots()
 
     def _next_in_backward(self, run: autograd.Backward) -> Iterator[Unit]:
         for node in run.upcoming((Regather, recompute.Recompute)):
@@ -322,9 +336,8 @@ class Schedule:
         self._reduced.append(group)
         if group.finds_unused:
             group.used = True  # the reduction tells of each parameter
-        elif group in self._wrote or not group.used:
-            self._wrote[group] = bool(opened.written) or self._wrote.get(group, False)
-            group.used = self._wrote[group]
+        else:
+            self._used.reduced(group, bool(opened.written))
         self._show("reduce", group.unit)
         if group.used and not self._comes_again(group.unit):
             self._tell(group)
@@ -344,22 +357,14 @@ class Schedule:
                     self._reduce(group, group.open_gradient)  # accumulated before, and not used this time
                 elif group.trainable and unit.turns is not None and group not in self._reduced:
                     self._reduce(group, self.open_gradient(group))  # zeros have their place too
-        self._agree_on_used()
+        for group in self._used.end_backward():
+            if group.on_gradient is not None and group.used:
+                self._tell(group)  # it updates now what only other ranks have used
         for group in self._reduced:
             self.lanes.compute.wait(group.gradient_ready)  # the optimizer and clipping read the gradients
-        self._reduced, self._wrote = [], {}
-        self._in_backward = False
+        self._reduced = []
+        self._backward = None
         self._end_micro_batch()
-
-    def _agree_on_used(self) -> None:
-        """A gradient that is zero because no rank has written any of it is none. Collective."""
-        if self._wrote and self.mesh.size > 1:
-            wrote = np.array(list(self._wrote.values()), np.int64)
-            self.control.all_reduce(wrote, op="max", stream=self.lanes.compute)
-            for group, anybody in zip(self._wrote, wrote, strict=True):
-                if anybody and not group.used:
-                    group.used = True
-                    self._tell(group)
 
     def _end_micro_batch(self) -> None:
         if self._micro_batch_begun:
@@ -451,11 +456,12 @@ class Schedule:
         self._release(unit)
 
     def _reset(self) -> None:
-        """After an error in backward: give every slot back."""
+        """The last backward raised: give every slot back."""
         self._entered.clear()
-        self._in_backward = False
+        self._backward = None
         self._end_micro_batch()
-        self._reduced, self._wrote = [], {}
+        self._reduced = []
+        self._used.forget()
         self.tape = Tape()
         for unit in self.units:
             unit.to_come.clear()

@@ -24,11 +24,14 @@ class Trained:
         self._at_first = self._pattern()
         control.register_names([group.called for group in self.groups])
 
-    def follow(self, lanes: Lanes) -> None:
-        """A forward begins: take over what the user has frozen or unfrozen. Frees what is not needed now."""
+    def follow(self, lanes: Lanes) -> bool:
+        """A forward begins: take over what the user has frozen or unfrozen, if anything; gives whether.
+
+        Frees the memory that is not needed now.
+        """
         wanted = [(group.to_train(), group.unit.find_unused) for group in self.groups]
         if wanted == [(group.trained, group.finds_unused) for group in self.groups]:
-            return
+            return False
         lanes.reduce.synchronize()  # nothing reads or writes the memory that goes
         lanes.download.synchronize()
         for group, (trained, finds_unused) in zip(self.groups, wanted, strict=True):
@@ -45,6 +48,7 @@ class Trained:
         for group in self.groups:
             group.called = group.label + told
         self._control.register_names([group.called for group in self.groups])
+        return True
 
     def agree(self, lanes: Lanes) -> None:
         """Before memory is made anew, which ranks do together: find that all have come to it. Collective."""

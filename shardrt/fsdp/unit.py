@@ -66,7 +66,8 @@ class Unit:
         self.stale = False  # the shards have changed since the last gather
         self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
         self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
-        self.needed_in_backward = self.trainable  # whether the last forward that was recorded left it work
+        # Whether the last forward that was recorded left it work; None: there was none as it is trained now
+        self.needed_in_backward: bool | None = None
         self.kept = False  # gathered from the last forward to backward
         self.find_unused = False  # ranks tell each other which parameters they have used
         self.divide_factor = float(settings.mesh.size)
@@ -87,6 +88,11 @@ class Unit:
     def trainable(self) -> bool:
         """Whether any of them has a gradient."""
         return any(group.trainable for group in self.groups)
+
+    @property
+    def partly_trained(self) -> bool:
+        """Whether some of them have gradients and others have not."""
+        return 0 < sum(len(group.trained) for group in self.groups) < len(self.parameters)
 
     @property
     def turns(self) -> int | None:

@@ -145,6 +145,40 @@ def test_an_update_in_backward_waits_for_the_last_forward(settings):
         assert all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
+def one_backward_raises(model, batches):
+    """The newer of two forwards fails in the middle of its backward; the other one goes on."""
+
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    kept = loss_of(model, *batches[0])
+    plain, block = model.blocks[1].forward, model.blocks[1]
+
+    def failing(x):
+        y = plain(x)
+        y.register_hook(fail)
+        return y
+
+    block.forward = failing
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, *batches[1]).backward()
+    block.forward = plain
+    model.zero_grad()
+    (kept * 2.0).backward()
+
+
+def only_the_first(model, batches):
+    (loss_of(model, *batches[0]) * 2.0).backward()
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "SHARD_OPT"}, {"recomputed": Block}], ids=str)
+def test_after_a_backward_that_raised_another_forward_has_its_own_whole(settings):
+    expected, _ = thread.run(2, of, only_the_first, **settings)[0]
+    found, _ = thread.run(2, of, one_backward_raises, **settings)[0]
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
+
+
 def invariant(recomputed):
     """Gradients of four micro-batches, in each of which the model runs twice."""
     shardrt.manual_seed(3)

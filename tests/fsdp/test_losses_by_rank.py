@@ -1,5 +1,6 @@
 """All heads run on every rank, each rank's loss uses others: tasks, modalities, labels that are missing."""
 
+import threading
 from contextlib import nullcontext
 
 import numpy as np
@@ -9,11 +10,13 @@ import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.comm.wrapper import Wrapper
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     fully_shard,
     no_sync,
+    set_find_unused_parameters,
     set_world_invariant,
     units,
 )
@@ -244,3 +247,64 @@ def test_what_a_backward_only_passed_is_there_for_the_next():
     for name, gradient in thread.run(2, in_two_backwards)[0].items():
         expected = plain.get_parameter(name).grad
         np.testing.assert_allclose(gradient, expected, rtol=1e-4, atol=1e-7, err_msg=name)
+
+
+class Held(Wrapper):
+    """Holds back what ranks tell each other of what they have used, until `gate` is set."""
+
+    def __init__(self, inner, gate, sent, came):
+        super().__init__(inner)
+        self.args = gate, sent, came
+
+    def _before(self, call, buffer, stream):
+        gate, sent, came = self.args
+        if stream.name == "used":
+            sent.append((call, buffer.size))
+            stream.submit(lambda: came.append(gate.wait(10)))
+
+    def _wrap(self, inner):
+        return Held(inner, *self.args)
+
+
+EVERYTHING = ("one", "twice", "tower")
+
+
+def two_backwards(uses, find=False):
+    """(what was sent, what came before it was asked for, the units with a gradient by then, in the end)."""
+    args = gate, sent, came = threading.Event(), [], []
+    mesh = init_device_mesh("auto", wrap=lambda communicator: Held(communicator, *args))
+    model = build(Heads, mesh)
+    set_find_unused_parameters(model, find)
+    parameters = [p for name, p in model.named_parameters() if not name.startswith("cut")]
+    optimizer = optim.SGD(parameters, lr=0.1)
+    mine = uses[mesh.rank]
+
+    def units_with_gradients(names):
+        parts = [(name, model.get_submodule(name)) for name in names]
+        return [name for name, part in parts if next(iter(part.parameters())).grad is not None]
+
+    loss_of(model, mine, mesh.rank).backward()
+    own = units_with_gradients(mine)
+    if mine == EVERYTHING:
+        optimizer.step()
+    early = list(came)
+    gate.set()
+    loss_of(model, mine, mesh.rank).backward()
+    return sent, early, own, units_with_gradients(EVERYTHING)
+
+
+def test_ranks_tell_each_other_once_and_only_who_does_not_know_waits():
+    everything = thread.run(2, two_backwards, [EVERYTHING] * 2)
+    # Of six units; the second time of those that nobody has used, which the one that is detached always is.
+    assert everything == [([("all_reduce", 6), ("all_reduce", 1)], [], [*EVERYTHING], [*EVERYTHING])] * 2
+    sent = [("all_reduce", 6), ("all_reduce", 2)]
+    for uses, found in zip(
+        ("one", "tower"), thread.run(2, two_backwards, [("one",), ("tower",)]), strict=True
+    ):
+        assert found == (sent, [], [uses], ["one", "tower"])
+
+
+def test_nothing_is_sent_where_each_reduction_tells_or_there_is_one_rank():
+    for sent, *_, in_the_end in thread.run(2, two_backwards, [("one",), ("tower",)], find=True):
+        assert (sent, in_the_end) == ([], ["one", "tower"])
+    assert thread.run(1, two_backwards, [("one",)]) == [([], [], ["one"], ["one"])]

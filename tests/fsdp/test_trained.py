@@ -427,3 +427,105 @@ def test_integers_that_are_to_be_trained_are_named():
     model.requires_grad_(True)
     with pytest.raises(TypeError, match="parameter 'table' is int64 and can't require a gradient"):
         model(np.ones((1, 2), np.float32))
+
+
+# -- what not all ranks use
+
+
+class Conditional(nn.Module):
+    """A unit that some ranks skip."""
+
+    def __init__(self):
+        super().__init__()
+        self.trunk, self.expert, self.head = Block(), Block(), nn.Linear(7, 7)
+
+    def forward(self, x, use):
+        x = self.trunk(x)
+        return self.head(self.expert(x) if use else x)
+
+
+def conditional(sharded, at_first, later, by_rank):
+    """Weights after four steps; after the first the expert is rank 0's alone, if it ever was the other's."""
+    shardrt.manual_seed(3)
+    model, mesh = Conditional(), init_device_mesh("auto") if sharded else None
+    freeze(model, at_first)
+    if sharded:
+        fully_shard(model.expert, mesh=mesh, by_rank=by_rank)
+        for module in (model.trunk, model):
+            fully_shard(module, mesh=mesh)
+    optimizer = optim.SGD(model.parameters(), lr=0.1)
+    x = np.random.default_rng(0).standard_normal((2, 3, 7)).astype(np.float32)
+    for step in range(4):
+        if step == 2:
+            freeze(model, later)
+        losses = [
+            model(Tensor(x[rank]), rank == 0 or (step == 0 and not by_rank)).mean()
+            for rank in ((mesh.rank,) if sharded else (0, 1))
+        ]
+        (sum(losses[1:], start=losses[0]) * (1 / len(losses))).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize("by_rank", [False, True])
+@pytest.mark.parametrize(
+    "frozen",
+    [
+        ((), ("trunk", "expert")),
+        (("trunk", "expert"), ("expert",)),
+        (("trunk", "expert"), ()),
+        (("expert",), ("trunk",)),
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:fully_shard. expected unit")
+def test_a_rank_that_skips_a_unit_knows_whether_backward_comes_to_it(frozen, by_rank):
+    expected = conditional(False, *frozen, by_rank)
+    found = thread.run(2, conditional, True, *frozen, by_rank)[0]
+    for name, values in expected.items():
+        np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6, err_msg=name)
+
+
+class Either(nn.Module):
+    """One of two layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(2))
+
+    def forward(self, x, layer):
+        return self.layers[layer](x)
+
+
+class WithEither(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.either, self.head = Either(), nn.Linear(3, 3)
+
+    def forward(self, x, layer):
+        return self.head(self.either(x, layer))
+
+
+def only_frozen_here():
+    """Rank 0 uses the layer that is frozen, rank 1 the other one."""
+    shardrt.manual_seed(3)
+    model, mesh = WithEither(), init_device_mesh("auto")
+    freeze(model, ("either.layers.0",))
+    fully_shard(model.either, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    set_find_unused_parameters(model)
+    model(Tensor(np.ones((2, 3), np.float32)), mesh.rank).sum().backward()
+    return {name: np.array(g) for name, g in full_gradients(model)}
+
+
+def test_a_rank_that_used_only_what_is_frozen_of_a_unit_joins_the_others():
+    shardrt.manual_seed(3)
+    plain = WithEither()
+    for layer in (0, 1):
+        (plain(Tensor(np.ones((2, 3), np.float32)), layer).sum() * 0.5).backward()
+    found = thread.run(2, only_frozen_here)
+    assert all(rank.keys() == found[0].keys() for rank in found)
+    for name, gradient in found[0].items():
+        np.testing.assert_allclose(gradient, plain.get_parameter(name).grad, rtol=1e-6, err_msg=name)
+    assert "either.layers.1.weight" in found[0] and "either.layers.0.weight" not in found[0]
