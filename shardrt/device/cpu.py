@@ -213,6 +213,9 @@ class CPUDevice(Device):
     def copy(self, target: Array, source: Array) -> None:
         np.copyto(target, source)
 
+    def add_at(self, target: Array, index: Any, values: Any) -> None:
+        np.add.at(target, index, values)
+
     def wait_here(self) -> None:
         pass
 

@@ -218,6 +218,9 @@ class CUDADevice(Device):
         kind = runtime.memcpyDefault  # the addresses say where they are
         runtime.memcpyAsync(_address(target), _address(source), target.nbytes, kind, stream.ptr)
 
+    def add_at(self, target: Array, index: Any, values: Any) -> None:
+        self._cupy.add.at(target, index, values)  # np.add.at hands an index with several parts to NumPy
+
     def stream_here(self) -> int:
         """The handle of the stream that runs this, for libraries that take one."""
         return self._cupy.cuda.get_current_stream().ptr

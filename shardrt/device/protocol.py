@@ -121,6 +121,13 @@ class Device(ABC):
         """Copy `source` into `target`, equally long, in the stream that runs this."""
 
     @abstractmethod
+    def add_at(self, target: Array, index: Any, values: Any) -> None:
+        """Add `values` to target[index], where an element may be named more than once; index: as NumPy's.
+
+        Arrays in `index` are on this device.
+        """
+
+    @abstractmethod
     def wait_here(self) -> None:
         """Return when what came before in the stream that runs this has been done."""
 

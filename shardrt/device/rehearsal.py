@@ -59,6 +59,9 @@ class RehearsalDevice(Device):
     def copy(self, target: Array, source: Array) -> None:
         pass
 
+    def add_at(self, target: Array, index: Any, values: Any) -> None:
+        pass
+
     def wait_here(self) -> None:
         pass
 

@@ -41,7 +41,7 @@ class Scatter(Function):
         y = empty(x.shape, x.dtype)
         y[...] = x
         if add:
-            np.add.at(y, place, source)  # a place may be named more than once
+            device.of(y).add_at(y, place, source)  # a place may be named more than once
         else:
             y[place] = source
         return y

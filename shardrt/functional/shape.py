@@ -145,7 +145,8 @@ def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int) -> "T
         return reshape(x, (*x.shape[:axis], size * counts, *x.shape[axis + 2 :]))
     if len(counts) != size:
         raise ValueError(f"repeat_interleave: {len(counts)} counts for {size} elements of axis {axis}")
-    rows = np.repeat(np.arange(size), np.asarray(_raw_index(counts)))
+    counts = counts.data if isinstance(counts, Variable) else np.asarray(counts)
+    rows = np.repeat(np.arange(size), device.of(counts).to_numpy(counts))
     return getitem(x, (slice(None),) * axis + (asarray(rows),))
 
 
@@ -268,7 +269,7 @@ class GetItem(Function):
         if _is_basic(index):
             dx[index] = dy
         else:
-            np.add.at(dx, index, dy)  # an element may be taken more than once
+            device.of(dx).add_at(dx, index, dy)  # an element may be taken more than once
         return dx, None
 
 

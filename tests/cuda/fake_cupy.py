@@ -568,6 +568,16 @@ def module():
         return on_device(np.array(values, dtype))
 
     cupy.asarray = asarray
+
+    def add_at(array, index, values):
+        if any(
+            isinstance(part, list | np.ndarray) for part in (index if isinstance(index, tuple) else (index,))
+        ):
+            not_captured("H2D")
+        place, values = _inside(index), _checked(values)
+        issue(lambda: np.add.at(array._host, place, values))
+
+    cupy.add = SimpleNamespace(at=add_at)
     cupy.get_default_memory_pool = Pool
     cupy.cuda = ModuleType("cupy.cuda")
     vars(cupy.cuda).update(

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parent.parent.parent
 # The kernels of each side stream; besides there are copies.
 SIDE = {
     "gather": {"pack"},
-    "reduce": {"pack", "sum_parts"},
+    "reduce": {"pack", "sum_parts", "set"},  # set: what is trained of a unit, picked out
     "optimizer": {"adamw"},
     **dict.fromkeys(("upload", "download", "offload", "optimizer upload", "optimizer download"), set()),
 }
