@@ -38,7 +38,7 @@ def check(told, ranks):
     assert told["tokens_per_s"] == pytest.approx(1e3 * tokens / told["step_ms_median"], rel=1e-2)
     assert told["loss"] == told["losses"][-1] == pytest.approx(np.log(TINY.vocab), rel=0.05)
     assert 30 < told["peak_pss_mb"] <= told["peak_rss_mb"] < 5000
-    assert told["peak_pss_mb"] <= told["job_pss_mb"] <= ranks * told["peak_pss_mb"]
+    assert told["peak_pss_mb"] <= told["job_pss_mb"] <= ranks * (told["peak_pss_mb"] + 0.1)  # rounded
     assert sum(told["parts_ms"].values()) == pytest.approx(told["step_ms_median"], rel=0.02)
     assert all(told["parts_ms"][part] > 0 for part in ("forward", "backward", "optimizer"))
     assert told["received_mb"] == pytest.approx(told["formula_mb"], abs=1e-3)
@@ -204,8 +204,9 @@ def seen(prefetch):
 
 def test_longer_collectives_are_hidden_unless_nothing_is_gathered_ahead():
     ahead, behind = (thread.run(2, seen, prefetch)[0] for prefetch in (1, 0))
-    assert ahead["collectives"] == behind["collectives"] == 24 and ahead["units"] == 8
-    assert ahead["injected_ms"] == pytest.approx(24 * ahead["delay_ms"], rel=0.01)
+    # Three for each of 8 units, and one message of the hosts, for which nobody waits.
+    assert ahead["collectives"] == behind["collectives"] == 25 and ahead["units"] == 8
+    assert ahead["injected_ms"] == pytest.approx(25 * ahead["delay_ms"], rel=0.01)
     # Of 16 times COMPUTE, and half as much for each of 16 gathers, a third is seen if none is ahead, else a
     # twentieth; on cores that others use, more.
     assert (

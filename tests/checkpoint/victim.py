@@ -79,7 +79,7 @@ def change(model, optimizer, step):
     for piece in pieces_of(model, optimizer, saving=False):
         piece.array[:] = numbers.standard_normal(piece.array.size)
     for piece in optimizer.slices:
-        piece.steps = step
+        piece.set_steps([step] * len(piece.members))
 
 
 def digest(model, optimizer):
