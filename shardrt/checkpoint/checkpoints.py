@@ -296,6 +296,9 @@ class Checkpoints:
 
     def _load(self, folder: Path, manifest: Manifest, weights_only: bool) -> None:
         """Fill this rank's pieces. Raises Damaged or OSError; what was filled until then stays."""
+        for piece in self._pieces(weights_only):
+            if _begins(piece, manifest):
+                piece.array.fill(0)
         for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
             with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
                 for saved, piece, first, count in transfers:
@@ -366,7 +369,7 @@ def _transfers(
         saved.setdefault((piece.kind, piece.parameter), []).append(piece)
     found: dict[int, list[tuple[SavedPiece, Piece, int, int]]] = {}
     for piece in wanted:
-        for other in saved[piece.kind, piece.parameter]:
+        for other in saved.get((piece.kind, piece.parameter), ()):
             first = max(piece.first, other.first)
             count = min(piece.first + piece.array.size, other.first + other.count) - first
             if count > 0:
@@ -414,11 +417,17 @@ def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
 
 
 def _check_kinds(wanted: list[Piece], manifest: Manifest, folder: Path) -> None:
-    """Raise Damaged if the optimizer keeps something that was not saved."""
+    """Raise Damaged if the optimizer keeps something that was not saved, of a parameter that it updated."""
     there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
-    missing = sorted({(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER} - there)
+    kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not _begins(p, manifest)}
+    missing = sorted(kept - there)
     if missing:
         raise Damaged(
-            f"{folder}: it has no {missing[0][0]!r} of {missing[0][1]!r}: another optimizer, or parameters "
-            "that were frozen then; restore with weights_only"
+            f"{folder}: it has no {missing[0][0]!r} of {missing[0][1]!r}: another optimizer; "
+            "restore with weights_only"
         )
+
+
+def _begins(piece: Piece, manifest: Manifest) -> bool:
+    """Whether this is state of a parameter that was frozen in the run that saved: it begins with zeros."""
+    return piece.kind != PARAMETER and bool(manifest.steps) and piece.parameter not in manifest.steps

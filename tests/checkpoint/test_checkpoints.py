@@ -193,6 +193,35 @@ def test_what_was_unfrozen_in_the_run_keeps_its_moments(tmp_path):
         assert key == same_key and np.array_equal(values, expected)
 
 
+def thawed(root):
+    """What a model restores whose first block was frozen when it was saved."""
+    mesh = init_device_mesh("auto")
+    for freeze in (True, False):
+        shardrt.manual_seed(3)
+        model = shard(Net(), mesh)
+        model.blocks[0].requires_grad_(not freeze)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        checkpoints = Checkpoints(root, model, optimizer, mesh)
+        if freeze:
+            train(model, optimizer, 0, 2)
+            checkpoints.save(2)
+    for piece in pieces_of(model, optimizer, saving=False):
+        piece.array[...] = 7  # what was there before is not what a restore leaves
+    assert checkpoints.restore()[0] == 2
+    return everything(model, optimizer)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_was_frozen_when_saved_begins_with_no_moments(tmp_path, ranks):
+    results = thread.run(ranks, thawed, tmp_path / "c")
+    for (kind, name), values in whole(results).items():
+        if kind != "parameter":
+            assert values.any() != name.startswith("blocks.0."), (kind, name)
+    assert {name: steps for name, steps in results[0][1].items()} == {
+        name: 0 if name.startswith("blocks.0.") else 2 for name in results[0][1]
+    }
+
+
 def into_one_unit(root):
     mesh = init_device_mesh("auto")
     model = fully_shard(Net(), mesh=mesh)
