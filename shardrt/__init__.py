@@ -45,7 +45,8 @@ def __getattr__(name: str) -> ModuleType:
     """The packages that are loaded when they are first used: `shardrt.fsdp` after `import shardrt` alone."""
     if name in _LATER:
         return import_module(f"shardrt.{name}")
-    raise AttributeError(f"module 'shardrt' has no attribute {name!r}")
+    functions = {function: f"use shardrt.functional.{function}" for function in functional.__all__}
+    raise functional.elsewhere.missing_from(__name__, name, functional.elsewhere.TORCH | functions)
 
 
 def __dir__() -> list[str]:

@@ -142,3 +142,12 @@ def test_specifications_are_values():
 def test_what_does_not_fit_is_an_error(make, text):
     with pytest.raises(ValueError, match=text):
         make()
+
+
+@pytest.mark.parametrize("size", [(8,), [8], 8.0, None], ids=str)
+def test_sizes_that_are_no_integers_are_named(size):
+    with pytest.raises(TypeError, match="LayerNorm: width must be an integer, got"):
+        nn.LayerNorm(size)
+    with pytest.raises(TypeError, match="Linear: out_features must be an integer, got"):
+        nn.Linear(4, size)
+    assert nn.LayerNorm(np.int64(3)).weight.shape == (3,)

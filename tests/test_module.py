@@ -5,6 +5,7 @@ import importlib
 import pickle
 import re
 import warnings
+from types import ModuleType
 
 import numpy as np
 import pytest
@@ -192,10 +193,71 @@ def test_names_of_pytorch_say_where_to_look():
         with pytest.raises(AttributeError, match=text):
             getattr(owner, name)
         assert not hasattr(owner, name)
-    for hint in (*elsewhere.MODULE.values(), *elsewhere.OPTIMIZER.values()):
-        for path in re.findall(r"shardrt(?:\.\w+)+", hint):
+
+
+@pytest.mark.parametrize(
+    ("package", "name", "text"),
+    [
+        (shardrt, "save", r"shardrt has no 'save': use shardrt\.checkpoint\.Checkpoints"),
+        (shardrt, "softmax", r"use shardrt\.functional\.softmax$"),
+        (shardrt, "cat", r"use F\.concatenate"),
+        (shardrt, "float32", "types are strings"),
+        (nn, "MultiheadAttention", r"use shardrt\.functional\.self_attention"),
+        (nn, "BCEWithLogitsLoss", r"use shardrt\.functional\.binary_cross_entropy_with_logits$"),
+        (nn.init, "zeros_", r"init=shardrt\.nn\.init\.Zeros\(\)"),
+        (optim, "Adam", r"use shardrt\.optim\.AdamW"),
+        (optim, "lr_scheduler", r"shardrt\.optim\.warmup_cosine\(step"),
+        (nn, "Linaer", "shardrt.nn has no 'Linaer'$"),
+    ],
+)
+def test_names_of_torch_and_its_packages_say_where_to_look(package, name, text):
+    with pytest.raises(AttributeError, match=text) as error:
+        getattr(package, name)
+    assert error.value.name == name and error.value.obj is package, "for Python's own suggestions"
+
+
+def test_what_the_hints_name_exists():
+    hints = elsewhere.MODULE, elsewhere.OPTIMIZER, elsewhere.LAYER, elsewhere.INIT, elsewhere.OPTIM
+    for known in (*hints, F.elsewhere.TORCH):
+        for path in re.findall(r"shardrt(?:\.\w+)+", " ".join(known.values())):
             module, _, function = path.rpartition(".")
             assert hasattr(importlib.import_module(module), function), path
+    for package, known in zip((nn, nn.init, optim, shardrt), (*hints[2:], F.elsewhere.TORCH), strict=True):
+        there = {name for name, value in vars(package).items() if not isinstance(value, ModuleType)}
+        assert not there & set(known), "a hint for what is there"
+
+
+def test_a_buffer_is_a_copy_of_an_array_as_in_pytorch_or_full_of_a_value():
+    module, index = nn.Module(), np.arange(6).reshape(2, 3)
+    module.register_buffer("index", index)
+    module.register_buffer("scale", Tensor(np.full(2, 0.5)))
+    module.register_buffer("mean", (3,), 1.5)
+    module.register_buffer("mask", np.ones(2, bool), persistent=False)
+    index[:] = 0
+    assert module.index.dtype == np.int64 and module.index.tolist() == [[0, 1, 2], [3, 4, 5]]
+    assert module.scale.dtype == np.float64 and module.scale.tolist() == [0.5, 0.5]
+    assert module.mean.dtype == np.float32 and module.mean.tolist() == [1.5] * 3
+    assert module.mask.all() and set(module.state_dict()) == {"index", "scale", "mean"}
+    module.register_buffer("index", np.zeros(1), persistent=False)
+    assert module.index.shape == (1,) and "index" not in module.state_dict()
+    with pytest.raises(TypeError, match="register_buffer 'sizes': give it an array"):
+        module.register_buffer("sizes", (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ((np.zeros(3),), "values come from `init`, or are set afterwards"),
+        (((3,),), r"init must be a rule, such as nn\.init\.Normal\(0\.0, 0\.02\), got None"),
+        (((3,), nn.init.Zeros), "got the class Zeros: call it"),
+        (((3,), 0.5), "got 0.5"),
+        (((3,), np.zeros(3)), "init must be a rule"),
+    ],
+    ids=["values", "no rule", "class", "number", "array"],
+)
+def test_a_parameter_says_what_it_takes_when_it_is_made(arguments, text):
+    with pytest.raises(TypeError, match=text):
+        nn.Parameter(*arguments)
 
 
 def test_values_that_were_made_before_the_name_was_complete_are_reported_once():

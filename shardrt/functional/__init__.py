@@ -242,5 +242,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    text = f"shardrt.functional has no {name!r}"
-    raise AttributeError(f"{text}: {elsewhere.FUNCTION[name]}" if name in elsewhere.FUNCTION else text)
+    raise elsewhere.missing_from(__name__, name, elsewhere.FUNCTION)

@@ -1,7 +1,9 @@
-"""Names that a user of PyTorch looks for among functions or on a tensor and finds elsewhere, and where.
+"""Names that a user of PyTorch looks for in torch, among functions or on a tensor, and finds elsewhere.
 
 docs/functions.md has all of them side by side; shardrt/nn/elsewhere.py has those of modules and optimizers.
 """
+
+import sys
 
 _NUMPY = "use NumPy's, whose arrays every op takes"
 _BESIDE = "compare with ==, <, ... : that gives an array of booleans"
@@ -69,6 +71,31 @@ TENSOR |= dict.fromkeys(
     "add_ sub_ mul_ div_ copy_ zero_ fill_ clamp_ masked_fill_ scatter_ index_add_ detach_ normal_".split(),
     _IN_PLACE,
 )
+
+# In torch itself; what shardrt.functional has is added by shardrt/__init__.py.
+TORCH = FUNCTION | {
+    "save": "use shardrt.checkpoint.Checkpoints, or numpy.savez of shardrt.checkpoint.full_state_dict(model)",
+    "load": "use shardrt.checkpoint.load(path, model), or model.load_state_dict(arrays)",
+    "distributed": "use shardrt.comm.init_device_mesh and shardrt.fsdp",
+    "cuda": "the device is the one that shardrt.comm.init_device_mesh names",
+    "inference_mode": "use shardrt.no_grad",
+    "set_grad_enabled": "use shardrt.no_grad or shardrt.enable_grad",
+    "autocast": "use shardrt.fsdp.MixedPrecisionPolicy",
+    "set_num_threads": "use shardrt.set_threads",
+    "Generator": "use numpy.random.default_rng(seed)",
+    "compile": "kernels are compiled already",
+}
+TORCH |= dict.fromkeys(
+    "float32 float64 float16 bfloat16 float double half int64 int32 int8 uint8 long int bool".split(),
+    "types are strings, 'bfloat16', or NumPy's",
+)
+
+
+def missing_from(module: str, name: str, known: dict[str, str]) -> AttributeError:
+    """The error for a name that the module of this path does not have."""
+    text = f"{module} has no {name!r}"
+    text = f"{text}: {known[name]}" if name in known else text
+    return AttributeError(text, name=name, obj=sys.modules[module])
 
 
 def missing(owner: object, name: str, known: dict[str, str]) -> AttributeError:

@@ -1,6 +1,8 @@
 """Layers: modules with named parameters. Import as `from shardrt import nn`."""
 
-from shardrt.nn import init, utils
+from typing import Any
+
+from shardrt.nn import elsewhere, init, utils
 from shardrt.nn.activations import (
     ELU,
     GELU,
@@ -74,3 +76,7 @@ __all__ = [
     "synchronise_batch_norm",
     "utils",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise elsewhere.missing_from(__name__, name, elsewhere.LAYER)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from shardrt import device
+from shardrt.nn import elsewhere
 
 Array = Any
 
@@ -92,3 +93,7 @@ class Ones:
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """As Initialiser.fill."""
         out.fill(1)
+
+
+def __getattr__(name: str) -> Any:
+    raise elsewhere.missing_from(__name__, name, elsewhere.INIT)

@@ -120,7 +120,9 @@ class Dropout(Module):
 
 
 def check_sizes(layer: str, **sizes: int) -> None:
-    """Raise ValueError, with the argument's name, for a size below 1."""
+    """Raise TypeError, with the argument's name, for a size that is no integer, ValueError below 1."""
     for name, size in sizes.items():
+        if not isinstance(size, int | np.integer):
+            raise TypeError(f"{layer}: {name} must be an integer, got {size!r}")
         if size < 1:
             raise ValueError(f"{layer}: {name} must be at least 1, got {size}")

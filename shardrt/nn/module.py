@@ -22,6 +22,7 @@ from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
+from shardrt.tensor import Tensor
 
 
 class Around(Protocol):
@@ -176,16 +177,34 @@ class Module:
                     yield (f"{path}.{name}" if path else name), parameter
 
     def register_buffer(
-        self, name: str, shape: tuple[int, ...], value: float, *, dtype: Any = np.float32
+        self,
+        name: str,
+        values: Any,
+        value: float | None = None,
+        *,
+        dtype: Any = None,
+        persistent: bool = True,
     ) -> None:
-        """Give the module an array that is state but no parameter: full of `value`, whole on every rank.
+        """Give the module an array that is state but no parameter, whole on every rank: a copy of `values`.
 
-        It is read as `self.name` and changed in place. State dicts and checkpoints hold it under its name,
-        rank 0's where ranks differ.
+        With `value`, `values` is a shape, and the array is full of it, float32 unless `dtype` is given. It is
+        read as `self.name` and changed in place. State dicts and checkpoints hold it under its name, rank 0's
+        where ranks differ; persistent=False: they don't, and it is a plain attribute. Raises TypeError for
+        values that are no array, where there is no `value`.
         """
-        array = device.current().zeros(shape, dtype)
-        array += value
-        self._buffers[name] = array
+        if value is None and not hasattr(values, "dtype"):
+            raise TypeError(f"register_buffer {name!r}: give it an array, or a shape and a value")
+        if value is None:
+            given = values.data if isinstance(values, Tensor) else values
+            array = device.current().zeros(given.shape, dtype or given.dtype)
+            array[...] = device.current().asarray(given)
+        else:
+            array = device.current().zeros(values, dtype or np.float32)
+            array += value
+        if persistent:
+            self._buffers[name] = array
+        else:
+            self._buffers.pop(name, None)
         object.__setattr__(self, name, array)
 
     def named_buffers(self) -> Iterator[tuple[str, Any]]:

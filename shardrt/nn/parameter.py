@@ -27,9 +27,9 @@ Array = Any
 class Parameter(Tensor):
     """A trainable tensor of a Module.
 
-    shape: its shape. init: what its values start as (nn.init). requires_grad: False freezes it. dtype:
-    float32, or float64; integers and booleans where it is frozen. Raises TypeError or ValueError for what is
-    no shape, TypeError for integers that require a gradient.
+    shape: its shape. init: what its values start as (nn.init), needed. requires_grad: False freezes it.
+    dtype: float32, or float64; integers and booleans where it is frozen. Raises TypeError or ValueError for
+    what is no shape, TypeError for what is no rule of nn.init and for integers that require a gradient.
 
     `data` is the whole array; while the parameter is sharded, reading or writing it raises a RuntimeError
     that names it, but in the forward of its unit it can be read. `shard` and `grad` are what this rank holds:
@@ -45,13 +45,13 @@ class Parameter(Tensor):
     def __init__(
         self,
         shape: tuple[int, ...],
-        init: Initialiser,
+        init: Initialiser | None = None,
         *,
         requires_grad: bool = True,
         dtype: Any = np.float32,
     ) -> None:
         self._shape = _checked(shape)
-        self.init = init
+        self.init = _rule(init)
         self.seed = random.initial_seed()
         self.dtype = np.dtype(dtype)
         if requires_grad and not dtypes.floating(self.dtype):
@@ -246,3 +246,10 @@ def _checked(shape: Any) -> tuple[int, ...]:
     if not shape or min(shape) < 0:
         raise ValueError(f"Parameter: shape needs at least one dimension, each >= 0; got {tuple(shape)}")
     return tuple(int(n) for n in shape)
+
+
+def _rule(init: Any) -> Initialiser:
+    if isinstance(init, type | np.ndarray) or not hasattr(init, "fill"):
+        given = f"the class {init.__name__}: call it" if isinstance(init, type) else repr(init)
+        raise TypeError(f"Parameter: init must be a rule, such as nn.init.Normal(0.0, 0.02), got {given}")
+    return init

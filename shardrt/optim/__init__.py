@@ -1,5 +1,8 @@
 """Optimizers over flat shards, and learning-rate schedules."""
 
+from typing import Any
+
+from shardrt.nn import elsewhere
 from shardrt.optim.adamw import AdamW
 from shardrt.optim.lion import Lion
 from shardrt.optim.optimizer import Optimizer, decay_groups
@@ -18,3 +21,7 @@ __all__ = [
     "warmup_linear",
     "warmup_stable_decay",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    raise elsewhere.missing_from(__name__, name, elsewhere.OPTIM)
