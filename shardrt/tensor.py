@@ -139,6 +139,10 @@ class Tensor(Variable):
     def __float__(self) -> float:
         return float(self.item())
 
+    def __format__(self, spec: str) -> str:
+        """A number's, where there is one element and a format is asked for: f"{loss:.4f}"."""
+        return format(self.item(), spec) if spec and self.size == 1 else format(repr(self), spec)
+
     def __int__(self) -> int:
         return int(self.item())
 

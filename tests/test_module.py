@@ -392,3 +392,23 @@ def test_losses_are_modules_and_a_1d_convolution_is_a_layer():
     layer = nn.Conv1d(4, 6, 3, padding=1, groups=2)
     assert layer(x).shape == (2, 6, 5) and layer.weight.shape == (6, 2, 3)
     np.testing.assert_array_equal(layer(x), F.conv1d(x, layer.weight, layer.bias, 1, 1, 1, 2))
+
+
+def test_who_wants_parameters_says_so_when_given_a_module_or_names():
+    model = chain()
+    for given, kind in (
+        (model, "Linear"),
+        (model[0], "Linear"),
+        (model.named_parameters(), "tuple"),
+        ([np.zeros(3)], "ndarray"),
+    ):
+        given = list(given) if kind == "tuple" else given
+        for name, wants in (
+            ("optimizer", lambda p: optim.AdamW(p, lr=0.1)),
+            ("clip_grad_norm_", lambda p: nn.utils.clip_grad_norm_(p, 1.0)),
+            ("clip_grad_value_", lambda p: nn.utils.clip_grad_value_(p, 1.0)),
+            ("grad_norm", lambda p: nn.utils.grad_norm(p)),
+        ):
+            with pytest.raises(TypeError, match=f"{name}: wants Parameters, .*model.parameters.*got {kind}"):
+                wants(given)
+    assert nn.utils.grad_norm(model[0].weight) == 0

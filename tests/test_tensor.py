@@ -64,6 +64,7 @@ def test_shape_size_and_numbers():
     assert [row.shape for row in x] == [(3,), (3,)]
     one = Tensor([2.5])
     assert (one.item(), float(one), int(one), bool(one)) == (2.5, 2.5, 2, True)
+    assert f"{one:.3f} {one.sum():6.1f}" == "2.500    2.5" and f"{one}" == repr(one)
     with pytest.raises(ValueError):
         x.item()
     with pytest.raises(ValueError, match="ambiguous"):

@@ -5,7 +5,7 @@ needs a piece of them, the whole array or one rank's shard, makes just that piec
 """
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -253,3 +253,14 @@ def _rule(init: Any) -> Initialiser:
         given = f"the class {init.__name__}: call it" if isinstance(init, type) else repr(init)
         raise TypeError(f"Parameter: init must be a rule, such as nn.init.Normal(0.0, 0.02), got {given}")
     return init
+
+
+def parameters_in(given: Any, wanted_by: str) -> list[Parameter]:
+    """`given`, one Parameter or an iterable of them, as a list. TypeError, from `wanted_by`, for others."""
+    alone = isinstance(given, Parameter) or not isinstance(given, Iterable)
+    found = [given] if alone else list(given)
+    for one in found:
+        if not isinstance(one, Parameter):
+            kind = type(one).__name__
+            raise TypeError(f"{wanted_by}: wants Parameters, such as model.parameters(), got {kind}")
+    return found

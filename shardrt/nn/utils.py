@@ -10,7 +10,7 @@ from shardrt import device
 from shardrt.comm import world
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.parameter import Parameter, parameters_in
 from shardrt.nn.storage import LocalStorage, Storage
 from shardrt.tensor import Tensor
 
@@ -42,7 +42,7 @@ def clip_grad_norm_(
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_: max_norm must be positive, got {max_norm}")
     _check_norm_type("clip_grad_norm_", norm_type)
-    parameters = list(parameters)
+    parameters = parameters_in(parameters, "clip_grad_norm_")
     pieces = list(_gradient_pieces(parameters))
     if not isinf(max_norm):
         _refuse_mixed(parameters)
@@ -69,7 +69,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     """
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_on_device_: max_norm must be positive, got {max_norm}")
-    parameters, here = list(parameters), device.current()
+    parameters, here = parameters_in(parameters, "clip_grad_norm_on_device_"), device.current()
     limited = not isinf(max_norm)
     if limited:
         _refuse_mixed(parameters)
@@ -111,7 +111,7 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
     Raises ValueError if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
     """
     _check_norm_type("grad_norm", norm_type)
-    return _norm(list(_gradient_pieces(parameters)), norm_type)
+    return _norm(list(_gradient_pieces(parameters_in(parameters, "grad_norm"))), norm_type)
 
 
 def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None:
@@ -121,7 +121,7 @@ def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None
     """
     if not clip_value >= 0:
         raise ValueError(f"clip_grad_value_: clip_value must not be negative, got {clip_value}")
-    for storage, piece in _gradient_pieces(parameters):
+    for storage, piece in _gradient_pieces(parameters_in(parameters, "clip_grad_value_")):
         storage.refuse_applied("clip_grad_value_")
         device.of(piece).kernels.elementwise.clamp_(piece, clip_value)
 

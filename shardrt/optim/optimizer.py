@@ -18,7 +18,7 @@ import numpy as np
 from shardrt import autograd, device
 from shardrt.nn import elsewhere
 from shardrt.nn.module import Module, check_set_to_none
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.parameter import Parameter, parameters_in
 from shardrt.optim.offload import Updates
 from shardrt.optim.slices import Cut, Member, Slice, Update, by_storage, members_of, refuse_partly_sharded
 
@@ -52,9 +52,9 @@ class Optimizer:
 
     A parameter that is frozen has no state until it is trained.
 
-    Raises ValueError for no parameters, a parameter in two groups, an unknown or negative setting, other
-    parameters of a unit than those that another optimizer has, or an update on the host of what is not all
-    there.
+    Raises TypeError for what are no Parameters, ValueError for none of them, a parameter in two groups, an
+    unknown or negative setting, other parameters of a unit than those that another optimizer has, or an
+    update on the host of what is not all there.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Optimizer:
         constants: dict[str, Any] | None = None,
         in_backward: bool = False,
     ) -> None:
-        given = list(params)
+        given = list(params) if isinstance(params, Iterable) else [params]
         if not given:
             raise ValueError(f"{type(self).__name__}: params is empty")
         self.in_backward = in_backward
@@ -265,7 +265,7 @@ def _group(settings: dict[str, Any], own: dict) -> dict:
     if unknown:
         known = ", ".join(map(repr, settings))
         raise ValueError(f"parameter group: unknown settings {unknown}; known: {known}")
-    group = {**settings, **own, "params": list(own["params"])}
+    group = {**settings, **own, "params": parameters_in(own["params"], "optimizer")}
     for name in settings.keys() & {"lr", "weight_decay", "eps"}:
         if not group[name] >= 0:
             raise ValueError(f"optimizer: {name} must not be negative, got {group[name]}")
