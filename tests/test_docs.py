@@ -126,7 +126,7 @@ LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) \S|make [a-z]+(?:$| +
 NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",
     r"((mpirun -n \S+|torchrun --nproc-per-node \d+) )?python( -m shardrt)?": "the beginning of a command",
-    r"mpirun .* \.\.\.": "the beginning of a command",
+    r"mpirun (-n \S+|.* \.\.\.)": "the beginning of a command",
     r"srun --mpi=list": "Slurm's",
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
@@ -252,7 +252,7 @@ def trained(arguments: list[str]) -> int:
 def run(words: list[str]) -> int:
     """A command in this process, on one rank; gives its exit code."""
     module, *arguments = words
-    if module == "models.train":
+    if module.removeprefix("shardrt.") == "models.train":
         return trained(arguments)
     if module == "models.generate":
         return generate.main(arguments)
@@ -306,3 +306,10 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
     known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
     known |= options_of(read_only("models.generate", ["RUN"], monkeypatch))
     assert {option for option in OPTIONS if option.replace("_", "-") not in known | {"--kv-heads"}} == set()
+
+
+def test_the_example_says_when_a_file_is_too_short(tmp_path):
+    (tmp_path / "text").write_text("to be")
+    program = [sys.executable, ROOT / "docs" / "examples" / "train_text.py", "text"]
+    done = subprocess.run(program, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
+    assert done.returncode == 2 and "has 5 bytes, and a sample 65" in done.stderr

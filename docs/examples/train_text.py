@@ -30,6 +30,9 @@ def main() -> None:
     parser.add_argument("--checkpoints", type=Path, default=Path("checkpoints"))
     arguments = parser.parse_args()
 
+    text = np.fromfile(arguments.file, np.uint8).astype(np.int64)
+    if text.size <= arguments.context:
+        parser.error(f"{arguments.file} has {text.size} bytes, and a sample {arguments.context + 1}")
     mesh = init_device_mesh("auto")
     if BATCH % mesh.size:
         parser.error(f"{BATCH} sequences can't be shared equally by {mesh.size} ranks")
@@ -43,7 +46,6 @@ def main() -> None:
 
     checkpoints = Checkpoints(arguments.checkpoints, model, optimizer, mesh, keep_last=2)
     first, _ = checkpoints.restore()  # 0 where there is none
-    text = np.fromfile(arguments.file, np.uint8).astype(np.int64)
     for step in range(first, arguments.steps):
         windows = samples(text, arguments.context + 1, step)[mesh.rank :: mesh.size]
         loss = F.cross_entropy(model(windows[:, :-1]), windows[:, 1:])
