@@ -74,6 +74,11 @@ def fully_shard(
             raise ValueError(f"fully_shard: {each.name or type(each).__name__} is sharded already")
     if not modules:
         raise ValueError("fully_shard: the list of modules is empty")
+    if not isinstance(reshard_after_forward, bool | None):
+        told = f"must be True, False or None, got {reshard_after_forward!r}"
+        raise TypeError(f"fully_shard: reshard_after_forward {told}")
+    if not isinstance(mesh, DeviceMesh | None):
+        raise TypeError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = _default_mesh() if mesh is None else mesh

@@ -377,3 +377,16 @@ def test_an_optimizer_may_take_the_place_of_another():
     model = fully_shard(Net())
     first = optim.SGD(model.parameters(), lr=0.1)
     assert optim.AdamW(model.parameters(), lr=0.1).slices and first.slices
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"reshard_after_forward": 2}, "reshard_after_forward must be True, False or None, got 2"),
+        ({"reshard_after_forward": "no"}, "reshard_after_forward must be True, False or None, got 'no'"),
+        ({"mesh": 3}, "mesh must be a DeviceMesh, got int"),
+    ],
+)
+def test_what_is_no_mesh_and_no_choice_is_refused(wrong, told):
+    with pytest.raises(TypeError, match=told):
+        fully_shard(Net(), **wrong)
