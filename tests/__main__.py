@@ -8,7 +8,20 @@ import sys
 from argparse import ArgumentParser
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
-QUICK = "not slow and not torch and not serial"
+QUICK = "not slow and not torch and not serial and not mpi"
+# Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
+LONG = (
+    *("cuda", "gpu", "bench", "parity", "failures", "mpi", "models", "train/test_world_invariant.py"),
+    *("fsdp/test_pairs.py", "fsdp/test_strategies.py", "fsdp/test_processes.py", "train/test_resume.py"),
+    *("functional/test_beside_pytorch.py", "functional/test_conv2d.py", "checkpoint/test_damage.py"),
+    *(
+        "test_docs.py",
+        "test_doctor.py",
+        "test_untrusted.py",
+        "train/test_tasks.py",
+        "train/test_tokenizer.py",
+    ),
+)
 
 
 def main() -> int:
@@ -18,6 +31,7 @@ def main() -> int:
     parser.add_argument("-n", dest="jobs", default="2", help="tests at a time (2)")
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-m", QUICK if options.quick else "not serial"]
+    beside += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     parts = [beside] if options.quick else [beside, ["-m", "serial"]]
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
