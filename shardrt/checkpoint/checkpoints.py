@@ -348,6 +348,8 @@ class _Save:
             disk.make_directory(self.folder)
         except FileExistsError:
             pass
+        except FileNotFoundError:  # the run's folder was moved or removed since the last save
+            self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{rank:05d}.safetensors"
         file, saved = rankfile.write(disk, path, pieces, rank)
         self.described = json.dumps([asdict(file), [list(vars(piece).values()) for piece in saved]]).encode()

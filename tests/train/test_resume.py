@@ -245,7 +245,7 @@ def test_a_folder_that_goes_away_is_made_again_with_all_records(folder, capfd, m
     assert told.count("warning: runs/cut was moved or removed: made again, with the records so far") == 1
     launch(1, "whole")
     assert curves(folder, "cut") == curves(folder, "whole")
-    assert [path.name[-2:] for path in sorted((run / "checkpoints").iterdir())] == ["06", "09", "12"]
+    assert [path.name[-2:] for path in sorted((run / "checkpoints").iterdir())] == ["06", "09", "12"], told
 
 
 @pytest.mark.mpi
