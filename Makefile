@@ -36,7 +36,7 @@ test: $(FOR_TESTS) ## run all tests, JOBS=2 at a time; against PyTorch if it can
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
-check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
+check: $(FOR_TESTS) ## run the quick tests, in three minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
