@@ -339,8 +339,8 @@ class Schedule:
         else:
             self._used.reduced(group, bool(opened.written))
         self._show("reduce", group.unit)
-        if group.used and not self._comes_again(group.unit):
-            self._tell(group)
+        if group.on_gradient is not None and group.used and not self._comes_again(group.unit):
+            self._tell(group)  # in this order: what comes again is read off the whole tape that is left
 
     def _tell(self, group: Group) -> None:
         """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
