@@ -9,6 +9,7 @@ import numpy as np
 from shardrt import autograd, device, dtypes
 from shardrt import functional as F
 from shardrt.autograd import Variable
+from shardrt.functional import ufunc as ufuncs
 from shardrt.hooks import RemovableHandle
 
 Array = Any
@@ -28,7 +29,6 @@ class Tensor(Variable):
     """
 
     __slots__ = ()
-    __array_priority__ = 1000  # array + tensor is for Tensor.__radd__ to do, not for NumPy
 
     def __init__(self, data: Any, requires_grad: bool = False, dtype: Any = None) -> None:
         array = _array(data, dtype)
@@ -126,6 +126,13 @@ class Tensor(Variable):
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         return np.array(self.numpy(), dtype, copy=copy)
+
+    def __array_ufunc__(self, ufunc: Any, method: str, *arguments: Any, **options: Any) -> Any:
+        """NumPy's functions, np.exp(tensor), and its operators, array + tensor; see functional.ufunc."""
+        return ufuncs.applied(ufunc, method, arguments, options)
+
+    def __cupy_override_elementwise_kernel__(self, kernel: Any, *arguments: Any, **options: Any) -> Any:
+        return ufuncs.applied(kernel, "__call__", arguments, options)
 
     def __dlpack__(self, **kwargs: Any) -> Any:
         return self.data.__dlpack__(**kwargs)

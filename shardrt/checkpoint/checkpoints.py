@@ -22,7 +22,6 @@ from shardrt.checkpoint import rankfile
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import (
     DTYPES,
-    Damaged,
     Manifest,
     SavedFile,
     SavedParameter,
@@ -50,6 +49,10 @@ class CheckpointError(RuntimeError):
 
 class NonfiniteWeights(CheckpointError):
     """A checkpoint was not saved because weights, or the optimizer's state, are nan or infinite."""
+
+
+class OtherRun(ValueError):
+    """A checkpoint is sound, but of another model or optimizer."""
 
 
 class Checkpoints:
@@ -202,7 +205,7 @@ class Checkpoints:
         """The rest, on rank 0, when all files are there. Raises Damaged for what `restore` would not take."""
         manifest = self._manifest(save, everyone)
         _check_fits(self._model, manifest, save.folder)
-        _check_kinds(self._saved, manifest, save.folder)
+        _check_kinds(self._saved, self._optimizer, manifest, save.folder)
         self.store.publish(save.folder, manifest)
         try:
             self.store.prune(*self._keep, save.best, newest=save.step)
@@ -287,7 +290,7 @@ class Checkpoints:
         if not weights_only:  # what was trained for a while and is frozen now keeps its moments
             kept = {piece.parameter for piece in manifest.pieces if piece.kind != PARAMETER}
             self._optimizer.take_in({id(p) for name, p in self._model.named_parameters() if name in kept})
-        _check_kinds(self._pieces(weights_only), manifest, folder)
+            _check_kinds(self._pieces(weights_only), self._optimizer, manifest, folder)
         return manifest
 
     def _pieces(self, weights_only: bool) -> list[Piece]:
@@ -405,28 +408,36 @@ def _named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
 
 
 def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
-    """Raise Damaged unless names, shapes and types are those of the model."""
+    """Raise OtherRun unless names, shapes and types are those of the model."""
     own = {name: (array.shape, array.dtype.name) for name, array in _named_arrays(model)}
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
-        raise Damaged(
-            f"{folder}: it does not fit this model: missing {missing[:10]}, not expected {extra[:10]}"
-        )
+        told = [f"it lacks {', '.join(missing[:10])}"] if missing else []
+        told += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
+        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(told)}")
     for name in own:
         if own[name] != theirs[name]:
-            raise Damaged(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
+            raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
 
 
-def _check_kinds(wanted: list[Piece], manifest: Manifest, folder: Path) -> None:
-    """Raise Damaged if the optimizer keeps something that was not saved, of a parameter that it updated."""
+def _check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, folder: Path) -> None:
+    """Raise OtherRun if the optimizer keeps something that was not saved, or does not keep what was.
+
+    Of parameters that it did not update until then it needs nothing.
+    """
     there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
     kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not _begins(p, manifest)}
+    names, unknown = (
+        optimizer.state_names,
+        sorted({kind for kind, _ in there} - {PARAMETER, *optimizer.state_names}),
+    )
     missing = sorted(kept - there)
-    if missing:
-        raise Damaged(
-            f"{folder}: it has no {missing[0][0]!r} of {missing[0][1]!r}: another optimizer; "
-            "restore with weights_only"
+    if missing or unknown:
+        has = f"has no {missing[0][0]!r} of {missing[0][1]!r}" if missing else f"has {unknown[0]!r}"
+        raise OtherRun(
+            f"{folder}: it was saved with another optimizer: it {has}, {type(optimizer).__name__} keeps "
+            f"{', '.join(map(repr, names)) or 'nothing'}; restore with weights_only=True"
         )
 
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from shardrt.checkpoint.checkpoints import CheckpointError
 from shardrt.checkpoint.state import failures, full_state_dict
+from shardrt.checkpoint.store import MANIFEST, Store
 from shardrt.comm import talk
 from shardrt.nn.module import Module, everyone
 from shardrt.untrusted import open_regular
@@ -89,6 +90,12 @@ def load(directory: str | Path, model: Module, *, broadcast_from_rank0: bool = F
 def _opened(path: Path) -> Iterator["_Tensors"]:
     from safetensors import safe_open
 
+    folder = path.parent
+    if not path.exists() and ((folder / MANIFEST).exists() or Store(folder).checkpoints()):
+        raise FileNotFoundError(
+            f"{path} is not there, but checkpoints of a run are: Checkpoints(folder, model, optimizer, "
+            "mesh).restore(path, weights_only=True) reads those"
+        )
     open_regular(path).close()  # the library waits for a pipe
     with safe_open(path, "np") as file:
         yield _Tensors(file)

@@ -19,6 +19,7 @@ from shardrt.functional._arrays import (
 from shardrt.functional.elementwise import clamp, minimum, where
 from shardrt.functional.shape import split
 from shardrt.functional.unary import expm1, tanh
+from shardrt.functional.words import torch_words
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -208,6 +209,7 @@ def logsigmoid(x: "Tensor") -> "Tensor":
     return -softplus(-tensor(x))
 
 
+@torch_words
 def glu(x: "Tensor", axis: int = -1) -> "Tensor":
     """a * sigmoid(b) of the two halves along an axis (Dauphin et al., 2017). ValueError for an odd size."""
     x = tensor(x)

@@ -12,6 +12,7 @@ import numpy as np
 from shardrt import device
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, check_floats, empty, empty_exact, empty_like, kernels, tensor
+from shardrt.functional.words import also
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -47,6 +48,19 @@ class Attention(Function):
         return dq, dk, dv, None, None
 
 
+_MASKS = "is_causal, or softmax(q @ k.transpose(-2, -1) * scale + mask) @ v"
+
+
+@also(
+    {
+        "attn_mask": (None, f"for masks there is {_MASKS}"),
+        "dropout_p": (0.0, "F.dropout of the result, or of the probabilities: softmax(...) @ v"),
+        "enable_gqa": (False, "fewer heads of k and v are seen by their shapes; leave it out"),
+    },
+    query="q",
+    key="k",
+    value="v",
+)
 def scaled_dot_product_attention(
     q: "Tensor", k: "Tensor", v: "Tensor", is_causal: bool = False, scale: float | None = None
 ) -> "Tensor":

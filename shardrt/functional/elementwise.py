@@ -23,6 +23,7 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional.cast import cast
+from shardrt.functional.words import also
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -167,6 +168,7 @@ class Clamp(Function):
         return chosen(within, dy, 0, dy.shape, dy.dtype), None, None
 
 
+@also(min="low", max="high")
 def clamp(x: Operand, low: Operand | None = None, high: Operand | None = None) -> "Tensor":
     """x, or the bound that it is beyond: there it has no gradient. The bounds: numbers, tensors or None.
 

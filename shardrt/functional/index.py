@@ -9,6 +9,7 @@ from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, indices, tensor
 from shardrt.functional.elementwise import where
 from shardrt.functional.shape import flatten, getitem, reshape
+from shardrt.functional.words import also, torch_words
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Array = Any
 
 
+@torch_words
 def gather(x: "Tensor", axis: int, index: Any) -> "Tensor":
     """y[i][j][k] = x[i][index[i][j][k]][k] for axis 1, and so on: one element of x for each of `index`.
 
@@ -25,6 +27,7 @@ def gather(x: "Tensor", axis: int, index: Any) -> "Tensor":
     return getitem(x, place)
 
 
+@torch_words
 def index_select(x: "Tensor", axis: int, index: Any) -> "Tensor":
     """The slices of x along an axis that `index`, a row of integers, names."""
     x = tensor(x)
@@ -56,6 +59,7 @@ class Scatter(Function):
         return dx, asarray(dy[place]) if self.needs[1] else None, None, None
 
 
+@also(dim="axis", src="source")
 def scatter(x: "Tensor", axis: int, index: Any, source: Any) -> "Tensor":
     """x with the elements that `gather` would take replaced by `source`, a number or as large as `index`.
 
@@ -64,11 +68,13 @@ def scatter(x: "Tensor", axis: int, index: Any, source: Any) -> "Tensor":
     return _scattered("scatter", x, axis, index, source, False)
 
 
+@also(dim="axis", src="source")
 def scatter_add(x: "Tensor", axis: int, index: Any, source: "Tensor") -> "Tensor":
     """x with `source` added to the elements that `gather` would take."""
     return _scattered("scatter_add", x, axis, index, source, True)
 
 
+@torch_words
 def index_add(x: "Tensor", axis: int, index: Any, source: "Tensor") -> "Tensor":
     """x with the slices of `source` along an axis added to those of x that `index` names."""
     x, source = tensor(x), tensor(source)
@@ -108,28 +114,33 @@ def triu(x: "Tensor", diagonal: int = 0) -> "Tensor":
     return where(asarray(~np.tri(*x.shape[-2:], diagonal - 1, dtype=np.bool_)), x, 0)
 
 
+@torch_words
 def argmax(x: "Tensor", axis: int | None = None) -> Array:
     """Where the largest element along an axis is, the first of equal ones; an array of integers."""
     return asarray(np.argmax(tensor(x).data, axis))
 
 
+@torch_words
 def argmin(x: "Tensor", axis: int | None = None) -> Array:
     """Where the smallest element along an axis is, the first of equal ones; an array of integers."""
     return asarray(np.argmin(tensor(x).data, axis))
 
 
+@torch_words
 def argsort(x: "Tensor", axis: int = -1, descending: bool = False) -> Array:
     """The order that sorts x along an axis, an array of integers; equal elements stay in their order."""
     values = tensor(x).data
     return np.argsort(-values if descending else values, axis, kind="stable")
 
 
+@torch_words
 def sort(x: "Tensor", axis: int = -1, descending: bool = False) -> tuple["Tensor", Array]:
     """(x sorted along an axis, where each element was: an array)."""
     order = argsort(x, axis, descending)
     return gather(x, axis, order), order
 
 
+@torch_words
 def topk(x: "Tensor", k: int, axis: int = -1, largest: bool = True) -> tuple["Tensor", Array]:
     """(the k largest elements along an axis, the largest first; where they were: an array).
 
@@ -143,6 +154,7 @@ def topk(x: "Tensor", k: int, axis: int = -1, largest: bool = True) -> tuple["Te
     return gather(x, axis, order), order
 
 
+@also(num_classes="classes")
 def one_hot(values: Any, classes: int | None = None) -> Array:
     """Integers (...) -> integers (..., classes), an array: 1 at the place that the integer names, else 0.
 

@@ -20,6 +20,7 @@ from shardrt.functional._arrays import (
     rows,
     tensor,
 )
+from shardrt.functional.words import also
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -52,6 +53,14 @@ class CrossEntropy(Function):
         return dlogits, None, None, None, None
 
 
+@also(
+    {
+        "label_smoothing": (0.0, "(1 - s) * F.cross_entropy(x, y) - s * F.log_softmax(x).mean() is that"),
+        "weight": (None, 'weigh the losses of reduction="none"'),
+    },
+    input="logits",
+    target="targets",
+)
 def cross_entropy(
     logits: "Tensor",
     targets: Any,

@@ -11,6 +11,7 @@ from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, broadcast, chosen, compute, empty_like, floating, tensor
 from shardrt.functional.elementwise import div, sub
 from shardrt.functional.unary import square
+from shardrt.functional.words import also, torch_words
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -34,12 +35,14 @@ class Sum(Function):
         return broadcast(dy.reshape(_kept(shape, axes)), shape), None, None
 
 
+@torch_words
 def sum(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The sum over `axis`: one, several, or all where it is None."""
     x = tensor(x)
     return Sum.apply(x, _axes(axis, x.ndim), keepdims)
 
 
+@torch_words
 def mean(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The mean over `axis`: one, several, or all where it is None. Integers become float32."""
     x = floating(x)
@@ -47,6 +50,7 @@ def mean(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     return div(sum(x, axis, keepdims), count)
 
 
+@torch_words
 def var(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
     """The variance: squared deviations from the mean, over their count less `correction`, as in PyTorch."""
     x = floating(x)
@@ -54,6 +58,7 @@ def var(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int 
     return div(sum(square(sub(x, mean(x, axis, True))), axis, keepdims), _at_least_0(count))
 
 
+@torch_words
 def std(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
     """The root of `var`; where all elements are equal the gradient is 0."""
     x = floating(x)
@@ -77,6 +82,7 @@ class Norm(Function):
         return compute(np.multiply, x, share), None, None
 
 
+@torch_words
 def norm(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The Euclidean norm: the root of the sum of squares. The gradient at 0 is 0."""
     x = floating(x)
@@ -104,6 +110,7 @@ class LogSumExp(Function):
         return dx, None, None
 
 
+@torch_words
 def logsumexp(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """log(sum(exp(x))), the largest element taken out first. ValueError if there is no element."""
     x = floating(x)
@@ -123,10 +130,14 @@ class CumSum(Function):
         return np.flip(np.cumsum(np.flip(dy, axis), axis), axis), None
 
 
+@torch_words
 def cumsum(x: "Tensor", axis: int) -> "Tensor":
     """The sum of all elements up to each, along an axis."""
     x = tensor(x)
     return CumSum.apply(x, *_axes(axis, x.ndim))
+
+
+_ALSO_WHERE = {"dim": (None, "x.max(axis) gives the values, x.argmax(axis) where they are; min alike")}
 
 
 class Max(Function):
@@ -147,6 +158,7 @@ class Max(Function):
         return np.multiply(share, reached, out=empty_like(x)), None, None
 
 
+@also(_ALSO_WHERE)
 def max(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The largest element over `axis`. Equal ones share the gradient. ValueError if there is no element."""
     x = tensor(x)
@@ -158,6 +170,7 @@ class Min(Max):
     smallest = True
 
 
+@also(_ALSO_WHERE)
 def min(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
     """The smallest element over `axis`. Equal ones share the gradient. ValueError if there is no element."""
     x = tensor(x)

@@ -12,6 +12,7 @@ import numpy as np
 from shardrt import device
 from shardrt.autograd import Function, Variable
 from shardrt.functional._arrays import asarray, broadcast, empty, sum_to, tensor
+from shardrt.functional.words import also, torch_words
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -37,6 +38,7 @@ def reshape(x: "Tensor", shape: int | Sequence[int]) -> "Tensor":
     return Reshape.apply(tensor(x), (shape,) if isinstance(shape, int) else tuple(shape))
 
 
+@torch_words
 def squeeze(x: "Tensor", axis: int | Sequence[int] | None = None) -> "Tensor":
     """Without the axes of size 1, or without those named. ValueError if a named one is larger."""
     x = tensor(x)
@@ -49,6 +51,7 @@ def squeeze(x: "Tensor", axis: int | Sequence[int] | None = None) -> "Tensor":
     return reshape(x, [n for i, n in enumerate(x.shape) if i not in axes])
 
 
+@torch_words
 def unsqueeze(x: "Tensor", axis: int) -> "Tensor":
     """With an axis of size 1 put in at `axis`."""
     x = tensor(x)
@@ -56,6 +59,7 @@ def unsqueeze(x: "Tensor", axis: int) -> "Tensor":
     return reshape(x, (*x.shape[:axis], 1, *x.shape[axis:]))
 
 
+@also(start_dim="first", end_dim="last")
 def flatten(x: "Tensor", first: int = 0, last: int = -1) -> "Tensor":
     """With the axes from `first` to `last` as one."""
     x = tensor(x)
@@ -80,6 +84,7 @@ class Permute(Function):
         return dy.transpose(sorted(range(len(axes)), key=axes.__getitem__)), None
 
 
+@also(dims="axes")
 def permute(x: "Tensor", axes: Sequence[int]) -> "Tensor":
     """Axes in another order: axis i of the result is axis axes[i] of x. ValueError if one is missing."""
     x = tensor(x)
@@ -89,6 +94,7 @@ def permute(x: "Tensor", axes: Sequence[int]) -> "Tensor":
     return Permute.apply(x, axes)
 
 
+@also(dim0="axis0", dim1="axis1")
 def transpose(x: "Tensor", axis0: int, axis1: int) -> "Tensor":
     """Two axes exchanged."""
     x = tensor(x)
@@ -131,6 +137,7 @@ def tile(x: "Tensor", counts: int | Sequence[int]) -> "Tensor":
     return reshape(x, [count * size for count, size in zip(counts, shape, strict=True)])
 
 
+@also(dim="axis", repeats="counts")
 def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int) -> "Tensor":
     """Each element `counts` times, one copy after the other, along an axis; or as often as counts[i] says.
 
@@ -166,6 +173,7 @@ class Split(Function):
         return dx, None, None
 
 
+@also(dim="axis", split_size_or_sections="sizes", split_size="sizes")
 def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
     """Pieces along an axis: of the given sizes, or of one size, the last perhaps smaller.
 
@@ -183,6 +191,7 @@ def split(x: "Tensor", sizes: int | Sequence[int], axis: int = 0) -> tuple:
     return Split.apply(x, tuple(sizes), axis)
 
 
+@torch_words
 def chunk(x: "Tensor", chunks: int, axis: int = 0) -> tuple:
     """At most `chunks` pieces along an axis, of one size but the last. ValueError for fewer than one."""
     if chunks < 1:
@@ -191,6 +200,7 @@ def chunk(x: "Tensor", chunks: int, axis: int = 0) -> tuple:
     return split(x, max(1, -(-x.shape[axis] // chunks)), axis)
 
 
+@torch_words
 def unbind(x: "Tensor", axis: int = 0) -> tuple:
     """The pieces of size 1 along an axis, without it."""
     x = tensor(x)
@@ -217,6 +227,7 @@ class Concatenate(Function):
         return None, *_pieces(dy, sizes, axis)
 
 
+@torch_words
 def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """Tensors one after the other along an axis; equal in dtype and in every other size.
 
@@ -234,11 +245,13 @@ def concatenate(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     return Concatenate.apply(axis, *tensors)
 
 
+@torch_words
 def stack(tensors: Sequence["Tensor"], axis: int = 0) -> "Tensor":
     """Tensors of one shape along a new axis. Errors as `concatenate`."""
     return concatenate([unsqueeze(x, axis) for x in tensors], axis)
 
 
+@also(dims="axis")
 def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
     """In reverse order along one axis or several; a view."""
     x = tensor(x)
@@ -246,6 +259,7 @@ def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
     return getitem(x, tuple(slice(None, None, -1 if i in axes else 1) for i in range(x.ndim)))
 
 
+@also(dims="axis", shifts="shift")
 def roll(x: "Tensor", shift: int, axis: int) -> "Tensor":
     """Moved by `shift` along an axis; what leaves at one end comes in at the other."""
     x = tensor(x)

@@ -12,6 +12,7 @@ from shardrt.functional.index import gather
 from shardrt.functional.reduce import mean, norm, sum
 from shardrt.functional.shape import squeeze
 from shardrt.functional.unary import abs, exp, log, square
+from shardrt.functional.words import also, torch_words
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -103,12 +104,14 @@ def nll_loss(x: "Tensor", targets: Any, ignore_index: int = -100, reduction: str
     return _reduced("nll_loss", loss, reduction)
 
 
+@also({"p": (2, "only the Euclidean norm is: x / norms for another")}, dim="axis")
 def normalize(x: "Tensor", axis: int = -1, eps: float = 1e-12) -> "Tensor":
     """x over its Euclidean norm along an axis, which is eps at the least."""
     x = floating(x)
     return div(x, maximum(norm(x, axis, keepdims=True), eps))
 
 
+@torch_words
 def cosine_similarity(x: "Tensor", y: Any, axis: int = -1, eps: float = 1e-8) -> "Tensor":
     """The cosine of the angle between x and y along an axis; each norm is eps at the least."""
     x, y = floating(x), floating(y)

@@ -7,6 +7,7 @@ import numpy as np
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty_like, kernels, rows, tensor
 from shardrt.functional.shape import transpose
+from shardrt.functional.words import also
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -30,6 +31,7 @@ class Softmax(Function):
         return dx
 
 
+@also({"dtype": (None, "F.cast(x, dtype) before")}, dim="axis")
 def softmax(x: "Tensor", axis: int = -1) -> "Tensor":
     """exp(x) over its sum along `axis`, the largest element subtracted first. float32 or float64."""
     return _along(Softmax, "softmax", x, axis)
@@ -52,6 +54,7 @@ class LogSoftmax(Function):
         return dx
 
 
+@also({"dtype": (None, "F.cast(x, dtype) before")}, dim="axis")
 def log_softmax(x: "Tensor", axis: int = -1) -> "Tensor":
     """The logarithm of softmax, which loses nothing where softmax is 0. float32 or float64."""
     return _along(LogSoftmax, "log_softmax", x, axis)

@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, verify
+from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, load, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
@@ -22,8 +22,8 @@ def made(root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=N
     mesh = init_device_mesh("auto", shape)
     shardrt.manual_seed(3)
     model = shard(net(), mesh, **settings)
-    rate = {"lr": 0.1, "momentum": 0.9} if sgd else {"lr": 1e-2}
-    optimizer = (optim.SGD if sgd else optim.AdamW)(model.parameters(), **rate)
+    rate = {"lr": 0.1, "momentum": 0.9 if sgd is True else sgd} if sgd is not False else {"lr": 1e-2}
+    optimizer = (optim.AdamW if sgd is False else optim.SGD)(model.parameters(), **rate)
     return (
         model,
         optimizer,
@@ -235,20 +235,44 @@ def test_it_loads_into_other_units(saved_at):
     same(whole(thread.run(2, into_one_unit, root)), expected)
 
 
-def weights_of(root):
-    model, optimizer, checkpoints = made(root, sgd=True)
-    with pytest.raises(CheckpointError, match=r"has no 'momentum' .* restore with weights_only"):
+def weights_of(root, momentum, told):
+    model, optimizer, checkpoints = made(root, sgd=momentum)
+    with pytest.raises(
+        CheckpointError, match=rf"another optimizer: it has {told}.* restore with weights_only"
+    ):
         checkpoints.restore()
     step, _ = checkpoints.restore(weights_only=True)
     return step, full_state_dict(model)
 
 
-def test_weights_alone_load_under_another_optimizer(saved_at):
+@pytest.mark.parametrize("momentum, told", [(True, "no 'momentum'"), (0.0, "'m', SGD keeps nothing")])
+def test_weights_alone_load_under_another_optimizer(saved_at, momentum, told):
     root, expected = saved_at[2]
-    step, weights = thread.run(2, weights_of, root)[0]
+    step, weights = thread.run(2, weights_of, root, momentum, told)[0]
     assert step == 2
     for name, values in weights.items():
         np.testing.assert_array_equal(values.reshape(-1), expected["parameter", name])
+
+
+class Larger(Net):
+    def __init__(self):
+        super().__init__()
+        self.more = nn.Linear(2, 2)
+
+
+def test_a_checkpoint_of_another_model_is_told_from_a_damaged_one(saved_at):
+    root, _ = saved_at[1]
+    model, optimizer, checkpoints = made(root, net=Larger)
+    with pytest.raises(CheckpointError, match="it lacks more.bias, more.weight$") as caught:
+        checkpoints.restore()
+    assert "Damaged" not in str(caught.value) and "[]" not in str(caught.value)
+
+
+def test_load_says_where_checkpoints_of_runs_are_read(saved_at):
+    root, _ = saved_at[1]
+    for folder in (root, sorted(root.glob("step-*"))[0]):
+        with pytest.raises(FileNotFoundError, match=r"restore\(path, weights_only=True\)"):
+            load(folder, Net())
 
 
 def test_files_are_safetensors(saved_at):

@@ -1,0 +1,43 @@
+"""PyTorch's words for arguments, beside NumPy's: x.sum(dim=1) is x.sum(axis=1)."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+F = TypeVar("F", bound=Callable)
+
+
+def also(_refused: dict[str, tuple] | None = None, /, **words: str) -> Callable[[F], F]:
+    """Let a function be called with PyTorch's words as well: also(dim="axis").
+
+    Type checkers know the function's own words only. _refused: words of what the function can't do: the value
+    that asks for nothing, and what to do instead, which the TypeError says for other values.
+    """
+    refused = _refused or {}
+
+    def decorated(function: F) -> F:
+        @wraps(function)
+        def called(*arguments: Any, **given: Any) -> Any:
+            return function(*arguments, **_translated(function.__name__, given, words, refused))
+
+        return called  # type: ignore[return-value]
+
+    return decorated
+
+
+def _translated(name: str, given: dict[str, Any], words: dict[str, str], refused: dict[str, tuple]) -> dict:
+    found = {}
+    for word, value in given.items():
+        if word in refused:
+            nothing, instead = refused[word]
+            if value is not nothing and not (isinstance(value, float | bool) and value == nothing):
+                raise TypeError(f"{name}: {word} is not known; {instead}")
+            continue
+        own = words.get(word, word)
+        if own in found or (own != word and own in given):
+            raise TypeError(f"{name}: {own} was given twice, once as {word}")
+        found[own] = value
+    return found
+
+
+torch_words = also(dim="axis", keepdim="keepdims")
