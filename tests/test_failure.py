@@ -127,6 +127,14 @@ def test_a_rank_that_just_ends_is_missed_by_those_who_wait(communicator, case):
     assert "failed as well" not in done.stderr
 
 
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
+def test_a_rank_that_ends_is_missed_where_a_communicator_is_made(communicator):
+    """MPI makes it when all have come, and nothing ends a wait inside MPI."""
+    done, _ = run("sys.exit(0)", communicator, everyone="mesh.communicator('reduce')")
+    assert done.returncode == 1
+    assert re.search(r"rank 1 has left; rank \d waits for it in split: all ranks", done.stderr)
+
+
 def test_a_rank_that_ends_is_not_missed_by_groups_without_it():
     others = "part = comm.split(0 if mesh.rank != 1 else None, mesh.rank)\n"
     others += "if mesh.rank == 1: sys.exit(0)\n"

@@ -11,7 +11,7 @@ from struct import Struct
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch
+from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch, PeerFailed
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
 WORDS = 5
@@ -111,6 +111,14 @@ def mismatch(number: int, calls: Sequence[Call], names: Names) -> CollectiveMism
     more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
     return CollectiveMismatch(
         f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}"
+    )
+
+
+def left(gone: int, rank: int, collective: str) -> PeerFailed:
+    """The error of a rank that waits in `collective` for one whose program has ended."""
+    return PeerFailed(
+        f"rank {gone} has left; rank {rank} waits for it in {collective}: all ranks must come to "
+        "the same calls, such as the forward of a sharded model or a save"
     )
 
 

@@ -17,9 +17,8 @@ import numpy as np
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.calls import HEAD, PACKED
+from shardrt.comm.calls import HEAD, PACKED, left
 from shardrt.comm.notices import Page, parts_of
-from shardrt.comm.protocol import PeerFailed
 from shardrt.comm.segments import SharedMemoryUnavailable, map_shared
 
 LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
@@ -163,13 +162,13 @@ class Flags:
                 return
         while True:
             self._words[row + _ASLEEP] = value
-            left = self._words[row + _LEFT]  # before the counter: it may arrive and then leave
+            has_left = self._words[row + _LEFT]  # before the counter: it may arrive and then leave
             self._window.Sync()
             seen = self._words[row + column]
             if seen >= value:
                 return
-            if left:
-                raise PeerFailed(f"rank {rank} has left; rank {self.rank} waits for it in {doing}")
+            if has_left:
+                raise left(rank, self.rank, doing)
             nap = ctypes.byref(_Time(*divmod(_NAP, 10**9)))
             self._system(row + column, _FUTEX_WAIT, seen & 0xFFFFFFFF, nap)
 

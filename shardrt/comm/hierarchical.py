@@ -70,10 +70,11 @@ class HierarchicalCommunicator(MPICommunicator):
         self._counterparts = self._across.allgather(mpi.rank)
 
     def split(self, color: int | None, key: int) -> Communicator | None:
-        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else create(mpi, self._node, self._names)
+        mpi = self._split(color, key)
+        return None if mpi is None else create(mpi, self._node, self._names)
 
     def duplicate(self) -> "HierarchicalCommunicator":
+        self._meet("split", None)
         local = self._local.duplicate()
         return HierarchicalCommunicator(self._mpi.Dup(), local, self._segments, self._node, self._names)
 

@@ -64,8 +64,14 @@ class MPICommunicator(Communicator):
         self._scratch = np.empty(0, np.uint8)
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
+        mpi = self._split(color, key)
+        return None if mpi is None else MPICommunicator(mpi, self._names)
+
+    def _split(self, color: int | None, key: int) -> MPI.Intracomm | None:
+        """MPI's own; a rank that never comes would be waited for inside MPI, where nothing ends that."""
+        self._meet("split", None)
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else MPICommunicator(mpi, self._names)
+        return None if color is None else mpi
 
     def close(self) -> None:
         self._outbox.close()

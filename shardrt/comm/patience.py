@@ -9,7 +9,7 @@ import time
 from mpi4py import MPI
 
 from shardrt.comm import failure
-from shardrt.comm.protocol import PeerFailed
+from shardrt.comm.calls import left
 
 _SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
 _YIELD = 1e-4  # seconds before it sleeps
@@ -41,7 +41,7 @@ class Patience:
             now = time.perf_counter()
             if now > next_look:
                 if gone is not None:  # since it said so, half a second has passed for what was under way
-                    raise PeerFailed(f"rank {gone} has left; rank {self._mpi.rank} waits for it in {doing}")
+                    raise left(gone, self._mpi.rank, doing)
                 gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
                 next_look = now + _LOOK
             if now < yielded:

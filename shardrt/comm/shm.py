@@ -35,10 +35,11 @@ class ShmCommunicator(MPICommunicator):
         self._segments = segments or Segments(mpi)
 
     def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
-        mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
-        return None if color is None else ShmCommunicator(mpi, None, self._names)
+        mpi = self._split(color, key)
+        return None if mpi is None else ShmCommunicator(mpi, None, self._names)
 
     def duplicate(self) -> "ShmCommunicator":
+        self._meet("split", None)
         return ShmCommunicator(self._mpi.Dup(), self._segments, self._names)
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:

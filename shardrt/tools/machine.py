@@ -7,6 +7,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import textwrap
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -111,8 +112,14 @@ def lines(found: dict[str, Any]) -> list[str]:
         ("two ranks", found["two ranks"]),
     ]
     width = max(len(name) for name, _ in rows)
-    told = [f"{name:{width}}  {text}" for name, text in rows]
-    return told + [f"lacking: {what}" for what in found["lacking"]]
+    told = [line for name, text in rows for line in _folded(f"{name:{width}}", text)]
+    return told + [line for what in found["lacking"] for line in _folded("lacking:", what)]
+
+
+def _folded(name: str, text: str) -> list[str]:
+    """`text` beside its name, in lines that fit 80 columns; a path stays in one piece."""
+    lines = textwrap.wrap(text, 78 - len(name), break_long_words=False, break_on_hyphens=False) or [""]
+    return [f"{name if i == 0 else ' ' * len(name)}  {line}" for i, line in enumerate(lines)]
 
 
 def kernel_cache(sources: Path) -> dict[str, Any]:
