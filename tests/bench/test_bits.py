@@ -2,12 +2,24 @@
 
 import subprocess
 import sys
+from itertools import combinations, product
 
 import numpy as np
 import pytest
 
-from bench import bits, bits_cases
-from bench.bits_cases import Case, cases, digest, train
+from bench import bits
+from bench.bits_cases import (
+    BACKWARDS,
+    FLAT,
+    HYBRID,
+    OFFLOADS,
+    PRECISIONS,
+    RECOMPUTATIONS,
+    Case,
+    cases,
+    digest,
+    train,
+)
 from shardrt.comm import thread
 
 
@@ -31,14 +43,16 @@ def test_pieces_of_a_whole_have_its_hash():
 
 
 def test_any_two_features_meet_in_a_case():
-    found = [case for case in cases().values() if case.launch == "threads"]
-    kinds = {"recomputation": bits_cases.RECOMPUTATIONS, "backward": bits_cases.BACKWARDS}
-    kinds |= {"offload": bits_cases.OFFLOADS, "precision": tuple(bits_cases.PRECISIONS)}
+    kinds = {"precision": tuple(PRECISIONS), "offload": OFFLOADS}
+    kinds |= {"recomputation": RECOMPUTATIONS, "backward": BACKWARDS}
     for ranks in (1, 2, 3, 4):
-        for one, others in kinds.items():
-            for strategy in bits_cases.FLAT:
-                alike = {getattr(c, one) for c in found if (c.ranks, c.strategy) == (ranks, strategy)}
-                assert alike == {value for value in others if Case(ranks, strategy, **{one: value}).fits}
+        strategies = FLAT if ranks % 2 else FLAT + HYBRID
+        found = [case for case in cases().values() if case.ranks == ranks]
+        for names in combinations([*kinds, "strategy"], 2):
+            met = {tuple(getattr(case, name) for name in names) for case in found}
+            for values in product(*((kinds | {"strategy": strategies})[name] for name in names)):
+                case = Case(ranks, **({"strategy": "FULL_SHARD"} | dict(zip(names, values, strict=True))))
+                assert values in met or not case.fits, case.name
 
 
 def test_cases_that_differ_are_printed_and_the_other_tree_is_removed(monkeypatch, capsys):
