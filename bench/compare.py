@@ -22,7 +22,7 @@ from pathlib import Path
 from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser
-from bench.environment import facts
+from bench.environment import facts, write_result
 from bench.peers.launch import launch, one_thread
 from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, announce, watched
@@ -68,7 +68,7 @@ def main() -> None:
     result = summary(contestants, rounds) | facts(" ".join(["python -m bench.compare", *sys.argv[1:]]))
     print(json.dumps(result) if options.json else table(result, str(workload)))
     if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, result)
     if any("step_ms" not in each for each in result["contestants"]):
         raise SystemExit(1)
 

@@ -1,12 +1,14 @@
-"""What a measurement belongs to: command, date, processor, versions. Goes with every result."""
+"""What a measurement belongs to: command, date, processor, versions. Goes with every result; and its file."""
 
 import datetime
+import json
 import os
 import platform
 import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x", "cupy-cuda13x")
 
@@ -22,6 +24,16 @@ def facts(command: str) -> dict[str, str]:
         "versions": ", ".join(f"{name} {version}" for name in PACKAGES if (version := _version(name))),
         **({"mpi": _mpi()} if "mpi4py.MPI" in sys.modules else {}),
     }
+
+
+def write_result(path: Path, result: dict[str, Any]) -> None:
+    """Write a result as JSON with an entry a line, and a row a line in those that are lists of rows."""
+    entries = []
+    for name, value in result.items():
+        rows = isinstance(value, list) and any(isinstance(row, dict | list) for row in value)
+        text = "[\n  " + ",\n  ".join(map(json.dumps, value)) + "\n ]" if rows else json.dumps(value)
+        entries.append(f" {json.dumps(name)}: {text}")
+    path.write_text("{\n" + ",\n".join(entries) + "\n}\n")
 
 
 def _processor() -> str:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bench.environment import facts
+from bench.environment import facts, write_result
 from bench.workload import Job
 
 _PAUSE = 0.01  # seconds between samples of memory
@@ -82,7 +82,7 @@ def show(result: dict, told: Sequence[str], options: argparse.Namespace) -> None
     if options.output is not None:
         module = sys.modules["__main__"].__spec__.name
         told = facts(" ".join(["python -m", module, *sys.argv[1:]]))
-        options.output.write_text(json.dumps(told | result, indent=1) + "\n")
+        write_result(options.output, told | result)
 
 
 def process_peak_mb() -> float:

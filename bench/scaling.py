@@ -17,7 +17,7 @@ from pathlib import Path
 from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser
-from bench.environment import facts
+from bench.environment import facts, write_result
 from bench.quiet import DISTURBED, announce, watched
 
 
@@ -45,7 +45,7 @@ def main() -> None:
     result["load_average"] = list(os.getloadavg())
     print(json.dumps(result) if options.json else table(result, workload))
     if options.output:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        write_result(options.output, result)
 
 
 def arguments() -> argparse.ArgumentParser:

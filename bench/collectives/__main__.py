@@ -103,7 +103,7 @@ def _finish(options: argparse.Namespace, lines: list[Line], facts: dict, as_text
     if as_text:
         print("\n".join([*map(report.fit_text, fits), report.verdict(lines)]))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        environment.write_result(options.output, result)
 
 
 if __name__ == "__main__":

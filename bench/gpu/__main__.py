@@ -17,6 +17,7 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+from bench.environment import write_result
 from bench.gpu import needs, report
 from bench.gpu.contestant import ROOT
 from bench.gpu.state import Run, read
@@ -150,7 +151,7 @@ def child(options: argparse.Namespace) -> None:
 def write(result: dict, rows: list[report.Row], folder: Path) -> None:
     """gpu.json, gpu.txt and gpu.png."""
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "gpu.json").write_text(json.dumps(result, indent=1) + "\n")
+    write_result(folder / "gpu.json", result)
     (folder / "gpu.txt").write_text(report.table(rows) + "\n")
     title = f"{result['machine'].get('name', 'GPU')}, {result['date']}"
     drawn = report.draw(rows, title, folder / "gpu.png")

@@ -71,7 +71,7 @@ def _run(options: argparse.Namespace, torch: Any) -> int:
     else:
         print(report.verdict(lines))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        environment.write_result(options.output, result)
     return int(not all(line.right("ours") for line in lines))
 
 

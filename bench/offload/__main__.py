@@ -44,7 +44,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("\n".join(f"# {name}: {value}" for name, value in facts.items()))
         print(table(rows))
     if options.output is not None:
-        options.output.write_text(json.dumps(result, indent=1) + "\n")
+        environment.write_result(options.output, result)
     return int(any(row.check[:6] in ("DIFFER", "OTHER ") for row in rows))
 
 

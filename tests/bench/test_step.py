@@ -10,6 +10,7 @@ import pytest
 import shardrt
 from bench import figures, hidden, step, workload
 from bench.command_line import Parser
+from bench.environment import write_result
 from bench.parts import PARTS, busy, parts
 from bench.training import UNSHARDED, Stamps, Training, model_of
 from models import llama, vit
@@ -53,6 +54,14 @@ def test_batches_are_a_function_of_step_and_rank():
         assert (inputs != job.batch_of(3, 0)[0]).any() and (inputs != job.batch_of(2, 1)[0]).any()
     tokens, targets = TINY.batch_of(3, 1)
     np.testing.assert_array_equal(tokens[:, 1:], targets[:, :-1])
+
+
+def test_a_result_is_written_a_row_a_line(tmp_path):
+    result = {"a": {"b": [1, 2]}, "rows": [{"c": [0.5]}, {"c": []}], "plain": [1, 2], "none": []}
+    write_result(tmp_path / "result.json", result)
+    text = (tmp_path / "result.json").read_text()
+    assert json.loads(text) == result and list(json.loads(text)) == list(result)
+    assert text.count("\n") == 9 and '\n  {"c": [0.5]},\n' in text
 
 
 def test_sizes_are_those_of_the_models():

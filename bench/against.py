@@ -1,0 +1,62 @@
+"""Whether a change of the code changed the time of a step: bench.step here and at another commit, by turns.
+
+A ratio per round of two runs, then the median and the range over rounds: of the fastest step, of the median
+step, and of the processor's time, which says more than the clock where others use the cores.
+
+    python -m bench.against 5ce4055 --size small --rounds 6 --steps 8
+"""
+
+import json
+import statistics
+import sys
+
+from bench import ranks
+from bench import workload as w
+from bench.bits import ROOT, other_tree
+from bench.command_line import Parser
+from bench.peers.launch import one_thread
+
+FIGURES = {
+    "fastest step": lambda told: min(told["step_ms"]),
+    "median step": lambda told: told["step_ms_median"],
+    "processor": lambda told: told["processor_ms"],
+}
+
+
+def main() -> None:
+    parser = Parser(prog="python -m bench.against", description="Times a step here and at another commit.")
+    parser.add_argument("commit", metavar="COMMIT")
+    w.add_shape(parser)
+    parser.add_argument("--steps", type=w.positive, default=8, metavar="N", help="timed steps per run (8)")
+    parser.add_argument("--ranks", type=w.positive, default=2, metavar="N", help="ranks of one thread (2)")
+    parser.add_argument("--rounds", type=w.positive, default=6, metavar="R", help="of a run each (6)")
+    with ranks.refusal():
+        options = parser.parse_args()
+        workload = w.workload_of(options)
+        words = ["-m", "bench.step", *workload.arguments(), "--json"]
+        words += ["--steps", str(options.steps), "--warmup", "2"]
+        with other_tree(options.commit) as other:
+            found = [
+                [step(tree, words, options.ranks) for tree in (ROOT, other)] for _ in range(options.rounds)
+            ]
+    print(f"{workload}; {options.ranks} ranks; {options.rounds} rounds of {options.steps} steps")
+    for name, figure in FIGURES.items():
+        here, there = zip(*(map(figure, pair) for pair in found), strict=True)
+        ratios = [a / b for a, b in zip(here, there, strict=True)]
+        print(
+            f"{name:<13} {statistics.median(here):9.2f} ms here, {statistics.median(there):9.2f} ms at "
+            f"{options.commit}; ratio {statistics.median(ratios):.3f} ({min(ratios):.3f} to "
+            f"{max(ratios):.3f}), of the least {min(here) / min(there):.3f}"
+        )
+
+
+def step(tree, words: list[str], count: int) -> dict:
+    """The figures of one run of the code of `tree`."""
+    environment = one_thread() | {"PYTHONPATH": str(tree)}
+    told = json.loads(ranks.mpirun(["-P", *words], count, environment).splitlines()[-1])
+    print(f"{tree.name:<8} {min(told['step_ms']):9.2f} {told['processor_ms']:9.2f}", file=sys.stderr)
+    return told
+
+
+if __name__ == "__main__":
+    main()
