@@ -6,6 +6,8 @@
 // error. Races are not found, and neither is speed.
 #pragma once
 #define SHARDRT_SHIM
+#undef _FORTIFY_SOURCE  // its longjmp refuses to go from one stack to another
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cmath>
@@ -43,15 +45,18 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 namespace shim {
 enum class Status { running, at_barrier, in_warp, done };
 struct Fiber {
-    ucontext_t context;
+    ucontext_t context;  // to enter the stack for the first time; then jumps do, which ask nothing of the system
+    jmp_buf here;
+    bool entered = false;
     Status status;
     uint3 index;
     unsigned number;
     std::vector<char> stack;
 };
+static_assert(std::is_nothrow_move_constructible<Fiber>::value, "a copy would leave its stack");
 inline std::vector<Fiber> fibers;
 inline Fiber* current = nullptr;
-inline ucontext_t scheduler;
+inline jmp_buf scheduler;
 inline dim3 block_dim, grid_dim;
 inline uint3 block_index;
 inline std::vector<unsigned char> dynamic_shared;
@@ -61,12 +66,26 @@ inline char message[200];
 
 inline void yield(Status status) {
     current->status = status;
-    swapcontext(&current->context, &scheduler);
+    if (!_setjmp(current->here)) _longjmp(scheduler, 1);
 }
+// What a fiber does: a thread of one block after the other.
 inline void start() {
-    body();
-    current->status = Status::done;
-    swapcontext(&current->context, &scheduler);
+    for (;;) {
+        body();
+        yield(Status::done);
+    }
+}
+inline void enter(Fiber& fiber) {
+    current = &fiber;
+    if (_setjmp(scheduler)) return;
+    if (fiber.entered) _longjmp(fiber.here, 1);
+    fiber.entered = true;
+    getcontext(&fiber.context);
+    fiber.context.uc_stack.ss_sp = fiber.stack.data();
+    fiber.context.uc_stack.ss_size = fiber.stack.size();
+    fiber.context.uc_link = nullptr;
+    makecontext(&fiber.context, start, 0);
+    setcontext(&fiber.context);
 }
 // Lets all waiting fibers in [first, last) go on if every one that lives waits for `status`.
 inline bool release(size_t first, size_t last, Status status) {
@@ -82,22 +101,11 @@ inline bool release(size_t first, size_t last, Status status) {
 }
 inline bool run_block() {
     size_t count = fibers.size();
-    for (size_t i = 0; i < count; i++) {
-        Fiber& fiber = fibers[i];
-        fiber.status = Status::running;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.data();
-        fiber.context.uc_stack.ss_size = fiber.stack.size();
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, start, 0);
-    }
+    for (auto& fiber : fibers) fiber.status = Status::running;
     for (;;) {
         bool living = false;
-        for (size_t i = 0; i < count; i++) {
-            if (fibers[i].status != Status::running) continue;
-            current = &fibers[i];
-            swapcontext(&scheduler, &fibers[i].context);
-        }
+        for (auto& fiber : fibers)
+            if (fiber.status == Status::running) enter(fiber);
         bool progress = false;
         for (size_t first = 0; first < count; first += 32)
             progress |= release(first, first + 32 < count ? first + 32 : count, Status::in_warp);
@@ -126,6 +134,7 @@ inline int launch(const unsigned* grid, unsigned threads, size_t shared, std::fu
                 dynamic_shared.assign(shared + 16, 0xff);  // as on the GPU, nobody has cleared it
                 if (!run_block()) {
                     snprintf(message, sizeof message, "block (%u, %u, %u): threads wait that nobody releases", x, y, z);
+                    fibers.clear();  // they are in the middle of it
                     return 1;
                 }
             }
@@ -173,11 +182,6 @@ template <class X> inline X __shfl_up_sync(unsigned, X x, unsigned by) {
     unsigned lane = shim::current->number % 32;
     return shim::exchange(x, lane >= by ? lane - by : 32);
 }
-inline unsigned __ballot_sync(unsigned, int x) {
-    unsigned lane = shim::current->number % 32, result = 0;
-    for (unsigned i = 0; i < 32; i++) result |= (shim::exchange(unsigned(x != 0), (lane + i) & 31) << ((lane + i) & 31));
-    return result;
-}
 // One exchange for all lanes: `of` is called with what each of them gave.
 template <class X, class Of> inline unsigned __vote(X x, Of of) {
     auto& warp = shim::slots[shim::current->number / 32];
@@ -194,6 +198,9 @@ template <class X, class Of> inline unsigned __vote(X x, Of of) {
 }
 inline unsigned __match_any_sync(unsigned, unsigned x) {
     return __vote(x, [=](unsigned other) { return other == x; });
+}
+inline unsigned __ballot_sync(unsigned, int x) {
+    return __vote(unsigned(x != 0), [](unsigned other) { return other; });
 }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
