@@ -12,7 +12,7 @@ QUICK = "not slow and not torch and not serial and not mpi"
 # Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
 LONG = (
     *("cuda", "gpu", "bench", "parity", "failures", "mpi", "models", "train/test_world_invariant.py"),
-    *("fsdp/test_pairs.py", "fsdp/test_strategies.py", "fsdp/test_processes.py", "train/test_resume.py"),
+    *("fsdp/test_pairs.py", "fsdp/test_strategies.py", "train/test_resume.py"),
     *("functional/test_beside_pytorch.py", "functional/test_conv2d.py", "checkpoint/test_damage.py"),
     *(
         "test_docs.py",

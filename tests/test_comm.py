@@ -61,8 +61,8 @@ class TestEightThreads(OnThreads):
 
 @pytest.mark.mpi
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
-def test_backends_of_mpi_keep_the_contract_with_the_bits_of_threads(size):
-    done = mpirun(size, ["-m", "tests.mpi"], timeout=200)
+def test_backends_of_mpi_keep_the_contract_with_the_bits_of_threads_and_train(size):
+    done = mpirun(size, ["-m", "tests.mpi"], timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     digests = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", done.stdout))
     expected = run_ranks(size, lambda: digest(create()))

@@ -11,33 +11,11 @@ from pathlib import Path
 import pytest
 
 import shardrt
+from tests import test_readme as readme
 from tests.ranks import clean_environment
 from tests.test_watching import ABOUT, step, written
 
 ROOT = Path(__file__).parent.parent
-
-TRAINS = """
-import kernels, numpy as np, shardrt
-from shardrt import functional as F, optim
-from shardrt.fsdp import fully_shard
-from shardrt.models.gpt import GPT, GPTConfig
-assert callable(kernels.get_kernel)
-model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=32, block_size=16, vocab_size=64))
-for block in model.blocks:
-    fully_shard(block)
-fully_shard(model)
-optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-tokens = np.arange(64).reshape(4, 16) % 7
-losses = []
-for _ in range(10):
-    loss = F.cross_entropy(model(tokens), tokens)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad()
-    losses.append(loss.item())
-assert losses[-1] < 0.7 * losses[0], losses
-print("trained", shardrt.__file__)
-"""
 
 
 def _run(*command, **options):
@@ -86,9 +64,11 @@ def installed(wheel, tmp_path_factory):
 
 
 @pytest.mark.slow
-def test_the_wheel_trains_beside_the_other_kernels(installed):
-    output = installed("python", "-c", TRAINS)
-    assert "trained" in output and str(installed.folder) in output
+def test_the_program_of_the_readme_trains_where_only_the_wheel_is_beside_the_other_kernels(installed):
+    program = readme.program().replace("range(30)", "range(3)")
+    others = "import kernels\nassert callable(kernels.get_kernel)\n"
+    output = installed("python", "-c", f"{others}{program}\nprint(shardrt.__file__)")
+    assert output.count("loss") == 3 and str(installed.folder) in output
 
 
 @pytest.mark.slow
@@ -105,19 +85,13 @@ def test_the_example_trains_outside_the_checkout_and_goes_on_at_another_number_o
 
 
 @pytest.mark.slow
-def test_the_program_of_the_readme_runs_where_only_the_wheel_is(installed):
-    (program,) = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
-    assert installed("python", "-c", program).count("loss") == 30
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("command", [["shardrt"], ["python", "-m", "shardrt"]], ids="_".join)
-def test_every_command_runs_without_packages_that_nobody_named(installed, command):
-    assert installed(*command, "--version") == f"shardrt {shardrt.__version__}\n"
-    listed = re.search(r"\{([\w,]+)\}", installed(*command, "--help"))[1].split(",")
+def test_every_command_runs_without_packages_that_nobody_named(installed):
+    for command in (["shardrt"], ["python", "-m", "shardrt"]):
+        assert installed(*command, "--version") == f"shardrt {shardrt.__version__}\n"
+    listed = re.search(r"\{([\w,]+)\}", installed("shardrt", "--help"))[1].split(",")
     assert {"ckpt", "data", "doctor", "report", "watch", "trace"} <= set(listed)
     for name in listed:
-        assert "usage:" in installed(*command, name, "--help")
+        assert "usage:" in installed("shardrt", name, "--help")
 
 
 @pytest.mark.slow

@@ -20,7 +20,7 @@ def rounded(values, dtype="bfloat16"):
     return F.cast(shardrt.Tensor(np.asarray(values, np.float32)), dtype).data
 
 
-def weights(ranks, make=Net, steps=5, **settings):
+def weights(ranks, make=Net, steps=3, **settings):
     history, found = train_on(ranks, make, steps=steps, **settings)
     return [loss for loss, _ in history], found
 

@@ -18,7 +18,7 @@ PLACES = [places for places in product([False, True], repeat=3) if any(places)]
 
 
 def weights(ranks, make, **settings):
-    history, found = train_on(ranks, make, steps=5, **settings)
+    history, found = train_on(ranks, make, **settings)
     return [loss for loss, _ in history], found
 
 

@@ -8,6 +8,6 @@ import pytest
 from shardrt.comm import world
 
 world.of_mpi()  # installs the hooks that end the job when this rank exits with an error
-tests = str(Path(__file__).parent / "test_backends.py")
+tests = [str(Path(__file__).parent / name) for name in ("test_backends.py", "test_training.py")]
 # -s: output that pytest keeps back would be lost when another rank ends the job.
-sys.exit(pytest.main(["-x", "-q", "-s", "-p", "no:cacheprovider", tests, *sys.argv[1:]]))
+sys.exit(pytest.main(["-x", "-q", "-s", "-p", "no:cacheprovider", *tests, *sys.argv[1:]]))

@@ -16,7 +16,7 @@ from shardrt.nn.storage import Placement
 from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, NeverCalled, batches, loss_of, shard, train_on
 from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
 
-STEPS = 20
+STEPS = 5
 UNITS = 4
 PLACEMENTS = [Placement(), Placement(True, True, True), Placement(True, True, True, step="host")]
 OPTIMIZERS = {
@@ -32,7 +32,7 @@ def backward(storages, gradient):
 
 
 def train(make, placement, in_backward):
-    """What 20 steps leave in each storage, with a learning rate that changes on the way."""
+    """What the steps leave in each storage, with a learning rate that changes on the way."""
     storages = [HostStorage(placement, seed=seed) for seed in range(UNITS)]
     groups = [{**group, "params": list(group["params"])} for s in storages for group in s.groups()]
     optimizer = make(groups, in_backward=in_backward)

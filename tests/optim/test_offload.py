@@ -17,7 +17,7 @@ from shardrt.nn.storage import Placement
 from shardrt.optim import offload
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
-STEPS = 20
+STEPS = 5
 PLACES = [Placement(*places) for places in product([False, True], repeat=3) if any(places)]
 EVERYTHING = Placement(True, True, True)
 ON_THE_HOST = Placement(True, True, True, step="host")
@@ -35,7 +35,7 @@ def small_chunks(monkeypatch):
 
 
 def train(storage, make, steps=STEPS):
-    """What 20 updates leave, with a learning rate that changes on the way."""
+    """What updates leave, with a learning rate that changes on the way."""
     optimizer = make(storage.groups())
     for step, gradient in enumerate(gradients(steps)):
         optimizer.zero_grad()

@@ -1,17 +1,18 @@
-"""Every strategy, precision and offload over MPI processes gives the bits of FULL_SHARD; run under mpirun."""
-
-import sys
+"""What tests/fsdp hold on threads holds for processes, over shared memory and MPI; see test_backends."""
 
 import numpy as np
+import pytest
 
 import shardrt
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, world
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.fsdp.nets import Net, batches, loss_of, shard
+from tests.mpi import memory, readers
 
-STEPS = 6
+SIZE = world.of_mpi().size
+BACKENDS = pytest.mark.parametrize("backend", ["shm", "mpi"])
 
 
 def weights(mesh, **settings):
@@ -19,7 +20,7 @@ def weights(mesh, **settings):
     model = Net()
     shard(model, mesh, **settings)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    for tokens, targets in batches(STEPS):
+    for tokens, targets in batches(3):
         rows = len(tokens) // mesh.size
         mine = slice(mesh.rank * rows, (mesh.rank + 1) * rows)
         loss_of(model, tokens[mine], targets[mine]).backward()
@@ -28,11 +29,13 @@ def weights(mesh, **settings):
     return full_state_dict(model)
 
 
-def main(backend):
+@pytest.mark.skipif(SIZE % 2, reason="for 2 and 4 ranks")
+@BACKENDS
+def test_every_strategy_precision_and_offload_gives_the_same_bits(backend):
     flat = init_device_mesh("auto", communicator=backend)
     cases = [(flat, {"strategy": name}) for name in ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP")]
     cases.append((flat, {"offload_policy": CPUOffloadPolicy()}))
-    if flat.size == 4:
+    if SIZE == 4:
         pairs = init_device_mesh("auto", (2, 2), communicator=backend)
         cases += [(pairs, {"strategy": name}) for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")]
     for policy in (None, MixedPrecisionPolicy("bfloat16")):
@@ -41,9 +44,14 @@ def main(backend):
             found = weights(mesh, mp_policy=policy, **settings)
             for name in expected:  # rank 0 only
                 assert np.array_equal(found[name], expected[name]), (settings, policy, name)
-    if flat.rank == 0:
-        print("all equal")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1])
+@pytest.mark.skipif(SIZE != 2, reason="for 2 ranks")
+@BACKENDS
+def test_late_readers_and_several_models_on_one_mesh(backend):
+    readers.main(backend)
+
+
+@pytest.mark.skipif(SIZE % 2, reason="for 2 and 4 ranks")
+def test_training_holds_what_the_plan_said():
+    memory.main("shm" if SIZE == 2 else "mpi")
