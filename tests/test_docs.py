@@ -26,7 +26,7 @@ from models.hub import save_pretrained
 from models.llama import Llama, LlamaConfig
 from models.vit import ViT, ViTConfig
 from shardrt.__main__ import main as shell
-from tests.ranks import ROOT, clean_environment, mpirun_path
+from tests.ranks import ROOT, clean_environment, mpirun
 from tests.train.test_command import start
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -36,21 +36,40 @@ def blocks_of(page: Path) -> list[str]:
     return re.findall(r"^```python\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.mpi)])
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks_of(page)], ids=lambda page: page.stem)
-def test_the_examples_of_a_page_run_one_after_the_other(page, ranks, tmp_path):
-    file = tmp_path / "example.py"
+EXAMPLES = [page for page in PAGES if blocks_of(page)]
+ONE_BY_ONE = """
+import os, runpy, sys
+for file in sys.argv[1:]:
+    os.chdir(os.path.dirname(file))
+    runpy.run_path(file, run_name="__main__")
+    print("ran", file, flush=True)
+"""
+
+
+def example_of(page: Path, folder: Path) -> Path:
+    """Its program, in an empty folder of its own."""
+    (folder / page.stem).mkdir()
+    file = folder / page.stem / "example.py"
     file.write_text("\n".join(blocks_of(page)))
-    launcher = [] if ranks == 1 else [mpirun_path(), "-n", str(ranks)]
+    return file
+
+
+@pytest.mark.parametrize("page", EXAMPLES, ids=lambda page: page.stem)
+def test_the_examples_of_a_page_run_one_after_the_other(page, tmp_path):
+    file = example_of(page, tmp_path)
+    command, environment = [sys.executable, str(file)], clean_environment()
     done = subprocess.run(
-        [*launcher, sys.executable, str(file)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=tmp_path,
-        env=clean_environment(),
+        command, capture_output=True, text=True, timeout=120, cwd=file.parent, env=environment
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.mpi
+def test_the_examples_of_all_pages_run_on_two_ranks(tmp_path):
+    files = [str(example_of(page, tmp_path)) for page in EXAMPLES]
+    done = mpirun(2, ["-c", ONE_BY_ONE, *files], timeout=280)
+    assert done.returncode == 0, done.stderr
+    assert len(re.findall("^ran /", done.stdout, re.MULTILINE)) == 2 * len(files)
 
 
 def test_the_tutorial_shows_the_schedule_that_its_program_prints(tmp_path):
