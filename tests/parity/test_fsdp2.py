@@ -100,17 +100,24 @@ def test_parameters_after_each_of_10_steps_of_adamw_agree(adamw):
     assert_steps_agree(ours, theirs, "parameter")
 
 
-def test_parameters_after_each_of_10_steps_of_sgd_with_momentum_agree(tmp_path):
-    path = random_job(tmp_path / "job.npz", Job(optimizer="sgd", lr=0.1))
-    assert_steps_agree(shardrt_result(path, 2), torch_result(path, 2), "parameter")
+@pytest.fixture(scope="module")
+def sgd(tmp_path_factory):
+    """(a job, PyTorch's result on 2 ranks)."""
+    path = random_job(tmp_path_factory.mktemp("sgd") / "job.npz", Job(optimizer="sgd", lr=0.1))
+    return path, torch_result(path, 2)
+
+
+def test_parameters_after_each_of_10_steps_of_sgd_with_momentum_agree(sgd):
+    path, theirs = sgd
+    assert_steps_agree(shardrt_result(path, 2), theirs, "parameter")
 
 
 @pytest.mark.mpi
-def test_losses_and_parameters_agree_under_mpirun(tmp_path):
-    path = random_job(tmp_path / "job.npz", Job(optimizer="sgd", lr=0.1))
+def test_losses_and_parameters_agree_under_mpirun(sgd, tmp_path):
+    path, theirs = sgd
     done = mpirun(2, ["-m", "tests.parity.shardrt_run", str(path), str(tmp_path / "ours.npz")], timeout=120)
     assert done.returncode == 0, done.stderr
-    ours, theirs = dict(np.load(tmp_path / "ours.npz")), torch_result(path, 2)
+    ours = dict(np.load(tmp_path / "ours.npz"))
     np.testing.assert_allclose(ours["losses"], theirs["losses"], rtol=RTOL)
     assert_steps_agree(ours, theirs, "gradient")
     assert_steps_agree(ours, theirs, "parameter")
