@@ -63,14 +63,16 @@ class Layer(nn.Module):
         return self.function(*args, **kwargs, weight=self.weight)
 
 
-def both(function, use):
-    """What `use` gives with the layer of `function` as it is, and recomputed under either policy."""
+def assert_recomputed_alike(function, use):
+    """`use` gives the same arrays with the layer of `function` as it is and recomputed, by both policies."""
     results = []
     for policy in (None, "full", "matmul"):
         shardrt.manual_seed(5)
         layer = Layer(function)
         results.append(use(layer if policy is None else checkpoint(layer, policy)))
-    return results
+    for found in results[1:]:
+        for expected, gradient in zip(results[0], found, strict=True):
+            np.testing.assert_array_equal(expected, gradient)
 
 
 # -- the same gradients
@@ -107,10 +109,7 @@ def test_gradients_add_up_in_the_same_order_where_an_input_is_used_inside_and_ou
         (z * normal(4, 4, seed=1)).sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(lambda x, weight: x @ weight + F.tanh(x), use)
-    for found in others:
-        np.testing.assert_array_equal(plain[0], found[0])
-        np.testing.assert_array_equal(plain[1], found[1])
+    assert_recomputed_alike(lambda x, weight: x @ weight + F.tanh(x), use)
 
 
 def test_a_module_called_twice_is_recomputed_for_each_call():
@@ -119,10 +118,7 @@ def test_a_module_called_twice_is_recomputed_for_each_call():
         layer(F.tanh(layer(x))).sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(lambda x, weight: x @ weight, use)
-    for found in others:
-        np.testing.assert_array_equal(plain[0], found[0])
-        np.testing.assert_array_equal(plain[1], found[1])
+    assert_recomputed_alike(lambda x, weight: x @ weight, use)
 
 
 def test_tensors_may_be_anywhere_in_arguments_and_results():
@@ -138,10 +134,7 @@ def test_tensors_may_be_anywhere_in_arguments_and_results():
         (out["sum"].sum() + (out["more"][0] * normal(4, 4, seed=3)).sum()).backward()
         return x.grad, y.grad, factor.grad, layer.weight.grad
 
-    plain, *others = both(function, use)
-    for found in others:
-        for expected, gradient in zip(plain, found, strict=True):
-            np.testing.assert_array_equal(expected, gradient)
+    assert_recomputed_alike(function, use)
 
 
 @dataclass(frozen=True)
@@ -158,10 +151,7 @@ def test_tensors_may_be_in_dataclasses(box):
         (tensor * x).sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
-    for found in others:
-        for expected, gradient in zip(plain, found, strict=True):
-            np.testing.assert_array_equal(expected, gradient)
+    assert_recomputed_alike(lambda pair, weight: box(F.gelu(pair.first @ weight)), use)
 
 
 def test_products_and_attention_of_views_are_taken_up_from_what_was_kept():
@@ -176,10 +166,7 @@ def test_products_and_attention_of_views_are_taken_up_from_what_was_kept():
         (layer(x * 1.0) * normal(2, 5, 4, seed=1)).sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(function, use)
-    for found in others:
-        np.testing.assert_array_equal(plain[0], found[0])
-        np.testing.assert_array_equal(plain[1], found[1])
+    assert_recomputed_alike(function, use)
 
 
 def test_a_result_that_nothing_used_gets_no_gradient():
@@ -188,9 +175,7 @@ def test_a_result_that_nothing_used_gets_no_gradient():
         layer(x)[1].sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(lambda x, weight: (F.exp(x), x @ weight), use)
-    for found in others:
-        np.testing.assert_array_equal(plain[0], found[0])
+    assert_recomputed_alike(lambda x, weight: (F.exp(x), x @ weight), use)
 
 
 def test_a_module_may_return_what_it_got():
@@ -201,9 +186,7 @@ def test_a_module_may_return_what_it_got():
         (same * normal(4, 4) + other).sum().backward()
         return x.grad, layer.weight.grad
 
-    plain, *others = both(lambda x, weight: (x, x @ weight), use)
-    for found in others:
-        np.testing.assert_array_equal(plain[0], found[0])
+    assert_recomputed_alike(lambda x, weight: (x, x @ weight), use)
 
 
 def test_an_argument_that_is_not_used_gets_no_gradient():

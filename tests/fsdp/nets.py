@@ -182,6 +182,19 @@ def train_on(ranks, make, **kwargs):
     return history, results[0][1]
 
 
+def outcome(ranks, make=Net, **settings):
+    """(losses, weights) of `train_on`."""
+    history, weights = train_on(ranks, make, **settings)
+    return [loss for loss, _ in history], weights
+
+
+def assert_same_bits(found, expected, case=""):
+    """Of two outcomes."""
+    assert found[0] == expected[0], case
+    for name, values in expected[1].items():
+        assert np.array_equal(found[1][name], values), f"{case}: {name}"
+
+
 class ViewedBlock(Block):
     """Uses its parameters through views and arithmetic, not as handles of a layer."""
 

@@ -10,7 +10,7 @@ from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard, units
-from tests.fsdp.nets import Frozen, Net, batches, gradients, loss_of, shard, train_on
+from tests.fsdp.nets import Frozen, Net, assert_same_bits, batches, gradients, loss_of, outcome, shard
 
 BF16 = MixedPrecisionPolicy("bfloat16")
 STRATEGIES = ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]
@@ -20,23 +20,15 @@ def rounded(values, dtype="bfloat16"):
     return F.cast(shardrt.Tensor(np.asarray(values, np.float32)), dtype).data
 
 
-def weights(ranks, make=Net, steps=3, **settings):
-    history, found = train_on(ranks, make, steps=steps, **settings)
-    return [loss for loss, _ in history], found
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("make", [Net, Frozen])
 def test_all_strategies_give_the_same_bits(dtype, make):
     policy = MixedPrecisionPolicy(dtype)
-    expected = weights(4, make, mp_policy=policy)
+    expected = outcome(4, make, mp_policy=policy)
     for strategy in STRATEGIES:
-        found = weights(4, make, mp_policy=policy, strategy=strategy)
-        assert found[0] == expected[0], strategy
-        assert all(np.array_equal(found[1][name], expected[1][name]) for name in expected[1]), strategy
+        assert_same_bits(outcome(4, make, mp_policy=policy, strategy=strategy), expected, strategy)
     for shape in ((2, 2), (4, 1)):
-        found = weights(4, make, mp_policy=policy, mesh_options={"shape": shape})
-        assert all(np.array_equal(found[1][name], expected[1][name]) for name in expected[1]), shape
+        assert_same_bits(outcome(4, make, mp_policy=policy, mesh_options={"shape": shape}), expected, shape)
 
 
 def seen_in_forward(policy):
@@ -104,7 +96,7 @@ def test_modules_may_be_excepted():
 
     found = thread.run(2, kinds)[0]
     assert {name for name, param in found.items() if param == "float32"} == {"norm.weight", "norm.bias"}
-    expected = weights(2, mp_policy=policy)
+    expected = outcome(2, mp_policy=policy)
     assert all(np.isfinite(expected[0]))
 
 
@@ -137,18 +129,17 @@ def test_16_bits_halve_the_traffic():
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_training_follows_float32(dtype):
-    plain = weights(2, steps=10)[0]
-    low = weights(2, steps=10, mp_policy=MixedPrecisionPolicy(dtype))[0]
+    plain = outcome(2, steps=10)[0]
+    low = outcome(2, steps=10, mp_policy=MixedPrecisionPolicy(dtype))[0]
     np.testing.assert_allclose(low, plain, rtol=3e-2)
     assert low != plain
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_offload_changes_no_bit_in_16_bits_either(strategy):
-    expected = weights(2, mp_policy=BF16, strategy=strategy)
-    found = weights(2, mp_policy=BF16, strategy=strategy, offload_policy=CPUOffloadPolicy())
-    assert found[0] == expected[0]
-    assert all(np.array_equal(found[1][name], expected[1][name]) for name in expected[1])
+    expected = outcome(2, mp_policy=BF16, strategy=strategy)
+    found = outcome(2, mp_policy=BF16, strategy=strategy, offload_policy=CPUOffloadPolicy())
+    assert_same_bits(found, expected)
 
 
 def outputs(policy):

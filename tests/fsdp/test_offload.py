@@ -11,46 +11,45 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device import timeline
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, units
-from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, batches, loss_of, shard, train_on
+from tests.fsdp.nets import (
+    CalledTwice,
+    Frozen,
+    Nested,
+    Net,
+    assert_same_bits,
+    batches,
+    loss_of,
+    outcome,
+    shard,
+)
 from tests.fsdp.slow import COMPUTE, Slow
 
 PLACES = [places for places in product([False, True], repeat=3) if any(places)]
-
-
-def weights(ranks, make, **settings):
-    history, found = train_on(ranks, make, **settings)
-    return [loss for loss, _ in history], found
-
-
-def assert_same_bits(found, expected):
-    assert found[0] == expected[0]
-    for name, values in expected[1].items():
-        assert np.array_equal(found[1][name], values), name
 
 
 @pytest.mark.parametrize("places", PLACES, ids=str)
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 def test_offload_changes_no_bit(ranks, places):
     policy = CPUOffloadPolicy(*places)
-    assert_same_bits(weights(ranks, Net, offload_policy=policy), weights(ranks, Net))
+    assert_same_bits(outcome(ranks, offload_policy=policy), outcome(ranks))
 
 
 @pytest.mark.parametrize("make", [CalledTwice, Nested, Frozen])
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"])
 def test_offload_changes_no_bit_in_any_strategy(make, strategy):
     policy = CPUOffloadPolicy()
-    found = weights(2, make, strategy=strategy, offload_policy=policy)
-    assert_same_bits(found, weights(2, make))
+    found = outcome(2, make, strategy=strategy, offload_policy=policy)
+    assert_same_bits(found, outcome(2, make))
 
 
 def test_the_update_on_the_host_changes_no_bit(tmp_path):
     for policy in (CPUOffloadPolicy(step="host"), CPUOffloadPolicy(step="host", directory=tmp_path)):
-        assert_same_bits(weights(2, Net, offload_policy=policy), weights(2, Net))
+        assert_same_bits(outcome(2, offload_policy=policy), outcome(2))
 
 
 def test_files_as_host_memory_change_no_bit_and_leave_nothing(tmp_path):
     policy = CPUOffloadPolicy(directory=tmp_path / "spill")
-    assert_same_bits(weights(2, Net, offload_policy=policy), weights(2, Net))
+    assert_same_bits(outcome(2, offload_policy=policy), outcome(2))
     assert list((tmp_path / "spill").iterdir()) == []
 
 

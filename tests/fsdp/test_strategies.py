@@ -14,8 +14,10 @@ from tests.fsdp.nets import (
     Nested,
     Net,
     TiedInside,
+    assert_same_bits,
     batches,
     loss_of,
+    outcome,
     shard,
     train_on,
 )
@@ -33,11 +35,6 @@ MESHES = {
 }
 
 
-def weights_and_losses(ranks, make, steps, **settings):
-    history, weights = train_on(ranks, make, steps=steps, **settings)
-    return [loss for loss, _ in history], weights
-
-
 def all_strategies(ranks):
     """(strategy, mesh options) of everything that fits this many ranks."""
     flat = [(name, None) for name in FLAT]
@@ -50,20 +47,17 @@ def test_all_strategies_give_the_same_bits(ranks, make):
     """In three steps: what an update changes is gathered twice. bench.bits has 20."""
     expected = None
     for strategy, mesh in all_strategies(ranks):
-        found = weights_and_losses(ranks, make, 3, strategy=strategy, mesh_options=mesh)
+        found = outcome(ranks, make, strategy=strategy, mesh_options=mesh)
         expected = expected or found
-        assert found[0] == expected[0], f"{strategy} {mesh}"
-        for name, weights in found[1].items():
-            assert np.array_equal(weights, expected[1][name]), f"{strategy} {mesh}: {name}"
+        assert_same_bits(found, expected, f"{strategy} {mesh}")
 
 
 @pytest.mark.parametrize("ranks", [6, 8])
 def test_groups_of_a_power_of_two_give_the_same_bits_at_larger_world_sizes(ranks):
-    expected = weights_and_losses(ranks, Net, 3, strategy="FULL_SHARD")
+    expected = outcome(ranks, strategy="FULL_SHARD")
     for strategy, mesh in all_strategies(ranks):
-        found = weights_and_losses(ranks, Net, 3, strategy=strategy, mesh_options=mesh)
-        assert found[0] == expected[0], f"{strategy} {mesh}"
-        assert all(np.array_equal(found[1][name], expected[1][name]) for name in expected[1]), strategy
+        found = outcome(ranks, strategy=strategy, mesh_options=mesh)
+        assert_same_bits(found, expected, f"{strategy} {mesh}")
 
 
 @pytest.mark.parametrize("strategy", [*FLAT, *HYBRID])
@@ -95,7 +89,7 @@ def trained(model, mesh, steps):
 
 
 def test_units_of_one_model_may_have_different_strategies():
-    expected = weights_and_losses(4, Net, 3)[1]
+    expected = outcome(4)[1]
     for strategies in (
         ["NO_SHARD", "HYBRID_SHARD", "FULL_SHARD"],
         ["HYBRID_SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD"],
