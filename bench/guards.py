@@ -23,9 +23,9 @@ from models import train
 from shardrt import optim
 from shardrt.comm import init_device_mesh
 from shardrt.comm.calls import pack
-from shardrt.comm.flight import Recorder
 from shardrt.comm.shm import ShmCommunicator
-from shardrt.comm.watchdog import _BEAT, Watch
+from shardrt.faults.flight import Recorder
+from shardrt.faults.watchdog import _BEAT, Watch
 from shardrt.fsdp.plan import Plan
 from shardrt.train.job import optimizer_of, sharded_model
 from shardrt.train.loop import backward, batches_of

@@ -11,6 +11,8 @@ import numpy as np
 
 float32, float64, bfloat16, float16 = "float32", "float64", "bfloat16", "float16"
 LOW = (bfloat16, float16)
+CARRIED = ("float32", "float64", "int32", "int64", "uint8", "uint16")  # what communicators carry
+CODES = {np.dtype(name): code for code, name in enumerate(CARRIED)}  # dtype.name is slow
 
 
 def storage(name: str) -> np.dtype:

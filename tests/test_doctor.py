@@ -13,7 +13,7 @@ import pytest
 
 from shardrt.__main__ import main
 from shardrt.comm import thread
-from shardrt.comm.flight import ENTERED, Recorder
+from shardrt.faults.flight import ENTERED, Recorder
 from shardrt.tools import machine
 from shardrt.train import job as jobs
 from shardrt.train import loop

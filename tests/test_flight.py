@@ -9,8 +9,9 @@ import threading
 import numpy as np
 import pytest
 
-from shardrt.comm import diagnosis, flight, init_device_mesh, thread
-from shardrt.comm.flight import DamagedFlight, Recorder, read, read_all
+from shardrt.comm import init_device_mesh, thread
+from shardrt.faults import diagnosis, flight
+from shardrt.faults.flight import DamagedFlight, Recorder, read, read_all
 from shardrt.tools import autopsy
 from tests.ranks import ROOT, clean_environment, run_ranks
 
@@ -18,7 +19,7 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 import numpy as np
-from shardrt.comm.flight import Recorder
+from shardrt.faults.flight import Recorder
 recorder = Recorder(Path(sys.argv[1]), 1, 3)
 array = np.zeros(7, np.float32)
 for step in range(500):

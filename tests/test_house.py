@@ -17,6 +17,7 @@ ROOMS = [
     ["shardrt.dtypes"],
     ["shardrt.kernels"],
     ["shardrt.device"],
+    ["shardrt.faults"],
     ["shardrt.comm"],
     ["shardrt.random"],
     ["shardrt.hooks"],

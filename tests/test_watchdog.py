@@ -9,8 +9,8 @@ import time
 
 import pytest
 
-from shardrt.comm import watchdog
-from shardrt.comm.watchdog import Limits
+from shardrt.faults import watchdog
+from shardrt.faults.watchdog import Limits
 from tests.clock import whole_job
 from tests.ranks import ROOT, clean_environment, mpirun
 
@@ -19,7 +19,7 @@ SCRIPT = """
 import os, subprocess, sys, time
 from pathlib import Path
 from shardrt.comm import init_device_mesh
-from shardrt.comm.watchdog import Limits, Watch
+from shardrt.faults.watchdog import Limits, Watch
 
 def stick():
     {case}
@@ -131,7 +131,7 @@ if last and "import" in sys.argv:
 if last and "after" in sys.argv:  # what is registered first runs last, after ours
     atexit.register(time.sleep, 100)
 from shardrt.comm import init_device_mesh
-from shardrt.comm.watchdog import Limits, Watch
+from shardrt.faults.watchdog import Limits, Watch
 mesh = init_device_mesh("cpu", timeout=3)
 with Watch(mesh, Limits(exit=1)):
     pass

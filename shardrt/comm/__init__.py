@@ -4,7 +4,8 @@ from shardrt.comm.backends import create
 from shardrt.comm.counted import CountedCommunicator
 from shardrt.comm.delayed import DelayedCommunicator
 from shardrt.comm.mesh import DeviceMesh, init_device_mesh
-from shardrt.comm.protocol import CollectiveMismatch, Communicator, PeerFailed
+from shardrt.comm.protocol import Communicator
+from shardrt.faults.failure import CollectiveMismatch, PeerFailed
 
 __all__ = [
     "CollectiveMismatch",

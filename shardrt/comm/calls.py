@@ -11,7 +11,8 @@ from struct import Struct
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm.protocol import DTYPE_CODES, DTYPES, OPS, CollectiveMismatch, PeerFailed
+from shardrt.comm.protocol import OPS
+from shardrt.faults.failure import CollectiveMismatch, PeerFailed
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
 WORDS = 5
@@ -20,7 +21,7 @@ HEAD = 64  # bytes from a packed call to data that go along with it: data begin 
 
 _PACKED = Struct(f"={WORDS}q")
 _COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
-_ELEMENTS = (*DTYPES, *dtypes.LOW)
+_ELEMENTS = (*dtypes.CARRIED, *dtypes.LOW)
 _COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
 _KIND_CODES = {kind: _ELEMENTS.index(kind) for kind in dtypes.LOW}
 _OP_CODES = {op: code for code, op in enumerate(OPS)}
@@ -69,7 +70,7 @@ def encode(
     first, name = _COLLECTIVE_CODES[collective], names.code(what)
     if array is None:
         return first, 0, 0, 0, name
-    element = _KIND_CODES[kind] if kind else DTYPE_CODES[array.dtype]
+    element = _KIND_CODES[kind] if kind else dtypes.CODES[array.dtype]
     word = _OP_CODES[detail] if isinstance(detail, str) else detail
     return first | element, array.size, word, memory, name
 

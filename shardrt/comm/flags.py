@@ -16,10 +16,10 @@ from typing import NamedTuple
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm import failure
 from shardrt.comm.calls import HEAD, PACKED, left
 from shardrt.comm.notices import Page, parts_of
 from shardrt.comm.segments import SharedMemoryUnavailable, map_shared
+from shardrt.faults import failure
 
 LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
 _READY, _DONE, _LEFT, _ASLEEP = range(4)  # int64 words at the start of a rank's row

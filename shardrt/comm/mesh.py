@@ -6,17 +6,19 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 
 from collections.abc import Callable
 from math import prod
+from typing import Any
 
 import numpy as np
 
 from shardrt import device as devices
+from shardrt.comm import talk
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, create, for_device
-from shardrt.comm.deadline import within
-from shardrt.comm.failure import HANG
-from shardrt.comm.flight import Recorder, group_name
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, cuda
+from shardrt.faults.deadline import within
+from shardrt.faults.failure import HANG
+from shardrt.faults.flight import Recorder, group_name
 
 
 def init_device_mesh(
@@ -63,7 +65,7 @@ def _made(
     base = create(communicator)
     ranks = np.arange(base.size).reshape(shape)
     devices.set_current(place)
-    return DeviceMesh(place, ranks, mesh_dim_names, base, wrap, communicator)
+    return DeviceMesh(world, place, ranks, mesh_dim_names, base, wrap, communicator)
 
 
 class DeviceMesh:
@@ -71,6 +73,7 @@ class DeviceMesh:
 
     def __init__(
         self,
+        world: worlds.World,
         device: Device,
         ranks: np.ndarray,
         mesh_dim_names: tuple[str, ...] | None,
@@ -78,6 +81,7 @@ class DeviceMesh:
         wrap: Callable[[Communicator], Communicator] | None = None,
         kind: str = "auto",
     ) -> None:
+        self.world = world
         self._kind = kind
         self.device = device
         self.ranks = ranks
@@ -122,6 +126,10 @@ class DeviceMesh:
             self._number = recorder.meshes
         for role, axis, made in self._made:
             made.recorder, made.recorded_as = recorder, self._name(role, axis)
+
+    def from_first(self, value: Any) -> Any:
+        """Rank 0's `value`, as JSON has it, for everyone. Collective."""
+        return talk.from_first(self.communicator("control"), value)
 
     def _name(self, role: str, axis: int | None) -> str:
         """What the recorder calls a communicator, which no other communicator of this run is called."""

@@ -12,9 +12,9 @@ from typing import Any
 
 from mpi4py import MPI
 
-from shardrt.comm import failure
 from shardrt.comm.patience import Patience
-from shardrt.comm.protocol import PeerFailed
+from shardrt.faults import failure
+from shardrt.faults.failure import PeerFailed
 
 _open: "weakref.WeakSet[Outbox]" = weakref.WeakSet()
 _abandoned: list[Any] = []  # MPI may still read this memory

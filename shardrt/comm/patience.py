@@ -8,8 +8,8 @@ import time
 
 from mpi4py import MPI
 
-from shardrt.comm import failure
 from shardrt.comm.calls import left
+from shardrt.faults import failure
 
 _SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
 _YIELD = 1e-4  # seconds before it sleeps

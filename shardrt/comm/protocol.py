@@ -12,30 +12,20 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
+from shardrt.faults.flight import MESSAGES
 
-DTYPES = ("float32", "float64", "int32", "int64", "uint8", "uint16")
-DTYPE_CODES = {np.dtype(name): code for code, name in enumerate(DTYPES)}  # dtype.name is slow
 _BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 OPS = ("sum", "max", "min", "prod")
-MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
-
-
-class CollectiveMismatch(RuntimeError):
-    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names."""
-
-
-class PeerFailed(RuntimeError):
-    """Another rank failed or left while this one waited for it."""
 
 
 class Communicator(ABC):
     """Collectives over a group of ranks.
 
-    Arrays are 1-D, C-contiguous, of one of DTYPES (uint16 holds bits, which only `reduce_scatter` sums, where
-    `kind` says what they are). A call returns None at once: its work is in order in `stream`, and is seen
-    through the stream's events. One communicator serves one stream at a time; `duplicate()` gives an
-    independent one.
+    Arrays are 1-D, C-contiguous, of a type in dtypes.CARRIED (uint16 holds bits, which only
+    `reduce_scatter` sums, where `kind` says what they are). A call returns None at once: its work is in order
+    in `stream`, and is seen through the stream's events. One communicator serves one stream at a time;
+    `duplicate()` gives an independent one.
 
     Every rank of the group makes the same collective calls in the same order, with equal `what`: the name of
     the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who
@@ -266,7 +256,7 @@ def _check_call(call: str, stream: Any, what: str = "") -> None:
 def _check_array(call: str, name: str, array: Any) -> None:
     try:
         flat = array.ndim == 1 and array.flags.c_contiguous
-        known = array.dtype in DTYPE_CODES
+        known = array.dtype in dtypes.CODES
     except AttributeError:
         raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}") from None
     if not flat:
@@ -274,7 +264,7 @@ def _check_array(call: str, name: str, array: Any) -> None:
             f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
         )
     if not known:
-        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(DTYPES)}")
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
 
 
 def _plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
@@ -287,7 +277,7 @@ def _plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
     dtype = output.dtype
     return (
         dtype.kind == "f"
-        and dtype in DTYPE_CODES
+        and dtype in dtypes.CODES
         and dtype == buffer.dtype
         and output.ndim == 1
         and output.flags.c_contiguous

@@ -14,7 +14,7 @@ from functools import cache
 from glob import glob
 from typing import Any
 
-from shardrt.comm import failure, guard
+from shardrt.faults import failure, guard
 
 
 @dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root

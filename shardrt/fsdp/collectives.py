@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm.protocol import DTYPE_CODES
 from shardrt.device import Device, Stream
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import Group
@@ -69,7 +68,7 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
 
 def as_sent(array: Array) -> Array:
     """The array as communicators take it: of a type that they do not know, its bytes."""
-    return array if array.dtype in DTYPE_CODES else array.view(np.uint8)
+    return array if array.dtype in dtypes.CODES else array.view(np.uint8)
 
 
 def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:

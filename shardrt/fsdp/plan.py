@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm.protocol import CollectiveMismatch, Communicator
+from shardrt.comm import CollectiveMismatch, Communicator
 from shardrt.fsdp.unit import Unit
 
 

@@ -6,9 +6,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm import diagnosis
-from shardrt.comm.flight import DONE, Flight, read_all
-from shardrt.comm.watchdog import REPORT
+from shardrt.faults import diagnosis
+from shardrt.faults.flight import DONE, Flight, read_all
+from shardrt.faults.watchdog import REPORT
 from shardrt.train.metrics import METRICS
 from shardrt.untrusted import Refused, read_regular, strict_json
 

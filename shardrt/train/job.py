@@ -8,10 +8,11 @@ from typing import Any
 
 from shardrt import device, nn, optim, random
 from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
-from shardrt.comm import failure, init_device_mesh
+from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import differences, differing, from_all
-from shardrt.comm.watchdog import Watch
+from shardrt.faults import failure
+from shardrt.faults.watchdog import Watch
 from shardrt.fsdp import (
     MemoryPlan,
     ReplicasDiffer,

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import guard
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.faults import guard
 
 STOPPED = 75  # exit code: stopped on request and saved, start me again; EX_TEMPFAIL of sysexits.h
 FILE = "stop"  # in the run's directory

@@ -10,8 +10,7 @@ from functools import partial
 import numpy as np
 import pytest
 
-from shardrt.comm import init_device_mesh, ipc, thread
-from shardrt.comm.protocol import CollectiveMismatch
+from shardrt.comm import CollectiveMismatch, init_device_mesh, ipc, thread
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.thread import ThreadCommunicator
 from shardrt.device.cuda import CUDADevice

@@ -19,7 +19,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.launcher import Launcher
+from shardrt.faults.launcher import Launcher
 from shardrt.train import config as settings
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import survivors

@@ -9,7 +9,7 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from shardrt.comm.failure import HANG, MISMATCH, OUT_OF_MEMORY
+from shardrt.faults.failure import HANG, MISMATCH, OUT_OF_MEMORY
 from shardrt.tools import autopsy
 from shardrt.train import config as settings
 from shardrt.train.errors import DIFFERS

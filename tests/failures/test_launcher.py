@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from shardrt.comm import guard
+from shardrt.faults import guard
 from tests.clock import whole_job
 from tests.failures.launcher import KILLS, RECIPES, Run, check, of_ranks, prepare, runs, strike
 from tests.failures.matrix import survivors

@@ -13,12 +13,13 @@ import numpy as np
 import pytest
 
 from shardrt import device, dtypes
-from shardrt.comm.protocol import DTYPES, CollectiveMismatch
+from shardrt.comm import CollectiveMismatch
+from shardrt.dtypes import CARRIED
 from tests.combinations import pairwise
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
-MOVED = tuple(("float32", n) for n in COUNTS) + tuple((dtype, 1000) for dtype in DTYPES if dtype != "float32")
+MOVED = tuple(("float32", n) for n in COUNTS) + tuple((dtype, 1000) for dtype in CARRIED[1:])
 LITTLE = 1 << 15  # bytes that go along with a call: notices.LITTLE; flags.LITTLE is a quarter of it
 CPU = device.get("cpu")
 INLINE = CPU.current_stream

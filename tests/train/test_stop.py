@@ -14,9 +14,8 @@ import pytest
 from models.gpt import GPT
 from models.language import Language
 from shardrt.checkpoint.disk import Disk
-from shardrt.comm import thread
-from shardrt.comm.failure import OUT_OF_MEMORY
-from shardrt.comm.protocol import PeerFailed
+from shardrt.comm import PeerFailed, thread
+from shardrt.faults.failure import OUT_OF_MEMORY
 from shardrt.fsdp import ShardingStrategy
 from shardrt.train import config as settings
 from shardrt.train import job as jobs

@@ -20,13 +20,11 @@ from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
-from shardrt.comm import diagnosis, failure, guard, talk
-from shardrt.comm import world as worlds
-from shardrt.comm.deadline import Deadline, within
-from shardrt.comm.flight import Flight, Recorder, read_all
-from shardrt.comm.mesh import DeviceMesh
+from shardrt.faults import diagnosis, failure, guard
+from shardrt.faults.deadline import Deadline, within
+from shardrt.faults.flight import Flight, Recorder, read_all
 
 REPORT = "hang.txt"
 _BEAT = 0.5  # seconds
@@ -75,6 +73,18 @@ class Limits:
         return self.step and max(self.step, self.medians * median)
 
 
+class Watched(Protocol):
+    """What a watch needs of a mesh."""
+
+    rank: int
+    size: int
+    world: Any  # its `kind`: "single", "thread" or "mpi"
+
+    def from_first(self, value: Any) -> Any: ...
+
+    def record(self, recorder: Recorder | None) -> None: ...
+
+
 class Watch:
     """Records what this rank does, and watches it, inside a with block. Collective.
 
@@ -82,21 +92,21 @@ class Watch:
     recorded and not watched.
     """
 
-    def __init__(self, mesh: DeviceMesh, limits: Limits | None = None) -> None:
+    def __init__(self, mesh: Watched, limits: Limits | None = None) -> None:
         self.limits = limits or Limits()
-        self._meshes: list[DeviceMesh] = []
+        self._meshes: list[Watched] = []
         self._durations: deque[float] = deque(maxlen=_STEPS)
         self._step_began = 0.0
         self._steps_done = 0
         told = f"hang: rank {mesh.rank} has waited {self.limits.set_up:g} s for all ranks to begin a Watch"
-        limit = self.limits.set_up if worlds.current().kind == "mpi" else 0
+        limit = self.limits.set_up if mesh.world.kind == "mpi" else 0
         with within(limit, failure.HANG, f"{told}; the job ends with exit code {failure.HANG}"):
             made = _temporary_folder() if mesh.rank == 0 else ""
-            self._folder = Path(talk.from_first(mesh.communicator("control"), made))
+            self._folder = Path(mesh.from_first(made))
         self.recorder = Recorder(self._folder, mesh.rank, mesh.size)
         self._temporary: Path | None = self._folder
         self._hold: int | None = _held(self._folder)
-        self._kind = worlds.current().kind
+        self._kind = mesh.world.kind
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._stacks: Any = None
@@ -104,7 +114,7 @@ class Watch:
         self._deadline: Deadline | None = None
         self.record(mesh)
 
-    def record(self, mesh: DeviceMesh) -> None:
+    def record(self, mesh: Watched) -> None:
         """Record the calls of this mesh's communicators as well."""
         mesh.record(self.recorder)
         self._meshes.append(mesh)
@@ -112,10 +122,9 @@ class Watch:
     def keep(self, folder: Path | None) -> None:
         """Continue in `folder`, as rank 0 names it; files of an earlier run there are removed. Collective."""
         mesh = self._meshes[-1]
-        control = mesh.communicator("control")
         if mesh.rank == 0 and folder.exists():
             shutil.rmtree(folder)
-        folder = Path(talk.from_first(control, str(folder)))
+        folder = Path(mesh.from_first(str(folder)))
         self.recorder.move(folder)
         self._folder = folder
         self._open_stacks()

@@ -13,8 +13,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from shardrt.comm import failure, launcher
-from shardrt.comm.deadline import Deadline
+from shardrt.faults import failure, launcher
+from shardrt.faults.deadline import Deadline
 
 UNOWNED = 129  # 128 + SIGHUP: who started it has hung up
 LOST = "the loss of its launcher"

@@ -17,9 +17,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any
 
-from shardrt.comm.flight import resident_bytes
-from shardrt.comm.protocol import CollectiveMismatch, PeerFailed
 from shardrt.device.cpu import finish_streams
+from shardrt.faults.flight import resident_bytes
 from shardrt.untrusted import encodable, printable
 
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
@@ -36,6 +35,14 @@ _last_words: list[Callable[[], None]] = []
 _very_last: list[Callable[[], None]] = []
 _witnesses: list[Callable[[str], None]] = []
 _memory: list[Callable[[], str]] = []
+
+
+class CollectiveMismatch(RuntimeError):
+    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names."""
+
+
+class PeerFailed(RuntimeError):
+    """Another rank failed or left while this one waited for it."""
 
 
 def install_hooks(mpi: Any, node: Any) -> None:

@@ -8,8 +8,7 @@ other.
 import re
 from collections.abc import Sequence
 
-from shardrt.comm.flight import Flight, members
-from shardrt.comm.protocol import MESSAGES
+from shardrt.faults.flight import MESSAGES, Flight, members
 
 SILENT = 1.5  # seconds without a beat, of which there are two and more in a second, after which a rank stands
 

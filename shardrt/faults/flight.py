@@ -18,13 +18,14 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.protocol import DTYPE_CODES, DTYPES, MESSAGES
+from shardrt import dtypes
 from shardrt.untrusted import Refused, read_regular
 
 RECORDS = 256
 PHASES = ("set-up", "data", "forward", "backward", "optimizer", "report", "save", "eval", "sample", "end")
 _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
+MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
 OPERATIONS += MESSAGES
 
@@ -118,7 +119,7 @@ class Recorder:
             names[unit] = _tail(unit, 52)
         if communicator not in names:
             names[communicator] = _tail(communicator, 24)
-        elements, kind = (0, 0) if array is None else (array.size, DTYPE_CODES[array.dtype])
+        elements, kind = (0, 0) if array is None else (array.size, dtypes.CODES[array.dtype])
         return names[communicator], number, self._codes[operation], names[unit], elements, kind
 
     def beat(self) -> None:
@@ -336,9 +337,9 @@ def _record(data: bytes, place: int) -> Record | None:
     state, phase, operation, kind = codes
     whole = number and number == again and (number - 1) % RECORDS == place and state <= DONE
     whole = whole and _is_time(mono) and _is_time(wall)
-    if not (whole and phase < len(PHASES) and operation < len(OPERATIONS) and kind < len(DTYPES)):
+    if not (whole and phase < len(PHASES) and operation < len(OPERATIONS) and kind < len(dtypes.CARRIED)):
         return None
-    names = PHASES[phase], OPERATIONS[operation], DTYPES[kind], _text(name), _text(unit)
+    names = PHASES[phase], OPERATIONS[operation], dtypes.CARRIED[kind], _text(name), _text(unit)
     return Record(number, mono, wall, elements, step, call, state, *names)
 
 
