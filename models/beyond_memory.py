@@ -24,9 +24,8 @@ import shardrt
 from shardrt import device, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh, init_device_mesh
-from shardrt.device import StreamError
+from shardrt.device import StreamError, host
 from shardrt.fsdp import CPUOffloadPolicy, fully_shard, memory_plan
-from shardrt.optim import spill
 from shardrt.recompute import checkpoint
 
 from .gpt import GPT, GPTConfig
@@ -130,7 +129,7 @@ def digest(model: GPT, mesh: DeviceMesh) -> str:
     own = hashlib.sha256()
     for parameter in model.parameters():
         own.update(parameter.shard)
-        spill.drop(parameter.shard)
+        host.drop(parameter.shard)
     words = np.frombuffer(own.digest(), np.int64)
     return hashlib.sha256(np.array([over_ranks(mesh, word) for word in words])).hexdigest()[:16]
 

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from shardrt import device
-from shardrt.fsdp.group import host_buffer
-from shardrt.nn.storage import Placement
+from shardrt.device import host
 from tests.ranks import ROOT, clean_environment, mpirun
 
 
@@ -85,7 +84,7 @@ def test_a_full_disk_is_an_error_at_setup_that_names_the_directory(tmp_path):
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
     try:
         with pytest.raises(OSError, match=f"directory {tmp_path} has no room for 4194304 bytes") as caught:
-            host_buffer(device.get("cpu"), 1 << 20, np.float32, Placement(True, directory=tmp_path))
+            host.buffer(device.get("cpu"), 1 << 20, np.float32, tmp_path)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert caught.value.errno == errno.EFBIG

@@ -1,4 +1,4 @@
-"""Arrays in files (shardrt.optim.spill): written out and dropped block by block, and read from the disk.
+"""Arrays in files (shardrt.device.host): written out and dropped block by block, and read from the disk.
 
 The ceiling of writing is one fdatasync of the same dirty pages, that of reading one preadv into memory.
 """
@@ -13,7 +13,7 @@ import numpy as np
 
 from bench.gpu.report import Row
 from bench.offload.copies import shown
-from shardrt.optim import spill
+from shardrt.device import host
 
 SECTION = "disk"
 
@@ -63,13 +63,13 @@ def _write(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool
         os.fdatasync(file)
     else:
         for first in range(0, array.size, size):
-            spill.write_out(array[first : first + size])
+            host.write_out(array[first : first + size])
     return time.perf_counter() - start
 
 
 def _read(file: int, array: np.memmap, values: np.ndarray, size: int, raw: bool) -> tuple[float, bool]:
     """(Seconds to bring everything from the disk to memory, whether it is `values`)."""
-    spill.drop(array)  # from this process
+    host.drop(array)  # from this process
     os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # from the page cache
     target = np.zeros_like(values)
     target.fill(1)

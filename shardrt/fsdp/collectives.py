@@ -13,10 +13,9 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.device import Device, Stream
+from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Slot
 from shardrt.fsdp.group import Group
-from shardrt.optim import spill
 
 Array = Any
 
@@ -123,7 +122,7 @@ def _on_device(group: Group, lanes: Lanes) -> tuple[Array, Slot | None]:
 def _upload(device: Device, target: Array, shard: Array) -> None:
     """Copy, and where the shard is a mapped file let its pages go: they are not needed before the update."""
     device.copy(target, shard)
-    spill.drop(shard)
+    host.drop(shard)
 
 
 def _return(staged: Slot | None, stream: Stream) -> None:

@@ -6,11 +6,8 @@ parameters costs no gradient memory and is never reduced. What is frozen or unfr
 to it, and collectives.py moves it.
 """
 
-import os
-import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +15,7 @@ import numpy as np
 from shardrt import autograd, dtypes, random
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device
+from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rows import Rows
@@ -26,7 +23,6 @@ from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import Place, place
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
-from shardrt.optim import spill
 
 if TYPE_CHECKING:
     from shardrt.fsdp.unit import Unit
@@ -101,7 +97,7 @@ class Group(Storage):
         for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
             start, stop, first = held
             _fill(parameter, storage, shard[start:stop], first)
-        spill.drop(shard)  # where it is a mapped file
+        host.drop(shard)  # where it is a mapped file
         self._initial = []
 
     @property
@@ -249,7 +245,8 @@ class Group(Storage):
     def new_state(self, name: str) -> Array:
         self.unit.ensure_built()
         if self.placement.optimizer_state:
-            return host_buffer(self._device, self.layout.shard_size, self._shard.dtype, self.placement)
+            count, folder = self.layout.shard_size, self.placement.directory
+            return host.buffer(self._device, count, self._shard.dtype, folder)
         return self._device.buffer(self.layout.shard_size, self._shard.dtype)
 
     def before_write(self) -> None:
@@ -321,31 +318,6 @@ def groups_of(unit: "Unit", parameters: list[tuple[Parameter, GroupKey]]) -> lis
     for parameter, key in parameters:
         by_key.setdefault(key, []).append(parameter)
     return [Group(unit, key, members) for key, members in by_key.items()]
-
-
-def host_buffer(device: Device, count: int, dtype: Any, placement: Placement) -> np.ndarray:
-    """Zeros in host memory: pinned, or a file of its own in `placement.directory`.
-
-    The file has no name once it is mapped, so it goes away with the process, however that ends. Raises
-    OSError, naming the directory, where the disk has no room for it.
-    """
-    if placement.directory is None or count == 0:
-        return device.pinned(count, dtype)
-    Path(placement.directory).mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=placement.directory) as file:
-        _reserve(file.fileno(), count * np.dtype(dtype).itemsize, placement.directory)
-        return np.memmap(file, dtype, "r+", shape=(count,))
-
-
-def _reserve(file: int, nbytes: int, directory: Path) -> None:
-    """Take the room on the disk now: a mapped page for which there is none later ends the process."""
-    try:
-        os.posix_fallocate(file, 0, nbytes)
-    except OSError as error:
-        text = (
-            f"CPUOffloadPolicy: directory {directory} has no room for {nbytes} bytes more: {error.strerror}"
-        )
-        raise OSError(error.errno, text) from error
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

@@ -12,12 +12,12 @@ import numpy as np
 
 from shardrt import device, random
 from shardrt.comm import world as worlds
-from shardrt.device import Device
+from shardrt.device import Device, host
 from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers
 from shardrt.fsdp.buffers import Facts, Spec, Specs
 from shardrt.fsdp.collectives import Lanes
-from shardrt.fsdp.group import GRADIENT_ROLES, Group, host_buffer
+from shardrt.fsdp.group import GRADIENT_ROLES, Group
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.team import Team, shape_of
@@ -233,7 +233,7 @@ def _make_sums(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
 
 def _buffer(group: Group, spec: Spec, facts: Facts) -> np.ndarray:
     if spec.host:
-        return np.asarray(host_buffer(facts.device, spec.count, spec.dtype, group.placement))
+        return np.asarray(host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory))
     return facts.device.buffer(spec.count, spec.dtype)
 
 

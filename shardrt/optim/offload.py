@@ -17,10 +17,9 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.device import Device, Event, Stream
+from shardrt.device import Device, Event, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.nn.storage import Placement
-from shardrt.optim import spill
 from shardrt.optim.slices import Slice, Update
 
 Array = Any
@@ -205,4 +204,4 @@ def _views(slot: Array, part: Update, names: tuple[str, ...]) -> dict[str, Array
 def _spill(part: Update, names: tuple[str, ...]) -> None:
     """Of a gradient only the pages are dropped: the next one overwrites it, no need to have it on disk."""
     for name in names:
-        (spill.drop if name == "gradient" else spill.write_out)(part.arrays[name])
+        (host.drop if name == "gradient" else host.write_out)(part.arrays[name])

@@ -7,8 +7,8 @@ import pytest
 from bench.offload import copies, disk
 from bench.offload.__main__ import main
 from shardrt import device
+from shardrt.device import host
 from shardrt.device.cpu import CPUDevice
-from shardrt.optim import spill
 from tests.bench.nonsense import assert_refused
 
 TINY = ["--device", "cpu", "--megabytes", "1", "--blocks", "64K,1M", "--parameters", "4K", "--rounds", "1"]
@@ -47,14 +47,14 @@ def test_a_copy_that_is_wrong_has_no_figure(monkeypatch):
 
 
 def test_a_spill_that_loses_a_page_has_no_figure(monkeypatch, tmp_path):
-    right = spill.write_out
+    right = host.write_out
 
     def write_out(array):
         right(array)
         if array.size == 1 << 16:
             array[5] = 0  # the page that was written is not what stays
 
-    monkeypatch.setattr(spill, "write_out", write_out)
+    monkeypatch.setattr(host, "write_out", write_out)
     rows, rate = disk.rows(tmp_path, 1 << 18, [1 << 16, 1 << 17], 1)
     assert rate > 0
     for row in rows:
