@@ -15,6 +15,7 @@ PAGE = Path(__file__).parent / "reference.md"
 PACKAGES = {
     "shardrt": "Tensors and the tape",
     "shardrt.functional": "Ops (`from shardrt import functional as F`)",
+    "shardrt.functional.collective": "Collectives on the tape",
     "shardrt.nn": "Layers",
     "shardrt.nn.init": "Initial values",
     "shardrt.nn.utils": "Norms and clipping",

@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd, device, dtypes
+from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, tensor
 from shardrt.functional.cast import cast
+from shardrt.functional.collective import gathered, summed
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -68,7 +69,7 @@ class BatchNorm(Function):
         if count is None:
             sums = sums * 0
         else:
-            sums = (sums if communicator is None else _summed(sums, communicator)) / count
+            sums = (sums if communicator is None else summed(sums, communicator, "batch_norm")) / count
         if self.needs[0]:
             dx = empty_like(x)
             data = contiguous(weight.lent())
@@ -125,21 +126,13 @@ def _statistics(x: Array, communicator: Communicator | None) -> tuple[Array, Arr
     count = x.size // x.shape[1]
     if communicator is None:
         return mean, squares, count
-    everyone = device.current().zeros((communicator.size, 2 * mean.size + 1), mean.dtype)
-    own = everyone[communicator.rank]
-    own[: mean.size], own[mean.size : -1], own[-1] = mean, squares, count
-    communicator.all_gather(everyone.reshape(-1), stream=device.current().current_stream, what="batch_norm")
+    own = empty_exact((1, 2 * mean.size + 1), x)
+    own[0, : mean.size], own[0, mean.size : -1], own[0, -1] = mean, squares, count
+    everyone = gathered(own, communicator, what="batch_norm")
     means, squares, counts = everyone[:, : mean.size], everyone[:, mean.size : -1], everyone[:, -1:]
     count = counts.sum(axis=0)
     mean = (counts * means).sum(axis=0) / count
     return mean, (squares + counts * (means - mean) ** 2).sum(axis=0), count
-
-
-def _summed(sums: Array, communicator: Communicator) -> Array:
-    """Over the ranks; this rank's sums stay as they are."""
-    total = sums.copy()
-    communicator.all_reduce(total.reshape(-1), stream=device.current().current_stream, what="batch_norm")
-    return total
 
 
 def _add(handle: Variable, total: Array) -> Any:

@@ -1,0 +1,276 @@
+"""Collectives as ops on the tape: each one's backward is its adjoint.
+
+What ranks hold of a value, along an axis of the mesh, is of one of four kinds: the same on all (I), the same
+with each rank using it in its own way (R), each its own part (V), or partial, to be summed (P). Gradients of
+these are I, P, V and R. So there are two gathers, and two ways from a sum, named by what they do in both
+directions (copy_to and reduce_from are f and g of Shoeybi et al., Megatron-LM, 2019):
+
+    copy_to            I -> R   identity        / all-reduce
+    reduce_from        P -> I   all-reduce      / identity
+    gather             V -> R   all-gather      / reduce-scatter
+    gather_same        V -> I   all-gather      / own part
+    scatter_to         I -> V   own part        / all-gather
+    reduce_scatter_to  P -> V   reduce-scatter  / all-gather
+    all_to_all         V -> V   all-to-all      / all-to-all
+    exchange           V -> V   to and from     / from and to
+
+The loss is the sum of the ranks' losses where values are R or V, and one loss, which all ranks have, where
+they are I. With gather in the place of gather_same, gradients are too large by the number of ranks.
+
+Every rank of `communicator` calls an op, in the same order, with arrays of one shape and type; and `x`
+requires a gradient on all of them or on none, since backward is collective as well.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from shardrt import device, dtypes
+from shardrt.autograd import Function
+from shardrt.comm import Communicator
+from shardrt.functional._arrays import empty, empty_like, flat, tensor
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+__all__ = [
+    "all_to_all",
+    "copy_to",
+    "exchange",
+    "gather",
+    "gather_same",
+    "reduce_from",
+    "reduce_scatter_to",
+    "scatter_to",
+]
+
+Array = Any
+
+
+class CopyTo(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator) -> Array:
+        self.saved = (communicator,)
+        return x
+
+    def backward(self, dy: Array) -> tuple:
+        return summed(dy, *self.saved), None
+
+
+def copy_to(x: "Tensor", communicator: Communicator) -> "Tensor":
+    """`x`, which all ranks have, for each to use in its own way; its gradient is the sum of the ranks'."""
+    return CopyTo.apply(tensor(x), communicator)
+
+
+class ReduceFrom(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator) -> Array:
+        return summed(x, communicator)
+
+    def backward(self, dy: Array) -> tuple:
+        return dy, None
+
+
+def reduce_from(x: "Tensor", communicator: Communicator) -> "Tensor":
+    """The sum of the ranks' `x`, for all to go on with alike; the gradient is that of the one result."""
+    return ReduceFrom.apply(tensor(x), communicator)
+
+
+class Gather(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
+        self.saved = (communicator, axis)
+        return gathered(x, communicator, axis)
+
+    def backward(self, dy: Array) -> tuple:
+        return sum_scattered(dy, *self.saved), None, None
+
+
+def gather(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
+    """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
+
+    The gradient is this rank's part of the sum of the ranks' gradients.
+    """
+    x = tensor(x)
+    return Gather.apply(x, communicator, _axis("gather", x, axis))
+
+
+class GatherSame(Gather):
+    __slots__ = ()
+
+    def backward(self, dy: Array) -> tuple:
+        return own_part(dy, *self.saved), None, None
+
+
+def gather_same(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
+    """The ranks' `x` one behind the other along `axis`, for all to go on with alike.
+
+    The gradient, which all ranks have, is cut: each takes its part.
+    """
+    x = tensor(x)
+    return GatherSame.apply(x, communicator, _axis("gather_same", x, axis))
+
+
+class ScatterTo(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
+        self.saved = (communicator, axis)
+        return own_part(x, communicator, axis)
+
+    def backward(self, dy: Array) -> tuple:
+        return gathered(dy, *self.saved), None, None
+
+
+def scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
+    """This rank's part, along `axis`, of an `x` that all ranks have. Raises ValueError if it can't be cut."""
+    x = tensor(x)
+    return ScatterTo.apply(x, communicator, _divided("scatter_to", x, communicator, axis))
+
+
+class ReduceScatterTo(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
+        self.saved = (communicator, axis)
+        return sum_scattered(x, communicator, axis)
+
+    def backward(self, dy: Array) -> tuple:
+        return gathered(dy, *self.saved), None, None
+
+
+def reduce_scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
+    """This rank's part, along `axis`, of the sum of the ranks' `x`. Raises ValueError if it can't be cut."""
+    x = tensor(x)
+    return ReduceScatterTo.apply(x, communicator, _divided("reduce_scatter_to", x, communicator, axis))
+
+
+class AllToAll(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
+        self.saved = (communicator, axis)
+        parts = _parts(x, communicator.size, axis)
+        received = empty_like(parts)
+        stream = device.current().current_stream
+        communicator.all_to_all(_bits(received), _bits(parts), stream=stream)
+        return _joined(received, axis)
+
+    def backward(self, dy: Array) -> tuple:
+        return self.forward(dy, *self.saved), None, None
+
+
+def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
+    """Part r of `x` along `axis` goes to rank r; part r of the result came from there.
+
+    Raises ValueError if `x` can't be cut into equal parts for the ranks.
+    """
+    x = tensor(x)
+    return AllToAll.apply(x, communicator, _divided("all_to_all", x, communicator, axis))
+
+
+class Exchange(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, to: int | None, source: int | None) -> Array:
+        self.saved = (communicator, source, to)
+        y, stream = empty_like(x), device.current().current_stream
+        if to is not None and source is not None and communicator.rank not in (to, source):
+            communicator.exchange(_bits(y), _bits(x), to=to, source=source, stream=stream)
+        elif communicator.rank == source:
+            y[...] = x
+        elif source is not None:
+            communicator.recv(_bits(y), peer=source, stream=stream)
+        else:
+            y[...] = 0
+            if to is not None:
+                communicator.send(_bits(x), peer=to, stream=stream)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        return self.forward(dy, *self.saved), None, None, None
+
+
+def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source: int | None) -> "Tensor":
+    """Send `x` to rank `to`; the result is what rank `source` sent, or zeros where that is None.
+
+    A send alone has no `source`, and a receive alone no `to`, but an `x` of the shape that comes, whose
+    values do not matter. The gradient goes the other way round. Raises ValueError for a rank that is none, or where
+    only one of the two is this rank itself.
+    """
+    for name, rank in (("to", to), ("source", source)):
+        if rank is not None and not 0 <= rank < communicator.size:
+            raise ValueError(f"exchange: {name} is {rank}, but the ranks are 0 to {communicator.size - 1}")
+    if (to == communicator.rank) != (source == communicator.rank):
+        raise ValueError(f"exchange: to is {to} and source {source}; both or neither can be this rank itself")
+    return Exchange.apply(tensor(x), communicator, to, source)
+
+
+# On arrays, for ops that have a collective inside
+
+
+def summed(x: Array, communicator: Communicator, what: str = "") -> Array:
+    """The sum of the ranks' arrays; `x` stays as it is. 16-bit types are summed in float32."""
+    total = x.astype(dtypes.exact(x.dtype), order="C")  # a copy
+    communicator.all_reduce(flat(total), stream=device.current().current_stream, what=what)
+    return total.astype(x.dtype, copy=False)
+
+
+def gathered(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
+    """The ranks' arrays one behind the other along `axis`."""
+    parts = empty((communicator.size, *x.shape), x.dtype)
+    parts[communicator.rank] = x
+    communicator.all_gather(_bits(parts), stream=device.current().current_stream, what=what)
+    return _joined(parts, axis)
+
+
+def sum_scattered(x: Array, communicator: Communicator, axis: int = 0) -> Array:
+    """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
+    parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
+    total = empty(parts.shape[1:], parts.dtype)
+    communicator.reduce_scatter(flat(total), flat(parts), stream=device.current().current_stream)
+    return total.astype(x.dtype, copy=False)
+
+
+def own_part(x: Array, communicator: Communicator, axis: int = 0) -> Array:
+    """A copy of this rank's part of an array that all ranks have."""
+    count = x.shape[axis] // communicator.size
+    own = slice(communicator.rank * count, (communicator.rank + 1) * count)
+    return x[(*(slice(None),) * axis, own)].copy()
+
+
+def _parts(x: Array, ranks: int, axis: int) -> Array:
+    """(ranks, part of x): equal parts along `axis`, contiguous each; no copy along the first."""
+    cut = x.reshape(*x.shape[:axis], ranks, x.shape[axis] // ranks, *x.shape[axis + 1 :])
+    order = (axis, *range(axis), *range(axis + 1, cut.ndim))
+    moved = cut.transpose(order)
+    return moved if moved.flags.c_contiguous else moved.copy()
+
+
+def _joined(parts: Array, axis: int) -> Array:
+    """The inverse of `_parts`."""
+    order = (*range(1, axis + 1), 0, *range(axis + 1, parts.ndim))
+    shape = list(parts.shape[1:])
+    shape[axis] *= parts.shape[0]
+    return parts.transpose(order).reshape(shape)
+
+
+def _bits(x: Array) -> Array:
+    """An array in one dimension as communicators carry it: 16-bit floating-point numbers as their bits."""
+    return flat(x).view("uint16") if x.dtype.name in dtypes.LOW else flat(x)
+
+
+def _axis(op: str, x: Any, axis: int) -> int:
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"{op}: axis {axis} is not one of x {x.shape}")
+    return axis % x.ndim
+
+
+def _divided(op: str, x: Any, communicator: Communicator, axis: int) -> int:
+    axis = _axis(op, x, axis)
+    if x.shape[axis] % communicator.size:
+        raise ValueError(
+            f"{op}: axis {axis} of x {x.shape} can't be cut into {communicator.size} equal parts"
+        )
+    return axis

@@ -1,0 +1,183 @@
+"""functional/collective.py: each backward is the adjoint of its forward, and is what PyTorch derives."""
+
+import numpy as np
+import pytest
+
+from shardrt import Tensor
+from shardrt.comm import CollectiveMismatch, create
+from shardrt.functional import collective as C
+from tests.gradcheck import normal
+from tests.ranks import run_ranks
+
+SIZES = [2, 3, 4]
+
+
+def shift(x, comm, by=1):
+    """To the next rank; nobody sends to the first, and the last sends to nobody."""
+    to, source = comm.rank + by, comm.rank - by
+    inside = range(comm.size)
+    return C.exchange(x, comm, to=to if to in inside else None, source=source if source in inside else None)
+
+
+def turn(x, comm):
+    """To the next rank, around."""
+    return C.exchange(x, comm, to=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
+
+
+# Each op: kinds of its input and output, itself, and all ranks' results at once from all ranks' inputs, where
+# `t` is PyTorch. A value of kind I is one tensor, which stands on every rank.
+OPS = {
+    "copy_to": ("I", "R", lambda x, c, a: C.copy_to(x, c), lambda t, xs, a: list(xs)),
+    "reduce_from": ("P", "I", lambda x, c, a: C.reduce_from(x, c), lambda t, xs, a: [sum(xs)] * len(xs)),
+    "gather": ("V", "R", C.gather, lambda t, xs, a: [t.cat(xs, a)] * len(xs)),
+    "gather_same": ("V", "I", C.gather_same, lambda t, xs, a: [t.cat(xs, a)] * len(xs)),
+    "scatter_to": ("I", "V", C.scatter_to, lambda t, xs, a: t.chunk(xs[0], len(xs), a)),
+    "reduce_scatter_to": ("P", "V", C.reduce_scatter_to, lambda t, xs, a: t.chunk(sum(xs), len(xs), a)),
+    "all_to_all": (
+        "V",
+        "V",
+        C.all_to_all,
+        lambda t, xs, a: [t.cat([t.chunk(x, len(xs), a)[r] for x in xs], a) for r in range(len(xs))],
+    ),
+    "exchange": ("V", "V", lambda x, c, a: turn(x, c), lambda t, xs, a: [xs[-1], *xs[:-1]]),
+    "send and receive": (
+        "V",
+        "V",
+        lambda x, c, a: shift(x, c),
+        lambda t, xs, a: [0 * xs[0], *xs[:-1]],
+    ),
+}
+ALONG_AN_AXIS = ("gather", "gather_same", "scatter_to", "reduce_scatter_to", "all_to_all")
+CASES = [(name, axis) for name in OPS for axis in ((0, 1, -1) if name in ALONG_AN_AXIS else (0,))]
+
+
+def values(kind, shape, rank, seed):
+    """A rank's value of this kind: I is the same on all."""
+    return normal(*shape, seed=seed if kind == "I" else seed + 1 + rank)
+
+
+def results(name, axis, size):
+    """x, y, dy and dx of every rank, (2 x 3) times the number of ranks, which every op can cut."""
+    into, out, op, _ = OPS[name]
+
+    def body():
+        comm = create()
+        x = Tensor(values(into, (2 * size, size, 3 * size), comm.rank, 10), requires_grad=True)
+        y = op(x, comm, axis)
+        dy = values(out, y.shape, comm.rank, 50)
+        y.backward(dy)
+        return np.array(x.data), np.array(y.data), dy, np.array(x.grad)
+
+    return [list(column) for column in zip(*run_ranks(size, body), strict=True)]
+
+
+def inner(kind, a, b):
+    """<a, b> over all ranks; what all of them have counts once."""
+    if kind == "I":
+        assert all((each == a[0]).all() for each in a), "not the same on all ranks"
+    products = [(u * v).sum() for u, v in zip(a, b, strict=True)]
+    return products[0] if kind == "I" else sum(products)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "axis"), CASES)
+def test_backward_is_the_adjoint(name, axis, size):
+    into, out, _, _ = OPS[name]
+    x, y, dy, dx = results(name, axis, size)
+    assert inner(out, y, dy) == pytest.approx(inner(into, x, dx), rel=1e-12)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(("name", "axis"), CASES)
+def test_values_and_gradients_are_those_of_one_graph_over_all_ranks(name, axis, size):
+    torch = pytest.importorskip("torch")
+    into, out, _, whole = OPS[name]
+    x, y, dy, dx = results(name, axis, size)
+    leaves = [torch.tensor(each, requires_grad=True) for each in (x[:1] if into == "I" else x)]
+    expected = whole(torch, leaves * size if into == "I" else leaves, axis)
+    ranks = range(1 if out == "I" else size)  # one loss, or the sum of the ranks' losses
+    sum((expected[rank] * torch.tensor(dy[rank])).sum() for rank in ranks).backward()
+    for rank in range(size):
+        np.testing.assert_allclose(y[rank], expected[rank].detach().numpy(), rtol=1e-13, atol=0)
+        gradient = leaves[0 if into == "I" else rank].grad
+        gradient = np.zeros_like(dx[rank]) if gradient is None else gradient.numpy()
+        np.testing.assert_allclose(dx[rank], gradient, rtol=1e-13, atol=1e-15)
+
+
+def test_they_chain_as_a_column_and_a_row_cut_do():
+    """f and g around two products that are cut over ranks give the gradients of the products uncut."""
+    x, first, second = normal(3, 4), normal(4, 6, seed=1), normal(6, 5, seed=2)
+
+    def body():
+        comm = create()
+        given = Tensor(x, requires_grad=True)
+        own = [Tensor(part, requires_grad=True) for part in cut(comm.rank, comm.size)]
+        loss = (C.reduce_from(C.copy_to(given, comm) @ own[0] @ own[1], comm) ** 2).sum()
+        loss.backward()
+        return loss.item(), np.array(given.grad), *(np.array(part.grad) for part in own)
+
+    def cut(rank, size):
+        return np.split(first, size, axis=1)[rank], np.split(second, size, axis=0)[rank]
+
+    whole = [Tensor(array, requires_grad=True) for array in (x, first, second)]
+    loss = ((whole[0] @ whole[1] @ whole[2]) ** 2).sum()
+    loss.backward()
+    for size in SIZES[:2]:
+        found = run_ranks(size, body)
+        for each in found:
+            assert each[0] == pytest.approx(loss.item(), rel=1e-12)
+            np.testing.assert_allclose(each[1], whole[0].grad, rtol=1e-10)
+        for place, axis in ((2, 1), (3, 0)):
+            joined = np.concatenate([each[place] for each in found], axis)
+            np.testing.assert_allclose(joined, whole[place - 1].grad, rtol=1e-10)
+
+
+def test_alone_each_is_the_identity():
+    comm = create()
+    for name in OPS.keys() - {"send and receive"}:
+        x = Tensor(normal(2, 3), requires_grad=True)
+        y = C.exchange(x, comm, to=0, source=0) if name == "exchange" else OPS[name][2](x, comm, 0)
+        y.backward(normal(2, 3, seed=1))
+        assert (y.data == x.data).all() and (x.grad == normal(2, 3, seed=1)).all(), name
+
+
+def test_integers_are_gathered_too():
+    def body():
+        comm = create()
+        return C.gather(Tensor(np.array([[comm.rank]])), comm, 1).data.tolist()
+
+    assert run_ranks(3, body) == [[[0, 1, 2]]] * 3
+
+
+@pytest.mark.parametrize(
+    ("call", "told"),
+    [
+        (lambda c: C.scatter_to(normal(3, 2), c), r"scatter_to: axis 0 of x \(3, 2\) can't be cut into 2"),
+        (
+            lambda c: C.all_to_all(normal(2, 3), c, -1),
+            r"all_to_all: axis 1 of x \(2, 3\) can't be cut into 2",
+        ),
+        (lambda c: C.gather(normal(2, 3), c, 2), r"gather: axis 2 is not one of x \(2, 3\)"),
+        (
+            lambda c: C.exchange(normal(2), c, to=2, source=None),
+            "to is 2, but the ranks are 0 to 1",
+        ),
+        (lambda c: C.exchange(normal(2), c, to=c.rank, source=None), "both or neither can be this rank"),
+    ],
+)
+def test_what_does_not_fit_is_refused(call, told):
+    def body():
+        with pytest.raises(ValueError, match=told):
+            call(create())
+
+    run_ranks(2, body)
+
+
+def test_other_shapes_on_other_ranks_are_an_error_on_all():
+    def body():
+        comm = create()
+        with pytest.raises(CollectiveMismatch, match="ranks differ"):
+            C.gather(normal(2 + comm.rank), comm)
+
+    run_ranks(2, body)
