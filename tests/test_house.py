@@ -167,6 +167,28 @@ def test_kernels_and_models_are_links_and_kernels_is_no_package():
     assert not (ROOT / "kernels" / "__init__.py").exists()
 
 
+ASK_THE_WORLD = {
+    "shardrt.checkpoint.pieces",
+    "shardrt.functional.dropout",
+    "shardrt.nn.utils",
+    "shardrt.optim.slices",
+}
+
+
+def test_nobody_above_comm_asks_for_the_rank_in_the_world():
+    """It is that on a mesh, or on an axis of one; comm.world.first and alone are for what is on no mesh."""
+    above = LEVEL["shardrt.comm"]
+    asking = {
+        name
+        for name, path in MODULES.items()
+        if name.startswith("shardrt.") and LEVEL[room_of(name)] > above
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Attribute) and node.attr == "current" and isinstance(node.value, ast.Name)
+        if node.value.id in ("world", "worlds")
+    }
+    assert asking == ASK_THE_WORLD
+
+
 def test_cupy_is_imported_in_no_place_that_runs_without_a_gpu():
     allowed = {"shardrt.device.cuda", "shardrt.comm.nccl", "shardrt.kernels.cuda", "bench.gpu"}
     for name, path in MODULES.items():

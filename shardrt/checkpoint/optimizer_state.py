@@ -12,10 +12,9 @@ import numpy as np
 from shardrt import device
 from shardrt.checkpoint.pieces import counted, set_steps
 from shardrt.comm import talk
-from shardrt.comm import world as worlds
 from shardrt.comm.first import FromFirst
 from shardrt.fsdp.full import whole_on_first
-from shardrt.nn.module import Module, everyone
+from shardrt.nn.module import Module, everyone, speaks_for_all
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.optimizer import Optimizer
 
@@ -30,7 +29,7 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     ranks need no memory for it. Parameters that were never updated have no state. Raises ValueError if the
     optimizer has parameters that `model` has not.
     """
-    names, first = _names(model, optimizer), worlds.current().rank == 0
+    names, first = _names(model, optimizer), speaks_for_all(model)
     device.current().wait_here()  # updates may still write the arrays
     state = {}
     for name, (piece, position) in counted(model, optimizer).items():

@@ -6,11 +6,10 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import talk
-from shardrt.comm import world as worlds
 from shardrt.fsdp.full import full_unit
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, speaks_for_all
 from shardrt.nn.parameter import Parameter
 
 
@@ -25,7 +24,7 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     for parameter, values in gathered(model):
         state[names[id(parameter)]] = np.array(values)
         del values
-    if worlds.current().rank != 0:
+    if not speaks_for_all(model):
         return {}
     buffers = {name: np.array(here.to_numpy(array)) for name, array in model.named_buffers()}
     return {name: state[name] for name in names.values()} | buffers
@@ -37,7 +36,7 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     Delete the array before the next one: it is a view that keeps its unit in memory.
     """
     here = device.current()
-    first = worlds.current().rank == 0
+    first = speaks_for_all(model)
     wanted = {id(parameter) for parameter in model.parameters()}
     done: set[int] = set()
     for parameter in model.parameters():

@@ -1,10 +1,11 @@
-"""A mesh of ranks: an array of them, whose slices along an axis are the groups that communicate.
+"""A mesh of ranks: an array of them, whose slices along axes are the groups that communicate.
 
 The mesh makes communicators and knows what they are for by a role ("gather", "reduce", "control", "used"), so
 that gathers never queue behind reductions. It does not say what is sharded along which axis.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -63,120 +64,235 @@ def _made(
     shape = (world.size,) if shape is None else tuple(shape)
     _check(shape, mesh_dim_names, world.size)
     base = create(communicator)
-    ranks = np.arange(base.size).reshape(shape)
     devices.set_current(place)
-    return DeviceMesh(world, place, ranks, mesh_dim_names, base, wrap, communicator)
+    family = _Family(world, place, communicator, wrap)
+    family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
+    return family.root
 
 
-class DeviceMesh:
-    """`ranks` as an array; this rank's `coordinate` in it; one communicator per role and axis."""
+@cache
+def _default(world: worlds.World) -> "DeviceMesh":
+    return init_device_mesh("auto")
+
+
+def default_mesh() -> "DeviceMesh":
+    """One axis of all ranks; the same object at every call of this rank. The first is collective."""
+    return _default(worlds.current())
+
+
+class _Family:
+    """What a mesh and all its sub-meshes have in common."""
 
     def __init__(
         self,
         world: worlds.World,
         device: Device,
-        ranks: np.ndarray,
-        mesh_dim_names: tuple[str, ...] | None,
-        base: Communicator,
-        wrap: Callable[[Communicator], Communicator] | None = None,
-        kind: str = "auto",
+        kind: str,
+        wrap: Callable[[Communicator], Communicator] | None,
     ) -> None:
         self.world = world
-        self._kind = kind
         self.device = device
+        self.kind = kind
+        self.wrap = wrap
+        self.root: DeviceMesh
+        self.recorder: Recorder | None = None
+        self.number = 1  # of the meshes that are recorded
+        self.made: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks, not wrapped yet
+        self.communicators: dict[tuple[str, tuple[int, ...]], Communicator] = {}
+        self.streams: dict[str, Stream] = {}
+
+    def record(self, role: str, ranks: tuple[int, ...]) -> None:
+        """Have a communicator recorded by a name which no other communicator of this run has."""
+        name, made = group_name(role, ranks, self.root.size), self.made[role, ranks]
+        made.recorder = self.recorder
+        made.recorded_as = name if self.number == 1 else f"{name}~{self.number}"
+
+
+class DeviceMesh:
+    """`ranks` of the run as an array with named axes; this rank is number `rank` of `size` in it.
+
+    `mesh["shard"]` and `mesh["replicate", "shard"]` are the slices of it, along these axes, that this rank is
+    in: meshes themselves. `flat` makes one axis of several, `fold` other axes of the same ranks. All of them
+    share communicators and streams; `root` is the mesh of all ranks.
+    """
+
+    def __init__(
+        self,
+        family: _Family,
+        ranks: np.ndarray,
+        base: Communicator,
+        mesh_dim_names: tuple[str, ...] | None,
+        axes: "Sequence[DeviceMesh] | None" = None,
+    ) -> None:
+        """`base`: over `ranks`, in their order. `axes`: the sub-mesh of each, if there are several."""
+        self._family = family
+        self._base = base
         self.ranks = ranks
         self.mesh_dim_names = mesh_dim_names
         self.rank = base.rank
         self.size = base.size
-        self.coordinate = tuple(int(i) for i in np.argwhere(ranks == base.rank)[0])
-        self._wrap = wrap
-        self._recorder: Recorder | None = None
-        self._number = 1  # of the meshes that are recorded
-        self._made: list[tuple[str, int | None, Communicator]] = []  # before they are wrapped
-        self._communicators: dict[tuple[str, int | None], Communicator] = {}
-        self._streams: dict[str, Stream] = {}
-        self._bases: dict[int | None, Communicator] = {None: base}
-        if ranks.ndim > 1:  # now, by everyone: later an axis's group can make communicators on its own
-            for axis in range(ranks.ndim):
-                self._bases[axis] = self._split(base, axis)
+        self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
+        self._parts: dict[Any, DeviceMesh] = {}
+        if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
+            axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
+        self._axes = axes
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Ranks per axis."""
         return self.ranks.shape
 
+    @property
+    def root(self) -> "DeviceMesh":
+        """The mesh of all ranks that this one was taken from; itself where it is that."""
+        return self._family.root
+
+    @property
+    def device(self) -> Device:
+        """Where the ranks compute."""
+        return self._family.device
+
+    @property
+    def world(self) -> worlds.World:
+        """What the ranks are, processes or threads, and how many of them this host has."""
+        return self._family.world
+
+    def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
+        """The ranks that differ from this one only along these axes, in this order; always the same object.
+
+        Of several axes but not all: collective over this mesh at the first time. Raises ValueError.
+        """
+        names = (names,) if isinstance(names, str) else tuple(names)
+        axes = tuple(self._number(name) for name in names)
+        if not axes or len(set(axes)) < len(axes):
+            raise ValueError(f"{names} must be one axis or several of {self!r}, each once")
+        if axes == tuple(range(len(self.shape))):
+            return self
+        if len(axes) == 1:
+            return self._axes[axes[0]]
+        if axes not in self._parts:
+            self._parts[axes] = self._along(axes)
+        return self._parts[axes]
+
+    def flat(self, *names: str) -> "DeviceMesh":
+        """One axis of several, which is called after all of them: flat("dp", "cp") has the axis "dp_cp".
+
+        Without names, of all axes. Collective where mesh[names] is.
+        """
+        names = names or tuple(self.mesh_dim_names or ())
+        part = self[names] if names else self
+        if len(part.shape) == 1:
+            return part
+        return self._made("flat", names, part, (part.size,), ("_".join(names),) if names else None)
+
+    def fold(self, name: str, size: int, *, over: tuple[str, ...], rest: str = "efsdp") -> "DeviceMesh":
+        """The ranks of the axes `over` as two other axes: neighbours along `name`, which has `size`; `rest`.
+
+        For experts: they are spread over `name`, and each one's ranks are the axis `rest`. Collective over
+        this mesh at the first time. Raises ValueError where `size` does not divide the ranks.
+        """
+        over = (over,) if isinstance(over, str) else tuple(over)
+        part = self[over]
+        if size < 1 or part.size % size:
+            raise ValueError(
+                f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of {over}"
+            )
+        return self._made("fold", (name, size, over, rest), part, (part.size // size, size), (rest, name))
+
+    def _made(
+        self,
+        how: str,
+        given: tuple,
+        part: "DeviceMesh",
+        shape: tuple[int, ...],
+        names: tuple[str, ...] | None,
+    ) -> "DeviceMesh":
+        """The ranks of `part` in another shape; the same object each time."""
+        if (how, given) not in self._parts:
+            made = DeviceMesh(self._family, part.ranks.reshape(shape), part._base, names)
+            self._parts[how, given] = made
+        return self._parts[how, given]
+
+    def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        """The sub-mesh of this rank along some of the axes. Collective."""
+        others = [axis for axis in range(len(self.shape)) if axis not in axes]
+        place = [self.coordinate[axis] for axis in others]
+        rows = self.ranks.transpose(*others, *axes)[tuple(place)]
+        color = np.ravel_multi_index(place, [self.shape[axis] for axis in others]) if others else 0
+        base = self._base.split(int(color), rows.ravel().tolist().index(self.ranks[self.coordinate]))
+        names = tuple(self.mesh_dim_names[axis] for axis in axes) if self.mesh_dim_names else None
+        known = [self._axes[axis] for axis in axes] if len(axes) > 1 else None
+        return DeviceMesh(self._family, rows, base, names, known)
+
     def communicator(self, role: str, dim: int | str | None = None) -> Communicator:
         """The communicator for `role` over the ranks along axis `dim` (a number or name; None: all ranks).
 
         Made at the first call, which is collective over those ranks, and the same object from then on.
         """
-        axis = self._axis(dim)
-        if (role, axis) not in self._communicators:
-            made = for_device(self._bases[axis].duplicate(), self.device, self._kind, role)
-            made.recorder, made.recorded_as = self._recorder, self._name(role, axis)
-            self._made.append((role, axis, made))
-            self._communicators[role, axis] = self._wrap(made) if self._wrap else made
-        return self._communicators[role, axis]
+        if dim is not None:
+            return self._axes[self._number(dim)].communicator(role)
+        family, ranks = self._family, tuple(self.ranks.ravel().tolist())
+        if (role, ranks) not in family.communicators:
+            made = for_device(self._base.duplicate(), family.device, family.kind, role)
+            family.made[role, ranks] = made
+            family.communicators[role, ranks] = family.wrap(made) if family.wrap else made
+            family.record(role, ranks)
+        return family.communicators[role, ranks]
 
     def record(self, recorder: Recorder | None) -> None:
-        """Have the calls of this mesh's communicators, and the parts of its steps, recorded; None ends it."""
-        self._recorder = recorder
+        """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.
+
+        None ends it.
+        """
+        family = self._family
+        family.recorder = recorder
         if recorder is not None:
             recorder.meshes += 1
-            self._number = recorder.meshes
-        for role, axis, made in self._made:
-            made.recorder, made.recorded_as = recorder, self._name(role, axis)
+            family.number = recorder.meshes
+        for role, ranks in family.made:
+            family.record(role, ranks)
 
     def from_first(self, value: Any) -> Any:
         """Rank 0's `value`, as JSON has it, for everyone. Collective."""
         return talk.from_first(self.communicator("control"), value)
 
-    def _name(self, role: str, axis: int | None) -> str:
-        """What the recorder calls a communicator, which no other communicator of this run is called."""
-        place = tuple(slice(None) if axis in (None, a) else i for a, i in enumerate(self.coordinate))
-        name = group_name(role, self.ranks[place].ravel().tolist(), self.size)
-        return name if self._number == 1 else f"{name}~{self._number}"
-
     def part(self, phase: str) -> None:
         """Note that a part of a step begins, "forward" or "backward"."""
-        if self._recorder is not None:
-            self._recorder.part(phase)
+        if self._family.recorder is not None:
+            self._family.recorder.part(phase)
 
     def stream(self, role: str) -> Stream:
-        """The stream in which the communicators for `role` are used, by all models on this mesh.
+        """The stream in which the communicators for `role` are used, by all models on this family of meshes.
 
         One for all: a communicator's calls must come in the order of the program, on every rank. That of
         "used" is a thread of the host on every device.
         """
-        if role not in self._streams:
+        streams = self._family.streams
+        if role not in streams:
             place = devices.get("cpu") if role == "used" else self.device
-            self._streams[role] = place.new_stream(role)
-        return self._streams[role]
+            streams[role] = place.new_stream(role)
+        return streams[role]
 
     def size_of(self, dim: int | str) -> int:
         """The number of ranks along one axis."""
-        axis = self._axis(dim)
-        return self.size if axis is None else self.shape[axis]
+        return self.shape[self._number(dim)]
+
+    def rank_of(self, dim: int | str) -> int:
+        """This rank's number along one axis."""
+        return self.coordinate[self._number(dim)]
 
     def __repr__(self) -> str:
         names = f", {self.mesh_dim_names}" if self.mesh_dim_names else ""
         return f"DeviceMesh({self.device.name!r}, {self.shape}{names}, rank {self.rank} of {self.size})"
 
-    def _split(self, base: Communicator, axis: int) -> Communicator:
-        """The ranks that differ from this one only along `axis`, in the axis's order."""
-        others = self.coordinate[:axis] + self.coordinate[axis + 1 :]
-        sizes = self.shape[:axis] + self.shape[axis + 1 :]
-        return base.split(int(np.ravel_multi_index(others, sizes)), self.coordinate[axis])
-
-    def _axis(self, dim: int | str | None) -> int | None:
-        """The number of an axis; None for all ranks, which the only axis of a 1-D mesh means as well."""
-        if isinstance(dim, str):
-            if dim not in (self.mesh_dim_names or ()):
-                raise ValueError(f"dim {dim!r} is not an axis of {self!r}")
-            dim = self.mesh_dim_names.index(dim)
-        if dim is not None and not 0 <= dim < self.ranks.ndim:
-            raise ValueError(f"dim {dim} is not an axis of {self!r}")
-        return None if self.ranks.ndim == 1 else dim
+    def _number(self, dim: int | str) -> int:
+        """That of an axis."""
+        names = self.mesh_dim_names or ()
+        if isinstance(dim, str) and dim in names:
+            return names.index(dim)
+        if isinstance(dim, int) and 0 <= dim < self.ranks.ndim:
+            return dim
+        raise ValueError(f"dim {dim!r} is not an axis of {self!r}")
 
 
 def _device(name: str, local_rank: int, communicator: str) -> Device:

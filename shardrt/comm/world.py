@@ -64,6 +64,16 @@ def current() -> World:
     return getattr(_here, "world", None) or _of_process()
 
 
+def alone() -> bool:
+    """Whether no other rank runs: for what belongs to no mesh, whose ranks nobody can ask."""
+    return current().size == 1
+
+
+def first() -> bool:
+    """Whether this rank is the first of all that run, which speaks for what belongs to no mesh."""
+    return current().rank == 0
+
+
 @contextmanager
 def use(world: World) -> Iterator[None]:
     """Make `world` this thread's world inside a with block."""

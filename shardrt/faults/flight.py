@@ -282,7 +282,7 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
 
     So that two groups of one axis are not taken for one, and whoever reads it knows who belongs to it.
     """
-    if len(ranks) == world:
+    if list(ranks) == list(range(world)):
         return role
     step = ranks[1] - ranks[0] if len(ranks) > 1 else 1
     run = range(ranks[0], ranks[-1] + 1, step) if step > 0 else range(0)

@@ -6,13 +6,10 @@ PyTorch's FSDP2.) The model stays the same object with the same parameter names.
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import cache
 from typing import TypeVar
 
 from shardrt import dtypes
-from shardrt.comm import world as worlds
-from shardrt.comm.mesh import DeviceMesh, init_device_mesh
-from shardrt.comm.world import World
+from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
@@ -48,7 +45,9 @@ def fully_shard(
     set_gradient_divide_factor).
 
     module: one, or several that are gathered and reduced as one unit (a tied embedding and head).
-    mesh: all ranks of the job on one axis if None; two axes are (copies, shards).
+    mesh: all ranks of the job on one axis if None; two axes are (copies, shards). A mesh of more axes is
+        given in part: mesh["shard"], mesh["replicate", "shard"]. Units of one model are on the same ranks;
+        their axes may differ, as those of mesh["replicate", "shard"] and mesh.flat("replicate", "shard").
     strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes.
     reshard_after_forward: release the parameters between forward and backward; None leaves it to the
         strategy, except that the outermost unit is kept, since backward needs it first.
@@ -81,9 +80,12 @@ def fully_shard(
         raise TypeError(f"fully_shard: mesh must be a DeviceMesh, got {type(mesh).__name__}")
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
-    mesh = _default_mesh() if mesh is None else mesh
+    mesh = default_mesh() if mesh is None else mesh
     if len(mesh.shape) > 2:
-        raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}")
+        raise ValueError(
+            f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}; give it some of its axes, "
+            'as mesh["shard"] or mesh["replicate", "shard"]'
+        )
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape))
     if reshard_after_forward and chosen.row.keep_after_backward:
         raise ValueError(
@@ -139,16 +141,6 @@ def _untaken(
                     "are in mp_policy.full_precision; name the classes of all of them there, or of none"
                 )
     return list(found.values())
-
-
-@cache
-def _mesh_of(world: World) -> DeviceMesh:
-    return init_device_mesh("auto")
-
-
-def _default_mesh() -> DeviceMesh:
-    """One axis of all ranks; the same object for every unit of this rank."""
-    return _mesh_of(worlds.current())
 
 
 def set_gradient_divide_factor(module: Module, factor: float) -> None:

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import world
 from shardrt.fsdp.collectives import as_sent
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
@@ -88,13 +87,14 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
 def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     """All of a parameter's part of `array`, which is as long as its shard: optimizer state, say. Collective.
 
-    A host array in the parameter's shape on rank 0, to which the others send what they hold; None elsewhere.
+    A host array in the parameter's shape on rank 0, to which the others send what they hold, where the
+    parameter is sharded; None elsewhere.
     """
     storage, here = parameter.storage, device.current()
     start, stop, _ = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return own.reshape(parameter.shape).copy() if world.current().rank == 0 else None
+        return own.reshape(parameter.shape).copy()  # each rank has its own
     team, layout = storage.team, storage.layout
     if team.copies is not None and team.copies.rank > 0:
         return None  # rank 0's team has it all

@@ -11,7 +11,6 @@ from functools import partial
 import numpy as np
 
 from shardrt import device, random
-from shardrt.comm import world as worlds
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers
@@ -21,7 +20,7 @@ from shardrt.fsdp.group import GRADIENT_ROLES, Group
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.team import Team, shape_of
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Cut, Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
@@ -64,7 +63,7 @@ def build(unit: Unit) -> None:
     specs = buffers.plan(units, layouts, facts)
     for u in units:
         for group in u.groups:
-            group.layout, group.team = layouts[group], teams[u.settings.strategy.row.cut]
+            group.layout, group.team = layouts[group], teams[u.settings.cut]
     _make_arenas(specs, facts.device, _AT_ONCE)
     for u in units:
         for group in u.groups:
@@ -117,21 +116,20 @@ def lay_out(units: list[Unit]) -> dict[Group, Layout]:
     return layouts
 
 
-def teams_of(units: list[Unit]) -> dict[str, Team]:
+def teams_of(units: list[Unit]) -> dict[Cut, Team]:
     """The team of every cut that these units use. Collective."""
-    cuts = sorted({unit.settings.strategy.row.cut for unit in units})
-    return {cut: Team.of(units[0].settings.mesh, cut) for cut in cuts}
+    return {cut: Team.of(*cut) for cut in dict.fromkeys(unit.settings.cut for unit in units)}
 
 
-def facts_of(units: list[Unit], teams: dict[str, Team], no_sync: bool = False) -> Facts:
+def facts_of(units: list[Unit], teams: dict[Cut, Team], no_sync: bool = False) -> Facts:
     """What the plan of the buffers depends on."""
-    shared = all(team.gather.shares_memory for cut, team in teams.items() if cut != "none")
+    shared = all(team.gather.shares_memory for (_, cut), team in teams.items() if cut != "none")
     tops = units[0].modules
     recomputed = [module for top in tops for module in top.modules() if module.recomputation is not None]
     return Facts(
         device=units[0].settings.mesh.device,
         prefetch=prefetch_of(units),
-        sharers=worlds.current().local_size if shared else 0,
+        sharers=units[0].settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
         no_sync=no_sync or not all(unit.reduces for unit in units),
     )
@@ -177,7 +175,7 @@ def _lanes(units: list[Unit]) -> Lanes:
 
 def _compile_once(schedule: Schedule) -> None:
     """One rank of each node compiles the kernels; the others then find them in the cache."""
-    world = worlds.current()
+    world = schedule.mesh.world
     if world.kind == "mpi":
         if world.local_rank == 0:
             schedule.lanes.device.warm_up()
@@ -246,8 +244,7 @@ def _check(units: list[Unit]) -> None:
                 f"fully_shard: unit {u.label} was used before the model around it was sharded; call "
                 "fully_shard on the outermost module before the optimizer is made and the first forward runs"
             )
-        if u.settings.mesh is not first.settings.mesh:
-            raise ValueError(f"fully_shard: unit {u.label} has another mesh than {first.label}")
+        _check_mesh(u, first)
         if u.settings.prefetch not in (None, prefetch_of(units)):
             raise ValueError(
                 f"fully_shard: unit {u.label} has prefetch={u.settings.prefetch}, the outermost one "
@@ -260,6 +257,18 @@ def _check(units: list[Unit]) -> None:
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
         _check_reachable(module, [], owners)
+
+
+def _check_mesh(unit: Unit, first: Unit) -> None:
+    """Raise unless both are on the same ranks, over all of which their gradients are then summed."""
+    own, theirs = unit.settings.mesh, first.settings.mesh
+    if own.root is not theirs.root:
+        raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
+    if own is not theirs and sorted(own.ranks.ravel()) != sorted(theirs.ranks.ravel()):
+        raise ValueError(
+            f"fully_shard: unit {unit.label} is on {own!r}, {first.label} on {theirs!r}; gradients would be "
+            "summed over other ranks: take axes of the mesh that together have the same ranks"
+        )
 
 
 def _check_world_invariant(units: list[Unit]) -> None:

@@ -43,7 +43,7 @@ class Team:
 
     @classmethod
     def of(cls, mesh: DeviceMesh, cut: str) -> "Team":
-        """The team for strategy.Row.cut. Collective over the mesh."""
+        """The team for strategy.Row.cut, on a mesh of all ranks that train the model. Collective over it."""
         if cut == "none":
             alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
             return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)

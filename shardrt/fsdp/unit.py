@@ -38,6 +38,9 @@ _LEGAL = {
 }
 
 
+Cut = tuple[DeviceMesh, str]
+
+
 @dataclass(frozen=True)
 class Settings:
     """What the user chose for one unit; the arguments of fully_shard."""
@@ -49,6 +52,11 @@ class Settings:
     precision: MixedPrecisionPolicy
     placement: Placement
     by_rank: bool = False  # never struck from the plan
+
+    @property
+    def cut(self) -> Cut:
+        """What says which ranks have which part."""
+        return self.mesh, self.strategy.row.cut
 
 
 class Unit:

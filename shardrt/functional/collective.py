@@ -196,8 +196,8 @@ def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source:
     """Send `x` to rank `to`; the result is what rank `source` sent, or zeros where that is None.
 
     A send alone has no `source`, and a receive alone no `to`, but an `x` of the shape that comes, whose
-    values do not matter. The gradient goes the other way round. Raises ValueError for a rank that is none, or where
-    only one of the two is this rank itself.
+    values do not matter. The gradient goes the other way round. Raises ValueError for a rank that is none,
+    or where only one of the two is this rank itself.
     """
     for name, rank in (("to", to), ("source", source)):
         if rank is not None and not 0 <= rank < communicator.size:

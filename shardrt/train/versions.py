@@ -8,7 +8,6 @@ from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
 
 _PACKAGES = ("numpy", "numba", "mpi4py")
@@ -28,7 +27,6 @@ def versions() -> dict[str, str]:
 
 def surroundings(mesh: DeviceMesh) -> dict[str, str]:
     """Where rank 0 runs, by name, for the log: system, host, processor, cores, MPI, device, communicators."""
-    world = worlds.current()
     found = {
         "system": platform.platform(),
         "host": socket.gethostname(),
@@ -37,7 +35,7 @@ def surroundings(mesh: DeviceMesh) -> dict[str, str]:
         "device": mesh.device.name,
         "communicator": type(mesh.communicator("gather")).__name__,
     }
-    if world.kind == "mpi":
+    if mesh.world.kind == "mpi":
         from mpi4py import MPI
 
         vendor, number = MPI.get_vendor()

@@ -1,0 +1,191 @@
+"""comm/mesh.py: sub-meshes by name, axes made of others, and sharding over a part of the ranks."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train
+from tests.ranks import run_ranks
+
+AXES = ("pp", "dp", "tp")
+
+
+def met(mesh, role="control"):
+    """The ranks that a mesh's communicator joins, in its order."""
+    comm = mesh.communicator(role)
+    members = np.zeros(comm.size, np.int64)
+    members[comm.rank] = mesh.root.rank
+    comm.all_gather(members, stream=mesh.device.current_stream)
+    assert (comm.rank, comm.size) == (mesh.rank, mesh.size)
+    return members.tolist()
+
+
+@pytest.fixture(scope="module")
+def cube():
+    """Of each of 8 ranks on (2, 2, 2): what its sub-meshes are, as the ranks that met there."""
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
+        pair, turned = mesh["pp", "tp"], mesh["tp", "pp"]
+        fold = mesh.fold("ep", 4, over=("dp", "tp"), rest="edp") if mesh.size == 8 else None
+        facts = {
+            **{name: met(mesh[name]) for name in AXES},
+            "pair": met(pair),
+            "turned": met(turned),
+            "inner": met(pair["tp"]),
+            "flat": met(mesh.flat("dp", "tp")),
+            "ep": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["ep"]),
+            "edp": met(mesh.fold("ep", 2, over=("dp", "tp"), rest="edp")["edp"]),
+            "all in ep": met(fold["ep"]),
+        }
+        same = [
+            mesh["dp"] is mesh["dp"],
+            mesh["pp", "tp"] is pair,
+            pair["tp"] is mesh["tp"],
+            mesh[AXES] is mesh,
+            mesh.flat("dp", "tp") is mesh.flat("dp", "tp"),
+            mesh.flat("dp") is mesh["dp"],
+            mesh.communicator("gather", "tp") is mesh["tp"].communicator("gather"),
+            mesh["dp"].stream("gather") is mesh.stream("gather"),
+            mesh["dp"].root is mesh and fold["ep"].root is mesh,
+        ]
+        sizes = [mesh.size_of("dp"), pair.size_of("tp"), mesh.rank_of("pp"), mesh.rank_of("tp"), fold.shape]
+        names = [pair.mesh_dim_names, mesh.flat("dp", "tp").mesh_dim_names, fold.mesh_dim_names]
+        return facts, same, sizes, names, mesh.flat("dp", "tp").communicator("control").recorded_as
+
+    return run_ranks(8, body)
+
+
+def test_sub_meshes_are_the_slices_of_the_array_of_ranks(cube):
+    ranks = np.arange(8).reshape(2, 2, 2)
+    for rank, (facts, *_) in enumerate(cube):
+        p, d, t = np.argwhere(ranks == rank)[0]
+        assert facts["pp"] == ranks[:, d, t].tolist()
+        assert facts["dp"] == ranks[p, :, t].tolist()
+        assert facts["tp"] == facts["inner"] == ranks[p, d].tolist()
+        assert facts["pair"] == ranks[:, d].ravel().tolist()
+        assert facts["turned"] == ranks[:, d].T.ravel().tolist()
+
+
+def test_axes_are_made_one_or_folded_anew(cube):
+    ranks = np.arange(8).reshape(2, 4)
+    for rank, (facts, *_) in enumerate(cube):
+        part = ranks[rank // 4]
+        assert facts["flat"] == facts["all in ep"] == part.tolist()
+        folded = part.reshape(2, 2)
+        row, column = np.argwhere(folded == rank)[0]
+        assert facts["ep"] == folded[row].tolist() and facts["edp"] == folded[:, column].tolist()
+
+
+def test_a_sub_mesh_is_one_object_and_shares_communicators_and_streams(cube):
+    for rank, (_, same, sizes, names, _) in enumerate(cube):
+        assert all(same), same
+        assert sizes == [2, 2, rank // 4, rank % 2, (1, 4)]
+        assert names == [("pp", "tp"), ("dp_tp",), ("edp", "ep")]
+
+
+def test_the_recorder_has_another_name_for_every_group(cube):
+    assert [told for *_, told in cube] == ["control[0:4]"] * 4 + ["control[4:8]"] * 4
+    body = lambda: _recorded_names(init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b")))  # noqa: E731
+    assert run_ranks(4, body)[3] == ["x", "x[2:4]", "x[1:4:2]", "x[0,2,1,3]"]
+
+
+def _recorded_names(mesh):
+    class Recorder:
+        meshes = 0
+
+    turned = mesh["b", "a"]
+    for part in (mesh, mesh["b"], mesh["a"], turned):
+        part.communicator("x")
+    mesh.record(Recorder())
+    return [part.communicator("x").recorded_as for part in (mesh, mesh["b"], mesh["a"], turned)]
+
+
+@pytest.mark.parametrize(
+    ("told", "ask"),
+    [
+        ("'cp' is not an axis of DeviceMesh", lambda mesh: mesh["cp"]),
+        ("must be one axis or several", lambda mesh: mesh["a", "a"]),
+        ("must be one axis or several", lambda mesh: mesh[()]),
+        (
+            "fold: 'ep' has size 2, which does not divide the 1 ranks",
+            lambda mesh: mesh.fold("ep", 2, over="a"),
+        ),
+    ],
+)
+def test_what_is_no_part_is_refused(told, ask):
+    with pytest.raises(ValueError, match=told):
+        ask(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
+
+
+# fully_shard
+
+
+def trained(mesh, make_shards, part, parts):
+    """The weights after two steps on part `part` of `parts` of the data."""
+    shardrt.manual_seed(3)
+    model = Net()
+    make_shards(model, mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    for tokens, targets in batches(2):
+        mine = slice(part * len(tokens) // parts, (part + 1) * len(tokens) // parts)
+        loss_of(model, tokens[mine], targets[mine]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(np.array_equal(found[n], expected[n]) for n in expected)
+
+
+def test_a_model_on_an_axis_is_that_of_as_many_ranks():
+    """Two models on two ranks each, in one job; rank 0 of each has the weights."""
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))["dp"]
+        return trained(mesh, shard, mesh.rank, mesh.size)
+
+    expected = run_ranks(2, train, Net, steps=2)[0][1]
+    found = run_ranks(4, body)
+    assert same(found[0], expected) and same(found[2], expected)
+    assert found[1] == found[3] == {}
+
+
+def test_units_may_have_other_axes_of_the_same_ranks():
+    """Blocks in a hybrid, the rest over all ranks: the bits of four ranks with one strategy."""
+
+    def mixed(model, mesh):
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(model, mesh=mesh.flat())
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = trained(mesh, mixed, mesh.rank, mesh.size)
+        return model
+
+    expected = run_ranks(4, train, Net, steps=2)[0][1]
+    assert same(run_ranks(4, body)[0], expected)
+
+
+def test_a_unit_on_fewer_ranks_than_the_others_is_refused():
+    def body():
+        mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+        model = Net()
+        fully_shard(model.blocks[0], mesh=mesh["shard"])
+        fully_shard(model, mesh=mesh)
+        with pytest.raises(ValueError, match="unit blocks.0 is on .*'shard'.*take axes"):
+            optim.SGD(model.parameters(), lr=0.1)
+
+    run_ranks(4, body)
+
+
+def test_three_axes_are_given_in_part():
+    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=AXES)
+    with pytest.raises(ValueError, match=r'one axis or two.*mesh\["shard"\]'):
+        fully_shard(Block(), mesh=mesh)
