@@ -20,6 +20,7 @@ from shardrt.comm import (
     world,
 )
 from shardrt.comm.single import SingleCommunicator
+from shardrt.comm.talk import agree, failures, from_all, from_first
 from shardrt.device import cuda
 from tests.mpi.contract import Contract, digest
 from tests.ranks import ROOT, clean_environment, mpirun, run_ranks
@@ -265,6 +266,27 @@ class TestWrapped(Contract):
 
     def run(self, body):
         run_ranks(2, lambda: body(CountedCommunicator(DelayedCommunicator(create(), 0.0))))
+
+
+def test_ranks_agree_or_are_told_who_differs():
+    def body():
+        comm = create()
+        return agree(comm, {"a": 1.5}), agree(comm, ["x"] * (1 + (comm.rank == 2)))
+
+    assert run_ranks(4, body) == [([], [2])] * 4
+    assert agree(SingleCommunicator(), 1) == []
+
+
+def test_what_ranks_say_is_asked_in_one_place():
+    """So a stand-in for absent ranks has one method to answer."""
+
+    class Echo(SingleCommunicator):
+        def _talk(self, data):
+            return [data, data]
+
+    comm = Echo()
+    assert agree(comm, object) == [] and from_all(comm, {"a": [1]}) == [{"a": [1]}] * 2
+    assert failures(comm, None) == [] and from_first(comm, "x") == "x"
 
 
 # Mesh

@@ -191,7 +191,7 @@ class Checkpoints:
             self._agree(f"step {save.step} was not saved", save.error, save.folder)
         if not save.written:
             save.written = True
-            everyone = talk.bytes_from_all(self._control, save.described)
+            everyone = self._control.talk(save.described)
             if self._mesh.rank == 0:  # what takes time is done in the background
                 save.go(lambda: self._publish(save, everyone))
             return None

@@ -11,7 +11,7 @@ from struct import Struct
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.comm.protocol import OPS
+from shardrt.comm.checks import OPS
 from shardrt.faults.failure import CollectiveMismatch, PeerFailed
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name

@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from shardrt import device as devices
-from shardrt.comm import talk
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, create, for_device
 from shardrt.comm.protocol import Communicator
@@ -251,10 +250,6 @@ class DeviceMesh:
             family.number = recorder.meshes
         for role, ranks in family.made:
             family.record(role, ranks)
-
-    def from_first(self, value: Any) -> Any:
-        """Rank 0's `value`, as JSON has it, for everyone. Collective."""
-        return talk.from_first(self.communicator("control"), value)
 
     def part(self, phase: str) -> None:
         """Note that a part of a step begins, "forward" or "backward"."""

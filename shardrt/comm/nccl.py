@@ -68,6 +68,9 @@ class NCCLCommunicator(Communicator):
     def _stream(self) -> int:
         return self._device.stream_here()
 
+    def _talk(self, data: bytes) -> list[bytes]:
+        return self._host._talk(data)
+
     def _all_gather(self, buffer: Array, what: str) -> None:
         n, place = buffer.size // self.size, buffer.data.ptr
         own = place + self.rank * n * buffer.itemsize

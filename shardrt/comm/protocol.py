@@ -1,8 +1,8 @@
-"""The Communicator contract: what every backend does, and the one place where arguments are checked.
+"""The Communicator contract: what every backend does.
 
-A public method checks its arguments in the caller, then submits the blocking `_method` to the stream. So a
-backend implements `_all_gather(buffer)` and its like and nothing else. Nothing here knows a model, a unit
-or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
+A public method checks its arguments in the caller (checks.py), then submits the blocking `_method` to the
+stream. So a backend implements `_all_gather(buffer)` and its like and nothing else. Nothing here knows a
+model, a unit or a mean over ranks; counting and delays are wrappers (wrapper.py), not flags.
 """
 
 from abc import ABC, abstractmethod
@@ -11,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import dtypes
+from shardrt.comm import checks
 from shardrt.faults.flight import MESSAGES
 
-_BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
-OPS = ("sum", "max", "min", "prod")
+_SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
 
 
@@ -49,9 +48,9 @@ class Communicator(ABC):
         until every rank has written its slice. Such a buffer is read by peers until they have moved on:
         put a `barrier` before writing new values into it.
         """
-        _check_call("all_gather", stream, what)
-        _check_array("all_gather", "buffer", buffer)
-        _check_divisible("all_gather", "buffer", buffer, self.size)
+        checks.check_call("all_gather", stream, what)
+        checks.check_array("all_gather", "buffer", buffer)
+        checks.check_divisible("all_gather", "buffer", buffer, self.size)
         self._submit(stream, f"all_gather {what}", "all_gather", what, buffer, self._all_gather, buffer, what)
 
     def reduce_scatter(
@@ -73,43 +72,43 @@ class Communicator(ABC):
         kind="bfloat16" or "float16" says what the bits of a uint16 `buffer` are. They are sent as they are
         and summed in float32, the dtype of `output`: the bytes of a 16-bit exchange, no rounding on the way.
         """
-        _check_call("reduce_scatter", stream, what)
-        if kind or not _plain(output, buffer, self.rank, self.size):
-            _check_array("reduce_scatter", "output", output)
-            _check_array("reduce_scatter", "buffer", buffer)
+        checks.check_call("reduce_scatter", stream, what)
+        if kind or not checks.plain(output, buffer, self.rank, self.size):
+            checks.check_array("reduce_scatter", "output", output)
+            checks.check_array("reduce_scatter", "buffer", buffer)
             if kind:
-                _check_bits("reduce_scatter", output, buffer, kind)
+                checks.check_bits("reduce_scatter", output, buffer, kind)
             else:
-                _check_same("reduce_scatter", output, buffer)
-                _check_sums("reduce_scatter", buffer, "sum", scale)
-            _check_count("reduce_scatter", output, buffer, output.size * self.size)
-            _check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
+                checks.check_same("reduce_scatter", output, buffer)
+                checks.check_sums("reduce_scatter", buffer, "sum", scale)
+            checks.check_count("reduce_scatter", output, buffer, output.size * self.size)
+            checks.check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
         label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
         self._submit(stream, label, "reduce_scatter", what, buffer, self._reduce_scatter, *args)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
-        _check_call("all_reduce", stream, what)
-        _check_array("all_reduce", "buffer", buffer)
-        _check_sums("all_reduce", buffer, op, 1.0)
+        checks.check_call("all_reduce", stream, what)
+        checks.check_array("all_reduce", "buffer", buffer)
+        checks.check_sums("all_reduce", buffer, op, 1.0)
         self._submit(stream, "all_reduce", "all_reduce", what, buffer, self._all_reduce, buffer, op, what)
 
     def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""
-        _check_call("broadcast", stream, what)
-        _check_array("broadcast", "buffer", buffer)
-        _check_rank("broadcast", "root", root, self.size)
+        checks.check_call("broadcast", stream, what)
+        checks.check_array("broadcast", "buffer", buffer)
+        checks.check_rank("broadcast", "root", root, self.size)
         self._submit(stream, "broadcast", "broadcast", what, buffer, self._broadcast, buffer, root, what)
 
     def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
-        _check_call("all_to_all", stream, what)
-        _check_array("all_to_all", "output", output)
-        _check_array("all_to_all", "buffer", buffer)
-        _check_same("all_to_all", output, buffer)
-        _check_count("all_to_all", output, buffer, output.size)
-        _check_divisible("all_to_all", "buffer", buffer, self.size)
-        _check_overlap("all_to_all", output, buffer, None)
+        checks.check_call("all_to_all", stream, what)
+        checks.check_array("all_to_all", "output", output)
+        checks.check_array("all_to_all", "buffer", buffer)
+        checks.check_same("all_to_all", output, buffer)
+        checks.check_count("all_to_all", output, buffer, output.size)
+        checks.check_divisible("all_to_all", "buffer", buffer, self.size)
+        checks.check_overlap("all_to_all", output, buffer, None)
         self._submit(stream, "all_to_all", "all_to_all", what, buffer, self._all_to_all, output, buffer, what)
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
@@ -118,16 +117,16 @@ class Communicator(ABC):
         It does not wait for the receiver: both ranks of a pair may send first. What has not been taken yet is
         kept as a copy. (With "nccl" a send does wait: use `exchange`.)
         """
-        _check_call("send", stream)
-        _check_array("send", "buffer", buffer)
-        _check_rank("send", "peer", peer, self.size, self.rank)
+        checks.check_call("send", stream)
+        checks.check_array("send", "buffer", buffer)
+        checks.check_rank("send", "peer", peer, self.size, self.rank)
         self._submit(stream, "send", "send", f"rank {peer}", buffer, self._send, buffer, peer)
 
     def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
-        _check_call("recv", stream)
-        _check_array("recv", "buffer", buffer)
-        _check_rank("recv", "peer", peer, self.size, self.rank)
+        checks.check_call("recv", stream)
+        checks.check_array("recv", "buffer", buffer)
+        checks.check_rank("recv", "peer", peer, self.size, self.rank)
         self._submit(stream, "recv", "recv", f"rank {peer}", buffer, self._recv, buffer, peer)
 
     def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
@@ -136,19 +135,30 @@ class Communicator(ABC):
         The two may be one rank or two, their sizes and dtypes differ. The ranks at the other ends call
         `exchange` as well, or `send` and `recv`.
         """
-        _check_call("exchange", stream)
-        _check_array("exchange", "output", output)
-        _check_array("exchange", "buffer", buffer)
-        _check_overlap("exchange", output, buffer, None)
-        _check_rank("exchange", "to", to, self.size, self.rank)
-        _check_rank("exchange", "source", source, self.size, self.rank)
+        checks.check_call("exchange", stream)
+        checks.check_array("exchange", "output", output)
+        checks.check_array("exchange", "buffer", buffer)
+        checks.check_overlap("exchange", output, buffer, None)
+        checks.check_rank("exchange", "to", to, self.size, self.rank)
+        checks.check_rank("exchange", "source", source, self.size, self.rank)
         args = self._exchange, output, buffer, to, source
         self._submit(stream, "exchange", "exchange", f"rank {source}", output, *args)
 
     def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
-        _check_call("barrier", stream, what)
+        checks.check_call("barrier", stream, what)
         self._submit(stream, "barrier", "barrier", what, None, self._barrier, what)
+
+    def talk(self, data: bytes) -> list[bytes]:
+        """Everyone's `data`, by rank, of any lengths. Collective, and done when it returns: it has no stream.
+
+        What ranks tell each other beside arrays goes through this one method.
+        """
+        if self.recorder is None:
+            return self._talk(data)
+        self._call_number += 1
+        facts = self.recorder.facts(self.recorded_as, self._call_number, "talk", "", None)
+        return self.recorder.around(facts, self._talk, (data,))
 
     def _submit(
         self, stream: Any, label: str, call: str, what: str, array: Any, method: Callable, *args: Any
@@ -216,6 +226,20 @@ class Communicator(ABC):
         if even < buffer.size:
             self._all_reduce_small(buffer[even:], op, what)
 
+    def _talk(self, data: bytes) -> list[bytes]:
+        """By one gather of the lengths with what is short, and another if anything is longer."""
+        heads = np.zeros((self.size, 8 + _SHORT), np.uint8)
+        heads[self.rank, :8] = np.array([len(data)], np.int64).view(np.uint8)
+        heads[self.rank, 8 : 8 + len(data)] = np.frombuffer(data[:_SHORT], np.uint8)
+        self._all_gather(heads.reshape(-1), "")
+        lengths = heads[:, :8].copy().view(np.int64).ravel().tolist()
+        rows = heads[:, 8:]
+        if max(lengths) > _SHORT:
+            rows = np.zeros((self.size, max(lengths)), np.uint8)
+            rows[self.rank, : len(data)] = np.frombuffer(data, np.uint8)
+            self._all_gather(rows.reshape(-1), "")
+        return [bytes(row[:length]) for row, length in zip(rows, lengths, strict=True)]
+
     @abstractmethod
     def _all_reduce_small(self, buffer: Any, op: str, what: str) -> None: ...
 
@@ -244,113 +268,3 @@ def aligned_zeros(count: int, dtype: Any) -> np.ndarray:
     raw = np.zeros(nbytes + 64, np.uint8)
     start = -raw.ctypes.data % 64
     return raw[start : start + nbytes].view(dtype)
-
-
-def _check_call(call: str, stream: Any, what: str = "") -> None:
-    if not hasattr(stream, "submit"):
-        raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
-    if not isinstance(what, str):
-        raise TypeError(f"{call}: what must be a name, got {what!r}")
-
-
-def _check_array(call: str, name: str, array: Any) -> None:
-    try:
-        flat = array.ndim == 1 and array.flags.c_contiguous
-        known = array.dtype in dtypes.CODES
-    except AttributeError:
-        raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}") from None
-    if not flat:
-        raise ValueError(
-            f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
-        )
-    if not known:
-        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
-
-
-def _plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
-    """Whether all checks of a reduce_scatter pass, for floats in the host's memory: the usual case.
-
-    At half the cost of the checks one by one.
-    """
-    if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
-        return False
-    dtype = output.dtype
-    return (
-        dtype.kind == "f"
-        and dtype in dtypes.CODES
-        and dtype == buffer.dtype
-        and output.ndim == 1
-        and output.flags.c_contiguous
-        and buffer.ndim == 1
-        and buffer.flags.c_contiguous
-        and buffer.size == output.size * ranks
-        and _fits_beside(output, buffer, rank * output.size)
-    )
-
-
-def _check_divisible(call: str, name: str, array: Any, size: int) -> None:
-    if array.size % size:
-        raise ValueError(f"{call}: {name} has {array.size} elements, not a multiple of the {size} ranks")
-
-
-def _check_same(call: str, output: Any, buffer: Any) -> None:
-    if output.dtype != buffer.dtype:
-        raise TypeError(f"{call}: output is {output.dtype}, buffer is {buffer.dtype}; they must be the same")
-
-
-def _check_bits(call: str, output: Any, buffer: Any, kind: str) -> None:
-    if kind not in dtypes.LOW:
-        raise ValueError(f"{call}: kind is {kind!r}; known are {', '.join(dtypes.LOW)}")
-    if buffer.dtype != _BITS:
-        raise TypeError(f"{call}: buffer is {buffer.dtype}; with kind={kind!r} it must be uint16, the bits")
-    if output.dtype != _FLOAT32:
-        raise TypeError(f"{call}: output is {output.dtype}; with kind={kind!r} it must be float32, the sums")
-
-
-def _check_count(call: str, output: Any, buffer: Any, count: int) -> None:
-    if buffer.size != count:
-        raise ValueError(
-            f"{call}: output has {output.size} elements, so buffer needs {count}; it has {buffer.size}"
-        )
-
-
-def _check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
-    if op not in OPS:
-        raise ValueError(f"{call}: op is {op!r}; known are {', '.join(OPS)}")
-    if buffer.dtype == _BITS:
-        raise TypeError(
-            f"{call}: uint16 holds bits, which are not numbers to add; reduce in float32, or use "
-            f"reduce_scatter with kind='bfloat16' or 'float16'"
-        )
-    if scale != 1.0 and buffer.dtype.kind != "f":
-        raise TypeError(f"{call}: scale is {scale}, but {buffer.dtype} can only be summed with scale 1")
-
-
-def _check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
-    """`output` may lie in `buffer` only from element `allowed` on."""
-    if not _fits_beside(output, buffer, allowed):
-        own = " other than as this rank's own slice" if allowed is not None else ""
-        raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
-
-
-def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
-    """Whether two arrays lie apart, or the first begins at element `allowed` of the second."""
-    if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
-        if not np.may_share_memory(output, buffer):
-            return True
-        return allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
-    start = _address(output) - _address(buffer)
-    apart = start >= buffer.nbytes or start <= -output.nbytes
-    return apart or (allowed is not None and start == allowed * buffer.itemsize)
-
-
-def _address(array: Any) -> int:
-    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
-    return interface["data"][0]
-
-
-def _check_rank(call: str, name: str, rank: int, size: int, own: int | None = None) -> None:
-    if not 0 <= rank < size:
-        raise ValueError(f"{call}: {name} is {rank}, but the group's ranks are 0 to {size - 1}")
-    if rank == own:
-        raise ValueError(f"{call}: {name} is {rank}, this rank itself")

@@ -1,32 +1,25 @@
-"""How ranks agree about things that are not arrays: values as JSON, who failed, and what differs."""
+"""How ranks agree about things that are not arrays: values as JSON, who failed, and what differs.
+
+All of it goes through Communicator.talk.
+"""
 
 import json
 from collections.abc import Iterator
+from hashlib import blake2b
 from typing import Any
 
-import numpy as np
-
-from shardrt import device
 from shardrt.comm.protocol import Communicator
 
 
 def from_all(control: Communicator, value: Any) -> list[Any]:
     """Everyone's `value`, as JSON has it, by rank. Collective."""
-    return [json.loads(data) for data in bytes_from_all(control, json.dumps(value).encode())]
+    return [json.loads(data) for data in control.talk(json.dumps(value).encode())]
 
 
-def bytes_from_all(control: Communicator, data: bytes) -> list[bytes]:
-    """Everyone's `data`, by rank, of any lengths. Collective."""
-    own = np.frombuffer(data, np.uint8)
-    stream = device.current().current_stream
-    lengths = np.zeros(control.size, np.int64)
-    lengths[control.rank] = own.size
-    control.all_gather(lengths, stream=stream)
-    room = int(lengths.max())
-    table = np.zeros((control.size, room), np.uint8)
-    table[control.rank, : own.size] = own
-    control.all_gather(table.reshape(-1), stream=stream)
-    return [bytes(row[:length]) for row, length in zip(table, lengths.tolist(), strict=True)]
+def agree(control: Communicator, value: Any) -> list[int]:
+    """The ranks on which `value` has another repr than on rank 0: [] where all agree. Collective."""
+    told = control.talk(blake2b(repr(value).encode(), digest_size=16).digest())
+    return [rank for rank, digest in enumerate(told) if digest != told[0]]
 
 
 def from_first(control: Communicator, value: Any) -> Any:

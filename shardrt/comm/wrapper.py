@@ -18,7 +18,7 @@ class Wrapper(Communicator):
         self.shares_memory = inner.shares_memory
 
     def _before(self, call: str, buffer: Any, stream: Any) -> None:
-        """Runs in the caller, before `call` is submitted to `stream`; `buffer` is None for a barrier."""
+        """Runs in the caller, before `call` is submitted to `stream`; a barrier or talk has no `buffer`."""
         raise NotImplementedError
 
     def _wrap(self, inner: Communicator) -> "Wrapper":
@@ -72,6 +72,10 @@ class Wrapper(Communicator):
     def barrier(self, *, stream: Any, what: str = "") -> None:
         self._before("barrier", None, stream)
         self.inner.barrier(stream=stream, what=what)
+
+    def talk(self, data: bytes) -> list[bytes]:
+        self._before("talk", None, None)
+        return self.inner.talk(data)
 
     def register_names(self, names: Iterable[str]) -> None:
         self.inner.register_names(names)

@@ -27,7 +27,7 @@ _IN_STEP = ("data", "forward", "backward", "optimizer", "report")
 BEGUN, ENTERED, DONE = 0, 1, 2  # a phase; a collective
 MESSAGES = ("send", "recv", "exchange")  # calls of two ranks, not of all
 OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all")
-OPERATIONS += MESSAGES
+OPERATIONS += (*MESSAGES, "talk")
 
 _MAGIC = b"shardrt flight 2"
 _HEADER = struct.Struct("<16s I I I I d 64s")  # magic, rank, size, pid, records, start (wall), host
@@ -103,14 +103,15 @@ class Recorder:
         if self.phase in _IN_STEP and self.phase != phase:
             self.mark(phase)
 
-    def around(self, facts: tuple, function: Callable[..., None], args: tuple) -> None:
-        """Run a collective between a record that it was entered and one that it is done."""
+    def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
+        """Run a collective between a record that it was entered and one that it is done; gives its result."""
         self._write(ENTERED, *facts)
         start = time.perf_counter()
-        function(*args)
+        result = function(*args)
         # A communicator is used by one stream, so nobody else changes its sum.
         self.inside[facts[0]] = self.inside.get(facts[0], 0.0) + time.perf_counter() - start
         self._write(DONE, *facts)
+        return result
 
     def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
         """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""

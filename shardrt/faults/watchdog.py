@@ -80,7 +80,7 @@ class Watched(Protocol):
     size: int
     world: Any  # its `kind`: "single", "thread" or "mpi"
 
-    def from_first(self, value: Any) -> Any: ...
+    def communicator(self, role: str) -> Any: ...
 
     def record(self, recorder: Recorder | None) -> None: ...
 
@@ -102,7 +102,7 @@ class Watch:
         limit = self.limits.set_up if mesh.world.kind == "mpi" else 0
         with within(limit, failure.HANG, f"{told}; the job ends with exit code {failure.HANG}"):
             made = _temporary_folder() if mesh.rank == 0 else ""
-            self._folder = Path(mesh.from_first(made))
+            self._folder = Path(_first(mesh, made))
         self.recorder = Recorder(self._folder, mesh.rank, mesh.size)
         self._temporary: Path | None = self._folder
         self._hold: int | None = _held(self._folder)
@@ -124,7 +124,7 @@ class Watch:
         mesh = self._meshes[-1]
         if mesh.rank == 0 and folder.exists():
             shutil.rmtree(folder)
-        folder = Path(mesh.from_first(str(folder)))
+        folder = Path(_first(mesh, str(folder)))
         self.recorder.move(folder)
         self._folder = folder
         self._open_stacks()
@@ -301,6 +301,11 @@ class Watch:
         except OSError:  # others are still in it
             pass
         self._temporary = None
+
+
+def _first(mesh: Watched, path: str) -> str:
+    """The path that rank 0 gives. Collective."""
+    return os.fsdecode(mesh.communicator("control").talk(os.fsencode(path))[0])
 
 
 def _temporary_folder() -> str:

@@ -9,12 +9,13 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from shardrt import dtypes
+from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import ranks_that_differ, unit_of, units_for
+from shardrt.fsdp.setup import unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Settings, Unit
 from shardrt.nn.module import Module
@@ -154,7 +155,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
     found = units_for("set_gradient_divide_factor", module)
     for schedule in dict.fromkeys(unit.schedule for unit in found if unit.built):
-        if differing := ranks_that_differ(schedule, float(factor)):
+        if differing := talk.agree(schedule.control, float(factor)):
             raise ValueError(
                 f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
                 f"{schedule.mesh.rank}: {factor})"

@@ -7,12 +7,9 @@ compare the recorded order and strike out the units that none of them used.
 """
 
 import warnings
-import zlib
-from typing import Any
+from itertools import zip_longest
 
-import numpy as np
-
-from shardrt.comm import CollectiveMismatch, Communicator
+from shardrt.comm import CollectiveMismatch, Communicator, talk
 from shardrt.fsdp.unit import Unit
 
 
@@ -70,7 +67,7 @@ class Plan:
         """The units that come next."""
         return self.order[self.place :]
 
-    def settle(self, control: Communicator, stream: Any) -> set[int]:
+    def settle(self, control: Communicator) -> set[int]:
         """Compare with the other ranks and strike out the units that no rank used; gives their places.
 
         Units that are marked as used by_rank stay.
@@ -79,10 +76,9 @@ class Plan:
         """
         if self.settled:
             return set()
-        _compare([self.units.index(unit) for unit in self.order], self.units, control, stream)
-        used = np.array(self.used, np.int64)
-        used |= [unit.settings.by_rank for unit in self.order]
-        control.all_reduce(used, op="max", stream=stream)
+        _compare([self.units.index(unit) for unit in self.order], self.units, control)
+        told = [self.used, *map(list, control.talk(bytes(self.used)))]
+        used = [unit.settings.by_rank or any(own) for unit, *own in zip(self.order, *told, strict=True)]
         self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
         self.used = [True] * len(self.order)
         self.place = len(self.order)
@@ -112,21 +108,15 @@ class Plan:
             )
 
 
-def _compare(order: list[int], units: list[Unit], control: Communicator, stream: Any) -> None:
+def _compare(order: list[int], units: list[Unit], control: Communicator) -> None:
     """Raise CollectiveMismatch on every rank unless all ranks have the same order."""
-    facts = np.zeros((control.size, 2), np.int64)
-    facts[control.rank] = len(order), zlib.crc32(np.array(order, np.int64).tobytes())
-    flat = facts.reshape(-1)
-    control.all_gather(flat, stream=stream)
-    if (facts == facts[0]).all():
+    differing = talk.agree(control, order)
+    if not differing:
         return
-    length = int(facts[:, 0].max())
-    orders = np.full((control.size, length), -1, np.int64)
-    orders[control.rank, : len(order)] = order
-    control.all_gather(orders.reshape(-1), stream=stream)
-    other = next(rank for rank in range(control.size) if (orders[rank] != orders[0]).any())
-    place = int(np.flatnonzero(orders[other] != orders[0])[0])
-    names = [units[i].label if i >= 0 else "no more" for i in orders[[0, other], place]]
+    orders, other = talk.from_all(control, order), differing[0]
+    pairs = zip_longest(orders[0], orders[other], fillvalue=None)
+    place, pair = next((place, pair) for place, pair in enumerate(pairs) if pair[0] != pair[1])
+    names = ["no more" if index is None else units[index].label for index in pair]
     raise CollectiveMismatch(
         f"fully_shard: ranks use units in different orders: unit number {place + 1} is {names[0]} on rank 0, "
         f"{names[1]} on rank {other}; a unit may be left out on some ranks, but not used out of order"

@@ -236,7 +236,7 @@ class Schedule:
         """At the end of the whole forward: what backward must come to, without units that no rank used."""
         unused: set[int] = set()
         if self._planned and unit is self.root:
-            unused = self.plan.settle(self.control, self.lanes.compute)
+            unused = self.plan.settle(self.control)
         to_come, self._to_come = self._to_come, []
         return [node for place, node in to_come if place not in unused and on_tape(node)]
 

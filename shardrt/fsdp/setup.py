@@ -11,6 +11,7 @@ from functools import partial
 import numpy as np
 
 from shardrt import device, random
+from shardrt.comm import talk
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers
@@ -329,7 +330,7 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         for u in units
     ]
     described.append((schedule.prefetch,))
-    rank, differing = schedule.mesh.rank, ranks_that_differ(schedule, described)
+    rank, differing = schedule.mesh.rank, talk.agree(schedule.control, described)
     if differing:
         seeds = sorted({p.seed for u in units for p in u.parameters})
         raise ValueError(
@@ -338,30 +339,21 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         )
 
 
-def ranks_that_differ(schedule: Schedule, facts: object) -> list[int]:
-    """The ranks on which `facts` have another repr than on rank 0. Collective."""
-    checksums = np.zeros(schedule.mesh.size, np.int64)
-    checksums[schedule.mesh.rank] = zlib.crc32(repr(facts).encode())
-    schedule.control.all_gather(checksums, stream=schedule.lanes.compute)
-    return np.flatnonzero(checksums != checksums[0]).tolist()
-
-
 def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:
     """Values given before sharding must be the same on every rank: nobody broadcasts them."""
     initial = [pair for u in units for group in u.groups for pair in group.initial()]
-    given = np.array([storage.materialised for _, storage in initial], np.int64)
-    schedule.control.all_reduce(given, op="max", stream=schedule.lanes.compute)
-    checksums = np.zeros((schedule.mesh.size, len(initial)), np.int64)
-    for place in np.flatnonzero(given):
-        checksums[schedule.mesh.rank, place] = _checksum(*initial[place])
-    if given.any():
-        schedule.control.all_gather(checksums.reshape(-1), stream=schedule.lanes.compute)
-    for place in np.flatnonzero((checksums != checksums[0]).any(axis=0)):
-        rank = int(np.flatnonzero(checksums[:, place] != checksums[0, place])[0])
-        raise ValueError(
-            f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {rank} than on rank "
-            "0; give every rank the same before sharding, or let manual_seed make them"
-        )
+    told = schedule.control.talk(bytes(storage.materialised for _, storage in initial))
+    given = [place for place, ranks in enumerate(zip(*told, strict=True)) if any(ranks)]
+    checksums = [_checksum(*initial[place]) for place in given]
+    if not given or not talk.agree(schedule.control, checksums):
+        return
+    everyone = talk.from_all(schedule.control, checksums)
+    for place, ranks in zip(given, zip(*everyone, strict=True), strict=True):
+        if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
+            raise ValueError(
+                f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {other[0]} than "
+                "on rank 0; give every rank the same before sharding, or let manual_seed make them"
+            )
 
 
 def _checksum(parameter: Parameter, storage: LocalStorage) -> int:

@@ -10,11 +10,9 @@ import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import numpy as np
-
-from shardrt import device
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import from_all
 from shardrt.untrusted import say
 
 USAGE = 2  # a setting or the command line
@@ -62,10 +60,8 @@ def _speaker(failed: bool, mesh: DeviceMesh | None) -> int | None:
     """The lowest rank that failed; None if none did."""
     if mesh is None or mesh.size == 1:
         return 0 if failed else None
-    lowest = np.array([mesh.rank if failed else mesh.size], np.int64)
-    stream = device.current().current_stream
-    mesh.communicator("control").all_reduce(lowest, op="min", stream=stream)
-    return int(lowest[0]) if lowest[0] < mesh.size else None
+    told = from_all(mesh.communicator("control"), failed)
+    return told.index(True) if True in told else None
 
 
 def told(error: BaseException | None) -> str:

@@ -302,6 +302,14 @@ class Contract:
 
         self.run(body)
 
+    @pytest.mark.parametrize("longest", [0, 248, 249, 1 << 16])
+    def test_all_are_told_what_each_says(self, longest):
+        def body(comm):
+            said = [bytes([rank]) * (longest - rank if longest > rank else 0) for rank in range(comm.size)]
+            assert comm.talk(said[comm.rank]) == said
+
+        self.run(body)
+
     @pytest.mark.parametrize("count", [0, 5, 1 << 20])
     def test_exchange_sends_and_receives_at_once(self, count):
         def body(comm):

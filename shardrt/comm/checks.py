@@ -1,0 +1,120 @@
+"""What the arguments of a collective must be: each check names the call, the argument and what was given."""
+
+from typing import Any
+
+import numpy as np
+
+from shardrt import dtypes
+
+OPS = ("sum", "max", "min", "prod")
+_BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
+
+
+def check_call(call: str, stream: Any, what: str = "") -> None:
+    if not hasattr(stream, "submit"):
+        raise TypeError(f"{call}: stream must be a stream of the device, got {stream!r}")
+    if not isinstance(what, str):
+        raise TypeError(f"{call}: what must be a name, got {what!r}")
+
+
+def check_array(call: str, name: str, array: Any) -> None:
+    try:
+        flat = array.ndim == 1 and array.flags.c_contiguous
+        known = array.dtype in dtypes.CODES
+    except AttributeError:
+        raise TypeError(f"{call}: {name} must be an array, got {type(array).__name__}") from None
+    if not flat:
+        raise ValueError(
+            f"{call}: {name} must be 1-D and contiguous, got shape {array.shape}, strides {array.strides}"
+        )
+    if not known:
+        raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
+
+
+def plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
+    """Whether all checks of a reduce_scatter pass, for floats in the host's memory: the usual case.
+
+    At half the cost of the checks one by one.
+    """
+    if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
+        return False
+    dtype = output.dtype
+    return (
+        dtype.kind == "f"
+        and dtype in dtypes.CODES
+        and dtype == buffer.dtype
+        and output.ndim == 1
+        and output.flags.c_contiguous
+        and buffer.ndim == 1
+        and buffer.flags.c_contiguous
+        and buffer.size == output.size * ranks
+        and _fits_beside(output, buffer, rank * output.size)
+    )
+
+
+def check_divisible(call: str, name: str, array: Any, size: int) -> None:
+    if array.size % size:
+        raise ValueError(f"{call}: {name} has {array.size} elements, not a multiple of the {size} ranks")
+
+
+def check_same(call: str, output: Any, buffer: Any) -> None:
+    if output.dtype != buffer.dtype:
+        raise TypeError(f"{call}: output is {output.dtype}, buffer is {buffer.dtype}; they must be the same")
+
+
+def check_bits(call: str, output: Any, buffer: Any, kind: str) -> None:
+    if kind not in dtypes.LOW:
+        raise ValueError(f"{call}: kind is {kind!r}; known are {', '.join(dtypes.LOW)}")
+    if buffer.dtype != _BITS:
+        raise TypeError(f"{call}: buffer is {buffer.dtype}; with kind={kind!r} it must be uint16, the bits")
+    if output.dtype != _FLOAT32:
+        raise TypeError(f"{call}: output is {output.dtype}; with kind={kind!r} it must be float32, the sums")
+
+
+def check_count(call: str, output: Any, buffer: Any, count: int) -> None:
+    if buffer.size != count:
+        raise ValueError(
+            f"{call}: output has {output.size} elements, so buffer needs {count}; it has {buffer.size}"
+        )
+
+
+def check_sums(call: str, buffer: Any, op: str, scale: float) -> None:
+    if op not in OPS:
+        raise ValueError(f"{call}: op is {op!r}; known are {', '.join(OPS)}")
+    if buffer.dtype == _BITS:
+        raise TypeError(
+            f"{call}: uint16 holds bits, which are not numbers to add; reduce in float32, or use "
+            f"reduce_scatter with kind='bfloat16' or 'float16'"
+        )
+    if scale != 1.0 and buffer.dtype.kind != "f":
+        raise TypeError(f"{call}: scale is {scale}, but {buffer.dtype} can only be summed with scale 1")
+
+
+def check_overlap(call: str, output: Any, buffer: Any, allowed: int | None) -> None:
+    """`output` may lie in `buffer` only from element `allowed` on."""
+    if not _fits_beside(output, buffer, allowed):
+        own = " other than as this rank's own slice" if allowed is not None else ""
+        raise ValueError(f"{call}: output overlaps buffer{own}; give it memory of its own")
+
+
+def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
+    """Whether two arrays lie apart, or the first begins at element `allowed` of the second."""
+    if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
+        if not np.may_share_memory(output, buffer):
+            return True
+        return allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
+    start = _address(output) - _address(buffer)
+    apart = start >= buffer.nbytes or start <= -output.nbytes
+    return apart or (allowed is not None and start == allowed * buffer.itemsize)
+
+
+def _address(array: Any) -> int:
+    interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
+    return interface["data"][0]
+
+
+def check_rank(call: str, name: str, rank: int, size: int, own: int | None = None) -> None:
+    if not 0 <= rank < size:
+        raise ValueError(f"{call}: {name} is {rank}, but the group's ranks are 0 to {size - 1}")
+    if rank == own:
+        raise ValueError(f"{call}: {name} is {rank}, this rank itself")
