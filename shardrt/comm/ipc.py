@@ -89,6 +89,9 @@ class IPCCommunicator(Communicator):
             self._memory.forget()
         self._host.close()
 
+    def _talk(self, data: bytes) -> list[bytes]:
+        return self._host._talk(data)
+
     def _meet(self, collective: str, buffer: Array, detail: int | str, what: str, kind: str = "") -> list:
         """Every rank's counterpart of `buffer`, written and not yet changed; [] where a rank can't share it.
 

@@ -6,7 +6,7 @@ model, a unit or a mean over ranks; counting and delays are wrappers (wrapper.py
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -51,7 +51,7 @@ class Communicator(ABC):
         checks.check_call("all_gather", stream, what)
         checks.check_array("all_gather", "buffer", buffer)
         checks.check_divisible("all_gather", "buffer", buffer, self.size)
-        self._submit(stream, f"all_gather {what}", "all_gather", what, buffer, self._all_gather, buffer, what)
+        self._submit(stream, f"all_gather {what}", "all_gather", what, buffer, buffer, what)
 
     def reduce_scatter(
         self,
@@ -84,21 +84,21 @@ class Communicator(ABC):
             checks.check_count("reduce_scatter", output, buffer, output.size * self.size)
             checks.check_overlap("reduce_scatter", output, buffer, None if kind else self.rank * output.size)
         label, args = f"reduce_scatter {what}", (output, buffer, scale, accumulate, "sum", kind, what)
-        self._submit(stream, label, "reduce_scatter", what, buffer, self._reduce_scatter, *args)
+        self._submit(stream, label, "reduce_scatter", what, buffer, *args)
 
     def all_reduce(self, buffer: Any, *, op: str = "sum", stream: Any, what: str = "") -> None:
         """In place: `buffer` becomes its "sum", "max", "min" or "prod" over ranks, the same bits on each."""
         checks.check_call("all_reduce", stream, what)
         checks.check_array("all_reduce", "buffer", buffer)
         checks.check_sums("all_reduce", buffer, op, 1.0)
-        self._submit(stream, "all_reduce", "all_reduce", what, buffer, self._all_reduce, buffer, op, what)
+        self._submit(stream, "all_reduce", "all_reduce", what, buffer, buffer, op, what)
 
     def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""
         checks.check_call("broadcast", stream, what)
         checks.check_array("broadcast", "buffer", buffer)
         checks.check_rank("broadcast", "root", root, self.size)
-        self._submit(stream, "broadcast", "broadcast", what, buffer, self._broadcast, buffer, root, what)
+        self._submit(stream, "broadcast", "broadcast", what, buffer, buffer, root, what)
 
     def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
         """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
@@ -109,7 +109,7 @@ class Communicator(ABC):
         checks.check_count("all_to_all", output, buffer, output.size)
         checks.check_divisible("all_to_all", "buffer", buffer, self.size)
         checks.check_overlap("all_to_all", output, buffer, None)
-        self._submit(stream, "all_to_all", "all_to_all", what, buffer, self._all_to_all, output, buffer, what)
+        self._submit(stream, "all_to_all", "all_to_all", what, buffer, output, buffer, what)
 
     def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Send `buffer` to rank `peer`, which receives an array of the same size and dtype.
@@ -120,14 +120,14 @@ class Communicator(ABC):
         checks.check_call("send", stream)
         checks.check_array("send", "buffer", buffer)
         checks.check_rank("send", "peer", peer, self.size, self.rank)
-        self._submit(stream, "send", "send", f"rank {peer}", buffer, self._send, buffer, peer)
+        self._submit(stream, "send", "send", f"rank {peer}", buffer, buffer, peer)
 
     def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
         """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
         checks.check_call("recv", stream)
         checks.check_array("recv", "buffer", buffer)
         checks.check_rank("recv", "peer", peer, self.size, self.rank)
-        self._submit(stream, "recv", "recv", f"rank {peer}", buffer, self._recv, buffer, peer)
+        self._submit(stream, "recv", "recv", f"rank {peer}", buffer, buffer, peer)
 
     def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
         """Send `buffer` to rank `to` and receive `output` from rank `source`, at once and without a copy.
@@ -141,13 +141,12 @@ class Communicator(ABC):
         checks.check_overlap("exchange", output, buffer, None)
         checks.check_rank("exchange", "to", to, self.size, self.rank)
         checks.check_rank("exchange", "source", source, self.size, self.rank)
-        args = self._exchange, output, buffer, to, source
-        self._submit(stream, "exchange", "exchange", f"rank {source}", output, *args)
+        self._submit(stream, "exchange", "exchange", f"rank {source}", output, output, buffer, to, source)
 
     def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
         checks.check_call("barrier", stream, what)
-        self._submit(stream, "barrier", "barrier", what, None, self._barrier, what)
+        self._submit(stream, "barrier", "barrier", what, None, what)
 
     def talk(self, data: bytes) -> list[bytes]:
         """Everyone's `data`, by rank, of any lengths. Collective, and done when it returns: it has no stream.
@@ -160,13 +159,12 @@ class Communicator(ABC):
         facts = self.recorder.facts(self.recorded_as, self._call_number, "talk", "", None)
         return self.recorder.around(facts, self._talk, (data,))
 
-    def _submit(
-        self, stream: Any, label: str, call: str, what: str, array: Any, method: Callable, *args: Any
-    ) -> None:
-        """Run `method(*args)` in the stream, and have it recorded.
+    def _submit(self, stream: Any, label: str, call: str, what: str, array: Any, *args: Any) -> None:
+        """Run `_call(*args)` in the stream, and have it recorded with `array`. Wrappers put theirs before it.
 
         Messages do not count: the number of a collective is the same on all ranks.
         """
+        method = getattr(self, f"_{call}")
         if self.recorder is None:
             stream.submit(method, *args, label=label)
             return
