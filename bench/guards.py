@@ -26,6 +26,7 @@ from shardrt.comm.calls import pack
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.faults.flight import Recorder
 from shardrt.faults.watchdog import _BEAT, Watch
+from shardrt.fsdp import units
 from shardrt.fsdp.plan import Plan
 from shardrt.train.job import optimizer_of, sharded_model
 from shardrt.train.loop import backward, batches_of
@@ -110,7 +111,7 @@ def _counting(function: Callable, calls: Counter[str], name: str) -> Callable:
 def costs(model: Any, mesh: Any, watch: Watch) -> dict[str, float]:
     """Microseconds of one record, of naming a collective, of a forward's plan, a comparison, a look."""
     recorder, control = watch.recorder, mesh.communicator("control")
-    schedule = model.boundary.unit.schedule
+    schedule = units(model)[0].schedule
     facts = ("gather", 1, "all_gather", "blocks.0", None)
     row = recorder.facts(*facts)
 
@@ -118,7 +119,7 @@ def costs(model: Any, mesh: Any, watch: Watch) -> dict[str, float]:
         schedule.plan.begin()
         for unit in list(schedule.plan.order):
             schedule.plan.skip_to(unit)
-            schedule.plan.advance(used=True)
+            schedule.plan.advance(called=True)
             if unit is not schedule.root:
                 schedule.plan.skip_out_of(unit)
         schedule.plan.skip_out_of(schedule.root)

@@ -38,14 +38,16 @@ def offload_activations(module: Module) -> Module:
         raise TypeError(
             f"offload_activations: module must be a shardrt.nn.Module, got {type(module).__name__}"
         )
-    if module.offload is not None:
+    if module.around(Offload) is not None:
         raise ValueError(f"offload_activations: {module.name or type(module).__name__} is offloaded already")
-    module.offload = Offload()
+    module.run_inside(Offload())
     return module
 
 
 class Offload:
     """What `offload_activations` attaches to a module."""
+
+    order, every_entry = 1, False  # so that of a recomputed module just the kept inputs travel
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""

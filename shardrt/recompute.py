@@ -39,9 +39,9 @@ def checkpoint(module: Module, policy: str = "full") -> Module:
         raise TypeError(f"checkpoint: module must be a shardrt.nn.Module, got {type(module).__name__}")
     if policy not in POLICIES:
         raise ValueError(f"checkpoint: policy must be 'full' or 'matmul', got {policy!r}")
-    if module.recomputation is not None:
+    if module.around(Recomputation) is not None:
         raise ValueError(f"checkpoint: {module.name or type(module).__name__} is recomputed already")
-    module.recomputation = Recomputation(policy)
+    module.run_inside(Recomputation(policy))
     return module
 
 
@@ -72,23 +72,20 @@ def current() -> "Recompute | None":
     return _state.pieces[-1] if _state.pieces else None
 
 
+def again() -> "Recompute | None":
+    """The node whose forward runs now for the second time, for backward; None outside of one."""
+    return _state.again[-1] if _state.again else None
+
+
 def recomputing() -> bool:
-    """Whether a forward runs now for the second time, for backward."""
+    """Whether a forward runs now for the second time."""
     return bool(_state.again)
-
-
-def units_again() -> list:
-    """The units that the forward which now runs again had entered the first time, in order."""
-    return _state.again[-1].units if _state.again else []
-
-
-def must_come(node: Function) -> None:
-    """Have the backward of the forward that now runs again come to `node`, whatever it is asked for."""
-    _state.again[-1].besides.append(node)
 
 
 class Recomputation:
     """What `checkpoint` attaches to a module."""
+
+    order, every_entry = 0, False
 
     def __init__(self, policy: str) -> None:
         self.policy = policy
@@ -115,7 +112,7 @@ class Recompute(Function):
     """One call of a recomputed module.
 
     units: for the schedule of sharded units, which appends those that the forward enters, in order. besides:
-    nodes that it wants to run, of a forward that runs again.
+    for the same: nodes of the second run that backward must come to, whatever it is asked for.
     """
 
     __slots__ = ("units", "besides", "_forward", "_call", "_arrays", "_modes", "_random", "_shapes")

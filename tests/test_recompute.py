@@ -15,7 +15,7 @@ from shardrt.autograd import Function
 from shardrt.functional.attention import SelfAttention
 from shardrt.functional.linear import Linear, LinearGELU
 from shardrt.functional.matmul import MatMul
-from shardrt.recompute import Recompute, checkpoint, checkpoint_blocks, current, recomputing
+from shardrt.recompute import Recomputation, Recompute, checkpoint, checkpoint_blocks, current, recomputing
 from tests.gradcheck import leaf, normal
 
 TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
@@ -588,7 +588,13 @@ def test_a_result_whose_gradients_would_be_lost_is_an_error():
 def test_every_kth_block_is_recomputed():
     model = gpt(layers=5)
     checkpoint_blocks(model.blocks, every=2)
-    assert [block.recomputation is not None for block in model.blocks] == [True, False, True, False, True]
+    assert [block.around(Recomputation) is not None for block in model.blocks] == [
+        True,
+        False,
+        True,
+        False,
+        True,
+    ]
     assert all(isinstance(block, Block) for block in model.blocks)
 
 

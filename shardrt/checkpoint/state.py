@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import talk
-from shardrt.fsdp.full import full_unit
+from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import Group
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module, speaks_for_all
@@ -31,22 +31,22 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 
 
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
-    """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
+    """(parameter, whole host array, valid until the next one), on rank 0 only; a group is gathered once.
 
-    Delete the array before the next one: it is a view that keeps its unit in memory.
+    Delete the array before the next one: it is a view that keeps its group in memory.
     """
     here = device.current()
     first = speaks_for_all(model)
     wanted = {id(parameter) for parameter in model.parameters()}
-    done: set[int] = set()
+    done: set[Group] = set()
     for parameter in model.parameters():
         storage = parameter.storage
         if not isinstance(storage, Group):
             yield parameter, here.to_numpy(parameter.data)
-        elif id(storage.unit) not in done:
-            done.add(id(storage.unit))
-            with full_unit(storage.unit):
-                for member in storage.unit.parameters if first else ():
+        elif storage not in done:
+            done.add(storage)
+            with full_group(storage):
+                for member in storage.parameters if first else ():
                     if id(member) in wanted:
                         yield member, here.to_numpy(member.data)
 
@@ -58,5 +58,5 @@ def failures(model: Module, error: BaseException | None) -> list[str]:
     """
     units = units_below(model)
     if units:
-        return talk.failures(units[0].schedule.control, error)
+        return talk.failures(units[0].built().control, error)
     return [] if error is None else [f"{type(error).__name__}: {error}"]

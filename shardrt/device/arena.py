@@ -75,11 +75,6 @@ class Arena:
         self._tell()
         return slot
 
-    def put_back(self, slot: Slot) -> None:
-        """Take back a slot that was acquired and not used: it is the next one to be lent."""
-        self._available.insert(0, slot)
-        self._tell()
-
     def release(self, slot: Slot) -> None:
         """Take a slot back. `slot.free` must have been recorded in the stream that used it last."""
         self._available.append(slot)

@@ -1,7 +1,8 @@
 """Fully sharded data parallelism.
 
-Read in this order: strategy, policy, layout, rows, team, tree, group, unit, nodes, collectives, plan,
-trained, schedule, buffers, setup, rehearsal, memory, full, boundary, replicas, api, wrap.
+Read in this order, in which no file knows a later one: strategy, policy, layout, rows, team, tree, group,
+unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
+boundary, setup, rehearsal, memory, full, replicas, api, wrap.
 """
 
 from shardrt.fsdp.api import (

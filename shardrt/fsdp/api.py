@@ -14,10 +14,10 @@ from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
-from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
-from shardrt.fsdp.setup import unit_of, units_for
+from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Settings
+from shardrt.fsdp.setup import build, unit_of, units_for
 from shardrt.fsdp.strategy import ShardingStrategy
-from shardrt.fsdp.unit import Settings, Unit
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement
@@ -102,9 +102,9 @@ def fully_shard(
         offload_policy.placement if offload_policy is not None else Placement(),
         by_rank,
     )
-    boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings))
+    boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings, build))
     for each in modules:
-        each.boundary = boundary
+        each.run_inside(boundary)
     return module
 
 
@@ -154,19 +154,19 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
     if not factor > 0:
         raise ValueError(f"set_gradient_divide_factor: factor must be positive, got {factor}")
     found = units_for("set_gradient_divide_factor", module)
-    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.built):
+    for schedule in dict.fromkeys(unit.schedule for unit in found if unit.schedule is not None):
         if differing := talk.agree(schedule.control, float(factor)):
             raise ValueError(
                 f"set_gradient_divide_factor: ranks {differing} give another factor than rank 0 (rank "
                 f"{schedule.mesh.rank}: {factor})"
             )
     for unit in found:
-        if unit.turns is not None and factor != 1:
+        if unit.choices.turns is not None and factor != 1:
             raise ValueError(
                 f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
                 "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
             )
-        unit.divide_factor = float(factor)
+        unit.choices.divide_factor = float(factor)
 
 
 def set_find_unused_parameters(module: Module, find: bool = True) -> None:
@@ -181,10 +181,12 @@ def set_find_unused_parameters(module: Module, find: bool = True) -> None:
     Raises ValueError if `module` has no unit, RuntimeError while there are gradients: call zero_grad before.
     """
     found = units_for("set_find_unused_parameters", module)
-    if any(group.reductions or group.open_gradient is not None for unit in found for group in unit.groups):
+    if any(
+        group.sum.reductions or group.open_gradient is not None for unit in found for group in unit.groups
+    ):
         raise RuntimeError("set_find_unused_parameters: there are gradients; call zero_grad before")
     for unit in found:
-        unit.find_unused = find
+        unit.choices.find_unused = find
 
 
 def set_world_invariant(module: Module, micro_batches: int) -> None:
@@ -215,11 +217,11 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
             raise ValueError(
                 f"set_world_invariant: micro_batches {micro_batches} are too few for {size} ranks"
             )
-        if unit.built:
+        if unit.schedule is not None:
             raise RuntimeError(
                 "set_world_invariant: call it before the optimizer is made and the model is used"
             )
-        unit.micro_batches, unit.divide_factor = micro_batches, 1.0
+        unit.choices.turns, unit.choices.divide_factor = micro_batches // size, 1.0
 
 
 @contextmanager
@@ -231,18 +233,18 @@ def no_sync(module: Module) -> Iterator[None]:
     Without it, each backward adds to the sharded gradients. Raises ValueError if `module` has no unit,
     RuntimeError with set_world_invariant.
     """
-    before = [(unit, unit.reduces) for unit in units_for("no_sync", module)]
-    if any(unit.turns is not None for unit, _ in before):
+    before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
+    if any(choices.turns is not None for choices, _ in before):
         raise RuntimeError(
             "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
         )
-    for unit, _ in before:
-        unit.reduces = False
+    for choices, _ in before:
+        choices.reduces = False
     try:
         yield
     finally:
-        for unit, sync in before:
-            unit.reduces = sync
+        for choices, reduces in before:
+            choices.reduces = reduces
 
 
 def register_forward_method(module: Module, name: str) -> None:

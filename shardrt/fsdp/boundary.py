@@ -21,6 +21,8 @@ from shardrt.nn.module import Module
 class UnitBoundary:
     """Around the forwards of one unit's modules."""
 
+    order, every_entry = 2, True  # outermost: what runs again in backward has the unit gathered by then
+
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         policy = unit.settings.precision
@@ -28,9 +30,16 @@ class UnitBoundary:
         self._input = policy.param_dtype if policy.cast_forward_inputs and (any(casts) or not casts) else None
         self._output = policy.output_dtype
 
+    def __deepcopy__(self, memo: dict) -> "UnitBoundary":
+        first = self.unit.modules[0]
+        raise TypeError(
+            f"copy.deepcopy: {first.name or type(first).__name__} is sharded; make another model, for the "
+            "same weights with shardrt.checkpoint's save and load, or full_state_dict, arrays on rank 0"
+        )
+
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Gather, run forward, release. Arguments and output are cast where the policy says so."""
-        schedule = self.unit.schedule
+        schedule = self.unit.built()
         depth = schedule.depth
         try:
             schedule.enter(self.unit)
@@ -41,9 +50,9 @@ class UnitBoundary:
                 output = replaced(output, _caster(self._output))
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
-            return exchanged(output, found, schedule.leave(self.unit, module, found))
+            return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
         except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
-            schedule.abandon(self.unit, depth)
+            schedule.forward.abandon(self.unit, depth)
             raise
 
 

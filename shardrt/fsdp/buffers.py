@@ -79,12 +79,15 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
     specs: Specs = {group: {} for group in groups}
     for group in groups:
         _own(group, layouts[group], specs[group], facts)
-    passing = [g for g in groups if g.unit.reshard_after_forward and not contains_units(g.unit, units)]
+    # Only units that come and go one after the other can share: never one that others run inside of.
+    inner = [unit for unit in units if not contains_units(unit, units)]
+    passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
+        # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
         slots = min(max(facts.prefetch + 1, facts.together), len(members))
         _share(specs, layouts, members, "gathered", _compute(members[0], facts), slots)
-    filling = [g for g in groups if "gradients" not in specs[g] and g.trainable]
-    for members in _alike(g for g in filling if not contains_units(g.unit, units)):
+    filling = [group for unit in inner for group in unit.groups if group.trainable]
+    for members in _alike(g for g in filling if "gradients" not in specs[g]):
         _share(
             specs,
             layouts,
@@ -113,10 +116,11 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
-        partial = tree.buffers(group.unit.turns or 1) - 1
+        partial = tree.buffers(group.choices.turns or 1) - 1
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
-        if facts.no_sync or group.unit.settings.strategy.row.keep_gradient:
+        # Gradients that wait for a later backward can't share a slot with others.
+        if facts.no_sync or group.settings.strategy.row.keep_gradient:
             total = _length("gradients", group, layout)
             roles["gradients"] = Spec("gradients", total, _gradient(group, facts))
         if group.finds_unused:
@@ -171,7 +175,7 @@ def _alike(groups: Iterable[Group]) -> list[list[Group]]:
     """Groups of one kind and one cut together."""
     sorted_: dict[tuple, list[Group]] = {}
     for group in groups:
-        sorted_.setdefault((group.key, group.unit.settings.strategy.row.cut), []).append(group)
+        sorted_.setdefault((group.key, group.settings.strategy.row.cut), []).append(group)
     return list(sorted_.values())
 
 

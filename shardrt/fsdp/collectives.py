@@ -1,13 +1,12 @@
 """Gathers the parameters of a group and reduces its gradients: what is moved, in which stream, after which
 event. The schedule decides whether and when.
 
-    gather   [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
+    transfer [host -> device] -> own part of the buffer -> all-gather -> [16 bits -> computing type]
     reduce   [computing type -> 16 bits] -> reduce-scatter -> [copies: reduce-scatter, all-gather]
              -> added to the sharded gradient -> [device -> host]
 """
 
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
@@ -15,43 +14,33 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Slot
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import Group, Lanes
 
 Array = Any
 
 
-@dataclass
-class Lanes:
-    """The streams of one schedule. upload and download copy between host and device."""
+def transfer_of(group: Group) -> Callable[[Group, Slot, Lanes], None]:
+    """What gathers the group: chosen once, when it has its memory, and the same in every step.
 
-    device: Device
-    compute: Stream
-    gather: Stream
-    reduce: Stream
-    upload: Stream
-    download: Stream
-
-
-def gather(group: Group, slot: Slot, lanes: Lanes) -> None:
-    """Fill `slot` with the whole parameters; `slot.ready` is recorded when they are there."""
+    It fills a slot with the whole parameters; `slot.ready` is recorded when they are there.
+    """
     if group.shard_in_slot and group.team.size == 1:
-        return  # the slot is the parameters
-    full = slot.array[: group.layout.total]
-    if full.dtype.name in dtypes.LOW:
-        _gather_bits(group, slot, full, lanes)
-    elif "wire" in group.arenas:
-        _gather_packed(group, slot, full, lanes)
-    elif group.key.param in dtypes.LOW and group.team.size == 1:
-        _round(group, slot, full, lanes)
-    else:
-        _gather_plain(group, slot, full, lanes)
-    lanes.gather.record(slot.ready)
+        return _nothing
+    if group.arenas["gathered"].slots[0].array.dtype.name in dtypes.LOW:
+        return _native
+    if "wire" in group.arenas:
+        return _packed
+    return _rounded if group.key.param in dtypes.LOW and group.team.size == 1 else _plain
 
 
-def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+def _nothing(group: Group, slot: Slot, lanes: Lanes) -> None:
+    """The slot is the parameters, and this rank's alone."""
+
+
+def _plain(group: Group, slot: Slot, lanes: Lanes) -> None:
     """The shard has the type of the slot: it goes to its place, and the others' beside it."""
+    stream, full = lanes.gather, slot.array[: group.layout.total]
     own = full[slice(*group.layout.shard_range(group.team.rank))]
-    stream = lanes.gather
     if group.placement.parameters:
         lanes.upload.wait(slot.free)  # compute has finished with the unit that had the slot
         lanes.upload.submit(_upload, lanes.device, own, group._shard, label=f"upload {group.label}")
@@ -63,6 +52,7 @@ def _gather_plain(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
             stream.submit(lanes.device.copy, own, group._shard)
     if group.team.size > 1:
         group.team.gather.all_gather(as_sent(full), stream=stream, what=group.called)
+    stream.record(slot.ready)
 
 
 def as_sent(array: Array) -> Array:
@@ -70,53 +60,54 @@ def as_sent(array: Array) -> Array:
     return array if array.dtype in dtypes.CODES else array.view(np.uint8)
 
 
-def _gather_bits(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+def _native(group: Group, slot: Slot, lanes: Lanes) -> None:
     """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
-    bits, stream = full.view(dtypes.storage(group.key.param)), lanes.gather
-    source, staged = _on_device(group, lanes)
+    stream = lanes.gather
+    bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     own = bits[slice(*group.layout.shard_range(group.team.rank))]
-    stream.submit(lanes.device.kernels.cast.pack, source, own, group.key.param)
-    _return(staged, stream)
+    _cast(lanes.device.kernels.cast.pack, group, own, lanes)
     if group.team.size > 1:
         group.team.gather.all_gather(bits, stream=stream, what=group.called)
+    stream.record(slot.ready)
 
 
-def _gather_packed(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
+def _packed(group: Group, slot: Slot, lanes: Lanes) -> None:
     """The shard is rounded to 16 bits, which travel, and are widened where the device computes in more.
 
-    One buffer serves all groups: everything that touches it is in the gather stream, in order.
+    One buffer serves all groups: everything that touches it is in the gather stream, in order. So the bits
+    travel while compute still reads the unit that had the slot before.
     """
     stream, cast, kind = lanes.gather, lanes.device.kernels.cast, group.key.param
     packed = group.arenas["wire"].slots[0].array[: group.layout.total]
-    own = packed[slice(*group.layout.shard_range(group.team.rank))]
-    source, staged = _on_device(group, lanes)
-    stream.submit(cast.pack, source, own, kind)
-    _return(staged, stream)
+    _cast(cast.pack, group, packed[slice(*group.layout.shard_range(group.team.rank))], lanes)
     group.team.gather.all_gather(packed, stream=stream, what=group.called)
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
-    stream.submit(cast.unpack, packed, full, kind)
+    stream.submit(cast.unpack, packed, slot.array[: packed.size], kind)
+    stream.record(slot.ready)
 
 
-def _round(group: Group, slot: Slot, full: Array, lanes: Lanes) -> None:
-    """As _gather_packed where this rank holds everything: nothing travels."""
-    source, staged = _on_device(group, lanes)
+def _rounded(group: Group, slot: Slot, lanes: Lanes) -> None:
+    """As _packed where this rank holds everything: nothing travels."""
     lanes.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-    lanes.gather.submit(lanes.device.kernels.cast.round_to, source, full, group.key.param)
-    _return(staged, lanes.gather)
+    _cast(lanes.device.kernels.cast.round_to, group, slot.array[: group.layout.total], lanes)
+    lanes.gather.record(slot.ready)
 
 
-def _on_device(group: Group, lanes: Lanes) -> tuple[Array, Slot | None]:
-    """The shard as the gather stream may read it: itself, or a copy of the host's in a staging slot."""
+def _cast(kernel: Callable, group: Group, target: Array, lanes: Lanes) -> None:
+    """`target` becomes the shard in 16 bits; one on the host comes through a staging slot."""
     if not group.placement.parameters:
-        return group._shard, None
+        lanes.gather.submit(kernel, group._shard, target, group.key.param)
+        return
     staged = group.arenas["upload"].acquire()
     array = staged.array[: group.layout.shard_size]
     lanes.upload.wait(staged.free)  # the gather that used the slot before has read it
     lanes.upload.submit(_upload, lanes.device, array, group._shard, label=f"upload {group.label}")
     lanes.upload.record(staged.ready)
     lanes.gather.wait(staged.ready)  # the shard has come from the host
-    return array, staged
+    lanes.gather.submit(kernel, array, target, group.key.param)
+    lanes.gather.record(staged.free)
+    staged.arena.release(staged)
 
 
 def _upload(device: Device, target: Array, shard: Array) -> None:
@@ -125,26 +116,21 @@ def _upload(device: Device, target: Array, shard: Array) -> None:
     host.drop(shard)
 
 
-def _return(staged: Slot | None, stream: Stream) -> None:
-    if staged is not None:
-        stream.record(staged.free)
-        staged.arena.release(staged)
-
-
 def reduce(group: Group, slot: Slot, lanes: Lanes, written: Collection[int]) -> None:
     """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
 
     written: positions of the parameters that this rank has used.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
-    stream, goes = lanes.reduce, group.next_sum
+    stream, goes, sums = lanes.reduce, group.sum.place, group.sum.buffers
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
-        _sum(group, slot, written, group.sums[goes.buffer], goes.accumulate, stream, lanes.device)
+        _sum(group, slot, written, sums[goes.buffer], goes.accumulate, stream, lanes.device)
         stream.record(slot.free)
+        # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.
         for low in range(goes.buffer, goes.buffer - goes.merges, -1):
             add = lanes.device.kernels.reduce.sum_into
-            stream.submit(add, group.sums[low - 1], [group.sums[low]], 1.0, True)
+            stream.submit(add, sums[low - 1], [sums[low]], 1.0, True)
         stream.record(group.gradient_ready)
         return
     staged = group.arenas["download"].acquire()
@@ -152,7 +138,7 @@ def reduce(group: Group, slot: Slot, lanes: Lanes, written: Collection[int]) -> 
     if goes.accumulate:  # what was accumulated so far comes back, so that the sum is the same to the bit
         lanes.upload.wait(staged.free)  # the gradient that used the slot before is on the host
         lanes.upload.wait(group.gradient_ready)  # so is this group's last one
-        lanes.upload.submit(lanes.device.copy, array, group.sums[0], label=f"upload gradient {group.label}")
+        lanes.upload.submit(lanes.device.copy, array, sums[0], label=f"upload gradient {group.label}")
         lanes.upload.record(staged.ready)
         stream.wait(staged.ready)  # the sum so far has come from the host
     else:
@@ -161,7 +147,7 @@ def reduce(group: Group, slot: Slot, lanes: Lanes, written: Collection[int]) -> 
     stream.record(slot.free)
     stream.record(staged.ready)
     lanes.download.wait(staged.ready)  # the sum is complete
-    lanes.download.submit(lanes.device.copy, group.sums[0], array, label=f"download {group.label}")
+    lanes.download.submit(lanes.device.copy, sums[0], array, label=f"download {group.label}")
     lanes.download.record(staged.free)
     lanes.download.record(group.gradient_ready)
     staged.arena.release(staged)
@@ -183,7 +169,8 @@ def _sum(
     levels add up like one as long as a team's size is a power of two.
     """
     team, rows = group.team, group.rows
-    scale = 1.0 / group.unit.divide_factor
+    # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
+    scale = 1.0 / group.choices.divide_factor
     wire, kind = _wire(group, slot, written, stream, device)
     if team.copies is None and rows is None:
         team.reduce.reduce_scatter(
@@ -202,7 +189,7 @@ def _sum(
     if rows is None:
         stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
     else:
-        stream.submit(_unpack, group, own, out, scale, accumulate, group.reductions > 0, device)
+        stream.submit(_unpack, group, own, out, scale, accumulate, group.sum.reductions > 0, device)
 
 
 def _wire(
@@ -241,6 +228,7 @@ def _pack(group: Group, full: Array, wire: Array, kind: str, uses: np.ndarray, d
         else:
             device.copy(target, source)
 
+    # What lies between moves stays as it was: nobody reads it.
     told = device.upload(uses) if rows.uses else None
     for shard, moves in enumerate(rows.moves):
         begin = shard * rows.size
@@ -261,4 +249,4 @@ def _unpack(
         target, received = out[move.start :], row[move.place :]
         add(target[: move.count], [received[: move.count]], scale, accumulate)
     if rows.uses:
-        add(group.uses, [row[: rows.uses]], 1.0, uses_before)
+        add(group.sum.uses, [row[: rows.uses]], 1.0, uses_before)

@@ -52,12 +52,13 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
     units = units_below(module)
     with ExitStack() as stack:
         for unit in units:
-            stack.enter_context(full_unit(unit))
+            for group in unit.groups:
+                stack.enter_context(full_group(group))
         yield module
         if writeback:
             for unit in units:
                 _take_back(unit)
-    for schedule in {unit.schedule for unit in units} if writeback else ():
+    for schedule in {unit.built() for unit in units} if writeback else ():
         schedule.control.barrier(stream=schedule.lanes.compute)  # a peer may read only what is written
 
 
@@ -73,12 +74,12 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
         if isinstance(parameter.storage, LocalStorage) and parameter.requires_grad:
             yield names[id(parameter)], parameter.grad
     for unit in units_below(module):
-        unit.ensure_built()
+        unit.built()
         for group in (group for group in unit.groups if group.trainable):
             views = (None,) * len(group.parameters)
             if group.gradient is not None:
-                unit.schedule.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
-                views = group.views_of(_gathered(unit, group, group.gradient))
+                group.runtime.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
+                views = group.views_of(_gathered(group, group.gradient))
             for position, (parameter, view) in enumerate(zip(group.parameters, views, strict=True)):
                 if position in group.trained and id(parameter) in names:
                     yield names[id(parameter)], view if group.has_gradient(parameter) else None
@@ -118,29 +119,27 @@ def built_units(module: Module) -> list[Unit]:
     if not found:
         raise ValueError(f"{type(module).__name__} has no sharded unit; call fully_shard first")
     for unit in found:
-        unit.ensure_built()
+        unit.built()
     return found
 
 
 @contextmanager
-def full_unit(unit: Unit) -> Iterator[None]:
-    """As full_parameters, read only, for one unit. If the parameters are already lent, nothing is done."""
-    unit.ensure_built()
-    if all(group.full_views is not None for group in unit.groups):
+def full_group(group: Group) -> Iterator[None]:
+    """As full_parameters, read only, for one group. If the parameters are already lent, nothing is done."""
+    if group.full_views is not None:
         yield
         return
+    group.built()
     try:
-        for group in unit.groups:
-            group.full_views = group.views_of(_gathered(unit, group, group._shard))
+        group.full_views = group.views_of(_gathered(group, group.shard))
         yield
     finally:
-        for group in unit.groups:
-            group.full_views = None
+        group.full_views = None
 
 
-def _gathered(unit: Unit, group: Group, shard: Array) -> Array:
+def _gathered(group: Group, shard: Array) -> Array:
     """A new flat buffer with the shards of all ranks; `shard` is this rank's."""
-    lanes, layout, team = unit.schedule.lanes, group.layout, group.team
+    lanes, layout, team = group.runtime.lanes, group.layout, group.team
     whole = lanes.device.buffer(layout.total, group.key.dtype)
     start, stop = layout.shard_range(team.rank)
     lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
@@ -156,5 +155,5 @@ def _take_back(unit: Unit) -> None:
         for entry, view in zip(group.layout.entries, group.full_views, strict=True):
             start, stop, first = group.layout.local(entry, rank)
             piece = view.reshape(-1)[first : first + stop - start]
-            lanes.compute.submit(lanes.device.copy, group._shard[start:stop], piece)
+            lanes.compute.submit(lanes.device.copy, group.shard[start:stop], piece)
         group.modified()

@@ -3,29 +3,27 @@
 They have one element type, and when they were sharded they were all trained or all frozen: a group of frozen
 parameters costs no gradient memory and is never reduced. What is frozen or unfrozen later stays in its group
 (trained.py). A group holds arrays and knows where things are. The schedule decides when anything happens
-to it, and collectives.py moves it.
+to it, and collectives.py moves it. A group knows of them only what `Runtime` says.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from shardrt import autograd, dtypes, random
-from shardrt.autograd import WRITTEN, Edge
+from shardrt.autograd import WRITTEN, Edge, Function
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device, host
+from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.team import Team
-from shardrt.fsdp.tree import Place, place
+from shardrt.fsdp.tree import GradientSum
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
-
-if TYPE_CHECKING:
-    from shardrt.fsdp.unit import Unit
 
 Array = Any
 
@@ -52,45 +50,85 @@ class OpenGradient:
     written: set[int] = field(default_factory=set)  # positions of the parameters written so far
 
 
-class Group(Storage):
-    """One flat buffer of a unit."""
+@dataclass
+class Lanes:
+    """The streams of one schedule. upload and download copy between host and device."""
 
-    def __init__(self, unit: "Unit", key: GroupKey, parameters: list[Parameter]) -> None:
-        self.unit = unit
+    device: Device
+    compute: Stream
+    gather: Stream
+    reduce: Stream
+    upload: Stream
+    download: Stream
+
+
+class Runtime(Protocol):
+    """What a group asks of the schedule, which is handed over when the model is built."""
+
+    control: Communicator
+    lanes: Lanes
+
+    def unshard_node(self, group: "Group") -> Function: ...
+
+    def readable(self, group: "Group") -> bool: ...
+
+    def open_gradient(self, group: "Group") -> OpenGradient: ...
+
+    def discard_gradient(self, group: "Group") -> None: ...
+
+    def readers_done(self, group: "Group") -> None: ...
+
+    def written(self, group: "Group") -> None: ...
+
+
+class Group(Storage):
+    """One flat buffer of a unit.
+
+    build: builds the model, collectively, where something needs a shard and nothing has built it yet.
+    """
+
+    def __init__(
+        self,
+        key: GroupKey,
+        parameters: list[Parameter],
+        settings: Settings,
+        choices: Choices,
+        build: Callable[[], Any],
+    ) -> None:
         self.key = key
         self.parameters = parameters
-        self.placement: Placement = unit.settings.placement
+        self.settings = settings
+        self.choices = choices
+        self.placement: Placement = settings.placement
+        self.runtime: Runtime | None = None  # until the model is built
+        self._build = build
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
-        self._initial = [parameter.storage for parameter in parameters]  # until `build` has taken them over
+        self._initial = [parameter.storage for parameter in parameters]  # until `take_over`
         for parameter in parameters:
             parameter.storage = self
         # Positions of the parameters that have gradients:
         self.trained = frozenset(range(len(parameters)) if key.trainable else ())
-        self.finds_unused = False  # as unit.find_unused, since the last forward began
-        self.called = ""  # its name in collectives
+        self.finds_unused = False  # as choices.find_unused, since the last forward began
+        self.called = ""  # its name in collectives: the label, and what is trained if that has changed
         self.rows: Rows | None = None  # how gradients are sent; None: the flat buffer as it is
-        self.sums: list[Array] = []  # the sharded gradient, then its partial sums
-        self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
-        self._uses_read: Array | None = None
-        self.reductions = 0  # how many have gone into the sharded gradient
-        self.covered: set[int] = set()  # positions of the parameters of which something was in them
-        self._used = False  # whether any of them was more than zeros, as far as this rank knows
-        self.told_used: Callable[[], bool] | None = None  # waits for what the other ranks know
+        self.sum = GradientSum(choices)
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
         self.open_gradient: OpenGradient | None = None
         self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
-        # Set by setup.build, once the outermost unit is known:
+        # Set by setup.py, once the outermost unit is known:
+        self.label: str  # for messages and traces: the unit, and what distinguishes this group in it
         self.layout: Layout
         self.team: Team
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
+        self.transfer: Callable[[Group, Slot, Lanes], None]  # gathers it
 
-    def build(self, device: Device, shard: Array) -> None:
+    def take_over(self, device: Device, shard: Array) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
         self.communicator = self.team.control
-        self.gradient_ready = device.new_event()
+        self.gradient_ready = self.sum.ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
         self._ranges = [self.layout.local(entry, self.team.rank) for entry in self.layout.entries]
@@ -100,64 +138,51 @@ class Group(Storage):
         host.drop(shard)  # where it is a mapped file
         self._initial = []
 
-    @property
-    def label(self) -> str:
-        """For messages and traces: the unit, and what distinguishes this group from its others."""
-        if len(self.unit.groups) == 1:
-            return self.unit.label
-        return f"{self.unit.label} ({self.key.param}{'' if self.key.trainable else ', frozen'})"
+    def built(self) -> Runtime:
+        """Who runs it; the model is built now if it is not yet. Collective then."""
+        if self.runtime is None:
+            self._build()
+        return self.runtime
 
     @property
     def trainable(self) -> bool:
         """Whether it has gradients."""
         return bool(self.trained)
 
-    def to_train(self) -> frozenset[int]:
+    def to_train(self, on_tape: bool) -> frozenset[int]:
         """Positions of the parameters that should have gradients in the forward that begins.
 
-        What was frozen while a gradient was there, or a tape that leads to it, has gradients until that is
+        What was frozen while a gradient was there, or a tape led to it (on_tape), has gradients until that is
         gone. Raises TypeError, naming it, for a parameter of integers.
         """
         wanted = frozenset(i for i, parameter in enumerate(self.parameters) if parameter.requires_grad)
         if wanted and not dtypes.floating(np.dtype(self.key.dtype)):
             name = self.parameters[min(wanted)].name
             raise TypeError(f"parameter {name!r} is {self.key.dtype} and can't require a gradient")
-        in_use = self.reductions or self.open_gradient is not None or self.unit.to_come
+        in_use = on_tape or self.sum.reductions or self.open_gradient is not None
         return wanted | self.trained if in_use else wanted
 
     def train(self, positions: frozenset[int], finds_unused: bool) -> None:
         """Have gradients for the parameters at these positions from now on. Frees memory, but makes none."""
         self.trained, self.finds_unused = positions, finds_unused
-        if not finds_unused:
-            self.uses = self._uses_read = None
+        if not (finds_unused and positions):
+            self.sum.uses = self.sum.uses_read = None
         if not positions:
-            self.sums, self.uses, self.rows = [], None, None
+            self.sum.buffers, self.rows = [], None
             for role in GRADIENT_ROLES:
                 self.arenas.pop(role, None)
 
     @property
-    def next_sum(self) -> Place:
-        """Where the next reduction goes among `sums`."""
-        if self.unit.turns is None:
-            return Place(0, self.reductions > 0, 0)
-        return place(self.reductions)
-
-    @property
-    def complete(self) -> bool:
-        """Whether all reductions of a step are in the gradient, as far as their number is known."""
-        return self.unit.turns in (None, self.reductions)
-
-    @property
     def reduced(self) -> bool:
-        return self.unit.reduces and self.complete
+        return self.choices.reduces and self.sum.complete
 
     @property
-    def everyone(self) -> Communicator:
-        return self.unit.schedule.control
+    def everyone(self) -> Communicator | None:
+        return None if self.runtime is None else self.runtime.control
 
     @property
     def exact_norm(self) -> bool:
-        return self.unit.turns is not None
+        return self.sum.exact
 
     # -- gathered parameters
 
@@ -185,65 +210,39 @@ class Group(Storage):
 
     @property
     def shard(self) -> Array:
-        self.unit.ensure_built()
+        if self.runtime is None:
+            name = self.parameters[0].name
+            raise RuntimeError(f"parameter {name!r} has no shard yet: shardrt.fsdp.units(model) makes them")
         return self._shard
 
     @property
     def gradient(self) -> Array | None:
         if self.open_gradient is not None and autograd.running() is None:
             raise RuntimeError(
-                f"unit {self.unit.label}: its gradients were accumulated under no_sync and not reduced yet; "
+                f"unit {self.label}: its gradients were accumulated under no_sync and not reduced yet; "
                 "run the last backward of a step outside no_sync"
             )
-        if self.reductions and not self.complete:
+        if self.sum.reductions and not self.sum.complete:
             raise RuntimeError(
-                f"unit {self.unit.label}: with set_world_invariant its gradients are complete after "
-                f"{self.unit.turns} backwards; so far there were {self.reductions}"
+                f"unit {self.label}: with set_world_invariant its gradients are complete after "
+                f"{self.choices.turns} backwards; so far there were {self.sum.reductions}"
             )
-        return self.sums[0] if self.used else None
-
-    @property
-    def used(self) -> bool:
-        """Whether any rank has put more than zeros into the gradient. Waits where only others can know."""
-        if not self._used and self.told_used is not None:
-            self._used = self.told_used()
-        return self._used
-
-    @used.setter
-    def used(self, used: bool) -> None:
-        self._used = used
+        return self.sum.buffers[0] if self.sum.is_touched() else None
 
     def has_gradient(self, parameter: Parameter) -> bool:
-        position = self.position[id(parameter)]
-        if self.gradient is None or position not in self.covered:
-            return False
-        return self.uses is None or bool(self._all_uses()[position] > 0)
-
-    def _all_uses(self) -> Array:
-        """The numbers in `uses`, on the host: waits for the reduction that wrote them last."""
-        if self._uses_read is None:
-            self.gradient_ready.synchronize()
-            self._uses_read = np.array(self._device.to_numpy(self.uses))
-        return self._uses_read
-
-    def reduction_issued(self) -> None:
-        """One more reduction will go into the gradient."""
-        self.reductions += 1
-        self.covered |= self.trained
-        self._uses_read = None
+        return self.gradient is not None and self.sum.has(self.position[id(parameter)], self._device)
 
     def initial(self) -> Iterator[tuple[Parameter, LocalStorage]]:
-        """Each parameter with the storage that it had before it was sharded, until `build` has emptied it."""
+        """Each parameter with the storage that it had before it was sharded, until `take_over`."""
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
-        self.reductions, self._used, self.told_used, self._uses_read = 0, False, None, None
-        self.covered.clear()
+        self.sum.forget()
         if self.open_gradient is not None:
-            self.unit.schedule.discard_gradient(self)
+            self.runtime.discard_gradient(self)
 
     def new_state(self, name: str) -> Array:
-        self.unit.ensure_built()
+        self.built()
         if self.placement.optimizer_state:
             count, folder = self.layout.shard_size, self.placement.directory
             return host.buffer(self._device, count, self._shard.dtype, folder)
@@ -251,13 +250,13 @@ class Group(Storage):
 
     def before_write(self) -> None:
         if self.shard_in_slot and self.team.size > 1:
-            self.unit.schedule.readers_done(self.unit)
+            self.runtime.readers_done(self)
 
     def modified(self) -> None:
-        self.unit.stale = True
+        self.runtime.written(self)
 
     def range_of(self, parameter: Parameter) -> tuple[int, int, int]:
-        self.unit.ensure_built()
+        self.built()
         return self._ranges[self.position[id(parameter)]]
 
     def full(self, parameter: Parameter) -> Array:
@@ -271,12 +270,7 @@ class Group(Storage):
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
-        running = autograd.running() is not None
-        if running and not self.unit.gathered:
-            self.unit.schedule.ensure(self.unit)  # an op of backward needs it although no Regather ran
-        if running or (self.unit.gathered and self.unit.schedule.depth > 0):
-            return self.views[position]
-        if self.unit.held and self.unit.gathered and not self.unit.stale:
+        if self.runtime is not None and self.runtime.readable(self):
             return self.views[position]
         raise RuntimeError(
             f"parameter {parameter.name!r} is sharded: it can be neither read nor changed as a whole "
@@ -297,7 +291,7 @@ class Group(Storage):
         self.full_views[self.position[id(parameter)]][...] = values
 
     def edge(self, parameter: Parameter) -> Edge:
-        return Edge(self.unit.unshard_node(), 0, parameter)
+        return Edge(self.built().unshard_node(self), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
         position = self.position[id(parameter)]
@@ -306,18 +300,10 @@ class Group(Storage):
                 f"parameter {parameter.name!r} was unfrozen after the forward had begun that used it; set "
                 "requires_grad before"
             )
-        opened = self.open_gradient or self.unit.schedule.open_gradient(self)
+        opened = self.open_gradient or self.runtime.open_gradient(self)
         accumulate = position in opened.written
         opened.written.add(position)
         return opened.views[position], accumulate, WRITTEN
-
-
-def groups_of(unit: "Unit", parameters: list[tuple[Parameter, GroupKey]]) -> list[Group]:
-    """Parameters of one unit, sorted into groups by key, in the order in which keys appear."""
-    by_key: dict[GroupKey, list[Parameter]] = {}
-    for parameter, key in parameters:
-        by_key.setdefault(key, []).append(parameter)
-    return [Group(unit, key, members) for key, members in by_key.items()]
 
 
 def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:

@@ -1,6 +1,6 @@
 """What a model will need, before the first step: bytes per rank by category, and a table of its units."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,7 +70,7 @@ def memory_plan(
     facts = facts_of(units, teams, no_sync=no_sync or (taken is not None and taken.no_sync))
     device: dict[str, int] = {}
     host: dict[str, int] = {}
-    with _trained_as_asked(layouts):
+    with _trained_as_asked(units):
         specs = buffers.plan(units, layouts, facts)
         for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
             _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes)
@@ -89,7 +89,7 @@ def memory_plan(
 def _whole(call: str, model: Module) -> list[Unit]:
     """All units that train with those of `model`. Raises ValueError unless there is one around them all."""
     found = units_for(call, model)
-    units = found[0].schedule.units if found[0].built else arranged(found[0])
+    units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
     if apart:
         raise ValueError(
@@ -100,11 +100,13 @@ def _whole(call: str, model: Module) -> list[Unit]:
 
 
 @contextmanager
-def _trained_as_asked(groups: Iterable[Group]) -> Iterator[None]:
+def _trained_as_asked(units: list[Unit]) -> Iterator[None]:
     """Inside a with block, what was frozen or unfrozen since the last forward counts."""
-    before = [(group, group.trained, group.finds_unused) for group in groups]
-    for group, _, _ in before:
-        group.trained, group.finds_unused = group.to_train(), group.unit.find_unused
+    before = [(group, group.trained, group.finds_unused) for unit in units for group in unit.groups]
+    for unit in units:
+        for group in unit.groups:
+            group.trained = group.to_train(bool(unit.pending))
+            group.finds_unused = unit.choices.find_unused
     try:
         yield
     finally:
@@ -135,7 +137,7 @@ def explain(model: Module) -> str:
     """
     units = _whole("explain", model)
     layouts = lay_out(units)
-    planned = units[0].schedule.plan.order if units[0].built else units
+    planned = units[0].schedule.plan.order if units[0].schedule is not None else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}
     rows = []
     for unit in units:

@@ -12,18 +12,16 @@ leads to every Regather of its forward: ranks whose losses use different units d
 does a unit that this rank skipped while others may use it: it has a Regather alone.
 """
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable
+from typing import Any
 from weakref import WeakValueDictionary
 
 import numpy as np
 
 from shardrt import autograd
 from shardrt.autograd import WRITTEN, Edge, Function, Variable
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.parameter import Parameter
-
-if TYPE_CHECKING:
-    from shardrt.fsdp.unit import Unit
 
 Array = Any
 
@@ -33,19 +31,24 @@ class Tape:
 
     Several may be in flight: two forwards, and then the backward of both. Each gathers and reduces for
     itself, so that the memory for it does not grow with their number.
+
+    before: called with a unit and the tape when backward comes to a call of it; after: with a unit, when all
+    that uses it has run.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, before: Callable[[Unit, "Tape"], None], after: Callable[[Unit], None]) -> None:
+        self.before = before
+        self.after = after
         self._nodes: WeakValueDictionary[Unit, Unshard] = WeakValueDictionary()
 
-    def unshard(self, unit: "Unit") -> "Unshard":
+    def unshard(self, unit: Unit) -> "Unshard":
         """The unit's one node, made at the first call."""
         node = self._nodes.get(unit)
         if node is None:
             node = self._nodes[unit] = Unshard(unit, self)
         return node
 
-    def forget(self, unit: "Unit") -> None:
+    def forget(self, unit: Unit) -> None:
         """The backward of its node has run."""
         self._nodes.pop(unit, None)
 
@@ -55,36 +58,40 @@ class Unshard(Function):
 
     __slots__ = ("unit", "tape")
 
-    def __init__(self, unit: "Unit", tape: Tape) -> None:
+    def __init__(self, unit: Unit, tape: Tape) -> None:
         self.unit = unit
         self.tape = tape
         self.saved = self.edges = self.needs = ()
         self.outputs = 0
         self.enter_tape()
-        unit.to_come.add(self)
+        unit.pending.add(self)
 
     def backward(self) -> tuple:
-        self.unit.to_come.discard(self)
+        self.unit.pending.discard(self)
         self.tape.forget(self.unit)
-        self.unit.schedule.after_backward(self.unit)
+        self.tape.after(self.unit)
         return ()
 
 
 class Regather(Function):
-    """The end of one call of a unit; backward makes the parameters ready again."""
+    """The end of one call of a unit; backward makes the parameters ready again.
 
-    __slots__ = ("unit", "tape")
+    skipped: its place in the plan, if this rank has not called it.
+    """
 
-    def __init__(self, unit: "Unit", tape: Tape) -> None:
+    __slots__ = ("unit", "tape", "skipped")
+
+    def __init__(self, unit: Unit, tape: Tape, skipped: int | None = None) -> None:
         self.unit = unit
         self.tape = tape
+        self.skipped = skipped
         self.saved = self.needs = ()
         self.outputs = 0
         self.edges = (Edge(tape.unshard(unit), 0, None),)
         self.enter_tape()
 
     def backward(self) -> tuple:
-        self.unit.schedule.before_backward(self.unit, self.tape)
+        self.tape.before(self.unit, self.tape)
         return (WRITTEN,)
 
 
@@ -98,7 +105,7 @@ class Exit(Function):
         return (*dy, *[WRITTEN] * (len(self.edges) - len(dy)))
 
 
-def mark(unit: "Unit", outputs: list[Variable], then: Iterable[Function]) -> list[Variable]:
+def mark(unit: Unit, outputs: list[Variable], then: Iterable[Function]) -> list[Variable]:
     """The same tensors; behind those that were recorded there is an Exit node.
 
     then: nodes without outputs that backward must come to as well.
@@ -106,6 +113,7 @@ def mark(unit: "Unit", outputs: list[Variable], then: Iterable[Function]) -> lis
     behind = recorded(unit, outputs)
     if not behind:
         return [_own(unit, output) for output in outputs]
+    # The Exit is newer than `then`, and they than all ops inside: backward comes to it first, to them next.
     node = Exit()
     node.saved = ()
     node.needs = (True,) * len(behind)
@@ -116,19 +124,19 @@ def mark(unit: "Unit", outputs: list[Variable], then: Iterable[Function]) -> lis
     return [by_id[id(output)] if id(output) in by_id else _own(unit, output) for output in outputs]
 
 
-def recorded(unit: "Unit", outputs: list[Variable]) -> list[Variable]:
+def recorded(unit: Unit, outputs: list[Variable]) -> list[Variable]:
     """The outputs of a forward of `unit` to which backward can come. Parameters of others are no outputs."""
     if not autograd.is_grad_enabled():
         return []
     return [output for output in outputs if output.requires_grad and not _of_others(unit, output)]
 
 
-def _of_others(unit: "Unit", output: Variable) -> bool:
+def _of_others(unit: Unit, output: Variable) -> bool:
     """Whether it is a parameter that another unit has, or none."""
     return isinstance(output, Parameter) and output.storage not in unit.groups
 
 
-def _own(unit: "Unit", output: Variable) -> Variable:
+def _own(unit: Unit, output: Variable) -> Variable:
     """As own_array, of a tensor."""
     if _of_others(unit, output):
         return output
@@ -137,7 +145,7 @@ def _own(unit: "Unit", output: Variable) -> Variable:
     return output if array is data else output.result_type(array)
 
 
-def own_array(unit: "Unit", array: Array) -> Array:
+def own_array(unit: Unit, array: Array) -> Array:
     """`array` itself, or a copy where its memory is a slot of `unit`, which goes to others after forward."""
     slots = (group.slot.array for group in unit.groups if group.slot is not None)
     return array.copy() if any(np.may_share_memory(array, slot) for slot in slots) else array

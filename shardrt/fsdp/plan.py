@@ -3,23 +3,73 @@
 Prefetch follows it. It also shows when this rank skips a unit that others may be using. The schedule then has
 the rank join that unit's collectives all the same, so conditional layers may differ from rank to rank.
 Before the first forward the plan is the order in which the model declares its units. After it the ranks
-compare the recorded order and strike out the units that none of them used.
+compare the recorded order and strike out the units that none of them used. A forward that does not begin with
+the outermost unit is Unplanned, and a recomputation does Again what it did the first time.
 """
 
 import warnings
 from itertools import zip_longest
 
+from shardrt.autograd import Function
 from shardrt.comm import CollectiveMismatch, Communicator, talk
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import State, Unit
+from shardrt.recompute import Recompute
 
 
-class Plan:
+class Unplanned:
+    """What a forward follows of which nothing is known.
+
+    nodes: what backward must come to on this rank, whatever its loss uses: on others it does. flows: the unit
+    left last has given what requires a gradient.
+    """
+
+    again = settled = False  # a recomputation; a plan that all ranks have compared
+
+    def __init__(self) -> None:
+        self.nodes: list[Function] = []
+        self.flows = False
+
+    def skip_to(self, unit: Unit) -> int:
+        """How many units this rank skips by entering `unit` now."""
+        return 0
+
+    def skip_out_of(self, inside: Unit) -> int:
+        """How many units this rank skips by leaving `inside` now: those that lie in it."""
+        return 0
+
+    def advance(self, called: bool) -> int | None:
+        """Advance by one unit, which this rank calls or not; gives its place in the plan."""
+
+    def upcoming(self) -> list[Unit]:
+        """The units that come next."""
+        return []
+
+    def settle(self, control: Communicator) -> set[int]:
+        """At the end: the places in the plan of units that no rank has used."""
+        return set()
+
+
+class Again(Unplanned):
+    """What the second run of a recomputed module follows."""
+
+    again = True
+
+    def __init__(self, piece: Recompute) -> None:
+        super().__init__()
+        self.nodes, self._units = piece.besides, piece.units
+
+    def upcoming(self) -> list[Unit]:
+        return [unit for unit in self._units if unit.state is State.SHARDED]
+
+
+class Plan(Unplanned):
     """The units in the order in which they are entered; a unit that is called twice appears twice."""
 
     def __init__(self, units: list[Unit]) -> None:
+        super().__init__()
         self.units = units
         self.order = list(units)
-        self.used = [False] * len(units)
+        self.called = [False] * len(units)  # at each place, by this rank in this forward
         self.place = 0
         self.settled = False  # the ranks have compared this order
         self.deviations = 0  # forwards that did not follow the order
@@ -28,43 +78,40 @@ class Plan:
 
     def begin(self) -> None:
         """A forward of the outermost unit starts."""
-        self.place = 0
-        self.used = [False] * len(self.order)
+        self.place, self.nodes, self.flows = 0, [], False
+        self.called = [False] * len(self.order)
         self._deviates = False
 
     def skip_to(self, unit: Unit) -> int:
-        """How many planned units this rank skips by entering `unit` now: 0 where all is as planned.
+        """0 where all is as planned.
 
-        If it skips any, the forward counts as one that deviates. If the plan has no place for `unit` from
-        here on, the rest is forgotten and recorded anew.
+        If this rank skips any, the forward counts as one that deviates. If the plan has no place for `unit`
+        from here on, the rest is forgotten and recorded anew.
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
                 self._leave_out(place - self.place, f"{unit.label} was used")
                 return place - self.place
         self._deviate(f"{unit.label} was used", " If only some ranks use it: fully_shard(..., by_rank=True).")
-        del self.order[self.place :], self.used[self.place :]
+        del self.order[self.place :], self.called[self.place :]
         self.order.append(unit)
-        self.used.append(False)
+        self.called.append(False)
         self.settled = False
         return 0
 
     def skip_out_of(self, inside: Unit) -> int:
-        """How many planned units this rank skips by leaving `inside` now: those that lie in it."""
         count = 0
         while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1
         self._leave_out(count, f"{inside.label} ended")
         return count
 
-    def advance(self, used: bool) -> int:
-        """Advance by one unit, which this rank uses or not; gives its place in the plan."""
-        self.used[self.place] |= used
+    def advance(self, called: bool) -> int:
+        self.called[self.place] |= called
         self.place += 1
         return self.place - 1
 
     def upcoming(self) -> list[Unit]:
-        """The units that come next."""
         return self.order[self.place :]
 
     def settle(self, control: Communicator) -> set[int]:
@@ -77,10 +124,10 @@ class Plan:
         if self.settled:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
-        told = [self.used, *map(list, control.talk(bytes(self.used)))]
+        told = [self.called, *map(list, control.talk(bytes(self.called)))]
         used = [unit.settings.by_rank or any(own) for unit, *own in zip(self.order, *told, strict=True)]
         self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
-        self.used = [True] * len(self.order)
+        self.called = [True] * len(self.order)
         self.place = len(self.order)
         self.settled = True
         return {place for place, anybody in enumerate(used) if not anybody}

@@ -1,9 +1,11 @@
-"""The settings of a unit besides its strategy: element types, and what lives on the host."""
+"""The settings of a unit, and its choices, which may change between steps."""
 
 from dataclasses import dataclass
 from pathlib import Path
 
 from shardrt import dtypes
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
 from shardrt.nn.storage import Placement
 
@@ -56,7 +58,6 @@ class CPUOffloadPolicy:
 
     Each frees 4 bytes per element on the device, AdamW's state 8.
 
-
     parameters: the float32 shards; copied to the device before each gather.
     gradients: the sharded gradients; copied to the host after each reduction.
     optimizer_state: brought to the device piece by piece during the update, and back.
@@ -88,3 +89,35 @@ class CPUOffloadPolicy:
         """This policy as the placement of a storage."""
         directory = None if self.directory is None else Path(self.directory)
         return Placement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
+
+
+Cut = tuple[DeviceMesh, str]
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the user chose for one unit; the arguments of fully_shard."""
+
+    mesh: DeviceMesh
+    strategy: ShardingStrategy
+    reshard_after_forward: bool | None
+    prefetch: int | None  # None: as the outermost unit says
+    precision: MixedPrecisionPolicy
+    placement: Placement
+    by_rank: bool = False  # never struck from the plan
+
+    @property
+    def cut(self) -> Cut:
+        """What says which ranks have which part."""
+        return self.mesh, self.strategy.row.cut
+
+
+@dataclass
+class Choices:
+    """What the user may change of a unit later. The unit and its groups hold the same object."""
+
+    divide_factor: float
+    reduces: bool = True  # gradients are reduced at the end of backward; False under no_sync
+    find_unused: bool = False  # ranks tell each other which parameters they have used
+    turns: int | None = None  # backwards of a step, a micro-batch per rank each; None: sums depend on ranks
+    held: bool = False  # gathered until the user says reshard

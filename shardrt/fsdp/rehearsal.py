@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device, random
+from shardrt.autograd import Function
 from shardrt.device.rehearsal import RehearsalDevice
 from shardrt.fsdp.group import Group, OpenGradient
 from shardrt.fsdp.layout import Layout
@@ -39,7 +40,7 @@ def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], ste
     offloaded. Leaves the model, its units and the random numbers as they were.
     """
     here = RehearsalDevice(units[0].settings.mesh.device)
-    stage = Stage(here)
+    stage = Stage(here, units)
     with ExitStack() as stack:
         stack.enter_context(device.use(here))
         stack.enter_context(random.at(random.state()))
@@ -59,10 +60,12 @@ class Stage:
 
     depth = 0  # it counts nothing
 
-    def __init__(self, here: RehearsalDevice) -> None:
+    def __init__(self, here: RehearsalDevice, units: list[Unit]) -> None:
         self._device = here
-        self.tape = Tape()
+        self.forward = self  # as enter, leave and abandon are concerned
+        self.tape = Tape(lambda unit, tape: None, self.after_backward)
         self.no_sync = False
+        self._unit_of = {group: unit for unit in units for group in unit.groups}
 
     def enter(self, unit: Unit) -> None:
         """The parameters are there."""
@@ -74,9 +77,13 @@ class Stage:
     def abandon(self, unit: Unit, depth: int) -> None:
         """Nothing to forget."""
 
+    def unshard_node(self, group: Group) -> Function:
+        """The one node of the group's unit."""
+        return self.tape.unshard(self._unit_of[group])
+
     def open_gradient(self, group: Group) -> OpenGradient:
         """Gradients that are written nowhere."""
-        self.no_sync |= not group.unit.reduces
+        self.no_sync |= not group.choices.reduces
         group.open_gradient = OpenGradient(None, dict(enumerate(group.full_views)))
         return group.open_gradient
 
@@ -86,7 +93,7 @@ class Stage:
 
     def after_backward(self, unit: Unit) -> None:
         """All gradients of `unit` would be complete."""
-        for group in unit.groups if unit.reduces else ():
+        for group in unit.groups if unit.choices.reduces else ():
             group.open_gradient = None
 
 
@@ -95,10 +102,10 @@ def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None
     """Put `unit` on the stage inside a with block."""
     before = [(group, dict(vars(group))) for group in unit.groups]
     state = dict(vars(unit))
-    unit._schedule = stage
+    unit.runs_under(stage)
     for group in unit.groups:
         group.layout, group.open_gradient = layouts[group], None
-        group.trained = group.to_train()
+        group.trained = group.to_train(bool(unit.pending))
         whole = stage._device.buffer(layouts[group].total, stage._device.compute_dtype(group.key.param))
         group.full_views = group.views_of(whole)
     try:

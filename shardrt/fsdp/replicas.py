@@ -35,7 +35,7 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
     """
     by_schedule: dict[Schedule, dict[Team, list[Group]]] = {}
     for unit in units_below(model):
-        by_team = by_schedule.setdefault(unit.schedule, {})
+        by_team = by_schedule.setdefault(unit.built(), {})
         for group in unit.groups:
             if group.team.copy_count > 1:
                 by_team.setdefault(group.team, []).append(group)

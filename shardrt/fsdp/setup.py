@@ -14,22 +14,25 @@ from shardrt import device, random
 from shardrt.comm import talk
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena
-from shardrt.fsdp import buffers
+from shardrt.fsdp import buffers, collectives
+from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.buffers import Facts, Spec, Specs
-from shardrt.fsdp.collectives import Lanes
-from shardrt.fsdp.group import GRADIENT_ROLES, Group
+from shardrt.fsdp.group import GRADIENT_ROLES, Group, Lanes
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.policy import Cut
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.team import Team, shape_of
-from shardrt.fsdp.unit import Cut, Unit
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
+from shardrt.recompute import Recomputation
 
 
 def unit_of(module: Module) -> Unit | None:
     """The unit that fully_shard made of this very module, if it did."""
-    return getattr(module.boundary, "unit", None)
+    boundary = module.around(UnitBoundary)
+    return None if boundary is None else boundary.unit
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -56,12 +59,14 @@ def build(unit: Unit) -> None:
     mesh = units[0].settings.mesh
     layouts = lay_out(units)
     schedule = Schedule(mesh, units, prefetch_of(units), _lanes(units), make_gradient_slots)
+    # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
     _check_same_on_all_ranks(schedule, units, layouts)
     _check_same_values(schedule, units)
     _compile_once(schedule)
     teams = teams_of(units)
     facts = facts_of(units, teams)
     specs = buffers.plan(units, layouts, facts)
+    # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
     for u in units:
         for group in u.groups:
             group.layout, group.team = layouts[group], teams[u.settings.cut]
@@ -69,7 +74,7 @@ def build(unit: Unit) -> None:
     for u in units:
         for group in u.groups:
             _make_shard(group, specs[group], facts)
-        u.belongs_to(schedule)
+        u.runs_under(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
     schedule.control.barrier(stream=schedule.lanes.compute)
 
@@ -126,13 +131,13 @@ def facts_of(units: list[Unit], teams: dict[Cut, Team], no_sync: bool = False) -
     """What the plan of the buffers depends on."""
     shared = all(team.gather.shares_memory for (_, cut), team in teams.items() if cut != "none")
     tops = units[0].modules
-    recomputed = [module for top in tops for module in top.modules() if module.recomputation is not None]
+    recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
     return Facts(
         device=units[0].settings.mesh.device,
         prefetch=prefetch_of(units),
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
-        no_sync=no_sync or not all(unit.reduces for unit in units),
+        no_sync=no_sync or not all(unit.choices.reduces for unit in units),
     )
 
 
@@ -215,18 +220,20 @@ def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
         shard = group.arenas["gathered"].slots[0].array[start:stop]
     else:
         shard = _buffer(group, specs["shard"], facts)
-    group.build(facts.device, shard)
+    group.take_over(facts.device, shard)
+    group.transfer = collectives.transfer_of(group)
     _make_sums(group, specs, facts)
 
 
 def _make_sums(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
     """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
-    if group.trainable and not group.sums:
-        group.sums = [_buffer(group, specs["reduced"], facts)]
+    if group.trainable and not group.sum.buffers:
+        group.sum.buffers = [_buffer(group, specs["reduced"], facts)]
         if "partial" in specs:
-            group.sums += [_buffer(group, specs["partial"], facts) for _ in range(specs["partial"].slots)]
-    if "used" in specs and group.uses is None:
-        group.uses = _buffer(group, specs["used"], facts)
+            more = range(specs["partial"].slots)
+            group.sum.buffers += [_buffer(group, specs["partial"], facts) for _ in more]
+    if "used" in specs and group.sum.uses is None:
+        group.sum.uses = _buffer(group, specs["used"], facts)
     group.rows = buffers.rows_of(group, group.layout)
 
 
@@ -240,7 +247,7 @@ def _check(units: list[Unit]) -> None:
     """Raise for units that cannot train together; see build."""
     first = units[0]
     for u in units:
-        if u.built:
+        if u.schedule is not None:
             raise RuntimeError(
                 f"fully_shard: unit {u.label} was used before the model around it was sharded; call "
                 "fully_shard on the outermost module before the optimizer is made and the first forward runs"
@@ -252,8 +259,9 @@ def _check(units: list[Unit]) -> None:
                 f"{prefetch_of(units)}; it is one number for the whole model"
             )
         for group in u.groups:
-            group.train(group.to_train(), u.find_unused)
-            group.called = group.label
+            alike = f" ({group.key.param}{'' if group.key.trainable else ', frozen'})"
+            group.label = group.called = u.label + alike * (len(u.groups) > 1)
+            group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
     _check_world_invariant(units)
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
@@ -320,9 +328,9 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dic
         (
             u.label,
             (u.settings.strategy, u.settings.by_rank),
-            (u.reshard_after_forward, u.reshard_after_backward, u.divide_factor, u.micro_batches),
-            (u.find_unused, [sorted(group.trained) for group in u.groups]),
-            [module.recomputation is not None for top in u.modules for module in top.modules()],
+            (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
+            (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
+            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
             [(g.key, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],

@@ -7,18 +7,18 @@ backward begins: by then gathers have shown that all ranks do that, or a barrier
 """
 
 import zlib
-from collections.abc import Iterable
 
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.collectives import Lanes
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import Lanes
+from shardrt.fsdp.unit import Unit
 
 
 class Trained:
     """What is trained of the groups of one schedule."""
 
-    def __init__(self, groups: Iterable[Group], control: Communicator) -> None:
-        self.groups = list(groups)
+    def __init__(self, units: list[Unit], control: Communicator) -> None:
+        self._units = units
+        self.groups = [group for unit in units for group in unit.groups]
         self.changed = False  # memory does not fit yet
         self._control = control
         self._at_first = self._pattern()
@@ -29,7 +29,11 @@ class Trained:
 
         Frees the memory that is not needed now.
         """
-        wanted = [(group.to_train(), group.unit.find_unused) for group in self.groups]
+        wanted = [
+            (group.to_train(bool(unit.pending)), unit.choices.find_unused)
+            for unit in self._units
+            for group in unit.groups
+        ]
         if wanted == [(group.trained, group.finds_unused) for group in self.groups]:
             return False
         lanes.reduce.synchronize()  # nothing reads or writes the memory that goes

@@ -1,4 +1,6 @@
-"""The tree by which the gradients of a step's micro-batches are added, the same at every number of ranks.
+"""The sharded gradient of a group: what a step's reductions add up to, in any number or by a fixed tree.
+
+The tree adds the gradients of a step's micro-batches in the same way at every number of ranks.
 
 With M micro-batches on W ranks, both powers of two, turn j takes micro-batches j W to j W + W - 1, one on
 each rank. A reduction adds those of a turn as neighbours (kernels/cpu/reduce.py); turns are added as a binary
@@ -6,7 +8,16 @@ counter counts, with a buffer for each of its bits that is 1. Together that is o
 W is. The buffers after each of four turns: 0; 01; 01, 2; 0123.
 """
 
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardrt.device import Device, Event
+from shardrt.fsdp.policy import Choices
+
+Array = Any
 
 
 @dataclass(frozen=True)
@@ -30,3 +41,63 @@ def place(turn: int) -> Place:
 def buffers(turns: int) -> int:
     """How many buffers it takes to add up `turns` turns, a power of two."""
     return max(1, turns.bit_length() - 1)
+
+
+class GradientSum:
+    """The sharded gradient of one group, and what is known of it since the last zero_grad.
+
+    `touched`: whether any rank has put more than zeros into it; only `is_touched` waits for the others' word.
+    """
+
+    def __init__(self, choices: Choices) -> None:
+        self._choices = choices
+        self.buffers: list[Array] = []  # the gradient, then the partial sums of a tree
+        self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
+        self.ready: Event  # the last reduction that was issued is in its place
+        self.forget()
+
+    def forget(self) -> None:
+        """zero_grad."""
+        self.reductions = 0
+        self.covered: set[int] = set()  # positions of the parameters of which something is in the sum
+        self.touched = False  # as far as this rank knows
+        self.told_touched: Callable[[], bool] | None = None  # waits for what the other ranks know
+        self.uses_read: Array | None = None
+
+    @property
+    def exact(self) -> bool:
+        """Whether a step has a given number of reductions, which are added by the tree."""
+        return self._choices.turns is not None
+
+    @property
+    def complete(self) -> bool:
+        """Whether all reductions of a step are in it, as far as their number is known."""
+        return self._choices.turns in (None, self.reductions)
+
+    @property
+    def place(self) -> Place:
+        """Where the next reduction goes among `buffers`."""
+        return place(self.reductions) if self.exact else Place(0, self.reductions > 0, 0)
+
+    def issued(self, trained: Collection[int]) -> None:
+        """One more reduction, of the parameters at these positions, will go into it."""
+        self.reductions += 1
+        self.covered.update(trained)
+        self.uses_read = None
+
+    def is_touched(self) -> bool:
+        """Whether there is a gradient, the same on every rank."""
+        if not self.touched and self.told_touched is not None:
+            self.touched = self.told_touched()
+        return self.touched
+
+    def has(self, position: int, device: Device) -> bool:
+        """Whether a parameter has a gradient; with `uses`, waits for the reduction that told them last."""
+        if position not in self.covered or not self.is_touched():
+            return False
+        if self.uses is None:
+            return True
+        if self.uses_read is None:
+            self.ready.synchronize()
+            self.uses_read = np.array(device.to_numpy(self.uses))
+        return bool(self.uses_read[position] > 0)

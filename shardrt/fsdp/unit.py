@@ -5,84 +5,64 @@ key (types, and whether they are trained). It does not decide when anything happ
 """
 
 import weakref
-from dataclasses import dataclass
+from collections.abc import Callable
 from enum import Enum
-from typing import TYPE_CHECKING
+from typing import Any
 
-from shardrt.comm.mesh import DeviceMesh
-from shardrt.fsdp.group import Group, GroupKey, groups_of
-from shardrt.fsdp.nodes import Unshard
-from shardrt.fsdp.policy import MixedPrecisionPolicy
-from shardrt.fsdp.strategy import ShardingStrategy
+from shardrt.autograd import Function
+from shardrt.fsdp.group import Group, GroupKey
+from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import Placement
-
-if TYPE_CHECKING:
-    from shardrt.fsdp.schedule import Schedule
 
 
 class State(Enum):
-    """Where a unit's full parameters are."""
+    """Where a unit's whole parameters are, and what for."""
 
     SHARDED = "each rank holds its shard, nobody the whole"
     GATHERING = "an all-gather into a slot was issued; compute has not waited for it"
-    GATHERED = "the slot holds the whole parameters, and ops may read them"
+    IN_USE = "gathered: its forward or backward runs"
+    WAITING = "gathered: others of its modules may be called in this forward, but its slot can be taken away"
+    KEPT = "gathered until backward, or as long as the strategy or the user wants"
+    STALE = "gathered, but its shards have been written since: it goes when the next forward begins"
 
 
-_LEGAL = {
-    (State.SHARDED, State.GATHERING),
-    (State.GATHERING, State.GATHERED),
-    (State.GATHERING, State.SHARDED),  # a prefetch that nobody used
-    (State.GATHERED, State.SHARDED),
+_MOVES = {
+    State.SHARDED: {State.GATHERING},
+    State.GATHERING: {State.IN_USE, State.SHARDED},  # the latter: a prefetch that nobody used
+    State.IN_USE: {State.WAITING, State.KEPT, State.STALE, State.SHARDED},
+    State.WAITING: {State.IN_USE, State.STALE, State.SHARDED},
+    State.KEPT: {State.IN_USE, State.STALE, State.SHARDED},
+    State.STALE: {State.SHARDED},
 }
 
 
-Cut = tuple[DeviceMesh, str]
-
-
-@dataclass(frozen=True)
-class Settings:
-    """What the user chose for one unit; the arguments of fully_shard."""
-
-    mesh: DeviceMesh
-    strategy: ShardingStrategy
-    reshard_after_forward: bool | None
-    prefetch: int | None  # None: as the outermost unit says
-    precision: MixedPrecisionPolicy
-    placement: Placement
-    by_rank: bool = False  # never struck from the plan
-
-    @property
-    def cut(self) -> Cut:
-        """What says which ranks have which part."""
-        return self.mesh, self.strategy.row.cut
-
-
 class Unit:
-    """Modules whose parameters are gathered together, reduced together, released together."""
+    """Modules whose parameters are gathered together, reduced together, released together.
+
+    build: builds the model that the unit is a part of; called with the unit when something first needs it.
+    """
 
     def __init__(
-        self, modules: list[Module], parameters: list[tuple[Parameter, GroupKey]], settings: Settings
+        self,
+        modules: list[Module],
+        parameters: list[tuple[Parameter, GroupKey]],
+        settings: Settings,
+        build: Callable[["Unit"], None],
     ) -> None:
         self.modules = modules
         self.settings = settings
-        self.groups: list[Group] = groups_of(self, parameters)
+        self.choices = Choices(float(settings.mesh.size))
         self.state = State.SHARDED
-        self.modules_done: set[int] = set()  # its modules whose forward has ended in this forward
-        self.held = False  # gathered until the user says reshard
-        self.stale = False  # the shards have changed since the last gather
-        self.peers_may_read = False  # this rank's shard: it was gathered for use since the last reduction
-        self.reduces = True  # gradients are reduced at the end of backward; False under no_sync
-        # Whether the last forward that was recorded left it work; None: there was none as it is trained now
-        self.needed_in_backward: bool | None = None
-        self.kept = False  # gathered from the last forward to backward
-        self.find_unused = False  # ranks tell each other which parameters they have used
-        self.divide_factor = float(settings.mesh.size)
-        self.micro_batches: int | None = None  # of a step, over all ranks; None: sums depend on the ranks
-        self.to_come: weakref.WeakSet[Unshard] = weakref.WeakSet()  # nodes whose backward has not run
-        self._schedule: Schedule | None = None
-        # Set by setup.build:
+        self.gathered = False  # ops may read the parameters now
+        self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes whose backward has not run
+        self.schedule: Any = None  # the Schedule, once it is built: that knows units, not they it
+        self._build = build
+        by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear
+        for parameter, key in parameters:
+            by_key.setdefault(key, []).append(parameter)
+        self.groups = [Group(key, own, settings, self.choices, self.built) for key, own in by_key.items()]
+        # Set by setup.py:
         self.reshard_after_forward: bool
         self.reshard_after_backward: bool
         self.ancestors: frozenset[Unit]  # the units whose modules contain this one's
@@ -103,36 +83,22 @@ class Unit:
         return 0 < sum(len(group.trained) for group in self.groups) < len(self.parameters)
 
     @property
-    def turns(self) -> int | None:
-        """Backwards per step, each of one micro-batch per rank; None without set_world_invariant."""
-        return None if self.micro_batches is None else self.micro_batches // self.settings.mesh.size
+    def micro_batches(self) -> int | None:
+        """Of a step, over all ranks; None without set_world_invariant."""
+        turns = self.choices.turns
+        return None if turns is None else turns * self.settings.mesh.size
 
-    @property
-    def built(self) -> bool:
-        """Whether the unit has its shards yet."""
-        return self._schedule is not None
+    def built(self) -> Any:
+        """The schedule. Builds that of the whole model, and the shards, if there is none yet: collective."""
+        if self.schedule is None:
+            self._build(self)
+        return self.schedule
 
-    @property
-    def gathered(self) -> bool:
-        """Whether ops may read the parameters now."""
-        return self.state is State.GATHERED
-
-    @property
-    def schedule(self) -> "Schedule":
-        """The schedule of the outermost unit; built, for all its units, when it is first asked for."""
-        self.ensure_built()
-        return self._schedule
-
-    def ensure_built(self) -> None:
-        """Build the schedule, and this rank's shards, if that has not been done. Collective."""
-        if self._schedule is None:
-            from shardrt.fsdp.setup import build
-
-            build(self)
-
-    def belongs_to(self, schedule: "Schedule") -> None:
-        """Setup is done: this schedule decides from now on."""
-        self._schedule = schedule
+    def runs_under(self, schedule: Any) -> None:
+        """This schedule decides from now on."""
+        self.schedule = schedule
+        for group in self.groups:
+            group.runtime = schedule
 
     @property
     def label(self) -> str:
@@ -141,10 +107,17 @@ class Unit:
 
     def move(self, state: State) -> None:
         """Change the state. Raises RuntimeError for a change that the schedule must never make."""
-        if (self.state, state) not in _LEGAL:
+        if state not in _MOVES[self.state]:
             raise RuntimeError(f"unit {self.label}: illegal move from {self.state.name} to {state.name}")
-        self.state = state
+        self.state, self.gathered = state, state not in (State.SHARDED, State.GATHERING)
 
-    def unshard_node(self) -> Unshard:
-        """The unit's one node on the tape that is being recorded, or run, made at the first call."""
-        return self.schedule.tape.unshard(self)
+    def state_after(self, *, needed: bool, done: bool) -> State:
+        """What to do with the whole parameters when a forward or backward of the unit ends.
+
+        needed: backward will need them again. done: nothing else in this forward will, as far as is known.
+        """
+        if self.choices.held or not self.reshard_after_backward:
+            return State.KEPT
+        if needed and not self.reshard_after_forward:
+            return State.KEPT
+        return State.SHARDED if done else State.WAITING

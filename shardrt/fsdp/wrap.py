@@ -12,6 +12,7 @@ from shardrt.fsdp.setup import unit_of
 from shardrt.nn.layers import Embedding
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.storage import LocalStorage
 
 # (path of a module, the module, elements in it that no unit has yet) -> whether it becomes a unit; a dict of
 # settings for fully_shard says yes as well.
@@ -102,7 +103,7 @@ def by_predicate(function: Callable[[str, Module], "bool | dict[str, Any]"]) -> 
 
 def _free(parameter: Parameter) -> bool:
     """Whether no unit has the parameter."""
-    return getattr(parameter.storage, "unit", None) is None
+    return isinstance(parameter.storage, LocalStorage)
 
 
 def _users(model: Module) -> dict[int, set[int]]:

@@ -1,8 +1,9 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` lets `self.boundary` run the forward; that is all that a layer knows of FSDP. Inside,
-`self.offload` and `self.recomputation` may run it in their own way. Modules know their parent, so a
-parameter's full name, which its initial values depend on, can be told as soon as the tree stands.
+`Module.__call__` lets what was attached by `run_inside` run the forward, each inside the next: recomputation,
+then activation offload, then the boundary of a sharded unit. That is all that a layer knows of them. Modules
+know their parent, so a parameter's full name, which its initial values depend on, can be told as soon as the
+tree stands.
 """
 
 import copy
@@ -10,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
@@ -24,9 +25,18 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
+A = TypeVar("A")
+
 
 class Around(Protocol):
-    """What may be attached to a module to run its forward, and act when it begins and ends."""
+    """What may be attached to a module to run its forward, and act when it begins and ends.
+
+    order: those with a lower one run inside of those with a higher. every_entry: runs also where one method
+    of the module calls another that is an entry, not just around the outer one.
+    """
+
+    order: int
+    every_entry: bool
 
     def run(self, module: "Module", forward: Callable, /, *args: Any, **kwargs: Any) -> Any: ...
 
@@ -42,9 +52,7 @@ class Module:
         state["_parent"] = None
         state["_attribute"] = ""
         state["training"] = True
-        state["boundary"]: Around | None = None  # see shardrt.fsdp
-        state["recomputation"]: Around | None = None  # see shardrt.recompute
-        state["offload"]: Around | None = None  # see shardrt.activation_offload
+        state["_arounds"]: list[Around] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
 
@@ -260,8 +268,17 @@ class Module:
             output = output if changed is None else changed
         return output
 
+    def run_inside(self, around: Around) -> None:
+        """Let `around` run each forward from now on, at its place among the others."""
+        self._arounds.append(around)
+        self._arounds.sort(key=lambda other: other.order)
+
+    def around(self, kind: type[A]) -> A | None:
+        """What was attached that is of this kind, or None."""
+        return next((around for around in self._arounds if isinstance(around, kind)), None)
+
     def entered_around(self, method: Callable) -> Callable:
-        """`method` as another entry beside forward: the boundary runs each call."""
+        """`method` as another entry beside forward: what is attached to the module runs each call."""
 
         @wraps(method)
         def entry(*args: Any, **kwargs: Any) -> Any:
@@ -270,11 +287,11 @@ class Module:
         return entry
 
     def _enter(self, method: Callable, args: tuple, kwargs: dict) -> Any:
-        """Call `method`, recomputed and offloaded as this module is; not twice where one calls another."""
+        """Call `method` inside all that is attached; not twice where one entry calls another."""
         running = autograd.modules()
         depth, nested = len(running), self in running
-        for around in (self.boundary,) if nested else (self.recomputation, self.offload, self.boundary):
-            if around is not None:
+        for around in self._arounds:
+            if around.every_entry or not nested:
                 method = partial(around.run, self, method)
         try:
             running.append(self)
@@ -349,11 +366,7 @@ class Module:
 
         Raises TypeError for a sharded one.
         """
-        if self.boundary is not None:
-            raise TypeError(
-                f"copy.deepcopy: {self.name or type(self).__name__} is sharded; make another model, for the "
-                "same weights with shardrt.checkpoint's save and load, or full_state_dict, arrays on rank 0"
-            )
+        copy.deepcopy(self._arounds)  # a unit's boundary refuses, before anything is copied
         twin = memo[id(self)] = type(self).__new__(type(self))
         for name, value in self.__dict__.items():
             object.__setattr__(twin, name, None if name == "_parent" else copy.deepcopy(value, memo))

@@ -141,7 +141,9 @@ def gradients(model):
 def bytes_held(model):
     """Bytes of what the units have allocated, on a rank that shares no memory."""
     groups = [group for unit in units(model) for group in unit.groups]
-    arrays = [array for group in groups for array in (*group.sums, group.uses) if array is not None]
+    arrays = [
+        array for group in groups for array in (*group.sum.buffers, group.sum.uses) if array is not None
+    ]
     arrays += [group._shard for group in groups if not group.shard_in_slot]
     arenas = {arena for group in groups for arena in group.arenas.values()}
     return sum(array.nbytes for array in [*arrays, *(s.array for arena in arenas for s in arena.slots)])

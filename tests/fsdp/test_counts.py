@@ -156,7 +156,7 @@ def test_at_most_prefetch_plus_one_units_are_gathered_and_all_of_them_are(prefet
     ahead, peak, slots, _ = thread.run(2, issued_at_entry, prefetch)[0]
     assert peak == slots == prefetch + 1
     for index, states in enumerate(ahead):
-        assert states[index] == "GATHERED"
+        assert states[index] == "IN_USE"
         expected = set(range(index + 1, min(index + 1 + prefetch, 5)))
         assert {i for i, state in enumerate(states) if state == "GATHERING"} == expected
 
@@ -172,7 +172,9 @@ def state_bytes():
         up = lambda n: -(-n // ALIGNMENT) * ALIGNMENT  # noqa: E731
         elements = sum(up(int(np.prod(p.shape))) for p in unit.parameters)
         expected += 16 * up(-(-elements // mesh.size))  # parameter, gradient, two moments
-    held = sum(g.shard.nbytes + sum(s.nbytes for s in g.sums) for unit in units(model) for g in unit.groups)
+    held = sum(
+        g.shard.nbytes + sum(s.nbytes for s in g.sum.buffers) for unit in units(model) for g in unit.groups
+    )
     held += sum(array.nbytes for piece in optimizer.slices for array in piece.state.values())
     return held, expected
 

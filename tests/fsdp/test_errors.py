@@ -1,6 +1,7 @@
 """What fully_shard refuses, and what it says."""
 
 from contextlib import nullcontext, suppress
+from operator import attrgetter
 
 import numpy as np
 import pytest
@@ -208,7 +209,9 @@ def interrupted(at, strategy):
     for step, (tokens, targets) in enumerate(batches(3)):
         if step == 1 and at is not None:
             place, calls = at
-            original, left = getattr(schedule, place), iter(range(calls))
+            *above, name = place.split(".")
+            part, left = attrgetter(*above)(schedule) if above else schedule, iter(range(calls))
+            original = getattr(part, name)
 
             def interrupt(*args, original=original, left=left, **kwargs):
                 if next(left, None) is None:
@@ -216,7 +219,7 @@ def interrupted(at, strategy):
                 return original(*args, **kwargs)
 
             with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
-                patch.setattr(schedule, place, interrupt)
+                patch.setattr(part, name, interrupt)
                 loss_of(model, tokens, targets)
         assert schedule.depth == 0 and not autograd.modules()
         loss = loss_of(model, tokens, targets)
@@ -230,9 +233,13 @@ def interrupted(at, strategy):
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "SHARD_OPT"])
 def test_after_an_interrupt_in_forward_training_goes_on_as_if_there_had_been_none(strategy):
     expected = interrupted(None, strategy)
-    places = ["_begin_forward", "ensure", "_prefetch", "enter", "_settle", "leave", "_release_after_forward"]
+    places = [
+        *("_begin_forward", "enter", "gathers.ensure", "gathers.prefetch", "gathers.rest"),
+        *("forward.begin", "forward.enter", "forward.leave", "forward._settle", "forward._rest"),
+    ]
+    once = ("_begin_forward", "begin", "_settle")
     for place in places:
-        for calls in (0, 1, 3) if place not in ("_begin_forward", "_settle") else (0,):
+        for calls in (0, 1, 3) if place.split(".")[-1] not in once else (0,):
             assert interrupted((place, calls), strategy) == expected, (place, calls)
 
 

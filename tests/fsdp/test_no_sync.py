@@ -125,7 +125,7 @@ def nested():
     with no_sync(model):
         with no_sync(model.blocks[0]):
             pass
-        return [unit.reduces for unit in units(model)]
+        return [unit.choices.reduces for unit in units(model)]
 
 
 def test_no_sync_inside_no_sync_ends_nothing():

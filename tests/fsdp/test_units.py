@@ -20,6 +20,8 @@ from shardrt.fsdp import (
     units,
     unshard,
 )
+from shardrt.fsdp.unit import State
+from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import checkpoint
 from tests.fsdp.nets import Block, Net, batches, gradients, loss_of, shard
 
@@ -147,7 +149,7 @@ def with_ignored():
 
 
 def _plain(parameter):
-    return getattr(parameter.storage, "unit", None) is None
+    return isinstance(parameter.storage, LocalStorage)
 
 
 def test_what_is_ignored_stays_whole_is_reduced_by_nobody_and_is_trained_and_saved():
@@ -524,3 +526,88 @@ def test_what_is_no_module_is_refused():
         fully_shard("blocks")
     with pytest.raises(TypeError, match="got int"):
         fully_shard([Wide(), 3])
+
+
+def states_in_a_step(strategy):
+    """The states of the outermost unit and of its first block, between the parts of two steps."""
+    shardrt.manual_seed(3)
+    model = Net()
+    shard(model, init_device_mesh("auto"), strategy=strategy)
+    optimizer, seen = optim.SGD(model.parameters(), lr=0.1), []
+
+    def note():
+        seen.append(tuple(unit.state.name for unit in units(model)[:2]))
+
+    for batch in batches(2):
+        loss = loss_of(model, *batch)
+        note()
+        loss.backward()
+        note()
+        optimizer.step()
+        optimizer.zero_grad()
+        note()
+    unshard(model)
+    note()
+    reshard(model)
+    note()
+    return seen
+
+
+@pytest.mark.parametrize(
+    "strategy, forward, backward, update",
+    [
+        ("FULL_SHARD", ("KEPT", "SHARDED"), "SHARDED", "SHARDED"),
+        ("SHARD_GRAD_OP", ("KEPT", "KEPT"), "SHARDED", "SHARDED"),
+        ("SHARD_OPT", ("KEPT", "KEPT"), "KEPT", "STALE"),
+    ],
+)
+def test_the_state_of_a_unit_follows_from_its_strategy(strategy, forward, backward, update):
+    expected = [forward, (backward,) * 2, (update,) * 2] * 2 + [("KEPT",) * 2, ("SHARDED",) * 2]
+    assert thread.run(2, states_in_a_step, strategy) == [expected] * 2
+
+
+def moved_without_a_gather():
+    model = Net()
+    shard(model, init_device_mesh("auto"))
+    with pytest.raises(RuntimeError, match=r"unit \(root\): illegal move from SHARDED to KEPT"):
+        units(model)[0].move(State.KEPT)
+
+
+def test_a_unit_makes_no_move_that_its_table_does_not_have():
+    thread.run(1, moved_without_a_gather)
+
+
+class BackwardInside(nn.Module):
+    """Takes the gradient of an energy in its forward, as a force field does, and goes on."""
+
+    def __init__(self):
+        super().__init__()
+        self.energy = nn.Linear(5, 1)
+        self.own = nn.Parameter((5,), nn.init.Constant(2.0))
+
+    def forward(self, x):
+        inside = shardrt.Tensor(x, requires_grad=True)
+        self.energy(inside).sum().backward()
+        return (shardrt.Tensor(inside.grad) * self.own).sum()
+
+
+def with_a_backward_inside():
+    shardrt.manual_seed(3)
+    model = BackwardInside()
+    mesh = init_device_mesh("auto")
+    fully_shard(model.energy, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    x = np.ones((2, 5), np.float32)
+    loss = model(x)
+    loss.backward()
+    return loss.item(), gradients(model)["own"]
+
+
+def test_a_backward_inside_of_a_forward_leaves_the_unit_around_it_gathered():
+    shardrt.manual_seed(3)
+    plain = BackwardInside()
+    loss = plain(np.ones((2, 5), np.float32))
+    loss.backward()
+    for found, gradient in thread.run(2, with_a_backward_inside):
+        assert found == pytest.approx(loss.item())
+        np.testing.assert_allclose(gradient, plain.own.grad, rtol=1e-6)

@@ -243,7 +243,7 @@ def planned():
     model = gpt(init_device_mesh("auto"))
     plan = memory_plan(model).device.get("partial sums of gradients", 0)
     groups = [group for unit in units(model) for group in unit.groups]
-    held = sum(array.nbytes for group in groups for array in group.sums[1:])
+    held = sum(array.nbytes for group in groups for array in group.sum.buffers[1:])
     return plan, held, sum(group.shard.nbytes for group in groups)
 
 

@@ -1,0 +1,155 @@
+"""Gathers and releases the parameters of units, and moves them from state to state.
+
+Forward and backward say which unit is needed now, and which will be. All that is decided here follows from
+the order of those calls: never from how far a stream has got, which differs between ranks.
+"""
+
+from collections.abc import Callable, Collection, Iterable
+
+from shardrt.comm.protocol import Communicator
+from shardrt.device.arena import Arena, Slot
+from shardrt.fsdp.group import Lanes
+from shardrt.fsdp.unit import State, Unit
+
+
+class Gathers:
+    """The units of one schedule, and the slots that they are gathered in."""
+
+    def __init__(
+        self, units: list[Unit], prefetch: int, lanes: Lanes, control: Communicator, tell: Callable
+    ) -> None:
+        self.units = units
+        self.depth = prefetch
+        self.lanes = lanes
+        self.control = control
+        self._tell = tell
+        self._written = lanes.device.new_event()  # the optimizer has written the shards
+        self._read: set[Unit] = set()  # by peers, perhaps, where they share memory: since the last reduction
+
+    def ensure(self, unit: Unit) -> None:
+        """Whatever comes later in the compute stream finds the parameters of `unit` gathered."""
+        if unit.state is State.SHARDED:
+            self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
+        self._read.add(unit)
+        if unit.state is State.GATHERING:
+            for group in unit.groups:
+                self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot
+        if unit.state not in (State.IN_USE, State.STALE):
+            unit.move(State.IN_USE)
+
+    def prefetch(self, upcoming: Iterable[Unit]) -> None:
+        """Issue the gathers of the next `depth` units, as far as there are slots for them."""
+        seen: list[Unit] = []
+        for unit in upcoming:  # which looks no further than it is asked
+            if len(seen) == self.depth:
+                return
+            if unit in seen:
+                continue
+            seen.append(unit)
+            if unit.state is State.SHARDED:
+                arenas = [group.arenas["gathered"] for group in unit.groups]  # each another
+                if any(arena.in_use == len(arena.slots) for arena in arenas):
+                    return
+                self._gather(unit, [arena.acquire() for arena in arenas])
+
+    def rest(self, unit: Unit, state: State) -> None:
+        """A pass through `unit` has ended: release it, or leave it gathered in this state."""
+        if state is State.SHARDED:
+            self._release(unit)
+        elif unit.state not in (state, State.STALE):
+            unit.move(state)
+
+    def rest_all(self, entered: Collection[Unit] = (), kept: bool = False) -> None:
+        """A pass has ended, and with it what it gathered, but for units entered. kept: those as well."""
+        for unit in self.units:
+            ends = unit.gathered if kept else unit.state in (State.IN_USE, State.WAITING)
+            if ends and unit not in entered:
+                self.rest(unit, unit.state_after(needed=False, done=True))
+
+    def refresh(self) -> None:
+        """The shards may have been written since the last gather: by the optimizer, or by a load."""
+        lanes = self.lanes
+        lanes.compute.record(self._written)
+        lanes.gather.wait(self._written)
+        if lanes.upload is not lanes.gather:
+            lanes.upload.wait(self._written)
+        for unit in self.units:
+            if unit.state is State.STALE:
+                self._release(unit)
+        for unit in self.units:
+            if unit.choices.held:
+                self.ensure(unit)
+                self.rest(unit, State.KEPT)
+
+    def written(self, unit: Unit) -> None:
+        """The shards of `unit` have new values."""
+        if unit.state is State.GATHERING:
+            self._drop(unit)
+        elif unit.gathered and unit.state is not State.STALE:
+            unit.move(State.STALE)
+
+    def reduced(self, unit: Unit) -> None:
+        """A reduction of `unit` was issued, which ends when every rank has come to it and read the shards."""
+        self._read.discard(unit)
+
+    def readers_done(self, unit: Unit) -> None:
+        """Wait until no rank reads the shard of `unit`, where ranks share memory; then it may be written.
+
+        The reduction of its gradients has waited for that, unless the unit was used again after it.
+        """
+        if unit in self._read:
+            self.control.barrier(stream=self.lanes.compute)
+            self._read.clear()
+
+    def drop_prefetched(self) -> None:
+        """Give back the slots of gathers that nobody has waited for."""
+        for unit in self.units:
+            if unit.state is State.GATHERING:
+                self._drop(unit)
+
+    def reset(self) -> None:
+        """A pass has raised: give every slot back."""
+        self.drop_prefetched()
+        for unit in self.units:
+            if unit.gathered:
+                self._release(unit)
+
+    def _gather(self, unit: Unit, slots: list[Slot]) -> None:
+        for group, slot in zip(unit.groups, slots, strict=True):
+            group.attach(slot)
+        unit.move(State.GATHERING)  # from here on `drop_prefetched` finds the slots, whatever is raised
+        for group, slot in zip(unit.groups, slots, strict=True):
+            group.transfer(group, slot, self.lanes)
+        self._tell("gather", unit)
+
+    def _release(self, unit: Unit) -> None:
+        unit.move(State.SHARDED)
+        for group in unit.groups:
+            slot = group.detach()
+            if slot.arena.poison:
+                slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
+            self.lanes.compute.record(slot.free)
+            slot.arena.release(slot)
+        self._tell("release", unit)
+
+    def _drop(self, unit: Unit) -> None:
+        """Give back the slots of a gather that nobody waited for. The gather itself still runs."""
+        for group in unit.groups:
+            self.lanes.compute.wait(group.slot.ready)  # the release is recorded in compute: after the gather
+        self._release(unit)
+
+    def _acquire(self, arena: Arena) -> Slot:
+        """A slot for a unit that is needed now: a free one, one that can be taken away, or a new one."""
+        slot = arena.acquire()
+        if slot is None:
+            holders = [u for u in self.units if any(g.slot and g.slot.arena is arena for g in u.groups)]
+            prefetched = [unit for unit in holders if unit.state is State.GATHERING]
+            waiting = [unit for unit in holders if unit.state is State.WAITING]
+            if prefetched:
+                self._drop(prefetched[-1])  # it is needed last
+            elif waiting:
+                self._release(waiting[0])
+            else:
+                arena.grow()
+            slot = arena.acquire()
+        return slot

@@ -1,0 +1,147 @@
+"""The full gradients that backward fills, and their way into the sharded ones.
+
+A gradient of which no rank has written anything is None, and optimizers leave it alone. A rank that has
+written one knows that there is one. Only a rank that has not needs the others' word, and it waits for that no
+sooner than it is asked. So ranks do not meet where backward ends: they tell each other by one small message
+in a stream of the hosts.
+"""
+
+from collections.abc import Callable
+from functools import partial
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.device import Event
+from shardrt.fsdp import collectives
+from shardrt.fsdp.group import Group, Lanes, OpenGradient
+from shardrt.fsdp.trained import Trained
+from shardrt.fsdp.unit import Unit
+
+
+class Gradients:
+    """Slots for full gradients of the units of one schedule, and what the present backward has reduced."""
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        units: list[Unit],
+        lanes: Lanes,
+        trained: Trained,
+        make_slots: Callable[[list[Unit]], None],
+    ) -> None:
+        self._units = units
+        self._lanes = lanes
+        self._trained = trained
+        self._make_slots = make_slots
+        self._hosts = None if mesh.size == 1 else (mesh.communicator("used"), mesh.stream("used"))
+        self._accumulates: bool | None = None  # what the slots were made for; None: not made
+        self._reduced: list[Group] = []  # in the present backward
+        self._wrote: dict[Group, bool] = {}  # of those that had no gradient before it: this rank
+
+    def have_slots(self) -> None:
+        """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
+        accumulates = not all(unit.choices.reduces for unit in self._units)
+        changed = self._trained.changed
+        if changed:
+            self._trained.agree(self._lanes)
+        if changed or self._accumulates is None or (accumulates and not self._accumulates):
+            self._lanes.reduce.synchronize()  # nothing reads the slots that go
+            self._make_slots(self._units)
+            self._accumulates = accumulates
+
+    def open(self, group: Group) -> OpenGradient:
+        """Memory for the full gradients of `group`, which backward is about to write."""
+        if self._accumulates is None or self._trained.changed:
+            self.have_slots()  # an op outside every forward
+        arena = group.arenas["gradients"]
+        slot = arena.acquire()
+        if slot is None:  # more units are in backward at once than was planned
+            arena.grow()
+            slot = arena.acquire()
+        self._lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
+        group.open_gradient = group.opened(slot)
+        return group.open_gradient
+
+    def discard(self, group: Group) -> None:
+        """Give back the slot of gradients that are not wanted any more."""
+        slot, group.open_gradient = group.open_gradient.slot, None
+        self._lanes.compute.record(slot.free)
+        slot.arena.release(slot)
+
+    def reduce(self, group: Group) -> None:
+        """Hand the full gradients of `group` to the reduce stream; it has opened them."""
+        opened, group.open_gradient = group.open_gradient, None
+        _zero_unwritten(group, opened)
+        slot, wrote = opened.slot, bool(opened.written)
+        self._lanes.compute.record(slot.ready)
+        collectives.reduce(group, slot, self._lanes, opened.written)
+        slot.arena.release(slot)
+        group.sum.issued(group.trained)
+        self._reduced.append(group)
+        if group.finds_unused:
+            group.sum.touched = True  # the reduction tells of each parameter
+        elif group in self._wrote or not group.sum.is_touched():
+            group.sum.touched = self._wrote[group] = wrote or self._wrote.get(group, False)
+
+    def left_out(self, unit: Unit) -> list[Group]:
+        """The groups of `unit` that are still to be reduced when backward ends."""
+        if not unit.choices.reduces:
+            return []
+        # Accumulated before, and not used this time; or the sum is a tree, where zeros have their place too.
+        return [
+            group
+            for group in unit.groups
+            if group.open_gradient is not None
+            or (group.trainable and group.sum.exact and group not in self._reduced)
+        ]
+
+    def end_backward(self) -> None:
+        """Backward has ended: the optimizer and clipping read the gradients from here on."""
+        for group in self._ask():
+            if group.on_gradient is not None and group.sum.is_touched():
+                self.tell_optimizer(group)  # it updates now what only other ranks have used
+        for group in self._reduced:
+            self._lanes.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
+        self._reduced = []
+
+    def _ask(self) -> list[Group]:
+        """Tell the other ranks what this one wrote; gives the groups that wait for their word. Collective."""
+        wrote, self._wrote = self._wrote, {}
+        if self._hosts is None or not wrote:
+            return []
+        anybody, told = np.array(list(wrote.values()), np.int64), device.get("cpu").new_event()
+        communicator, stream = self._hosts
+        communicator.all_reduce(anybody, op="max", stream=stream)
+        stream.record(told)
+        for place, group in enumerate(wrote):
+            group.sum.told_touched = partial(_told, anybody, told, place)
+        return [group for group, own in wrote.items() if not own]
+
+    def tell_optimizer(self, group: Group) -> None:
+        """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
+        if group.on_gradient is not None and group.sum.complete:
+            group.on_gradient()
+
+    def reset(self) -> None:
+        """Backward has raised: what is half written is discarded."""
+        self._reduced, self._wrote = [], {}
+        for unit in self._units:
+            for group in unit.groups:
+                if group.open_gradient is not None:
+                    self.discard(group)
+
+
+def _zero_unwritten(group: Group, opened: OpenGradient) -> None:
+    """Slots are reused: clear the padding, and the gradients of parameters that nothing used."""
+    for start, stop in group.layout.padding if group.rows is None else group.rows.gaps:
+        opened.slot.array[start:stop].fill(0)
+    for position, view in opened.views.items():
+        if position not in opened.written:
+            view.fill(0)
+
+
+def _told(anybody: np.ndarray, told: Event, place: int) -> bool:
+    told.synchronize()
+    return bool(anybody[place])

@@ -1,0 +1,75 @@
+"""What watches a schedule. It is told of these points, with the unit, and decides nothing of what they do:
+
+forward, backward               a forward of the outermost unit begins; a backward
+recording, backward over        a forward begins that backward may follow; that has ended, or is given up
+enter, leave, raised            a call of a unit begins, ends, or has raised
+before backward, after backward its part of backward begins, ends
+gather, release, reduce         was issued
+"""
+
+import os
+import sys
+import time
+
+from shardrt import random
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.device import timeline
+from shardrt.fsdp.unit import Unit
+
+
+class Showing:
+    """For people: spans of units in traces, the watchdog's word for the part of a step, SHARDRT_DEBUG=1."""
+
+    def __init__(self, mesh: DeviceMesh, stream: str) -> None:
+        self._mesh = mesh
+        self._stream = stream
+        self._started: dict[Unit, float] = {}
+
+    def __call__(self, point: str, unit: Unit | None) -> None:
+        if point in ("forward", "backward"):
+            self._mesh.part(point)
+        elif point == "enter" or (point == "before backward" and unit not in self._started):
+            self._started[unit] = time.perf_counter()
+        elif point == "raised":
+            self._started.pop(unit, None)
+        elif point in ("leave", "after backward") and unit in self._started:
+            label = f"{'forward' if point == 'leave' else 'backward'} {unit.label}"
+            timeline.add(self._stream, label, self._started.pop(unit), time.perf_counter())
+        if _DEBUG and point in ("forward", "gather", "release", "reduce"):
+            # Each line in one piece: ranks may be threads.
+            sys.stderr.write(f"[rank {self._mesh.rank}] {point:8} {unit.label}\n")
+
+
+class MicroBatches:
+    """With set_world_invariant: dropout masks depend on which micro-batch of the step it is, not on ranks."""
+
+    def __init__(self, mesh: DeviceMesh, units: list[Unit]) -> None:
+        self._mesh = mesh
+        self._units = units
+        self._begun = False  # one whose backward has not ended
+        self._calls = 0  # uses of random numbers before the first of the step
+
+    def __call__(self, point: str, unit: Unit | None) -> None:
+        if point == "recording" and not self._begun:
+            self._begin()
+            self._begun = True
+        elif point == "backward over" and self._begun:
+            self._begun = False
+            random.end_micro_batch()
+
+    def _begin(self) -> None:
+        groups = [group for unit in self._units for group in unit.groups if group.trainable]
+        done = {group.sum.reductions for group in groups} or {0}
+        turn, turns, size = max(done), self._units[0].choices.turns, self._mesh.size
+        if len(done) > 1 or turn >= turns:
+            more = f"this would be one more than {turns}" if len(done) == 1 else "it was called for some only"
+            raise RuntimeError(
+                f"set_world_invariant: a step has {turns} backwards of {size} micro-batches, then "
+                f"zero_grad of all parameters; {more}"
+            )
+        if turn == 0:
+            self._calls = random.calls()
+        random.begin_micro_batch(turn * size + self._mesh.rank, self._calls)
+
+
+_DEBUG = os.environ.get("SHARDRT_DEBUG", "0") not in ("", "0")
