@@ -16,8 +16,9 @@ from shardrt import device, nn
 from shardrt.checkpoint import CheckpointError
 from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
-from shardrt.comm import world as worlds
 from shardrt.nn.lora import LoRALinear
+from shardrt.nn.module import speaks_for_all
+from shardrt.nn.runs import Runs, overlaps, run
 
 from .formats import FORMATS, Format, Settings, Stored
 
@@ -159,7 +160,7 @@ def save_pretrained(
     if odd := shapes.keys() ^ places.keys() ^ adapters:
         raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
     writer, error = None, None
-    if worlds.current().rank == 0:
+    if speaks_for_all(model):
         try:
             tensors = {
                 form.full_name(part.name): shape
@@ -212,15 +213,14 @@ class _FromFiles:
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """Elements [offset, offset + out.size), read from where they are."""
-        begin, stop = 0, offset + out.size
+        begin = 0
         for tensor, transposed in self.parts:
-            end = begin + prod(tensor.shape)
-            first, last = max(offset, begin), min(stop, end)
-            at = first - offset
-            for piece in tensor.pieces(first - begin, last - first, transposed) if first < last else ():
-                device.of(out).copy(out[at : at + piece.size], piece.astype(out.dtype, copy=False))
-                at += piece.size
-            begin = end
+            size = prod(tensor.shape)
+            for first, at, count in overlaps(run(begin, size), Runs(offset, out.size, out.size, 1)):
+                for piece in tensor.pieces(first, count, transposed):
+                    device.of(out).copy(out[at : at + piece.size], piece.astype(out.dtype, copy=False))
+                    at += piece.size
+            begin += size
 
 
 def _merged(layer: LoRALinear, weight: np.ndarray) -> np.ndarray:

@@ -28,7 +28,7 @@ class Piece(Storage):
     """What one rank holds of parameters that lie flat, one after the other, and are cut evenly."""
 
     shard = None
-    edge = full = gradient_target = zero_grad = lambda self, *args: None
+    edge = full = gradient_target = part_of = zero_grad = lambda self, *args: None
 
     def __init__(self, parameters, gradients, communicator=None):
         sizes = [gradient.size for gradient in gradients]
@@ -50,7 +50,7 @@ class Piece(Storage):
         first = self.first[id(parameter)]
         start = min(max(first, self.low), self.high)
         stop = min(max(first + parameter.size, self.low), self.high)
-        return start - self.low, stop - self.low, start - first
+        return start - self.low, stop - self.low
 
 
 def gradients(dtype=np.float32, scale=1.0):

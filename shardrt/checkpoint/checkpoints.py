@@ -34,6 +34,7 @@ from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module
+from shardrt.nn.runs import overlaps
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 from shardrt.untrusted import printable
@@ -215,7 +216,7 @@ class Checkpoints:
     def _manifest(self, save: "_Save", everyone: list[bytes]) -> Manifest:
         described = [json.loads(data) for data in everyone]
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in described)
-        pieces = tuple(SavedPiece(*row) for _, rows in described for row in rows)
+        pieces = tuple(SavedPiece.of(row) for _, rows in described for row in rows)
         parameters = {
             name: SavedParameter(array.shape, rankfile.kind_of(array.dtype))
             for name, array in _named_arrays(self._model)
@@ -304,8 +305,8 @@ class Checkpoints:
                 piece.array.fill(0)
         for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
             with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
-                for saved, piece, first, count in transfers:
-                    _transfer(reader, saved, piece, first, count)
+                for saved, piece, *where in transfers:
+                    _transfer(reader, saved, piece, *where)
         if not weights_only:
             set_steps(self._model, self._optimizer, manifest.steps)
         for parameter in self._model.parameters():
@@ -355,7 +356,7 @@ class _Save:
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{rank:05d}.safetensors"
         file, saved = rankfile.write(disk, path, pieces, rank)
-        self.described = json.dumps([asdict(file), [list(vars(piece).values()) for piece in saved]]).encode()
+        self.described = json.dumps([asdict(file), [piece.row for piece in saved]]).encode()
 
     def _do(self, part: Callable[[], None]) -> None:
         try:
@@ -367,32 +368,32 @@ class _Save:
 
 def _transfers(
     wanted: list[Piece], manifest: Manifest
-) -> dict[int, list[tuple[SavedPiece, Piece, int, int]]]:
-    """File number -> (saved piece, wanted piece, first element, count) of each overlap, in file order."""
+) -> dict[int, list[tuple[SavedPiece, Piece, int, int, int]]]:
+    """File number -> (saved piece, wanted piece, place there, place here, count), in file order."""
     saved: dict[tuple[str, str], list[SavedPiece]] = {}
     for piece in manifest.pieces:
         saved.setdefault((piece.kind, piece.parameter), []).append(piece)
-    found: dict[int, list[tuple[SavedPiece, Piece, int, int]]] = {}
+    found: dict[int, list[tuple[SavedPiece, Piece, int, int, int]]] = {}
     for piece in wanted:
         for other in saved.get((piece.kind, piece.parameter), ()):
-            first = max(piece.first, other.first)
-            count = min(piece.first + piece.array.size, other.first + other.count) - first
-            if count > 0:
-                found.setdefault(other.file, []).append((other, piece, first, count))
+            for here, there, count in overlaps(piece.part, other.runs):
+                found.setdefault(other.file, []).append((other, piece, there, here, count))
     for transfers in found.values():
-        transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2] - transfer[0].first)
+        transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2])
     return found
 
 
-def _transfer(reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, count: int) -> None:
-    """Copy elements [first, first + count) of the parameter from the file to this rank's piece."""
+def _transfer(
+    reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, place: int, count: int
+) -> None:
+    """Copy `count` elements of a saved piece, from its `first` on, to this rank's, from `place` on."""
     itemsize = piece.array.dtype.itemsize
-    target = piece.array[first - piece.first : first - piece.first + count]
+    target = piece.array[place : place + count]
     here = device.of(target)
     step = max(1, rankfile.BLOCK // itemsize)
     for start in range(0, count, step):
         part = target[start : start + step]
-        offset = saved.offset + (first - saved.first + start) * itemsize
+        offset = saved.offset + (first + start) * itemsize
         if isinstance(part, np.ndarray):
             reader.read_into(part, offset, f"{saved.kind} {saved.parameter!r}")
         else:

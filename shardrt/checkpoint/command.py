@@ -14,6 +14,7 @@ from shardrt.checkpoint.manifest import DTYPES, Damaged
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, read_manifest, verify
 from shardrt.comm.talk import differing
+from shardrt.nn.runs import spans
 from shardrt.untrusted import say
 
 
@@ -41,8 +42,10 @@ class _Values:
                 continue
             if result is None:
                 result = np.empty(parameter.size, DTYPES[parameter.dtype])
-            part = result[piece.first : piece.first + piece.count]
-            self._readers[piece.file].read_into(part, piece.offset, f"{kind} {name!r}")
+            reader, what = self._readers[piece.file], f"{kind} {name!r}"
+            for place, first, length in spans((piece.runs,)):
+                offset = piece.offset + place * result.itemsize
+                reader.read_into(result[first : first + length], offset, what)
         return result
 
 

@@ -3,6 +3,10 @@
 It may be damaged or forged: types, names, sizes and ranges are checked before any of them is used, or before
 anything is allocated because of it. JSON has no infinity: one in `extra` is written as 1e999, which is read
 as infinity. Manifests of earlier versions have "Infinity" there, and are read as well.
+
+A piece is a row of six: file, kind, parameter, first element, elements, offset. Format 2 has rows of eight
+besides, which end with the length and the stride of runs (nn/runs.py). What needs none of those is written as
+format 1, which earlier versions read.
 """
 
 import json
@@ -14,12 +18,14 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.nn.runs import Runs, disjoint
 from shardrt.untrusted import strict_json
 
-FORMAT = 1
+FORMATS = (1, 2)
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
 SMALL = 16 << 20  # and what it may have however little it describes; above, a hundredth of that
+SIDE_BY_SIDE = 1000  # pieces of one parameter that are columns; each is compared with all the others
 DTYPES = {  # safetensors' names of element types
     **{"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
@@ -45,14 +51,32 @@ class SavedFile:
 
 @dataclass(frozen=True)
 class SavedPiece:
-    """`count` elements of a parameter from `first` on, at byte `offset` of file number `file`."""
+    """Some elements of a parameter, side by side from byte `offset` of file number `file` on."""
 
     file: int
     kind: str
     parameter: str
-    first: int
-    count: int
+    runs: Runs
     offset: int
+
+    @property
+    def row(self) -> list:
+        """As a manifest has it."""
+        runs = self.runs
+        shape = [] if runs.count == 1 else [runs.length, runs.stride]
+        return [self.file, self.kind, self.parameter, runs.first, runs.size, self.offset, *shape]
+
+    @classmethod
+    def of(cls, row: Any) -> "SavedPiece":
+        """From such a row. Raises Damaged for what is none."""
+        strided = isinstance(row, list) and len(row) == 8
+        file, kind, parameter, first, size, offset, *shape = _row(
+            row, int, str, str, int, int, int, *(int, int) * strided
+        )
+        length, stride = shape or (size, size)
+        if not 0 < length <= stride or size <= 0 or size % length:
+            raise Damaged(f"a piece of {parameter!r} has {size} elements in runs of {length}, {stride} apart")
+        return cls(file, kind, parameter, Runs(first, length, stride, size // length), offset)
 
 
 @dataclass(frozen=True)
@@ -81,12 +105,13 @@ class Manifest:
 
     def dump(self) -> bytes:
         """As JSON, with a checksum of itself."""
+        rows = [piece.row for piece in self.pieces]
         body = {
-            "format": FORMAT,
+            "format": 2 if any(len(row) == 8 for row in rows) else 1,
             "step": self.step,
             "files": [[f.name, f.bytes, list(f.blocks)] for f in self.files],
             "parameters": {name: [list(p.shape), p.dtype] for name, p in self.parameters.items()},
-            "pieces": [[p.file, p.kind, p.parameter, p.first, p.count, p.offset] for p in self.pieces],
+            "pieces": rows,
             "steps": self.steps,
             "extra": self.extra,
         }
@@ -100,10 +125,8 @@ class Manifest:
         """The manifest in a file's bytes. Raises Damaged, naming the file and what is wrong."""
         try:
             body = strict_json(data, any_number=True)
-            if body["format"] != FORMAT:
-                raise Damaged(
-                    f"it is of format {str(body['format'])[:80]!r}, and this version reads {FORMAT}"
-                )
+            if body["format"] not in FORMATS:
+                raise Damaged(f"it is of format {str(body['format'])[:80]!r}, and this version reads 1 and 2")
             own = body.pop("self")
             if own != _checksum(body):
                 raise Damaged("its checksum is wrong")
@@ -111,7 +134,7 @@ class Manifest:
                 _natural(body["step"]),
                 tuple(_file(entry) for entry in body["files"]),
                 {_text(name): _parameter(entry) for name, entry in body["parameters"].items()},
-                tuple(SavedPiece(*_row(entry, int, str, str, int, int, int)) for entry in body["pieces"]),
+                tuple(map(SavedPiece.of, body["pieces"])),
                 {_text(name): _natural(steps) for name, steps in body["steps"].items()},
                 dict(body["extra"]),
             )
@@ -127,33 +150,43 @@ class Manifest:
         """Pieces lie inside their files and parameters, and those of each kind make each parameter whole."""
         if len({file.name for file in self.files}) != len(self.files):
             raise Damaged("a file is listed twice")
-        ranges: dict[tuple[str, str], list[tuple[int, int]]] = {}
+        found: dict[tuple[str, str], list[Runs]] = {}
         for piece in self.pieces:
             parameter = self.parameters.get(piece.parameter)
             if parameter is None or not 0 <= piece.file < len(self.files):
                 raise Damaged(f"a piece of {piece.parameter!r} belongs to nothing")
-            stop = piece.offset + piece.count * ITEM[parameter.dtype]
-            if min(piece.first, piece.count - 1, piece.offset) < 0 or stop > self.files[piece.file].bytes:
+            stop = piece.offset + piece.runs.size * ITEM[parameter.dtype]
+            if piece.offset < 0 or stop > self.files[piece.file].bytes:
                 raise Damaged(f"a piece of {piece.parameter!r} lies outside its file")
-            ranges.setdefault((piece.kind, piece.parameter), []).append(
-                (piece.first, piece.first + piece.count)
-            )
-        uncounted = {name for kind, name in ranges if kind != "parameter"} - self.steps.keys()
+            if piece.runs.first < 0 or piece.runs.stop > parameter.size:
+                raise Damaged(f"a piece of {piece.parameter!r} lies outside it")
+            found.setdefault((piece.kind, piece.parameter), []).append(piece.runs)
+        uncounted = {name for kind, name in found if kind != "parameter"} - self.steps.keys()
         if uncounted or self.steps.keys() - self.parameters.keys():
             raise Damaged("the numbers of updates are not those of the parameters with optimizer state")
-        missing = {("parameter", name) for name, p in self.parameters.items() if p.size} - ranges.keys()
+        missing = {("parameter", name) for name, p in self.parameters.items() if p.size} - found.keys()
         if missing:
             raise Damaged(f"{len(missing)} parameters have no values, {sorted(missing)[0][1]!r} for one")
-        for (kind, name), found in ranges.items():
-            end = 0
-            for first, stop in sorted(found):
-                if first != end:
-                    raise Damaged(f"the pieces of {name!r} ({kind}) leave a gap or overlap at element {end}")
-                end = stop
-            if end != self.parameters[name].size:
-                raise Damaged(
-                    f"the pieces of {name!r} ({kind}) have {end} elements, not {self.parameters[name].size}"
-                )
+        for (kind, name), runs in found.items():
+            told = f"the pieces of {name!r} ({kind})"
+            size = sum(one.size for one in runs)
+            if size != self.parameters[name].size:
+                raise Damaged(f"{told} have {size} elements, not {self.parameters[name].size}")
+            _check_disjoint(runs, told)
+
+
+def _check_disjoint(pieces: list[Runs], told: str) -> None:
+    """Raise Damaged if two have an element in common. As many elements as there are then make a whole."""
+    if len({runs.stride for runs in pieces if runs.count > 1}) > 1:
+        raise Damaged(f"{told} are runs of several strides")
+    before: list[Runs] = []  # those that go beyond where the next one begins
+    for runs in sorted(pieces, key=lambda runs: runs.first):
+        before = [other for other in before if other.stop > runs.first]
+        if not all(disjoint(other, runs) for other in before):
+            raise Damaged(f"{told} overlap at element {runs.first}")
+        before.append(runs)
+        if len(before) > SIDE_BY_SIDE:
+            raise Damaged(f"{told} are more than {SIDE_BY_SIDE} side by side")
 
 
 def _file(entry: Any) -> SavedFile:

@@ -16,6 +16,7 @@ from shardrt.comm.first import FromFirst
 from shardrt.fsdp.full import whole_on_first
 from shardrt.nn.module import Module, everyone, speaks_for_all
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import take
 from shardrt.optim.optimizer import Optimizer
 
 Array = Any
@@ -159,10 +160,10 @@ def _count(name: str, value: Any) -> int:
 
 def _put(state: Array, parameter: Parameter, values: Any) -> None:
     """Set this rank's piece of the state of a parameter; to 0 without values."""
-    start, stop, first = parameter.storage.range_of(parameter)
+    start, stop = parameter.storage.range_of(parameter)
     piece = np.zeros(stop - start, state.dtype)
     if values is not None:
-        piece[...] = np.asarray(values).reshape(-1)[first : first + stop - start]
+        piece[...] = take(parameter.part, np.asarray(values))
     device.of(state).copy(state[start:stop], piece)
 
 

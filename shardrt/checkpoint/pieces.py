@@ -1,8 +1,7 @@
 """The parts of a model and its optimizer that this rank saves and restores.
 
-They are pieces of parameters, not of flat buffers: a piece is a range of a parameter's elements, in memory
-order. Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of
-ranks.
+They are pieces of parameters, not of flat buffers: a piece is a part of a parameter's elements (nn/runs.py).
+Units and padding do not show in it, so a checkpoint loads into any layout, strategy and number of ranks.
 """
 
 from collections.abc import Iterator
@@ -10,10 +9,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from shardrt.comm import world as worlds
-from shardrt.fsdp.group import Group
-from shardrt.nn.module import Module
-from shardrt.nn.parameter import Parameter
+from shardrt.nn.module import Module, speaks_for_all
+from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 
@@ -23,7 +20,7 @@ PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
 
 @dataclass(frozen=True, eq=False)
 class Piece:
-    """Elements [first, first + array.size) of a parameter, or of the optimizer's state for it.
+    """The elements `part` of a parameter, or of the optimizer's state for it.
 
     kind: "parameter", or the name of the state ("m"). flat: the 1-D array that has them at [start, stop) on
     this rank, a unit's shard for one. trained: the optimizer updates it, so it must be finite.
@@ -31,7 +28,7 @@ class Piece:
 
     kind: str
     parameter: str
-    first: int
+    part: Part
     flat: Array
     start: int
     stop: int
@@ -46,30 +43,23 @@ class Piece:
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:
     """The pieces that this rank holds, parameter by parameter, then the buffers; none of them empty.
 
-    saving: if several ranks hold copies of a piece, only the first saves it; of the buffers, only rank 0's
+    saving: if several ranks hold copies of a piece, only its owner saves it; of the buffers, only rank 0's
     are saved.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
+    first = not saving or speaks_for_all(model)
     for name, parameter in model.named_parameters():
-        start, stop, first = parameter.storage.range_of(parameter)
-        if start == stop or (saving and not _saves(parameter)):
+        storage, part = parameter.storage, parameter.part
+        if not part or (saving and not storage.owner(first)):
             continue
-        trained = id(parameter) in states
-        yield Piece(PARAMETER, name, first, parameter.storage.shard, start, stop, trained)
+        held, trained = storage.range_of(parameter), id(parameter) in states
+        yield Piece(PARAMETER, name, part, storage.shard, *held, trained)
         if trained:
             for kind, state in states[id(parameter)].state.items():
-                yield Piece(kind, name, first, state, start, stop, trained)
-    if not saving or worlds.current().rank == 0:
+                yield Piece(kind, name, part, state, *held, trained)
+    if first:
         for name, buffer in model.named_buffers():
-            yield Piece(PARAMETER, name, 0, buffer.reshape(-1), 0, buffer.size)
-
-
-def _saves(parameter: Parameter) -> bool:
-    """Whether this rank is the first that holds these elements."""
-    storage = parameter.storage
-    if isinstance(storage, Group):
-        return storage.team.copies is None or storage.team.copies.rank == 0
-    return worlds.current().rank == 0
+            yield Piece(PARAMETER, name, run(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
 
 
 def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]:

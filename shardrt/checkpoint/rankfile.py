@@ -69,9 +69,9 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
     text += b" " * (-len(text) % 8)
     header, offset, saved = len(text).to_bytes(8, "little") + text, 8 + len(text), []
     for piece in pieces:
-        size = piece.array.size
-        saved.append(SavedPiece(number, piece.kind, piece.parameter, piece.first, size, offset))
-        offset += piece.array.nbytes
+        for runs in piece.part:
+            saved.append(SavedPiece(number, piece.kind, piece.parameter, runs, offset))
+            offset += runs.size * piece.array.itemsize
     return header, saved
 
 

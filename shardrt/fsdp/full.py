@@ -17,6 +17,7 @@ from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import put, take
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -92,7 +93,7 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     parameter is sharded; None elsewhere.
     """
     storage, here = parameter.storage, device.current()
-    start, stop, _ = storage.range_of(parameter)
+    start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
         return own.reshape(parameter.shape).copy()  # each rank has its own
@@ -104,13 +105,15 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
             team.control.send(own, peer=0, stream=here.current_stream)
         return None
     entry = layout.entries[storage.position[id(parameter)]]
-    whole = np.empty(parameter.size, own.dtype)
-    whole[: own.size] = own
+    whole = np.empty(parameter.shape, own.dtype)
+    put(parameter.part, whole, own)
     for rank in range(1, team.size):
-        start, stop, first = layout.local(entry, rank)
-        if start < stop:
-            team.control.recv(whole[first : first + stop - start], peer=rank, stream=here.current_stream)
-    return whole.reshape(parameter.shape)
+        start, stop, part = layout.held(entry, rank)
+        if part:
+            piece = np.empty(stop - start, own.dtype)
+            team.control.recv(piece, peer=rank, stream=here.current_stream)
+            put(part, whole, piece)
+    return whole
 
 
 def built_units(module: Module) -> list[Unit]:
@@ -151,9 +154,8 @@ def _gathered(group: Group, shard: Array) -> Array:
 def _take_back(unit: Unit) -> None:
     lanes = unit.schedule.lanes
     for group in unit.groups:
-        rank = group.team.rank
-        for entry, view in zip(group.layout.entries, group.full_views, strict=True):
-            start, stop, first = group.layout.local(entry, rank)
-            piece = view.reshape(-1)[first : first + stop - start]
+        for parameter, view in zip(group.parameters, group.full_views, strict=True):
+            start, stop = group.range_of(parameter)
+            piece = take(parameter.part, view)
             lanes.compute.submit(lanes.device.copy, group.shard[start:stop], piece)
         group.modified()

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from shardrt import autograd, dtypes, random
+from shardrt import autograd, dtypes
 from shardrt.autograd import WRITTEN, Edge, Function
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, host
@@ -23,6 +23,7 @@ from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import GradientSum
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import Part
 from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
 
 Array = Any
@@ -131,10 +132,9 @@ class Group(Storage):
         self.gradient_ready = self.sum.ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
-        self._ranges = [self.layout.local(entry, self.team.rank) for entry in self.layout.entries]
-        for parameter, storage, held in zip(self.parameters, self._initial, self._ranges, strict=True):
-            start, stop, first = held
-            _fill(parameter, storage, shard[start:stop], first)
+        self._held = [self.layout.held(entry, self.team.rank) for entry in self.layout.entries]
+        for storage, (start, stop, part) in zip(self._initial, self._held, strict=True):
+            storage.give(part, shard[start:stop])
         host.drop(shard)  # where it is a mapped file
         self._initial = []
 
@@ -255,9 +255,16 @@ class Group(Storage):
     def modified(self) -> None:
         self.runtime.written(self)
 
-    def range_of(self, parameter: Parameter) -> tuple[int, int, int]:
+    def owner(self, first: bool) -> bool:
+        return self.team.copies is None or self.team.copies.rank == 0
+
+    def range_of(self, parameter: Parameter) -> tuple[int, int]:
         self.built()
-        return self._ranges[self.position[id(parameter)]]
+        return self._held[self.position[id(parameter)]][:2]
+
+    def part_of(self, parameter: Parameter) -> Part:
+        self.built()
+        return self._held[self.position[id(parameter)]][2]
 
     def full(self, parameter: Parameter) -> Array:
         if self.full_views is not None:
@@ -304,11 +311,3 @@ class Group(Storage):
         accumulate = position in opened.written
         opened.written.add(position)
         return opened.views[position], accumulate, WRITTEN
-
-
-def _fill(parameter: Parameter, storage: Storage, piece: Array, first: int) -> None:
-    """Put elements [first, first + piece.size) of the parameter's values into `piece`."""
-    if isinstance(storage, LocalStorage) and storage.materialised:  # loaded before it was sharded
-        piece[...] = storage.shard[first : first + piece.size]
-    else:
-        parameter.init.fill(piece, parameter.seed, random.name_key(parameter.name), first)

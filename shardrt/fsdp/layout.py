@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
+from shardrt.nn.runs import Part, cut, run
+
 ALIGNMENT = 16  # elements: one cache line of float32
 
 
@@ -64,15 +66,12 @@ class Layout:
         """(start, stop) of a rank's shard in the flat buffer."""
         return rank * self.shard_size, (rank + 1) * self.shard_size
 
-    def local(self, entry: Entry, rank: int) -> tuple[int, int, int]:
-        """(start, stop, first): a rank's shard[start:stop] holds the parameter's elements from `first` on.
-
-        start == stop where the rank holds nothing of it.
-        """
+    def held(self, entry: Entry, rank: int) -> tuple[int, int, Part]:
+        """(start, stop, part): a rank's shard[start:stop] has these elements of the parameter, or none."""
         low, high = self.shard_range(rank)
         start = min(max(entry.offset, low), high)
         stop = min(max(entry.stop, start), high)
-        return start - low, stop - low, start - entry.offset if start < stop else 0
+        return start - low, stop - low, cut(run(0, entry.size), start - entry.offset, stop - entry.offset)
 
     @cached_property
     def padding(self) -> tuple[tuple[int, int], ...]:

@@ -61,7 +61,7 @@ def _check(control: Communicator, by_team: dict[Team, list[Group]], states: Stat
 
 def _arrays(group: Group, states: States) -> Iterator[tuple[str, Array]]:
     """The used part of this rank's shard, and of each state that goes with it."""
-    ranges = [group.range_of(parameter)[:2] for parameter in group.parameters]
+    ranges = [group.range_of(parameter) for parameter in group.parameters]
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
     for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
         yield kind, array[start:stop]
@@ -86,7 +86,7 @@ def _unequal(told: list[list]) -> bool:
 def _rows(group: Group, states: States) -> Iterator[list]:
     """[parameter, kind, this rank's place among those that share it, hash] of each piece."""
     for parameter in group.parameters:
-        start, stop, _ = group.range_of(parameter)
+        start, stop = group.range_of(parameter)
         for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
             yield [parameter.name, kind, group.team.rank, _hash(array[start:stop])]
 

@@ -15,6 +15,7 @@ from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser
+from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.storage import LocalStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
@@ -121,9 +122,14 @@ class Parameter(Tensor):
         return Tensor(self.value())
 
     @property
+    def part(self) -> Part:
+        """Which elements of it this rank holds, of `shape` in memory order: where those of `shard` belong."""
+        return self.storage.part_of(self)
+
+    @property
     def shard(self) -> Array:
         """What this rank holds of it: a 1-D view (possibly empty) of its storage, to be read."""
-        start, stop, _ = self.storage.range_of(self)
+        start, stop = self.storage.range_of(self)
         piece = self.storage.shard[start:stop]
         return piece if isinstance(self.storage, LocalStorage) else read_only(piece)
 
@@ -134,7 +140,7 @@ class Parameter(Tensor):
         Collective: every rank comes here for the same parameters, also where its piece is empty, because a
         slower rank may still read the values as they are. The next forward sees what was written.
         """
-        start, stop, _ = self.storage.range_of(self)
+        start, stop = self.storage.range_of(self)
         self.storage.before_write()
         try:
             yield self.storage.shard[start:stop]
@@ -147,7 +153,7 @@ class Parameter(Tensor):
         gradient = self.storage.gradient
         if gradient is None or not self.storage.has_gradient(self):
             return None
-        start, stop, _ = self.storage.range_of(self)
+        start, stop = self.storage.range_of(self)
         piece = gradient[start:stop]
         return piece.reshape(self._shape) if isinstance(self.storage, LocalStorage) else piece
 
@@ -165,6 +171,12 @@ class Parameter(Tensor):
             )
         self.storage.zero_grad()
 
+    def fill(self, out: Array, part: Part, name: str | None = None) -> None:
+        """Write what the elements `part` start as, under this name or another one, into 1-D `out`."""
+        key = random.name_key(self.name if name is None else name)
+        for place, first, length in spans(part):
+            self.init.fill(out[place : place + length], self.seed, key, first)
+
     def load(self, values: Any) -> None:
         """Set this rank's piece from the whole array `values`.
 
@@ -174,9 +186,9 @@ class Parameter(Tensor):
             raise ValueError(
                 f"parameter {self.name!r} has shape {self._shape}, the values {tuple(values.shape)}"
             )
-        start, stop, first = self.storage.range_of(self)
+        start, stop = self.storage.range_of(self)
         shard = self.storage.shard[start:stop]
-        piece = np.ascontiguousarray(np.asarray(values).reshape(-1)[first : first + stop - start])
+        piece = np.ascontiguousarray(take(self.part, np.asarray(values)))
         device.of(shard).copy(shard, piece.astype(shard.dtype, copy=False))
         self.storage.modified()
 

@@ -2,21 +2,23 @@
 
 A parameter is a name and a shape; its storage holds the values. A plain model has one LocalStorage per
 parameter. fully_shard gives the parameters of a unit one common storage, of which this rank holds a
-contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract.
+contiguous 1-D piece. The optimizer, clipping and state dicts see only this contract. `part_of` says which
+elements of a parameter a rank has, `owner` whether it is the one that speaks for them.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device, random
+from shardrt import device
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
+from shardrt.nn.runs import Part, run, take
 
 if TYPE_CHECKING:
     from shardrt.nn.parameter import Parameter
@@ -62,6 +64,13 @@ class Storage(ABC):
     ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
     exact_norm = False  # norms of the gradient are computed in integers
     applied = False  # an update during backward has used the gradient; the optimizer sets it
+
+    def owner(self, first: bool) -> bool:
+        """Whether this rank saves what it holds: of the ranks that hold an element, one does.
+
+        first: whether this rank speaks for all of the model's. It does for what every rank holds.
+        """
+        return first
 
     @property
     def owned(self) -> bool:
@@ -110,8 +119,12 @@ class Storage(ABC):
         return self.gradient is not None
 
     @abstractmethod
-    def range_of(self, parameter: "Parameter") -> tuple[int, int, int]:
-        """(start, stop, first): shard[start:stop] holds the elements of the parameter from `first` on."""
+    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
+        """(start, stop): shard[start:stop] holds what this rank has of the parameter."""
+
+    @abstractmethod
+    def part_of(self, parameter: "Parameter") -> Part:
+        """Which elements of the parameter those are, in their order."""
 
     @abstractmethod
     def full(self, parameter: "Parameter") -> Array:
@@ -163,11 +176,18 @@ class LocalStorage(Storage):
             self._array = self._initial(self._made_as)
         return self._array
 
+    def give(self, part: Part, out: Array) -> None:
+        """Write the values of these elements into 1-D `out`; the others need not be made for it."""
+        if self._array is None:
+            self._parameter.fill(out, part)
+        else:
+            out[...] = take(part, self._array)
+
     def _initial(self, name: str) -> Array:
         """What a parameter of this name starts as."""
         parameter = self._parameter
         array = device.current().empty(parameter.shape, parameter.dtype)
-        parameter.init.fill(array.reshape(-1), parameter.seed, random.name_key(name), 0)
+        parameter.fill(array.reshape(-1), self.part_of(parameter), name)
         return array
 
     def made_under(self) -> str | None:
@@ -185,8 +205,11 @@ class LocalStorage(Storage):
     def gradient(self) -> Array | None:
         return None if self._gradient is None else self._gradient.reshape(-1)
 
-    def range_of(self, parameter: "Parameter") -> tuple[int, int, int]:
-        return 0, parameter.size, 0
+    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
+        return 0, parameter.size
+
+    def part_of(self, parameter: "Parameter") -> Part:
+        return run(0, parameter.size)
 
     def full(self, parameter: "Parameter") -> Array:
         return self.array()
@@ -202,6 +225,11 @@ class LocalStorage(Storage):
 
     def zero_grad(self) -> None:
         self._gradient = None
+
+
+def shared(storages: Iterable[Storage]) -> bool:
+    """Whether other ranks train with this one, as far as these storages, which are built, know."""
+    return any(storage.everyone is not None and storage.everyone.size > 1 for storage in storages)
 
 
 def read_only(array: Array) -> Array:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm import world
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
-from shardrt.nn.storage import LocalStorage, Storage
+from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -70,11 +69,11 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     if not max_norm > 0:
         raise ValueError(f"clip_grad_norm_on_device_: max_norm must be positive, got {max_norm}")
     parameters, here = parameters_in(parameters, "clip_grad_norm_on_device_"), device.current()
-    limited = not isinf(max_norm)
+    limited, found = not isinf(max_norm), list(_gradient_pieces(parameters))
     if limited:
         _refuse_mixed(parameters)
     by_communicator: dict[Communicator | None, list[Array]] = {}
-    for storage, piece in _gradient_pieces(parameters):
+    for storage, piece in found:
         if limited:
             storage.refuse_applied("clip_grad_norm_on_device_")
         pieces = by_communicator.setdefault(storage.communicator, [])
@@ -135,7 +134,7 @@ def _refuse_mixed(parameters: list[Parameter]) -> None:
     """Gradients that nobody reduces differ between ranks, and so would the norm, and the clipped rest."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     alone = [parameter for parameter in trained if isinstance(parameter.storage, LocalStorage)]
-    if world.current().size > 1 and 0 < len(alone) < len(trained):
+    if alone and shared(parameter.storage for parameter in trained):
         raise ValueError(
             f"clip_grad_norm_: parameter {alone[0].name!r} is not sharded, so its gradient is this rank's "
             "own; clip such parameters in a call of their own"
@@ -231,9 +230,9 @@ def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage,
     """(storage, 1-D view of its gradient), neighbouring parameters of one storage as one view."""
     ranges: dict[Storage, list[tuple[int, int]]] = {}
     for parameter in parameters:
-        start, stop, _ = parameter.storage.range_of(parameter)
+        held = parameter.storage.range_of(parameter)
         if parameter.requires_grad:
-            ranges.setdefault(parameter.storage, []).append((start, stop))
+            ranges.setdefault(parameter.storage, []).append(held)
     for storage, pieces in ranges.items():
         gradient = storage.gradient
         if storage.gradient_ready is not None:

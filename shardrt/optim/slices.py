@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm import world
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage, Storage
+from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.nn.utils import merged
 
 Array = Any
@@ -96,7 +95,7 @@ class Slice:
             alike.setdefault(key, []).append(position)
         rows = []
         for positions in alike.values():
-            pieces = [self.storage.range_of(self.members[position][0])[:2] for position in positions]
+            pieces = [self.storage.range_of(self.members[position][0]) for position in positions]
             rows += [(start, stop, positions[0]) for start, stop in merged(pieces)]
         return Cut(members, tuple(sorted(rows)))
 
@@ -173,7 +172,7 @@ def refuse_partly_sharded(slices: list[Slice]) -> None:
     """ValueError for plain parameters beside sharded ones: they would drift apart between ranks unseen."""
     plain = [piece for piece in slices if isinstance(piece.storage, LocalStorage)]
     forgotten = [piece.name for piece in plain if not piece.storage.ignored]
-    if world.current().size > 1 and forgotten and len(plain) < len(slices):
+    if forgotten and shared(piece.storage for piece in slices):
         raise ValueError(
             f"optimizer: parameter {forgotten[0]!r} is in no unit, so nobody would reduce its gradient "
             "over the ranks; call fully_shard(model) last, or name it in ignored"

@@ -120,7 +120,7 @@ def write(path, content):
 
 
 WRONG = {
-    "another format": lambda b: b.update(format=2),
+    "another format": lambda b: b.update(format=3),
     "a step below 0": lambda b: b.update(step=-1),
     "a step that is no number": lambda b: b.update(step="1"),
     "a step that is true": lambda b: b.update(step=True),
@@ -149,6 +149,12 @@ WRONG = {
     "a piece twice": lambda b: b["pieces"].append(b["pieces"][0]),
     "a piece too few": lambda b: b["pieces"].pop(0),
     "a gap": lambda b: b["pieces"][0].__setitem__(3, 1),
+    "runs of no elements": lambda b: b["pieces"][0].extend([0, 4]),
+    "runs that lie in one another": lambda b: b["pieces"][0].extend([b["pieces"][0][4], 1]),
+    "runs of another number of elements": lambda b: b["pieces"][0].extend([b["pieces"][0][4] + 1, 1 << 20]),
+    "runs beyond their parameter": lambda b: b["pieces"][0].extend([1, 1 << 20]),
+    "runs without end": lambda b: b["pieces"][0].extend([1, 1 << 62]),
+    "runs with a length alone": lambda b: b["pieces"][0].append(1),
     "pieces that are no rows": lambda b: b.update(pieces=[3]),
     "steps that are no numbers": lambda b: b.update(steps={"bias": 1.5}),
     "moments without numbers of updates": lambda b: b.update(steps={}),
@@ -232,6 +238,15 @@ def made_up(chooser, text):
     place[key] = chooser.choice([-1, 1 << 62, 1.5, "..", "x" * 5000, None, [[]], True, [1 << 61] * 40])
     own = "0" * 32 if chooser.random() < 0.1 else _checksum(content)
     return json.dumps({**content, "self": own}).encode()
+
+
+def test_very_many_columns_are_refused_before_all_are_compared(saved, tmp_path):
+    content, count = body(saved), 20_000
+    content |= {"format": 2, "steps": {}, "parameters": {"wide": [[2, count], "F32"]}}
+    content["pieces"] = [[0, "parameter", "wide", i, 2, 0, 1, count] for i in range(count)]
+    write(tmp_path / "manifest.json", content)
+    with pytest.raises(Damaged, match="more than 1000 side by side"):
+        read_manifest(tmp_path)
 
 
 def test_a_manifest_holds_what_was_put_in(saved):

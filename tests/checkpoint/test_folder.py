@@ -79,10 +79,10 @@ def test_something_else_with_the_name_of_a_checkpoint_is_not_replaced(root):
 
 
 def test_a_manifest_of_a_later_format_is_passed_over_by_its_number(root):
-    content = body(root / "step-00000002") | {"format": 2, "pieces": "in another file"}
+    content = body(root / "step-00000002") | {"format": 3, "pieces": "in another file"}
     write(root / "step-00000002" / "manifest.json", content)
     with pytest.warns(
-        UserWarning, match="step-00000002/manifest.json: it is of format '2', and this version reads 1"
+        UserWarning, match="step-00000002/manifest.json: it is of format '3', and this version reads 1"
     ):
         assert steps_found(root) == [1, 1]
     assert _checksum(content)  # right, as that version sees it

@@ -8,6 +8,7 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard, units
+from shardrt.nn.runs import put
 
 
 class Block(nn.Module):
@@ -130,8 +131,7 @@ def gradients(model):
             continue
         storage = parameter.storage
         whole = np.zeros(parameter.size, parameter.dtype)
-        start, stop, first = storage.range_of(parameter)
-        whole[first : first + stop - start] = parameter.grad.reshape(-1)
+        put(parameter.part, whole, parameter.grad.reshape(-1))
         if storage.communicator is not None:
             storage.communicator.all_reduce(whole, op="sum", stream=device.current().current_stream)
         result[name] = whole.reshape(parameter.shape)

@@ -4,6 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from shardrt.fsdp.layout import ALIGNMENT, Layout
+from shardrt.nn.runs import spans
 
 shapes = st.lists(st.lists(st.integers(1, 40), min_size=1, max_size=3).map(tuple), min_size=1, max_size=8)
 
@@ -18,10 +19,11 @@ def test_every_element_is_held_by_exactly_one_rank(shapes, shards):
     for entry in layout.entries:
         held = []
         for rank in range(shards):
-            start, stop, first = layout.local(entry, rank)
+            start, stop, part = layout.held(entry, rank)
+            elements = [first + i for _, first, n in spans(part) for i in range(n)]
             assert 0 <= start <= stop <= layout.shard_size
-            assert start == stop or rank * layout.shard_size + start == entry.offset + first
-            held += range(first, first + stop - start)
+            assert elements == [rank * layout.shard_size + i - entry.offset for i in range(start, stop)]
+            held += elements
         assert held == list(range(entry.size))
 
 

@@ -33,7 +33,7 @@ def checked(where, shape=None, **settings):
     check_replicas(model, optimizer)
     if where is not None and mesh.rank == where[0]:
         parameter = dict(model.named_parameters())[where[2]]
-        start, _, _ = parameter.storage.range_of(parameter)
+        start, _ = parameter.storage.range_of(parameter)
         piece = next(piece for piece in optimizer.slices if piece.storage is parameter.storage)
         flip(parameter.storage.shard if where[1] == "parameter" else piece.state[where[1]], start)
     try:

@@ -123,7 +123,7 @@ def state(mesh, model, optimizer):
     whole = {}
     for piece in pieces_of(model, optimizer, saving=True):
         rows = whole.setdefault((piece.kind, piece.parameter), {})
-        rows[piece.first] = np.array(piece.array)
+        rows[piece.part[0].first] = np.array(piece.array)
     sent = [[*key, first, array.tolist()] for key, rows in whole.items() for first, array in rows.items()]
     found = {}
     for kind, name, first, values in (

@@ -5,6 +5,7 @@ import time
 import numpy as np
 
 from shardrt import device, nn
+from shardrt.nn.runs import run
 from shardrt.nn.storage import Placement, Storage
 
 SIZES = (370, 1500, 2603, 991, 40)  # no multiple of anything
@@ -72,7 +73,10 @@ class HostStorage(Storage):
 
     def range_of(self, parameter):
         stop = int(self._stops[[p is parameter for p in self.parameters].index(True)])
-        return stop - parameter.size, stop, 0
+        return stop - parameter.size, stop
+
+    def part_of(self, parameter):
+        return run(0, parameter.size)
 
     def zero_grad(self):
         self._has_gradient = False

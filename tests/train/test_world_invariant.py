@@ -58,7 +58,7 @@ def state(folder):
     manifest = read_manifest(folder)
     arrays = [load_file(folder / file.name) for file in manifest.files]
     found = {}
-    for piece in sorted(manifest.pieces, key=lambda piece: piece.first):
+    for piece in sorted(manifest.pieces, key=lambda piece: piece.runs.first):
         name = f"{piece.kind}/{piece.parameter}"
         found[name] = found.get(name, b"") + arrays[piece.file][name].tobytes()
     assert {name.partition("/")[0] for name in found} == {"parameter", "m", "v"}
