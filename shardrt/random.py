@@ -1,10 +1,11 @@
 """Seeds. Every random number is a function of a seed and of what it is for; no generator is carried along.
 
-A parameter's initial values depend on (seed, its name, element), a dropout mask on (seed, step, which
-dropout of the step, element of the global batch). So there is nothing to save, and the numbers are the
-same at every world size. Where a step goes through the model in micro-batches that are shared among the ranks
-(fsdp.set_world_invariant), "the step" is a turn, in which each rank has the micro-batch whose number is set
-here.
+A parameter's initial values depend on (seed, its name, element), a dropout mask on (seed, step, which call of
+the model in the step, name of the innermost module, which use by that module in the call, element of the
+global batch). So there is nothing to save, the numbers are the same at every world size, and a process that
+has some layers of a model draws the masks that they have in the whole one. Where a step goes through the
+model in micro-batches that are shared among the ranks (fsdp.set_world_invariant), "the step" is a turn, in
+which each rank has the micro-batch whose number is set here.
 """
 
 import threading
@@ -12,12 +13,16 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+State = tuple[int, int, int, bool, dict[str, int], int | None]
+
 
 class _State(threading.local):
     def __init__(self) -> None:
         self.seed = 0
         self.step = 0
-        self.calls = 0
+        self.calls = 0  # of the model in the step, that have used random numbers
+        self.new_call = True  # the next use is the first of a call
+        self.uses: dict[str, int] = {}  # in the latest call, by name of the module
         self.micro_batch: int | None = None
         self.rewound = False
 
@@ -32,7 +37,7 @@ def manual_seed(seed: int, step: int = 0) -> None:
     """
     if seed < 0 or step < 0:
         raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")
-    _state.seed, _state.step, _state.calls, _state.micro_batch = seed, step, 0, None
+    restore((seed, step, 0, True, {}, None))
 
 
 def initial_seed() -> int:
@@ -40,21 +45,37 @@ def initial_seed() -> int:
     return _state.seed
 
 
-def next_call() -> tuple[int, int]:
-    """(seed, call): the key of one use of random numbers, another one each time."""
-    key = upcoming()
-    _state.calls += 1
-    return key
+def call_begins() -> None:
+    """The outermost module is called: what it uses first begins a call."""
+    _state.new_call = True
 
 
-def restore(earlier: tuple[int, int, int, int | None]) -> None:
-    """Go on from where this thread stood when `state()` was `earlier`."""
-    _state.seed, _state.step, _state.calls, _state.micro_batch = earlier
+def next_call() -> None:
+    """Go on to the next call of the model, which uses random numbers."""
+    _state.calls, _state.new_call, _state.uses = _state.calls + 1, False, {}
+
+
+def draw(module: str | None) -> tuple[int, int, int]:
+    """(seed, call, use) of one use of random numbers by the module of this name, another one each time.
+
+    Its numbers are those of (seed, (call + use) % 2**64). Outside of all modules (None) a use is a call.
+    """
+    if _state.new_call or module is None:
+        next_call()
+    name = module or ""
+    number = _state.uses[name] = _state.uses.get(name, 0) + 1
+    return _state.seed, (_state.step << 20) + _state.calls, name_key(f"{name} {number}")
 
 
 def upcoming() -> tuple[int, int]:
-    """What `next_call` would give."""
+    """(seed, call) of the next call."""
     return _state.seed, (_state.step << 20) + _state.calls + 1
+
+
+def restore(earlier: State) -> None:
+    """Go on from where this thread stood when `state()` was `earlier`."""
+    _state.seed, _state.step, _state.calls, _state.new_call, uses, _state.micro_batch = earlier
+    _state.uses = dict(uses)
 
 
 def rewound() -> bool:
@@ -63,7 +84,7 @@ def rewound() -> bool:
 
 
 def calls() -> int:
-    """Uses of random numbers in the step so far."""
+    """How many calls of the model in the step have used random numbers."""
     return _state.calls
 
 
@@ -73,7 +94,7 @@ def micro_batch() -> int | None:
 
 
 def begin_micro_batch(number: int, calls: int) -> None:
-    """Micro-batch `number` of the step follows, and uses random numbers from use `calls` of the step on."""
+    """Micro-batch `number` of the step follows, and uses random numbers as if `calls` calls had been."""
     _state.micro_batch, _state.calls = number, calls
 
 
@@ -82,13 +103,14 @@ def end_micro_batch() -> None:
     _state.micro_batch = None
 
 
-def state() -> tuple[int, int, int, int | None]:
-    """Where this thread stands: (seed, step, uses of random numbers in it, micro-batch)."""
-    return _state.seed, _state.step, _state.calls, _state.micro_batch
+def state() -> State:
+    """Where this thread stands, for `restore` and `at`."""
+    here = _state
+    return here.seed, here.step, here.calls, here.new_call, dict(here.uses), here.micro_batch
 
 
 @contextmanager
-def at(earlier: tuple[int, int, int, int | None]) -> Iterator[None]:
+def at(earlier: State) -> Iterator[None]:
     """Inside a with block, give out again the numbers that followed when `state()` was `earlier`."""
     before, was_rewound = state(), _state.rewound
     restore(earlier)

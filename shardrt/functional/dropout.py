@@ -1,7 +1,8 @@
-"""Dropout whose mask is not stored: element i of a mask is a function of (seed, step, which call, i).
+"""Dropout whose mask is not stored: element i of it is a function of seed, step, module, use and i.
 
-The elements are counted over the global batch, of which each rank has an equal part in rank order, or that of
-the micro-batch that it computes; so a run drops the same elements at every world size.
+That is, of the name of the innermost module, and which dropout in there it is (shardrt.random). Elements are
+counted over the global batch, of which each rank has an equal part in rank order, or that of the
+micro-batch that it computes; so a run drops the same elements at every world size.
 """
 
 from functools import partial
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device, random
+from shardrt import autograd, device, random
 from shardrt.autograd import Function
 from shardrt.comm import world
 from shardrt.functional._arrays import check_floats, empty_like, flat, kernels, tensor
@@ -56,22 +57,26 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
 def _key() -> tuple[int, int, Array | None]:
     """(seed, call, place) of the next mask, as the kernel takes them.
 
-    In a captured graph `call` counts from the first mask of the graph, whose key is asked for before each
-    replay; and each replay draws the keys that the capture only seemed to draw.
+    In a captured graph `call` counts from the first call of the model in the graph, which is asked for before
+    each replay; and each replay counts the calls that the capture only seemed to be.
     """
-    before = random.state()
-    seed, call = random.next_call()
+    running = autograd.modules()
+    module = running[-1].name if running else None
     here = device.current()
     graph = here.capturing
     if graph is None:
-        return seed, call, None
+        seed, call, use = random.draw(module)
+        return seed, (call + use) % 2**64, None
     if "dropout" not in graph.kept:
         if random.rewound():
             raise RuntimeError("dropout: a graph that makes a mask again must have made it first")
-        graph.after_capture(partial(random.restore, before))
+        graph.after_capture(partial(random.restore, random.state()))
+        random.call_begins()
         place = here.numbers(lambda: np.array(random.upcoming(), np.uint64))
-        graph.kept["dropout"] = call, place
-    first, place = graph.kept["dropout"]
-    if not random.rewound():
+        graph.kept["dropout"] = random.upcoming()[1], place
+    before = random.calls()
+    _, call, use = random.draw(module)
+    if random.calls() > before and not random.rewound():
         graph.before_replay(random.next_call)
-    return 0, (call - first) % 2**64, place
+    first, place = graph.kept["dropout"]
+    return 0, (call - first + use) % 2**64, place

@@ -15,7 +15,7 @@ from typing import Any, Protocol, TypeVar
 
 import numpy as np
 
-from shardrt import autograd, device
+from shardrt import autograd, device, random
 from shardrt.comm import world
 from shardrt.comm.first import FromFirst
 from shardrt.comm.protocol import Communicator
@@ -290,6 +290,8 @@ class Module:
         """Call `method` inside all that is attached; not twice where one entry calls another."""
         running = autograd.modules()
         depth, nested = len(running), self in running
+        if not running:
+            random.call_begins()
         for around in self._arounds:
             if around.every_entry or not nested:
                 method = partial(around.run, self, method)

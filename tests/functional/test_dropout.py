@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor
+from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import thread, world
 from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
@@ -53,6 +53,57 @@ def test_a_seed_and_step_give_the_same_masks_again():
         shardrt.manual_seed(3, 9)
         masks.append(F.dropout(x, 0.5).data)
     np.testing.assert_array_equal(*masks)
+
+
+class Layers(nn.Module):
+    """Each layer drops twice by one module, and once itself."""
+
+    class Layer(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x):
+            masks = [self.drop(x), self.drop(x), F.dropout(x, 0.5)]
+            return [mask.data.tobytes() for mask in masks]
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(self.Layer() for _ in range(3))
+
+    def forward(self, x):
+        again = self.layers[1](x)
+        return [layer(x) for layer in self.layers], again
+
+
+def test_every_use_has_its_own_mask():
+    x, model = Tensor(np.ones(300, np.float32)), Layers()
+    shardrt.manual_seed(3, 4)
+    calls = [model(x) for _ in range(2)]  # of two micro-batches, say
+    masks = [mask for layers, again in calls for layer in (*layers, again) for mask in layer]
+    assert len(set(masks)) == len(masks) == 24
+
+
+def test_a_part_of_a_model_draws_the_masks_that_it_has_in_the_whole():
+    """As a pipeline's stages do, which are called once for each micro-batch."""
+    x, model = Tensor(np.ones(300, np.float32)), Layers()
+    shardrt.manual_seed(3, 4)
+    whole = [model(x)[0] for _ in range(2)]
+    for number in (0, 2):
+        shardrt.manual_seed(3, 4)
+        assert [model.layers[number](x) for _ in range(2)] == [layers[number] for layers in whole]
+
+
+def test_what_uses_no_random_numbers_does_not_count():
+    x, model = Tensor(np.ones(300, np.float32)), Layers()
+    shardrt.manual_seed(3, 4)
+    first, second = model(x), model(x)
+    shardrt.manual_seed(3, 4)
+    assert model(x) == first
+    model.eval()
+    nn.Linear(300, 1)(x)
+    model.train()
+    assert model(x) == second
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
