@@ -26,7 +26,7 @@ import numpy as np
 from bench.training import gathered
 from models import train
 from shardrt import device, optim
-from shardrt.checkpoint import Checkpoints
+from shardrt.checkpoint import CheckpointManager
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import DeviceMesh, init_device_mesh
@@ -91,7 +91,7 @@ class Rounds:
         self.model = sharded_model(recipe, mesh, self.task)
         self.optimizer = optimizer_of(recipe, self.model)
         self.scaler = optim.GradScaler(enabled=False)
-        self.checkpoints = Checkpoints(
+        self.checkpoints = CheckpointManager(
             folder / "c", self.model, self.optimizer, mesh, keep_last=1, disk=self.disk
         )
         self.done = 0

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, nest
+from shardrt import autograd, device, pytree
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.device import Device
 from shardrt.functional._arrays import broadcast
@@ -55,44 +55,44 @@ class Offload:
         output = forward(*args, **kwargs)
         if not autograd.recorded_since(since):
             return output
-        found = nest.returned(output, "offload_activations", module.name or type(module).__name__)
+        found = pytree.returned(output, "offload_activations", module.name or type(module).__name__)
         results = [tensor for tensor in found if tensor.node is not None]
-        cargo = Cargo(_lanes(), module)
+        saved_tensors = SavedTensors(_streams(), module)
         for node in autograd.reachable({tensor.node for tensor in results}, since):
-            if node.saved and not isinstance(node.saved, Away):
-                node.saved = cargo.pack(node.saved)
-        if not cargo.parcels:
+            if node.saved and not isinstance(node.saved, Offloaded):
+                node.saved = saved_tensors.pack(node.saved)
+        if not saved_tensors.arrays_away:
             return output
-        cargo.depart()
-        return Marker.mark(output, results, cargo)
+        saved_tensors.depart()
+        return Marker.mark(output, results, saved_tensors)
 
 
 class Marker(Function):
     """The outputs of an offloaded module, unchanged; its backward has what the module saved brought back."""
 
-    __slots__ = ("cargo",)
+    __slots__ = ("saved_tensors",)
     strided = True
 
     @classmethod
-    def mark(cls, output: Any, results: list[Variable], cargo: "Cargo") -> Any:
+    def mark(cls, output: Any, results: list[Variable], saved_tensors: "SavedTensors") -> Any:
         """The same output with a Marker behind its tensors: newer than all nodes of the module."""
         node = cls()
-        node.saved, node.cargo = (), cargo
+        node.saved, node.saved_tensors = (), saved_tensors
         node.needs = (True,) * len(results)
         node.edges = tuple(tensor.edge() for tensor in results)
         node.enter_tape()
-        return nest.exchanged(output, results, node.wrap(tuple(t.data for t in results), True))
+        return pytree.exchanged(output, results, node.wrap(tuple(t.data for t in results), True))
 
     def backward(self, *dy: Array) -> tuple:
-        self.cargo.arrive()
+        self.saved_tensors.arrive()
         following = next(autograd.running().upcoming(Marker), None)
         if following is not None:
-            following.cargo.fetch()
+            following.saved_tensors.fetch()
         return dy
 
 
 class State(Enum):
-    """Where the arrays of a cargo are."""
+    """Where the saved tensors of a call are."""
 
     LOADING = "on the device"
     LEAVING = "on the device, and being copied to the host"
@@ -101,22 +101,22 @@ class State(Enum):
     HOME = "on the device again"
 
 
-class Cargo:
+class SavedTensors:
     """The arrays that one call of a module has saved, each once. They travel together."""
 
-    def __init__(self, lanes: "Lanes", module: Module) -> None:
+    def __init__(self, streams: "Streams", module: Module) -> None:
         self.label = module.name or type(module).__name__
         self.state = State.LOADING
-        self.parcels: list[Parcel] = []
-        self._lanes = lanes
-        self._known: dict[tuple, Parcel] = {}
+        self.arrays_away: list[SavedArray] = []
+        self._streams = streams
+        self._known: dict[tuple, SavedArray] = {}
         self._stay = _addresses_of_parameters(module)
         self._loan: Loan | None = None
 
-    def pack(self, saved: tuple) -> "Away | tuple":
-        """A stand-in for the saved tuple of a node whose arrays become parcels; itself if it has none."""
+    def pack(self, saved: tuple) -> "Offloaded | tuple":
+        """A stand-in for the saved tuple of a node whose arrays become arrays_away; itself if it has none."""
         template = self._pack(saved)
-        return saved if template is saved else Away(self, template)
+        return saved if template is saved else Offloaded(self, template)
 
     def _pack(self, item: Any) -> Any:
         if isinstance(item, tuple):
@@ -127,50 +127,52 @@ class Cargo:
                 return item
             place = self._pack(item.data)
             if place is not item.data:
-                place.tensor = nest.hollow(item)
+                place.tensor = pytree.hollow(item)
                 return place
         elif _is_array(item) and _address(item) not in self._stay:
             return self._place(item)
         return item
 
     def _place(self, array: Array) -> "Place":
-        """Where `array` is to be found. Views of the same memory are one parcel, if none leaves out any."""
+        """Where `array` is to be found. Views of the same memory are one array, if none leaves out any."""
         dense, axes = _dense(array)
         if dense.flags.c_contiguous:
             key = (_address(dense), dense.nbytes, dense.dtype)
         else:
             key = (_address(dense), dense.shape, dense.strides, dense.dtype)
-        parcel = self._known.get(key)
-        if parcel is None:
-            parcel = self._known[key] = Parcel(contiguous(dense).reshape(-1))
-            self.parcels.append(parcel)
-        return Place(parcel, dense.shape, axes, array.shape)
+        saved_array = self._known.get(key)
+        if saved_array is None:
+            saved_array = self._known[key] = SavedArray(contiguous(dense).reshape(-1))
+            self.arrays_away.append(saved_array)
+        return Place(saved_array, dense.shape, axes, array.shape)
 
     def depart(self) -> None:
-        """Issue the copies to the host. The device arrays are dropped when the next cargo departs."""
-        lanes = self._lanes
-        lanes.free_last()
+        """Issue the copies to the host. The device arrays are dropped when those of the next call depart."""
+        streams = self._streams
+        streams.free_last()
         self._known.clear()
-        starts, total = _lay_out([parcel.array.nbytes for parcel in self.parcels])
-        self._loan = lanes.pool.lend(total)
+        starts, total = _lay_out([saved_array.array.nbytes for saved_array in self.arrays_away])
+        self._loan = streams.pool.lend(total)
         host = self._loan.buffer
-        for parcel, start in zip(self.parcels, starts, strict=True):
-            parcel.host = host.array[start : start + parcel.array.nbytes].view(parcel.array.dtype)
-        lanes.compute.record(host.ready)
-        lanes.offload.wait(host.ready)  # the ops have computed what is copied
-        lanes.offload.wait(host.read)  # the cargo that had the buffer before has been copied from it
-        pairs = [(parcel.host, parcel.array) for parcel in self.parcels]
-        lanes.offload.submit(_copy, lanes.device, pairs, label=f"offload {self.label}")
-        lanes.offload.record(host.written)
+        for saved_array, start in zip(self.arrays_away, starts, strict=True):
+            saved_array.host = host.array[start : start + saved_array.array.nbytes].view(
+                saved_array.array.dtype
+            )
+        streams.compute.record(host.ready)
+        streams.offload.wait(host.ready)  # the ops have computed what is copied
+        streams.offload.wait(host.read)  # what had the buffer before has been copied from it
+        pairs = [(saved_array.host, saved_array.array) for saved_array in self.arrays_away]
+        streams.offload.submit(_copy, streams.device, pairs, label=f"offload {self.label}")
+        streams.offload.record(host.written)
         self.state = State.LEAVING
-        lanes.last = weakref.ref(self)
+        streams.last = weakref.ref(self)
 
     def free(self) -> None:
         """Drop the arrays on the device, when they have been copied."""
         if self.state is State.LEAVING:
-            self._lanes.compute.wait(self._loan.buffer.written)  # the copy reads the arrays until then
-            for parcel in self.parcels:
-                parcel.array = None
+            self._streams.compute.wait(self._loan.buffer.written)  # the copy reads the arrays until then
+            for saved_array in self.arrays_away:
+                saved_array.array = None
             self.state = State.AWAY
 
     def fetch(self) -> None:
@@ -178,33 +180,33 @@ class Cargo:
         if self.state is State.LEAVING:
             # The copy, which nobody needs now, would hold what backward is about to free. It had all the time
             # that the modules behind this one took.
-            self._lanes.compute.wait(self._loan.buffer.written)
+            self._streams.compute.wait(self._loan.buffer.written)
             self._settle()
         elif self.state is State.AWAY:
-            lanes, host = self._lanes, self._loan.buffer
-            for parcel in self.parcels:
-                parcel.array = lanes.device.empty((parcel.host.size,), parcel.host.dtype)
-            lanes.compute.record(host.ready)
-            lanes.fetch.wait(host.ready)  # ops may use the memory until here; and the copy out has ended
-            pairs = [(parcel.array, parcel.host) for parcel in self.parcels]
-            lanes.fetch.submit(_copy, lanes.device, pairs, label=f"fetch {self.label}")
-            lanes.fetch.record(host.read)
+            streams, host = self._streams, self._loan.buffer
+            for saved_array in self.arrays_away:
+                saved_array.array = streams.device.empty((saved_array.host.size,), saved_array.host.dtype)
+            streams.compute.record(host.ready)
+            streams.fetch.wait(host.ready)  # ops may use the memory until here; and the copy out has ended
+            pairs = [(saved_array.array, saved_array.host) for saved_array in self.arrays_away]
+            streams.fetch.submit(_copy, streams.device, pairs, label=f"fetch {self.label}")
+            streams.fetch.record(host.read)
             self.state = State.COMING
 
     def arrive(self) -> None:
         """Have the arrays on the device, as far as the compute stream is concerned."""
         self.fetch()
         if self.state is State.COMING:
-            self._lanes.compute.wait(self._loan.buffer.read)  # the copies have filled the arrays
+            self._streams.compute.wait(self._loan.buffer.read)  # the copies have filled the arrays
             self._settle()
 
     def _settle(self) -> None:
         """From now on the arrays belong to the nodes alone, which free them as backward goes."""
         self.state = State.HOME
-        self.parcels, self._loan = [], None
+        self.arrays_away, self._loan = [], None
 
 
-class Parcel:
+class SavedArray:
     """One array: 1-D and on the device, or None while it is on the host alone."""
 
     __slots__ = ("array", "host")
@@ -215,12 +217,12 @@ class Parcel:
 
 
 class Place:
-    """In place of an array in a saved tuple: the parcel with its elements, and how they lie there."""
+    """In place of an array in a saved tuple: the saved_array with its elements, and how they lie there."""
 
-    __slots__ = ("parcel", "dense", "axes", "shape", "tensor")
+    __slots__ = ("saved_array", "dense", "axes", "shape", "tensor")
 
-    def __init__(self, parcel: Parcel, dense: tuple, axes: tuple | None, shape: tuple) -> None:
-        self.parcel = parcel
+    def __init__(self, saved_array: SavedArray, dense: tuple, axes: tuple | None, shape: tuple) -> None:
+        self.saved_array = saved_array
         self.dense = dense  # shape in memory order, repetitions left out
         self.axes = axes  # in memory order; None if that is their own order
         self.shape = shape
@@ -228,25 +230,25 @@ class Place:
 
     def value(self) -> Any:
         """The array, or tensor, with the strides that it had."""
-        array = self.parcel.array.reshape(self.dense)
+        array = self.saved_array.array.reshape(self.dense)
         if self.axes is not None:
             array = array.transpose(sorted(range(len(self.axes)), key=self.axes.__getitem__))
         if array.shape != self.shape:
             array = broadcast(array, self.shape)
-        return array if self.tensor is None else nest.filled(self.tensor, array)
+        return array if self.tensor is None else pytree.filled(self.tensor, array)
 
 
-class Away:
+class Offloaded:
     """In place of a saved tuple: unpacks like it, having waited for its arrays if nobody has."""
 
     __slots__ = ("_cargo", "_template")
 
-    def __init__(self, cargo: Cargo, template: tuple) -> None:
-        self._cargo = cargo
+    def __init__(self, saved_tensors: SavedTensors, template: tuple) -> None:
+        self._saved_tensors = saved_tensors
         self._template = template
 
     def __iter__(self) -> Iterator:
-        self._cargo.arrive()
+        self._saved_tensors.arrive()
         return iter(_unpacked(self._template))
 
 
@@ -256,7 +258,7 @@ def _unpacked(item: Any) -> Any:
     return item.value() if isinstance(item, Place) else item
 
 
-class Lanes:
+class Streams:
     """The streams and host buffers of one thread on one device."""
 
     def __init__(self, here: Device) -> None:
@@ -265,13 +267,13 @@ class Lanes:
         self.offload = here.new_stream("offload")
         self.fetch = here.new_stream("fetch")
         self.pool = HostPool(here)
-        self.last: weakref.ref[Cargo] | None = None  # the one that departed last
+        self.last: weakref.ref[SavedTensors] | None = None  # the one that departed last
 
     def free_last(self) -> None:
-        """Have the cargo that departed last off the device: one is on its way at a time."""
-        cargo = self.last() if self.last is not None else None
-        if cargo is not None:
-            cargo.free()
+        """Have those that departed last off the device: one call's are on their way at a time."""
+        saved_tensors = self.last() if self.last is not None else None
+        if saved_tensors is not None:
+            saved_tensors.free()
 
 
 class HostBuffer:
@@ -330,15 +332,15 @@ class Loan:
         self._pool.take_back(self.buffer)
 
 
-_state = threading.local()  # ranks that are threads of one process have lanes of their own
+_state = threading.local()  # ranks that are threads of one process have streams of their own
 
 
-def _lanes() -> Lanes:
+def _streams() -> Streams:
     here = device.current()
-    lanes = _state.__dict__.setdefault("lanes", {})
-    if here not in lanes:
-        lanes[here] = Lanes(here)
-    return lanes[here]
+    streams = _state.__dict__.setdefault("streams", {})
+    if here not in streams:
+        streams[here] = Streams(here)
+    return streams[here]
 
 
 def _copy(here: Device, pairs: list[tuple[Array, Array]]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-from shardrt import autograd, dtypes, nest, random
+from shardrt import autograd, dtypes, pytree, random
 from shardrt.autograd import Function, Variable
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -92,7 +92,7 @@ class Recomputation:
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward, without a tape if there is something to keep for backward."""
-        inputs = [tensor for tensor in nest.tensors((args, kwargs)) if tensor.requires_grad]
+        inputs = [tensor for tensor in pytree.tensors((args, kwargs)) if tensor.requires_grad]
         wanted = inputs or any(parameter.requires_grad for parameter in module.parameters())
         if not autograd.is_grad_enabled() or not wanted:
             return forward(*args, **kwargs)
@@ -104,7 +104,7 @@ class Recomputation:
                 output = forward(*args, **kwargs)
         finally:
             _state.pieces.pop()
-        nest.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
+        pytree.returned(output, "checkpoint", module.name or type(module).__name__)  # else gradients are lost
         return node.mark(output, inputs, tuple(keeper.kept) if self.policy == "matmul" else None)
 
 
@@ -124,7 +124,7 @@ class Recompute(Function):
         self.module = module
         self._forward = forward
         self._arrays: list[Array] = []
-        self._call = nest.replaced(call, self._set_aside)
+        self._call = pytree.replaced(call, self._set_aside)
         self._modes = [below.training for below in module.modules()]
         self._random = random.state()
 
@@ -133,7 +133,7 @@ class Recompute(Function):
         if _stays(tensor):
             return tensor
         self._arrays.append(tensor.value())
-        return nest.hollow(tensor)
+        return pytree.hollow(tensor)
 
     def mark(self, output: Any, inputs: list[Variable], kept: tuple | None) -> Any:
         """The output of forward with this node behind its floating tensors."""
@@ -144,7 +144,7 @@ class Recompute(Function):
         self.needs = (True,) * len(inputs)
         self.edges = tuple(tensor.edge() for tensor in inputs)
         self.enter_tape()
-        return nest.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
+        return pytree.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
 
     def backward(self, *dy: Array) -> tuple:
         since = autograd.newest()
@@ -160,7 +160,7 @@ class Recompute(Function):
             self.saved = None  # from now on the fresh tape has them, and frees them as it goes
         rest = iter(arrays)
         del arrays
-        args, kwargs = nest.replaced(self._call, lambda tensor: _restored(tensor, rest))
+        args, kwargs = pytree.replaced(self._call, lambda tensor: _restored(tensor, rest))
         running = autograd.modules()
         running.append(self.module)
         _state.again.append(self)
@@ -213,7 +213,7 @@ class _Resume:
 
 def _floating(output: Any) -> list[Variable]:
     """The floating tensors in what a forward returned, each once, in order."""
-    return [tensor for tensor in nest.tensors(output) if dtypes.floating(tensor.data.dtype)]
+    return [tensor for tensor in pytree.tensors(output) if dtypes.floating(tensor.data.dtype)]
 
 
 def _stays(tensor: Variable) -> bool:
@@ -225,7 +225,7 @@ def _restored(stand_in: Variable, arrays: Iterator[Array]) -> Variable:
     """The argument that the stand-in stands for: with its place in the graph, where its gradient goes."""
     if _stays(stand_in):
         return stand_in
-    return nest.filled(stand_in, next(arrays))
+    return pytree.filled(stand_in, next(arrays))
 
 
 @contextmanager

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, autograd, device, nest, nn, no_grad
+from shardrt import Tensor, autograd, device, nn, no_grad, pytree
 from shardrt import functional as F
-from shardrt.activation_offload import ALIGNMENT, Away, HostPool, Marker, _lanes, offload_activations
+from shardrt.activation_offload import ALIGNMENT, HostPool, Marker, Offloaded, _streams, offload_activations
 from shardrt.autograd import Function
 from shardrt.device import StreamError, timeline
 from shardrt.device.cpu import CPUDevice, InlineStream, finish_streams
@@ -98,9 +98,9 @@ def through_the_host(*saved):
     x = leaf(normal(3))
     y = layer(x)
     assert isinstance(y.node, Marker)
-    nbytes = _lanes().pool.lent_bytes
+    nbytes = _streams().pool.lent_bytes
     offload_activations(Layer(lambda x, weight: x * x))(x)  # departs next: the other is on the host alone now
-    assert y.node.cargo.state.name == "AWAY"
+    assert y.node.saved_tensors.state.name == "AWAY"
     y.sum().backward()
     return FOUND[0], nbytes
 
@@ -154,7 +154,7 @@ def test_parameters_do_not_travel_however_they_were_saved():
     x = leaf(normal(4, 4))
     y = layer(x)
     # x, exp(x), and exp(x) * weight, each of 128 bytes; weight and weight.T not
-    assert _lanes().pool.lent_bytes == 2 * 128
+    assert _streams().pool.lent_bytes == 2 * 128
     y.sum().backward()
     assert np.isfinite(layer.weight.grad).all()
 
@@ -171,19 +171,19 @@ def test_memory_on_the_device_falls_to_two_blocks():
 
 
 def test_with_recomputation_only_the_inputs_travel():
-    lanes = _lanes()
+    streams = _streams()
     model = gpt(width=64)
     offload_blocks(model, "full")
     loss = F.cross_entropy(model(TOKENS), TOKENS)
-    assert lanes.pool.lent_bytes == 3 * TOKENS.size * 64 * 4
+    assert streams.pool.lent_bytes == 3 * TOKENS.size * 64 * 4
     loss.backward()
-    assert lanes.pool.lent_bytes == 0
+    assert streams.pool.lent_bytes == 0
 
 
 def test_host_buffers_are_used_again_in_the_next_step():
     model = gpt()
     offload_blocks(model)
-    pool = _lanes().pool
+    pool = _streams().pool
     step(model)
     held, buffers = pool.held_bytes, {id(buffer) for buffer in pool._free}
     for _ in range(3):
@@ -234,10 +234,12 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back_without_the_garbage_coll
     gc.disable()
     try:
         logits = model(TOKENS)
-        cargo = weakref.ref(next(n for n in autograd.reachable([logits.node]) if isinstance(n, Marker)).cargo)
-        assert cargo() is not None and _lanes().pool.lent_bytes > 0
+        saved_tensors = weakref.ref(
+            next(n for n in autograd.reachable([logits.node]) if isinstance(n, Marker)).saved_tensors
+        )
+        assert saved_tensors() is not None and _streams().pool.lent_bytes > 0
         del logits
-        assert cargo() is None and _lanes().pool.lent_bytes == 0
+        assert saved_tensors() is None and _streams().pool.lent_bytes == 0
     finally:
         gc.enable()
 
@@ -318,7 +320,7 @@ class Meetings:
 
 def test_copies_run_beside_the_module_that_computes(monkeypatch):
     """Offload i beside forward i + 1, and fetch i beside backward i + 1."""
-    _lanes().offload.synchronize()  # what an earlier test left under way is not counted below
+    _streams().offload.synchronize()  # what an earlier test left under way is not counted below
     last, meetings = 4, Meetings()
     copy, forward, backward = CPUDevice.copy, Slow.forward, Slow.backward
     coming = {"offload": iter(range(last)), "fetch": iter(range(last - 1, -1, -1))}  # the last never leaves
@@ -355,7 +357,7 @@ def test_one_module_at_a_time_is_leaving():
     for link in chain(6).links:
         x = link(x)
         markers.append(x.node)
-        states = [marker.cargo.state.name for marker in markers]
+        states = [marker.saved_tensors.state.name for marker in markers]
         assert states == ["AWAY"] * (len(markers) - 1) + ["LEAVING"]
 
 
@@ -367,7 +369,7 @@ def test_the_next_module_is_fetched_when_the_backward_of_one_begins(monkeypatch)
     original = Slow.backward
 
     def look(self, dy):
-        seen.append([marker.cargo.state.name for marker in markers])
+        seen.append([marker.saved_tensors.state.name for marker in markers])
         return original(self, dy)
 
     monkeypatch.setattr(Slow, "backward", look)
@@ -517,13 +519,13 @@ def test_without_a_tape_nothing_travels():
         model(TOKENS)
     x = Tensor(np.ones(3))
     assert offload_activations(Layer(lambda x, weight: x))(x) is x
-    assert _lanes().pool.lent_bytes == 0
+    assert _streams().pool.lent_bytes == 0
 
 
 def test_a_second_backward_is_an_error():
     block = offload_activations(gpt().blocks[0])
     y = block(hidden(1, 4, 16))
-    assert any(isinstance(node.saved, Away) for node in autograd.reachable([y.node]))
+    assert any(isinstance(node.saved, Offloaded) for node in autograd.reachable([y.node]))
     y.sum().backward()
     with pytest.raises(RuntimeError, match="were freed by an earlier backward"):
         y.sum().backward()
@@ -538,7 +540,7 @@ def test_tensors_in_dataclasses_are_found_and_what_holds_none_is_refused():
     with no_grad():
         assert layer(leaf(normal(4, 4))).y.shape == (4, 4)
     layer.function = lambda x, weight: Pair(F.exp(x @ weight))
-    (y,) = nest.tensors(layer(leaf(normal(4, 4))))
+    (y,) = pytree.tensors(layer(leaf(normal(4, 4))))
     assert isinstance(y.node, Marker)
 
 

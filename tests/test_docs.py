@@ -42,7 +42,8 @@ import os, runpy, sys
 for file in sys.argv[1:]:
     os.chdir(os.path.dirname(file))
     runpy.run_path(file, run_name="__main__")
-    print("ran", file, flush=True)
+    sys.stdout.write(f"ran {file}\\n")  # in one write: the ranks' lines don't mix
+    sys.stdout.flush()
 """
 
 

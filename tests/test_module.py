@@ -187,7 +187,7 @@ def test_names_of_pytorch_say_where_to_look():
     for owner, name, text in (
         (layer, "set_requires_gradient_sync", r"with shardrt\.fsdp\.no_sync\(model\)"),
         (layer, "to", "device that init_device_mesh names; for types, use fully_shard"),
-        (optimizer, "state_dict", r"use shardrt\.checkpoint\.Checkpoints"),
+        (optimizer, "state_dict", r"use shardrt\.checkpoint\.CheckpointManager"),
         (layer, "wieght", "no attribute 'wieght'$"),
         (optimizer, "wieght", "no attribute 'wieght'$"),
     ):
@@ -199,7 +199,7 @@ def test_names_of_pytorch_say_where_to_look():
 @pytest.mark.parametrize(
     ("package", "name", "text"),
     [
-        (shardrt, "save", r"shardrt has no 'save': use shardrt\.checkpoint\.Checkpoints"),
+        (shardrt, "save", r"shardrt has no 'save': use shardrt\.checkpoint\.CheckpointManager"),
         (shardrt, "softmax", r"use shardrt\.functional\.softmax$"),
         (shardrt, "cat", r"use F\.concatenate"),
         (shardrt, "float32", "types are strings"),

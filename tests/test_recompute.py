@@ -8,7 +8,7 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, Block, GPTConfig
-from shardrt import Tensor, autograd, device, nest, nn, no_grad
+from shardrt import Tensor, autograd, device, nn, no_grad, pytree
 from shardrt import functional as F
 from shardrt import random as shardrt_random
 from shardrt.autograd import Function
@@ -147,7 +147,7 @@ class Pair:
 def test_tensors_may_be_in_dataclasses(box):
     def use(layer):
         x = leaf(normal(4, 4))
-        (tensor,) = nest.tensors(layer(Pair(x * 1.0)))
+        (tensor,) = pytree.tensors(layer(Pair(x * 1.0)))
         (tensor * x).sum().backward()
         return x.grad, layer.weight.grad
 

@@ -14,7 +14,7 @@ import numpy as np
 import shardrt
 from shardrt import functional as F
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints
+from shardrt.checkpoint import CheckpointManager
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.models.gpt import GPT, GPTConfig
@@ -44,7 +44,7 @@ def main() -> None:
     fully_shard(model, mesh=mesh)
     optimizer = optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.1)
 
-    checkpoints = Checkpoints(arguments.checkpoints, model, optimizer, mesh, keep_last=2)
+    checkpoints = CheckpointManager(arguments.checkpoints, model, optimizer, mesh, keep_last=2)
     first, _ = checkpoints.restore()  # 0 where there is none
     for step in range(first, arguments.steps):
         windows = samples(text, arguments.context + 1, step)[mesh.rank :: mesh.size]

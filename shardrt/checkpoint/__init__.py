@@ -4,15 +4,18 @@ Read in this order: disk, pieces, manifest, rankfile, store, checkpoints. weight
 optimizer_state handle only files and dicts of whole arrays.
 """
 
-from shardrt.checkpoint.checkpoints import CheckpointError, Checkpoints, NonfiniteWeights
+from shardrt.checkpoint.checkpoints import CheckpointError, CheckpointManager, NonfiniteWeights
 from shardrt.checkpoint.manifest import Damaged
 from shardrt.checkpoint.optimizer_state import get_optimizer_state_dict, set_optimizer_state_dict
 from shardrt.checkpoint.state import full_state_dict
 from shardrt.checkpoint.store import Store, read_manifest, verify
 from shardrt.checkpoint.weights import load, save
 
+Checkpoints = CheckpointManager  # as it was called before
+
 __all__ = [
     "CheckpointError",
+    "CheckpointManager",
     "Checkpoints",
     "Damaged",
     "NonfiniteWeights",

@@ -56,7 +56,7 @@ class OtherRun(ValueError):
     """A checkpoint is sound, but of another model or optimizer."""
 
 
-class Checkpoints:
+class CheckpointManager:
     """The checkpoints of one run, in one folder. All calls are collective.
 
     What is saved, and where it is, is found at the first save: by then the model must be sharded.
@@ -77,7 +77,7 @@ class Checkpoints:
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
-                f"Checkpoints: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
+                f"CheckpointManager: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
             )
         self.store = Store(Path(root), disk)
         self._model, self._optimizer, self._mesh = model, optimizer, mesh

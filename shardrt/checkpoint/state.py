@@ -7,7 +7,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import talk
 from shardrt.fsdp.full import full_group
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module, speaks_for_all
 from shardrt.nn.parameter import Parameter
@@ -38,10 +38,10 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     here = device.current()
     first = speaks_for_all(model)
     wanted = {id(parameter) for parameter in model.parameters()}
-    done: set[Group] = set()
+    done: set[ParameterGroup] = set()
     for parameter in model.parameters():
         storage = parameter.storage
-        if not isinstance(storage, Group):
+        if not isinstance(storage, ParameterGroup):
             yield parameter, here.to_numpy(parameter.data)
         elif storage not in done:
             done.add(storage)

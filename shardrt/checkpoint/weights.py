@@ -93,7 +93,7 @@ def _opened(path: Path) -> Iterator["_Tensors"]:
     folder = path.parent
     if not path.exists() and ((folder / MANIFEST).exists() or Store(folder).checkpoints()):
         raise FileNotFoundError(
-            f"{path} is not there, but checkpoints of a run are: Checkpoints(folder, model, optimizer, "
+            f"{path} is not there, but checkpoints of a run are: CheckpointManager(folder, model, optimizer, "
             "mesh).restore(path, weights_only=True) reads those"
         )
     open_regular(path).close()  # the library waits for a pipe

@@ -78,7 +78,9 @@ class Watched(Protocol):
 
     rank: int
     size: int
-    world: Any  # its `kind`: "single", "thread" or "mpi"
+
+    @property
+    def world(self) -> Any: ...  # its `kind`: "single", "thread" or "mpi"
 
     def communicator(self, role: str) -> Any: ...
 

@@ -1,7 +1,7 @@
 """Fully sharded data parallelism.
 
-Read in this order, in which no file knows a later one: strategy, policy, layout, rows, team, tree, group,
-unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
+Read in this order, in which no file knows a later one: strategy, policy, layout, rows, process_groups, tree,
+group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
 boundary, setup, rehearsal, memory, full, replicas, api, wrap.
 """
 

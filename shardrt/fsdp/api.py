@@ -20,7 +20,7 @@ from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage, Placement
+from shardrt.nn.storage import HostPlacement, LocalStorage
 from shardrt.nn.vision import BatchNorm2d
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -99,7 +99,7 @@ def fully_shard(
         reshard_after_forward,
         prefetch,
         mp_policy or MixedPrecisionPolicy(),
-        offload_policy.placement if offload_policy is not None else Placement(),
+        offload_policy.placement if offload_policy is not None else HostPlacement(),
         by_rank,
     )
     boundary = UnitBoundary(Unit(modules, _untaken(modules, settings, ignored), settings, build))
@@ -161,7 +161,7 @@ def set_gradient_divide_factor(module: Module, factor: float) -> None:
                 f"{schedule.mesh.rank}: {factor})"
             )
     for unit in found:
-        if unit.choices.turns is not None and factor != 1:
+        if unit.choices.micro_batches is not None and factor != 1:
             raise ValueError(
                 f"set_gradient_divide_factor: factor {factor} would round each reduction; with "
                 "set_world_invariant it is 1, and the loss of a micro-batch is divided instead"
@@ -193,7 +193,7 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
     """Train to the same bits on 1, 2, 4, ... ranks. Call it on the outermost module, after fully_shard.
 
     micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W.
-    A step is M / W times forward and backward, rank r of W having micro-batch j W + r at turn j, then the
+    A step is M / W times forward and backward, rank r of W having micro-batch j W + r as its j-th, then the
     update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
     the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
     the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
@@ -221,7 +221,7 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
             raise RuntimeError(
                 "set_world_invariant: call it before the optimizer is made and the model is used"
             )
-        unit.choices.turns, unit.choices.divide_factor = micro_batches // size, 1.0
+        unit.choices.micro_batches, unit.choices.divide_factor = micro_batches // size, 1.0
 
 
 @contextmanager
@@ -234,7 +234,7 @@ def no_sync(module: Module) -> Iterator[None]:
     RuntimeError with set_world_invariant.
     """
     before = [(unit.choices, unit.choices.reduces) for unit in units_for("no_sync", module)]
-    if any(choices.turns is not None for choices, _ in before):
+    if any(choices.micro_batches is not None for choices, _ in before):
         raise RuntimeError(
             "no_sync: with set_world_invariant each backward reduces its gradients; leave no_sync out"
         )

@@ -14,8 +14,8 @@ from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
-from shardrt.nest import exchanged, replaced, tensors
 from shardrt.nn.module import Module
+from shardrt.pytree import exchanged, replaced, tensors
 
 
 class UnitBoundary:

@@ -15,7 +15,7 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device import Device
 from shardrt.fsdp import tree
-from shardrt.fsdp.group import GRADIENT_ROLES, Group
+from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.unit import Unit
@@ -70,11 +70,11 @@ class Facts:
     no_sync: bool = False  # gradients are accumulated before they are reduced
 
 
-Specs = dict[Group, dict[str, Spec]]
+Specs = dict[ParameterGroup, dict[str, Spec]]
 
 
-def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs:
-    """Group -> role -> Spec; groups that share slots have the same Spec."""
+def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts) -> Specs:
+    """ParameterGroup -> role -> Spec; groups that share slots have the same Spec."""
     groups = [group for unit in units for group in unit.groups]
     specs: Specs = {group: {} for group in groups}
     for group in groups:
@@ -106,7 +106,7 @@ def plan(units: list[Unit], layouts: dict[Group, Layout], facts: Facts) -> Specs
     return specs
 
 
-def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
+def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:
     """The buffers that a group does not share with others."""
     place, dtype = group.placement, group.key.dtype
     if in_slot(group, layout, facts):
@@ -116,7 +116,7 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
-        partial = tree.buffers(group.choices.turns or 1) - 1
+        partial = tree.buffers(group.choices.micro_batches or 1) - 1
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         # Gradients that wait for a later backward can't share a slot with others.
@@ -127,14 +127,14 @@ def _own(group: Group, layout: Layout, roles: dict[str, Spec], facts: Facts) -> 
             roles["used"] = Spec("used", len(group.parameters), _gradient(group, facts))
 
 
-def rows_of(group: Group, layout: Layout) -> Rows | None:
+def rows_of(group: ParameterGroup, layout: Layout) -> Rows | None:
     """How the gradients of the group are sent, as it is trained now."""
     if not group.trainable or (len(group.trained) == len(group.parameters) and not group.finds_unused):
         return None
     return Rows.plan(layout, group.trained, group.finds_unused)
 
 
-def _length(role: str, group: Group, layout: Layout) -> int:
+def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
     """Elements of a buffer for this group alone."""
     if role in ("upload", "download"):
         return layout.shard_size
@@ -144,7 +144,9 @@ def _length(role: str, group: Group, layout: Layout) -> int:
     return rows.full if role == "gradients" else rows.total
 
 
-def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], facts: Facts) -> None:
+def _transit(
+    specs: Specs, layouts: dict[ParameterGroup, Layout], groups: list[ParameterGroup], facts: Facts
+) -> None:
     """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
     low = [g for g in groups if g.key.param in dtypes.LOW and layouts[g].shards > 1]
     for members in _alike(g for g in low if _compute(g, facts).name not in dtypes.LOW):
@@ -162,7 +164,12 @@ def _transit(specs: Specs, layouts: dict[Group, Layout], groups: list[Group], fa
 
 
 def _share(
-    specs: Specs, layouts: dict[Group, Layout], members: list[Group], role: str, dtype: Any, slots: int
+    specs: Specs,
+    layouts: dict[ParameterGroup, Layout],
+    members: list[ParameterGroup],
+    role: str,
+    dtype: Any,
+    slots: int,
 ) -> None:
     """One Spec, as long as the largest needs, for all `members`."""
     count = max(_length(role, group, layouts[group]) for group in members)
@@ -171,25 +178,25 @@ def _share(
         specs[group][role] = spec
 
 
-def _alike(groups: Iterable[Group]) -> list[list[Group]]:
+def _alike(groups: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
     """Groups of one kind and one cut together."""
-    sorted_: dict[tuple, list[Group]] = {}
+    sorted_: dict[tuple, list[ParameterGroup]] = {}
     for group in groups:
         sorted_.setdefault((group.key, group.settings.strategy.row.cut), []).append(group)
     return list(sorted_.values())
 
 
-def in_slot(group: Group, layout: Layout, facts: Facts) -> bool:
+def in_slot(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
     """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
     computed = np.dtype(group.key.dtype) == _compute(group, facts) and group.key.param not in dtypes.LOW
     return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
 
 
-def _compute(group: Group, facts: Facts) -> np.dtype:
+def _compute(group: ParameterGroup, facts: Facts) -> np.dtype:
     return facts.device.compute_dtype(group.key.param)
 
 
-def _gradient(group: Group, facts: Facts) -> np.dtype:
+def _gradient(group: ParameterGroup, facts: Facts) -> np.dtype:
     """Gradients are added up in float32 even where they are computed in 16 bits."""
     return dtypes.exact(_compute(group, facts))
 

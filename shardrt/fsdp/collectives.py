@@ -14,44 +14,44 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Slot
-from shardrt.fsdp.group import Group, Lanes
+from shardrt.fsdp.group import ParameterGroup, Streams
 
 Array = Any
 
 
-def transfer_of(group: Group) -> Callable[[Group, Slot, Lanes], None]:
+def transfer_of(group: ParameterGroup) -> Callable[[ParameterGroup, Slot, Streams], None]:
     """What gathers the group: chosen once, when it has its memory, and the same in every step.
 
     It fills a slot with the whole parameters; `slot.ready` is recorded when they are there.
     """
-    if group.shard_in_slot and group.team.size == 1:
+    if group.shard_in_slot and group.ranks.size == 1:
         return _nothing
     if group.arenas["gathered"].slots[0].array.dtype.name in dtypes.LOW:
         return _native
     if "wire" in group.arenas:
         return _packed
-    return _rounded if group.key.param in dtypes.LOW and group.team.size == 1 else _plain
+    return _rounded if group.key.param in dtypes.LOW and group.ranks.size == 1 else _plain
 
 
-def _nothing(group: Group, slot: Slot, lanes: Lanes) -> None:
+def _nothing(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The slot is the parameters, and this rank's alone."""
 
 
-def _plain(group: Group, slot: Slot, lanes: Lanes) -> None:
+def _plain(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The shard has the type of the slot: it goes to its place, and the others' beside it."""
-    stream, full = lanes.gather, slot.array[: group.layout.total]
-    own = full[slice(*group.layout.shard_range(group.team.rank))]
+    stream, full = streams.gather, slot.array[: group.layout.total]
+    own = full[slice(*group.layout.shard_range(group.ranks.rank))]
     if group.placement.parameters:
-        lanes.upload.wait(slot.free)  # compute has finished with the unit that had the slot
-        lanes.upload.submit(_upload, lanes.device, own, group._shard, label=f"upload {group.label}")
-        lanes.upload.record(group.uploaded)
+        streams.upload.wait(slot.free)  # compute has finished with the unit that had the slot
+        streams.upload.submit(_upload, streams.device, own, group._shard, label=f"upload {group.label}")
+        streams.upload.record(group.uploaded)
         stream.wait(group.uploaded)  # this rank's part has come from the host
     else:
         stream.wait(slot.free)  # compute has finished with the unit that had the slot
         if not group.shard_in_slot:
-            stream.submit(lanes.device.copy, own, group._shard)
-    if group.team.size > 1:
-        group.team.gather.all_gather(as_sent(full), stream=stream, what=group.called)
+            stream.submit(streams.device.copy, own, group._shard)
+    if group.ranks.size > 1:
+        group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)
     stream.record(slot.ready)
 
 
@@ -60,53 +60,53 @@ def as_sent(array: Array) -> Array:
     return array if array.dtype in dtypes.CODES else array.view(np.uint8)
 
 
-def _native(group: Group, slot: Slot, lanes: Lanes) -> None:
+def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
-    stream = lanes.gather
+    stream = streams.gather
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
-    own = bits[slice(*group.layout.shard_range(group.team.rank))]
-    _cast(lanes.device.kernels.cast.pack, group, own, lanes)
-    if group.team.size > 1:
-        group.team.gather.all_gather(bits, stream=stream, what=group.called)
+    own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
+    _cast(streams.device.kernels.cast.pack, group, own, streams)
+    if group.ranks.size > 1:
+        group.ranks.gather.all_gather(bits, stream=stream, what=group.called)
     stream.record(slot.ready)
 
 
-def _packed(group: Group, slot: Slot, lanes: Lanes) -> None:
+def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The shard is rounded to 16 bits, which travel, and are widened where the device computes in more.
 
     One buffer serves all groups: everything that touches it is in the gather stream, in order. So the bits
     travel while compute still reads the unit that had the slot before.
     """
-    stream, cast, kind = lanes.gather, lanes.device.kernels.cast, group.key.param
+    stream, cast, kind = streams.gather, streams.device.kernels.cast, group.key.param
     packed = group.arenas["wire"].slots[0].array[: group.layout.total]
-    _cast(cast.pack, group, packed[slice(*group.layout.shard_range(group.team.rank))], lanes)
-    group.team.gather.all_gather(packed, stream=stream, what=group.called)
+    _cast(cast.pack, group, packed[slice(*group.layout.shard_range(group.ranks.rank))], streams)
+    group.ranks.gather.all_gather(packed, stream=stream, what=group.called)
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
     stream.submit(cast.unpack, packed, slot.array[: packed.size], kind)
     stream.record(slot.ready)
 
 
-def _rounded(group: Group, slot: Slot, lanes: Lanes) -> None:
+def _rounded(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """As _packed where this rank holds everything: nothing travels."""
-    lanes.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-    _cast(lanes.device.kernels.cast.round_to, group, slot.array[: group.layout.total], lanes)
-    lanes.gather.record(slot.ready)
+    streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
+    _cast(streams.device.kernels.cast.round_to, group, slot.array[: group.layout.total], streams)
+    streams.gather.record(slot.ready)
 
 
-def _cast(kernel: Callable, group: Group, target: Array, lanes: Lanes) -> None:
+def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:
     """`target` becomes the shard in 16 bits; one on the host comes through a staging slot."""
     if not group.placement.parameters:
-        lanes.gather.submit(kernel, group._shard, target, group.key.param)
+        streams.gather.submit(kernel, group._shard, target, group.key.param)
         return
     staged = group.arenas["upload"].acquire()
     array = staged.array[: group.layout.shard_size]
-    lanes.upload.wait(staged.free)  # the gather that used the slot before has read it
-    lanes.upload.submit(_upload, lanes.device, array, group._shard, label=f"upload {group.label}")
-    lanes.upload.record(staged.ready)
-    lanes.gather.wait(staged.ready)  # the shard has come from the host
-    lanes.gather.submit(kernel, array, target, group.key.param)
-    lanes.gather.record(staged.free)
+    streams.upload.wait(staged.free)  # the gather that used the slot before has read it
+    streams.upload.submit(_upload, streams.device, array, group._shard, label=f"upload {group.label}")
+    streams.upload.record(staged.ready)
+    streams.gather.wait(staged.ready)  # the shard has come from the host
+    streams.gather.submit(kernel, array, target, group.key.param)
+    streams.gather.record(staged.free)
     staged.arena.release(staged)
 
 
@@ -116,45 +116,45 @@ def _upload(device: Device, target: Array, shard: Array) -> None:
     host.drop(shard)
 
 
-def reduce(group: Group, slot: Slot, lanes: Lanes, written: Collection[int]) -> None:
+def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collection[int]) -> None:
     """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
 
     written: positions of the parameters that this rank has used.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
-    stream, goes, sums = lanes.reduce, group.sum.place, group.sum.buffers
+    stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
-        _sum(group, slot, written, sums[goes.buffer], goes.accumulate, stream, lanes.device)
+        _sum(group, slot, written, sums[goes.buffer], goes.accumulate, stream, streams.device)
         stream.record(slot.free)
         # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.
         for low in range(goes.buffer, goes.buffer - goes.merges, -1):
-            add = lanes.device.kernels.reduce.sum_into
+            add = streams.device.kernels.reduce.sum_into
             stream.submit(add, sums[low - 1], [sums[low]], 1.0, True)
         stream.record(group.gradient_ready)
         return
     staged = group.arenas["download"].acquire()
     array = staged.array[: group.layout.shard_size]
     if goes.accumulate:  # what was accumulated so far comes back, so that the sum is the same to the bit
-        lanes.upload.wait(staged.free)  # the gradient that used the slot before is on the host
-        lanes.upload.wait(group.gradient_ready)  # so is this group's last one
-        lanes.upload.submit(lanes.device.copy, array, sums[0], label=f"upload gradient {group.label}")
-        lanes.upload.record(staged.ready)
+        streams.upload.wait(staged.free)  # the gradient that used the slot before is on the host
+        streams.upload.wait(group.gradient_ready)  # so is this group's last one
+        streams.upload.submit(streams.device.copy, array, sums[0], label=f"upload gradient {group.label}")
+        streams.upload.record(staged.ready)
         stream.wait(staged.ready)  # the sum so far has come from the host
     else:
         stream.wait(staged.free)  # the gradient that used the slot before is on the host
-    _sum(group, slot, written, array, goes.accumulate, stream, lanes.device)
+    _sum(group, slot, written, array, goes.accumulate, stream, streams.device)
     stream.record(slot.free)
     stream.record(staged.ready)
-    lanes.download.wait(staged.ready)  # the sum is complete
-    lanes.download.submit(lanes.device.copy, sums[0], array, label=f"download {group.label}")
-    lanes.download.record(staged.free)
-    lanes.download.record(group.gradient_ready)
+    streams.download.wait(staged.ready)  # the sum is complete
+    streams.download.submit(streams.device.copy, sums[0], array, label=f"download {group.label}")
+    streams.download.record(staged.free)
+    streams.download.record(group.gradient_ready)
     staged.arena.release(staged)
 
 
 def _sum(
-    group: Group,
+    group: ParameterGroup,
     slot: Slot,
     written: Collection[int],
     out: Array,
@@ -164,28 +164,30 @@ def _sum(
 ) -> None:
     """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
 
-    With copies, the shards are first summed within the team, then across copies, where a reduce-scatter and
-    an all-gather over the same memory make an all-reduce. Sums go by a binary tree over the ranks, so two
-    levels add up like one as long as a team's size is a power of two.
+    With copies, the shards are first summed within a shard group, then over the replicate group, where a
+    reduce-scatter and an all-gather over the same memory make an all-reduce. Sums go by a binary tree over
+    the ranks, so two levels add up like one as long as a shard group's size is a power of two.
     """
-    team, rows = group.team, group.rows
+    ranks, rows = group.ranks, group.rows
     # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
     scale = 1.0 / group.choices.divide_factor
     wire, kind = _wire(group, slot, written, stream, device)
-    if team.copies is None and rows is None:
-        team.reduce.reduce_scatter(
+    if ranks.replicate is None and rows is None:
+        ranks.reduce.reduce_scatter(
             out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.called
         )
         return
-    own = slot.array[slice(*group.layout.shard_range(team.rank))] if rows is None else slot.array[: rows.size]
-    if team.size > 1 or team.copies is None:
-        team.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
+    own = (
+        slot.array[slice(*group.layout.shard_range(ranks.rank))] if rows is None else slot.array[: rows.size]
+    )
+    if ranks.size > 1 or ranks.replicate is None:
+        ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
         wire, kind = own, ""
-    if team.copies is not None:
-        count = own.size // team.copies.size
-        piece = own[team.copies.rank * count : (team.copies.rank + 1) * count]
-        team.copies.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.called)
-        team.copies.all_gather(own, stream=stream, what=group.called)
+    if ranks.replicate is not None:
+        count = own.size // ranks.replicate.size
+        piece = own[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
+        ranks.replicate.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.called)
+        ranks.replicate.all_gather(own, stream=stream, what=group.called)
     if rows is None:
         stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
     else:
@@ -193,7 +195,7 @@ def _sum(
 
 
 def _wire(
-    group: Group, slot: Slot, written: Collection[int], stream: Stream, device: Device
+    group: ParameterGroup, slot: Slot, written: Collection[int], stream: Stream, device: Device
 ) -> tuple[Array, str]:
     """The gradients as they are sent, and the kind of their bits if they are sent in 16.
 
@@ -217,7 +219,9 @@ def _wire(
     return wire, kind
 
 
-def _pack(group: Group, full: Array, wire: Array, kind: str, uses: np.ndarray, device: Device) -> None:
+def _pack(
+    group: ParameterGroup, full: Array, wire: Array, kind: str, uses: np.ndarray, device: Device
+) -> None:
     """Fill the rows: which parameters were used, then the trained elements of each shard."""
     rows = group.rows
 
@@ -239,13 +243,19 @@ def _pack(group: Group, full: Array, wire: Array, kind: str, uses: np.ndarray, d
 
 
 def _unpack(
-    group: Group, row: Array, out: Array, scale: float, accumulate: bool, uses_before: bool, device: Device
+    group: ParameterGroup,
+    row: Array,
+    out: Array,
+    scale: float,
+    accumulate: bool,
+    uses_before: bool,
+    device: Device,
 ) -> None:
     """out = (out if `accumulate`) + scale * what the row has of it; other elements are 0, or as they were."""
     add, rows = device.kernels.reduce.sum_into, group.rows
     if not accumulate:
         out.fill(0)
-    for move in rows.moves[group.team.rank]:
+    for move in rows.moves[group.ranks.rank]:
         target, received = out[move.start :], row[move.place :]
         add(target[: move.count], [received[: move.count]], scale, accumulate)
     if rows.uses:

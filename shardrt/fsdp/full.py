@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.fsdp.collectives import as_sent
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
@@ -60,7 +60,7 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
             for unit in units:
                 _take_back(unit)
     for schedule in {unit.built() for unit in units} if writeback else ():
-        schedule.control.barrier(stream=schedule.lanes.compute)  # a peer may read only what is written
+        schedule.control.barrier(stream=schedule.streams.compute)  # a peer may read only what is written
 
 
 def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
@@ -79,7 +79,7 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
         for group in (group for group in unit.groups if group.trainable):
             views = (None,) * len(group.parameters)
             if group.gradient is not None:
-                group.runtime.lanes.compute.wait(group.gradient_ready)  # it may still be reduced
+                group.runtime.streams.compute.wait(group.gradient_ready)  # it may still be reduced
                 views = group.views_of(_gathered(group, group.gradient))
             for position, (parameter, view) in enumerate(zip(group.parameters, views, strict=True)):
                 if position in group.trained and id(parameter) in names:
@@ -97,21 +97,21 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
         return own.reshape(parameter.shape).copy()  # each rank has its own
-    team, layout = storage.team, storage.layout
-    if team.copies is not None and team.copies.rank > 0:
-        return None  # rank 0's team has it all
-    if team.rank > 0:
+    ranks, layout = storage.ranks, storage.layout
+    if ranks.replicate is not None and ranks.replicate.rank > 0:
+        return None  # rank 0's shard group has it all
+    if ranks.rank > 0:
         if own.size:
-            team.control.send(own, peer=0, stream=here.current_stream)
+            ranks.control.send(own, peer=0, stream=here.current_stream)
         return None
     entry = layout.entries[storage.position[id(parameter)]]
     whole = np.empty(parameter.shape, own.dtype)
     put(parameter.part, whole, own)
-    for rank in range(1, team.size):
+    for rank in range(1, ranks.size):
         start, stop, part = layout.held(entry, rank)
         if part:
             piece = np.empty(stop - start, own.dtype)
-            team.control.recv(piece, peer=rank, stream=here.current_stream)
+            ranks.control.recv(piece, peer=rank, stream=here.current_stream)
             put(part, whole, piece)
     return whole
 
@@ -127,7 +127,7 @@ def built_units(module: Module) -> list[Unit]:
 
 
 @contextmanager
-def full_group(group: Group) -> Iterator[None]:
+def full_group(group: ParameterGroup) -> Iterator[None]:
     """As full_parameters, read only, for one group. If the parameters are already lent, nothing is done."""
     if group.full_views is not None:
         yield
@@ -140,22 +140,22 @@ def full_group(group: Group) -> Iterator[None]:
         group.full_views = None
 
 
-def _gathered(group: Group, shard: Array) -> Array:
+def _gathered(group: ParameterGroup, shard: Array) -> Array:
     """A new flat buffer with the shards of all ranks; `shard` is this rank's."""
-    lanes, layout, team = group.runtime.lanes, group.layout, group.team
-    whole = lanes.device.buffer(layout.total, group.key.dtype)
-    start, stop = layout.shard_range(team.rank)
-    lanes.compute.submit(lanes.device.copy, whole[start:stop], shard)
-    if team.size > 1:
-        team.control.all_gather(as_sent(whole), stream=lanes.compute, what=group.label)
+    streams, layout, ranks = group.runtime.streams, group.layout, group.ranks
+    whole = streams.device.buffer(layout.total, group.key.dtype)
+    start, stop = layout.shard_range(ranks.rank)
+    streams.compute.submit(streams.device.copy, whole[start:stop], shard)
+    if ranks.size > 1:
+        ranks.control.all_gather(as_sent(whole), stream=streams.compute, what=group.label)
     return whole
 
 
 def _take_back(unit: Unit) -> None:
-    lanes = unit.schedule.lanes
+    streams = unit.schedule.streams
     for group in unit.groups:
         for parameter, view in zip(group.parameters, group.full_views, strict=True):
             start, stop = group.range_of(parameter)
             piece = take(parameter.part, view)
-            lanes.compute.submit(lanes.device.copy, group.shard[start:stop], piece)
+            streams.compute.submit(streams.device.copy, group.shard[start:stop], piece)
         group.modified()

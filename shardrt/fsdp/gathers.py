@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Iterable
 
 from shardrt.comm.protocol import Communicator
 from shardrt.device.arena import Arena, Slot
-from shardrt.fsdp.group import Lanes
+from shardrt.fsdp.group import Streams
 from shardrt.fsdp.unit import State, Unit
 
 
@@ -16,14 +16,14 @@ class Gathers:
     """The units of one schedule, and the slots that they are gathered in."""
 
     def __init__(
-        self, units: list[Unit], prefetch: int, lanes: Lanes, control: Communicator, tell: Callable
+        self, units: list[Unit], prefetch: int, streams: Streams, control: Communicator, tell: Callable
     ) -> None:
         self.units = units
         self.depth = prefetch
-        self.lanes = lanes
+        self.streams = streams
         self.control = control
         self._tell = tell
-        self._written = lanes.device.new_event()  # the optimizer has written the shards
+        self._written = streams.device.new_event()  # the optimizer has written the shards
         self._read: set[Unit] = set()  # by peers, perhaps, where they share memory: since the last reduction
 
     def ensure(self, unit: Unit) -> None:
@@ -33,7 +33,7 @@ class Gathers:
         self._read.add(unit)
         if unit.state is State.GATHERING:
             for group in unit.groups:
-                self.lanes.compute.wait(group.slot.ready)  # the all-gather has filled the slot
+                self.streams.compute.wait(group.slot.ready)  # the all-gather has filled the slot
         if unit.state not in (State.IN_USE, State.STALE):
             unit.move(State.IN_USE)
 
@@ -68,11 +68,11 @@ class Gathers:
 
     def refresh(self) -> None:
         """The shards may have been written since the last gather: by the optimizer, or by a load."""
-        lanes = self.lanes
-        lanes.compute.record(self._written)
-        lanes.gather.wait(self._written)
-        if lanes.upload is not lanes.gather:
-            lanes.upload.wait(self._written)
+        streams = self.streams
+        streams.compute.record(self._written)
+        streams.gather.wait(self._written)
+        if streams.upload is not streams.gather:
+            streams.upload.wait(self._written)
         for unit in self.units:
             if unit.state is State.STALE:
                 self._release(unit)
@@ -98,7 +98,7 @@ class Gathers:
         The reduction of its gradients has waited for that, unless the unit was used again after it.
         """
         if unit in self._read:
-            self.control.barrier(stream=self.lanes.compute)
+            self.control.barrier(stream=self.streams.compute)
             self._read.clear()
 
     def drop_prefetched(self) -> None:
@@ -119,7 +119,7 @@ class Gathers:
             group.attach(slot)
         unit.move(State.GATHERING)  # from here on `drop_prefetched` finds the slots, whatever is raised
         for group, slot in zip(unit.groups, slots, strict=True):
-            group.transfer(group, slot, self.lanes)
+            group.transfer(group, slot, self.streams)
         self._tell("gather", unit)
 
     def _release(self, unit: Unit) -> None:
@@ -128,14 +128,16 @@ class Gathers:
             slot = group.detach()
             if slot.arena.poison:
                 slot.array.fill(float("nan") if slot.array.dtype.kind == "f" else -1)
-            self.lanes.compute.record(slot.free)
+            self.streams.compute.record(slot.free)
             slot.arena.release(slot)
         self._tell("release", unit)
 
     def _drop(self, unit: Unit) -> None:
         """Give back the slots of a gather that nobody waited for. The gather itself still runs."""
         for group in unit.groups:
-            self.lanes.compute.wait(group.slot.ready)  # the release is recorded in compute: after the gather
+            self.streams.compute.wait(
+                group.slot.ready
+            )  # the release is recorded in compute: after the gather
         self._release(unit)
 
     def _acquire(self, arena: Arena) -> Slot:

@@ -15,7 +15,7 @@ from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import Event
 from shardrt.fsdp import collectives
-from shardrt.fsdp.group import Group, Lanes, OpenGradient
+from shardrt.fsdp.group import OpenGradient, ParameterGroup, Streams
 from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import Unit
 
@@ -27,31 +27,31 @@ class Gradients:
         self,
         mesh: DeviceMesh,
         units: list[Unit],
-        lanes: Lanes,
+        streams: Streams,
         trained: Trained,
         make_slots: Callable[[list[Unit]], None],
     ) -> None:
         self._units = units
-        self._lanes = lanes
+        self._streams = streams
         self._trained = trained
         self._make_slots = make_slots
         self._hosts = None if mesh.size == 1 else (mesh.communicator("used"), mesh.stream("used"))
         self._accumulates: bool | None = None  # what the slots were made for; None: not made
-        self._reduced: list[Group] = []  # in the present backward
-        self._wrote: dict[Group, bool] = {}  # of those that had no gradient before it: this rank
+        self._reduced: list[ParameterGroup] = []  # in the present backward
+        self._wrote: dict[ParameterGroup, bool] = {}  # of those that had no gradient before it: this rank
 
     def have_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
         accumulates = not all(unit.choices.reduces for unit in self._units)
         changed = self._trained.changed
         if changed:
-            self._trained.agree(self._lanes)
+            self._trained.agree(self._streams)
         if changed or self._accumulates is None or (accumulates and not self._accumulates):
-            self._lanes.reduce.synchronize()  # nothing reads the slots that go
+            self._streams.reduce.synchronize()  # nothing reads the slots that go
             self._make_slots(self._units)
             self._accumulates = accumulates
 
-    def open(self, group: Group) -> OpenGradient:
+    def open(self, group: ParameterGroup) -> OpenGradient:
         """Memory for the full gradients of `group`, which backward is about to write."""
         if self._accumulates is None or self._trained.changed:
             self.have_slots()  # an op outside every forward
@@ -60,23 +60,23 @@ class Gradients:
         if slot is None:  # more units are in backward at once than was planned
             arena.grow()
             slot = arena.acquire()
-        self._lanes.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
+        self._streams.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
         group.open_gradient = group.opened(slot)
         return group.open_gradient
 
-    def discard(self, group: Group) -> None:
+    def discard(self, group: ParameterGroup) -> None:
         """Give back the slot of gradients that are not wanted any more."""
         slot, group.open_gradient = group.open_gradient.slot, None
-        self._lanes.compute.record(slot.free)
+        self._streams.compute.record(slot.free)
         slot.arena.release(slot)
 
-    def reduce(self, group: Group) -> None:
+    def reduce(self, group: ParameterGroup) -> None:
         """Hand the full gradients of `group` to the reduce stream; it has opened them."""
         opened, group.open_gradient = group.open_gradient, None
         _zero_unwritten(group, opened)
         slot, wrote = opened.slot, bool(opened.written)
-        self._lanes.compute.record(slot.ready)
-        collectives.reduce(group, slot, self._lanes, opened.written)
+        self._streams.compute.record(slot.ready)
+        collectives.reduce(group, slot, self._streams, opened.written)
         slot.arena.release(slot)
         group.sum.issued(group.trained)
         self._reduced.append(group)
@@ -85,7 +85,7 @@ class Gradients:
         elif group in self._wrote or not group.sum.is_touched():
             group.sum.touched = self._wrote[group] = wrote or self._wrote.get(group, False)
 
-    def left_out(self, unit: Unit) -> list[Group]:
+    def left_out(self, unit: Unit) -> list[ParameterGroup]:
         """The groups of `unit` that are still to be reduced when backward ends."""
         if not unit.choices.reduces:
             return []
@@ -103,10 +103,10 @@ class Gradients:
             if group.on_gradient is not None and group.sum.is_touched():
                 self.tell_optimizer(group)  # it updates now what only other ranks have used
         for group in self._reduced:
-            self._lanes.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
+            self._streams.compute.wait(group.gradient_ready)  # the reduction has put the sum into its place
         self._reduced = []
 
-    def _ask(self) -> list[Group]:
+    def _ask(self) -> list[ParameterGroup]:
         """Tell the other ranks what this one wrote; gives the groups that wait for their word. Collective."""
         wrote, self._wrote = self._wrote, {}
         if self._hosts is None or not wrote:
@@ -119,7 +119,7 @@ class Gradients:
             group.sum.told_touched = partial(_told, anybody, told, place)
         return [group for group, own in wrote.items() if not own]
 
-    def tell_optimizer(self, group: Group) -> None:
+    def tell_optimizer(self, group: ParameterGroup) -> None:
         """Let an optimizer that updates in backward have the gradient of `group`, if it is complete."""
         if group.on_gradient is not None and group.sum.complete:
             group.on_gradient()
@@ -133,7 +133,7 @@ class Gradients:
                     self.discard(group)
 
 
-def _zero_unwritten(group: Group, opened: OpenGradient) -> None:
+def _zero_unwritten(group: ParameterGroup, opened: OpenGradient) -> None:
     """Slots are reused: clear the padding, and the gradients of parameters that nothing used."""
     for start, stop in group.layout.padding if group.rows is None else group.rows.gaps:
         opened.slot.array[start:stop].fill(0)

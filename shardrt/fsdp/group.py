@@ -1,4 +1,4 @@
-"""Group: the parameters of a unit that lie in one flat buffer, and the storage behind them.
+"""ParameterGroup: the parameters of a unit that lie in one flat buffer, and the storage behind them.
 
 They have one element type, and when they were sharded they were all trained or all frozen: a group of frozen
 parameters costs no gradient memory and is never reduced. What is frozen or unfrozen later stays in its group
@@ -19,12 +19,12 @@ from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.rows import Rows
-from shardrt.fsdp.team import Team
 from shardrt.fsdp.tree import GradientSum
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
-from shardrt.nn.storage import LocalStorage, Placement, Storage, read_only
+from shardrt.nn.storage import HostPlacement, LocalStorage, Storage, read_only
 
 Array = Any
 
@@ -52,7 +52,7 @@ class OpenGradient:
 
 
 @dataclass
-class Lanes:
+class Streams:
     """The streams of one schedule. upload and download copy between host and device."""
 
     device: Device
@@ -67,22 +67,22 @@ class Runtime(Protocol):
     """What a group asks of the schedule, which is handed over when the model is built."""
 
     control: Communicator
-    lanes: Lanes
+    streams: Streams
 
-    def unshard_node(self, group: "Group") -> Function: ...
+    def unshard_node(self, group: "ParameterGroup") -> Function: ...
 
-    def readable(self, group: "Group") -> bool: ...
+    def readable(self, group: "ParameterGroup") -> bool: ...
 
-    def open_gradient(self, group: "Group") -> OpenGradient: ...
+    def open_gradient(self, group: "ParameterGroup") -> OpenGradient: ...
 
-    def discard_gradient(self, group: "Group") -> None: ...
+    def discard_gradient(self, group: "ParameterGroup") -> None: ...
 
-    def readers_done(self, group: "Group") -> None: ...
+    def readers_done(self, group: "ParameterGroup") -> None: ...
 
-    def written(self, group: "Group") -> None: ...
+    def written(self, group: "ParameterGroup") -> None: ...
 
 
-class Group(Storage):
+class ParameterGroup(Storage):
     """One flat buffer of a unit.
 
     build: builds the model, collectively, where something needs a shard and nothing has built it yet.
@@ -100,7 +100,7 @@ class Group(Storage):
         self.parameters = parameters
         self.settings = settings
         self.choices = choices
-        self.placement: Placement = settings.placement
+        self.placement: HostPlacement = settings.placement
         self.runtime: Runtime | None = None  # until the model is built
         self._build = build
         self.position = {id(parameter): index for index, parameter in enumerate(parameters)}
@@ -121,18 +121,18 @@ class Group(Storage):
         # Set by setup.py, once the outermost unit is known:
         self.label: str  # for messages and traces: the unit, and what distinguishes this group in it
         self.layout: Layout
-        self.team: Team
+        self.ranks: ProcessGroups
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
-        self.transfer: Callable[[Group, Slot, Lanes], None]  # gathers it
+        self.transfer: Callable[[ParameterGroup, Slot, Streams], None]  # gathers it
 
     def take_over(self, device: Device, shard: Array) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
-        self.communicator = self.team.control
+        self.communicator = self.ranks.control
         self.gradient_ready = self.sum.ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
-        self._held = [self.layout.held(entry, self.team.rank) for entry in self.layout.entries]
+        self._held = [self.layout.held(entry, self.ranks.rank) for entry in self.layout.entries]
         for storage, (start, stop, part) in zip(self._initial, self._held, strict=True):
             storage.give(part, shard[start:stop])
         host.drop(shard)  # where it is a mapped file
@@ -225,7 +225,7 @@ class Group(Storage):
         if self.sum.reductions and not self.sum.complete:
             raise RuntimeError(
                 f"unit {self.label}: with set_world_invariant its gradients are complete after "
-                f"{self.choices.turns} backwards; so far there were {self.sum.reductions}"
+                f"{self.choices.micro_batches} backwards; so far there were {self.sum.reductions}"
             )
         return self.sum.buffers[0] if self.sum.is_touched() else None
 
@@ -249,14 +249,14 @@ class Group(Storage):
         return self._device.buffer(self.layout.shard_size, self._shard.dtype)
 
     def before_write(self) -> None:
-        if self.shard_in_slot and self.team.size > 1:
+        if self.shard_in_slot and self.ranks.size > 1:
             self.runtime.readers_done(self)
 
     def modified(self) -> None:
         self.runtime.written(self)
 
     def owner(self, first: bool) -> bool:
-        return self.team.copies is None or self.team.copies.rank == 0
+        return self.ranks.replicate is None or self.ranks.replicate.rank == 0
 
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
         self.built()

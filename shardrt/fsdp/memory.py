@@ -6,10 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from shardrt.fsdp import buffers
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, teams_of, units_for
+from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, process_groups_of, units_for
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
@@ -65,9 +65,9 @@ def memory_plan(
     """
     units = _whole("memory_plan", model)
     layouts = lay_out(units)
-    teams = teams_of(units)  # collective: before what may fail on one rank alone
+    by_cut = process_groups_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
-    facts = facts_of(units, teams, no_sync=no_sync or (taken is not None and taken.no_sync))
+    facts = facts_of(units, by_cut, no_sync=no_sync or (taken is not None and taken.no_sync))
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     with _trained_as_asked(units):
@@ -115,7 +115,7 @@ def _trained_as_asked(units: list[Unit]) -> Iterator[None]:
 
 
 def _add_optimizer(
-    device: dict[str, int], host: dict[str, int], layouts: dict[Group, Layout], states: int
+    device: dict[str, int], host: dict[str, int], layouts: dict[ParameterGroup, Layout], states: int
 ) -> None:
     """What the optimizer keeps for the units, and the slots through which it updates what is on the host."""
     slot = 0
@@ -191,7 +191,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
     )
 
 
-def _frozen(group: Group) -> str:
+def _frozen(group: ParameterGroup) -> str:
     trained = [parameter.requires_grad for parameter in group.parameters]
     return "" if all(trained) else " partly frozen" if any(trained) else " frozen"
 

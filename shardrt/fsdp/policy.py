@@ -7,7 +7,7 @@ from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.nn.module import Module
-from shardrt.nn.storage import Placement
+from shardrt.nn.storage import HostPlacement
 
 
 @dataclass(frozen=True)
@@ -85,10 +85,10 @@ class CPUOffloadPolicy:
             )
 
     @property
-    def placement(self) -> Placement:
+    def placement(self) -> HostPlacement:
         """This policy as the placement of a storage."""
         directory = None if self.directory is None else Path(self.directory)
-        return Placement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
+        return HostPlacement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
 
 
 Cut = tuple[DeviceMesh, str]
@@ -103,7 +103,7 @@ class Settings:
     reshard_after_forward: bool | None
     prefetch: int | None  # None: as the outermost unit says
     precision: MixedPrecisionPolicy
-    placement: Placement
+    placement: HostPlacement
     by_rank: bool = False  # never struck from the plan
 
     @property
@@ -119,5 +119,5 @@ class Choices:
     divide_factor: float
     reduces: bool = True  # gradients are reduced at the end of backward; False under no_sync
     find_unused: bool = False  # ranks tell each other which parameters they have used
-    turns: int | None = None  # backwards of a step, a micro-batch per rank each; None: sums depend on ranks
+    micro_batches: int | None = None  # of a step, on each rank; None: sums depend on the number of ranks
     held: bool = False  # gathered until the user says reshard

@@ -14,7 +14,7 @@ import numpy as np
 from shardrt import device, random
 from shardrt.autograd import Function
 from shardrt.device.rehearsal import RehearsalDevice
-from shardrt.fsdp.group import Group, OpenGradient
+from shardrt.fsdp.group import OpenGradient, ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.nodes import Tape
 from shardrt.fsdp.unit import Unit
@@ -33,7 +33,9 @@ class Rehearsed:
     no_sync: bool
 
 
-def rehearse(model: Module, units: list[Unit], layouts: dict[Group, Layout], step: Callable) -> Rehearsed:
+def rehearse(
+    model: Module, units: list[Unit], layouts: dict[ParameterGroup, Layout], step: Callable
+) -> Rehearsed:
     """Call `step()`, forward and backward of `model`, without computing; count the most it held at once.
 
     Beside the units' own buffers, that is: activations, gradients on their way, and on the host what is
@@ -77,17 +79,17 @@ class Stage:
     def abandon(self, unit: Unit, depth: int) -> None:
         """Nothing to forget."""
 
-    def unshard_node(self, group: Group) -> Function:
+    def unshard_node(self, group: ParameterGroup) -> Function:
         """The one node of the group's unit."""
         return self.tape.unshard(self._unit_of[group])
 
-    def open_gradient(self, group: Group) -> OpenGradient:
+    def open_gradient(self, group: ParameterGroup) -> OpenGradient:
         """Gradients that are written nowhere."""
         self.no_sync |= not group.choices.reduces
         group.open_gradient = OpenGradient(None, dict(enumerate(group.full_views)))
         return group.open_gradient
 
-    def discard_gradient(self, group: Group) -> None:
+    def discard_gradient(self, group: ParameterGroup) -> None:
         """They are not wanted any more."""
         group.open_gradient = None
 
@@ -98,7 +100,7 @@ class Stage:
 
 
 @contextmanager
-def _on(stage: Stage, unit: Unit, layouts: dict[Group, Layout]) -> Iterator[None]:
+def _on(stage: Stage, unit: Unit, layouts: dict[ParameterGroup, Layout]) -> Iterator[None]:
     """Put `unit` on the stage inside a with block."""
     before = [(group, dict(vars(group))) for group in unit.groups]
     state = dict(vars(unit))

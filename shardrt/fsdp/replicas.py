@@ -12,10 +12,10 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import talk
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.group import Group
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_below
-from shardrt.fsdp.team import Team
 from shardrt.nn.module import Module
 from shardrt.nn.storage import Storage
 
@@ -33,33 +33,36 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
     Raises ReplicasDiffer on every rank. Where no shard has copies, it does nothing and meets nobody. Else it
     reads all that this rank holds once, and ranks exchange a few bytes.
     """
-    by_schedule: dict[Schedule, dict[Team, list[Group]]] = {}
+    by_schedule: dict[Schedule, dict[ProcessGroups, list[ParameterGroup]]] = {}
     for unit in units_below(model):
-        by_team = by_schedule.setdefault(unit.built(), {})
+        by_ranks = by_schedule.setdefault(unit.built(), {})
         for group in unit.groups:
-            if group.team.copy_count > 1:
-                by_team.setdefault(group.team, []).append(group)
+            if group.ranks.replicas > 1:
+                by_ranks.setdefault(group.ranks, []).append(group)
     states = {} if optimizer is None else {piece.storage: piece.state for piece in optimizer.slices}
     device.current().wait_here()
-    for schedule, by_team in by_schedule.items():
-        if by_team:
-            _check(schedule.control, by_team, states)
+    for schedule, by_ranks in by_schedule.items():
+        if by_ranks:
+            _check(schedule.control, by_ranks, states)
 
 
-def _check(control: Communicator, by_team: dict[Team, list[Group]], states: States) -> None:
-    """Groups of one team are cut alike, so one hash stands for all that a rank holds of them."""
+def _check(
+    control: Communicator, by_ranks: dict[ProcessGroups, list[ParameterGroup]], states: States
+) -> None:
+    """Groups of one cut are cut alike, so one hash stands for all that a rank holds of them."""
     own = [
-        [team.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
-        for team, groups in by_team.items()
+        [ranks.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
+        for ranks, groups in by_ranks.items()
     ]
     everyone = talk.from_all(control, own)
-    odd = {team for n, team in enumerate(by_team) if _unequal([told[n] for told in everyone])}
+    odd = {ranks for n, ranks in enumerate(by_ranks) if _unequal([told[n] for told in everyone])}
     if odd:
-        rows = [row for team in by_team if team in odd for g in by_team[team] for row in _rows(g, states)]
+        groups = [group for ranks in by_ranks if ranks in odd for group in by_ranks[ranks]]
+        rows = [row for group in groups for row in _rows(group, states)]
         raise ReplicasDiffer(_told([dict(map(_keyed, told)) for told in talk.from_all(control, rows)]))
 
 
-def _arrays(group: Group, states: States) -> Iterator[tuple[str, Array]]:
+def _arrays(group: ParameterGroup, states: States) -> Iterator[tuple[str, Array]]:
     """The used part of this rank's shard, and of each state that goes with it."""
     ranges = [group.range_of(parameter) for parameter in group.parameters]
     start, stop = min(start for start, _ in ranges), max(stop for _, stop in ranges)
@@ -83,12 +86,12 @@ def _unequal(told: list[list]) -> bool:
     return len({tuple(pair) for pair in told}) > len({rank for rank, _ in told})
 
 
-def _rows(group: Group, states: States) -> Iterator[list]:
+def _rows(group: ParameterGroup, states: States) -> Iterator[list]:
     """[parameter, kind, this rank's place among those that share it, hash] of each piece."""
     for parameter in group.parameters:
         start, stop = group.range_of(parameter)
         for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
-            yield [parameter.name, kind, group.team.rank, _hash(array[start:stop])]
+            yield [parameter.name, kind, group.ranks.rank, _hash(array[start:stop])]
 
 
 def _keyed(row: list) -> tuple[tuple, str]:

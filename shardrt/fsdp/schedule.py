@@ -17,7 +17,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.forward import ForwardPass
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
-from shardrt.fsdp.group import Group, Lanes, OpenGradient
+from shardrt.fsdp.group import OpenGradient, ParameterGroup, Streams
 from shardrt.fsdp.nodes import Regather, Tape
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.trained import Trained
@@ -36,22 +36,22 @@ class Schedule:
         mesh: DeviceMesh,
         units: list[Unit],
         prefetch: int,
-        lanes: Lanes,
+        streams: Streams,
         make_gradient_slots: Callable[[list[Unit]], None],
     ) -> None:
         self.mesh = mesh
         self.units = units
         self.root = units[0]
         self.prefetch = prefetch
-        self.lanes = lanes
+        self.streams = streams
         self.control = mesh.communicator("control")
-        self.watchers: list[Callable] = [Showing(mesh, lanes.compute.name)]  # see watching.py
-        if self.root.choices.turns is not None:
+        self.watchers: list[Callable] = [Showing(mesh, streams.compute.name)]  # see watching.py
+        if self.root.choices.micro_batches is not None:
             self.watchers.append(MicroBatches(mesh, units))
         self.plan = Plan(units)
         self.trained = Trained(units, self.control)
-        self.gathers = Gathers(units, prefetch, lanes, self.control, self.tell)
-        self.gradients = Gradients(mesh, units, lanes, self.trained, make_gradient_slots)
+        self.gathers = Gathers(units, prefetch, streams, self.control, self.tell)
+        self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.tell, self._new_tape)
         self._backward: autograd.Backward | None = None  # that has begun and not ended; it may have raised
         self._unit_of = {group: unit for unit in units for group in unit.groups}
@@ -80,7 +80,7 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         self._reset()
         self.forward.begin(unit)
-        if self.trained.follow(self.lanes):
+        if self.trained.follow(self.streams):
             self.forward.trained_anew()
         if autograd.is_grad_enabled() or recompute.current() is not None:
             if not self.trained.changed:
@@ -150,7 +150,7 @@ class Schedule:
         """Whether this backward has more to come of `unit`: another forward's part of the loss."""
         return unit in self._upcoming()
 
-    def _reduce(self, unit: Unit, group: Group) -> None:
+    def _reduce(self, unit: Unit, group: ParameterGroup) -> None:
         self.gradients.reduce(group)
         self.gathers.reduced(unit)
         self.tell("reduce", unit)
@@ -185,10 +185,10 @@ class Schedule:
 
     # -- for groups
 
-    def unshard_node(self, group: Group) -> autograd.Function:
+    def unshard_node(self, group: ParameterGroup) -> autograd.Function:
         return self.forward.tape.unshard(self._unit_of[group])
 
-    def readable(self, group: Group) -> bool:
+    def readable(self, group: ParameterGroup) -> bool:
         unit = self._unit_of[group]
         if autograd.running() is not None:
             if not unit.gathered:
@@ -198,14 +198,14 @@ class Schedule:
             return False
         return self.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
 
-    def open_gradient(self, group: Group) -> OpenGradient:
+    def open_gradient(self, group: ParameterGroup) -> OpenGradient:
         return self.gradients.open(group)
 
-    def discard_gradient(self, group: Group) -> None:
+    def discard_gradient(self, group: ParameterGroup) -> None:
         self.gradients.discard(group)
 
-    def readers_done(self, group: Group) -> None:
+    def readers_done(self, group: ParameterGroup) -> None:
         self.gathers.readers_done(self._unit_of[group])
 
-    def written(self, group: Group) -> None:
+    def written(self, group: ParameterGroup) -> None:
         self.gathers.written(self._unit_of[group])

@@ -17,11 +17,11 @@ from shardrt.device.arena import Arena
 from shardrt.fsdp import buffers, collectives
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.buffers import Facts, Spec, Specs
-from shardrt.fsdp.group import GRADIENT_ROLES, Group, Lanes
+from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Cut
+from shardrt.fsdp.process_groups import ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.team import Team, shape_of
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -58,25 +58,25 @@ def build(unit: Unit) -> None:
     units = arranged(unit)
     mesh = units[0].settings.mesh
     layouts = lay_out(units)
-    schedule = Schedule(mesh, units, prefetch_of(units), _lanes(units), make_gradient_slots)
+    schedule = Schedule(mesh, units, prefetch_of(units), _streams(units), make_gradient_slots)
     # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
     _check_same_on_all_ranks(schedule, units, layouts)
     _check_same_values(schedule, units)
     _compile_once(schedule)
-    teams = teams_of(units)
-    facts = facts_of(units, teams)
+    by_cut = process_groups_of(units)
+    facts = facts_of(units, by_cut)
     specs = buffers.plan(units, layouts, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
     for u in units:
         for group in u.groups:
-            group.layout, group.team = layouts[group], teams[u.settings.cut]
+            group.layout, group.ranks = layouts[group], by_cut[u.settings.cut]
     _make_arenas(specs, facts.device, _AT_ONCE)
     for u in units:
         for group in u.groups:
             _make_shard(group, specs[group], facts)
         u.runs_under(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
-    schedule.control.barrier(stream=schedule.lanes.compute)
+    schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def arranged(unit: Unit) -> list[Unit]:
@@ -112,7 +112,7 @@ def prefetch_of(units: list[Unit]) -> int:
     return 1 if units[0].settings.prefetch is None else units[0].settings.prefetch
 
 
-def lay_out(units: list[Unit]) -> dict[Group, Layout]:
+def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     """Where the parameters of every group lie."""
     layouts = {}
     for unit in units:
@@ -122,14 +122,14 @@ def lay_out(units: list[Unit]) -> dict[Group, Layout]:
     return layouts
 
 
-def teams_of(units: list[Unit]) -> dict[Cut, Team]:
-    """The team of every cut that these units use. Collective."""
-    return {cut: Team.of(*cut) for cut in dict.fromkeys(unit.settings.cut for unit in units)}
+def process_groups_of(units: list[Unit]) -> dict[Cut, ProcessGroups]:
+    """The process groups of every cut that these units use. Collective."""
+    return {cut: ProcessGroups.of(*cut) for cut in dict.fromkeys(unit.settings.cut for unit in units)}
 
 
-def facts_of(units: list[Unit], teams: dict[Cut, Team], no_sync: bool = False) -> Facts:
+def facts_of(units: list[Unit], by_cut: dict[Cut, ProcessGroups], no_sync: bool = False) -> Facts:
     """What the plan of the buffers depends on."""
-    shared = all(team.gather.shares_memory for (_, cut), team in teams.items() if cut != "none")
+    shared = all(ranks.gather.shares_memory for (_, cut), ranks in by_cut.items() if cut != "none")
     tops = units[0].modules
     recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
     return Facts(
@@ -150,7 +150,7 @@ def make_gradient_slots(units: list[Unit]) -> None:
     """
     _check_world_invariant(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
-    facts = facts_of(units, teams_of(units))
+    facts = facts_of(units, process_groups_of(units))
     specs = buffers.plan(units, layouts, facts)
     anew = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
     for group in layouts:
@@ -170,13 +170,13 @@ def _fits(role: str, specs: Specs) -> bool:
 _AT_ONCE = ("gathered", "wire", "reduce_wire", "upload", "download")  # shards have no arena
 
 
-def _lanes(units: list[Unit]) -> Lanes:
+def _streams(units: list[Unit]) -> Streams:
     mesh = units[0].settings.mesh
     here, gather, reduce = mesh.device, mesh.stream("gather"), mesh.stream("reduce")
     upload = download = None
     if any(unit.settings.placement.parameters or unit.settings.placement.gradients for unit in units):
         upload, download = here.new_stream("upload"), here.new_stream("download")
-    return Lanes(here, here.current_stream, gather, reduce, upload or gather, download or reduce)
+    return Streams(here, here.current_stream, gather, reduce, upload or gather, download or reduce)
 
 
 def _compile_once(schedule: Schedule) -> None:
@@ -184,8 +184,8 @@ def _compile_once(schedule: Schedule) -> None:
     world = schedule.mesh.world
     if world.kind == "mpi":
         if world.local_rank == 0:
-            schedule.lanes.device.warm_up()
-        schedule.control.barrier(stream=schedule.lanes.compute)
+            schedule.streams.device.warm_up()
+        schedule.control.barrier(stream=schedule.streams.compute)
 
 
 def _make_arenas(specs: Specs, here: Device, roles: Iterable[str]) -> None:
@@ -199,24 +199,24 @@ def _make_arenas(specs: Specs, here: Device, roles: Iterable[str]) -> None:
                 group.arenas[role] = made[spec]
 
 
-def _arena(group: Group, role: str, spec: Spec, here: Device) -> Arena:
+def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
     """The arena of a Spec. Collective where ranks share memory."""
-    team = group.team
+    ranks = group.ranks
     if role in ("upload", "download"):
         allocate = partial(here.buffer, spec.count, spec.dtype)
     elif role in ("gathered", "wire"):
-        shared = spec.role == "shard" and team.size > 1
-        allocate = partial(team.gather.allocate, spec.count, spec.dtype, shared=shared)
+        shared = spec.role == "shard" and ranks.size > 1
+        allocate = partial(ranks.gather.allocate, spec.count, spec.dtype, shared=shared)
     else:
-        allocate = partial(team.reducer.allocate, spec.count, spec.dtype, shared=False)
+        allocate = partial(ranks.reducer.allocate, spec.count, spec.dtype, shared=False)
     return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
 
 
-def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
+def _make_shard(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
     """This rank's part of the parameters: inside the gathered buffer where ranks share it, else apart."""
     group.shard_in_slot = "shard" not in specs
     if group.shard_in_slot:
-        start, stop = group.layout.shard_range(group.team.rank)
+        start, stop = group.layout.shard_range(group.ranks.rank)
         shard = group.arenas["gathered"].slots[0].array[start:stop]
     else:
         shard = _buffer(group, specs["shard"], facts)
@@ -225,7 +225,7 @@ def _make_shard(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
     _make_sums(group, specs, facts)
 
 
-def _make_sums(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
+def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
     """Memory for the sharded gradient, where there is none yet, and what belongs to it."""
     if group.trainable and not group.sum.buffers:
         group.sum.buffers = [_buffer(group, specs["reduced"], facts)]
@@ -237,7 +237,7 @@ def _make_sums(group: Group, specs: dict[str, Spec], facts: Facts) -> None:
     group.rows = buffers.rows_of(group, group.layout)
 
 
-def _buffer(group: Group, spec: Spec, facts: Facts) -> np.ndarray:
+def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
     if spec.host:
         return np.asarray(host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory))
     return facts.device.buffer(spec.count, spec.dtype)
@@ -322,7 +322,9 @@ def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]
         _check_reachable(child, around, owners)
 
 
-def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit], layouts: dict[Group, Layout]) -> None:
+def _check_same_on_all_ranks(
+    schedule: Schedule, units: list[Unit], layouts: dict[ParameterGroup, Layout]
+) -> None:
     """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
     described = [
         (

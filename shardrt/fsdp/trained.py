@@ -9,7 +9,7 @@ backward begins: by then gathers have shown that all ranks do that, or a barrier
 import zlib
 
 from shardrt.comm.protocol import Communicator
-from shardrt.fsdp.group import Lanes
+from shardrt.fsdp.group import Streams
 from shardrt.fsdp.unit import Unit
 
 
@@ -24,7 +24,7 @@ class Trained:
         self._at_first = self._pattern()
         control.register_names([group.called for group in self.groups])
 
-    def follow(self, lanes: Lanes) -> bool:
+    def follow(self, streams: Streams) -> bool:
         """A forward begins: take over what the user has frozen or unfrozen, if anything; gives whether.
 
         Frees the memory that is not needed now.
@@ -36,8 +36,8 @@ class Trained:
         ]
         if wanted == [(group.trained, group.finds_unused) for group in self.groups]:
             return False
-        lanes.reduce.synchronize()  # nothing reads or writes the memory that goes
-        lanes.download.synchronize()
+        streams.reduce.synchronize()  # nothing reads or writes the memory that goes
+        streams.download.synchronize()
         for group, (trained, finds_unused) in zip(self.groups, wanted, strict=True):
             group.train(trained, finds_unused)
         self.changed = True
@@ -54,11 +54,11 @@ class Trained:
         self._control.register_names([group.called for group in self.groups])
         return True
 
-    def agree(self, lanes: Lanes) -> None:
+    def agree(self, streams: Streams) -> None:
         """Before memory is made anew, which ranks do together: find that all have come to it. Collective."""
-        for communicator in dict.fromkeys(group.team.reducer for group in self.groups):
-            communicator.barrier(stream=lanes.reduce, what=self.groups[0].called)
-        lanes.reduce.synchronize()
+        for communicator in dict.fromkeys(group.ranks.reducer for group in self.groups):
+            communicator.barrier(stream=streams.reduce, what=self.groups[0].called)
+        streams.reduce.synchronize()
         self.changed = False
 
     def _pattern(self) -> list[tuple]:

@@ -2,10 +2,10 @@
 
 The tree adds the gradients of a step's micro-batches in the same way at every number of ranks.
 
-With M micro-batches on W ranks, both powers of two, turn j takes micro-batches j W to j W + W - 1, one on
-each rank. A reduction adds those of a turn as neighbours (kernels/cpu/reduce.py); turns are added as a binary
-counter counts, with a buffer for each of its bits that is 1. Together that is one tree of M leaves, whatever
-W is. The buffers after each of four turns: 0; 01; 01, 2; 0123.
+With M micro-batches on W ranks, both powers of two, rank r has micro-batches r, W + r, 2 W + r and so on. A
+reduction adds W of them as neighbours (kernels/cpu/reduce.py); reductions are added as a binary counter
+counts, with a buffer for each of its bits that is 1. Together that is one tree of M leaves, whatever W is.
+The buffers after each of four: 0; 01; 01, 2; 0123.
 """
 
 from collections.abc import Callable, Collection
@@ -22,25 +22,25 @@ Array = Any
 
 @dataclass(frozen=True)
 class Place:
-    """Where a turn's sum goes: written to or added to `buffer`, then `merges` times to the buffer before."""
+    """Where a reduction's sum goes: written or added to `buffer`, then `merges` times to the one before."""
 
     buffer: int
     accumulate: bool
     merges: int
 
 
-def place(turn: int) -> Place:
-    """The place of turn number `turn`, counted from 0."""
-    set_bits = turn.bit_count()
-    if turn % 2 == 0:
+def place(number: int) -> Place:
+    """The place of reduction `number` of a step, counted from 0."""
+    set_bits = number.bit_count()
+    if number % 2 == 0:
         return Place(set_bits, False, 0)
-    trailing = (turn ^ (turn + 1)).bit_length() - 1  # ones at the end of `turn`: so far the carry goes
+    trailing = (number ^ (number + 1)).bit_length() - 1  # ones at the end of `number`: so far the carry goes
     return Place(set_bits - 1, True, trailing - 1)
 
 
-def buffers(turns: int) -> int:
-    """How many buffers it takes to add up `turns` turns, a power of two."""
-    return max(1, turns.bit_length() - 1)
+def buffers(reductions: int) -> int:
+    """How many buffers it takes to add up so many `reductions`, a power of two."""
+    return max(1, reductions.bit_length() - 1)
 
 
 class GradientSum:
@@ -67,12 +67,12 @@ class GradientSum:
     @property
     def exact(self) -> bool:
         """Whether a step has a given number of reductions, which are added by the tree."""
-        return self._choices.turns is not None
+        return self._choices.micro_batches is not None
 
     @property
     def complete(self) -> bool:
         """Whether all reductions of a step are in it, as far as their number is known."""
-        return self._choices.turns in (None, self.reductions)
+        return self._choices.micro_batches in (None, self.reductions)
 
     @property
     def place(self) -> Place:

@@ -10,7 +10,7 @@ from enum import Enum
 from typing import Any
 
 from shardrt.autograd import Function
-from shardrt.fsdp.group import Group, GroupKey
+from shardrt.fsdp.group import GroupKey, ParameterGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -61,7 +61,9 @@ class Unit:
         by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear
         for parameter, key in parameters:
             by_key.setdefault(key, []).append(parameter)
-        self.groups = [Group(key, own, settings, self.choices, self.built) for key, own in by_key.items()]
+        self.groups = [
+            ParameterGroup(key, own, settings, self.choices, self.built) for key, own in by_key.items()
+        ]
         # Set by setup.py:
         self.reshard_after_forward: bool
         self.reshard_after_backward: bool
@@ -85,8 +87,8 @@ class Unit:
     @property
     def micro_batches(self) -> int | None:
         """Of a step, over all ranks; None without set_world_invariant."""
-        turns = self.choices.turns
-        return None if turns is None else turns * self.settings.mesh.size
+        own = self.choices.micro_batches
+        return None if own is None else own * self.settings.mesh.size
 
     def built(self) -> Any:
         """The schedule. Builds that of the whole model, and the shards, if there is none yet: collective."""

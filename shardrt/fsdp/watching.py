@@ -60,16 +60,16 @@ class MicroBatches:
     def _begin(self) -> None:
         groups = [group for unit in self._units for group in unit.groups if group.trainable]
         done = {group.sum.reductions for group in groups} or {0}
-        turn, turns, size = max(done), self._units[0].choices.turns, self._mesh.size
-        if len(done) > 1 or turn >= turns:
-            more = f"this would be one more than {turns}" if len(done) == 1 else "it was called for some only"
+        done_before, each, size = max(done), self._units[0].choices.micro_batches, self._mesh.size
+        if len(done) > 1 or done_before >= each:
+            more = f"this would be one more than {each}" if len(done) == 1 else "it was called for some only"
             raise RuntimeError(
-                f"set_world_invariant: a step has {turns} backwards of {size} micro-batches, then "
+                f"set_world_invariant: a step has {each} backwards of {size} micro-batches, then "
                 f"zero_grad of all parameters; {more}"
             )
-        if turn == 0:
+        if done_before == 0:
             self._calls = random.calls()
-        random.begin_micro_batch(turn * size + self._mesh.rank, self._calls)
+        random.begin_micro_batch(done_before * size + self._mesh.rank, self._calls)
 
 
 _DEBUG = os.environ.get("SHARDRT_DEBUG", "0") not in ("", "0")

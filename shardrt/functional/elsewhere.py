@@ -74,7 +74,7 @@ TENSOR |= dict.fromkeys(
 
 # In torch itself; what shardrt.functional has is added by shardrt/__init__.py.
 TORCH = FUNCTION | {
-    "save": "use shardrt.checkpoint.Checkpoints, or numpy.savez of shardrt.checkpoint.full_state_dict(model)",
+    "save": "use shardrt.checkpoint.save or CheckpointManager, or numpy.savez of full_state_dict(model)",
     "load": "use shardrt.checkpoint.load(path, model), or model.load_state_dict(arrays)",
     "distributed": "use shardrt.comm.init_device_mesh and shardrt.fsdp",
     "cuda": "the device is the one that shardrt.comm.init_device_mesh names",

@@ -27,7 +27,7 @@ Array = Any
 
 
 @dataclass(frozen=True)
-class Placement:
+class HostPlacement:
     """Where the arrays of a storage live between uses: on the device (False) or in pinned host memory (True).
 
     step: "device" brings what an update needs to the device, piece by piece; "host" updates with the host's
@@ -57,7 +57,7 @@ class Storage(ABC):
 
     communicator: Communicator | None = None
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
-    placement = Placement()
+    placement = HostPlacement()
     on_gradient: Callable[[], None] | None = None
     gradient_ready: Event | None = None
     owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012

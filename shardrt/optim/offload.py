@@ -19,7 +19,7 @@ import numpy as np
 from shardrt import device
 from shardrt.device import Device, Event, Stream, host
 from shardrt.device.arena import Arena, Slot
-from shardrt.nn.storage import Placement
+from shardrt.nn.storage import HostPlacement
 from shardrt.optim.slices import Slice, Update
 
 Array = Any
@@ -29,7 +29,7 @@ SLOTS = 2  # one that is copied while the other is used
 _ALIGNMENT = 16  # elements: every array in a slot begins a cache line
 
 
-def slot_bytes(count: int, itemsize: int, placement: Placement, states: int) -> int:
+def slot_bytes(count: int, itemsize: int, placement: HostPlacement, states: int) -> int:
     """Bytes that one staging slot needs for a shard of `count` elements with `states` arrays of state."""
     if placement.step == "host":
         return 0

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt import device, nn, optim, random
-from shardrt.checkpoint import CheckpointError, Checkpoints, read_manifest, save
+from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import differences, differing, from_all
@@ -188,7 +188,7 @@ class Job:
     model: nn.Module
     optimizer: optim.Optimizer
     scaler: optim.GradScaler
-    checkpoints: Checkpoints
+    checkpoints: CheckpointManager
     run: RunLog
     watch: Watch
     ranks: Ranks
@@ -202,7 +202,7 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     scaler = optim.GradScaler(enabled=recipe.precision.param is settings.Precision.float16)
     kept = {"keep_last": recipe.checkpoint.keep_last, "keep_every": recipe.checkpoint.keep_every}
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
-    checkpoints = Checkpoints(folder, model, optimizer, mesh, **kept)
+    checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
     operations = recipe.batch_size * task.flops(model)

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints, manifest, rankfile, verify
+from shardrt.checkpoint import CheckpointManager, manifest, rankfile, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.comm import init_device_mesh, thread, world
 from shardrt.fsdp import fully_shard
@@ -135,7 +135,7 @@ def run(root, disk, first, last):
     for name, parameter in model.named_parameters():
         parameter.data = values(name, parameter.shape, 0)
     fully_shard(model, mesh=mesh)
-    checkpoints = Checkpoints(
+    checkpoints = CheckpointManager(
         root, model, optim.SGD(model.parameters(), lr=1.0), mesh, keep_last=1, disk=disk
     )
     if first > OLD:
@@ -155,7 +155,7 @@ def restored(root):
     model = nn.Linear(5, 3)
     fully_shard(model, mesh=init_device_mesh("auto"))
     optimizer = optim.SGD(model.parameters(), lr=1.0)
-    step, _ = Checkpoints(root, model, optimizer, init_device_mesh("auto")).restore()
+    step, _ = CheckpointManager(root, model, optimizer, init_device_mesh("auto")).restore()
     right = all((p.shard == 10 * step + len(n)).all() for n, p in model.named_parameters())
     return step, right or step == 0
 

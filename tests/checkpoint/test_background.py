@@ -9,7 +9,7 @@ import pytest
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import CheckpointError, Checkpoints
+from shardrt.checkpoint import CheckpointError, CheckpointManager
 from shardrt.checkpoint.pieces import pieces_of
 from shardrt.comm import init_device_mesh, world
 from shardrt.device.cpu import CPUDevice
@@ -41,7 +41,7 @@ def calls_of_start(root, sharded, blocks):
     if sharded:
         fully_shard(model, mesh=mesh)
     optimizer = optim.AdamW(model.parameters())
-    checkpoints = Checkpoints(root, model, optimizer, mesh)
+    checkpoints = CheckpointManager(root, model, optimizer, mesh)
     checkpoints.start(1)
     checkpoints.settle()
     called = Counter()
@@ -98,7 +98,7 @@ def saved_in_every_step(root, case, steps=3):
     shardrt.manual_seed(3)
     model = make() if settings is None else shard(make(), mesh, **settings)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    checkpoints = Checkpoints(root, model, optimizer, mesh)
+    checkpoints = CheckpointManager(root, model, optimizer, mesh)
     held, restored = [], []
     for step in range(steps):
         train(model, optimizer, step, step + 1)
@@ -131,7 +131,7 @@ def test_each_is_the_state_of_its_step(tmp_path, monkeypatch, size):
 def without_memory(root):
     mesh = init_device_mesh("auto")
     model = shard(Net(), mesh)
-    checkpoints = Checkpoints(root, model, optim.AdamW(model.parameters()), mesh)
+    checkpoints = CheckpointManager(root, model, optim.AdamW(model.parameters()), mesh)
     checkpoints.start(1)
     with pytest.raises(CheckpointError, match=r"^step 1 was not saved: rank 1: MemoryError: no room$"):
         checkpoints.settle()

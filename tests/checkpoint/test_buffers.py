@@ -6,7 +6,7 @@ import pytest
 import shardrt
 from shardrt import functional as F
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints, full_state_dict, load, save
+from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from tests.ranks import run_ranks
@@ -44,14 +44,14 @@ def buffers(model):
 
 def save_run(root, together):
     model, mesh, optimizer = trained(together)
-    Checkpoints(root, model, optimizer, mesh).save(2)
+    CheckpointManager(root, model, optimizer, mesh).save(2)
     save(root / "weights", model, step=2)
     return buffers(model), full_state_dict(model)
 
 
 def restore_run(root):
     model, mesh, optimizer = trained(False, steps=0)
-    assert Checkpoints(root, model, optimizer, mesh).restore()[0] == 2
+    assert CheckpointManager(root, model, optimizer, mesh).restore()[0] == 2
     restored = buffers(model)
     other, _, _ = trained(False, steps=0)
     assert load(root / "weights", other) == 2

@@ -6,7 +6,7 @@ from safetensors.numpy import load_file
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import CheckpointError, Checkpoints, full_state_dict, load, verify
+from shardrt.checkpoint import CheckpointError, CheckpointManager, full_state_dict, load, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, thread
@@ -27,7 +27,9 @@ def made(root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=N
     return (
         model,
         optimizer,
-        Checkpoints(root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, disk=disk),
+        CheckpointManager(
+            root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, disk=disk
+        ),
     )
 
 
@@ -176,7 +178,7 @@ def test_what_was_unfrozen_in_the_run_keeps_its_moments(tmp_path):
         model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2))
         model[0].requires_grad_(False)
         optimizer = optim.AdamW(model.parameters())
-        return model, optimizer, Checkpoints(tmp_path / "c", model, optimizer, init_device_mesh("auto"))
+        return model, optimizer, CheckpointManager(tmp_path / "c", model, optimizer, init_device_mesh("auto"))
 
     model, optimizer, checkpoints = begun()
     checkpoints.save(1)
@@ -202,7 +204,7 @@ def thawed(root):
         model = shard(Net(), mesh)
         model.blocks[0].requires_grad_(not freeze)
         optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-        checkpoints = Checkpoints(root, model, optimizer, mesh)
+        checkpoints = CheckpointManager(root, model, optimizer, mesh)
         if freeze:
             train(model, optimizer, 0, 2)
             checkpoints.save(2)
@@ -227,7 +229,7 @@ def into_one_unit(root):
     mesh = init_device_mesh("auto")
     model = fully_shard(Net(), mesh=mesh)
     optimizer = optim.AdamW(model.parameters())
-    Checkpoints(root, model, optimizer, mesh).restore()
+    CheckpointManager(root, model, optimizer, mesh).restore()
     return everything(model, optimizer)
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import shardrt
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints, set_optimizer_state_dict, verify
+from shardrt.checkpoint import CheckpointManager, set_optimizer_state_dict, verify
 from shardrt.comm import init_device_mesh, thread
 from shardrt.nn.runs import Runs, cut, run, size_of
 from shardrt.nn.storage import Storage
@@ -58,7 +58,7 @@ def made(folder, part_of):
     part = part_of(mesh.rank, mesh.size)
     Part(model.weight, part)
     optimizer = optim.AdamW(model.parameters())
-    return model, part, optimizer, Checkpoints(folder, model, optimizer, mesh)
+    return model, part, optimizer, CheckpointManager(folder, model, optimizer, mesh)
 
 
 def elements(part):

@@ -5,7 +5,7 @@ import pytest
 
 from shardrt import nn, optim
 from shardrt.__main__ import main
-from shardrt.checkpoint import Checkpoints, load
+from shardrt.checkpoint import CheckpointManager, load
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard
 
@@ -16,7 +16,9 @@ def save(root, size, lr):
         for parameter in model.parameters():
             parameter.data = np.full(parameter.shape, 4.0, np.float32)
         fully_shard(model, mesh=init_device_mesh("auto"))
-        checkpoints = Checkpoints(root, model, optim.AdamW(model.parameters()), init_device_mesh("auto"))
+        checkpoints = CheckpointManager(
+            root, model, optim.AdamW(model.parameters()), init_device_mesh("auto")
+        )
         for step in (1, 2):
             checkpoints.save(step, {"config": {"lr": lr}})
         with np.errstate(all="ignore"):

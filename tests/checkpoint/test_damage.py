@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints, Damaged, read_manifest, verify
+from shardrt.checkpoint import CheckpointManager, Damaged, read_manifest, verify
 from shardrt.checkpoint.manifest import BLOCK, Manifest, _checksum
 from shardrt.comm import init_device_mesh, thread
 
@@ -29,7 +29,7 @@ class Large(nn.Module):
 def save(root):
     model = Large()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    Checkpoints(root, model, optimizer, init_device_mesh("auto")).save(1, {"config": {"lr": 0.1}})
+    CheckpointManager(root, model, optimizer, init_device_mesh("auto")).save(1, {"config": {"lr": 0.1}})
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +73,7 @@ def flip(file, place, bit):
 def restored(path):
     model = Large()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    Checkpoints(path.parent, model, optimizer, init_device_mesh("auto")).restore(path)
+    CheckpointManager(path.parent, model, optimizer, init_device_mesh("auto")).restore(path)
 
 
 def test_what_is_damaged_is_named_with_its_tensor(saved, tmp_path):

@@ -7,7 +7,14 @@ import numpy as np
 import pytest
 
 from shardrt import nn, optim
-from shardrt.checkpoint import CheckpointError, Checkpoints, Damaged, NonfiniteWeights, read_manifest, verify
+from shardrt.checkpoint import (
+    CheckpointError,
+    CheckpointManager,
+    Damaged,
+    NonfiniteWeights,
+    read_manifest,
+    verify,
+)
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import SMALL, _checksum
 from shardrt.comm import init_device_mesh, thread
@@ -31,7 +38,7 @@ class Odd(nn.Module):
 def odd(root, **settings):
     model = Odd()
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    return model, Checkpoints(root, model, optimizer, init_device_mesh("auto"), **settings)
+    return model, CheckpointManager(root, model, optimizer, init_device_mesh("auto"), **settings)
 
 
 def strict(path):

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from shardrt import nn, optim
-from shardrt.checkpoint import Checkpoints
+from shardrt.checkpoint import CheckpointManager
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.pieces import counted, pieces_of
 from shardrt.comm import init_device_mesh, world
@@ -70,7 +70,7 @@ def made(root, disk=None):
     model = nn.Linear(5, 3)
     fully_shard(model, mesh=mesh)
     optimizer = optim.AdamW(model.parameters())
-    return model, optimizer, Checkpoints(root, model, optimizer, mesh, keep_last=1, disk=disk)
+    return model, optimizer, CheckpointManager(root, model, optimizer, mesh, keep_last=1, disk=disk)
 
 
 def change(model, optimizer, step):

@@ -15,7 +15,7 @@ import numpy as np
 from models import train
 from models.gpt import GPT
 from shardrt import device
-from shardrt.checkpoint.checkpoints import Checkpoints
+from shardrt.checkpoint import CheckpointManager
 from shardrt.comm import world as worlds
 from shardrt.fsdp.schedule import Schedule
 from shardrt.train import job, loop
@@ -127,7 +127,7 @@ def prepare(failure: str, phase: str, victim: int) -> None:
     elif phase == "optimizer":
         trap.before(loop, "update")
     elif phase == "save":
-        trap.before(Checkpoints, "_begin")
+        trap.before(CheckpointManager, "_begin")
     elif phase == "eval":
         trap.before(GPT, "forward", lambda model, tokens: not model.training)
 

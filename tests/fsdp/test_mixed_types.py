@@ -8,7 +8,7 @@ import pytest
 import shardrt
 from shardrt import Tensor, dtypes, nn, optim
 from shardrt import functional as F
-from shardrt.checkpoint import Checkpoints, full_state_dict, load, save
+from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -100,7 +100,7 @@ def made(strategy=None, parts=True, **settings):
 
 def trained(model, mesh, data, folder=None, resume=False):
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
-    checkpoints = Checkpoints(folder, model, optimizer, mesh) if folder is not None else None
+    checkpoints = CheckpointManager(folder, model, optimizer, mesh) if folder is not None else None
     first = checkpoints.restore()[0] if resume else 0
     norms = []
     for step in range(first, len(data)):

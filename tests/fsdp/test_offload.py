@@ -100,10 +100,10 @@ def slow_copies(serial):
     for block in model.blocks:
         fully_shard(block, mesh=mesh, offload_policy=CPUOffloadPolicy())
     fully_shard(model, mesh=mesh)
-    lanes = units(model)[0].schedule.lanes
-    lanes.device = _SlowDevice(lanes.device)
+    streams = units(model)[0].schedule.streams
+    streams.device = _SlowDevice(streams.device)
     if serial:
-        lanes.gather = lanes.reduce = lanes.upload = lanes.download = lanes.compute
+        streams.gather = streams.reduce = streams.upload = streams.download = streams.compute
     x = shardrt.Tensor(np.ones((4, 7), np.float32))
     model(x).sum().backward()
     with timeline.record() as spans:
@@ -147,13 +147,13 @@ def poisoned(forget_to_wait):
     shardrt.manual_seed(3)
     model = Net()
     shard(model, init_device_mesh("auto"), offload_policy=CPUOffloadPolicy())
-    lanes = units(model)[0].schedule.lanes
-    lanes.device = _SlowDevice(lanes.device)
+    streams = units(model)[0].schedule.streams
+    streams.device = _SlowDevice(streams.device)
     for unit in units(model):
         for role in ("gathered", "download"):
             unit.groups[0].arenas[role].poison = True
     if forget_to_wait:
-        lanes.gather = _Hasty(lanes.gather)
+        streams.gather = _Hasty(streams.gather)
     optimizer = optim.AdamW(model.parameters())
     losses = []
     for tokens, targets in batches(3, size=4):

@@ -29,7 +29,7 @@ def step_seconds(prefetch, serial):
     x = shardrt.Tensor(np.ones((4, 7), np.float32))
     schedule = units(model)[0].schedule
     if serial:  # one stream for everything: what the step costs without overlap
-        schedule.lanes.gather = schedule.lanes.reduce = schedule.lanes.upload = schedule.lanes.compute
+        schedule.streams.gather = schedule.streams.reduce = schedule.streams.upload = schedule.streams.compute
     times = []
     for _ in range(6):
         start = time.perf_counter()
@@ -156,8 +156,8 @@ def losses_with_late_gathers(forget_to_wait):
     for unit in units(model):
         unit.groups[0].arenas["gathered"].poison = True
     if forget_to_wait:
-        lanes = units(model)[0].schedule.lanes
-        lanes.compute = _Hasty(lanes.compute)
+        streams = units(model)[0].schedule.streams
+        streams.compute = _Hasty(streams.compute)
     return [float(loss_of(model, tokens, targets).item()) for tokens, targets in batches(3, size=4)]
 
 

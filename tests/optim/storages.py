@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt import device, nn
 from shardrt.nn.runs import run
-from shardrt.nn.storage import Placement, Storage
+from shardrt.nn.storage import HostPlacement, Storage
 
 SIZES = (370, 1500, 2603, 991, 40)  # no multiple of anything
 UNOWNED = 3  # the parameter that no optimizer gets
@@ -16,7 +16,7 @@ class HostStorage(Storage):
     """Parameters of SIZES. `reduce` gives it a gradient as backward does: in another stream, late."""
 
     def __init__(self, placement=None, sizes=SIZES, dtype=np.float32, seed=0, delay=0.0):
-        self.placement = placement or Placement()
+        self.placement = placement or HostPlacement()
         self.delay = delay
         self.modifications = 0
         self._dtype = np.dtype(dtype)

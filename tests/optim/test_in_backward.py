@@ -12,13 +12,13 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device import timeline
 from shardrt.fsdp import CPUOffloadPolicy, no_sync
-from shardrt.nn.storage import Placement
+from shardrt.nn.storage import HostPlacement
 from tests.fsdp.nets import CalledTwice, Frozen, Nested, Net, NeverCalled, batches, loss_of, shard, train_on
 from tests.optim.storages import HostStorage, assert_same_bits, gradients, snapshot
 
 STEPS = 5
 UNITS = 4
-PLACEMENTS = [Placement(), Placement(True, True, True), Placement(True, True, True, step="host")]
+PLACEMENTS = [HostPlacement(), HostPlacement(True, True, True), HostPlacement(True, True, True, step="host")]
 OPTIMIZERS = {
     "adamw": lambda groups, **how: optim.AdamW(groups, lr=0.01, weight_decay=0.1, **how),
     "momentum": lambda groups, **how: optim.SGD(groups, lr=0.01, momentum=0.9, dampening=0.3, **how),
@@ -48,7 +48,7 @@ def train(make, placement, in_backward):
 @pytest.mark.parametrize("placement", PLACEMENTS, ids=str)
 def test_updates_in_backward_have_the_bits_of_step(placement, make, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
-    assert_same_bits(train(make, placement, True), train(make, Placement(), False))
+    assert_same_bits(train(make, placement, True), train(make, HostPlacement(), False))
 
 
 class SlowAdamW(optim.AdamW):

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt import optim
-from shardrt.nn.storage import Placement
+from shardrt.nn.storage import HostPlacement
 from tests.fsdp.nets import Net, train_on
 from tests.optim.storages import SIZES, HostStorage, assert_same_bits, gradients, snapshot
 
@@ -48,7 +48,7 @@ def test_it_takes_the_steps_of_the_paper(dtype, tolerance):
 @pytest.mark.parametrize("step", ["device", "host"])
 def test_it_has_the_same_bits_on_the_host_piece_by_piece_and_in_backward(step, monkeypatch):
     monkeypatch.setattr(optim.offload, "CHUNK", 1000)
-    found = snapshot(*trained(Placement(True, True, True, step=step), in_backward=True))
+    found = snapshot(*trained(HostPlacement(True, True, True, step=step), in_backward=True))
     assert_same_bits(found, snapshot(*trained()))
 
 

@@ -1,4 +1,4 @@
-"""Team: the ranks among which a unit is cut, and those that hold copies of the same shard."""
+"""ProcessGroups: the ranks among which a unit is cut, and the ranks that hold the same shard of it."""
 
 from dataclasses import dataclass
 
@@ -9,17 +9,17 @@ from shardrt.comm.single import SingleCommunicator
 
 
 @dataclass(frozen=True)
-class Team:
+class ProcessGroups:
     """Communicators of one kind of cut.
 
     gather, reduce, control: over the ranks that together hold one whole unit, one communicator per stream.
-    copies: over the ranks that hold the same shard as this one; None if no other does.
+    replicate: over the ranks that hold the same shard as this one; None if no other does.
     """
 
     gather: Communicator
     reduce: Communicator
     control: Communicator
-    copies: Communicator | None
+    replicate: Communicator | None
 
     @property
     def rank(self) -> int:
@@ -34,16 +34,16 @@ class Team:
     @property
     def reducer(self) -> Communicator:
         """The communicator that reads full gradients."""
-        return self.copies if self.size == 1 and self.copies is not None else self.reduce
+        return self.replicate if self.size == 1 and self.replicate is not None else self.reduce
 
     @property
-    def copy_count(self) -> int:
+    def replicas(self) -> int:
         """How many ranks hold each shard."""
-        return self.copies.size if self.copies is not None else 1
+        return self.replicate.size if self.replicate is not None else 1
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, cut: str) -> "Team":
-        """The team for strategy.Row.cut, on a mesh of all ranks that train the model. Collective over it."""
+    def of(cls, mesh: DeviceMesh, cut: str) -> "ProcessGroups":
+        """Those for strategy.Row.cut, on a mesh of all ranks that train the model. Collective over it."""
         if cut == "none":
             alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
             return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)
@@ -53,7 +53,7 @@ class Team:
 
 
 def shape_of(mesh: DeviceMesh, cut: str) -> tuple[int, int]:
-    """(shards, copies of each) of a team, without making one."""
+    """(shards, copies of each) of a unit's shard groups, without making them."""
     if cut == "none":
         return 1, mesh.size
     return (mesh.shape[1], mesh.shape[0]) if cut == "group" else (mesh.size, 1)
