@@ -61,7 +61,7 @@ class Offload:
         for node in autograd.reachable({tensor.node for tensor in results}, since):
             if node.saved and not isinstance(node.saved, Offloaded):
                 node.saved = saved_tensors.pack(node.saved)
-        if not saved_tensors.arrays_away:
+        if not saved_tensors.arrays:
             return output
         saved_tensors.depart()
         return Marker.mark(output, results, saved_tensors)
@@ -107,14 +107,14 @@ class SavedTensors:
     def __init__(self, streams: "Streams", module: Module) -> None:
         self.label = module.name or type(module).__name__
         self.state = State.LOADING
-        self.arrays_away: list[SavedArray] = []
+        self.arrays: list[SavedArray] = []
         self._streams = streams
         self._known: dict[tuple, SavedArray] = {}
         self._stay = _addresses_of_parameters(module)
         self._loan: Loan | None = None
 
     def pack(self, saved: tuple) -> "Offloaded | tuple":
-        """A stand-in for the saved tuple of a node whose arrays become arrays_away; itself if it has none."""
+        """A stand-in for the saved tuple of a node whose arrays go away; itself if it has none."""
         template = self._pack(saved)
         return saved if template is saved else Offloaded(self, template)
 
@@ -143,7 +143,7 @@ class SavedTensors:
         saved_array = self._known.get(key)
         if saved_array is None:
             saved_array = self._known[key] = SavedArray(contiguous(dense).reshape(-1))
-            self.arrays_away.append(saved_array)
+            self.arrays.append(saved_array)
         return Place(saved_array, dense.shape, axes, array.shape)
 
     def depart(self) -> None:
@@ -151,17 +151,17 @@ class SavedTensors:
         streams = self._streams
         streams.free_last()
         self._known.clear()
-        starts, total = _lay_out([saved_array.array.nbytes for saved_array in self.arrays_away])
+        starts, total = _lay_out([saved_array.array.nbytes for saved_array in self.arrays])
         self._loan = streams.pool.lend(total)
         host = self._loan.buffer
-        for saved_array, start in zip(self.arrays_away, starts, strict=True):
+        for saved_array, start in zip(self.arrays, starts, strict=True):
             saved_array.host = host.array[start : start + saved_array.array.nbytes].view(
                 saved_array.array.dtype
             )
         streams.compute.record(host.ready)
         streams.offload.wait(host.ready)  # the ops have computed what is copied
         streams.offload.wait(host.read)  # what had the buffer before has been copied from it
-        pairs = [(saved_array.host, saved_array.array) for saved_array in self.arrays_away]
+        pairs = [(saved_array.host, saved_array.array) for saved_array in self.arrays]
         streams.offload.submit(_copy, streams.device, pairs, label=f"offload {self.label}")
         streams.offload.record(host.written)
         self.state = State.LEAVING
@@ -171,7 +171,7 @@ class SavedTensors:
         """Drop the arrays on the device, when they have been copied."""
         if self.state is State.LEAVING:
             self._streams.compute.wait(self._loan.buffer.written)  # the copy reads the arrays until then
-            for saved_array in self.arrays_away:
+            for saved_array in self.arrays:
                 saved_array.array = None
             self.state = State.AWAY
 
@@ -184,11 +184,11 @@ class SavedTensors:
             self._settle()
         elif self.state is State.AWAY:
             streams, host = self._streams, self._loan.buffer
-            for saved_array in self.arrays_away:
+            for saved_array in self.arrays:
                 saved_array.array = streams.device.empty((saved_array.host.size,), saved_array.host.dtype)
             streams.compute.record(host.ready)
             streams.fetch.wait(host.ready)  # ops may use the memory until here; and the copy out has ended
-            pairs = [(saved_array.array, saved_array.host) for saved_array in self.arrays_away]
+            pairs = [(saved_array.array, saved_array.host) for saved_array in self.arrays]
             streams.fetch.submit(_copy, streams.device, pairs, label=f"fetch {self.label}")
             streams.fetch.record(host.read)
             self.state = State.COMING
@@ -203,7 +203,7 @@ class SavedTensors:
     def _settle(self) -> None:
         """From now on the arrays belong to the nodes alone, which free them as backward goes."""
         self.state = State.HOME
-        self.arrays_away, self._loan = [], None
+        self.arrays, self._loan = [], None
 
 
 class SavedArray:
@@ -217,7 +217,7 @@ class SavedArray:
 
 
 class Place:
-    """In place of an array in a saved tuple: the saved_array with its elements, and how they lie there."""
+    """In place of an array in a saved tuple: the saved array with its elements, and how they lie there."""
 
     __slots__ = ("saved_array", "dense", "axes", "shape", "tensor")
 

@@ -4,7 +4,7 @@ A parameter's initial values depend on (seed, its name, element), a dropout mask
 the model in the step, name of the innermost module, which use by that module in the call, element of the
 global batch). So there is nothing to save, the numbers are the same at every world size, and a process that
 has some layers of a model draws the masks that they have in the whole one. Where a step goes through the
-model in micro-batches that are shared among the ranks (fsdp.set_world_invariant), "the step" is a turn, in
+model in micro-batches that are shared among the ranks (fsdp.set_world_invariant), "the step" is a round, in
 which each rank has the micro-batch whose number is set here.
 """
 

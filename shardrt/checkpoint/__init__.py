@@ -16,7 +16,6 @@ Checkpoints = CheckpointManager  # as it was called before
 __all__ = [
     "CheckpointError",
     "CheckpointManager",
-    "Checkpoints",
     "Damaged",
     "NonfiniteWeights",
     "Store",

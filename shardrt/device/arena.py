@@ -3,7 +3,7 @@
 Every buffer that crosses streams comes from an arena, allocated once. A slot changes hands in stream order,
 not in host order: `release` may be called while the work that reads the slot is still queued, because the
 next owner's stream waits for the slot's free-event first. So the number of slots bounds the memory in
-flight by construction.
+flight; `grow` adds one where a program needs more at once than was planned.
 """
 
 from collections.abc import Callable
@@ -30,8 +30,8 @@ class Slot:
 class Arena:
     """`count` slots, each made by `allocate()`: a 1-D array.
 
-    poison: fill every slot with NaN when it is released, so that a read without the right wait shows.
-    Only for slots that hold nothing of value once they are released. name: what the slots are for, in traces.
+    poison: whoever releases a slot fills it with NaN (fsdp's Gathers), so that a read without the right wait
+    shows. Only for slots that hold nothing of value once they are released. name: what they are for, in traces.
     """
 
     def __init__(

@@ -50,9 +50,9 @@ class UnitBoundary:
                 output = replaced(output, _caster(self._output))
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
-            return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
+            return exchanged(output, found, schedule.leave(self.unit, module, found))
         except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
-            schedule.forward.abandon(self.unit, depth)
+            schedule.abandon(self.unit, depth)
             raise
 
 

@@ -107,7 +107,7 @@ class ForwardPass:
         del self._entered[depth:]
         if self.depth == 0 and recompute.again() is None:
             self._gathers.drop_prefetched()
-            self._gathers.rest_all(kept=True)
+            self._gathers.rest_all(also_kept=True)
 
     def _skip(self, count: int) -> None:
         """Do for the next `count` planned units what ranks that call them do, except the computing.

@@ -59,10 +59,10 @@ class Gathers:
         elif unit.state not in (state, State.STALE):
             unit.move(state)
 
-    def rest_all(self, entered: Collection[Unit] = (), kept: bool = False) -> None:
-        """A pass has ended, and with it what it gathered, but for units entered. kept: those as well."""
+    def rest_all(self, entered: Collection[Unit] = (), also_kept: bool = False) -> None:
+        """A pass has ended: release what it gathered, but for `entered`. also_kept: also units in KEPT."""
         for unit in self.units:
-            ends = unit.gathered if kept else unit.state in (State.IN_USE, State.WAITING)
+            ends = unit.gathered if also_kept else unit.state in (State.IN_USE, State.WAITING)
             if ends and unit not in entered:
                 self.rest(unit, unit.state_after(needed=False, done=True))
 
@@ -135,9 +135,8 @@ class Gathers:
     def _drop(self, unit: Unit) -> None:
         """Give back the slots of a gather that nobody waited for. The gather itself still runs."""
         for group in unit.groups:
-            self.streams.compute.wait(
-                group.slot.ready
-            )  # the release is recorded in compute: after the gather
+            # The release is recorded in compute, so it comes after the gather.
+            self.streams.compute.wait(group.slot.ready)
         self._release(unit)
 
     def _acquire(self, arena: Arena) -> Slot:

@@ -269,9 +269,8 @@ class ParameterGroup(Storage):
     def full(self, parameter: Parameter) -> Array:
         if self.full_views is not None:
             return self.full_views[self.position[id(parameter)]]
-        return read_only(
-            self.lent(parameter)
-        )  # other ranks may read it, or it is forgotten after the forward
+        # Other ranks may read it, or it is forgotten after the forward: a write would be lost or wrong.
+        return read_only(self.lent(parameter))
 
     def lent(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]

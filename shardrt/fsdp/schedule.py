@@ -77,6 +77,14 @@ class Schedule:
             self._begin_forward(unit)
         self.forward.enter(unit)
 
+    def leave(self, unit: Unit, module: object, outputs: list) -> list:
+        """The forward of a module of `unit` ends: its outputs, marked on the tape."""
+        return self.forward.leave(unit, module, outputs)
+
+    def abandon(self, unit: Unit, depth: int) -> None:
+        """Something raised from `enter` to `leave` of `unit`: go back to the depth that was before."""
+        self.forward.abandon(unit, depth)
+
     def _begin_forward(self, unit: Unit) -> None:
         self._reset()
         self.forward.begin(unit)
@@ -161,7 +169,7 @@ class Schedule:
     def _end_backward(self) -> None:
         self.gathers.drop_prefetched()
         # Some units were gathered for a node that turned out to need no gradient.
-        self.gathers.rest_all(self.forward.entered, kept=True)
+        self.gathers.rest_all(self.forward.entered, also_kept=True)
         for unit in self.units:
             for group in self.gradients.left_out(unit):
                 if group.open_gradient is None:

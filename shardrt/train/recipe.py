@@ -110,7 +110,7 @@ class Recipe:
     def samples(self, step: int, rank: int, ranks: int) -> list[range]:
         """The samples of each micro-batch that `rank` has in a step.
 
-        Neighbouring micro-batches; world-invariant: at each turn the one of its rank.
+        Neighbouring micro-batches; world-invariant: in each round the one of its rank.
         """
         parts, each = self.parts(ranks), self.micro_batches
         own = range(rank, parts, ranks) if self.invariant else range(rank * each, (rank + 1) * each)

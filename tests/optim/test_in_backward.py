@@ -61,23 +61,22 @@ class SlowAdamW(optim.AdamW):
         super().update(kernels, update)
 
 
-@pytest.mark.serial
 def test_the_update_of_a_unit_runs_beside_the_backward_of_the_next():
     storages = [HostStorage() for _ in range(UNITS)]
     optimizer = SlowAdamW([p for s in storages for p in s.parameters], in_backward=True)
     (gradient,) = gradients(1)
-    start = time.perf_counter()
+    computing = []
     with timeline.record() as spans:
         for storage in storages:
-            time.sleep(0.02)  # computing
+            start = time.perf_counter()
+            time.sleep(0.02)
+            computing.append((start, time.perf_counter()))
             storage.reduce(gradient)
-        ended = time.perf_counter()
         optimizer.step()
-    seconds = time.perf_counter() - start
     updates = [span for span in spans if span.label.startswith("update")]
     assert len(updates) == UNITS
-    assert sum(span.start < ended for span in updates) >= UNITS - 1
-    assert seconds < 0.75 * UNITS * (0.02 + SlowAdamW.UPDATE)
+    for span in updates[:-1]:
+        assert any(span.start < end and start < span.stop for start, end in computing)
 
 
 def test_step_waits_for_the_updates_and_makes_none():
