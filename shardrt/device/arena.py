@@ -31,7 +31,7 @@ class Arena:
     """`count` slots, each made by `allocate()`: a 1-D array.
 
     poison: whoever releases a slot fills it with NaN (fsdp's Gathers), so that a read without the right wait
-    shows. Only for slots that hold nothing of value once they are released. name: what they are for, in traces.
+    shows. Only for slots that hold nothing of value once they are released. name: for traces.
     """
 
     def __init__(
