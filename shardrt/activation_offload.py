@@ -241,7 +241,7 @@ class Place:
 class Offloaded:
     """In place of a saved tuple: unpacks like it, having waited for its arrays if nobody has."""
 
-    __slots__ = ("_cargo", "_template")
+    __slots__ = ("_saved_tensors", "_template")
 
     def __init__(self, saved_tensors: SavedTensors, template: tuple) -> None:
         self._saved_tensors = saved_tensors

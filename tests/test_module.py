@@ -199,7 +199,7 @@ def test_names_of_pytorch_say_where_to_look():
 @pytest.mark.parametrize(
     ("package", "name", "text"),
     [
-        (shardrt, "save", r"shardrt has no 'save': use shardrt\.checkpoint\.CheckpointManager"),
+        (shardrt, "save", r"shardrt has no 'save': use shardrt\.checkpoint\.save or CheckpointManager"),
         (shardrt, "softmax", r"use shardrt\.functional\.softmax$"),
         (shardrt, "cat", r"use F\.concatenate"),
         (shardrt, "float32", "types are strings"),

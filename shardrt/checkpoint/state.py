@@ -1,6 +1,7 @@
 """Gathers a model's whole weights on one rank, unit by unit, and lets all ranks know how their use went."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 
@@ -31,22 +32,27 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 
 
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
-    """(parameter, whole host array, valid until the next one), on rank 0 only; a group is gathered once.
+    """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
 
-    Delete the array before the next one: it is a view that keeps its group in memory.
+    All parameters of a unit can be read together: an adapter beside the weight that it belongs to. Delete the
+    array before the next one: it is a view that keeps its unit in memory.
     """
     here = device.current()
     first = speaks_for_all(model)
     wanted = {id(parameter) for parameter in model.parameters()}
+    together = {group: unit.groups for unit in units_below(model) for group in unit.groups}
     done: set[ParameterGroup] = set()
     for parameter in model.parameters():
         storage = parameter.storage
         if not isinstance(storage, ParameterGroup):
             yield parameter, here.to_numpy(parameter.data)
         elif storage not in done:
-            done.add(storage)
-            with full_group(storage):
-                for member in storage.parameters if first else ():
+            groups = together.get(storage, [storage])  # alone where the unit lies above `model`
+            done.update(groups)
+            with ExitStack() as stack:
+                for group in groups:
+                    stack.enter_context(full_group(group))
+                for member in [p for group in groups for p in group.parameters] if first else ():
                     if id(member) in wanted:
                         yield member, here.to_numpy(member.data)
 

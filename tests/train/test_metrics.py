@@ -248,7 +248,7 @@ def test_a_terminal_has_a_line_that_moves_below_whole_lines():
     text = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", drawn.decode())
     told = [line for line in text.splitlines() if line.startswith("step")]
     assert told == [f"step {number} loss 1.5" for number in range(3)]
-    assert "training" in text and "0/3" in text and "2/3" in text and "\x1b[1;36m1.5" in drawn.decode()
+    assert "training" in text and "1/3" in text and "3/3" in text and "\x1b[1;36m1.5" in drawn.decode()
 
 
 def test_an_evaluation_has_one_line():
