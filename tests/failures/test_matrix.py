@@ -21,7 +21,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("case", short(), ids=str)
 def test_a_failure_ends_the_job_in_time_with_one_message_that_names_the_rank(case, folder):
-    check(case, folder, grace=2 * whole_job(case.size))
+    check(case, folder, grace=1 + 2 * whole_job(case.size))
 
 
 def test_the_selection_has_every_failure_and_every_phase():
