@@ -51,7 +51,7 @@ class Offload:
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Forward; then what the ops in it have saved departs."""
-        since = autograd.newest()
+        since = autograd.now()
         output = forward(*args, **kwargs)
         if not autograd.recorded_since(since):
             return output

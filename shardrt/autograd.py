@@ -79,13 +79,13 @@ def enable_grad() -> Any:
     return set_grad_enabled(True)
 
 
-def newest() -> int:
+def now() -> int:
     """A sequence number above those of all nodes so far: what is recorded from now on has a greater one."""
     return next(_numbers)
 
 
 def recorded_since(number: int) -> bool:
-    """Whether this thread has recorded a node since `newest` gave that number."""
+    """Whether this thread has recorded a node since `now` gave that number."""
     return _state.newest > number
 
 

@@ -147,7 +147,7 @@ class Recompute(Function):
         return pytree.exchanged(output, tensors, self.wrap(tuple(t.value() for t in tensors), True))
 
     def backward(self, *dy: Array) -> tuple:
-        since = autograd.newest()
+        since = autograd.now()
         outputs = self._again(frees=autograd.wanted(dy) and not autograd.running().retain_graph)
         besides, self.besides = [node for node in self.besides if autograd.on_tape(node)], []
         autograd.backward_of_piece(outputs, dy, since, besides)

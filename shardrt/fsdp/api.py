@@ -88,7 +88,7 @@ def fully_shard(
             'as mesh["shard"] or mesh["replicate", "shard"]'
         )
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape))
-    if reshard_after_forward and chosen.row.keep_after_backward:
+    if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
             f"fully_shard: reshard_after_forward=True does not fit {chosen.name}, which keeps all parameters "
             "gathered until the optimizer has changed them; take FULL_SHARD"

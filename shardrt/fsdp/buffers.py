@@ -120,7 +120,7 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         if partial:
             roles["partial"] = Spec("partial", layout.shard_size, dtype, partial)
         # Gradients that wait for a later backward can't share a slot with others.
-        if facts.no_sync or group.settings.strategy.row.keep_gradient:
+        if facts.no_sync or group.settings.strategy.rules.keep_gradient:
             total = _length("gradients", group, layout)
             roles["gradients"] = Spec("gradients", total, _gradient(group, facts))
         if group.finds_unused:
@@ -182,7 +182,7 @@ def _alike(groups: Iterable[ParameterGroup]) -> list[list[ParameterGroup]]:
     """Groups of one kind and one cut together."""
     sorted_: dict[tuple, list[ParameterGroup]] = {}
     for group in groups:
-        sorted_.setdefault((group.key, group.settings.strategy.row.cut), []).append(group)
+        sorted_.setdefault((group.key, group.settings.cut), []).append(group)
     return list(sorted_.values())
 
 

@@ -7,7 +7,7 @@ from shardrt import autograd, recompute
 from shardrt.autograd import Function, on_tape
 from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
-from shardrt.fsdp.plan import Again, Plan, Unplanned
+from shardrt.fsdp.plan import Plan, Replay, Route
 from shardrt.fsdp.unit import Unit
 
 
@@ -20,7 +20,7 @@ class ForwardPass:
         self._tell = tell
         self._new_tape = new_tape
         self.tape = new_tape()  # of the present forward or backward
-        self._course = Unplanned()  # what the present forward follows
+        self._route = Route()  # what the present forward follows
         # Units entered and not left, one inside the other, with their Unshard nodes, which nothing else may
         # hold: where the unit's own module is recomputed, no node leads to Unshard before `leave`.
         self._entered: list[tuple[Unit, object]] = []
@@ -41,9 +41,9 @@ class ForwardPass:
     def begin(self, unit: Unit) -> None:
         """The first unit of a forward is about to be entered. Only from the outermost one is there a plan."""
         self._done.clear()
-        self._course = Unplanned()
+        self._route = Route()
         if unit is self._plan.units[0]:
-            self._course = self._plan
+            self._route = self._plan
             self._plan.begin()
             self.tape = self._new_tape()
             self._tell("forward", unit)
@@ -57,45 +57,46 @@ class ForwardPass:
         self._entered.clear()
         self.tape = self._new_tape()
 
-    def _follow(self) -> Unplanned:
+    def _present_route(self) -> Route:
         piece = recompute.again()
-        return self._course if piece is None else Again(piece)
+        return self._route if piece is None else Replay(piece)
 
     def enter(self, unit: Unit) -> None:
         """The forward of `unit` begins: have its parameters gathered, and the next units' on the way."""
-        course = self._follow()
-        self._skip(course.skip_to(unit))
-        course.advance(called=True)
+        route = self._present_route()
+        self._skip(route.skip_to(unit))
+        route.advance(called=True)
         self._gathers.ensure(unit)
-        self._gathers.prefetch(course.upcoming())
+        self._gathers.prefetch(route.upcoming())
         self._entered.append((unit, self.tape.unshard(unit) if autograd.is_grad_enabled() else None))
         piece = recompute.current()
         if piece is not None:
             if not piece.units:
-                course.nodes.append(piece)
+                route.nodes.append(piece)
             piece.units.append(unit)
         self._tell("enter", unit)
 
     def leave(self, unit: Unit, module: object, outputs: list) -> list:
         """The forward of a module of `unit` ends: mark its outputs on the tape, release what can go."""
-        course = self._follow()
+        route = self._present_route()
         self._tell("leave", unit)
-        self._skip(course.skip_out_of(unit))
+        self._skip(route.skip_out_of(unit))
         needed = bool(recorded(unit, outputs))
         if autograd.is_grad_enabled():
             needed |= unit.partly_trained  # another rank may have used more of it
-            self._needed[unit] = course.flows = needed
+            self._needed[unit] = route.gives_gradients = needed
         then = [Regather(unit, self.tape)] if needed else []
-        course.nodes += then
-        outputs = mark(unit, outputs, self._settle() if self.depth == 1 and not course.again else then)
+        route.nodes += then
+        ends = self.depth == 1 and not route.replay  # the whole forward
+        outputs = mark(unit, outputs, self._what_backward_needs() if ends else then)
         self._entered.pop()
         self._done[unit].add(id(module))
-        if course.again:
+        if route.replay:
             return outputs  # what a recomputation gathers, backward needs at once
-        self._rest(unit, needed)
+        self._finish(unit, needed)
         if self.depth == 0:
             self._gathers.drop_prefetched()
-            self._gathers.rest_all()  # some modules were not called
+            self._gathers.finish_all()  # some modules were not called
         return outputs
 
     def abandon(self, unit: Unit, depth: int) -> None:
@@ -107,7 +108,7 @@ class ForwardPass:
         del self._entered[depth:]
         if self.depth == 0 and recompute.again() is None:
             self._gathers.drop_prefetched()
-            self._gathers.rest_all(also_kept=True)
+            self._gathers.finish_all(also_kept=True)
 
     def _skip(self, count: int) -> None:
         """Do for the next `count` planned units what ranks that call them do, except the computing.
@@ -119,33 +120,33 @@ class ForwardPass:
         for _ in range(count):
             unit = self._plan.order[self._plan.place]
             while around and around[-1][0] not in unit.ancestors:
-                self._rest(*around.pop())
+                self._finish(*around.pop())
             place = self._plan.advance(called=False)
             self._gathers.ensure(unit)
             self._gathers.prefetch(self._plan.upcoming())
             needed = autograd.is_grad_enabled() and self._is_needed(unit)
             if needed:
-                self._course.nodes.append(Regather(unit, self.tape, skipped=place))
+                self._route.nodes.append(Regather(unit, self.tape, skipped=place))
             self._done[unit].update(id(module) for module in unit.modules)
             around.append((unit, needed))
         for unit, needed in reversed(around):
-            self._rest(unit, needed)
+            self._finish(unit, needed)
 
-    def _settle(self) -> list[Function]:
+    def _what_backward_needs(self) -> list[Function]:
         """At the end of the whole forward: what backward must come to, without units that no rank used."""
-        unused = self._course.settle(self._gathers.control)
-        nodes, self._course.nodes = self._course.nodes, []
+        unused = self._route.agree(self._gathers.control)
+        nodes, self._route.nodes = self._route.nodes, []
         struck = {node for node in nodes if isinstance(node, Regather) and node.skipped in unused}
         return [node for node in nodes if node not in struck and on_tape(node)]
 
     def _is_needed(self, unit: Unit) -> bool:
         """Whether backward comes to `unit` on ranks that use it, as far as this one knows, which skips it."""
-        return self._needed.get(unit, unit.trainable or self._course.flows)
+        return self._needed.get(unit, unit.trainable or self._route.gives_gradients)
 
-    def _rest(self, unit: Unit, needed: bool) -> None:
+    def _finish(self, unit: Unit, needed: bool) -> None:
         """A call of `unit` has ended, or was skipped."""
         if unit.gathered and unit not in self.entered:
             all_called = len(self._done[unit]) == len(unit.modules)
-            last = self._course.settled and unit not in self._course.upcoming()
+            last = self._route.agreed and unit not in self._route.upcoming()
             done = all_called or self.depth == 0 or last
-            self._gathers.rest(unit, unit.state_after(needed=needed, done=done))
+            self._gathers.finish(unit, unit.state_after(needed=needed, done=done))

@@ -19,18 +19,19 @@ class Gathers:
         self, units: list[Unit], prefetch: int, streams: Streams, control: Communicator, tell: Callable
     ) -> None:
         self.units = units
-        self.depth = prefetch
+        self.ahead = prefetch
         self.streams = streams
         self.control = control
         self._tell = tell
-        self._written = streams.device.new_event()  # the optimizer has written the shards
-        self._read: set[Unit] = set()  # by peers, perhaps, where they share memory: since the last reduction
+        self._shards_ready = streams.device.new_event()  # the optimizer has written the shards
+        self._peers_may_read: set[Unit] = set()  # where ranks share memory: since its last reduction
 
     def ensure(self, unit: Unit) -> None:
         """Whatever comes later in the compute stream finds the parameters of `unit` gathered."""
+        # Three steps, of which a unit that was prefetched, or is kept, needs only the later ones.
         if unit.state is State.SHARDED:
             self._gather(unit, [self._acquire(group.arenas["gathered"]) for group in unit.groups])
-        self._read.add(unit)
+        self._peers_may_read.add(unit)
         if unit.state is State.GATHERING:
             for group in unit.groups:
                 self.streams.compute.wait(group.slot.ready)  # the all-gather has filled the slot
@@ -41,7 +42,7 @@ class Gathers:
         """Issue the gathers of the next `depth` units, as far as there are slots for them."""
         seen: list[Unit] = []
         for unit in upcoming:  # which looks no further than it is asked
-            if len(seen) == self.depth:
+            if len(seen) == self.ahead:
                 return
             if unit in seen:
                 continue
@@ -52,54 +53,54 @@ class Gathers:
                     return
                 self._gather(unit, [arena.acquire() for arena in arenas])
 
-    def rest(self, unit: Unit, state: State) -> None:
+    def finish(self, unit: Unit, state: State) -> None:
         """A pass through `unit` has ended: release it, or leave it gathered in this state."""
         if state is State.SHARDED:
             self._release(unit)
         elif unit.state not in (state, State.STALE):
             unit.move(state)
 
-    def rest_all(self, entered: Collection[Unit] = (), also_kept: bool = False) -> None:
+    def finish_all(self, entered: Collection[Unit] = (), also_kept: bool = False) -> None:
         """A pass has ended: release what it gathered, but for `entered`. also_kept: also units in KEPT."""
         for unit in self.units:
             ends = unit.gathered if also_kept else unit.state in (State.IN_USE, State.WAITING)
             if ends and unit not in entered:
-                self.rest(unit, unit.state_after(needed=False, done=True))
+                self.finish(unit, unit.state_after(needed=False, done=True))
 
     def refresh(self) -> None:
         """The shards may have been written since the last gather: by the optimizer, or by a load."""
         streams = self.streams
-        streams.compute.record(self._written)
-        streams.gather.wait(self._written)
+        streams.compute.record(self._shards_ready)
+        streams.gather.wait(self._shards_ready)
         if streams.upload is not streams.gather:
-            streams.upload.wait(self._written)
+            streams.upload.wait(self._shards_ready)
         for unit in self.units:
             if unit.state is State.STALE:
                 self._release(unit)
         for unit in self.units:
             if unit.choices.held:
                 self.ensure(unit)
-                self.rest(unit, State.KEPT)
+                self.finish(unit, State.KEPT)
 
-    def written(self, unit: Unit) -> None:
+    def shards_written(self, unit: Unit) -> None:
         """The shards of `unit` have new values."""
         if unit.state is State.GATHERING:
             self._drop(unit)
         elif unit.gathered and unit.state is not State.STALE:
             unit.move(State.STALE)
 
-    def reduced(self, unit: Unit) -> None:
+    def reduction_issued(self, unit: Unit) -> None:
         """A reduction of `unit` was issued, which ends when every rank has come to it and read the shards."""
-        self._read.discard(unit)
+        self._peers_may_read.discard(unit)
 
     def readers_done(self, unit: Unit) -> None:
         """Wait until no rank reads the shard of `unit`, where ranks share memory; then it may be written.
 
         The reduction of its gradients has waited for that, unless the unit was used again after it.
         """
-        if unit in self._read:
+        if unit in self._peers_may_read:
             self.control.barrier(stream=self.streams.compute)
-            self._read.clear()
+            self._peers_may_read.clear()
 
     def drop_prefetched(self) -> None:
         """Give back the slots of gathers that nobody has waited for."""

@@ -80,6 +80,8 @@ class Gradients:
         slot.arena.release(slot)
         group.sum.issued(group.trained)
         self._reduced.append(group)
+        # Whether there is a gradient, this rank knows if it has written one now, or there was one before.
+        # Only else are the others asked, at the end of backward.
         if group.finds_unused:
             group.sum.touched = True  # the reduction tells of each parameter
         elif group in self._wrote or not group.sum.is_touched():

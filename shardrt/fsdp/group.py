@@ -79,7 +79,7 @@ class Runtime(Protocol):
 
     def readers_done(self, group: "ParameterGroup") -> None: ...
 
-    def written(self, group: "ParameterGroup") -> None: ...
+    def shards_written(self, group: "ParameterGroup") -> None: ...
 
 
 class ParameterGroup(Storage):
@@ -253,7 +253,7 @@ class ParameterGroup(Storage):
             self.runtime.readers_done(self)
 
     def modified(self) -> None:
-        self.runtime.written(self)
+        self.runtime.shards_written(self)
 
     def owner(self, first: bool) -> bool:
         return self.ranks.replicate is None or self.ranks.replicate.rank == 0

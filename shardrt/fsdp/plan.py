@@ -4,7 +4,7 @@ Prefetch follows it. It also shows when this rank skips a unit that others may b
 the rank join that unit's collectives all the same, so conditional layers may differ from rank to rank.
 Before the first forward the plan is the order in which the model declares its units. After it the ranks
 compare the recorded order and strike out the units that none of them used. A forward that does not begin with
-the outermost unit is Unplanned, and a recomputation does Again what it did the first time.
+the outermost unit has a Route without a plan; a recomputation is a Replay of what ran the first time.
 """
 
 import warnings
@@ -16,18 +16,18 @@ from shardrt.fsdp.unit import State, Unit
 from shardrt.recompute import Recompute
 
 
-class Unplanned:
-    """What a forward follows of which nothing is known.
+class Route:
+    """What a forward follows: the base of the two below, and by itself one of which nothing is known.
 
-    nodes: what backward must come to on this rank, whatever its loss uses: on others it does. flows: the unit
-    left last has given what requires a gradient.
+    nodes: what backward must come to on this rank, whatever its loss uses: on others it does.
+    gives_gradients: the unit left last has given what requires a gradient.
     """
 
-    again = settled = False  # a recomputation; a plan that all ranks have compared
+    replay = agreed = False  # a recomputation; a plan that all ranks have compared
 
     def __init__(self) -> None:
         self.nodes: list[Function] = []
-        self.flows = False
+        self.gives_gradients = False
 
     def skip_to(self, unit: Unit) -> int:
         """How many units this rank skips by entering `unit` now."""
@@ -44,15 +44,15 @@ class Unplanned:
         """The units that come next."""
         return []
 
-    def settle(self, control: Communicator) -> set[int]:
+    def agree(self, control: Communicator) -> set[int]:
         """At the end: the places in the plan of units that no rank has used."""
         return set()
 
 
-class Again(Unplanned):
+class Replay(Route):
     """What the second run of a recomputed module follows."""
 
-    again = True
+    replay = True
 
     def __init__(self, piece: Recompute) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Again(Unplanned):
         return [unit for unit in self._units if unit.state is State.SHARDED]
 
 
-class Plan(Unplanned):
+class Plan(Route):
     """The units in the order in which they are entered; a unit that is called twice appears twice."""
 
     def __init__(self, units: list[Unit]) -> None:
@@ -71,14 +71,14 @@ class Plan(Unplanned):
         self.order = list(units)
         self.called = [False] * len(units)  # at each place, by this rank in this forward
         self.place = 0
-        self.settled = False  # the ranks have compared this order
+        self.agreed = False  # the ranks have compared this order
         self.deviations = 0  # forwards that did not follow the order
         self._deviates = False
         self._told = False
 
     def begin(self) -> None:
         """A forward of the outermost unit starts."""
-        self.place, self.nodes, self.flows = 0, [], False
+        self.place, self.nodes, self.gives_gradients = 0, [], False
         self.called = [False] * len(self.order)
         self._deviates = False
 
@@ -96,7 +96,7 @@ class Plan(Unplanned):
         del self.order[self.place :], self.called[self.place :]
         self.order.append(unit)
         self.called.append(False)
-        self.settled = False
+        self.agreed = False
         return 0
 
     def skip_out_of(self, inside: Unit) -> int:
@@ -114,14 +114,14 @@ class Plan(Unplanned):
     def upcoming(self) -> list[Unit]:
         return self.order[self.place :]
 
-    def settle(self, control: Communicator) -> set[int]:
+    def agree(self, control: Communicator) -> set[int]:
         """Compare with the other ranks and strike out the units that no rank used; gives their places.
 
         Units that are marked as used by_rank stay.
 
         Collective. Raises CollectiveMismatch that names ranks and units if ranks have different orders.
         """
-        if self.settled:
+        if self.agreed:
             return set()
         _compare([self.units.index(unit) for unit in self.order], self.units, control)
         told = [self.called, *map(list, control.talk(bytes(self.called)))]
@@ -129,7 +129,7 @@ class Plan(Unplanned):
         self.order = [unit for unit, anybody in zip(self.order, used, strict=True) if anybody]
         self.called = [True] * len(self.order)
         self.place = len(self.order)
-        self.settled = True
+        self.agreed = True
         return {place for place, anybody in enumerate(used) if not anybody}
 
     def _leave_out(self, count: int, instead: str) -> None:
@@ -138,8 +138,8 @@ class Plan(Unplanned):
             self._deviate(instead)
 
     def _deviate(self, instead: str, hint: str = "") -> None:
-        """Count a forward that differs from the plan, and say so once, when the plan had been settled."""
-        if self._deviates or not self.settled:
+        """Count a forward that differs from the plan, and say so once, when the plan had been agreed."""
+        if self._deviates or not self.agreed:
             return
         self._deviates = True
         self.deviations += 1

@@ -109,7 +109,7 @@ class Settings:
     @property
     def cut(self) -> Cut:
         """What says which ranks have which part."""
-        return self.mesh, self.strategy.row.cut
+        return self.mesh, self.strategy.rules.cut
 
 
 @dataclass

@@ -47,8 +47,8 @@ class ProcessGroups:
         if cut == "none":
             alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
             return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)
-        dim = 1 if cut == "group" else None
-        copies = mesh.communicator("copies", 0) if cut == "group" and mesh.shape[0] > 1 else None
+        dim = 1 if cut == "last axis" else None
+        copies = mesh.communicator("copies", 0) if cut == "last axis" and mesh.shape[0] > 1 else None
         return cls(*(mesh.communicator(role, dim) for role in ("gather", "reduce", "control")), copies)
 
 
@@ -56,4 +56,4 @@ def shape_of(mesh: DeviceMesh, cut: str) -> tuple[int, int]:
     """(shards, copies of each) of a unit's shard groups, without making them."""
     if cut == "none":
         return 1, mesh.size
-    return (mesh.shape[1], mesh.shape[0]) if cut == "group" else (mesh.size, 1)
+    return (mesh.shape[1], mesh.shape[0]) if cut == "last axis" else (mesh.size, 1)

@@ -88,9 +88,12 @@ class Schedule:
     def _begin_forward(self, unit: Unit) -> None:
         self._reset()
         self.forward.begin(unit)
+        # What is trained decides what is gathered and sent, so it is fixed before anything is.
         if self.trained.follow(self.streams):
             self.forward.trained_anew()
+        # A recomputed module records nothing now, but will in backward.
         if autograd.is_grad_enabled() or recompute.current() is not None:
+            # After a change of what is trained, not before backward: then all are known to have made it.
             if not self.trained.changed:
                 self.gradients.have_slots()
             self.tell("recording")
@@ -103,13 +106,13 @@ class Schedule:
         unit.choices.held = True
         self.gathers.ensure(unit)
         if unit not in self.forward.entered:
-            self.gathers.rest(unit, State.KEPT)
+            self.gathers.finish(unit, State.KEPT)
 
     def let_go(self, unit: Unit) -> None:
         """Release `unit`, unless its forward is running."""
         unit.choices.held = False
         if unit.gathered and unit not in self.forward.entered:
-            self.gathers.rest(unit, State.SHARDED)
+            self.gathers.finish(unit, State.SHARDED)
 
     # -- backward
 
@@ -126,7 +129,7 @@ class Schedule:
         self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
         self.tell("after backward", unit)
         if unit.gathered and unit not in self.forward.entered:
-            self.gathers.rest(unit, unit.state_after(needed=False, done=True))
+            self.gathers.finish(unit, unit.state_after(needed=False, done=True))
         for group in unit.groups:
             if not group.trainable:
                 continue
@@ -160,7 +163,7 @@ class Schedule:
 
     def _reduce(self, unit: Unit, group: ParameterGroup) -> None:
         self.gradients.reduce(group)
-        self.gathers.reduced(unit)
+        self.gathers.reduction_issued(unit)
         self.tell("reduce", unit)
         # What comes again is asked last: it is read off the whole tape that is left.
         if group.on_gradient is not None and group.sum.is_touched() and not self._comes_again(unit):
@@ -169,7 +172,7 @@ class Schedule:
     def _end_backward(self) -> None:
         self.gathers.drop_prefetched()
         # Some units were gathered for a node that turned out to need no gradient.
-        self.gathers.rest_all(self.forward.entered, also_kept=True)
+        self.gathers.finish_all(self.forward.entered, also_kept=True)
         for unit in self.units:
             for group in self.gradients.left_out(unit):
                 if group.open_gradient is None:
@@ -215,5 +218,5 @@ class Schedule:
     def readers_done(self, group: ParameterGroup) -> None:
         self.gathers.readers_done(self._unit_of[group])
 
-    def written(self, group: ParameterGroup) -> None:
-        self.gathers.written(self._unit_of[group])
+    def shards_written(self, group: ParameterGroup) -> None:
+        self.gathers.shards_written(self._unit_of[group])

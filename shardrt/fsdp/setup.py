@@ -10,7 +10,7 @@ from functools import partial
 
 import numpy as np
 
-from shardrt import device, random
+from shardrt import device
 from shardrt.comm import talk
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena
@@ -99,12 +99,12 @@ def _arrange(units: list[Unit]) -> None:
         unit.ancestors = frozenset(
             other for other in units if other is not unit and any(i in below[other] for i in own)
         )
-        row = unit.settings.strategy.row
+        rules = unit.settings.strategy.rules
         asked = unit.settings.reshard_after_forward
         # By default the outermost unit stays gathered from forward to backward, which needs it at once.
-        kept = row.keep_after_forward or unit is units[0]
+        kept = rules.keep_after_forward or unit is units[0]
         unit.reshard_after_forward = not kept if asked is None else asked
-        unit.reshard_after_backward = not row.keep_after_backward
+        unit.reshard_after_backward = not rules.keep_after_backward
 
 
 def prefetch_of(units: list[Unit]) -> int:
@@ -116,7 +116,7 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     """Where the parameters of every group lie."""
     layouts = {}
     for unit in units:
-        shards, copies = shape_of(unit.settings.mesh, unit.settings.strategy.row.cut)
+        shards, copies = shape_of(unit.settings.mesh, unit.settings.strategy.rules.cut)
         for group in unit.groups:
             layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
     return layouts
@@ -368,8 +368,6 @@ def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:
 
 def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
     """Of the parameter's values, which may not have been made on this rank yet."""
-    if storage.materialised:
-        return zlib.crc32(device.current().to_numpy(storage.shard))
     values = device.current().empty((parameter.size,), parameter.dtype)
-    parameter.init.fill(values, parameter.seed, random.name_key(parameter.name), 0)
+    storage.give(storage.part_of(parameter), values)
     return zlib.crc32(device.current().to_numpy(values))

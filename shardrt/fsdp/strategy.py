@@ -1,6 +1,6 @@
-"""How each sharding strategy cuts parameters over ranks, and how long it keeps them gathered: one row each.
+"""How each sharding strategy cuts parameters over ranks, and how long it keeps them gathered: one line each.
 
-All strategies run the same schedule; they differ in the answers below, and give the same bits at one world
+All strategies run the same schedule; they differ in the rules below, and give the same bits at one world
 size. (Rajbhandari et al., ZeRO: Memory Optimizations Toward Training Trillion Parameter Models, 2020, section
 5; Zhao et al., PyTorch FSDP, 2023, section 3.2.)
 """
@@ -10,11 +10,11 @@ from enum import Enum
 
 
 @dataclass(frozen=True)
-class Row:
-    """The answers of one strategy.
+class Rules:
+    """What one strategy does.
 
-    cut: the ranks that a parameter is cut over: "all" of the mesh, the "group" along the last axis of a mesh
-    of two, or "none". Ranks beyond that hold copies, whose gradients are summed.
+    cut: the ranks that a parameter is cut over: all of the "mesh", those along the "last axis" of a mesh of
+    two, or "none". Ranks beyond that hold copies, whose gradients are summed.
     """
 
     cut: str
@@ -35,16 +35,16 @@ class ShardingStrategy(Enum):
     HYBRID_SHARD_GRAD_OP: SHARD_GRAD_OP likewise.
     """
 
-    NO_SHARD = Row("none", True, True)
-    SHARD_OPT = Row("all", True, True, keep_gradient=True)
-    SHARD_GRAD_OP = Row("all", True, False)
-    FULL_SHARD = Row("all", False, False)
-    HYBRID_SHARD = Row("group", False, False)
-    HYBRID_SHARD_GRAD_OP = Row("group", True, False)
+    NO_SHARD = Rules("none", True, True)
+    SHARD_OPT = Rules("mesh", True, True, keep_gradient=True)
+    SHARD_GRAD_OP = Rules("mesh", True, False)
+    FULL_SHARD = Rules("mesh", False, False)
+    HYBRID_SHARD = Rules("last axis", False, False)
+    HYBRID_SHARD_GRAD_OP = Rules("last axis", True, False)
 
     @property
-    def row(self) -> Row:
-        """The strategy's answers."""
+    def rules(self) -> Rules:
+        """What it does."""
         return self.value
 
     @classmethod
@@ -61,7 +61,7 @@ class ShardingStrategy(Enum):
             strategy = cls[str(name)]
         else:
             raise ValueError(f"strategy: unknown strategy {name!r}; known: {', '.join(cls.__members__)}")
-        if strategy.row.cut == "group" and axes != 2:
+        if strategy.rules.cut == "last axis" and axes != 2:
             raise ValueError(
                 f"strategy: {strategy.name} needs a mesh with two axes, copies and shards, such as "
                 f"init_device_mesh(shape=(2, 4)); this one has {axes}"

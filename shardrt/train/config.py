@@ -115,7 +115,7 @@ class FSDPConfig:
         _at_least("fsdp.prefetch", self.prefetch, 0)
         _at_least("fsdp.copies", self.copies, 1)
         _at_least("fsdp.check_copies", self.check_copies, 0)
-        hybrid = self.strategy.row.cut == "group"
+        hybrid = self.strategy.rules.cut == "last axis"
         if hybrid != (self.copies > 1):
             raise ValueError(
                 f"fsdp.copies must be {'above 1 with' if hybrid else '1 without'} a hybrid strategy, got "

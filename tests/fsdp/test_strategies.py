@@ -173,7 +173,7 @@ def kept(strategy):
 
 @pytest.mark.parametrize("strategy", FLAT)
 def test_what_stays_gathered_is_as_the_table_says(strategy):
-    row = ShardingStrategy[strategy].row
+    row = ShardingStrategy[strategy].rules
     after_forward, after_backward = thread.run(2, kept, strategy)[0]
     assert set(after_forward) == {row.keep_after_forward}
     assert set(after_backward) == {row.keep_after_backward}
