@@ -2,20 +2,18 @@
 
 Read in this order, in which no file knows a later one: strategy, policy, layout, rows, process_groups, tree,
 group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
-boundary, setup, rehearsal, memory, full, replicas, api, wrap.
+boundary, setup, rehearsal, memory, full, replicas, options, api, wrap.
 """
 
-from shardrt.fsdp.api import (
-    fully_shard,
+from shardrt.fsdp.api import fully_shard, register_forward_method, units
+from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
+from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
+from shardrt.fsdp.options import (
     no_sync,
-    register_forward_method,
     set_find_unused_parameters,
     set_gradient_divide_factor,
     set_world_invariant,
-    units,
 )
-from shardrt.fsdp.full import full_gradients, full_parameters, reshard, unshard
-from shardrt.fsdp.memory import MemoryPlan, explain, memory_plan
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy
 from shardrt.fsdp.replicas import ReplicasDiffer, check_replicas
 from shardrt.fsdp.strategy import ShardingStrategy

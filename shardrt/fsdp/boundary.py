@@ -40,7 +40,7 @@ class UnitBoundary:
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         """Gather, run forward, release. Arguments and output are cast where the policy says so."""
         schedule = self.unit.built()
-        depth = schedule.depth
+        depth = schedule.forward.depth
         try:
             schedule.enter(self.unit)
             if self._input is not None:
@@ -50,9 +50,9 @@ class UnitBoundary:
                 output = replaced(output, _caster(self._output))
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
-            return exchanged(output, found, schedule.leave(self.unit, module, found))
+            return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
         except BaseException:  # an interrupt as well, wherever it comes: a notebook goes on after it
-            schedule.abandon(self.unit, depth)
+            schedule.forward.abandon(self.unit, depth)
             raise
 
 

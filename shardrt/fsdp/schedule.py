@@ -66,24 +66,11 @@ class Schedule:
 
     # -- forward
 
-    @property
-    def depth(self) -> int:
-        """How many units are entered now, one inside the other."""
-        return self.forward.depth
-
     def enter(self, unit: Unit) -> None:
-        """The forward of a module of `unit` begins."""
-        if self.depth == 0 and recompute.again() is None:
+        """The forward of a module of `unit` begins; `forward.leave` or `forward.abandon` ends it."""
+        if self.forward.depth == 0 and recompute.again() is None:
             self._begin_forward(unit)
         self.forward.enter(unit)
-
-    def leave(self, unit: Unit, module: object, outputs: list) -> list:
-        """The forward of a module of `unit` ends: its outputs, marked on the tape."""
-        return self.forward.leave(unit, module, outputs)
-
-    def abandon(self, unit: Unit, depth: int) -> None:
-        """Something raised from `enter` to `leave` of `unit`: go back to the depth that was before."""
-        self.forward.abandon(unit, depth)
 
     def _begin_forward(self, unit: Unit) -> None:
         self._reset()
@@ -101,7 +88,7 @@ class Schedule:
 
     def hold(self, unit: Unit) -> None:
         """Have `unit` gathered until `let_go`. Collective."""
-        if self.depth == 0:
+        if self.forward.depth == 0:
             self.gathers.refresh()
         unit.choices.held = True
         self.gathers.ensure(unit)
@@ -207,7 +194,7 @@ class Schedule:
             return True
         if not unit.gathered:
             return False
-        return self.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
+        return self.forward.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
 
     def open_gradient(self, group: ParameterGroup) -> OpenGradient:
         return self.gradients.open(group)

@@ -221,7 +221,7 @@ def interrupted(at, strategy):
             with pytest.raises(KeyboardInterrupt), pytest.MonkeyPatch.context() as patch:
                 patch.setattr(part, name, interrupt)
                 loss_of(model, tokens, targets)
-        assert schedule.depth == 0 and not autograd.modules()
+        assert schedule.forward.depth == 0 and not autograd.modules()
         loss = loss_of(model, tokens, targets)
         loss.backward()
         optimizer.step()
@@ -234,10 +234,16 @@ def interrupted(at, strategy):
 def test_after_an_interrupt_in_forward_training_goes_on_as_if_there_had_been_none(strategy):
     expected = interrupted(None, strategy)
     places = [
-        *("_begin_forward", "enter", "gathers.ensure", "gathers.prefetch", "gathers.rest"),
-        *("forward.begin", "forward.enter", "forward.leave", "forward._settle", "forward._rest"),
+        *("_begin_forward", "enter", "gathers.ensure", "gathers.prefetch", "gathers.finish"),
+        *(
+            "forward.begin",
+            "forward.enter",
+            "forward.leave",
+            "forward._what_backward_needs",
+            "forward._finish",
+        ),
     ]
-    once = ("_begin_forward", "begin", "_settle")
+    once = ("_begin_forward", "begin", "_what_backward_needs")
     for place in places:
         for calls in (0, 1, 3) if place.split(".")[-1] not in once else (0,):
             assert interrupted((place, calls), strategy) == expected, (place, calls)
