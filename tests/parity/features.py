@@ -7,10 +7,9 @@ import numpy as np
 
 from tests.parity.job import Job, piece
 
-JOB = Job(layers=2, heads=2, width=32, time=16, vocab=61)  # its optimizer is not used: see OPTIMIZERS
+JOB = Job(layers=2, heads=2, width=32, time=16, vocab=61)
 STEPS = 10
-RANKS = (2, 3, 4)
-ROWS = 12  # of a micro-batch: all of these numbers of ranks share them equally
+ROWS = 12  # of a micro-batch: 1, 2, 3 and 4 ranks share them equally
 MICRO_BATCHES = 4  # where a variant accumulates; the others take the first
 
 OPTIMIZERS = {

@@ -1,24 +1,30 @@
-"""A job trained with shardrt, with any of its features, on each rank of a world; see test_features.py."""
+"""A job trained with shardrt, with any of its features, on each rank of a world; see test_features.py.
 
+mpirun -n N python -m tests.parity.features_shardrt JOB.npz RESULT.npz trains with AdamW.
+"""
+
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from math import inf
 
 import numpy as np
 
-from models.gpt import GPT, Block
+from models.gpt import GPT, Block, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import DeviceMesh, init_device_mesh
+from shardrt.comm.talk import from_all
 from shardrt.fsdp import by_class, fully_shard, no_sync, wrap
 from shardrt.optim import GradScaler
 from shardrt.recompute import checkpoint
 from tests.fsdp.nets import gradients
 from tests.parity import features
-from tests.parity.job import Notes, load
-from tests.parity.shardrt_run import config_of
+from tests.parity.job import Job, Notes, load
 
 OPTIMIZERS = {"sgd": optim.SGD, "adamw": optim.AdamW}
 BY_BLOCK = by_class(Block)
@@ -39,15 +45,15 @@ def run(
     watch: Callable[[GPT], object] = lambda model: None,
     **settings,
 ) -> dict[str, np.ndarray]:
-    """Train; this rank's notes, whose arrays are whole.
+    """Train; this rank's notes, whose arrays are whole and losses the means over ranks.
 
     prepare: what is done to the model before it is sharded. wrapped: a policy for `wrap`; None: one unit.
     shape: of the mesh. clip: gives what it clipped. watch: sees the model once the optimizer is made.
     settings: of every unit.
     """
-    _, weights, tokens, targets = load(path)
+    job, weights, tokens, targets = load(path)
     mesh = init_device_mesh("auto", shape)
-    model = build(weights, prepare, wrapped, mesh=mesh, **settings)
+    model = build(job, weights, prepare, wrapped, mesh=mesh, **settings)
     updates = OPTIMIZERS[optimizer](
         model.parameters(), in_backward=in_backward, **features.OPTIMIZERS[optimizer]
     )
@@ -63,18 +69,33 @@ def run(
             scaler.unscale_(updates)
         if clip is not None:
             notes.add("number", {"clipped": clip(model)})
-        notes.add("gradient", gradients(model))
+        if job.detailed:
+            notes.add("gradient", gradients(model))
         scaler.step(updates)
         scaler.update()
         updates.zero_grad()
-        notes.add("parameter", full_state_dict(model))
+        if job.detailed:
+            notes.add("parameter", full_state_dict(model))
         notes.add("number", {"scale": scaler.get_scale()})
+    notes.losses = np.mean(from_all(mesh.communicator("control"), notes.losses), axis=0)
     return notes.result()
 
 
-def build(weights: dict, prepare: Callable[[GPT], object], wrapped, mesh: DeviceMesh, **settings) -> GPT:
+def config_of(job: Job) -> GPTConfig:
+    return GPTConfig(
+        n_layer=job.layers,
+        n_head=job.heads,
+        n_embd=job.width,
+        block_size=job.time,
+        vocab_size=job.vocab,
+    )
+
+
+def build(
+    job: Job, weights: dict, prepare: Callable[[GPT], object], wrapped, mesh: DeviceMesh, **settings
+) -> GPT:
     """The model with these weights, in units."""
-    model = GPT(config_of(features.JOB))
+    model = GPT(config_of(job))
     prepare(model)
     if wrapped is None:
         fully_shard(model, mesh=mesh, **settings)
@@ -123,3 +144,9 @@ def clip_value(model: GPT) -> float:
     largest = nn.utils.grad_norm(model.parameters(), inf)
     nn.utils.clip_grad_value_(model.parameters(), features.CLIP_VALUE)
     return largest
+
+
+if __name__ == "__main__":
+    result = run(sys.argv[1], optimizer="adamw")
+    if init_device_mesh("auto").rank == 0:
+        np.savez(sys.argv[2], **result)

@@ -1,8 +1,7 @@
-"""Runs a job in every way that test_features.py compares with, in PyTorch on gloo, one process per rank.
+"""Runs jobs in every way that test_features.py compares with, in PyTorch on gloo, one process per rank.
 
-python -m tests.parity.features_torch JOB.npz FOLDER, in as many processes as the largest number of ranks.
-Smaller numbers are groups of them: starting PyTorch takes longer than a run. FOLDER/N.npz is what N ranks
-made: NAME/losses, NAME/gradient/..., for each name in TWINS.
+python -m tests.parity.features_torch FOLDER, in two processes. FOLDER/torch.npz is what they made of
+FOLDER/job.npz: NAME/losses, NAME/gradient/..., for each name in TWINS; and curve/losses of FOLDER/curve.npz.
 
 No twin is FSDP1 with CPUOffload: "Cannot access accelerator device when none is available".
 """
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
@@ -34,26 +33,17 @@ from tests.parity.job import Job, Notes, load
 Group = dist.ProcessGroup
 
 
-def main(source: str, folder: str) -> None:
+def main(folder: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
-    groups = {ranks: dist.new_group(range(ranks)) for ranks in features.RANKS}  # made by all
-    for ranks, group in groups.items():
-        if dist.get_rank() < ranks:
-            results = run_all(source, group)
-            if dist.get_rank() == 0:
-                np.savez(f"{folder}/{ranks}.npz", **results)
+    alone = dist.new_group(range(1))  # made by all
+    results = {name: run(twin, dist.group.WORLD, *load(f"{folder}/job.npz")) for name, twin in TWINS.items()}
+    if dist.get_rank() == 0:
+        # The whole batch: two ranks would take ten times as long, and the steps above are theirs.
+        results["curve"] = run(Twin(one_unit, optimizer=adamw), alone, *load(f"{folder}/curve.npz"))
+        named = {f"{name}/{key}": v for name, result in results.items() for key, v in result.items()}
+        np.savez(f"{folder}/torch.npz", **named)
     leave(dist)
-
-
-def run_all(source: str, group: Group) -> dict[str, np.ndarray]:
-    """What every twin makes of the job."""
-    job = load(source)
-    results = {}
-    for name, twin in TWINS.items():
-        if group.size() in twin.ranks:
-            results |= {f"{name}/{key}": values for key, values in run(twin, group, *job).items()}
-    return results
 
 
 # -- how a model is cut over the ranks of a group: each gives what is called
@@ -74,12 +64,6 @@ def is_half(module: nn.Module) -> bool:
 def fsdp2(model: GPT, group: Group, pick: Callable[[nn.Module], bool] = is_block, **settings) -> nn.Module:
     """The picked modules and the whole are units."""
     return cut(model, pick, mesh=DeviceMesh.from_group(group, "cpu"), **settings)
-
-
-def hsdp(model: GPT, group: Group, **settings) -> nn.Module:
-    """Two copies of two shards; on all processes."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copies", "shards"))
-    return cut(model, is_block, mesh=mesh, **settings)
 
 
 def low_precision(model: GPT, group: Group, policy: MixedPrecisionPolicy) -> nn.Module:
@@ -186,7 +170,6 @@ class Twin:
     reduce_each: bool = True
     clip: Callable[[GPT, Group], float] | None = None
     scaled: bool = False
-    ranks: tuple[int, ...] = features.RANKS
 
 
 # Collectives between processes are what a run takes time for, so where the cut is not the point there is one.
@@ -201,8 +184,6 @@ TWINS = {
     "fsdp2 halves": Twin(partial(fsdp2, pick=is_half)),
     "ddp": Twin(ddp),
     "zero": Twin(ddp, optimizer=zero),
-    "hsdp": Twin(hsdp, ranks=(4,)),
-    "hsdp kept": Twin(partial(hsdp, reshard_after_forward=False), ranks=(4,)),
     "reduced each": Twin(one_unit, micro_batches=features.MICRO_BATCHES),
     "reduced last": Twin(one_unit, micro_batches=features.MICRO_BATCHES, reduce_each=False),
     "ddp reduced last": Twin(ddp, micro_batches=features.MICRO_BATCHES, reduce_each=False),
@@ -244,11 +225,14 @@ def run(twin: Twin, group: Group, job: Job, weights: dict, tokens: np.ndarray, t
             scaler.unscale_(optimizer)
         if twin.clip is not None:
             notes.add("number", {"clipped": twin.clip(model, group)})
-        notes.add("gradient", {n: held(p.grad) for n, p in model.named_parameters() if p.grad is not None})
+        if job.detailed:
+            gradients = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+            notes.add("gradient", {name: held(gradient) for name, gradient in gradients.items()})
         scaler.step(optimizer)
         scaler.update()
         optimizer.zero_grad()
-        notes.add("parameter", {n: held(p.detach()) for n, p in model.named_parameters()})
+        if job.detailed:
+            notes.add("parameter", {n: held(p.detach()) for n, p in model.named_parameters()})
         notes.add("number", {"scale": scaler.get_scale()})
     return together(notes, group, model.wte.weight)
 

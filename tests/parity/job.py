@@ -12,16 +12,13 @@ import numpy as np
 
 @dataclass(frozen=True)
 class Job:
-    """A GPT, an optimizer ("adamw" or "sgd", with momentum) and what to note."""
+    """A GPT, and whether more than losses is noted."""
 
     layers: int = 2
     heads: int = 2
     width: int = 32
     time: int = 16
     vocab: int = 61
-    optimizer: str = "adamw"
-    lr: float = 1e-3
-    weight_decay: float = 0.1
     detailed: bool = True
 
     def save(self, path, weights: dict, tokens: np.ndarray, targets: np.ndarray) -> None:
