@@ -9,10 +9,12 @@ import ctypes
 import hashlib
 import os
 import re
+import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -156,7 +158,7 @@ def _kernels(file, defines):
         declared = " ".join(text.split())
         names = [parameter.split()[-1].lstrip("*") for parameter in declared.split(",")]
         wrappers.append(_WRAPPER % (name, declared, name, ", ".join(names)))
-    code = f'#include "{SHIM}"\n#include "{HERE / file}.cu"\n' + "\n".join(wrappers)
+    code = f'#include "shim.h"\n#include "{HERE / file}.cu"\n' + "\n".join(wrappers)
     library = ctypes.CDLL(str(_compiled(file, code, defines)))
     return {
         name: (getattr(library, f"launch_{name}"), _parameters(text, dict(defines))) for name, text in found
@@ -191,21 +193,39 @@ def library_folder(path):
 
 def _compiled(file, code, defines):
     """The shared library of `code`, from a cache in the checkout."""
-    headers = "".join(path.read_text() for path in [SHIM, HERE / f"{file}.cu", *sorted(HERE.glob("*.cuh"))])
-    key = hashlib.sha256(repr((code, headers, defines)).encode()).hexdigest()[:20]
-    folder = library_folder(ROOT / "build" / "shim")
-    target = folder / f"{file}-{key}.so"
+    headers = "".join(path.read_text() for path in [HERE / f"{file}.cu", *sorted(HERE.glob("*.cuh"))])
+    shim = _precompiled(SHIM.read_text())
+    target = shim.parent / f"{file}-{_key(shim.name, code, headers, defines)}.so"
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
             source, library = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             source.write_text(code)
             macros = [f"-D{name}={value}" for name, value in defines]
-            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
-            done = subprocess.run(
-                [*command, *macros, f"-I{HERE}", str(source), "-o", str(library)],
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, f"{file}.cu under g++:\n{done.stderr[:4000]}"
+            _gxx("-shared", *macros, f"-I{shim}", f"-I{HERE}", source, "-o", library)
             os.replace(library, target)
     return target
+
+
+@cache
+def _precompiled(text):
+    """A folder with shim.h, of this text, and what g++ made of it: most of the time goes into its headers."""
+    target = library_folder(ROOT / "build" / "shim") / f"header-{_key(text)}"
+    if not target.exists():
+        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+            header = Path(scratch) / "made" / "shim.h"
+            header.parent.mkdir()
+            header.write_text(text)
+            _gxx("-x", "c++-header", header, "-o", f"{header}.gch")
+            with suppress(OSError):  # another process may have been first
+                header.parent.rename(target)
+    return target
+
+
+def _gxx(*arguments):
+    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stderr[:4000]}"
+
+
+def _key(*parts):
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
