@@ -9,12 +9,10 @@ import ctypes
 import hashlib
 import os
 import re
-import shlex
 import shutil
 import subprocess
 import tempfile
 import threading
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -38,13 +36,7 @@ _SCALARS = {
     "float": np.float32,
     "double": np.float64,
 }
-_WRAPPER = """
-extern "C" int launch_%s(const unsigned* grid, unsigned threads, size_t shared, char* message, %s) {
-    int failed = shim::launch(grid, threads, shared, [=] { %s(%s); });
-    if (failed) strcpy(message, shim::message);
-    return failed;
-}
-"""
+_WRAPPER = 'extern "C" void call_%s(void** arguments) { %s(%s); }'
 _NAMES = {"float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16"}
 
 
@@ -66,7 +58,14 @@ class Emulator:
         self.launches.append(function)
         message = ctypes.create_string_buffer(200)
         with _ONE_AT_A_TIME:  # the stand-in for CUDA's language has one set of threads
-            failed = kernel((ctypes.c_uint * 3)(*grid), threads, ctypes.c_size_t(shared), message, *values)
+            failed = _runtime().shim_launch(
+                kernel,
+                (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)),
+                (ctypes.c_uint * 3)(*grid),
+                threads,
+                ctypes.c_size_t(shared),
+                message,
+            )
         assert not failed, f"{file}.cu: {function}: {message.value.decode()}"
 
     def empty(self, shape, dtype):
@@ -155,14 +154,21 @@ def _kernels(file, defines):
     assert found, f"{file}.cu has no kernel"
     wrappers = []
     for name, text in found:
-        declared = " ".join(text.split())
-        names = [parameter.split()[-1].lstrip("*") for parameter in declared.split(",")]
-        wrappers.append(_WRAPPER % (name, declared, name, ", ".join(names)))
-    code = f'#include "shim.h"\n#include "{HERE / file}.cu"\n' + "\n".join(wrappers)
+        types = [re.sub(r"\w+$", "", parameter) for parameter in " ".join(text.split()).split(",")]
+        values = [f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)]
+        wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
+    code = "\n".join(['#include "shim.h"', source, *wrappers])
+    _runtime()
     library = ctypes.CDLL(str(_compiled(file, code, defines)))
     return {
-        name: (getattr(library, f"launch_{name}"), _parameters(text, dict(defines))) for name, text in found
+        name: (getattr(library, f"call_{name}"), _parameters(text, dict(defines))) for name, text in found
     }
+
+
+@cache
+def _runtime():
+    """What kernels call to wait for one another, for all of their libraries."""
+    return ctypes.CDLL(str(_compiled("shim", SHIM.with_suffix(".cpp").read_text())), mode=ctypes.RTLD_GLOBAL)
 
 
 def _parameters(text, defines):
@@ -191,41 +197,23 @@ def library_folder(path):
     return other
 
 
-def _compiled(file, code, defines):
+def _compiled(name, code, defines=()):
     """The shared library of `code`, from a cache in the checkout."""
-    headers = "".join(path.read_text() for path in [HERE / f"{file}.cu", *sorted(HERE.glob("*.cuh"))])
-    shim = _precompiled(SHIM.read_text())
-    target = shim.parent / f"{file}-{_key(shim.name, code, headers, defines)}.so"
+    headers = "".join(path.read_text() for path in [SHIM, *sorted(HERE.glob("*.cuh"))])
+    key = hashlib.sha256(repr((code, headers, defines)).encode()).hexdigest()[:20]
+    folder = library_folder(ROOT / "build" / "shim")
+    target = folder / f"{name}-{key}.so"
     if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
             source, library = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
             source.write_text(code)
             macros = [f"-D{name}={value}" for name, value in defines]
-            _gxx("-shared", *macros, f"-I{shim}", f"-I{HERE}", source, "-o", library)
+            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
+            done = subprocess.run(
+                [*command, *macros, f"-I{SHIM.parent}", f"-I{HERE}", str(source), "-o", str(library)],
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, f"{name} under g++:\n{done.stderr[:4000]}"
             os.replace(library, target)
     return target
-
-
-@cache
-def _precompiled(text):
-    """A folder with shim.h, of this text, and what g++ made of it: most of the time goes into its headers."""
-    target = library_folder(ROOT / "build" / "shim") / f"header-{_key(text)}"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
-            header = Path(scratch) / "made" / "shim.h"
-            header.parent.mkdir()
-            header.write_text(text)
-            _gxx("-x", "c++-header", header, "-o", f"{header}.gch")
-            with suppress(OSError):  # another process may have been first
-                header.parent.rename(target)
-    return target
-
-
-def _gxx(*arguments):
-    command = ["g++", "-std=c++17", "-O1", "-fPIC", "-w", "-ffp-contract=off", *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(command)}:\n{done.stderr[:4000]}"
-
-
-def _key(*parts):
-    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]

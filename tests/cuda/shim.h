@@ -4,22 +4,15 @@
 // __syncthreads, shuffles and votes of a warp, atomics, fp16 and bf16 as storage. Blocks run one after the other.
 // A barrier that some threads do not reach, or a shuffle that part of a warp does not, ends the launch with an
 // error. Races are not found, and neither is speed.
+// shim.cpp runs the threads.
 #pragma once
 #define SHARDRT_SHIM
-#undef _FORTIFY_SOURCE  // its longjmp refuses to go from one stack to another
-#include <setjmp.h>
-#include <ucontext.h>
-
 #include <cmath>
 #include <cstdint>
-#include <cstdio>
-#include <cstdlib>
 #include <cstring>
-#include <functional>
 #include <type_traits>
-#include <vector>
 
-#define __global__
+#define __global__ __attribute__((noinline))  // compiled once, not into its caller as well
 #define __device__
 #define __host__
 #define __forceinline__ inline
@@ -29,7 +22,7 @@
 #define __align__(n) alignas(n)
 #define __shared__ static
 #define __constant__ static
-#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::dynamic_shared.data())
+#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::dynamic_shared)
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
@@ -44,102 +37,17 @@ inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace shim {
 enum class Status { running, at_barrier, in_warp, done };
-struct Fiber {
-    ucontext_t context;  // to enter the stack for the first time; then jumps do, which ask nothing of the system
-    jmp_buf here;
-    bool entered = false;
-    Status status;
+struct Thread {
     uint3 index;
     unsigned number;
-    std::vector<char> stack;
 };
-static_assert(std::is_nothrow_move_constructible<Fiber>::value, "a copy would leave its stack");
-inline std::vector<Fiber> fibers;
-inline Fiber* current = nullptr;
-inline jmp_buf scheduler;
-inline dim3 block_dim, grid_dim;
-inline uint3 block_index;
-inline std::vector<unsigned char> dynamic_shared;
-inline std::vector<std::vector<uint64_t>> slots;  // of each warp, one per lane
-inline std::function<void()> body;
-inline char message[200];
+extern Thread* current;
+extern dim3 block_dim, grid_dim;
+extern uint3 block_index;
+extern unsigned char* dynamic_shared;
+extern uint64_t (*slots)[32];  // of each warp, one per lane
+void yield(Status status);
 
-inline void yield(Status status) {
-    current->status = status;
-    if (!_setjmp(current->here)) _longjmp(scheduler, 1);
-}
-// What a fiber does: a thread of one block after the other.
-inline void start() {
-    for (;;) {
-        body();
-        yield(Status::done);
-    }
-}
-inline void enter(Fiber& fiber) {
-    current = &fiber;
-    if (_setjmp(scheduler)) return;
-    if (fiber.entered) _longjmp(fiber.here, 1);
-    fiber.entered = true;
-    getcontext(&fiber.context);
-    fiber.context.uc_stack.ss_sp = fiber.stack.data();
-    fiber.context.uc_stack.ss_size = fiber.stack.size();
-    fiber.context.uc_link = nullptr;
-    makecontext(&fiber.context, start, 0);
-    setcontext(&fiber.context);
-}
-// Lets all waiting fibers in [first, last) go on if every one that lives waits for `status`.
-inline bool release(size_t first, size_t last, Status status) {
-    size_t waiting = 0, living = 0;
-    for (size_t i = first; i < last; i++) {
-        living += fibers[i].status != Status::done;
-        waiting += fibers[i].status == status;
-    }
-    if (!waiting || waiting != living) return false;
-    for (size_t i = first; i < last; i++)
-        if (fibers[i].status == status) fibers[i].status = Status::running;
-    return true;
-}
-inline bool run_block() {
-    size_t count = fibers.size();
-    for (auto& fiber : fibers) fiber.status = Status::running;
-    for (;;) {
-        bool living = false;
-        for (auto& fiber : fibers)
-            if (fiber.status == Status::running) enter(fiber);
-        bool progress = false;
-        for (size_t first = 0; first < count; first += 32)
-            progress |= release(first, first + 32 < count ? first + 32 : count, Status::in_warp);
-        progress |= release(0, count, Status::at_barrier);
-        for (auto& fiber : fibers) living |= fiber.status != Status::done;
-        if (!living) return true;
-        if (!progress) return false;
-    }
-}
-// Runs the kernel; 0, or 1 with `message` set.
-inline int launch(const unsigned* grid, unsigned threads, size_t shared, std::function<void()> kernel) {
-    body = kernel;
-    grid_dim = {grid[0], grid[1], grid[2]};
-    block_dim = {threads, 1, 1};
-    fibers.resize(threads);
-    slots.assign((threads + 31) / 32, std::vector<uint64_t>(32));
-    for (unsigned i = 0; i < threads; i++) {
-        fibers[i].index = {i, 0, 0};
-        fibers[i].number = i;
-        fibers[i].stack.resize(64 << 10);
-    }
-    for (unsigned z = 0; z < grid[2]; z++)
-        for (unsigned y = 0; y < grid[1]; y++)
-            for (unsigned x = 0; x < grid[0]; x++) {
-                block_index = {x, y, z};
-                dynamic_shared.assign(shared + 16, 0xff);  // as on the GPU, nobody has cleared it
-                if (!run_block()) {
-                    snprintf(message, sizeof message, "block (%u, %u, %u): threads wait that nobody releases", x, y, z);
-                    fibers.clear();  // they are in the middle of it
-                    return 1;
-                }
-            }
-    return 0;
-}
 template <class X> inline X exchange(X value, unsigned from) {
     static_assert(sizeof(X) <= 8, "a shuffle moves at most 8 bytes");
     auto& warp = slots[current->number / 32];
