@@ -86,8 +86,8 @@ void yield(Status status) {
 }  // namespace shim
 
 // Runs the kernel; 0, or 1 with `message` (200 bytes) set.
-extern "C" int shim_launch(void (*kernel)(void**), void** arguments, const unsigned* grid, unsigned threads, size_t shared,
-                           char* message) {
+extern "C" int shim_launch(void (*kernel)(void**), void** arguments, const unsigned* grid, unsigned threads,
+                           size_t shared, char* message) {
     using namespace shim;
     shim::kernel = kernel;
     shim::arguments = arguments;
