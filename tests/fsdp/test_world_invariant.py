@@ -172,7 +172,8 @@ def same(found, expected):
 def test_every_number_of_ranks_gives_the_same_bits(case):
     numbers = {"bf16, NO_SHARD": "bf16", "fp16": "fp16", "bf16": "bf16", "updates in backward": case}
     expected = alone(numbers.get(case, "FULL_SHARD"))
-    for ranks in (2, 4, 8):
+    # At 4 a sum has branches of turns and of ranks; where all are of one kind two strategies stand for all.
+    for ranks in (2, 4, 8) if case in ("FULL_SHARD", "bf16, NO_SHARD") else (4,):
         same(on(ranks, **CASES[case]), expected)
 
 
