@@ -41,8 +41,7 @@ def test_step(emulated, element, ranges, shift):
             assert_close(found, expected)
 
 
-@pytest.mark.parametrize("grad", ["bfloat16", "float16"])
-@pytest.mark.parametrize("param", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("param", "grad"), [("float32", "bfloat16"), ("bfloat16", "float16")])
 def test_gradient_and_momentum_of_other_types(emulated, param, grad):
     with guarded("float32") as array:
         for found, expected in zip(*run_both(array, [param, grad, "float32"], RANGES), strict=True):

@@ -115,26 +115,25 @@ def train(make=gpt, steps=3, copies=1, fp16=False, in_backward=False, **options)
         optimizer.zero_grad()
         everyone = from_all(mesh.communicator("control"), own)
         losses.append(fsum(loss for rank in everyone for loss in rank))
-    return losses, norms, state(mesh, model, optimizer)
+    return losses, norms, pieces(model, optimizer)
 
 
-def state(mesh, model, optimizer):
-    """(kind, parameter) -> all elements, put together from the pieces of all ranks."""
-    whole = {}
-    for piece in pieces_of(model, optimizer, saving=True):
-        rows = whole.setdefault((piece.kind, piece.parameter), {})
-        rows[piece.part[0].first] = np.array(piece.array)
-    sent = [[*key, first, array.tolist()] for key, rows in whole.items() for first, array in rows.items()]
+def pieces(model, optimizer):
+    """Of this rank: [(kind, parameter, number of the first element, elements)]."""
+    return [
+        (piece.kind, piece.parameter, piece.part[0].first, np.array(piece.array).tolist())
+        for piece in pieces_of(model, optimizer, saving=True)
+    ]
+
+
+def on(ranks, function=train, **options):
+    """(..., (kind, parameter) -> all elements, put together from the pieces of all ranks)."""
+    results = thread.run(ranks, function, **options)
     found = {}
-    for kind, name, first, values in (
-        row for rank in from_all(mesh.communicator("control"), sent) for row in rank
-    ):
+    for kind, name, first, values in (piece for *_, own in results for piece in own):
         found.setdefault((kind, name), {})[first] = values
-    return {key: [v for first in sorted(rows) for v in rows[first]] for key, rows in found.items()}
-
-
-def on(ranks, **options):
-    return thread.run(ranks, train, **options)[0]
+    whole = {key: [v for first in sorted(rows) for v in rows[first]] for key, rows in found.items()}
+    return *results[0][:-1], whole
 
 
 CASES = {
@@ -221,14 +220,14 @@ def train_sometimes():
         norms.append([nn.utils.grad_norm(model.parameters(), p) for p in (1, 2, np.inf)])
         optimizer.step()
         optimizer.zero_grad()
-    return norms, state(mesh, model, optimizer)
+    return norms, pieces(model, optimizer)
 
 
 @pytest.mark.filterwarnings("ignore:fully_shard. expected")
 def test_units_that_some_micro_batches_leave_out_have_their_place_in_the_sum():
-    expected = train_sometimes()
+    expected = on(1, train_sometimes)
     for ranks in (2, 4, 8):
-        assert thread.run(ranks, train_sometimes)[0] == expected
+        assert on(ranks, train_sometimes) == expected
 
 
 # -- what it takes, and what it refuses
