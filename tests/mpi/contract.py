@@ -28,7 +28,8 @@ _GOLDEN = np.uint64(11400714819323198485)
 
 def values(rank, count, dtype, salt=0, part=None):
     """The data of one rank, or a part of it: element i is a function of (rank, i, salt)."""
-    index = np.arange(count, dtype=np.uint64)[part or slice(None)]
+    there = range(count)[part or slice(None)]
+    index = np.arange(there.start, there.stop, dtype=np.uint64)
     with np.errstate(over="ignore"):
         mixed = (index * np.uint64(2654435761) + np.uint64(rank * 40503 + salt * 9973 + 1)) * _GOLDEN
     if np.dtype(dtype).kind == "f":
@@ -179,17 +180,18 @@ class Contract:
     def test_reduce_scatter_sums_the_bits_of_a_16_bit_type_in_float32(self, kind, n, accumulate):
         def body(comm):
             count = comm.size * n
-            sent = [packed(values(rank, count, np.float32), kind) for rank in range(comm.size)]
-            parts = [unpacked(bits[own(comm, n)], kind) for bits in sent]
+            slices = [values(rank, count, np.float32, part=own(comm, n)) for rank in range(comm.size)]
+            parts = [unpacked(packed(numbers, kind), kind) for numbers in slices]
+            mine = packed(values(comm.rank, count, np.float32), kind)
             for buffer in (np.empty(count, np.uint16), comm.allocate(count, np.uint16, shared=False)):
-                buffer[:] = sent[comm.rank]
+                buffer[:] = mine
                 output = values(99, n, np.float32)
                 expected = added(tree(parts), 0.3, output if accumulate else None)
                 comm.reduce_scatter(
                     output, buffer, stream=INLINE, scale=0.3, accumulate=accumulate, kind=kind
                 )
                 same(output, expected)
-                same(buffer, sent[comm.rank])
+                same(buffer, mine)
 
         self.run(body)
 

@@ -1,6 +1,7 @@
 """What training holds is what memory_plan said before; run under mpirun.
 
-For every two settings together; `mpirun -n 2 python -m tests.mpi.memory shm all` for all combinations.
+For every two settings together, and on four ranks for each hybrid strategy beside every other setting;
+`mpirun -n 2 python -m tests.mpi.memory shm all` for all combinations.
 
 Every allocation that lives longer than an op is counted where it is made, and the peak of the pool of the
 rest is read from the device. The plan is asked for before any of it exists.
@@ -8,7 +9,7 @@ rest is read from the device. The plan is asked for before any of it exists.
 
 import gc
 import sys
-from itertools import product
+from itertools import cycle, product
 
 import numpy as np
 
@@ -115,13 +116,19 @@ CHANGES = {
 }
 
 
-def build(mesh, saving="nothing", change=None, **settings):
+def build(mesh, strategy, offload="on the device", precision="float32", saving="nothing", change=None):
+    options = {
+        "strategy": strategy,
+        "offload_policy": OFFLOADS[offload],
+        "mp_policy": PRECISIONS[precision],
+        "mesh": mesh,
+    }
     shardrt.manual_seed(1)
     model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=256, dropout=0.1))
     for block in model.blocks:
         SAVINGS[saving](block)
-        fully_shard(block, mesh=mesh, **settings)
-    fully_shard(model, mesh=mesh, **settings)
+        fully_shard(block, **options)
+    fully_shard(model, **options)
     if change is not None:
         CHANGES[change](model)
     return model
@@ -148,8 +155,8 @@ def backward_of(model, accumulation):
     micro_batch(TOKENS[2:])
 
 
-def check(counted, mesh, accumulation, **settings):
-    model = build(mesh, **settings)
+def check(counted, mesh, accumulation="none", **choices):
+    model = build(mesh, **choices)
     if accumulation == "tree":
         set_world_invariant(model, TURNS * mesh.size)
     counted.reset()
@@ -173,39 +180,47 @@ def check(counted, mesh, accumulation, **settings):
     return measured / activations
 
 
-def main(backend, combinations="pairs"):
-    choose = product if combinations == "all" else pairwise
-    counted = Counted()
-    mesh = flat = init_device_mesh("auto", communicator=backend)
-    strategies = ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"]
-    if flat.size == 4:
-        mesh = init_device_mesh("auto", (2, 2), communicator=backend)
-        strategies = ["HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"]
-    ratios = []
-    for strategy, offload, precision, accumulation in choose(strategies, OFFLOADS, PRECISIONS, ACCUMULATIONS):
-        try:
-            ratio = check(
-                counted,
-                mesh,
-                accumulation,
-                strategy=strategy,
-                offload_policy=OFFLOADS[offload],
-                mp_policy=PRECISIONS[precision],
-            )
-        except AssertionError as error:
-            raise AssertionError(f"{strategy}, {offload}, {precision}, {accumulation}: {error}") from None
-        ratios.append(ratio)
-    for strategy, precision in product(strategies, PRECISIONS):
-        ratios.append(check(counted, mesh, "tree", strategy=strategy, mp_policy=PRECISIONS[precision]))
-    for change, strategy, precision in pairwise(CHANGES, strategies, PRECISIONS):
-        options = {"strategy": strategy, "mp_policy": PRECISIONS[precision], "change": change}
-        ratios.append(check(counted, mesh, "none", **options))
+def any_two(strategies, choose):
+    """Settings of which any two are together, or all."""
+    for row in choose(strategies, OFFLOADS, PRECISIONS, ACCUMULATIONS):
+        yield dict(zip(("strategy", "offload", "precision", "accumulation"), row, strict=True))
+    for change, strategy, precision in choose((None, *CHANGES), strategies, PRECISIONS):
+        accumulation = "none" if change else "tree"
+        yield {"strategy": strategy, "precision": precision, "accumulation": accumulation, "change": change}
     for saving in SAVINGS:
+        yield {"strategy": strategies[-1], "saving": saving}
+
+
+def each_strategy(strategies):
+    """Each beside every other setting."""
+    precisions, accumulations = cycle(PRECISIONS), cycle(ACCUMULATIONS)
+    for strategy in strategies:
+        for offload in OFFLOADS:
+            rest = {"precision": next(precisions), "accumulation": next(accumulations)}
+            yield {"strategy": strategy, "offload": offload, **rest}
+        for change in (None, *CHANGES):
+            rest = {"precision": next(precisions), "accumulation": "none" if change else "tree"}
+            yield {"strategy": strategy, "change": change, **rest}
+
+
+def main(backend, combinations="pairs"):
+    counted = Counted()
+    mesh = init_device_mesh("auto", communicator=backend)
+    if mesh.size == 4:
+        mesh = init_device_mesh("auto", (2, 2), communicator=backend)
+        cases = each_strategy(("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"))
+    else:
+        choose = product if combinations == "all" else pairwise
+        cases = any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose)
+    gc.collect()
+    gc.freeze()  # modules: to look at them again for each case takes as long as the case
+    ratios = []
+    for case in cases:
         try:
-            ratios.append(check(counted, flat, "none", saving=saving))
+            ratios.append(check(counted, mesh, **case))
         except AssertionError as error:
-            raise AssertionError(f"{saving}: {error}") from None
-    if flat.rank == 0:
+            raise AssertionError(f"{case}: {error}") from None
+    if mesh.rank == 0:
         print(
             f"{len(ratios)} as planned; activations measured/planned {min(ratios):.3f} to {max(ratios):.3f}"
         )

@@ -24,7 +24,7 @@ from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
-from tests.mpi.contract import INLINE, LITTLE, Contract, digest
+from tests.mpi.contract import INLINE, LITTLE, Contract, digest, own, same, values
 
 SIZE = world.of_mpi().size
 
@@ -37,7 +37,7 @@ def mapped():
     return sum(int(end.split()[0], 16) - int(start, 16) for start, end in ranges)
 
 
-class OverMPI(Contract):
+class Bits:
     """Every rank runs the same tests in the same order, each with a communicator of its own."""
 
     def run(self, body):
@@ -50,7 +50,11 @@ class OverMPI(Contract):
         sys.stdout.write(f"digest {made.rank} {digest(made)}\n")  # one write: ranks must not mix
 
 
-class TestMPI(OverMPI):
+class OverMPI(Bits, Contract):
+    """The whole contract. Its bits are compared at all sizes, the rest where two or three ranks show it."""
+
+
+class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
     @staticmethod
     def make():
         made = create("mpi")
@@ -91,6 +95,28 @@ class TestMPI(OverMPI):
                 made.barrier(stream=INLINE)
         made.close()
 
+    @pytest.mark.skipif(SIZE != 2, reason="messages between two")
+    def test_an_ordinary_array_longer_than_a_message_is_sent_in_pieces(self, monkeypatch):
+        monkeypatch.setattr(mpi, "_MESSAGE", 1000)
+        monkeypatch.setattr(mpi, "_CHUNK", 512)
+        made, n = self.make(), 2501
+        everything = np.concatenate([values(rank, n, np.float32) for rank in range(2)])
+        mine = everything[own(made, n)]
+        buffer, output, exchanged = (np.zeros(size, np.float32) for size in (2 * n, n, 2 * n))
+        buffer[own(made, n)] = mine
+        made.all_gather(buffer, stream=INLINE)
+        same(buffer, everything)
+        made.reduce_scatter(output, buffer, stream=INLINE)
+        same(output, 2 * mine)
+        made.all_to_all(exchanged, buffer, stream=INLINE)
+        same(exchanged, np.tile(mine, 2))
+        if made.rank == 0:
+            made.send(everything, peer=1, stream=INLINE)
+        else:
+            made.recv(exchanged, peer=0, stream=INLINE)
+            same(exchanged, everything)
+        made.close()
+
     def test_calls_of_more_kinds_than_are_remembered(self, monkeypatch):
         monkeypatch.setattr(mpi, "_REMEMBERED", 3)
         made = self.make()
@@ -113,7 +139,7 @@ class TestMPI(OverMPI):
         few.close()
 
 
-class TestShm(OverMPI):
+class TestShm(OverMPI if SIZE in (1, 3) else Bits):
     @staticmethod
     def make():
         made = create("shm")
@@ -198,16 +224,9 @@ def on_nodes(*nodes):
 
 
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
-class TestBlocksOfNodes(OverMPI):
-    @staticmethod
-    def make():
-        made = on_nodes(0, 0, 1, 1)
-        assert type(made) is HierarchicalCommunicator
-        return made
-
-
-@pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
 class TestNodesInTurn(OverMPI):
+    """MPI's calls at four ranks, too. (In test_hosts, ranks follow each other on a node.)"""
+
     @staticmethod
     def make():
         made = on_nodes(1, 0, 0, 1)
