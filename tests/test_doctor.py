@@ -17,6 +17,7 @@ from shardrt.faults.flight import ENTERED, Recorder
 from shardrt.tools import machine
 from shardrt.train import job as jobs
 from shardrt.train import loop
+from tests.train.conftest import plain_runs  # noqa: F401, a fixture that all tests here use
 from tests.train.test_command import furnish
 from tests.train.test_resume import CONFIG, STEPS, launch
 

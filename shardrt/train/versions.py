@@ -4,6 +4,7 @@ import os
 import platform
 import socket
 import sys
+from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -22,7 +23,12 @@ def versions() -> dict[str, str]:
             found[package] = version(package)
         except PackageNotFoundError:
             found[package] = "none"
-    return found | {"code": code_digest(Path(__file__).parents[1])}
+    return found | {"code": _own_code()}
+
+
+@cache  # what this process has loaded does not change
+def _own_code() -> str:
+    return code_digest(Path(__file__).parents[1])
 
 
 def surroundings(mesh: DeviceMesh) -> dict[str, str]:

@@ -30,6 +30,11 @@ STEP = {
 EVALUATION = {"step": 1, "held_out_loss": 2.0, "held_out_bits_per_byte": 2.885, "held_out_bytes": 240}
 
 
+@pytest.fixture(scope="module", autouse=True)
+def plain_runs():
+    """With their picture."""
+
+
 @pytest.fixture(autouse=True)
 def _away(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

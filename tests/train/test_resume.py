@@ -1,5 +1,6 @@
 """A run that was interrupted, however it was, goes on as if it had not been."""
 
+import contextlib
 import json
 import random
 import shutil
@@ -251,7 +252,7 @@ def test_a_folder_that_goes_away_is_made_again_with_all_records(folder, capfd, m
 @pytest.mark.mpi
 @pytest.mark.slow
 def test_runs_that_are_killed_at_any_time_end_with_the_same_bits(tmp_path):
-    assert killed_and_resumed(tmp_path, runs=1, kills=4) > 2
+    assert killed_and_resumed(tmp_path, runs=1, kills=2) == 2
 
 
 def killed_and_resumed(folder, runs, kills):
@@ -260,8 +261,10 @@ def killed_and_resumed(folder, runs, kills):
     Every loss, norm, evaluation and weight at the end must be that of the run that nobody killed.
     """
     furnish(folder)
-    settings.dump(replace(CONFIG, steps=200, data=(Path("text.txt"),)), folder / "tiny.toml")
-    assert started(folder, "whole").wait(timeout=100) == 0
+    recipe = replace(CONFIG, steps=80, data=(Path("text.txt"),))
+    settings.dump(recipe, folder / "tiny.toml")
+    with contextlib.chdir(folder):
+        thread.run(2, jobs.launch, replace(recipe, name="whole"))
     chooser, done = random.Random(0), 0
     for run in range(runs):
         name = f"killed-{run}"

@@ -22,7 +22,7 @@ from shardrt.train import job as jobs
 from shardrt.train import loop
 from shardrt.train.errors import COPIES, DIFFERS, NONFINITE
 from shardrt.train.stop import STOPPED
-from tests.train.test_command import furnish, records, start
+from tests.train.test_command import furnish, records
 from tests.train.test_resume import CONFIG, STEPS, curves, launch, ranks_of, started
 
 
@@ -33,10 +33,21 @@ def folder(tmp_path, monkeypatch):
 
 
 def stops(name, **changes):
-    """The code with which a run on one rank exits. (With ranks that are threads, one that exits ends all.)"""
-    with pytest.raises(SystemExit) as stop:
-        launch(1, name, **changes)
-    return stop.value.code
+    """The code with which a run on one rank exits."""
+    (code,) = codes({"name": name, **changes})
+    return code
+
+
+def codes(*changes):
+    """Those with which the ranks of a run exit, of which each has changes of its own."""
+
+    def rank():
+        with pytest.raises(SystemExit) as stop:  # here: one of several threads that exits ends all
+            own = changes[jobs.init_device_mesh("auto").rank]
+            jobs.launch(replace(CONFIG, **{"data": (Path("text.txt"),), **own}))
+        return stop.value.code
+
+    return thread.run(len(changes), rank)
 
 
 def at_step(monkeypatch, number, action):
@@ -88,9 +99,18 @@ def test_a_time_limit_stops(folder, monkeypatch, capfd):
     assert re.search(r"stopped by the time limit after step [12]", capfd.readouterr().out)
 
 
+def test_a_signal_stops_a_run_alone(folder, monkeypatch, capfd):
+    at_step(monkeypatch, 2, lambda job: os.kill(os.getpid(), signal.SIGUSR1))
+    before = signal.getsignal(signal.SIGUSR1)
+    with pytest.raises(SystemExit) as stop:  # in this thread: Python lets no other see signals
+        jobs.launch(replace(CONFIG, name="cut", data=(Path("text.txt"),)))
+    assert stop.value.code == STOPPED
+    assert "stopped by SIGUSR1 after step 2" in capfd.readouterr().out
+    assert signal.getsignal(signal.SIGUSR1) == before
+
+
 @pytest.mark.mpi
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_signal_to_one_rank_stops_all(tmp_path, number):
+def test_a_signal_to_one_rank_stops_all(tmp_path):
     furnish(tmp_path)
     long = replace(CONFIG, steps=100_000, report=replace(CONFIG.report, eval_interval=100_000))
     settings.dump(replace(long, data=(Path("text.txt"),)), tmp_path / "tiny.toml")
@@ -98,7 +118,7 @@ def test_a_signal_to_one_rank_stops_all(tmp_path, number):
     deadline = time.monotonic() + 60
     while not list((tmp_path / "runs" / "long").glob("checkpoints/step-*")) and time.monotonic() < deadline:
         time.sleep(0.05)
-    os.kill(int(ranks_of(process)[-1]), number)
+    os.kill(int(ranks_of(process)[-1]), signal.SIGTERM)
     assert process.wait(timeout=20) == STOPPED
     steps = [int(p.name[5:]) for p in (tmp_path / "runs" / "long" / "checkpoints").glob("step-*")]
     assert max(steps) == records(tmp_path, "long", "step")[-1]["step"] >= 3
@@ -115,36 +135,13 @@ def poison(rank):
     return act
 
 
-POISONED = """
-import sys
-import numpy as np
-from models import train
-from shardrt.train import loop
-
-original = loop.update
-
-def update(job, done):
-    if done == 2 and job.mesh.rank == 1:
-        parameter = dict(job.model.named_parameters())["blocks.1.mlp.up.weight"]
-        parameter.grad[:3] = np.nan
-    return original(job, done)
-
-loop.update = update
-train.main(sys.argv[1:])
-"""
-
-
-@pytest.mark.mpi
-def test_gradients_that_are_no_numbers_stop_all_ranks_before_the_update(tmp_path):
-    furnish(tmp_path)
-    (tmp_path / "poisoned.py").write_text(POISONED)
-    options = ["--config", "tiny.toml", "--data", "text.txt", "--name", "bad"]
-    done = start("poisoned", *options, ranks=2, cwd=tmp_path)
-    assert done.returncode == NONFINITE == 80
-    (line,) = done.stderr.splitlines()
+def test_gradients_that_are_no_numbers_stop_all_ranks_before_the_update(folder, monkeypatch, capfd):
+    at_step(monkeypatch, 2, poison(1))
+    assert codes({"name": "bad"}, {"name": "bad"}) == [NONFINITE] * 2 == [80] * 2
+    (line,) = capfd.readouterr().err.splitlines()
     told = "error: step 2: the norm of the gradients is nan: that of 'blocks.1.mlp.up.weight' first, "
     assert line == told + "in the part of rank 1"
-    assert [record["step"] for record in records(tmp_path, "bad", "step")] == [1]
+    assert [record["step"] for record in records(folder, "bad", "step")] == [1]
 
 
 def test_such_updates_can_be_skipped(folder, monkeypatch, capfd):
@@ -260,31 +257,21 @@ def test_nothing_need_be_held_out(folder, monkeypatch):
     assert len(records(folder, "all", "step")) == STEPS and not records(folder, "all", "evaluation")
 
 
-@pytest.mark.mpi
-def test_ranks_with_other_settings_are_told(tmp_path):
-    furnish(tmp_path)
-    (tmp_path / "differ.py").write_text(
-        "import os, runpy, sys\n"
-        "sys.argv[1:] += ['--optimizer.lr', '0.5'] if os.environ.get('PMI_RANK') == '2' else []\n"
-        "runpy.run_module('models.train', run_name='__main__')\n"
-    )
-    done = start("differ", "--config", "tiny.toml", "--data", "text.txt", ranks=3, cwd=tmp_path)
-    assert done.returncode == DIFFERS == 78
-    (line,) = done.stderr.splitlines()
+def test_ranks_with_other_settings_are_told(folder, capfd):
+    other = replace(CONFIG.optimizer, lr=0.5)
+    assert codes({}, {}, {"optimizer": other}) == [DIFFERS] * 3 == [78] * 3
+    (line,) = capfd.readouterr().err.splitlines()
     assert line == "error: ranks differ: settings.optimizer.lr: 0.001 on rank 0, 0.5 on rank 2"
 
 
-def differing(contents):
-    rank = jobs.init_device_mesh("auto").rank
-    (Path(f"text{rank}.txt")).write_text(contents[rank] * 100)
-    thread_config = replace(CONFIG, name="x", data=(Path(f"text{rank}.txt"),))
-    jobs.launch(thread_config)
-
-
 def test_ranks_with_other_data_are_told(folder, capfd):
-    with pytest.raises(SystemExit) as stop:
-        thread.run(2, differing, ["to be or not", "to be or nor"])
-    assert stop.value.code == DIFFERS
+    paths = [folder / rank / "text.txt" for rank in ("0", "1")]
+    for path, text in zip(paths, ("to be or not", "to be or nor"), strict=True):
+        path.parent.mkdir()
+        path.write_text(text * 100)
+    assert codes(*({"data": (path,)} for path in paths)) == [DIFFERS] * 2
+    (line,) = capfd.readouterr().err.splitlines()
+    assert line.startswith("error: ranks differ: ")
 
 
 def test_a_run_alone_that_is_out_of_memory_has_the_code_and_the_plan(folder, monkeypatch, capfd):
