@@ -4,12 +4,17 @@ A sample; `python -m tests.failures.launcher` runs every kill of every recipe. d
 promised.
 """
 
+import contextlib
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 
+from models import train
+from shardrt.comm import thread
 from shardrt.faults import guard
+from shardrt.train.job import launch
 from tests.clock import whole_job
 from tests.failures.launcher import KILLS, RECIPES, Run, check, of_ranks, prepare, runs, strike
 from tests.failures.matrix import survivors
@@ -31,7 +36,10 @@ def _limit() -> float:
 
 
 def test_a_run_whose_launcher_is_gone_saves_and_goes_on_to_the_same_bits(tmp_path):
-    check(Run("plain", "helper", 12), prepare(tmp_path), _limit())
+    recipe = train.load(prepare(tmp_path) / "tiny.toml")
+    with contextlib.chdir(tmp_path):  # the run that nobody kills
+        thread.run(2, launch, replace(recipe, name="plain"))
+    check(Run("plain", "helper", 12), tmp_path, _limit())
 
 
 @pytest.mark.parametrize("kill", ["helper", "helper stopped, mpirun killed"])
