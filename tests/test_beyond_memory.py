@@ -14,8 +14,8 @@ from shardrt.device import host
 from tests.ranks import ROOT, clean_environment, mpirun
 
 
-def run(*arguments):
-    return mpirun(4, ["-m", "models.beyond_memory", "--steps", "5", *arguments], timeout=280)
+def run(ranks, *arguments):
+    return mpirun(ranks, ["-m", "models.beyond_memory", "--steps", "3", *arguments], timeout=280)
 
 
 def numbers(pattern, text):
@@ -27,7 +27,7 @@ def numbers(pattern, text):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_limit(tmp_path):
-    limited = run("--directory", str(tmp_path))
+    limited = run(3, "--directory", str(tmp_path))
     assert limited.returncode == 0, limited.stderr
     states, budget = numbers(r"states ([\d.]+) MB; a rank may hold ([\d.]+) MB", limited.stdout)
     assert states >= 8 * budget - 0.5
@@ -39,7 +39,7 @@ def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_li
     assert last < first - 0.5
     assert list(tmp_path.iterdir()) == []
 
-    unlimited = run("--in-memory")
+    unlimited = run(3, "--in-memory")
     assert unlimited.returncode == 0, unlimited.stderr
     counted, limit = numbers(r"([\d.]+) MB count against the limit of ([\d.]+) MB", unlimited.stdout)
     assert counted > 2 * limit  # so the limit would have stopped it
@@ -49,7 +49,7 @@ def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_li
 
 @pytest.mark.mpi
 def test_without_sharding_the_same_run_ends_with_a_message_and_an_error_code(tmp_path):
-    done = run("--unsharded", "--directory", str(tmp_path))
+    done = run(2, "--unsharded", "--directory", str(tmp_path))
     assert done.returncode == 1
     assert "step " not in done.stdout
     assert re.search(r"^out of memory: 31\.8 MB per rank do not suffice: ", done.stderr, re.M), done.stderr

@@ -4,10 +4,14 @@ Run as a program, so that it can fork: a case is a process that saves on two ran
 or after one operation. What was not synced is then lost, or not: both are tried. Prints the number of cases.
 """
 
+import gc
 import os
 import shutil
 import sys
 import tempfile
+import threading
+from errno import EDQUOT, EIO, ENOSPC
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -27,7 +31,7 @@ class Stop(Disk):
 
     def __init__(self, rank, at, when, lose):
         self.rank, self.at, self.when, self.lose = rank, at, when, lose
-        self.count = 0
+        self.count, self.one = 0, threading.Lock()
         self.files = {}  # descriptor -> File, of those that are open
         self.written = []  # every File
         self.names = []  # what was done to names and not synced, in order: (operation, Place, Place or None)
@@ -40,16 +44,17 @@ class Stop(Disk):
 
     def around(self, name, operation, args):
         own = world.current().rank == self.rank
-        if own and self.count == self.at and self.when == "before":
-            self.die()
-        try:
-            result = operation(*args)
-            self.note(name, args, result)
-            return result
-        finally:  # a directory that another rank has made is an operation, too
-            if own and self.count == self.at and self.when == "after":
+        with self.one:  # when the machine stops, nobody does more
+            if own and self.count == self.at and self.when == "before":
                 self.die()
-            self.count += own
+            try:
+                result = operation(*args)
+                self.note(name, args, result)
+                return result
+            finally:  # a directory that another rank has made is an operation, too
+                if own and self.count == self.at and self.when == "after":
+                    self.die()
+                self.count += own
 
     def note(self, name, args, result):
         """Keep in mind what would be lost if the machine stopped now."""
@@ -183,48 +188,42 @@ def child(function, *args):
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
-def prepared(folder, number, first):
-    """A folder as it is before the save that is stopped."""
-    root = folder / str(number) / "c"
-    root.parent.mkdir()
-    if first > OLD:
-        assert child(run, root, Disk(), OLD, OLD) == 0
-    return root
-
-
 def main():
     rankfile.BLOCK = manifest.BLOCK = 128  # bytes: a file takes several writes
     folder, number = Path(tempfile.mkdtemp()), 0
     try:
         for first in (OLD, NEW):
-            before = first - 1
+            before, allowed = folder / f"before-{first}", {first - 1, first}
+            before.mkdir()
+            if first > OLD:
+                thread.run(RANKS, run, before / "c", Disk(), OLD, OLD)
             for rank in range(RANKS):
-                count = operations(folder / f"count-{first}-{rank}", first, rank)
-                for at in range(count):
-                    for when in ("before", "after"):
-                        for lose in ("nothing", "bytes", "names"):
-                            root = prepared(folder, number, first)
-                            assert child(run, root, Stop(rank, at, when, lose), first, first) == 9
-                            look(root, {before, first})
-                            number += 1
-                    for error in (28, 5, 122):  # ENOSPC, EIO, EDQUOT
-                        root = prepared(folder, number, first)
-                        assert child(run_failing, root, Fails(rank, at, error), first) == 0
-                        look(root, {before, first})
+                for at in range(operations(before, folder / f"count-{first}-{rank}", first, rank)):
+                    for when, lose in product(("before", "after"), ("nothing", "bytes", "names")):
+                        root = copied(before, folder / str(number))
+                        assert child(run, root, Stop(rank, at, when, lose), first, first) == 9
+                        look(root, allowed)
                         number += 1
+                    root = copied(before, folder / str(number))
+                    error = (ENOSPC, EIO, EDQUOT)[at % 3]
+                    thread.run(RANKS, run_failing, root, Fails(rank, at, error), first)
+                    look(root, allowed)
+                    number += 1
     finally:
         shutil.rmtree(folder)
     print(f"{number} cases")
 
 
-def operations(folder, first, rank):
+def copied(before, folder):
+    """A folder for checkpoints, as it is before the save that is stopped."""
+    return shutil.copytree(before, folder) / "c"
+
+
+def operations(before, folder, first, rank):
     """How many a save takes on this rank."""
-    folder.mkdir()
-    root = folder / "c"
-    if first > OLD:
-        thread.run(RANKS, run, root, Disk(), OLD, OLD)
     disk = Stop(rank, -1, "", "")
-    thread.run(RANKS, run, root, disk, first, first)
+    thread.run(RANKS, run, copied(before, folder), disk, first, first)
+    gc.freeze()  # a collection in a fork would copy everything
     return disk.count
 
 

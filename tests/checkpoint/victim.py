@@ -1,6 +1,6 @@
 """A job that saves, in which one rank is killed around one file operation of its own.
 
-mpirun -n 2 python -m tests.checkpoint.victim FOLDER HOW RANK AT WHEN     (AT -1: nobody is killed)
+mpirun -n 2 python -m tests.checkpoint.victim FOLDER HOW RANK AT WHEN
 
 Before each save a rank appends the step and a hash of all that it holds to FOLDER/recorded-RANK.
 """
@@ -111,9 +111,7 @@ def save(folder, how, disk=None):
 def main():
     folder, how, victim, at, when = sys.argv[1:]
     folder, rank = Path(folder), init_device_mesh("cpu").rank
-    disk = Watched(folder, int(at) if rank == int(victim) else -1, when)
-    save(folder, how, disk)
-    (folder / f"done-{rank}").write_text(json.dumps(disk.done))
+    save(folder, how, Watched(folder, int(at) if rank == int(victim) else -1, when))
 
 
 if __name__ == "__main__":
