@@ -76,7 +76,7 @@ def test_damaged_runs_are_reported_or_refused_in_a_line(tmp_path, capsys, seed):
         run = tmp_path / f"run{number}"
         run.mkdir()
         lines = [json.dumps(record).encode() for record in RECORDS]
-        events = json.dumps({"traceEvents": EVENTS}).encode()
+        events = sound = json.dumps({"traceEvents": EVENTS}).encode()
         if number % 2:
             place = chosen.randrange(len(lines))
             lines[place] = damaged_json(RECORDS[place], chosen)
@@ -88,8 +88,9 @@ def test_damaged_runs_are_reported_or_refused_in_a_line(tmp_path, capsys, seed):
         (run / "metrics.jsonl").write_bytes(text)
         (run / "trace.json").write_bytes(events)
         (run / "config.toml").write_bytes(damaged_bytes(b"name = 'x'\n", chosen))
-        drawn = [("report", run)] if number % 8 < 2 else []  # charts take most of the time
-        for command in (("watch", "--once", run), ("trace", run), ("doctor", run), *drawn):
+        drawn = [("report", run)] if number % 8 < 2 else []  # charts take most of the time, so only where
+        drawn += [("trace", run)] if events != sound or number < 2 else []  # something is damaged
+        for command in (("watch", "--once", run), ("doctor", run), *drawn):
             code = tried(capsys, *command)
             assert code in (0, 1, 65), (command, code)
             codes.add((command[0], code))

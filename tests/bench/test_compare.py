@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 from bench import compare, figures, quiet, workload
-from bench.peers.launch import ONE_THREAD, launch, one_thread
+from bench.peers.launch import ONE_THREAD, _free_port, launch, one_thread
 from bench.peers.torch_step import network
 from bench.training import loss_of, model_of
 from shardrt.checkpoint import save
+from tests.bench.nonsense import assert_refused
 from tests.ranks import ROOT, mpirun
 
 TINY = workload.Workload(layers=1, dim=16, heads=2, seq=8, batch=2, vocab=17)
@@ -27,26 +28,53 @@ def python(*arguments):
     )
 
 
+CASES = {
+    "fsdp2": (TINY, 0, 1e-6),
+    "ddp": (LLAMA, 0, 1e-6),
+    "fsdp1": (VIT, 0, 1e-6),
+    "fsdp2-bf16": (LLAMA, 1e-6, compare.LOW_TOLERANCE),
+}
+# The commands' own main, with the words of one case after the other.
+OURS = """
+import json, sys
+from bench import step
+for _, *sys.argv[1:] in json.loads(sys.argv[1]):
+    step.main()
+"""
+THEIRS = """
+import json, os, sys
+import torch._dynamo, torch.distributed.fsdp  # what a step needs
+from bench.peers import torch_step
+for os.environ["MASTER_PORT"], *sys.argv[1:] in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        torch_step.main()
+    assert os.wait()[1] == 0
+"""
+
+
+@pytest.fixture(scope="module")
+def figures_of_both(tmp_path_factory):
+    """By peer: our figures and its own, of the same work from the same weights."""
+    pytest.importorskip("torch")
+    words = []
+    for job, _, _ in CASES.values():
+        weights = tmp_path_factory.mktemp("weights")
+        save(weights, model_of(job))
+        words.append([str(_free_port()), *job.arguments(), "--weights", str(weights), *STEPS])
+    done = mpirun(2, ["-c", OURS, json.dumps(words)], timeout=120, **ONE_THREAD)
+    ours = map(json.loads, done.stdout.splitlines())
+    own = [[*each, "--strategy", peer] for each, peer in zip(words, CASES, strict=True)]
+    theirs = map(json.loads, launch(["-c", THEIRS, json.dumps(own)], 2, one_thread()).splitlines())
+    return dict(zip(CASES, zip(ours, theirs, strict=True), strict=True))
+
+
 @pytest.mark.mpi
 @pytest.mark.torch
-@pytest.mark.parametrize(
-    ("job", "peer", "least", "most"),
-    [
-        (TINY, "fsdp2", 0, 1e-6),
-        (LLAMA, "ddp", 0, 1e-6),
-        (VIT, "fsdp1", 0, 1e-6),
-        (LLAMA, "fsdp2-bf16", 1e-6, compare.LOW_TOLERANCE),
-    ],
-)
-def test_contestants_have_the_same_losses(tmp_path, job, peer, least, most):
-    pytest.importorskip("torch")
-    save(tmp_path, model_of(job))
-    words = [*job.arguments(), "--weights", str(tmp_path), *STEPS]
-    done = mpirun(2, ["-m", "bench.step", *words], timeout=120, **ONE_THREAD)
-    ours = json.loads(done.stdout.splitlines()[-1])
-    module = ["-m", "bench.peers.torch_step", *words, "--strategy", peer]
-    theirs = json.loads(launch(module, 2, one_thread()).splitlines()[-1])
-    assert theirs["parameters"] == ours["parameters"]
+@pytest.mark.parametrize("peer", CASES)
+def test_contestants_have_the_same_losses(figures_of_both, peer):
+    ours, theirs = figures_of_both[peer]
+    _, least, most = CASES[peer]
+    assert theirs["settings"]["strategy"] == peer and theirs["parameters"] == ours["parameters"]
     assert theirs["settings"]["threads_per_rank"] == ours["settings"]["threads_per_rank"] == 1
     assert least <= compare.difference(ours["losses"], theirs["losses"]) < most
     assert 100 < theirs["peak_pss_mb"] < theirs["peak_rss_mb"] < 5000
@@ -164,20 +192,31 @@ def test_a_wait_for_an_idle_machine_is_told_at_once(monkeypatch, capsys):
     assert "0.5 cores: waiting up to 60 s" in said[1] and said[2:] == ["", ""]  # once
 
 
-def test_nonsense_is_refused_in_one_line(tmp_path):
-    output = tmp_path / "figures.json"
-    output.write_text("mine")
-    without = "import sys; sys.modules['torch'] = None; from bench import compare; compare.main()"
-    for program, words, told in (
-        (["-m", "bench.compare"], ["--output", str(output)], "exists"),
-        (["-m", "bench.compare"], ["--against", "fsdp2,fsdp3"], "unknown peer 'fsdp3'; known are fsdp2"),
-        (["-m", "bench.compare"], ["--size", "gpt3"], "invalid choice: 'gpt3'"),
-        (["-m", "bench.compare"], ["--size", "vit-s16", "--seq", "8"], "vit-s16 is a ViT and has none"),
-        (["-m", "bench.compare"], ["--device", "cuda"], "python -m bench.gpu"),
-        (["-m", "bench.compare"], ["--ranks", "0"], "at least 1"),
-        (["-c", without], [], "PyTorch is not installed"),
-    ):
-        done = python(*program, *words)
-        assert done.returncode == 2 and done.stdout == "", words
-        assert len(done.stderr.splitlines()) == 1 and told in done.stderr, (words, done.stderr)
-    assert output.read_text() == "mine"
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--output", "figures.json"], "exists"),
+        (["--against", "fsdp2,fsdp3"], "unknown peer 'fsdp3'; known are fsdp2"),
+        (["--size", "gpt3"], "invalid choice: 'gpt3'"),
+        (["--size", "vit-s16", "--seq", "8"], "vit-s16 is a ViT and has none"),
+        (["--device", "cuda"], "python -m bench.gpu"),
+        (["--ranks", "0"], "at least 1"),
+        ([], "PyTorch is not installed"),
+    ],
+)
+def test_nonsense_is_refused_in_one_line(words, told, tmp_path, monkeypatch, capsys):
+    (tmp_path / "figures.json").write_text("mine")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, "torch", None)
+    assert_refused(with_words(monkeypatch, compare.main), words, told, capsys)
+    assert (tmp_path / "figures.json").read_text() == "mine"
+
+
+def with_words(monkeypatch, main):
+    """`main` as a function of its words."""
+
+    def call(words):
+        monkeypatch.setattr(sys, "argv", ["bench", *words])
+        main()
+
+    return call

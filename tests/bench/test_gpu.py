@@ -226,6 +226,8 @@ def played(fake_cuda, monkeypatch, tmp_path):
     monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", lambda self: (5, 10), raising=False)
     monkeypatch.setattr(type(fake_cuda), "warm_up", lambda self: None)
     monkeypatch.setattr(clock.Clock.__init__, "__defaults__", (16,))
+    for timed in (clock.Clock.seconds, clock.Clock.by_turns):
+        monkeypatch.setattr(timed, "__kwdefaults__", {"calls": 2, "rounds": 1})
     return state.Run("section", tmp_path / "rows", quick=True, ceilings={"copy": 1.0, "matmul": 2.0})
 
 
@@ -266,8 +268,8 @@ def test_every_kernel_is_called_as_it_wants_to_be(played):
     rows = fine(played)
     assert len(rows) == 34
     assert all(row.theirs == 1.0 for row in rows.values())
-    # the stand-in's clock says a millisecond for ten calls
-    assert rows["layer_norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 1e-4 / 1e9)
+    # the stand-in's clock says a millisecond for two calls
+    assert rows["layer_norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 5e-4 / 1e9)
 
 
 @pytest.mark.torch
@@ -292,7 +294,7 @@ def test_convolution_beside_torch(played, torch_played):
     assert len(rows) == 3
     assert all(row.beside == "torch" and row.check.startswith("differ by") for row in rows.values())
     assert not [row for row in rows.values() if "WRONG" in row.check]
-    assert played.rows[0].figure == pytest.approx(2 * (2 * 6 * 4 * 4) * (2 * 3 * 3) / 1e-4 / 1e12)
+    assert played.rows[0].figure == pytest.approx(2 * (2 * 6 * 4 * 4) * (2 * 3 * 3) / 5e-4 / 1e12)
 
 
 def test_launches(played, monkeypatch):
@@ -305,9 +307,7 @@ class Here:
     """A contestant without a process."""
 
     def __init__(self, name, module, settings):
-        from bench.gpu import ours, torch_peer
-
-        self.trainer = (ours if module.endswith("ours") else torch_peer).Trainer(settings)
+        self.trainer = importlib.import_module(module).Trainer(settings)
 
     def start(self):
         return self.trainer.about()
@@ -319,11 +319,19 @@ class Here:
         pass
 
 
-@pytest.mark.torch
-def test_training_beside_torch_from_the_same_weights(played, monkeypatch):
-    pytest.importorskip("torch")
+@pytest.fixture
+def race_here(monkeypatch):
+    """A race of few steps in this process."""
+    short = {"warmup": 1, "rounds": 1, "steps": 1}
+    monkeypatch.setattr(training, "race", lambda entrants, **how: contestant.race(entrants, **how | short))
     monkeypatch.setattr(contestant, "Contestant", Here)
-    monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", memory(), raising=False)
+    left = iter(range(10**9, 0, -1000))  # ever less memory
+    monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", lambda self: (next(left), 10**9), raising=False)
+
+
+@pytest.mark.torch
+def test_training_beside_torch_from_the_same_weights(played, race_here):
+    pytest.importorskip("torch")
     training.beside_torch(played, job=TINY)
     rows = {row.name: row for row in played.rows}
     assert not [row.error for row in played.rows if row.error]
@@ -337,9 +345,7 @@ def test_training_beside_torch_from_the_same_weights(played, monkeypatch):
 
 
 @pytest.mark.slow
-def test_sharding_and_offload(played, monkeypatch):
-    monkeypatch.setattr(contestant, "Contestant", Here)
-    monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", memory(), raising=False)
+def test_sharding_and_offload(played, race_here):
     training.sharded(played, TINY)
     training.offloaded(played, Job(**TINY.settings(micro_batches=2)))
     assert not [row.error for row in played.rows if row.error]
@@ -347,9 +353,3 @@ def test_sharding_and_offload(played, monkeypatch):
     assert names[:2] == ["FULL_SHARD, float32", "FULL_SHARD, bfloat16"]
     assert all("WRONG" not in row.check for row in played.rows)
     assert "parameters have the same bits" in played.rows[2].check
-
-
-def memory():
-    """Ever less of it."""
-    left = iter(range(10**9, 0, -1000))
-    return lambda self: (next(left), 10**9)

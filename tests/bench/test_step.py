@@ -131,27 +131,42 @@ def test_strategies_together_have_processes_of_their_own_and_the_same_losses(mon
         assert any("FULL_SHARD" in line for line in told)
 
 
+WRONG = {
+    "n_embd must be a multiple of n_head, got 17 and 2": ["--dim", "17", "--heads", "2"],
+    "FULL_SHARD": ["--strategy", "HALF_SHARD"],
+    "mpirun has started 2": ["--ranks", "3"],
+}
+# The command's own main, with words that make no sense and then with some that do.
+MAIN = """
+import json, sys
+from bench import step
+for sys.argv[1:] in json.loads(sys.argv[1]):
+    try:
+        step.main()
+    except SystemExit as end:
+        sys.stdout.write(f"exit code {end.code}\\n")
+"""
+
+
+@pytest.fixture(scope="module")
+def two_ranks():
+    words = [*WRONG.values(), [*TINY.arguments(), *STEPS, "--clip", "0.5"]]
+    return mpirun(2, ["-c", MAIN, json.dumps(words)], timeout=120)
+
+
 @pytest.mark.mpi
-def test_a_clipped_step_on_two_ranks_shows_its_collectives():
-    words = ["-m", "bench.step", *TINY.arguments(), *STEPS, "--clip", "0.5"]
-    told = figures_of(mpirun(2, words, timeout=120))
+def test_a_clipped_step_on_two_ranks_shows_its_collectives(two_ranks):
+    told = figures_of(two_ranks)
     assert told["parts_ms"]["collectives"] > 0 and told["received_mb"] >= told["formula_mb"]
 
 
 @pytest.mark.mpi
-def test_nonsense_is_refused_once_for_two_ranks():
-    for words, told in (
-        (["--dim", "17", "--heads", "2"], "n_embd must be a multiple of n_head, got 17 and 2"),
-        (["--strategy", "HALF_SHARD"], "FULL_SHARD"),
-        (["--ranks", "3"], "mpirun has started 2"),
-    ):
-        done = mpirun(2, ["-m", "bench.step", *words], timeout=60)
-        lines = done.stderr.strip().splitlines()
-        assert done.returncode == 2 and len(lines) == 1 and told in lines[0], (words, done.stderr)
-    done = python(
-        "-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD"
-    )  # from the ranks it starts
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1 and "even" in done.stderr
+def test_nonsense_is_refused_once_for_two_ranks(two_ranks):
+    assert two_ranks.stdout.count("exit code 2\n") == 2 * len(WRONG)
+    for told, line in zip(WRONG, two_ranks.stderr.strip().splitlines(), strict=True):
+        assert told in line
+    refused = python("-m", "bench.step", "--ranks", "3", "--strategy", "HYBRID_SHARD")  # by ranks it starts
+    assert refused.returncode == 2 and len(refused.stderr.splitlines()) == 1 and "even" in refused.stderr
 
 
 @pytest.mark.parametrize(
