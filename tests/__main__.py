@@ -3,9 +3,11 @@
 First those that may run beside others, JOBS at a time, then those that measure time, one after the other.
 """
 
+import os
 import subprocess
 import sys
 from argparse import ArgumentParser
+from pathlib import Path
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
 QUICK = "not slow and not torch and not serial and not mpi"
@@ -32,10 +34,19 @@ def main() -> int:
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-m", QUICK if options.quick else "not serial"]
     beside += [f"--ignore=tests/{name}" for name in LONG if options.quick]
-    parts = [beside] if options.quick else [beside, ["-m", "serial"]]
+    parts = [beside] if options.quick else [beside, ["-m", "serial", *serial_files(others)]]
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
     return next((code for code in codes if code), 0)
+
+
+def serial_files(others: list[str]) -> list[str]:
+    """Files with such tests, for to import all takes ten seconds; none where the caller names files."""
+    if any(Path(word.partition("::")[0]).exists() for word in others):
+        return []
+    files = sorted(Path(__file__).parent.rglob("test_*.py"))
+    return [str(file) for file in files if "pytest.mark.serial" in file.read_text()]
 
 
 if __name__ == "__main__":

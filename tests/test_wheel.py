@@ -106,7 +106,8 @@ def installed(wheel, tmp_path_factory):
 def test_the_program_of_the_readme_trains_where_only_the_wheel_is_beside_the_other_kernels(installed):
     program = readme.program().replace("range(30)", "range(3)")
     others = "import kernels\nassert callable(kernels.get_kernel)\n"
-    output = installed("python", "-c", f"{others}{program}\nprint(shardrt.__file__)")
+    kept = "shardrt.checkpoint.save('weights', model)\nshardrt.checkpoint.load('weights', model)\n"
+    output = installed("python", "-c", f"{others}{program}\n{kept}print(shardrt.__file__)")
     assert output.count("loss") == 3 and str(installed.folder) in output
 
 

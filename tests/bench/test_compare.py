@@ -38,6 +38,7 @@ CASES = {
 OURS = """
 import json, sys
 from bench import step
+step.SIDE = 64
 for _, *sys.argv[1:] in json.loads(sys.argv[1]):
     step.main()
 """

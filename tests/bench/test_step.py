@@ -140,6 +140,7 @@ WRONG = {
 MAIN = """
 import json, sys
 from bench import step
+step.SIDE = 64
 for sys.argv[1:] in json.loads(sys.argv[1]):
     try:
         step.main()

@@ -145,7 +145,7 @@ def saved_and_restored(root: Path) -> bool:
 
 
 def short(job: Job) -> list[Case]:
-    """Both sides of the rename, and for the rank that does not rename an operation in its middle and its last."""
+    """Both sides of the rename, and two operations of the rank that does not rename."""
     cases = job.cases("again")
     first, second = ([case for case in cases if case.rank == rank] for rank in range(RANKS))
     rename = next(number for number, case in enumerate(first) if case.published)
