@@ -249,7 +249,7 @@ def test_a_graph_that_is_dropped_gives_its_buffers_back_without_the_garbage_coll
 
 @pytest.fixture
 def slow_copies(monkeypatch):
-    """A function that makes each copy take so many seconds longer."""
+    """A function that makes each copy take so many seconds longer. They are over when the test is."""
     original = CPUDevice.copy
 
     def set_delay(seconds):
@@ -259,7 +259,10 @@ def slow_copies(monkeypatch):
 
         monkeypatch.setattr(CPUDevice, "copy", slow)
 
-    return set_delay
+    yield set_delay
+    streams = _streams()
+    streams.offload.synchronize()
+    streams.fetch.synchronize()
 
 
 class Slow(Function):

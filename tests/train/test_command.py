@@ -130,7 +130,11 @@ def start(module, *args, ranks=None, cwd, **variables):
 
 def contents(folder):
     """Every path below a folder, with what a file holds and when it was written."""
-    return {p: (p.is_file() and p.read_bytes(), p.stat().st_mtime_ns) for p in folder.rglob("*")}
+    return {
+        p: (p.is_file() and p.read_bytes(), p.stat().st_mtime_ns)
+        for p in folder.rglob("*")
+        if "__pycache__" not in p.parts
+    }
 
 
 def records(folder, name, kind):
