@@ -21,7 +21,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check gpu docs lint clean
+.PHONY: help setup train test check gpu softgpu docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -36,7 +36,7 @@ test: $(FOR_TESTS) ## run all tests, JOBS=2 at a time; against PyTorch if it can
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
-check: $(FOR_TESTS) ## run the quick tests, in three minutes: nothing against PyTorch, nothing long
+check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
@@ -44,10 +44,13 @@ gpu: export PYTHONPATH := .
 gpu: ## test and measure on an NVIDIA GPU, in 9 minutes (GPU_PYTHON=python3 OUT=runs/gpu ARGS="--quick ...")
 	@$(GPU_PYTHON) -m bench.gpu --check; status=$$?; \
 	if [ $$status = 2 ]; then exit 2; fi; start=$$(date +%s); \
-	if [ $$status = 0 ]; then timeout -k 10 220 $(GPU_PYTHON) -m pytest -q -m gpu tests/gpu || status=$$?; fi; \
+	if [ $$status = 0 ]; then timeout -s INT -k 10 220 $(GPU_PYTHON) -m pytest -q -ra --tb=short -m gpu tests/gpu || status=$$?; fi; \
 	left=$$((530 + start - $$(date +%s))); \
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) --budget $$left $(ARGS) || status=$$?; \
 	exit $$status
+
+softgpu: $(FOR_TESTS) ## run the tests for a GPU on one in software (ARGS="tests/gpu/test_training.py -k ...")
+	$(BIN)/python -m pytest -q -p tests.softgpu.plugin -m "gpu and not mpi" --timeout 900 $(or $(ARGS),tests/gpu)
 
 lint: $(FOR_TRAINING) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'

@@ -11,6 +11,7 @@ BENCHMARKS = ("numpy", "cupy", "ml_dtypes", "cuda.pathfinder")
 TESTS = (*BENCHMARKS, "pytest", "numba", "threadpoolctl")
 WITHOUT = {
     "torch": "no figures of PyTorch beside ours, and no test against its bfloat16",
+    "cudnn": "attention and convolution run in kernels of our own, which are several times slower",
     "matplotlib": "no picture",
     "safetensors": "the test that saves weights is skipped",
     "mpi4py": "the tests of NCCL and CUDA IPC between processes are skipped",

@@ -20,13 +20,15 @@ CANDIDATES = 8
 
 # cublasLt.h and library_types.h
 _ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
+_LOW = (_ELEMENTS["float16"], _ELEMENTS["bfloat16"])
 _COMPUTE_32F, _COMPUTE_64F = 68, 70
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 4, 7, 8, 26
 _INNER_POINTER, _INNER_LEADING = 11, 12  # "aux": where the sum before GELU goes
 _EPILOGUE_BIAS, _EPILOGUE_GELU_AUX, _EPILOGUE_GELU_AUX_BIAS = 4, 160, 164
 _INNER_MULTIPLE = 8  # of its leading dimension
 _BATCH_COUNT, _BATCH_STRIDE = 5, 6
-_MAX_WORKSPACE, _ALIGNMENTS = 1, (5, 6, 7, 8)  # of A, B, C, D
+_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
+_IN_COMPUTE_TYPE = 2
 _TRANSPOSED = 1
 _NOT_SUPPORTED = 15  # a status
 
@@ -211,8 +213,11 @@ class Plan:
         self.algorithm: Heuristic | None = None if len(self.candidates) > 1 else self.candidates[0]
 
     def choose(self, stage: Stage, a: Array, b: Array, out: Array, end: Epilogue) -> None:
-        """Keep the fastest candidate; none yet if it can't be measured now."""
-        scratch = stage.empty(out.shape, out.dtype)
+        """Keep the fastest candidate; none yet if it can't be measured now.
+
+        They write `out` itself, which is written again afterwards, except where they would add to it.
+        """
+        scratch = stage.empty(out.shape, out.dtype) if self._beta.value else out
         twin, result = Matrix.of(scratch), Matrix.of(out)
         if twin.leading != result.leading or twin.alignment < result.alignment:
             self.algorithm = self.candidates[0]  # not to be measured on anything but a twin of out
@@ -268,6 +273,8 @@ class Plan:
         preference, found = c_void_p(), c_int()
         self._lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
         limits = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
+        if matrices[-1].element in _LOW:  # partial sums else may be rounded to the type of the result
+            limits.append((_REDUCTION_SCHEMES, c_uint32(_IN_COMPUTE_TYPE)))
         wanted = [matrix.alignment for matrix in (*matrices, matrices[-1])]
         limits += [(name, c_uint32(bytes)) for name, bytes in zip(_ALIGNMENTS, wanted, strict=True)]
         for name, value in limits:

@@ -296,14 +296,16 @@ class CUDADevice(Device):
     def _measured(self) -> "_Usage":
         if self._usage is None:
             self._usage = _Usage(self._cupy)
+        self._usage.watch()
         return self._usage
 
 
 class _Usage:
-    """The most that CuPy's pool has lent at once since `reset`. Counted from the first question on."""
+    """The most that CuPy's pool has lent at once since `reset`, to threads that have asked before."""
 
     def __init__(self, cupy: ModuleType) -> None:
         self._pool = cupy.get_default_memory_pool()
+        self._here = threading.local()
         self.reset()
         usage = self
 
@@ -315,8 +317,13 @@ class _Usage:
             def malloc_postprocess(self, **info: Any) -> None:
                 usage.peak = max(usage.peak, usage._pool.used_bytes())
 
-        self._watch = Watch()
-        self._watch.__enter__()
+        self._hook = Watch
+
+    def watch(self) -> None:
+        """Count what this thread takes from now on: a hook of CuPy belongs to one thread."""
+        if not hasattr(self._here, "hook"):
+            self._here.hook = self._hook()
+            self._here.hook.__enter__()
 
     def reset(self) -> None:
         self.peak = self._pool.used_bytes()

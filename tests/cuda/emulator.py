@@ -58,7 +58,7 @@ class Emulator:
         self.launches.append(function)
         message = ctypes.create_string_buffer(200)
         with _ONE_AT_A_TIME:  # the stand-in for CUDA's language has one set of threads
-            failed = _runtime().shim_launch(
+            failed = runtime().shim_launch(
                 kernel,
                 (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)),
                 (ctypes.c_uint * 3)(*grid),
@@ -158,7 +158,7 @@ def _kernels(file, defines):
         values = [f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)]
         wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
     code = "\n".join(['#include "shim.h"', source, *wrappers])
-    _runtime()
+    runtime()
     library = ctypes.CDLL(str(_compiled(file, code, defines)))
     return {
         name: (getattr(library, f"call_{name}"), _parameters(text, dict(defines))) for name, text in found
@@ -166,7 +166,7 @@ def _kernels(file, defines):
 
 
 @cache
-def _runtime():
+def runtime():
     """What kernels call to wait for one another, for all of their libraries."""
     return ctypes.CDLL(str(_compiled("shim", SHIM.with_suffix(".cpp").read_text())), mode=ctypes.RTLD_GLOBAL)
 

@@ -6,11 +6,14 @@ which call methods of the same names; an exception there becomes CuPy's.
 """
 
 import ctypes
+import hashlib
+import os
 import re
 import subprocess
+import tempfile
 from pathlib import Path
 
-from tests.cuda.real_cupy.cuda import CUDA
+from tests.softgpu.cuda import CUDA
 
 # C type -> how PyObject_CallMethod is told of it.
 _FORMATS = {"intptr_t": "n", "size_t": "n", "int": "i", "unsigned int": "I", "PyObject *": "O"}
@@ -43,22 +46,25 @@ _NUMBER = """
 """
 
 
-def plug(folder: str) -> CUDA:
-    """The CUDA that CuPy, to be imported next, will see. folder: a private one, for what is compiled."""
+def plug(folder: str, cuda: CUDA) -> None:
+    """Have CuPy, to be imported next, see `cuda`. folder: a private one, for what is compiled."""
     import cupy_backends.cuda.api.driver as driver
     import cupy_backends.cuda.api.runtime as runtime
 
-    source, cuda, made = _HEAD, CUDA(), []
+    source, made = _HEAD, []
     for module in (runtime, driver):
         for name, capsule in module.__pyx_capi__.items():
             text = _function(module.__name__.rpartition(".")[2], name, _signature(capsule))
             if text:
                 source += text
                 made.append((module, name))
-    path = Path(folder, "cuda.c")
-    path.write_text(source)
-    library = path.with_suffix(".so")
-    subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(library), str(path)], check=True)
+    library = Path(folder, f"cuda-{hashlib.sha256(source.encode()).hexdigest()[:24]}.so")
+    if not library.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            path, made_there = Path(scratch, "cuda.c"), Path(scratch, "cuda.so")
+            path.write_text(source)
+            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(made_there), str(path)], check=True)
+            os.replace(made_there, library)
     functions = ctypes.PyDLL(str(library))
     ctypes.py_object.in_dll(functions, "cuda").value = cuda
     for module, name in made:
@@ -66,7 +72,6 @@ def plug(folder: str) -> CUDA:
         _replace(module.__pyx_capi__, name, ctypes.cast(function, ctypes.c_void_p).value)
         if hasattr(module, name) and hasattr(cuda, name):
             setattr(module, name, getattr(cuda, name))  # for who calls it from Python
-    return cuda
 
 
 def _function(module: str, name: str, signature: str) -> str:

@@ -1,51 +1,38 @@
-"""What the tests ask of shardrt on the real CuPy, all of it in one process: prints JSON.
+"""What tests ask of shardrt on the GPU in software, all in one process: prints JSON.
 
-python -m tests.cuda.real_cupy.job FOLDER        FOLDER: private and empty
+python -m tests.softgpu.job
 """
 
-import ctypes
 import json
 import os
-import subprocess
 import sys
-from pathlib import Path
+import warnings
 
-from tests.cuda.real_cupy.plug import plug
+from tests.softgpu.start import start
 
-CUDA = plug(sys.argv[1])
+CUDA = start()
 
 import cupy  # noqa: E402  after what is below it
 import numpy as np  # noqa: E402
-from cupy.cuda import compiler  # noqa: E402
 
 from shardrt import device  # noqa: E402
 from shardrt import functional as F  # noqa: E402
 from shardrt.comm import thread  # noqa: E402
 from shardrt.device.cuda import CUDAStream  # noqa: E402
-from shardrt.kernels.cuda import _compile, _cupy  # noqa: E402
 from shardrt.tensor import Tensor  # noqa: E402
 from tests.cuda import test_captured_step, test_training  # noqa: E402
-from tests.cuda.real_cupy import rules  # noqa: E402
+from tests.softgpu import rules  # noqa: E402
+from tests.softgpu.cuda import MODES  # noqa: E402
 
-CODE = b"\x7fELF"  # of every kernel
 NAMES = {0: "null"}  # stream -> name
-
-
-def compile_nothing(*args, **kwargs):
-    """CuPy's own kernels are compiled no more than ours."""
-    module = cupy.cuda.function.Module()
-    module.load(CODE)
-    return module
-
-
-def products():
-    """The stand-in for cublasLt: memory of this "GPU" is the host's."""
-    library = Path(sys.argv[1], "libcublasLt.so")
-    source = Path(__file__).parent.parent / "fake_cublaslt.c"
-    subprocess.run(
-        ["cc", "-O1", "-w", "-shared", "-fPIC", str(source), "-o", str(library), "-lm"], check=True
-    )
-    return ctypes.CDLL(str(library))
+RANKS = {  # variant -> [(ranks, communicator)], where that is not one rank alone
+    "float32": [(1, "auto"), (2, "nccl"), (4, "staged")],
+    "bfloat16": [(2, "nccl")],
+    "bfloat16 on the wire": [(2, "staged")],
+    "all on the host": [(2, "nccl")],
+    "frozen late": [(2, "nccl")],
+    "updates in backward": [(2, "staged")],
+}
 
 
 def tried(function, *args, **kwargs):
@@ -61,10 +48,25 @@ def named(stream, name, handle):
     NAMES[handle.ptr] = name
 
 
-def kernels_by_stream(ranks, function, *args, **kwargs):
-    """Name of a stream -> the kernels, copies and fills that a job of threads has issued in it."""
+def trained(variant, ranks, communicator):
+    """By mode, what the GPU has against the numbers of the CPU, and of the first mode; kernels by stream."""
+    settings = test_training.VARIANTS[variant] | {"layers": 2}
+    expected = thread.run(ranks, test_training.train, "cpu", **settings)
+    told, first = {}, None
     CUDA.log.clear()
-    thread.run(ranks, function, *args, **kwargs)
+    for mode in modes:
+        CUDA.choose(mode, seed=1)
+        found = thread.run(ranks, test_training.train, "cuda", communicator=communicator, **settings)
+        first = first or found
+        told[mode] = [
+            tried(test_training.agree, found, expected, 6e-2 if "16" in variant else 2e-5),
+            tried(test_training.same_bits, found, first),
+        ]
+    return told, kernels_by_stream()
+
+
+def kernels_by_stream():
+    """Name of a stream -> the kernels, copies and fills that were issued in it."""
     found = {}
     for what, stream, detail in CUDA.log:
         if what in ("launch", "copy", "set"):
@@ -72,10 +74,15 @@ def kernels_by_stream(ranks, function, *args, **kwargs):
     return {name: sorted(issued) for name, issued in found.items()}
 
 
-def captured(**settings):
-    """Capture a step and replay it."""
-    thread.run(1, test_captured_step.train, True, **settings)
-    return "done"
+def captured(ranks, **settings):
+    """Capture a step and replay it: whether it trains as steps that are not captured, in every mode."""
+    plain = thread.run(ranks, test_captured_step.train, False, **settings)
+    told = {}
+    for mode in modes:
+        CUDA.choose(mode, seed=2)
+        found = thread.run(ranks, test_captured_step.train, True, **settings)
+        told[mode] = [tried(test_captured_step.assert_same, *pair) for pair in zip(found, plain, strict=True)]
+    return told
 
 
 def stream_after(call):
@@ -106,26 +113,23 @@ AFTER = {
     "12 joined": lambda here, x: here.capture(lambda: F.concatenate([x] * 12)).replay(),
     "12 stacked": lambda here, x: here.capture(lambda: F.stack([x] * 12, axis=1)).replay(),
 }
-VARIANTS = [(name, 1) for name in test_training.VARIANTS] + [(name, 2) for name in test_training.TRAVELLING]
-STEPS = {**test_captured_step.VARIANTS, "12 layers, FULL_SHARD": {"layers": 12}}
+CAPTURED = [
+    *((1, settings) for settings in test_captured_step.VARIANTS.values()),
+    (1, {"layers": 12}),  # more pieces of gradients than CuPy joins without an upload
+    (2, {"communicator": "nccl", "dropout": 0.2, "clip": False}),
+]
 
 if __name__ == "__main__":
-    compiler._compile_module_with_cache = compile_nothing
-    _compile.compile = lambda *what: CODE
-    _cupy._library = products
-    _cupy.CuPyBackend._cudnn = None, None
+    warnings.simplefilter("ignore")
+    modes = MODES if "--all" in sys.argv else ("late", "side first", "compute first")
     before, CUDAStream.__init__ = CUDAStream.__init__, named
+    jobs = [(name, *how) for name in test_training.VARIANTS for how in RANKS.get(name, [(1, "auto")])]
     found = {
         "outcomes": rules.outcomes(cupy),
         "streams": rules.current_streams(cupy),
         "after": {name: tried(stream_after, call) for name, call in AFTER.items()},
-        "kernels": {
-            f"{name}, {ranks} ranks": tried(
-                kernels_by_stream, ranks, test_training.train, "cuda", **test_training.VARIANTS[name]
-            )
-            for name, ranks in VARIANTS
-        },
-        "captured": {name: tried(captured, **settings) for name, settings in STEPS.items()},
+        "trained": {", ".join(map(str, job)): trained(*job) for job in jobs},
+        "captured": [captured(ranks, **settings) for ranks, settings in CAPTURED],
     }
     print(json.dumps(found), flush=True)
     os._exit(0)  # without CuPy's clean-up, which would call CUDA

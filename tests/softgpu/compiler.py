@@ -1,0 +1,100 @@
+"""NVRTC in software: CUDA C++ compiled for the processor, by g++ with tests/cuda/shim.h before it.
+
+The functions have the names of cupy_backends.cuda.libs.nvrtc and take their places. What they give in the
+place of a cubin names a library, which cuda.py loads.
+"""
+
+import hashlib
+import itertools
+import json
+import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+SHIM = HERE.parent / "cuda" / "shim.h"
+_KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(')
+_CALL = """
+extern "C" void call_{0}(void** arguments) {{ shim::call({0}, arguments); }}
+extern "C" size_t sizes_{0}(size_t* sizes) {{ return shim::sizes({0}, sizes); }}
+"""
+_HEAD = f'#include "{SHIM}"\n#include "{HERE / "call.h"}"\n'
+
+
+class NVRTC:
+    """`folder`: where libraries are kept."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._numbers = itertools.count(1)
+        self._sources: dict[int, str] = {}
+        self._codes: dict[int, bytes] = {}
+        self._logs: dict[int, str] = {}
+
+    def getVersion(self):
+        return 13, 0
+
+    def createProgram(self, source, name, headers, include_names):
+        program = next(self._numbers)
+        self._sources[program], self._logs[program] = source, ""
+        return program
+
+    def destroyProgram(self, program):
+        self._sources.pop(program)
+        self._codes.pop(program, None)
+
+    def compileProgram(self, program, options):
+        from cupy_backends.cuda.libs import nvrtc
+
+        text = [option.decode() if isinstance(option, bytes) else option for option in options]
+        kept = [option for option in text if option.startswith("-D") or _ours(option)]
+        source = self._sources[program]
+        names = _KERNEL.findall(source)
+        code = _HEAD + source + "".join(_CALL.format(name) for name in names)
+        library = self._compiled(code, kept)
+        if isinstance(library, str):
+            self._logs[program] = library
+            raise nvrtc.NVRTCError(6)
+        self._codes[program] = b"\x7fELF" + json.dumps({"library": str(library), "names": names}).encode()
+
+    def getCUBIN(self, program):
+        return self._codes[program]
+
+    getPTX = getCUBIN
+
+    def getProgramLog(self, program):
+        return self._logs[program]
+
+    def _compiled(self, code: str, options: list[str]) -> Path | str:
+        """The library, or what g++ has against it."""
+        key = hashlib.sha256(repr((code, options, headers())).encode()).hexdigest()[:24]
+        target = self._folder / f"{key}.so"
+        if target.exists():
+            return target
+        with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
+            source, library = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
+            source.write_text(code)
+            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
+            paths = [f"-I{HERE / 'include'}", *options]
+            done = subprocess.run(
+                [*command, *paths, str(source), "-o", str(library)], capture_output=True, text=True
+            )
+            if done.returncode:
+                return done.stderr
+            os.replace(library, target)
+        return target
+
+
+def _ours(option: str) -> bool:
+    """Whether this is a folder of CuPy's headers or of ours, not of CUDA's, whose place include/ takes."""
+    return option.startswith("-I") and option.endswith(("cupy/_core/include", "kernels/cuda"))
+
+
+def headers() -> str:
+    """All that the sources of kernels include of ours."""
+    ours = [SHIM, *sorted(HERE.glob("call.h")), *sorted((HERE / "include").rglob("*.*"))]
+    from shardrt.kernels.cuda._compile import HERE as kernels
+
+    return "".join(path.read_text() for path in [*ours, *sorted(kernels.glob("*.cuh"))])

@@ -1,0 +1,35 @@
+"""cublasLt in software: tests/cuda/fake_cublaslt.c, whose products wait for their turn in a stream."""
+
+import ctypes
+import hashlib
+import os
+import subprocess
+import tempfile
+from pathlib import Path
+
+from tests.softgpu.cuda import CUDA, Work
+
+SOURCE = Path(__file__).parent.parent / "cuda" / "fake_cublaslt.c"
+_RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+_ENQUEUE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+_kept: list[object] = []
+
+
+def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
+    """libcublasLt of this GPU."""
+    path = folder / f"cublaslt-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:24]}.so"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as scratch:
+            made = Path(scratch, "library.so")
+            command = ["cc", "-O3", "-w", "-shared", "-fPIC", str(SOURCE), "-o", str(made), "-lm"]
+            subprocess.run(command, check=True)
+            os.replace(made, path)
+    found = ctypes.CDLL(str(path))
+
+    def enqueue(stream: int, run: int, job: int) -> None:
+        call = _RUN(run)
+        cuda.issue("product", stream, Work(lambda: call(job)))
+
+    _kept.append(_ENQUEUE(enqueue))
+    ctypes.c_void_p.in_dll(found, "fake_enqueue").value = ctypes.cast(_kept[-1], ctypes.c_void_p).value
+    return found

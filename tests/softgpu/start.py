@@ -1,0 +1,76 @@
+"""Puts the software GPU below CuPy, which must not have been imported yet."""
+
+import os
+import sys
+import threading
+from hashlib import sha256
+from pathlib import Path
+
+from tests.softgpu import compiler
+from tests.softgpu.cuda import CUDA
+from tests.softgpu.plug import plug
+
+ROOT = Path(__file__).parents[2]
+
+
+def start(mode: str = "late", seed: int = 0, folder: Path | None = None) -> CUDA:
+    """The CUDA that CuPy sees from now on, and shardrt. folder: for what is compiled (build/softgpu)."""
+    assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
+    from tests.cuda.emulator import library_folder
+
+    kept = library_folder(folder or ROOT / "build" / "softgpu")
+    # Two caches of machine code that is none, and changes with the headers here.
+    key = sha256(compiler.headers().encode()).hexdigest()[:16]
+    os.environ |= {
+        "CUPY_CACHE_DIR": str(kept / key / "cupy"),
+        "XDG_CACHE_HOME": str(kept / key),
+        "CUPY_ACCELERATORS": "",  # CUB's are compiled into CuPy
+    }
+    cuda = CUDA(mode, seed)
+    plug(str(kept), cuda)
+    from cupy_backends.cuda.libs import nvrtc
+
+    made = compiler.NVRTC(kept)
+    for name in ("getVersion", "createProgram", "destroyProgram", "compileProgram", "getCUBIN", "getPTX"):
+        setattr(nvrtc, name, getattr(made, name))
+    nvrtc.getProgramLog = made.getProgramLog
+    import cupy
+
+    _poison_pools(cupy, cuda)
+    from shardrt.device import cuda as place
+    from shardrt.kernels.cuda import _cupy
+    from tests.softgpu import nccl, products
+
+    place.count = cuda.getDeviceCount
+    _cupy._library = lambda: products.cublaslt(kept, cuda)
+    _cupy.CuPyBackend._cudnn = None, None
+    _cupy.CuPyBackend.prepare = lambda backend, wanted: None  # each is compiled when it is first launched
+    nccl.put(cuda)
+    return cuda
+
+
+def _poison_pools(cupy, cuda: CUDA) -> None:
+    """What goes back to a pool of CuPy is filled with NaN, in the stream that it was taken in."""
+    streams: dict[int, int] = {}
+    here = threading.local()
+
+    class Watch(cupy.cuda.MemoryHook):
+        name = "poison"
+
+        def malloc_postprocess(self, **info):
+            streams[info["mem_ptr"]] = cupy.cuda.get_current_stream().ptr
+
+        def free_preprocess(self, **info):
+            stream = streams.get(info["mem_ptr"])
+            if stream is not None:
+                cuda.poison(info["mem_ptr"], info["mem_size"], stream)
+
+    before = cuda.setDevice
+
+    def set_device(index):  # the first call of each thread, to which hooks belong
+        before(index)
+        if not hasattr(here, "watch"):
+            here.watch = Watch()
+            here.watch.__enter__()
+
+    cupy.cuda.runtime.setDevice = cuda.setDevice = set_device
