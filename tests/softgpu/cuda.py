@@ -31,7 +31,7 @@ from tests.cuda.emulator import runtime
 from tests.softgpu.graph import Capture, Launch
 
 MODES = ("late", "side first", "compute first", "random", "at once")
-PATIENCE = 60.0  # seconds without progress after which a wait is a deadlock
+PATIENCE = 60.0  # seconds in which nobody issues or does anything, after which a wait is a deadlock
 _ATTRIBUTES = {1: 1024, 16: 132, 75: 9, 76: 0}  # threads of a block, multiprocessors, compute capability 9.0
 _VERSION = 13000
 _NOT_READY = 600
@@ -136,6 +136,7 @@ class CUDA:
         self._graphs: dict[int, Capture] = {}
         self._error: Exception | None = None
         self._stepping = False
+        self._progress = time.monotonic()  # when anything was last issued or done
         self._given_back: list[int] = []  # while something ran: what it let go of
 
     def choose(self, mode: str, seed: int = 0) -> None:
@@ -152,7 +153,7 @@ class CUDA:
         """Put work to the end of a stream, or into the graph that it is captured in."""
         with self.lock:
             self.log.append((what, stream, detail))
-            found = self._streams[stream]
+            found, self._progress = self._streams[stream], time.monotonic()
             if found.capture is not None:
                 found.capture.add(found, work)
                 return
@@ -164,23 +165,21 @@ class CUDA:
     def _until(self, done, *targets: Stream) -> None:
         """Let streams go on until `done()`: at least these must. Raises RuntimeError where nothing can."""
         with self.lock:
-            last = time.monotonic()
             while not done():
                 stream = self._next(targets)
                 if stream is None:
                     # Another rank, a thread, has not issued its part yet.
                     self.lock.wait(0.05)
-                    if time.monotonic() - last > PATIENCE:
+                    if time.monotonic() - self._progress > PATIENCE:
                         raise RuntimeError("a stream waits for what nobody does")
                     continue
-                last = time.monotonic()
                 self._step(stream)
             if self._error is not None:
                 error, self._error = self._error, None
                 raise error
 
     def _step(self, stream: Stream) -> None:
-        self._stepping = True
+        self._stepping, self._progress = True, time.monotonic()
         try:
             finished = stream.queue[0].step()
         except Exception as error:

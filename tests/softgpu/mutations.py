@@ -117,7 +117,7 @@ def child(path: str, line: int, expected: dict) -> None:
             try:
                 found = run(mode, 1, variant, ranks, communicator)
             except BaseException as error:
-                print(f"{type(error).__name__} ({variant}, {mode})")
+                print(f"{type(error).__name__}: {str(error)[:60]} ({variant}, {mode})")
                 return
             if found != digest:
                 print(f"other bits ({variant}, {mode})")
@@ -142,7 +142,7 @@ def main() -> None:
 
     warnings.simplefilter("ignore")
     if options.child:
-        cuda.PATIENCE = 10.0
+        cuda.PATIENCE = 15.0
         CUDA = start()
         if path:
             child(path, int(line), json.loads(expected))
