@@ -137,7 +137,7 @@ class CUDA:
         self._error: Exception | None = None
         self._stepping = False
         self._progress = time.monotonic()  # when anything was last issued or done
-        self._given_back: list[int] = []  # while something ran: what it let go of
+        self._given_back: list[Block] = []  # and not taken back yet
 
     def choose(self, mode: str, seed: int = 0) -> None:
         """How streams take turns from now on."""
@@ -356,19 +356,23 @@ class CUDA:
         return block.address
 
     def free(self, address):
-        """Waits for all streams of the rank whose memory it is, as CUDA does."""
+        """Waits for all streams of this rank, as CUDA does, and then takes back what it has given so far.
+
+        The garbage collector may come by in another rank's thread, which must not wait for this one.
+        """
         with self.lock:
-            self._given_back.append(address)
-            if self._stepping:  # the garbage collector has come by
+            block = self._block(address)
+            self._given_back.append(block)
+            if self._stepping or block.rank is not _here.rank:
                 return
-            rank = self._block(address).rank
         if not any(stream.capture is not None for stream in self._streams.values()):
-            self._synchronize(rank)
+            self._synchronize(block.rank)
         with self.lock:
-            while self._given_back:
-                place = self._addresses.index(self._given_back.pop())
-                del self._addresses[place]
-                self._blocks.pop(place).poison()
+            for block in [block for block in self._given_back if block.rank is _here.rank]:
+                self._given_back.remove(block)
+                place = self._addresses.index(block.address)
+                del self._addresses[place], self._blocks[place]
+                block.poison()
 
     freeHost = free
 
