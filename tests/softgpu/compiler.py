@@ -94,7 +94,7 @@ def _ours(option: str) -> bool:
 
 def headers() -> str:
     """All that the sources of kernels include of ours."""
-    ours = [SHIM, *sorted(HERE.glob("call.h")), *sorted((HERE / "include").rglob("*.*"))]
+    ours = [SHIM, HERE / "call.h", *sorted((HERE / "include").rglob("*.*"))]
     from shardrt.kernels.cuda._compile import HERE as kernels
 
     return "".join(path.read_text() for path in [*ours, *sorted(kernels.glob("*.cuh"))])

@@ -49,12 +49,19 @@ class _Here(threading.local):
 _here = _Here()
 
 
-class Event:
-    """Points of a stream, counted: `issued` of them have been recorded, `reached` have been passed."""
+class Point:
+    """Where an event was recorded: a wait is for the last one that it had then."""
 
+    def __init__(self, stream: "Stream") -> None:
+        self.stream, self.reached = stream, False
+
+    def reach(self) -> None:
+        self.reached = True
+
+
+class Event:
     def __init__(self) -> None:
-        self.issued = self.reached = 0
-        self.stream: Stream | None = None
+        self.last: Point | None = None
         self.capture: tuple | None = None  # (Capture, the work before it), if recorded in one
 
 
@@ -80,14 +87,14 @@ class Work:
 class Wait(Work):
     """For a point that was recorded before."""
 
-    def __init__(self, event: Event) -> None:
-        self._event, self._point, self._stream = event, event.issued, event.stream
+    def __init__(self, point: Point) -> None:
+        self._point = point
 
     def ready(self) -> bool:
-        return self._event.reached >= self._point
+        return self._point.reached
 
     def blockers(self) -> list:
-        return [self._stream]
+        return [self._point.stream]
 
     def step(self) -> bool:
         return True
@@ -263,23 +270,17 @@ class CUDA:
                 self.log.append(("record", stream, event))
                 found.capture = where.capture, where.capture.before(where)
                 return
-            found.capture, found.stream = None, where
-            found.issued += 1
-            point = found.issued
-
-            def reach() -> None:
-                found.reached = max(found.reached, point)
-
-            self.issue("record", stream, Work(reach), event)
+            found.capture, found.last = None, Point(where)
+            self.issue("record", stream, Work(found.last.reach), event)
 
     def streamWaitEvent(self, stream, event):
         with self.lock:
             found, where = self._events[event], self._streams[stream]
             if found.capture is None:
-                if where.capture is not None and found.issued:
+                if where.capture is not None and found.last is not None:
                     raise RuntimeError("cudaErrorStreamCaptureIsolation")
-                if found.issued:
-                    self.issue("wait", stream, Wait(found), event)
+                if found.last is not None:
+                    self.issue("wait", stream, Wait(found.last), event)
                 return
             self.log.append(("wait", stream, event))
             capture, before = found.capture
@@ -289,18 +290,17 @@ class CUDA:
 
     def eventQuery(self, event):
         with self.lock:
-            found = self._captured_nowhere(event)
-            if found.reached < found.issued and self.mode != "late":
-                stream = self._next((found.stream,))  # somebody who asks again and again sees an end
+            point = self._captured_nowhere(event).last
+            if point is not None and not point.reached and self.mode != "late":
+                stream = self._next((point.stream,))  # somebody who asks again and again sees an end
                 if stream is not None:
                     self._step(stream)
-            return 0 if found.reached >= found.issued else _NOT_READY
+            return 0 if point is None or point.reached else _NOT_READY
 
     def eventSynchronize(self, event):
-        found = self._captured_nowhere(event)
-        point, stream = found.issued, found.stream
-        if point:
-            self._until(lambda: found.reached >= point, stream)
+        point = self._captured_nowhere(event).last
+        if point is not None:
+            self._until(lambda: point.reached, point.stream)
 
     def eventElapsedTime(self, start, stop):
         self.eventSynchronize(start)
