@@ -18,10 +18,6 @@ def fake_cuda(monkeypatch):
     """A device "cuda" made of the real sources, a stand-in for CuPy, and the emulator of kernels."""
     if shutil.which("g++") is None:
         pytest.skip("no g++")
-    if "tests.softgpu.plugin" in sys.modules:
-        with device.use(device.get("cuda")) as here:
-            yield here
-        return
     cupy = fake_cupy.module()
     monkeypatch.setitem(sys.modules, "cupy", cupy)
     monkeypatch.setitem(sys.modules, "cupy.cuda", cupy.cuda)

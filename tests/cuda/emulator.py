@@ -4,14 +4,9 @@ Arrays are NumPy's; bfloat16 is ml_dtypes'. Every launch is checked: as many arg
 the types that it has, a grid and shared memory within CUDA's limits.
 """
 
-import atexit
 import ctypes
-import hashlib
-import os
 import re
 import shutil
-import subprocess
-import tempfile
 import threading
 from functools import cache
 from pathlib import Path
@@ -21,8 +16,8 @@ import pytest
 
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._compile import HERE
-from shardrt.untrusted import private
 from tests.cuda import fake_cupy
+from tests.cuda.libraries import GXX, built, library_folder
 
 _ONE_AT_A_TIME = threading.Lock()
 ROOT = Path(__file__).parents[2]
@@ -183,37 +178,8 @@ def _parameters(text, defines):
     return result
 
 
-@cache
-def library_folder(path):
-    """`path`, made if need be, if only this user can write there, or else a new one: it holds libraries."""
-    try:
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError:  # a checkout that can only be read, or something else of that name
-        pass
-    if path.is_dir() and not path.is_symlink() and path.stat().st_uid == os.getuid() and not private(path):
-        return path
-    other = Path(tempfile.mkdtemp(prefix="shardrt-shim-"))  # nobody can know its name
-    atexit.register(shutil.rmtree, other, ignore_errors=True)
-    return other
-
-
 def _compiled(name, code, defines=()):
     """The shared library of `code`, from a cache in the checkout."""
     headers = "".join(path.read_text() for path in [SHIM, *sorted(HERE.glob("*.cuh"))])
-    key = hashlib.sha256(repr((code, headers, defines)).encode()).hexdigest()[:20]
-    folder = library_folder(ROOT / "build" / "shim")
-    target = folder / f"{name}-{key}.so"
-    if not target.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            source, library = Path(scratch) / "kernel.cpp", Path(scratch) / "kernel.so"
-            source.write_text(code)
-            macros = [f"-D{name}={value}" for name, value in defines]
-            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
-            done = subprocess.run(
-                [*command, *macros, f"-I{SHIM.parent}", f"-I{HERE}", str(source), "-o", str(library)],
-                capture_output=True,
-                text=True,
-            )
-            assert done.returncode == 0, f"{name} under g++:\n{done.stderr[:4000]}"
-            os.replace(library, target)
-    return target
+    options = [f"-D{macro}={value}" for macro, value in defines] + [f"-I{SHIM.parent}", f"-I{HERE}"]
+    return built(library_folder(ROOT / "build" / "shim"), name, code, ".cpp", [*GXX, *options], headers)

@@ -4,14 +4,12 @@ The functions have the names of cupy_backends.cuda.libs.nvrtc and take their pla
 place of a cubin names a library, which cuda.py loads.
 """
 
-import hashlib
 import itertools
 import json
-import os
 import re
-import subprocess
-import tempfile
 from pathlib import Path
+
+from tests.cuda.libraries import GXX, DoesNotCompile, built
 
 HERE = Path(__file__).parent
 SHIM = HERE.parent / "cuda" / "shim.h"
@@ -53,10 +51,12 @@ class NVRTC:
         source = self._sources[program]
         names = _KERNEL.findall(source)
         code = _HEAD + source + "".join(_CALL.format(name) for name in names)
-        library = self._compiled(code, kept)
-        if isinstance(library, str):
-            self._logs[program] = library
-            raise nvrtc.NVRTCError(6)
+        command = [*GXX, f"-I{HERE / 'include'}", *kept]
+        try:
+            library = built(self._folder, "kernels", code, ".cpp", command, headers())
+        except DoesNotCompile as error:
+            self._logs[program] = str(error)
+            raise nvrtc.NVRTCError(6) from None
         self._codes[program] = b"\x7fELF" + json.dumps({"library": str(library), "names": names}).encode()
 
     def getCUBIN(self, program):
@@ -66,25 +66,6 @@ class NVRTC:
 
     def getProgramLog(self, program):
         return self._logs[program]
-
-    def _compiled(self, code: str, options: list[str]) -> Path | str:
-        """The library, or what g++ has against it."""
-        key = hashlib.sha256(repr((code, options, headers())).encode()).hexdigest()[:24]
-        target = self._folder / f"{key}.so"
-        if target.exists():
-            return target
-        with tempfile.TemporaryDirectory(dir=self._folder) as scratch:
-            source, library = Path(scratch, "kernel.cpp"), Path(scratch, "kernel.so")
-            source.write_text(code)
-            command = ["g++", "-std=c++17", "-O1", "-fPIC", "-shared", "-w", "-ffp-contract=off"]
-            paths = [f"-I{HERE / 'include'}", *options]
-            done = subprocess.run(
-                [*command, *paths, str(source), "-o", str(library)], capture_output=True, text=True
-            )
-            if done.returncode:
-                return done.stderr
-            os.replace(library, target)
-        return target
 
 
 def _ours(option: str) -> bool:

@@ -6,13 +6,10 @@ which call methods of the same names; an exception there becomes CuPy's.
 """
 
 import ctypes
-import hashlib
-import os
 import re
-import subprocess
-import tempfile
 from pathlib import Path
 
+from tests.cuda.libraries import built
 from tests.softgpu.cuda import CUDA
 
 # C type -> how PyObject_CallMethod is told of it.
@@ -46,7 +43,7 @@ _NUMBER = """
 """
 
 
-def plug(folder: str, cuda: CUDA) -> None:
+def plug(folder: Path, cuda: CUDA) -> None:
     """Have CuPy, to be imported next, see `cuda`. folder: a private one, for what is compiled."""
     import cupy_backends.cuda.api.driver as driver
     import cupy_backends.cuda.api.runtime as runtime
@@ -58,14 +55,7 @@ def plug(folder: str, cuda: CUDA) -> None:
             if text:
                 source += text
                 made.append((module, name))
-    library = Path(folder, f"cuda-{hashlib.sha256(source.encode()).hexdigest()[:24]}.so")
-    if not library.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            path, made_there = Path(scratch, "cuda.c"), Path(scratch, "cuda.so")
-            path.write_text(source)
-            subprocess.run(["cc", "-O1", "-shared", "-fPIC", "-o", str(made_there), str(path)], check=True)
-            os.replace(made_there, library)
-    functions = ctypes.PyDLL(str(library))
+    functions = ctypes.PyDLL(str(built(folder, "cuda", source, ".c", ["cc", "-O1", "-shared", "-fPIC"])))
     ctypes.py_object.in_dll(functions, "cuda").value = cuda
     for module, name in made:
         function = getattr(functions, f"{module.__name__.rpartition('.')[2]}_{name}")

@@ -1,12 +1,9 @@
 """cublasLt in software: tests/cuda/fake_cublaslt.c, whose products wait for their turn in a stream."""
 
 import ctypes
-import hashlib
-import os
-import subprocess
-import tempfile
 from pathlib import Path
 
+from tests.cuda.libraries import built
 from tests.softgpu.cuda import CUDA, Work
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "fake_cublaslt.c"
@@ -17,14 +14,8 @@ _kept: list[object] = []
 
 def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
     """libcublasLt of this GPU."""
-    path = folder / f"cublaslt-{hashlib.sha256(SOURCE.read_bytes()).hexdigest()[:24]}.so"
-    if not path.exists():
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made = Path(scratch, "library.so")
-            command = ["cc", "-O3", "-w", "-shared", "-fPIC", str(SOURCE), "-o", str(made), "-lm"]
-            subprocess.run(command, check=True)
-            os.replace(made, path)
-    found = ctypes.CDLL(str(path))
+    command = ["cc", "-O3", "-w", "-shared", "-fPIC"]
+    found = ctypes.CDLL(str(built(folder, "cublaslt", SOURCE.read_text(), ".c", command, libraries=["-lm"])))
 
     def enqueue(stream: int, run: int, job: int) -> None:
         call = _RUN(run)

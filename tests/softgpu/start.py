@@ -6,6 +6,7 @@ import threading
 from hashlib import sha256
 from pathlib import Path
 
+from tests.cuda.libraries import library_folder
 from tests.softgpu import compiler
 from tests.softgpu.cuda import CUDA
 from tests.softgpu.plug import plug
@@ -13,12 +14,10 @@ from tests.softgpu.plug import plug
 ROOT = Path(__file__).parents[2]
 
 
-def start(mode: str = "late", seed: int = 0, folder: Path | None = None) -> CUDA:
-    """The CUDA that CuPy sees from now on, and shardrt. folder: for what is compiled (build/softgpu)."""
+def start(mode: str = "late", seed: int = 0) -> CUDA:
+    """The CUDA that CuPy sees from now on, and shardrt."""
     assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
-    from tests.cuda.emulator import library_folder
-
-    kept = library_folder(folder or ROOT / "build" / "softgpu")
+    kept = library_folder(ROOT / "build" / "softgpu")
     # Two caches of machine code that is none, and changes with the headers here.
     key = sha256(compiler.headers().encode()).hexdigest()[:16]
     os.environ |= {
@@ -27,13 +26,12 @@ def start(mode: str = "late", seed: int = 0, folder: Path | None = None) -> CUDA
         "CUPY_ACCELERATORS": "",  # CUB's are compiled into CuPy
     }
     cuda = CUDA(mode, seed)
-    plug(str(kept), cuda)
+    plug(kept, cuda)
     from cupy_backends.cuda.libs import nvrtc
 
     made = compiler.NVRTC(kept)
-    for name in ("getVersion", "createProgram", "destroyProgram", "compileProgram", "getCUBIN", "getPTX"):
+    for name in (name for name in dir(made) if not name.startswith("_")):
         setattr(nvrtc, name, getattr(made, name))
-    nvrtc.getProgramLog = made.getProgramLog
     import cupy
 
     _poison_pools(cupy, cuda)

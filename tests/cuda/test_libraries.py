@@ -1,9 +1,10 @@
-"""The emulator loads libraries: only from a folder that no other user can have made or filled."""
+"""Libraries are loaded only from a folder that no other user can have made or filled."""
 
 import os
 
 from shardrt.untrusted import private
-from tests.cuda.emulator import ROOT, library_folder
+from tests.cuda.emulator import ROOT
+from tests.cuda.libraries import library_folder
 
 
 def test_libraries_are_not_loaded_from_where_others_can_put_them(tmp_path):
