@@ -1,8 +1,11 @@
-"""Runs the sections one after the other, each in a process; prints their rows, writes JSON and a picture.
+"""Tests and measures on one GPU, section by section, each in a process; writes a table, JSON and a picture.
 
-python -m bench.gpu                       # all, in five minutes; what does not fit says so
+python -m bench.gpu                       # all, in nine minutes; again: what is still missing
 python -m bench.gpu --only ceilings --only kernels
 python -m bench.gpu --only gpt2-xl --budget 900
+
+What a section finds is in a file as soon as it is found (OUT/rows). A call that was ended, or had too little
+time, is gone on with by the next: first what was not begun, then what was cut off or has failed.
 """
 
 import argparse
@@ -20,15 +23,17 @@ from pathlib import Path
 from bench.environment import write_result
 from bench.gpu import needs, report
 from bench.gpu.contestant import ROOT
-from bench.gpu.state import Run, read
+from bench.gpu.state import Run, note, read, sources
 
 # name -> (function's module and name, seconds that it may take)
 SECTIONS: dict[str, tuple[str, str, float]] = {
     "ceilings": ("bench.gpu.ceilings", "measure", 60),
-    "kernels": ("bench.gpu.kernels", "measure", 90),
+    "step": ("bench.gpu.first_step", "measure", 60),
+    "tests": ("bench.gpu.suite", "measure", 240),
     "products": ("bench.gpu.products", "measure", 90),
+    "kernels": ("bench.gpu.kernels", "measure", 90),
+    "training": ("bench.gpu.training", "beside_torch", 300),
     "launches": ("bench.gpu.host", "measure", 45),
-    "training": ("bench.gpu.training", "beside_torch", 180),
     "sharding": ("bench.gpu.training", "sharded", 90),
     "offload": ("bench.gpu.training", "offloaded", 90),
     "convolution": ("bench.gpu.convolution", "measure", 60),
@@ -44,10 +49,10 @@ def main() -> None:
         child(options)
         return
     found = needs.find()
-    if options.check or not found.benchmarks:
-        for line in found.lines():
-            print(f"bench.gpu: {line}")
-        raise SystemExit(0 if found.tests else 1 if found.benchmarks else 2)
+    for line in found.lines():
+        print(f"bench.gpu: {line}", flush=True)
+    if not found.benchmarks:
+        raise SystemExit(2)
     chosen = options.only or list(SECTIONS)
     if "ceilings" not in chosen:
         chosen.insert(0, "ceilings")  # nothing is shown without what it is compared with
@@ -55,61 +60,75 @@ def main() -> None:
 
 
 def arguments() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Benchmarks on one NVIDIA GPU.")
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description="Tests and measures on a GPU.")
     parser.add_argument("--quick", action="store_true", help="fewer steps and rounds")
     parser.add_argument(
         "--only", action="append", choices=list(SECTIONS), metavar="NAME", help=f"of {', '.join(SECTIONS)}"
     )
     parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="(runs/gpu)")
-    parser.add_argument("--budget", type=float, default=300, metavar="SECONDS", help="in all (300)")
-    parser.add_argument(
-        "--check",
-        action="store_true",
-        help="only say what is missing; exit code 1: tests/gpu can't run, 2: neither can the benchmarks",
-    )
-    for hidden in ("--section", "--rows", "--ceilings"):
+    parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="in all (540)")
+    parser.add_argument("--anew", action="store_true", help="measure again what earlier calls have measured")
+    parser.add_argument("--keep", action="store_true", help="go on though the code has changed since then")
+    for hidden in ("--section", "--rows", "--ceilings", "--seconds"):
         parser.add_argument(hidden, default="", help=argparse.SUPPRESS)
     return parser
 
 
 def run(chosen: list[str], options: argparse.Namespace) -> int:
     """All sections; the exit code. What does not fit into the budget is a row that says so."""
-    start = time.monotonic()
-    rows: list[report.Row] = []
-    ceilings: dict[str, float] = {}
-    for name in chosen:
-        left = options.budget - (time.monotonic() - start)
-        new, found = section(name, ceilings, options.quick, min(left, SECTIONS[name][2]))
-        rows += new
-        ceilings |= found
-        print(report.table(new), end="\n\n", flush=True)
-    result = {
-        "date": datetime.now(UTC).date().isoformat(),
-        "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]),
-        "machine": needs.machine(),
-        "seconds": round(time.monotonic() - start, 1),
-        "ceilings": ceilings,
-        "rows": [row.as_json() for row in rows],
-    }
-    write(result, rows, options.out)
+    start, machine = time.monotonic(), needs.machine()
+    of = {"gpu": machine.get("name", ""), "quick": options.quick, "code": sources(ROOT)}
+    files = {name: options.out / "rows" / f"{name}.jsonl" for name in SECTIONS}
+    files["ceilings"].parent.mkdir(parents=True, exist_ok=True)
+    for file in files.values():
+        forget(file, of, options)
+    troubles: dict[str, str] = {}
+    for name in order(chosen, files):
+        ceilings = read(files["ceilings"]).ceilings
+        limit = min(options.budget - (time.monotonic() - start), SECTIONS[name][2])
+        troubles[name] = section(name, files[name], of, ceilings, options.quick, limit)
+        print(report.table(rows_of(name, files[name], troubles)), end="\n\n", flush=True)
+        write(files, troubles, machine, options)
+    rows = write(files, troubles, machine, options)
     print(report.summary(rows))
-    return 1 if any(row.error for row in rows) else 0
+    return 1 if any(row.bad for row in rows) else 0
 
 
-def section(
-    name: str, ceilings: dict[str, float], quick: bool, limit: float
-) -> tuple[list[report.Row], dict[str, float]]:
-    """(rows, ceilings) of one section, run in a process that is ended at `limit` seconds."""
+def forget(file: Path, of: dict, options: argparse.Namespace) -> None:
+    """Remove what was found on another GPU, by other code, or is to be found anew."""
+    before = read(file).of
+    if options.keep:
+        before, of = ({key: value for key, value in each.items() if key != "code"} for each in (before, of))
+    if before != of or options.anew:
+        file.unlink(missing_ok=True)
+
+
+def order(chosen: list[str], files: dict[str, Path]) -> list[str]:
+    """What is to be measured now: what was not begun before what was cut off or has failed."""
+    left = [name for name in chosen if not read(files[name]).good]
+    return sorted(left, key=lambda name: files[name].exists())
+
+
+def section(name: str, file: Path, of: dict, ceilings: dict[str, float], quick: bool, limit: float) -> str:
+    """Measure a section in a process that is ended at `limit` seconds; "" or what went wrong."""
     if limit < LEAST:
-        return [report.Row(name, name, error="not run: the time is over (--budget)")], {}
-    with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
-        rows = Path(folder) / "rows"
-        words = ["--section", name, "--rows", str(rows), "--ceilings", json.dumps(ceilings)]
-        trouble = ended([*words, *(["--quick"] if quick else [])], limit)
-        new, found = read(rows)
-    if trouble or not new:
-        new.append(report.Row(name, name, error=trouble or "measured nothing"))
-    return new, found
+        return "not run: the time is over; the next call goes on here"
+    passed = read(file).passed
+    file.unlink(missing_ok=True)
+    for values in ({"of": of}, *({"passed": test} for test in passed)):
+        note(file, values)
+    words = ["--section", name, "--rows", str(file), "--ceilings", json.dumps(ceilings)]
+    trouble = ended([*words, "--seconds", str(limit), *(["--quick"] if quick else [])], limit)
+    return trouble or ("" if read(file).rows else "measured nothing")
+
+
+def rows_of(name: str, file: Path, troubles: dict[str, str]) -> list[report.Row]:
+    """Of a section, with one for what went wrong with it as a whole."""
+    found = read(file)
+    trouble = troubles.get(name, "")
+    if file.exists() and not found.done:
+        trouble = trouble or "cut off in an earlier call"
+    return [*found.rows, *([report.Row(name, name, error=trouble)] if trouble else [])]
 
 
 def ended(words: list[str], limit: float) -> str:
@@ -144,18 +163,28 @@ def child(options: argparse.Namespace) -> None:
 
     module, function, _ = SECTIONS[options.section]
     work: Callable = getattr(importlib.import_module(module), function)
-    this = Run(options.section, Path(options.rows), options.quick, json.loads(options.ceilings))
+    file, ceilings = Path(options.rows), json.loads(options.ceilings)
+    this = Run(options.section, file, options.quick, float(options.seconds or 60), ceilings)
     work(this, **_EXTRA.get(options.section, {}))
+    note(file, {"done": True})
 
 
-def write(result: dict, rows: list[report.Row], folder: Path) -> None:
-    """gpu.json, gpu.txt and gpu.png."""
-    folder.mkdir(parents=True, exist_ok=True)
-    write_result(folder / "gpu.json", result)
-    (folder / "gpu.txt").write_text(report.table(rows) + "\n")
-    title = f"{result['machine'].get('name', 'GPU')}, {result['date']}"
-    drawn = report.draw(rows, title, folder / "gpu.png")
-    print(f"written: {folder}/gpu.json, gpu.txt{', gpu.png' if drawn else ''}")
+def write(
+    files: dict[str, Path], troubles: dict[str, str], machine: dict, options: argparse.Namespace
+) -> list[report.Row]:
+    """gpu.json, gpu.txt and gpu.png, of all that was measured so far; the rows."""
+    rows = [row for name, file in files.items() for row in rows_of(name, file, troubles)]
+    result = {
+        "date": datetime.now(UTC).date().isoformat(),
+        "command": " ".join(["python -m bench.gpu", *sys.argv[1:]]),
+        "machine": machine,
+        "ceilings": read(files["ceilings"]).ceilings,
+        "rows": [row.as_json() for row in rows],
+    }
+    write_result(options.out / "gpu.json", result)
+    (options.out / "gpu.txt").write_text(report.table(rows) + "\n")
+    report.draw(rows, f"{machine.get('name', 'GPU')}, {result['date']}", options.out / "gpu.png")
+    return rows
 
 
 if __name__ == "__main__":

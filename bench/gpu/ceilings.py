@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import numpy as np
 
+from bench.gpu import needs
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.report import PEAK_TFLOPS
 from bench.gpu.state import Run
@@ -19,6 +20,8 @@ ROUNDS = 5
 def measure(run: Run, *, copied: int = COPIED, linked: int = LINKED, side: int = SIDE) -> None:
     """Rows of ceilings, which later sections use."""
     clock = Clock()
+    with run.guarded("health"):
+        run.add("GPU memory free", clock.free() / 1e9, "GB", check=needs.health())
     with run.guarded("device copy"):
         device_copy(run, clock, copied)
     with run.guarded("bf16 matmul"):

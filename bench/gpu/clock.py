@@ -57,6 +57,10 @@ class Clock:
         medians = [statistics.median(each) for each in zip(*times, strict=True)]
         return medians, statistics.median(each[-1] / each[0] for each in times)
 
+    def free(self) -> int:
+        """Bytes of the GPU that nobody has taken."""
+        return self._cupy.cuda.runtime.memGetInfo()[0]
+
     def finish(self) -> None:
         """Wait for everything on the GPU."""
         self._cupy.cuda.Device().synchronize()

@@ -107,6 +107,7 @@ class Course:
     """What a race has shown of one contestant. `error`: why it ended early."""
 
     about: dict = field(default_factory=dict)
+    alone: dict = field(default_factory=dict)  # the answer to its first steps after the warm-up
     seconds: list[float] = field(default_factory=list)
     answers: list[dict] = field(default_factory=list)
     error: str = ""
@@ -129,19 +130,20 @@ def race(
     rounds: int,
     steps: int,
     last: tuple[str, ...] = (),
+    entered: Callable[[str, Course], None] = lambda name, course: None,
 ) -> dict[str, Course]:
     """Courses by name. All are warmed up, then take turns of `steps` steps; at the end each is asked `last`.
 
-    entrants: name -> (module, settings). One that fails is out, the others go on.
+    entrants: name -> (module, settings). One that fails is out, the others go on. entered: told of each that
+    is warm and has taken a turn, before the next one starts.
     """
     runners = _Field()
     try:
-        for name, (
-            module,
-            settings,
-        ) in entrants.items():  # one after the other: each sees what memory it takes
-            runners.enter(name, Contestant(name, module, settings))
-            runners.one(name, lambda runner, course: _warm_up(runner, course, warmup))
+        for name, how in entrants.items():  # one after the other: each sees what memory it takes
+            runners.enter(name, Contestant(name, *how))
+            runners.one(name, lambda runner, course: _warm_up(runner, course, warmup, steps))
+            if not runners.courses[name].error:
+                entered(name, runners.courses[name])
         for _ in range(rounds):
             runners.everyone(lambda runner, course: _turn(runner, course, steps))
         for question in last:
@@ -178,8 +180,9 @@ class _Field:
             runner.close()
 
 
-def _warm_up(runner: Contestant, course: Course, steps: int) -> None:
-    course.about = runner.start() | {"warmup": runner.ask("steps", count=steps)}
+def _warm_up(runner: Contestant, course: Course, warmup: int, steps: int) -> None:
+    course.about = runner.start() | {"warmup": runner.ask("steps", count=warmup)}
+    course.alone = runner.ask("steps", count=steps)
 
 
 def _turn(runner: Contestant, course: Course, steps: int) -> None:

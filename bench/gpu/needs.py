@@ -30,6 +30,13 @@ _PACKAGES = (
     "nvidia-cudnn-frontend",
     "nvidia-nccl-cu13",
 )
+_HEALTH = {  # what nvidia-smi is asked -> its name for a reader
+    "temperature.gpu": "C",
+    "clocks.sm": "MHz",
+    "ecc.errors.uncorrected.volatile.total": "uncorrected errors",
+    "clocks_event_reasons.active": "reasons to throttle",
+    "utilization.gpu": "% busy",
+}
 _QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.sm,power.limit,memory.total"
 
 
@@ -77,14 +84,24 @@ def machine() -> dict[str, str]:
             told[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             pass
+    return told | _asked(_QUERY.split(","))
+
+
+def health() -> str:
+    """Whether the first GPU is fit to be measured, in words: heat, clock, errors, who else uses it."""
+    told = _asked(list(_HEALTH))
+    return ", ".join(f"{told[key]} {name}" for key, name in _HEALTH.items() if key in told) or "not known"
+
+
+def _asked(names: list[str]) -> dict[str, str]:
+    """What nvidia-smi answers of the first GPU; nothing where it can't."""
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
     try:
-        command = ["nvidia-smi", f"--query-gpu={_QUERY}", "--format=csv,noheader", "--id=0"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
-        values = done.stdout.strip().split(", ")
     except (OSError, subprocess.TimeoutExpired):
-        return told
-    names = _QUERY.split(",")
-    return told | (dict(zip(names, values, strict=True)) if len(values) == len(names) else {})
+        return {}
+    values = done.stdout.strip().split(", ")
+    return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
 
 
 def _there(name: str) -> bool:

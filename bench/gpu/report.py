@@ -40,6 +40,11 @@ class Row:
         enough = self.at_least is None or self.ratio >= self.at_least
         return enough and (self.at_most is None or self.ratio <= self.at_most)
 
+    @property
+    def bad(self) -> bool:
+        """Whether it failed, or its check says that the work was not done right."""
+        return bool(self.error) or "WRONG" in self.check or "DIFFER" in self.check
+
     def as_json(self) -> dict:
         """Its fields and what follows from them."""
         return asdict(self) | {"ratio": self.ratio, "met": self.met}
@@ -68,7 +73,7 @@ def table(rows: list[Row]) -> str:
 def summary(rows: list[Row]) -> str:
     """One line: how many aims were met, how many rows failed."""
     judged = [row.met for row in rows if row.met is not None]
-    failed = sum(bool(row.error) for row in rows)
+    failed = sum(row.bad for row in rows)
     return f"{sum(judged)} of {len(judged)} aims met, {failed} failed, {len(rows)} rows"
 
 

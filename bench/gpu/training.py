@@ -32,11 +32,26 @@ def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
             sharded = {"fsdp": True, "compiled": job.compiled and "blocks"}
             entrants["FSDP2"] = (PEER, job.settings(weights=weights, **sharded))
         rounds, steps = (2, 3) if run.quick else (5, 8)
-        courses = race(entrants, warmup=2 if run.quick else 4, rounds=rounds, steps=steps)
+        courses = race(
+            entrants,
+            warmup=2 if run.quick else 4,
+            rounds=rounds,
+            steps=steps,
+            entered=lambda name, course: alone(run, job, name, course),
+        )
     for name, course in courses.items():
         if course.error:
             run.add(name, error=course.error)
     compare(run, job, courses, AIMS[size])
+
+
+def alone(run: Run, job: Job, name: str, course: Course) -> None:
+    """A row for each as soon as it can be: compiling the next may take all the time that is left."""
+    rate = job.tokens / course.alone["seconds"]
+    flops = flops_per_token(course.about["parameters"], job.layers, job.dim, job.seq)
+    mfu = f"{rate * flops / 1e10 / PEAK_TFLOPS:.1f} % of the data sheet's peak"
+    taken = f"{course.about['warmup']['taken'] / 1e6:,.0f} MB taken"
+    run.add(f"{name}, alone", rate, "tokens/s", check=f"{mfu}, {taken}, loss {course.alone['loss']:.4f}")
 
 
 def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, ...]) -> None:

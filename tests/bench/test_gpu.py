@@ -5,6 +5,7 @@ measurement at a tiny size on the stand-ins for CuPy and the GPU, so that a mach
 import importlib
 import inspect
 import json
+import os
 import subprocess
 import sys
 from contextlib import nullcontext
@@ -18,16 +19,19 @@ from bench.gpu import (
     clock,
     contestant,
     convolution,
+    first_step,
     host,
     kernels,
     needs,
     products,
     report,
     state,
+    suite,
     training,
 )
 from bench.gpu.job import Job
 from bench.gpu.report import Row
+from bench.workload import Workload
 from tests.cuda import fake_cupy
 from tests.cuda.conftest import fake_cuda
 from tests.ranks import ROOT
@@ -82,6 +86,11 @@ def test_a_table_shows_figure_ceiling_and_aim_in_one_line():
     assert report.summary(ROWS) == "1 of 2 aims met, 1 failed, 3 rows"
 
 
+def test_a_figure_of_wrong_work_counts_as_failed():
+    checks = ("differ by 1e-01 WRONG", "parameters DIFFER", "differ by 1e-07")
+    assert [Row("s", "n", 1.0, check=check).bad for check in checks] == [True, True, False]
+
+
 def test_a_picture_is_drawn(tmp_path):
     pytest.importorskip("matplotlib")
     assert report.draw(ROWS, "a GPU", tmp_path / "gpu.png")
@@ -95,11 +104,11 @@ def test_rows_survive_the_process_that_wrote_them(tmp_path):
         raise ValueError("no")
     with run.file.open("a") as file:
         file.write('{"section": "cut o')
-    rows, found = state.read(run.file)
-    assert [row.name for row in rows] == ["device copy", "broken"]
-    assert rows[1].error == "ValueError: no"
-    assert found == {"copy": 4300.0}
-    assert state.read(tmp_path / "nothing") == ([], {})
+    found = state.read(run.file)
+    assert [row.name for row in found.rows] == ["device copy", "broken"]
+    assert found.rows[1].error == "ValueError: no"
+    assert found.ceilings == {"copy": 4300.0} and not found.done
+    assert state.read(tmp_path / "nothing") == state.Measured()
 
 
 def test_what_is_missing_is_named_with_what_it_costs():
@@ -121,43 +130,151 @@ def test_the_twelve_products():
 # -- processes
 
 
-def test_sections_that_fail_hang_or_say_nothing_become_rows(monkeypatch, tmp_path, capsys):
-    program = (
-        "import json, sys, time; name, rows = sys.argv[2], sys.argv[4]\n"
-        "row = {'section': name, 'name': 'a', 'figure': 2.0, 'unit': 'GB/s'}\n"
-        "open(rows, 'w').write(json.dumps(row) + '\\n') if name != 'launches' else None\n"
-        "sys.exit('CUDA fell') if name == 'kernels' else None\n"
-        "time.sleep(60) if name == 'products' else None"
-    )
-    popen = subprocess.Popen
+PROGRAM = """
+import json, sys, time
+name, rows = sys.argv[2], sys.argv[4]
+def note(values): open(rows, "a").write(json.dumps(values) + "\\n")
+if name != "launches": note({"section": name, "name": "a", "figure": float(FIGURE), "unit": "GB/s"})
+if name == "ceilings": note({"ceiling": "copy", "value": float(FIGURE)})
+if name == "kernels" and FIGURE == 2: sys.exit("CUDA fell")
+if name == "products" and FIGURE == 2: time.sleep(60)
+note({"done": True})
+"""
 
-    def fake(words, **more):
-        return popen([sys.executable, "-c", program, *words[3:]], **more)
 
-    monkeypatch.setattr(command.subprocess, "Popen", fake)
+@pytest.fixture
+def sections_played(monkeypatch):
+    """Sections without a GPU, which write the figure that the function is given."""
+    popen, started = subprocess.Popen, []
+
+    def play(figure):
+        def fake(words, **more):
+            if words[1:3] != ["-m", "bench.gpu"]:
+                return popen(words, **more)
+            started.append(words[4])
+            return popen([sys.executable, "-c", f"FIGURE = {figure}{PROGRAM}", *words[3:]], **more)
+
+        monkeypatch.setattr(command.subprocess, "Popen", fake)
+        started.clear()
+        return started
+
     monkeypatch.setattr(needs, "machine", lambda: {"name": "a GPU"})
     limits = {name: (*entry[:2], 3.0) for name, entry in command.SECTIONS.items()}
     monkeypatch.setattr(command, "SECTIONS", limits)
     monkeypatch.setattr(command, "LEAST", 0.0)
+    return play
+
+
+CHOSEN = ["ceilings", "kernels", "products", "launches"]
+
+
+def told(folder):
+    rows = json.loads((folder / "gpu.json").read_text())["rows"]
+    return [(row["section"], row["figure"], row["error"]) for row in rows]
+
+
+def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp_path, capsys):
+    sections_played(2)
     options = command.arguments().parse_args(["--out", str(tmp_path)])
-    assert command.run(["ceilings", "kernels", "products", "launches"], options) == 1
-    result = json.loads((tmp_path / "gpu.json").read_text())
-    told = [(row["section"], row["figure"], row["error"]) for row in result["rows"]]
-    assert told == [
+    assert command.run(CHOSEN, options) == 1
+    assert told(tmp_path) == [
         ("ceilings", 2.0, ""),
-        ("kernels", 2.0, ""),
-        ("kernels", None, "exit code 1: CUDA fell"),
         ("products", 2.0, ""),
         ("products", None, "ended after 3 s: "),
+        ("kernels", 2.0, ""),
+        ("kernels", None, "exit code 1: CUDA fell"),
         ("launches", None, "measured nothing"),
     ]
-    assert result["machine"] == {"name": "a GPU"} and result["date"]
+    result = json.loads((tmp_path / "gpu.json").read_text())
+    assert result["machine"] == {"name": "a GPU"} and result["date"] and result["ceilings"] == {"copy": 2.0}
     assert "CUDA fell" in (tmp_path / "gpu.txt").read_text() and "CUDA fell" in capsys.readouterr().out
 
 
+def test_the_next_call_goes_on_and_what_failed_comes_last(sections_played, tmp_path):
+    started = sections_played(2)
+    options = command.arguments().parse_args(["--out", str(tmp_path)])
+    command.run(["ceilings", "kernels"], options)
+    assert started == ["ceilings", "kernels"]
+    started = sections_played(3)
+    assert command.run(["kernels", "offload", "convolution"], options) == 0
+    assert started == ["offload", "convolution", "kernels"]
+    assert told(tmp_path) == [
+        ("ceilings", 2.0, ""),  # as the first call has found it
+        *((name, 3.0, "") for name in ("kernels", "offload", "convolution")),
+    ]
+    assert command.run(["kernels"], options) == 0 and len(started) == 3, "measured twice"
+
+
+@pytest.mark.parametrize("changed", ["code", "GPU", "--anew"])
+def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_path, monkeypatch, changed):
+    options = command.arguments().parse_args(["--out", str(tmp_path)])
+    sections_played(3)
+    command.run(["ceilings", "kernels"], options)
+    if changed == "code":
+        monkeypatch.setattr(command, "sources", lambda root: "other")
+        kept = command.arguments().parse_args(["--out", str(tmp_path), "--keep"])
+        assert command.run(["kernels"], kept) == 0 and told(tmp_path)[1] == ("kernels", 3.0, "")
+    if changed == "GPU":
+        monkeypatch.setattr(needs, "machine", lambda: {"name": "another"})
+    options.anew = changed == "--anew"
+    sections_played(4)
+    command.run(["kernels"], options)
+    assert told(tmp_path) == [("kernels", 4.0, "")]
+
+
 def test_a_section_for_which_no_time_is_left_says_so(tmp_path):
-    ((row,), _) = command.section("kernels", {}, False, limit=1.0)
-    assert "--budget" in row.error
+    file = tmp_path / "kernels.jsonl"
+    assert "next call" in command.section("kernels", file, {}, {}, False, limit=1.0)
+    assert not file.exists()
+
+
+TESTS = """
+import os, time, pytest
+pytestmark = pytest.mark.gpu
+def test_fine(): print("ran fine")
+def test_wrong(): assert os.path.exists(os.environ["MENDED"])
+def test_slow(): time.sleep(0 if os.path.exists(os.environ["MENDED"]) else 60)
+def test_never_reached(): pass
+"""
+
+
+def test_the_tests_go_on_where_they_were_ended_and_failures_keep_their_names(tmp_path, monkeypatch, capfd):
+    (tmp_path / "test_some.py").write_text(TESTS)
+    monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
+    monkeypatch.setattr(suite, "GRACE", 0.0)
+    run = state.Run("tests", tmp_path / "rows", seconds=12.0)
+    options = ("-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={tmp_path}", "-c", os.devnull)
+    suite.measure(run, str(tmp_path), *options)
+    shown = capfd.readouterr().out
+    assert run.rows[0].figure == 1 and "1 failed: " in run.rows[0].error
+    assert "test_wrong" in run.rows[0].error and "FAILED" in shown and "test_wrong" in shown
+    (tmp_path / "mended").touch()
+    kept = [{"passed": name} for name in state.read(run.file).passed]
+    run = state.Run("tests", tmp_path / "again", seconds=60.0)
+    for values in kept:
+        state.note(run.file, values)
+    suite.measure(run, str(tmp_path), *options)
+    assert (run.rows[0].figure, run.rows[0].error) == (4, "")
+    assert "3 passed, 1 deselected" in capfd.readouterr().out
+
+
+def test_the_first_step_is_compared(tmp_path, monkeypatch):
+    """The CPU plays the GPU; and one whose gradients are wrong is told."""
+    step = first_step.step
+    monkeypatch.setattr(first_step, "step", lambda name, *more: step("cpu", *more))
+    tiny = Workload(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29)
+    run = state.Run("step", tmp_path / "rows")
+    first_step.measure(run, tiny)
+    assert [row.ratio for row in run.rows] == [1.0, 1.0]
+    assert all(row.check == "loss and parameters differ by 0e+00" for row in run.rows)
+
+    def wrong(name, *more):
+        loss, weights = step("cpu", *more)
+        return loss * (1.1 if name == "cuda" else 1), weights
+
+    monkeypatch.setattr(first_step, "step", wrong)
+    first_step.measure(run, tiny)
+    assert all(row.check.endswith("by 1e-01 WRONG") for row in run.rows[2:])
 
 
 @pytest.mark.parametrize("name", command.SECTIONS)
@@ -173,8 +290,8 @@ def test_a_child_measures_its_section(played, monkeypatch):
     monkeypatch.setattr(host, "CALLS", 2)
     words = ["--section", "launches", "--rows", str(played.file), "--ceilings", '{"copy": 1.0}']
     command.child(command.arguments().parse_args(words))
-    rows, _ = state.read(played.file)
-    assert len(rows) == 4 and {row.section for row in rows} == {"launches"}
+    found = state.read(played.file)
+    assert len(found.rows) == 4 and {row.section for row in found.rows} == {"launches"} and found.done
 
 
 STUB = """
@@ -198,10 +315,19 @@ def test_a_race_goes_on_when_one_falls(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     entrants = {
         "good": ("stub", {"seconds": 0.5, "left": 9}),
-        "bad": ("stub", {"seconds": 0.1, "left": 3}),
+        "bad": ("stub", {"seconds": 0.1, "left": 4}),
         "absent": ("no_such_module", {}),
     }
-    courses = contestant.race(entrants, warmup=1, rounds=3, steps=2, last=("digest",))
+    told = []
+    courses = contestant.race(
+        entrants,
+        warmup=1,
+        rounds=3,
+        steps=2,
+        last=("digest",),
+        entered=lambda name, course: told.append((name, course.alone["seconds"], course.seconds[:])),
+    )
+    assert told == [("good", 0.5, []), ("bad", 0.1, [])]
     assert courses["good"].seconds == [0.5] * 3 and courses["good"].median == 0.5
     assert courses["good"].about["parameters"] == 5 and courses["good"].about["digest"] == "abc"
     assert courses["bad"].seconds == [0.1]
@@ -338,6 +464,8 @@ def test_training_beside_torch_from_the_same_weights(played, race_here):
     step = rows["training step, 8 tokens"]
     assert step.ratio > 0 and step.beside == "torch, NOT COMPILED, default attention"
     assert "WRONG" not in step.check and step.check.startswith("losses differ by")
+    first = played.rows[0]
+    assert first.name == "shardrt, alone" and first.figure > 0 and "loss" in first.check
     same = rows["the same step"]
     assert same.ratio > 0 and same.beside == "FSDP2, NOT COMPILED, default attention"
     assert "WRONG" not in same.check and same.check.startswith("losses differ by")

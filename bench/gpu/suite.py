@@ -1,0 +1,64 @@
+"""tests/gpu as a section of the benchmarks, and the plugin of pytest that it runs them with.
+
+Each test that passes is written down when it has passed, and is not run again by a later call.
+"""
+
+import importlib.util
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import needs
+from bench.gpu.contestant import ROOT
+from bench.gpu.state import Run, note, read
+
+FILE = "SHARDRT_GPU_TESTS"  # environment: where the plugin writes
+GRACE = 20.0  # seconds before the section's end in which pytest prints what has failed
+_ENDED = (0, 1)  # pytest's exit codes where all was run: passed, or some failed
+
+
+def measure(run: Run, tests: str = "tests/gpu", *options: str) -> None:
+    """A row: how many have passed, in this call and earlier ones; an error names those that failed."""
+    missing = [name for name in needs.TESTS if importlib.util.find_spec(name) is None]
+    if missing:
+        run.add(tests, error=f"not run: {', '.join(missing)} missing")
+        return
+    words = ["-q", "-ra", "--tb=short", "-m", "gpu", "-p", "bench.gpu.suite", *options, tests]
+    environment = os.environ | {FILE: str(run.file), "PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    process = subprocess.Popen([sys.executable, "-m", "pytest", *words], cwd=ROOT, env=environment)
+    try:
+        code = process.wait(timeout=max(run.seconds - GRACE, 1.0))
+    except subprocess.TimeoutExpired:
+        process.send_signal(signal.SIGINT)  # not SIGTERM: pytest prints its failures
+        code = process.wait()  # the section is ended if this takes too long
+    found = read(run.file)
+    trouble = [f"{len(found.failed)} failed: {', '.join(found.failed)}"] if found.failed else []
+    if code not in _ENDED:
+        trouble.append(f"ended before all were run, by a signal or error (exit code {code})")
+    run.add(tests, float(len(found.passed)), "tests passed", error="; ".join(trouble))
+
+
+# -- the plugin
+
+
+def pytest_collection_modifyitems(config: Any, items: list) -> None:
+    """Leave out what has passed before."""
+    passed = set(read(_file()).passed)
+    left = [item for item in items if item.nodeid not in passed]
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid in passed])
+    items[:] = left
+
+
+def pytest_runtest_logreport(report: Any) -> None:
+    """Write down what has become of a test."""
+    if report.failed:
+        note(_file(), {"failed": report.nodeid})
+    elif report.when == "call" and report.passed:
+        note(_file(), {"passed": report.nodeid})
+
+
+def _file() -> Path:
+    return Path(os.environ[FILE])
