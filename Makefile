@@ -46,6 +46,7 @@ gpu: ## test and measure on an NVIDIA GPU, in 9 minutes; again: go on (GPU_PYTHO
 
 softgpu: $(FOR_TESTS) ## run the tests for a GPU on one in software (ARGS="tests/gpu/test_training.py -k ...")
 	$(BIN)/python -m pytest -q -p tests.softgpu.plugin -m "gpu and not mpi" --timeout 900 $(or $(ARGS),tests/gpu)
+	$(if $(ARGS),,$(BIN)/python -m tests.softgpu.pairs --all)
 
 lint: $(FOR_TRAINING) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'

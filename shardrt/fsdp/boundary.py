@@ -26,9 +26,8 @@ class UnitBoundary:
     def __init__(self, unit: Unit) -> None:
         self.unit = unit
         policy = unit.settings.precision
-        casts = [dtypes.casts(group.key.dtype) for group in unit.groups]
-        self._input = policy.param_dtype if policy.cast_forward_inputs and (any(casts) or not casts) else None
-        self._output = policy.output_dtype
+        self._input = _caster(*_wanted(unit)) if policy.cast_forward_inputs else None
+        self._output = None if policy.output_dtype is None else _caster(policy.output_dtype)
 
     def __deepcopy__(self, memo: dict) -> "UnitBoundary":
         first = self.unit.modules[0]
@@ -44,10 +43,10 @@ class UnitBoundary:
         try:
             schedule.enter(self.unit)
             if self._input is not None:
-                args, kwargs = replaced((args, kwargs), _caster(self._input), (Variable, np.ndarray))
+                args, kwargs = replaced((args, kwargs), self._input, (Variable, np.ndarray))
             output = forward(*args, **kwargs)
             if self._output is not None:
-                output = replaced(output, _caster(self._output))
+                output = replaced(output, self._output)
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)
             return exchanged(output, found, schedule.forward.leave(self.unit, module, found))
@@ -56,18 +55,33 @@ class UnitBoundary:
             raise
 
 
-def _caster(dtype: str) -> Callable[[Any], Any]:
+def _wanted(unit: Unit) -> tuple[str | None, bool]:
+    """The type that inputs of a unit are cast to, or None, and whether only those of 16 bits are.
+
+    What another unit has rounded (output_dtype) must meet parameters of float32 in float32.
+    """
+    types = {group.key.dtype for group in unit.groups}
+    low = unit.settings.precision.param_dtype
+    if low is None:
+        return (dtypes.float32, True) if dtypes.float32 in types else (None, False)
+    return (low, False) if not types or any(map(dtypes.casts, types)) else (None, False)
+
+
+def _caster(dtype: str | None, low_only: bool = False) -> Callable[[Any], Any] | None:
     """A function that casts floating tensors to `dtype`, or to the type that represents it on the device.
 
-    Arrays likewise: data are arrays. They stay arrays, but of the device that computes.
+    Arrays likewise: data are arrays. They stay arrays, but of the device that computes. None casts nothing.
     """
+    if dtype not in (dtypes.float32, *dtypes.LOW):
+        return None
 
     def cast(given: Any) -> Any:
         array = given.data if isinstance(given, Variable) else given
-        if not dtypes.floating(array.dtype) or array.dtype.name == dtype:
+        name = array.dtype.name
+        if not dtypes.floating(array.dtype) or name == dtype or (low_only and name not in dtypes.LOW):
             return given
         if isinstance(given, Variable):
             return F.cast(given, dtype)
         return F.cast(Variable.result_type(given), dtype).data
 
-    return cast if dtype in (dtypes.float32, *dtypes.LOW) else lambda tensor: tensor
+    return cast

@@ -20,7 +20,8 @@ class MixedPrecisionPolicy:
     reduce_dtype: what gradients are sent in; param_dtype if None. Each rank's gradient is rounded once and
     the sum is made in float32, so a 16-bit reduction costs the bytes but not the rounding of a ring.
     output_dtype: what the floating outputs of the unit's forward are cast to.
-    cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype.
+    cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype; without a param_dtype
+    those of 16 bits to float32, where the unit's parameters are.
     full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
 
     Parameters of float64 and of integers stay what they are: gathered, computed in and reduced as they are.

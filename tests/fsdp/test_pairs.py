@@ -125,7 +125,8 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x) if index != self.left_out else x
-        return F.linear(self.norm(x), self.embed.weight)
+        weight = self.embed.weight  # on a GPU x may have 16 bits and weight not (bf16 output), as in PyTorch
+        return F.linear(F.cast(self.norm(x), weight.data.dtype.name), weight)
 
     def score(self, tokens):
         return self.forward(tokens)
@@ -196,11 +197,11 @@ def recompute(blocks, policies):
             checkpoint(block, turns[index % len(turns)])
 
 
-def train(names, directory=None, strategy=None):
+def train(names, directory=None, strategy=None, device="cpu"):
     """(losses of three steps, weights on rank 0) of a model with the features `names`, on this rank."""
     options = options_of(names) | ({"strategy": [strategy]} if strategy else {})
     two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
-    mesh = init_device_mesh("auto", (2, 2) if two_axes else None)
+    mesh = init_device_mesh(device, (2, 2) if two_axes else None)
     model = build(options, mesh, directory)
     kind = optim.SGD if "sgd" in options else optim.AdamW
     settings = {"momentum": 0.9, "lr": 0.1} if "sgd" in options else {"lr": 1e-2}
@@ -270,11 +271,11 @@ def save_and_load(model, mesh, directory):
     load(directory / "checkpoint", model)
 
 
-def train_on(ranks, names, *args):
+def train_on(ranks, names, *args, **kwargs):
     """(losses by rank, weights)."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
-        results = thread.run(ranks, train, names, *args)
+        results = thread.run(ranks, train, names, *args, **kwargs)
     return [losses for losses, _ in results], results[0][1]
 
 

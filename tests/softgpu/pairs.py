@@ -1,0 +1,157 @@
+"""All features of tests/fsdp/test_pairs.py and their pairs, trained on the GPU in software.
+
+python -m tests.softgpu.pairs [--all] [--part 0/2]
+
+Each set of features trains on the GPU in more than one order of streams: with the same bits in each, and near
+the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
+PyTorch's own 16 bits change of its own float32, twice. `--all`: 1, 2 and 4 ranks, all orders; else 2 ranks
+(4 of two axes) in two orders, and of the sets of two that share an option every third. `--part`: the first
+of two halves. Prints JSON: {what was trained: what was wrong}.
+"""
+
+import argparse
+import json
+import os
+import re
+import tempfile
+import warnings
+from functools import cache
+from pathlib import Path
+
+from tests.softgpu.start import start
+
+CUDA = start()
+
+import numpy as np  # noqa: E402  after what is below CuPy
+
+from tests.fsdp import test_pairs as pairs  # noqa: E402
+from tests.softgpu.cuda import MODES  # noqa: E402
+
+CLOSE = 1e-5  # float32: losses, and weights after three steps
+BFLOAT16, FLOAT16 = "bfloat16", "float16"
+
+
+def trained(names, ranks, modes):
+    """ "" or what is wrong."""
+    with tempfile.TemporaryDirectory() as folder:
+        expected = pairs.train_on(ranks, names, Path(folder))
+    first = None
+    for mode in modes:
+        CUDA.choose(mode, seed=1)
+        try:
+            with tempfile.TemporaryDirectory() as folder:
+                found = pairs.train_on(ranks, names, Path(folder), device="cuda")
+            pairs.same_bits(found, first or found)
+        except Exception as error:
+            return f"{mode}: {type(error).__name__}: {error}"
+        first = first or found
+    return far(names, found, expected)
+
+
+def far(names, found, expected):
+    """ "" or how far the GPU is from the CPU."""
+    losses, weights = distances(found, expected)
+    of_losses, of_weights = (CLOSE, CLOSE) if not pairs.LOW & set(names) else allowed(names)
+    if losses <= of_losses and weights <= of_weights:
+        return ""
+    return f"losses off by {losses:.1e} of {of_losses:.1e}, weights by {weights:.1e} of {of_weights:.1e}"
+
+
+def distances(found, expected):
+    """Of losses, the largest; of weights in the norm, relative."""
+    losses = np.abs(np.array(found[0]) - np.array(expected[0])).max()
+    apart = sum(np.square(found[1][name] - values).sum() for name, values in expected[1].items())
+    return losses, np.sqrt(apart / sum(np.square(values).sum() for values in expected[1].values()))
+
+
+def allowed(names):
+    """(of losses, of weights): twice what 16 bits change in PyTorch, the optimizer being the same."""
+    import torch
+
+    kind = torch.float16 if "fp16, scaled" in names else torch.bfloat16
+    return [2 * distance for distance in torch_distances(kind, "SGD" in names)]
+
+
+@cache
+def torch_distances(kind, sgd):
+    import torch
+
+    return distances(torch_trained(kind, sgd), torch_trained(torch.float32, sgd))
+
+
+def torch_trained(kind, sgd):
+    """The Net by PyTorch, computed in `kind` with float32 parameters, three steps: (losses, weights)."""
+    import torch
+
+    from shardrt.comm import init_device_mesh, thread
+
+    def fresh():
+        mesh = init_device_mesh("cpu")
+        return pairs.full_state_dict(pairs.build({}, mesh, None)), pairs.batches(mesh)
+
+    state, batches = thread.run(1, fresh)[0]
+    masters = {name: torch.tensor(np.array(values), requires_grad=True) for name, values in state.items()}
+    parameters = list(masters.values())
+    how = {"lr": 0.1, "momentum": 0.9} if sgd else {"lr": 1e-2}
+    optimizer = (torch.optim.SGD if sgd else torch.optim.AdamW)(parameters, **how)
+    scale, losses = 1024.0 if kind == torch.float16 else 1.0, []
+    for tokens, targets in batches:
+        logits = torch_net({name: value.to(kind) for name, value in masters.items()}, torch.tensor(tokens))
+        wanted = torch.tensor(targets).flatten()
+        loss = torch.nn.functional.cross_entropy(logits.float().flatten(0, 1), wanted)
+        gradients = torch.autograd.grad(loss * scale, parameters)
+        for parameter, gradient in zip(parameters, gradients, strict=True):
+            parameter.grad = gradient / scale
+        optimizer.step()
+        losses.append(loss.item())
+    return [losses], {name: value.detach().numpy() for name, value in masters.items()}
+
+
+def torch_net(state, tokens):
+    from torch.nn import functional as T
+
+    x = state["embed.weight"][tokens]
+    for block in (f"blocks.{index}" for index in range(4)):
+        up = T.gelu(T.linear(x, state[f"{block}.up.weight"], state[f"{block}.up.bias"]), approximate="tanh")
+        x = x + T.linear(up, state[f"{block}.down.weight"], state[f"{block}.down.bias"])
+    x = T.layer_norm(x, (7,), state["norm.weight"], state["norm.bias"])
+    return T.linear(x, state["embed.weight"])
+
+
+def refused(names):
+    """ "" or why a pair that does not go together was not refused as on the CPU."""
+    kind, told = pairs.REFUSED[names]
+    try:
+        with tempfile.TemporaryDirectory() as folder:
+            pairs.train_on(pairs.ranks_for(names), names, Path(folder), device="cuda")
+    except kind as error:
+        return "" if re.search(told, str(error)) else f"told: {error}"
+    return "not refused"
+
+
+def jobs(every):
+    """(name, function, arguments) of all there is to do."""
+    for index, names in enumerate([*pairs.TOGETHER, *pairs.ALONE[:: 1 if every else 3]]):
+        two_axes = pairs.ranks_for(names) == 4
+        other = MODES[1 + index % (len(MODES) - 1)]
+        modes = MODES if every else ("late", other)
+        for ranks in (4,) if two_axes else (1, 2, 4) if every else (2,):
+            yield f"{ranks} ranks, {pairs.readable(names)}", trained, (names, ranks, modes)
+    for names in pairs.REFUSED:
+        yield f"refused: {pairs.readable(names)}", refused, (names,)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--all", action="store_true")
+    parser.add_argument("--part", default="0/1")
+    options = parser.parse_args()
+    part, parts = map(int, options.part.split("/"))
+    warnings.simplefilter("ignore")
+    found = {name: work(*how) for name, work, how in list(jobs(options.all))[part::parts]}
+    print(json.dumps(found, indent=1), flush=True)
+    os._exit(any(found.values()))  # without CuPy's clean-up, which would call CUDA
+
+
+if __name__ == "__main__":
+    main()

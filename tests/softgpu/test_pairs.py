@@ -1,0 +1,28 @@
+"""Features and their pairs on the GPU in software: a part of `python -m tests.softgpu.pairs --all`."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("part", ["0/2", "1/2"])
+def test_all_of_these_go_together_on_a_gpu(part):
+    """As on the CPU, with the same bits in two orders of streams; what is refused there is refused here."""
+    pytest.importorskip("torch")
+    if importlib.util.find_spec("cupy_backends") is None:
+        pytest.skip("no CuPy")
+    if shutil.which("cc") is None or shutil.which("g++") is None:
+        pytest.skip("no C or C++ compiler")
+    job = [sys.executable, "-m", "tests.softgpu.pairs", "--part", part]
+    done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
+    found = json.loads(done.stdout or "{}")
+    assert len(found) > 30, done.stderr
+    assert {name: wrong for name, wrong in found.items() if wrong} == {}
