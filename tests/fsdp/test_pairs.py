@@ -125,8 +125,9 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x) if index != self.left_out else x
-        weight = self.embed.weight  # on a GPU x may have 16 bits and weight not (bf16 output), as in PyTorch
-        return F.linear(F.cast(self.norm(x), weight.data.dtype.name), weight)
+        # On a GPU units may give out 16 bits that others do not compute in (bf16 output), as in PyTorch.
+        x = self.norm(F.cast(x, self.norm.weight.data.dtype.name))
+        return F.linear(F.cast(x, self.embed.weight.data.dtype.name), self.embed.weight)
 
     def score(self, tokens):
         return self.forward(tokens)
