@@ -68,7 +68,7 @@ def allowed(names):
     """(of losses, of weights): twice what 16 bits change in PyTorch, the optimizer being the same."""
     import torch
 
-    kind = torch.float16 if "fp16, scaled" in names else torch.bfloat16
+    kind = torch.float16 if pairs.LOW & set(names) == {"fp16, scaled"} else torch.bfloat16
     return [2 * distance for distance in torch_distances(kind, "SGD" in names)]
 
 
