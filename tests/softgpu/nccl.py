@@ -10,10 +10,12 @@ import sys
 import threading
 from types import ModuleType
 
+import numpy as np
+
+from tests.softgpu import ring
 from tests.softgpu.cuda import CUDA, Work
 
-_SIZES = dict(enumerate((1, 1, 4, 4, 8, 8, 2, 4, 8)))  # bytes of an element by NCCL's number for its type
-_INT32, _SUM = 2, 0
+_SIZES = [kind.itemsize for kind in ring.TYPES]
 _ids = itertools.count(1)
 _groups: dict[bytes, "_Group"] = {}
 _lock = threading.Lock()
@@ -105,18 +107,34 @@ class NcclCommunicator:
                 for rank, (_, _, source) in given.items():
                     ctypes.memmove(target + rank * nbytes, source, nbytes)
 
+        _check_overlap(send, nbytes, recv, self._size, self._rank)
         self._issue(stream, ("all",), self._size, move, ("allGather", count, kind), recv, send)
 
     def allReduce(self, send, recv, count, kind, op, stream):
-        assert (count, kind, op) == (1, _INT32, _SUM), "only barriers use it"
+        def move(given):
+            sources, targets = (
+                [ring.view(given[rank][end], count, kind) for rank in range(self._size)] for end in (1, 2)
+            )
+            slices = [np.array_split(source, self._size) for source in sources]
+            total = [ring.reduced([own[s] for own in slices], op, s) for s in range(self._size)]
+            for target in targets:
+                target[:] = np.concatenate(total)
+
+        _check_overlap(recv, count * _SIZES[kind], send, 1, 0)
+        self._issue(stream, ("all",), self._size, move, ("allReduce", count, kind, op), send, recv)
+
+    def reduceScatter(self, send, recv, count, kind, op, stream):
+        """`count`: of what each rank is given."""
 
         def move(given):
-            numbers = [ctypes.c_int32.from_address(source).value for _, source in given.values()]
-            for _, target in given.values():
-                ctypes.c_int32.from_address(target).value = ctypes.c_int32(sum(numbers)).value
+            sources = [ring.view(given[rank][1], count * self._size, kind) for rank in range(self._size)]
+            slices = [np.split(source, self._size) for source in sources]
+            total = [ring.reduced([own[r] for own in slices], op, r) for r in range(self._size)]
+            for rank, numbers in enumerate(total):
+                ring.view(given[rank][2], count, kind)[:] = numbers
 
-        assert send == recv
-        self._issue(stream, ("all",), self._size, move, ("allReduce",), recv)
+        _check_overlap(recv, count * _SIZES[kind], send, self._size, self._rank)
+        self._issue(stream, ("all",), self._size, move, ("reduceScatter", count, kind, op), send, recv)
 
     def broadcast(self, send, recv, count, kind, root, stream):
         nbytes = count * _SIZES[kind]
@@ -173,6 +191,12 @@ class NcclCommunicator:
     destroy = abort
 
 
+def _check_overlap(shorter, nbytes, longer, ranks, place):
+    """The shorter of two buffers may be inside the longer one in the place of a rank, nowhere else."""
+    apart = shorter + nbytes <= longer or longer + ranks * nbytes <= shorter
+    assert apart or shorter == longer + place * nbytes, "what is sent and what is received overlap"
+
+
 def group_start():
     assert getattr(_here, "parts", None) is None
     _here.parts = []
@@ -193,7 +217,10 @@ def put(cuda: CUDA) -> None:
     NcclCommunicator.cuda = cuda
     nccl = ModuleType("cupy.cuda.nccl")
     nccl.NcclCommunicator = NcclCommunicator
-    nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
+    nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN, nccl.NCCL_AVG = range(5)
+    for number, kind in enumerate(ring.TYPES):
+        setattr(nccl, f"NCCL_{kind.name.upper()}", number)
+    nccl.get_version = lambda: 22809
     nccl.get_unique_id = lambda: next(_ids).to_bytes(128, "little")
     nccl.groupStart, nccl.groupEnd = group_start, group_end
     sys.modules["cupy.cuda.nccl"] = cupy.cuda.nccl = nccl
