@@ -99,8 +99,8 @@ static void put(void* to, int64_t i, int type, double x) {
 static int aligned(const void* pointer, uint64_t to) { return (uintptr_t)pointer % to == 0; }
 // A product that was asked for, with all that is read on the host; a graph may make it again and again, so it stays.
 typedef struct { Product p; Layout a, b, d; const void *at_a, *at_b; void* at_d; double add; } Job;
-// Where work waits for its turn in a stream; unset, it is done at once.
-void (*fake_enqueue)(int64_t stream, void (*run)(const void*), const void* job);
+// Where work waits for its turn in a stream, with a status; unset, it is done at once.
+int (*fake_enqueue)(int64_t stream, void (*run)(const void*), const void* job);
 
 static void run(const void* given) {
     const Job* job = given;
@@ -154,11 +154,8 @@ int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout
     Job* job = malloc(sizeof *job);
     *job = (Job){*p, *la, *lb, *ld, a, b, d, add};
     fake_record = (Record){fake_record.products + 1, (int64_t)algorithm[0], (int64_t)workspace, (int64_t)stream, add == 1};
-    if (fake_enqueue) {
-        fake_enqueue((int64_t)stream, run, job);
-    } else {
-        run(job);
-        free(job);
-    }
+    if (fake_enqueue) return fake_enqueue((int64_t)stream, run, job);
+    run(job);
+    free(job);
     return 0;
 }

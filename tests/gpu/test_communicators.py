@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 @pytest.fixture(autouse=True)
 def patient(request, monkeypatch):
-    """The contract's tests order no streams: uploads are waited for. Threads can only stage."""
+    """The contract's tests order no streams: the host does. Threads can only stage."""
     if request.node.name.startswith("test_between_processes"):
         return
     kind = getattr(request.node, "callspec", None)
@@ -24,6 +24,7 @@ def patient(request, monkeypatch):
         pytest.skip("between threads only 'staged'")
     for name in ("asarray", "copy"):
         monkeypatch.setattr(CUDADevice, name, waited(getattr(CUDADevice, name)))
+    monkeypatch.setattr(CUDADevice, "to_numpy", after_all(CUDADevice.to_numpy))
 
 
 def waited(method):
@@ -31,6 +32,14 @@ def waited(method):
         result = method(self, *args)
         self.wait_here()
         return result
+
+    return call
+
+
+def after_all(method):
+    def call(self, *args):
+        self._cupy.cuda.runtime.deviceSynchronize()
+        return method(self, *args)
 
     return call
 

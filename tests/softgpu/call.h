@@ -1,5 +1,6 @@
 // Calls a kernel by its address with the arguments of a launch, whose types the compiler knows.
 #pragma once
+#include <type_traits>
 #include <utility>
 
 namespace shim {
@@ -10,7 +11,7 @@ template <class... A> void call(void (*kernel)(A...), void** arguments) {
     call_(kernel, std::index_sequence_for<A...>(), arguments);
 }
 template <class... A> size_t sizes(void (*)(A...), size_t* out) {
-    size_t all[] = {sizeof(A)..., 0};
+    size_t all[] = {sizeof(A) + (std::is_pointer<A>::value ? 1 << 16 : 0)..., 0};  // kernels.py knows both
     for (size_t i = 0; i < sizeof...(A); i++) out[i] = all[i];
     return sizeof...(A);
 }

@@ -1,89 +1,91 @@
 """NCCL in software, for cupy.cuda.nccl: a collective is done when all ranks' streams are at it.
 
-Ranks are threads of this process. As NCCL does, it matches the calls of a communicator by their number, so
-ranks that call different things are told (NCCL would hang, or exchange nonsense).
+Ranks are threads, or processes. A rank whose stream has come to a call posts what it gives (rooms.py), and
+goes on when all have posted. As NCCL does, it matches the calls of a communicator by their number; ranks that
+call different things are told, all of them (NCCL would hang, or exchange nonsense).
 """
 
 import ctypes
-import itertools
 import sys
 import threading
+from collections import Counter
 from types import ModuleType
 
 import numpy as np
 
-from tests.softgpu import ring
+from tests.softgpu import ring, rooms
 from tests.softgpu.cuda import CUDA, Work
 
 _SIZES = [kind.itemsize for kind in ring.TYPES]
-_ids = itertools.count(1)
-_groups: dict[bytes, "_Group"] = {}
-_lock = threading.Lock()
 _here = threading.local()
 
 
-class _Group:
-    """The ranks of one communicator."""
+class Group:
+    """A rank's communicator, as streams know it: ranks of one room wait for each other."""
 
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.made = threading.Barrier(size, timeout=60)
-        self.meetings: dict[tuple, Meeting] = {}
-        self.streams: dict[int, int] = {}  # rank -> the stream of its last call
+    def __init__(self, room) -> None:
+        self._room = room
 
+    def __hash__(self) -> int:
+        return hash(self._room)
 
-class Meeting:
-    """One call of all ranks that take part: what each has given."""
+    def __eq__(self, other) -> bool:
+        return self._room is other._room
 
-    def __init__(self, ranks: int) -> None:
-        self.ranks = ranks
-        self.given: dict[int, tuple] = {}
-        self.done = False
+    def awaited(self) -> bool:
+        """Whether other processes have posted what this one has not."""
+        return self._room.awaited()
 
 
 class _Call(Work):
-    """A rank's part in collectives, which go together as by groupStart and groupEnd."""
+    """A rank's parts in collectives, which go together as by groupStart and groupEnd."""
 
-    def __init__(self, cuda: CUDA, parts: list) -> None:
+    def __init__(self, cuda: CUDA, parts: list["_Part"]) -> None:
         self._cuda, self._parts = cuda, parts
-        self._meetings: list[Meeting] | None = None  # known when its turn has come
+        self.groups = [part.comm.group for part in parts]
+        self._keys: list[tuple] | None = None  # known when its turn has come
+
+    def fresh(self) -> "_Call":
+        return _Call(self._cuda, self._parts)
 
     def ready(self) -> bool:
-        if self._meetings is None:
-            self._meetings = [part.arrive() for part in self._parts]
-        return all(len(meeting.given) == meeting.ranks for meeting in self._meetings)
+        if self._keys is None:
+            self._keys = [part.arrive() for part in self._parts]
+        return all(part.met(key) for part, key in zip(self._parts, self._keys, strict=True))
 
     def blockers(self) -> list:
-        groups = {part.comm._group for part in self._parts}
-        return [self._cuda._streams[stream] for group in groups for stream in group.streams.values()]
+        return [s for s in self._cuda.working() if any(group in s.groups for group in self.groups)]
 
     def step(self) -> bool:
-        for meeting, part in zip(self._meetings, self._parts, strict=True):
-            if not meeting.done:
-                meeting.done = True
-                part.move(meeting.given)
-        self._meetings = None
+        taken = [part.comm.room.take(key) for part, key in zip(self._parts, self._keys, strict=True)]
+        for part, given in zip(self._parts, taken, strict=True):
+            calls = {rank: call for rank, (call, _) in given.items()}
+            if len(set(calls.values())) > 1:
+                raise RuntimeError(f"NCCL: ranks call different things: {calls}")
+            part.finish({rank: payload for rank, (_, payload) in given.items()})
         return True
 
 
 class _Part:
-    """What one rank gives to one collective. key: those that meet have the same."""
+    """What one rank gives to one collective: (address, bytes), and what it does with what all have given.
 
-    def __init__(self, comm, key: tuple, ranks: int, move, *given) -> None:
-        self.comm, self._key, self._ranks, self.move, self._given = comm, key, ranks, move, given
+    key: those that meet have the same. name: of the rank, there. meets: how many do.
+    """
 
-    def arrive(self) -> Meeting:
-        comm, group = self.comm, self.comm._group
-        number = comm._numbers[self._key] = comm._numbers.get(self._key, -1) + 1
-        known = (*self._key, number)
-        meeting = group.meetings.setdefault(known, Meeting(self._ranks))
-        kinds = {given[0] for given in meeting.given.values()} | {self._given[0]}
-        if len(kinds) > 1:
-            raise RuntimeError(f"NCCL: ranks call different things: {kinds}")
-        meeting.given[comm._rank] = self._given
-        if len(meeting.given) == self._ranks:
-            del group.meetings[known]
-        return meeting
+    def __init__(self, comm, key: tuple, name: object, meets: int, call: tuple, send: tuple, finish) -> None:
+        self.comm, self._key, self._name, self._meets, self._call = comm, key, name, meets, call
+        self._send, self.finish = send, finish
+
+    def arrive(self) -> tuple:
+        counted = (self._key, self._name)
+        number = self.comm.numbers[counted]
+        self.comm.numbers[counted] += 1
+        key = (*self._key, number)
+        self.comm.room.post(key, self._name, self._meets, (self._call, ctypes.string_at(*self._send)))
+        return key
+
+    def met(self, key: tuple) -> bool:
+        return self.comm.room.count(key) == self._meets
 
 
 class NcclCommunicator:
@@ -93,94 +95,100 @@ class NcclCommunicator:
 
     def __init__(self, size, key, rank):
         assert isinstance(key, bytes) and len(key) == 128
-        with _lock:
-            self._group = _groups.setdefault(key, _Group(size))
+        self.room = rooms.enter(key, size, rank)
+        self.group = Group(self.room)
+        self.numbers: Counter = Counter()
         self._size, self._rank, self.alive = size, rank, True
-        self._numbers: dict[tuple, int] = {}
-        self._group.made.wait()
+        self._last: tuple | None = None  # (stream, how much was issued there) of the last call
 
     def allGather(self, send, recv, count, kind, stream):
         nbytes = count * _SIZES[kind]
 
-        def move(given):
-            for _, target, _ in given.values():
-                for rank, (_, _, source) in given.items():
-                    ctypes.memmove(target + rank * nbytes, source, nbytes)
+        def finish(given):
+            for rank, payload in given.items():
+                ctypes.memmove(recv + rank * nbytes, payload, nbytes)
 
         _check_overlap(send, nbytes, recv, self._size, self._rank)
-        self._issue(stream, ("all",), self._size, move, ("allGather", count, kind), recv, send)
+        self._touches((send, nbytes), (recv, nbytes * self._size))
+        self._collective(stream, ("allGather", count, kind), (send, nbytes), finish)
 
     def allReduce(self, send, recv, count, kind, op, stream):
-        def move(given):
-            sources, targets = (
-                [ring.view(given[rank][end], count, kind) for rank in range(self._size)] for end in (1, 2)
-            )
-            slices = [np.array_split(source, self._size) for source in sources]
-            total = [ring.reduced([own[s] for own in slices], op, s) for s in range(self._size)]
-            for target in targets:
-                target[:] = np.concatenate(total)
+        def finish(given):
+            parts = [
+                np.array_split(np.frombuffer(given[r], ring.TYPES[kind]), self._size) for r in sorted(given)
+            ]
+            total = [ring.reduced([own[s] for own in parts], op, s) for s in range(self._size)]
+            ring.view(recv, count, kind)[:] = np.concatenate(total)
 
-        _check_overlap(recv, count * _SIZES[kind], send, 1, 0)
-        self._issue(stream, ("all",), self._size, move, ("allReduce", count, kind, op), send, recv)
+        nbytes = count * _SIZES[kind]
+        _check_overlap(recv, nbytes, send, 1, 0)
+        self._touches((send, nbytes), (recv, nbytes))
+        self._collective(stream, ("allReduce", count, kind, op), (send, nbytes), finish)
 
     def reduceScatter(self, send, recv, count, kind, op, stream):
         """`count`: of what each rank is given."""
 
-        def move(given):
-            sources = [ring.view(given[rank][1], count * self._size, kind) for rank in range(self._size)]
-            slices = [np.split(source, self._size) for source in sources]
-            total = [ring.reduced([own[r] for own in slices], op, r) for r in range(self._size)]
-            for rank, numbers in enumerate(total):
-                ring.view(given[rank][2], count, kind)[:] = numbers
+        def finish(given):
+            own = slice(self._rank * count, (self._rank + 1) * count)
+            parts = [np.frombuffer(given[rank], ring.TYPES[kind])[own] for rank in sorted(given)]
+            ring.view(recv, count, kind)[:] = ring.reduced(parts, op, self._rank)
 
-        _check_overlap(recv, count * _SIZES[kind], send, self._size, self._rank)
-        self._issue(stream, ("all",), self._size, move, ("reduceScatter", count, kind, op), send, recv)
+        nbytes = count * _SIZES[kind]
+        _check_overlap(recv, nbytes, send, self._size, self._rank)
+        self._touches((send, nbytes * self._size), (recv, nbytes))
+        self._collective(stream, ("reduceScatter", count, kind, op), (send, nbytes * self._size), finish)
 
     def broadcast(self, send, recv, count, kind, root, stream):
         nbytes = count * _SIZES[kind]
 
-        def move(given):
-            source = given[root][2]
-            for rank, (_, target, _) in given.items():
-                if rank != root or target != source:
-                    ctypes.memmove(target, source, nbytes)
+        def finish(given):
+            ctypes.memmove(recv, given[root], nbytes)
 
-        self._issue(stream, ("all",), self._size, move, ("broadcast", count, kind, root), recv, send)
+        gives = nbytes if self._rank == root else 0
+        self._touches((send, gives), (recv, nbytes))
+        self._collective(stream, ("broadcast", count, kind, root), (send, gives), finish)
 
     def send(self, buffer, count, kind, peer, stream):
-        self._pair(stream, self._rank, peer, "source", buffer, count * _SIZES[kind])
+        nbytes = count * _SIZES[kind]
+        self._touches((buffer, nbytes))
+        call, key = ("message", nbytes), ("from", self._rank, peer)
+        part = _Part(self, key, "source", 2, call, (buffer, nbytes), lambda given: None)
+        self._issue(stream, part, peer == self._rank)
 
     def recv(self, buffer, count, kind, peer, stream):
-        self._pair(stream, peer, self._rank, "target", buffer, count * _SIZES[kind])
+        nbytes = count * _SIZES[kind]
+        self._touches((buffer, nbytes))
+        call, key = ("message", nbytes), ("from", peer, self._rank)
 
-    def _pair(self, stream, source, target, end, buffer, nbytes):
-        """One end of a message. A rank that sends to itself is both ends."""
+        def finish(given):
+            ctypes.memmove(buffer, given["source"], nbytes)
 
-        def move(given):
-            places = {end: place for _, ends in given.values() for end, place in ends.items()}
-            ctypes.memmove(places["target"], places["source"], nbytes)
+        self._issue(stream, _Part(self, key, "target", 2, call, (0, 0), finish), peer == self._rank)
 
-        if source == target:
-            grouped = _here.parts  # NCCL wants both in one group
-            for index, (waiting, where) in enumerate(grouped):
-                if waiting._key == ("self", nbytes) and where == stream:
-                    del grouped[index]
-                    both = waiting._given[1] | {end: buffer}
-                    self._issue(stream, ("to itself",), 1, move, nbytes, both)
-                    return
-            grouped.append((_Part(self, ("self", nbytes), 1, move, nbytes, {end: buffer}), stream))
-            return
-        self._issue(stream, (source, target), 2, move, nbytes, {end: buffer})
+    def _touches(self, *spans):
+        for address, nbytes in spans:
+            if nbytes:
+                assert self.cuda.block(address, nbytes) is not None, "NCCL: memory of the host"
 
-    def _issue(self, stream, key, ranks, move, *given):
-        assert self.alive
-        self._group.streams[self._rank] = stream
-        part = _Part(self, key, ranks, move, *given)
+    def _collective(self, stream, call, send, finish):
+        self._issue(stream, _Part(self, ("all",), self._rank, self._size, call, send, finish))
+
+    def _issue(self, stream, part, to_itself=False):
+        assert self.alive, "NCCL: a communicator that is destroyed"
         grouped = getattr(_here, "parts", None)
-        if grouped is not None:
-            grouped.append((part, stream))
+        assert grouped is not None or not to_itself, "NCCL: a rank sends to itself in a group only"
+        if grouped is None:
+            _enqueue(self.cuda, stream, [part])
         else:
-            self.cuda.issue("nccl", stream, _Call(self.cuda, [part]))
+            grouped.append((part, stream))
+
+    def follows(self, stream):
+        """The call now made there must come after the last one: else their order is anyone's guess."""
+        with self.cuda.lock:
+            found = self.cuda.stream(stream)
+            if self._last is not None and not found.comes_after(*self._last):
+                raise RuntimeError("NCCL: one communicator in two streams, and no event between the calls")
+            self._last = found, found.issued + 1
 
     def check_async_error(self):
         return 0
@@ -188,7 +196,14 @@ class NcclCommunicator:
     def abort(self):
         self.alive = False
 
-    destroy = abort
+    def destroy(self):
+        """What is in streams still runs: destroy waits for it."""
+        with self.cuda.lock:
+            streams = [s for s in self.cuda.working() if self.group in s.groups and s.rank is self.cuda.rank]
+        for stream in streams:
+            self.cuda.streamSynchronize(stream.handle)
+        self.alive = False
+        self.room.leave(self._rank)
 
 
 def _check_overlap(shorter, nbytes, longer, ranks, place):
@@ -198,16 +213,26 @@ def _check_overlap(shorter, nbytes, longer, ranks, place):
 
 
 def group_start():
-    assert getattr(_here, "parts", None) is None
-    _here.parts = []
+    _here.depth = getattr(_here, "depth", 0) + 1
+    if _here.depth == 1:
+        _here.parts = []
 
 
 def group_end():
+    _here.depth -= 1
+    if _here.depth:
+        return
     parts, _here.parts = _here.parts, None
     streams = {stream for _, stream in parts}
+    assert len(streams) < 2, "NCCL: a group in several streams is not played here"
     for stream in streams:
-        own = [part for part, where in parts if where == stream]
-        NcclCommunicator.cuda.issue("nccl", stream, _Call(NcclCommunicator.cuda, own))
+        _enqueue(NcclCommunicator.cuda, stream, [part for part, _ in parts])
+
+
+def _enqueue(cuda: CUDA, stream: int, parts: list[_Part]) -> None:
+    for comm in {part.comm for part in parts}:
+        comm.follows(stream)
+    cuda.issue("nccl", stream, _Call(cuda, parts))
 
 
 def put(cuda: CUDA) -> None:
@@ -221,6 +246,6 @@ def put(cuda: CUDA) -> None:
     for number, kind in enumerate(ring.TYPES):
         setattr(nccl, f"NCCL_{kind.name.upper()}", number)
     nccl.get_version = lambda: 22809
-    nccl.get_unique_id = lambda: next(_ids).to_bytes(128, "little")
+    nccl.get_unique_id = lambda: rooms.new_key(cuda.processes)
     nccl.groupStart, nccl.groupEnd = group_start, group_end
     sys.modules["cupy.cuda.nccl"] = cupy.cuda.nccl = nccl

@@ -57,11 +57,13 @@ def plug(folder: Path, cuda: CUDA) -> None:
                 made.append((module, name))
     functions = ctypes.PyDLL(str(built(folder, "cuda", source, ".c", ["cc", "-O1", "-shared", "-fPIC"])))
     ctypes.py_object.in_dll(functions, "cuda").value = cuda
+    for module in (runtime, driver):  # for who calls it from Python
+        for name in dir(module):
+            if callable(getattr(CUDA, name, None)) and not name.startswith("__"):
+                setattr(module, name, getattr(cuda, name))
     for module, name in made:
         function = getattr(functions, f"{module.__name__.rpartition('.')[2]}_{name}")
         _replace(module.__pyx_capi__, name, ctypes.cast(function, ctypes.c_void_p).value)
-        if hasattr(module, name) and hasattr(cuda, name):
-            setattr(module, name, getattr(cuda, name))  # for who calls it from Python
 
 
 def _function(module: str, name: str, signature: str) -> str:

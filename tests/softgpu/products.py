@@ -8,7 +8,8 @@ from tests.softgpu.cuda import CUDA, Work
 
 SOURCE = Path(__file__).parent.parent / "cuda" / "fake_cublaslt.c"
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-_ENQUEUE = ctypes.CFUNCTYPE(None, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+_FAILED = 13  # CUBLAS_STATUS_EXECUTION_FAILED
+_ENQUEUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
 _kept: list[object] = []
 
 
@@ -17,9 +18,14 @@ def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
     command = ["cc", "-O3", "-w", "-shared", "-fPIC"]
     found = ctypes.CDLL(str(built(folder, "cublaslt", SOURCE.read_text(), ".c", command, libraries=["-lm"])))
 
-    def enqueue(stream: int, run: int, job: int) -> None:
+    def enqueue(stream: int, run: int, job: int) -> int:
+        """A status: an exception would be lost between here and the caller of cublasLt."""
         call = _RUN(run)
-        cuda.issue("product", stream, Work(lambda: call(job)))
+        try:
+            cuda.issue("product", stream, Work(lambda: call(job)))
+        except RuntimeError:
+            return _FAILED
+        return 0
 
     _kept.append(_ENQUEUE(enqueue))
     ctypes.c_void_p.in_dll(found, "fake_enqueue").value = ctypes.cast(_kept[-1], ctypes.c_void_p).value

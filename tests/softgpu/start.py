@@ -14,8 +14,8 @@ from tests.softgpu.plug import plug
 ROOT = Path(__file__).parents[2]
 
 
-def start(mode: str = "late", seed: int = 0) -> CUDA:
-    """The CUDA that CuPy sees from now on, and shardrt."""
+def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
+    """The CUDA that CuPy sees from now on, and shardrt. processes: ranks, if threads are none."""
     assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
     kept = library_folder(ROOT / "build" / "softgpu")
     # Two caches of machine code that is none, and changes with the headers here.
@@ -25,7 +25,8 @@ def start(mode: str = "late", seed: int = 0) -> CUDA:
         "XDG_CACHE_HOME": str(kept / key),
         "CUPY_ACCELERATORS": "",  # CUB's are compiled into CuPy
     }
-    cuda = CUDA(mode, seed)
+    cuda = CUDA(mode, seed, bool(processes))
+    cuda.devices = max(1, processes)
     plug(kept, cuda)
     from cupy_backends.cuda.libs import nvrtc
 
@@ -49,19 +50,19 @@ def start(mode: str = "late", seed: int = 0) -> CUDA:
 
 def _poison_pools(cupy, cuda: CUDA) -> None:
     """What goes back to a pool of CuPy is filled with NaN, in the stream that it was taken in."""
-    streams: dict[int, int] = {}
+    taken: dict[int, tuple] = {}  # address -> the stream that it was taken in, and the capture
     here = threading.local()
 
     class Watch(cupy.cuda.MemoryHook):
         name = "poison"
 
         def malloc_postprocess(self, **info):
-            streams[info["mem_ptr"]] = cupy.cuda.get_current_stream().ptr
+            stream = cupy.cuda.get_current_stream().ptr
+            taken[info["mem_ptr"]] = stream, cuda.capture_of(stream)
 
         def free_preprocess(self, **info):
-            stream = streams.get(info["mem_ptr"])
-            if stream is not None:
-                cuda.poison(info["mem_ptr"], info["mem_size"], stream)
+            if info["mem_ptr"] in taken:
+                cuda.poison(info["mem_ptr"], info["mem_size"], *taken.pop(info["mem_ptr"]))
 
     before = cuda.setDevice
 

@@ -4,17 +4,16 @@ import numpy as np
 import pytest
 
 from shardrt.comm import thread, world
-from tests.softgpu import nccl, ring
+from tests.softgpu import nccl, ring, rooms
 from tests.softgpu.cuda import CUDA
 
 KINDS = {kind.name: number for number, kind in enumerate(ring.TYPES)}
-WIDE = 1 << 10  # elements
 
 
 def on_ranks(size, call, nbytes=1 << 14):
     """`call(communicator, send, recv, stream)` on each rank, with device memory; what it gives, by rank."""
     cuda = nccl.NcclCommunicator.cuda = CUDA("random", 3)
-    key = next(nccl._ids).to_bytes(128, "little")
+    key = rooms.new_key(False)
 
     def rank():
         stream = cuda.streamCreateWithPriority(1, 0)

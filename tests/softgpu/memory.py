@@ -1,0 +1,206 @@
+"""CUDA's calls about memory, by CuPy's names: allocations, copies, and what processes share.
+
+Memory that is new or given back holds 0xFF bytes, which are NaN in every floating type. So a wait that is
+missing shows as other bits or as NaN.
+"""
+
+import ctypes
+import mmap
+import os
+from bisect import bisect
+from collections import deque
+
+import numpy as np
+
+from tests.softgpu import errors
+from tests.softgpu.errors import failed
+from tests.softgpu.scheduler import Work
+from tests.softgpu.streams import Streams
+
+PAGE = 2 << 20  # of the driver: allocations of one and more have theirs to themselves
+_KEPT = 64 << 20  # bytes of what was freed last are still known as such, and hold NaN
+_HANDLE = np.dtype([("process", "i8"), ("file", "i8"), ("nbytes", "i8"), ("unused", "u1", 40)])
+
+
+class Block:
+    """Memory of the device, or of the host if it is pinned. rank: None if it is another process's."""
+
+    def __init__(self, size: int, pinned: bool, rank, shared: tuple[int, int] | None = None) -> None:
+        """shared: (process, file) of an allocation there."""
+        self.size, self.pinned, self.rank, self.freed = size, pinned, rank, False
+        self.file = -1
+        if shared or size >= PAGE and not pinned:
+            self.file = os.open("/proc/{}/fd/{}".format(*shared), os.O_RDWR) if shared else _new_file(size)
+            self._memory = np.frombuffer(mmap.mmap(self.file, size + 512), np.uint8)
+            self.address = self._memory.ctypes.data
+        else:
+            self._memory = np.empty(size + 512, np.uint8)
+            self.address = self._memory.ctypes.data + -self._memory.ctypes.data % 512
+        if not shared:
+            self.poison()
+
+    def __del__(self) -> None:
+        if self.file >= 0:
+            os.close(self.file)
+
+    def poison(self) -> None:
+        ctypes.memset(self.address, 0xFF, self.size)
+
+
+def _new_file(size: int) -> int:
+    file = os.memfd_create("device memory")
+    os.ftruncate(file, size + 512)  # so that none begins where another ends
+    return file
+
+
+class Memory(Streams):
+    def __init__(self, *args, **kwargs) -> None:
+        super().__init__(*args, **kwargs)
+        self._blocks: list[Block] = []  # by address
+        self._addresses: list[int] = []
+        self._given_back: list[Block] = []  # and not freed yet
+        self._freed: deque[Block] = deque()
+
+    def malloc(self, size):
+        return self._add(Block(max(1, size), False, self.rank))
+
+    def hostAlloc(self, size, flags):
+        return self._add(Block(max(1, size), True, self.rank))
+
+    def _add(self, block: Block) -> int:
+        with self.lock:
+            place = bisect(self._addresses, block.address)
+            self._addresses.insert(place, block.address)
+            self._blocks.insert(place, block)
+        return block.address
+
+    def _remove(self, block: Block) -> None:
+        place = self._addresses.index(block.address)
+        del self._addresses[place], self._blocks[place]
+
+    def free(self, address):
+        """Waits for all streams of this rank, as CUDA does, and then frees what it has given back so far.
+
+        Not in a capture, which has work that nobody can wait for yet. And the garbage collector may come by
+        in another rank's thread, which must not wait for this one, or while something runs.
+        """
+        with self.lock:
+            block = self._whole(address)
+            if block in self._given_back:
+                raise failed(errors.INVALID_VALUE, "freed twice")
+            self._given_back.append(block)
+            if self._busy or block.rank is not self.rank or self._captures(block.rank):
+                return
+        if block.rank.error is None:  # else nothing runs there any more
+            self.drain(block.rank)
+        with self.lock:
+            for block in [block for block in self._given_back if block.rank is self.rank]:
+                self._given_back.remove(block)
+                block.poison()
+                block.freed = True
+                self._freed.append(block)
+            while sum(block.size for block in self._freed) > _KEPT:
+                self._remove(self._freed.popleft())
+
+    freeHost = free
+
+    def _captures(self, rank) -> bool:
+        return any(stream.capture is not None for stream in self.of(rank))
+
+    def block(self, address: int, nbytes: int) -> Block | None:
+        """The one that these bytes are in; None for memory of the host that is not pinned.
+
+        Raises CUDARuntimeError where they are not all in it, or it has been freed.
+        """
+        with self.lock:
+            place = bisect(self._addresses, address) - 1
+            block = self._blocks[place] if place >= 0 else None
+        if block is None or address >= block.address + block.size + (nbytes == 0):
+            return None
+        if block.freed:
+            raise failed(errors.ILLEGAL_ADDRESS, "memory that was freed")
+        if address + nbytes > block.address + block.size:
+            raise failed(errors.ILLEGAL_ADDRESS, "beyond the end of an allocation")
+        return block
+
+    def _whole(self, address: int) -> Block:
+        """The allocation that begins here."""
+        block = self.block(address, 1)
+        if block is None or block.address != address:
+            raise failed(errors.INVALID_VALUE, "not an allocation")
+        return block
+
+    # -- copies
+
+    def memcpyAsync(self, target, source, size, kind, stream):
+        """Memory that is not pinned is read when the copy is issued, and written before the call returns."""
+        if not size:
+            return
+        pageable = [self.block(address, size) is None for address in (target, source)]
+        if any(pageable):
+            self.refuse_in_capture(self.stream(stream))
+        if pageable[1]:
+            kept = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
+            self.issue("copy", stream, Work(lambda: ctypes.memmove(target, kept, size)))
+        else:
+            self.issue("copy", stream, Work(lambda: ctypes.memmove(target, source, size)))
+        if pageable[0]:
+            self.streamSynchronize(stream)
+
+    def memcpy(self, target, source, size, kind):
+        self.memcpyAsync(target, source, size, kind, 0)
+        blocks = [self.block(address, size) for address in (target, source)]
+        if any(block is not None and block.pinned for block in blocks):
+            self.streamSynchronize(0)  # else the host has not to wait, or has waited
+
+    def memsetAsync(self, target, value, size, stream):
+        if self.block(target, size) is None:
+            raise failed(errors.INVALID_VALUE)
+        self.issue("set", stream, Work(lambda: ctypes.memset(target, value, size)))
+
+    def capture_of(self, stream):
+        """What a stream is captured in."""
+        return self.stream(stream).capture
+
+    def poison(self, address, size, stream, capture):
+        """Memory that a pool has taken back, which its stream alone may give out again.
+
+        capture: that it was taken in. What is given back in another, or outside of it, stays as it is.
+        """
+        with self.lock:
+            found = self._streams.get(stream, self.rank.null)
+            if found.handle == stream and found.capture is capture and found.rank.error is None:
+                if capture is None or not capture.invalid:
+                    self.issue("poison", stream, Work(lambda: ctypes.memset(address, 0xFF, size)))
+
+    def memGetInfo(self):
+        return 1 << 37, 1 << 37
+
+    def pointerGetMemoryType(self, address):
+        return 0
+
+    # -- other processes
+
+    def ipcGetMemHandle(self, address):
+        """CUDA would take an address within an allocation, and give its beginning: a trap."""
+        block = self._whole(address)
+        if block.file < 0 or block.rank is None:
+            raise failed(errors.INVALID_VALUE, "an allocation of less than the driver's page can't be shared")
+        handle = np.zeros((), _HANDLE)
+        handle["process"], handle["file"], handle["nbytes"] = os.getpid(), block.file, block.size
+        return handle.tobytes()
+
+    def ipcOpenMemHandle(self, handle, flags=1):
+        process, file, nbytes, _ = np.frombuffer(handle, _HANDLE)[0].tolist()
+        if process == os.getpid():
+            raise failed(errors.DEVICE_UNINITIALIZED, "a process can't open what is its own")
+        return self._add(Block(nbytes, False, None, (process, file)))
+
+    def ipcCloseMemHandle(self, address):
+        """Waits for this rank's streams, which may use it."""
+        block = self._whole(address)
+        if block.rank is not None:
+            raise failed(errors.INVALID_VALUE, "not another process's")
+        self.drain(self.rank)
+        with self.lock:
+            self._remove(block)
