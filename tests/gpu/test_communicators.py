@@ -22,7 +22,7 @@ def patient(request, monkeypatch):
     kind = getattr(request.node, "callspec", None)
     if kind is not None and kind.params.get("kind", "staged") != "staged":
         pytest.skip("between threads only 'staged'")
-    for name in ("asarray", "copy"):
+    for name in ("asarray", "copy", "empty"):
         monkeypatch.setattr(CUDADevice, name, waited(getattr(CUDADevice, name)))
     monkeypatch.setattr(CUDADevice, "to_numpy", after_all(CUDADevice.to_numpy))
 

@@ -91,8 +91,11 @@ class Memory(Streams):
             self._given_back.append(block)
             if self._busy or block.rank is not self.rank or self._captures(block.rank):
                 return
-        if block.rank.error is None:  # else nothing runs there any more
+        try:
             self.drain(block.rank)
+        except RuntimeError:
+            if block.rank.error is None:  # which the next call is told of
+                raise
         with self.lock:
             for block in [block for block in self._given_back if block.rank is self.rank]:
                 self._given_back.remove(block)

@@ -20,10 +20,10 @@ def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
 
     def enqueue(stream: int, run: int, job: int) -> int:
         """A status: an exception would be lost between here and the caller of cublasLt."""
-        call = _RUN(run)
         try:
+            call = _RUN(run)
             cuda.issue("product", stream, Work(lambda: call(job)))
-        except RuntimeError:
+        except Exception:
             return _FAILED
         return 0
 
