@@ -76,7 +76,7 @@ os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks on one GPU 
 os.environ["NCCL_SOCKET_IFNAME"] = "lo"
 sys.path.insert(0, ".")
 from tests.gpu.test_communicators import losses
-print("losses", *losses(sys.argv[1]))
+sys.stdout.write(" ".join(["losses", *map(str, losses(sys.argv[1]))]) + "\\n")  # a whole line
 """
 
 

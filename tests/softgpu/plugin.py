@@ -1,13 +1,19 @@
 """`pytest -p tests.softgpu.plugin tests/gpu`: the tests for a GPU, on the one in software.
 
-SOFTGPU_MODE and SOFTGPU_SEED say in which order streams take turns (see cuda.py).
+Processes that they start by mpirun have it as well. SOFTGPU_MODE and SOFTGPU_SEED say in which order streams
+take turns (see scheduler.py).
 """
 
 import os
 import sys
 
+from tests import ranks
 from tests.softgpu.start import start
 
+_mpirun = ranks.mpirun
+ranks.mpirun = lambda size, args, *more, **kwargs: _mpirun(
+    size, ["-m", "tests.softgpu.run", *args], *more, **kwargs
+)
 CUDA = start(os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0")))
 _status = [0]
 

@@ -15,6 +15,7 @@ from pathlib import Path
 _PATIENCE = 60.0  # seconds until all ranks have come in
 _numbers = itertools.count(1)
 _rooms: dict[bytes, "Room"] = {}
+_made: list[str] = []  # folders
 _lock = threading.Lock()
 _TAKEN = "taken "
 
@@ -114,7 +115,14 @@ def new_key(processes: bool) -> bytes:
         return next(_numbers).to_bytes(128, "little")
     memory = Path("/dev/shm")
     path = tempfile.mkdtemp(prefix="softgpu-", dir=memory if memory.is_dir() else None)
+    _made.append(path)
     return os.fsencode(path).ljust(128, b"\0")
+
+
+def clear() -> None:
+    """Remove what this process has made, when no other one uses it any more."""
+    for path in _made:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def enter(key: bytes, size: int, rank: int) -> Room:

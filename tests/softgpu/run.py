@@ -1,0 +1,50 @@
+"""Runs a program on the GPU in software, each rank of mpirun as a process with a GPU of its own.
+
+    mpirun -n 2 python -m tests.softgpu.run -m models.train --steps 3
+    python -m tests.softgpu.run program.py
+    python -m tests.softgpu.run -c "print(1)"
+
+SOFTGPU_MODE and SOFTGPU_SEED say in which order streams take turns (see scheduler.py).
+"""
+
+import atexit
+import os
+import runpy
+import sys
+
+from shardrt.comm import world
+from tests.softgpu import rooms
+from tests.softgpu.start import start
+
+
+def main(arguments: list[str]) -> int:
+    """Its exit code."""
+    launched = world.launch()
+    mode, seed = os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0"))
+    start(mode, seed, processes=launched.local_size if launched else 1)
+    kind, *rest = arguments
+    try:
+        if kind == "-m":
+            sys.argv = rest
+            runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+        elif kind == "-c":
+            sys.argv = ["-c", *rest[1:]]
+            exec(compile(rest[0], "<string>", "exec"), {"__name__": "__main__"})
+        else:
+            sys.argv = arguments
+            runpy.run_path(kind, run_name="__main__")
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())  # which may take the job down
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    code = main(sys.argv[1:])
+    atexit._run_exitfuncs()  # MPI's end: after it nobody reads what this rank has left
+    rooms.clear()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # without CuPy's clean-up, which would call CUDA
