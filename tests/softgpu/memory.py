@@ -5,10 +5,10 @@ missing shows as other bits or as NaN.
 """
 
 import ctypes
-import mmap
 import os
 from bisect import bisect
 from collections import deque
+from functools import cache
 
 import numpy as np
 
@@ -22,34 +22,72 @@ _KEPT = 64 << 20  # bytes of what was freed last are still known as such, and ho
 _HANDLE = np.dtype([("process", "i8"), ("file", "i8"), ("nbytes", "i8"), ("unused", "u1", 40)])
 
 
+_PIECE = 16 << 20  # bytes of poison, of which large blocks are made
+_READ_WRITE, _SHARED, _PRIVATE, _FIXED, _FRESH = 3, 1, 2, 0x10, 0x20  # of mmap, on Linux
+_FAILED = ctypes.c_void_p(-1).value
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
+
+
 class Block:
-    """Memory of the device, or of the host if it is pinned. rank: None if it is another process's."""
+    """Memory of the device, or of the host if it is pinned. rank: None if it is another process's.
+
+    Large ones are copies of a file of poison, page by page when they are written: most of what is taken is
+    never touched. They become files of their own when they are shared.
+    """
 
     def __init__(self, size: int, pinned: bool, rank, shared: tuple[int, int] | None = None) -> None:
         """shared: (process, file) of an allocation there."""
         self.size, self.pinned, self.rank, self.freed = size, pinned, rank, False
-        self.file = -1
-        if shared or size >= PAGE and not pinned:
-            self.file = os.open("/proc/{}/fd/{}".format(*shared), os.O_RDWR) if shared else _new_file(size)
-            self._memory = np.frombuffer(mmap.mmap(self.file, size + 512), np.uint8)
-            self.address = self._memory.ctypes.data
-        else:
+        self.file, self._mapped = -1, size if size >= PAGE or shared else 0
+        if not self._mapped:
             self._memory = np.empty(size + 512, np.uint8)
             self.address = self._memory.ctypes.data + -self._memory.ctypes.data % 512
+        elif shared:
+            self.file = os.open("/proc/{}/fd/{}".format(*shared), os.O_RDWR)
+            self.address = _map(None, size, _SHARED, self.file)
+        else:
+            self.address = _map(None, size, _PRIVATE | _FRESH, -1)
         if not shared:
             self.poison()
 
     def __del__(self) -> None:
+        if self._mapped:
+            _libc.munmap(self.address, self._mapped)
         if self.file >= 0:
             os.close(self.file)
 
     def poison(self) -> None:
-        ctypes.memset(self.address, 0xFF, self.size)
+        if not self._mapped or self.file >= 0:
+            ctypes.memset(self.address, 0xFF, self.size)
+            return
+        for start in range(0, self.size, _PIECE):
+            nbytes = min(_PIECE, self.size - start)
+            _map(self.address + start, nbytes, _PRIVATE | _FIXED, _poisoned())
+
+    def share(self) -> None:
+        """Put it into a file, which other processes can open."""
+        if self.file < 0:
+            self.file = os.memfd_create("device memory")
+            os.truncate(self.file, self.size)
+            os.pwrite(self.file, ctypes.string_at(self.address, self.size), 0)
+            _map(self.address, self.size, _SHARED | _FIXED, self.file)
 
 
-def _new_file(size: int) -> int:
-    file = os.memfd_create("device memory")
-    os.ftruncate(file, size + 512)  # so that none begins where another ends
+def _map(address: int | None, nbytes: int, flags: int, file: int) -> int:
+    found = _libc.mmap(address, nbytes, _READ_WRITE, flags, file, 0)
+    if found == _FAILED:
+        raise failed(errors.OUT_OF_MEMORY, os.strerror(ctypes.get_errno()))
+    return found
+
+
+@cache
+def _poisoned() -> int:
+    """A file that holds 0xFF."""
+    file = os.memfd_create("poison")
+    os.write(file, b"\xff" * _PIECE)
     return file
 
 
@@ -187,8 +225,9 @@ class Memory(Streams):
     def ipcGetMemHandle(self, address):
         """CUDA would take an address within an allocation, and give its beginning: a trap."""
         block = self._whole(address)
-        if block.file < 0 or block.rank is None:
+        if block.size < PAGE or block.pinned or block.rank is None:
             raise failed(errors.INVALID_VALUE, "an allocation of less than the driver's page can't be shared")
+        block.share()
         handle = np.zeros((), _HANDLE)
         handle["process"], handle["file"], handle["nbytes"] = os.getpid(), block.file, block.size
         return handle.tobytes()
