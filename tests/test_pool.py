@@ -33,6 +33,16 @@ def test_sizes_that_keep_changing_do_not_add_up():
     assert mapped(pool) == pool._mapped
 
 
+@pytest.mark.parametrize("name", ["float32", "float16", "int64", "bool", "bfloat16"])
+def test_large_arrays_have_the_type_that_was_asked_for(name):
+    """Above the size from which the pool lends, as below; bfloat16 is no type of NumPy's own."""
+    dtype = np.dtype(pytest.importorskip("ml_dtypes").bfloat16 if name == "bfloat16" else name)
+    for shape in ((2, 3), (2, SMALL)):
+        array = Pool().empty(shape, dtype)
+        array[...] = 1
+        assert array.dtype == dtype and array.shape == shape and (array == 1).all()
+
+
 def test_free_memory_goes_before_there_is_said_to_be_none(monkeypatch):
     pool = Pool()
     step(pool, 100)

@@ -74,7 +74,7 @@ class Pool:
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             self._most = max(self._most, self.held_bytes)
-        return np.asarray(_Block(self, region, shape, dtype))
+        return np.asarray(_Block(self, region, shape, dtype)).view(dtype)  # bfloat16 has no type string
 
     def reset_peak(self) -> None:
         """Count the peak anew, from what is held now."""
