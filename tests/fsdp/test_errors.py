@@ -8,7 +8,7 @@ import pytest
 
 import shardrt
 from shardrt import autograd, nn, optim
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import Communicator, init_device_mesh, thread
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
     explain,
@@ -271,6 +271,24 @@ def read_on_one_rank():
 
 def test_values_may_be_made_early_on_some_ranks():
     thread.run(2, read_on_one_rank)
+
+
+@pytest.mark.parametrize("prepare", [lambda model: None, lambda model: model[3].weight.data])
+def test_ranks_that_were_given_the_same_tell_each_other_nothing_of_each_parameter(monkeypatch, prepare):
+    """With N ranks each would have N messages, as long as the model has parameters."""
+    told, talk = [], Communicator.talk
+    monkeypatch.setattr(
+        Communicator, "talk", lambda self, data: [told.append(len(data)), talk(self, data)][1]
+    )
+
+    def build():
+        model = nn.Sequential(*(nn.LayerNorm(3) for _ in range(20)))
+        prepare(model)
+        fully_shard(model, mesh=init_device_mesh("auto"))
+        optim.AdamW(model.parameters())
+
+    thread.run(2, build)
+    assert told and max(told) < 40
 
 
 def other_settings(of_rank):
