@@ -309,9 +309,16 @@ def _add_table(line, sums, table):
             table[255, 1] += size == np.uint32(0x7F800000)
 
 
-def abs_max(x: Array) -> float:
-    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan."""
-    return float(max(x.max(), -x.min())) if x.size else 0.0
+def abs_max(x: Array, out: Array | None = None) -> float | None:
+    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan.
+
+    out: where it goes, a float array of one element. Without it, it is given as a number.
+    """
+    largest = float(max(x.max(), -x.min())) if x.size else 0.0
+    if out is None:
+        return largest
+    out[0] = largest
+    return None
 
 
 def bytes_moved(parts: int, count: int, itemsize: int = 4) -> int:

@@ -107,15 +107,21 @@ def exact_power_sums(x: Array, p: int) -> Array:
     return table
 
 
-def abs_max(x: Array) -> float:
-    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan. Waits for it."""
+def abs_max(x: Array, out: Array | None = None) -> float | None:
+    """The largest absolute value of a 1-D array, 0 for an empty one; nan if one is nan.
+
+    out: where it goes, a float array of one element. Without it, it is given as a number, and waited for.
+    """
     if not x.size:
-        return 0.0
+        return 0.0 if out is None else out.fill(0)
     blocks = blocks_for(x.size, 16 // x.dtype.itemsize)
     partials, largest = (empty(count, accumulator(x.dtype)) for count in (blocks, 1))
     launch("reduce", "abs_max", x.dtype, blocks, (x, partials, x.size, vectors(x)))
     launch("reduce", "abs_max", partials.dtype, 1, (partials, largest, blocks, vectors(partials)))
-    return float(largest[0])
+    if out is None:
+        return float(largest[0])
+    out[...] = largest
+    return None
 
 
 def bytes_moved(parts: int, count: int, itemsize: int = 4) -> int:

@@ -78,9 +78,9 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
         unit.built()
         for group in (group for group in unit.groups if group.trainable):
             views = (None,) * len(group.parameters)
-            if group.gradient is not None:
-                group.runtime.streams.compute.wait(group.gradient_ready)  # it may still be reduced
-                views = group.views_of(_gathered(group, group.gradient))
+            gradient = group.complete_gradient()
+            if gradient is not None:
+                views = group.views_of(_gathered(group, gradient))
             for position, (parameter, view) in enumerate(zip(group.parameters, views, strict=True)):
                 if position in group.trained and id(parameter) in names:
                     yield names[id(parameter)], view if group.has_gradient(parameter) else None

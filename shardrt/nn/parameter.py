@@ -150,7 +150,7 @@ class Parameter(Tensor):
     @property
     def grad(self) -> Array | None:
         """The gradient of what this rank holds: in the parameter's shape if that is all of it, else 1-D."""
-        gradient = self.storage.gradient
+        gradient = self.storage.complete_gradient()
         if gradient is None or not self.storage.has_gradient(self):
             return None
         start, stop = self.storage.range_of(self)

@@ -110,6 +110,13 @@ class Storage(ABC):
     def gradient(self) -> Array | None:
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
+    def complete_gradient(self) -> Array | None:
+        """`gradient`, for work that is issued from now on; if it is on the host, for the host to read now."""
+        gradient = self.gradient
+        if gradient is not None and self.gradient_ready is not None:
+            device.of(gradient).current_stream.wait(self.gradient_ready)  # backward may still be reducing it
+        return gradient
+
     def has_gradient(self, parameter: "Parameter") -> bool:
         """Whether the parameter has a gradient since the last zero_grad: the same on every rank.
 

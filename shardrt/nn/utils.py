@@ -1,6 +1,6 @@
 """Gradient norms and clipping over all parameters and all ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from math import fsum, inf, isfinite, isinf, sqrt
 from typing import Any
 
@@ -14,6 +14,7 @@ from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
 Array = Any
+Pieces = dict[Communicator | None, list[Array]]  # of gradients, by whom their ranks talk
 
 
 class NonfiniteNorm(RuntimeError):
@@ -93,7 +94,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
 def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
     """The sum of the squares on all ranks of a communicator: (1,), on the device."""
     here = device.current()
-    total = _power_sums(pieces, 2.0).sum().reshape(1) if pieces else here.zeros((1,), np.float64)
+    total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
     if communicator is not None:
         communicator.all_reduce(total, op="sum", stream=here.current_stream)
     return total
@@ -142,37 +143,65 @@ def _refuse_mixed(parameters: list[Parameter]) -> None:
 
 
 def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:
-    by_communicator: dict[Communicator | None, list[np.ndarray]] = {}
+    by_communicator: Pieces = {}
     for storage, piece in pieces:
         by_communicator.setdefault(storage.communicator, []).append(piece)
     if isinf(norm_type):
         return _largest(by_communicator)
     if any(storage.exact_norm for storage, _ in pieces):
         return _exact_norm(by_communicator, norm_type)
-    values = [value for item in by_communicator.items() for value in _everyones_sums(*item, norm_type)]
+    told = _told(by_communicator, lambda some: _power_sums(some, norm_type))
+    values = [value for item in told.items() for value in _everyones_sums(*item)]
     total = _rounded_sum(values)
     return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
 
 
-def _exact_norm(by_communicator: dict[Communicator | None, list[np.ndarray]], norm_type: float) -> float:
+def _told(
+    by_communicator: Pieces, numbers_of: Callable[[list[Array]], tuple[Array, list[int]]]
+) -> dict[Communicator | None, np.ndarray]:
+    """What kernels say of the pieces, on the host, by communicator; one copy, and one wait, for each device.
+
+    numbers_of: gives, of pieces of one device, rows in one array, and how many of them are each piece's.
+    """
+    by_device: dict[device.Device, list[tuple[Communicator | None, Array]]] = {}
+    for communicator, pieces in by_communicator.items():
+        for piece in pieces:
+            by_device.setdefault(device.of(piece), []).append((communicator, piece))
+    told: dict[Communicator | None, list[np.ndarray]] = {communicator: [] for communicator in by_communicator}
+    for there, some in by_device.items():
+        numbers, rows = numbers_of([piece for _, piece in some])
+        numbers, stop = there.to_numpy(numbers), 0
+        for (communicator, _), count in zip(some, rows, strict=True):
+            start, stop = stop, stop + count
+            told[communicator].append(numbers[start:stop])
+    return {communicator: np.concatenate(parts) for communicator, parts in told.items()}
+
+
+def _exact_norm(by_communicator: Pieces, norm_type: float) -> float:
     if norm_type not in (1, 2):
         raise ValueError(
             f"norm_type: with set_world_invariant, which makes norms exact, it must be 1, 2 or infinity; got "
             f"{norm_type}"
         )
     table = np.zeros((256, 2), np.int64)
-    for communicator, pieces in by_communicator.items():
-        part = np.zeros_like(table)
-        for piece in pieces:
-            here = device.of(piece)
-            part += here.to_numpy(here.kernels.reduce.exact_power_sums(piece, int(norm_type)))
+    for communicator, tables in _told(by_communicator, lambda some: _tables(some, int(norm_type))).items():
+        part = tables.reshape(-1, 256, 2).sum(0)
         if communicator is not None:
             communicator.all_reduce(part.reshape(-1), op="sum", stream=device.current().current_stream)
         table += part
     return norm_of(table, int(norm_type))
 
 
-def _power_sums(pieces: list[Array], p: float) -> Array:
+def _tables(pieces: list[Array], p: int) -> tuple[Array, list[int]]:
+    """kernels.reduce.exact_power_sums of pieces of one device: int64 (256 for each, 2)."""
+    here = device.of(pieces[0])
+    tables = here.empty((len(pieces), 256, 2), np.int64)
+    for table, piece in zip(tables, pieces, strict=True):
+        here.copy(table, here.kernels.reduce.exact_power_sums(piece, p))
+    return tables.reshape(-1, 2), [256] * len(pieces)
+
+
+def _power_sums(pieces: list[Array], p: float) -> tuple[Array, list[int]]:
     """Float64 pairs (n, 2) whose exact sum is that of |g| ** p over pieces of one device; n may be 0.
 
     Written into one array: so the host waits once if it wants them, and a CUDA graph can have them captured.
@@ -185,23 +214,19 @@ def _power_sums(pieces: list[Array], p: float) -> Array:
     for piece, count in zip(pieces, rows, strict=True):
         start, stop = stop, stop + count
         kernels.power_sums(piece, p, sums[start:stop])
-    return sums
+    return sums, rows
 
 
-def _everyones_sums(communicator: Communicator | None, pieces: list[Array], p: float) -> list[float]:
+def _everyones_sums(communicator: Communicator | None, sums: np.ndarray) -> list[float]:
     """Numbers whose exact sum is that of |g| ** p over all ranks: one (high, low) of each, not added yet."""
-    here, by_device = device.current(), {}
-    for piece in pieces:
-        by_device.setdefault(device.of(piece), []).append(piece)
-    sums = [there.to_numpy(_power_sums(some, p)) for there, some in by_device.items()]
-    values = [value for pairs in sums for value in pairs.ravel().tolist()]
+    values = sums.ravel().tolist()
     if communicator is None:
         return values
     high = _rounded_sum(values)
     low = _rounded_sum([*values, -high]) if isfinite(high) else 0.0
     everyone = np.zeros((communicator.size, 2), np.float64)
     everyone[communicator.rank] = high, low
-    communicator.all_reduce(everyone.reshape(-1), op="sum", stream=here.current_stream)
+    communicator.all_reduce(everyone.reshape(-1), op="sum", stream=device.current().current_stream)
     return everyone.ravel().tolist()
 
 
@@ -213,17 +238,23 @@ def _rounded_sum(values: list[float]) -> float:
         return inf
 
 
-def _largest(by_communicator: dict[Communicator | None, list[np.ndarray]]) -> float:
-    here = device.current()
+def _largest(by_communicator: Pieces) -> float:
     largest = np.zeros(1, np.float64)
-    for communicator, pieces in by_communicator.items():
-        value = np.array([0.0, *(device.of(piece).kernels.reduce.abs_max(piece) for piece in pieces)]).max(
-            keepdims=True
-        )
+    for communicator, values in _told(by_communicator, _largest_of).items():
+        value = values.max(0)
         if communicator is not None:
-            communicator.all_reduce(value, op="max", stream=here.current_stream)
+            communicator.all_reduce(value, op="max", stream=device.current().current_stream)
         np.maximum(largest, value, out=largest)  # nan wins, unlike in Python's max
     return float(largest[0])
+
+
+def _largest_of(pieces: list[Array]) -> tuple[Array, list[int]]:
+    """The largest |g| of each of some pieces of one device: float64 (n, 1)."""
+    here = device.of(pieces[0])
+    found = here.empty((len(pieces), 1), np.float64)
+    for row, piece in zip(found, pieces, strict=True):
+        here.kernels.reduce.abs_max(piece, row)
+    return found, [1] * len(pieces)
 
 
 def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage, np.ndarray]]:
@@ -234,9 +265,7 @@ def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage,
         if parameter.requires_grad:
             ranges.setdefault(parameter.storage, []).append(held)
     for storage, pieces in ranges.items():
-        gradient = storage.gradient
-        if storage.gradient_ready is not None:
-            device.current().current_stream.wait(storage.gradient_ready)  # backward may still be reducing it
+        gradient = storage.complete_gradient()
         if gradient is None:
             gradient, pieces = np.zeros(0, np.float32), []
         # A rank that holds nothing of a storage still joins its all-reduce, with an empty piece.

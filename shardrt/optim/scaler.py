@@ -205,13 +205,10 @@ def _check(name: str, scale: float, growth: float, backoff: float, interval: int
 
 def _unscale(piece: Slice, factor: float) -> float:
     """Multiply the gradients of one storage, where this optimizer owns them."""
-    gradient, ready = piece.storage.gradient, piece.storage.gradient_ready
+    gradient = piece.storage.complete_gradient()
     if gradient is None:
         return _NO_GRADIENT
     piece.storage.refuse_applied("GradScaler.unscale_")
-    here = device.current()
-    if ready is not None:
-        here.current_stream.wait(ready)  # backward may still be reducing it
     finite = [
         device.of(gradient).kernels.elementwise.unscale_(gradient[start:stop], factor)
         for start, stop in merged((start, stop) for start, stop, _ in piece.due().rows)
