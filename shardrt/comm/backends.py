@@ -10,15 +10,18 @@ from shardrt.device import Device, cuda
 
 KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
 DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
+REDUCTIONS = ("nccl", "tree")  # who adds up over NCCL: it, or our kernels by the fixed tree over ranks
 HOST_ROLES = ("control", "used")  # what they carry is mostly, or only, in the memory of the hosts
 
 
-def for_device(host: Communicator, device: Device, kind: str, role: str) -> Communicator:
+def for_device(
+    host: Communicator, device: Device, kind: str, role: str, reduction: str = "nccl"
+) -> Communicator:
     """The communicator for `device`'s arrays in a role, over the ranks of `host`. Collective.
 
     It takes over `host`; on the CPU it is `host`. On a GPU it is "staged", "nccl" or "ipc" (the ranks of one
     node); "auto" takes NCCL where every rank has a GPU of its own, else "staged". HOST_ROLES are always
-    staged, which leaves host arrays where they are.
+    staged, which leaves host arrays where they are. reduction: one of REDUCTIONS, for NCCL.
     """
     if device.name == "cpu":
         return host
@@ -34,7 +37,7 @@ def for_device(host: Communicator, device: Device, kind: str, role: str) -> Comm
         return StagedCommunicator(host, device)
     from shardrt.comm.nccl import NCCLCommunicator
 
-    return NCCLCommunicator(host, device)
+    return NCCLCommunicator(host, device, reduction)
 
 
 def create(kind: str = "auto") -> Communicator:

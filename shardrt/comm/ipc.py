@@ -79,6 +79,15 @@ class IPCCommunicator(Communicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._memory.allocate(self._host, count, dtype)
 
+    def allocated(self, nbytes: int) -> int:
+        return _whole(nbytes)
+
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+        return (0, 0) if own else self._staged.scratch(call, nbytes, output)
+
+    def reserve(self, on_device: int, on_host: int) -> None:
+        self._staged.reserve(on_device, on_host)
+
     def close(self) -> None:
         """Collective. Peers' memory is unmapped by everyone before anyone may free it."""
         self._memory.users -= 1
@@ -190,7 +199,7 @@ class _Memory:
     def allocate(self, host: Communicator, count: int, dtype: Any) -> Array:
         """A 1-D array of zeros that every rank has mapped. Collective."""
         nbytes = count * np.dtype(dtype).itemsize
-        own = self._device.buffer(-(-max(nbytes, 1) // _WHOLE) * _WHOLE, np.uint8)
+        own = self._device.buffer(_whole(nbytes), np.uint8)
         exports = np.zeros(host.size, _EXPORT)
         mine = exports[host.rank : host.rank + 1]
         mine["process"], mine["address"] = np.frombuffer(_process(), np.uint8), own.data.ptr
@@ -238,6 +247,11 @@ class _Memory:
             address = self._device.open_memory(export["handle"].tobytes())
             self._opened.append(address)
         return self._device.memory_at(address, nbytes)
+
+
+def _whole(nbytes: int) -> int:
+    """Up to a multiple of what a handle stands for, which is something."""
+    return -(-max(nbytes, 1) // _WHOLE) * _WHOLE
 
 
 @contextmanager

@@ -5,7 +5,7 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from math import prod
 from typing import Any
 
@@ -13,7 +13,7 @@ import numpy as np
 
 from shardrt import device as devices
 from shardrt.comm import world as worlds
-from shardrt.comm.backends import DEVICE_KINDS, create, for_device
+from shardrt.comm.backends import DEVICE_KINDS, REDUCTIONS, create, for_device
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, cuda
 from shardrt.faults.deadline import within
@@ -27,28 +27,35 @@ def init_device_mesh(
     mesh_dim_names: tuple[str, ...] | None = None,
     *,
     communicator: str = "auto",
+    reduction: str = "nccl",
     wrap: Callable[[Communicator], Communicator] | None = None,
     timeout: float = 300.0,
 ) -> "DeviceMesh":
     """A mesh over all ranks. Collective.
 
     device: "auto", "cpu" or "cuda". shape: ranks per axis (default: one axis of all ranks). mesh_dim_names:
-    a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`). wrap: applied to
-    every communicator that the mesh makes. The device becomes the current one of this thread; "auto" is a GPU
-    where there is one. timeout: seconds in which all ranks must come here, or this one ends the job with exit
-    code 124; 0: no limit. Raises ValueError where the shape does not hold exactly the ranks that run, or a
-    communicator does not fit the device; RuntimeError where a GPU is asked for that can't be used.
+    a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`). reduction: how sums
+    over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the fixed tree over
+    ranks with which all other backends have the same bits (docs/gpu.md says what each promises). wrap:
+    applied to every communicator that the mesh makes. The device becomes the current one of this thread;
+    "auto" is a GPU where there is one. timeout: seconds in which all ranks must come here, or this one ends
+    the job with exit code 124; 0: no limit. Raises ValueError where the shape does not hold exactly the ranks
+    that run, a communicator does not fit the device, or a reduction is unknown; RuntimeError where a GPU is
+    asked for that can't be used.
     """
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
+    made = partial(_made, device, shape, mesh_dim_names, communicator, reduction, wrap)
     launched = worlds.launch()
     if launched is None:  # nobody else has to come
-        return _made(device, shape, mesh_dim_names, communicator, wrap)
+        return made()
     missing = (
         f"hang: rank {launched.rank} of {launched.size} has waited {timeout:g} s for all ranks to come to "
         f"init_device_mesh; those that have not still import, are stopped, or gone; the job ends with exit "
         f"code {HANG}"
     )
     with within(timeout, HANG, missing):
-        return _made(device, shape, mesh_dim_names, communicator, wrap)
+        return made()
 
 
 def _made(
@@ -56,6 +63,7 @@ def _made(
     shape: tuple[int, ...] | None,
     mesh_dim_names: tuple[str, ...] | None,
     communicator: str,
+    reduction: str,
     wrap: Callable[[Communicator], Communicator] | None,
 ) -> "DeviceMesh":
     world = worlds.current()
@@ -64,7 +72,7 @@ def _made(
     _check(shape, mesh_dim_names, world.size)
     base = create(communicator)
     devices.set_current(place)
-    family = _Family(world, place, communicator, wrap)
+    family = _Family(world, place, communicator, reduction, wrap)
     family.root = DeviceMesh(family, np.arange(base.size).reshape(shape), base, mesh_dim_names)
     return family.root
 
@@ -87,11 +95,13 @@ class _Family:
         world: worlds.World,
         device: Device,
         kind: str,
+        reduction: str,
         wrap: Callable[[Communicator], Communicator] | None,
     ) -> None:
         self.world = world
         self.device = device
         self.kind = kind
+        self.reduction = reduction
         self.wrap = wrap
         self.root: DeviceMesh
         self.recorder: Recorder | None = None
@@ -232,7 +242,8 @@ class DeviceMesh:
             return self._axes[self._number(dim)].communicator(role)
         family, ranks = self._family, tuple(self.ranks.ravel().tolist())
         if (role, ranks) not in family.communicators:
-            made = for_device(self._base.duplicate(), family.device, family.kind, role)
+            base = self._base.duplicate()
+            made = for_device(base, family.device, family.kind, role, family.reduction)
             family.made[role, ranks] = made
             family.communicators[role, ranks] = family.wrap(made) if family.wrap else made
             family.record(role, ranks)

@@ -1,10 +1,12 @@
 """NCCL by cupy.cuda.nccl, set up through a host communicator: for ranks with a GPU each.
 
-Gathers are NCCL's. Reductions are an exchange of slices (grouped sends and receives, the bytes of a ring's
-reduce-scatter) and a sum by our own kernel: in the fixed tree over ranks, so the bits are those of every
-other backend, and in float32 also where 16 bits travel, which a ring would round at every hop.
+Gathers are NCCL's. There are two ways to reduce. "nccl": NCCL's own reduce-scatter and all-reduce, one call
+at any number of ranks, and no memory; it adds in an order of its own, and in the type that travels. "tree":
+an exchange of slices (grouped sends and receives, the bytes of a ring's reduce-scatter) and a sum by our own
+kernel in the fixed tree over ranks, so the bits are those of every other backend, and 16 bits are added up in
+float32; its calls and its memory grow with the ranks (docs/gpu.md).
 
-Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU in software.
 """
 
 from typing import Any
@@ -17,19 +19,23 @@ from shardrt.device import Device
 
 Array = Any
 
-_TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float32": 7, "float64": 8}  # nccl.h
-_TYPES["uint16"] = 6  # float16: the bits travel as they are, and nobody adds them
+# NCCL's numbers (nccl.h)
+_TYPES = {"uint8": 1, "int32": 2, "int64": 4, "float16": 6, "float32": 7, "float64": 8, "bfloat16": 9}
+_TYPES["uint16"] = 6  # bits that nobody adds travel as float16
+_OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 
 
 class NCCLCommunicator(Communicator):
     """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
 
-    Made collectively: rank 0's id is broadcast. One communicator serves one stream.
+    reduction: "nccl" or "tree" (see above). Made collectively: rank 0's id is broadcast. One communicator
+    serves one stream.
     """
 
-    def __init__(self, host: Communicator, device: Device) -> None:
+    def __init__(self, host: Communicator, device: Device, reduction: str = "nccl") -> None:
         from cupy.cuda import nccl
 
+        self.reduction = reduction
         self.rank = host.rank
         self.size = host.size
         self._host = host
@@ -44,13 +50,21 @@ class NCCLCommunicator(Communicator):
 
     def split(self, color: int | None, key: int) -> "NCCLCommunicator | None":
         host = self._host.split(color, key)
-        return None if host is None else NCCLCommunicator(host, self._device)
+        return None if host is None else NCCLCommunicator(host, self._device, self.reduction)
 
     def duplicate(self) -> "NCCLCommunicator":
-        return NCCLCommunicator(self._host.duplicate(), self._device)
+        return NCCLCommunicator(self._host.duplicate(), self._device, self.reduction)
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
+
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+        return (nbytes if self.reduction == "tree" and call == "reduce_scatter" else 0), 0
+
+    def reserve(self, on_device: int, on_host: int) -> None:
+        if on_device > self._scratch.size:
+            self._scratch = None  # not both at once
+            self._scratch = self._device.buffer(on_device, np.uint8)
 
     def close(self) -> None:
         """Collective. Explicit, because NCCL's own clean-up must not run after MPI's."""
@@ -79,11 +93,32 @@ class NCCLCommunicator(Communicator):
     def _reduce_scatter(
         self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None:
-        received = self._space(buffer)
-        self._swap(received, buffer)
-        n = buffer.size // self.size
-        parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
-        combine(output, parts, scale, accumulate, op, kind)
+        n = output.size
+        own = buffer[self.rank * n : (self.rank + 1) * n]
+        if self._by_tree(op, buffer) or (accumulate and own.data.ptr == output.data.ptr):
+            received = self._space(buffer)
+            self._swap(received, buffer)
+            parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
+            combine(output, parts, scale, accumulate, op, kind)
+            return
+        # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
+        total = own if kind or accumulate else output
+        self._comm.reduceScatter(
+            buffer.data.ptr, total.data.ptr, n, _TYPES[kind or buffer.dtype.name], _OPS[op], self._stream
+        )
+        if total is own or scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
+            combine(output, [total], scale, accumulate, op, kind)
+
+    def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
+        if self._by_tree(op, buffer):
+            super()._all_reduce(buffer, op, what)
+            return
+        place = buffer.data.ptr
+        self._comm.allReduce(place, place, buffer.size, _TYPES[buffer.dtype.name], _OPS[op], self._stream)
+
+    def _by_tree(self, op: str, buffer: Array) -> bool:
+        """Whether ranks' numbers are combined here. NCCL's largest and least of floats would lose nan."""
+        return self.reduction == "tree" or (op in ("max", "min") and buffer.dtype.kind == "f")
 
     def _all_reduce_small(self, buffer: Array, op: str, what: str) -> None:
         n = buffer.size
@@ -136,5 +171,5 @@ class NCCLCommunicator(Communicator):
         nbytes = count * like.itemsize
         if nbytes > self._scratch.size:
             self._device.wait_here()  # work that was issued may use the memory that goes
-            self._scratch = self._device.buffer(nbytes, np.uint8)
+            self.reserve(nbytes, 0)
         return self._scratch[:nbytes].view(like.dtype)

@@ -30,12 +30,13 @@ class Communicator(ABC):
     the thing the call is for ("blocks.3"). Ranks that differ all get a CollectiveMismatch that says who
     called what.
 
-    Sums go by a fixed binary tree over the ranks, adjacent pairs first: (0 + 1) + 2, (0 + 1) + (2 + 3). So
-    the bits are the same on every backend, every rank, every run.
+    Where `reduction` is "tree", sums go by a fixed binary tree over the ranks, adjacent pairs first:
+    (0 + 1) + 2, (0 + 1) + (2 + 3). So the bits are the same on every such backend, every rank, every run.
     """
 
     rank: int
     size: int
+    reduction = "tree"  # how sums are made; "nccl": as NCCL likes, and 16 bits in 16 bits
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
     recorder: Any = None  # a flight.Recorder, told of every call by the name that this communicator has there
     recorded_as = ""
@@ -67,10 +68,12 @@ class Communicator(ABC):
         """`output` (n,) = (output if accumulate) + scale * sum of every rank's buffer[rank*n : (rank+1)*n].
 
         `output` may be this rank's own slice of `buffer`; the rest of `buffer` (size * n,) is left as it
-        is. On completion nobody reads `buffer` any more.
+        is, except that with `accumulate` or `kind` that slice may be written. On completion nobody reads
+        `buffer` any more.
 
-        kind="bfloat16" or "float16" says what the bits of a uint16 `buffer` are. They are sent as they are
-        and summed in float32, the dtype of `output`: the bytes of a 16-bit exchange, no rounding on the way.
+        kind="bfloat16" or "float16" says what the bits of a uint16 `buffer` are. They are sent as they are;
+        `output` is float32. Where `reduction` is "tree", so are the sums: the bytes of a 16-bit exchange, no
+        rounding on the way. With "nccl" the sums are made in 16 bits.
         """
         checks.check_call("reduce_scatter", stream, what)
         if kind or not checks.plain(output, buffer, self.rank, self.size):
@@ -197,6 +200,21 @@ class Communicator(ABC):
         several ranks where `shares_memory`, an ordinary buffer elsewhere. A `duplicate` knows it as well.
         """
         return aligned_zeros(count, dtype)
+
+    def allocated(self, nbytes: int) -> int:
+        """Bytes that `allocate` takes for an array of `nbytes`."""
+        return nbytes
+
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+        """Bytes on a GPU, and pinned on the host, that this communicator needs for a collective on a GPU.
+
+        nbytes: of the buffer. output: of what is written besides. own: whether `allocate` gave the buffer.
+        The memory is kept for all later calls, so of several the one that needs most counts.
+        """
+        return 0, 0
+
+    def reserve(self, on_device: int, on_host: int) -> None:  # noqa: B027 (most backends need none)
+        """Take what `scratch` says now, so that no later call has to. While no call is under way."""
 
     def close(self) -> None:  # noqa: B027 (most backends hold nothing)
         """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""

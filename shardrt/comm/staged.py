@@ -38,14 +38,21 @@ class StagedCommunicator(Communicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
 
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+        return 0, _rounded(nbytes) + _rounded(output)
+
+    def reserve(self, on_device: int, on_host: int) -> None:
+        if on_host > self._memory.size:
+            self._memory = None  # not both at once
+            self._memory = self._device.pinned(on_host, np.uint8)
+
     def close(self) -> None:
         self._host.close()
 
     def _stage(self, *arrays: Array) -> list[np.ndarray]:
         """Pinned arrays of the same types and sizes, one behind the other; host arrays are themselves."""
-        sizes = [0 if isinstance(a, np.ndarray) else -(-a.nbytes // 64) * 64 for a in arrays]
-        if sum(sizes) > self._memory.size:
-            self._memory = self._device.pinned(sum(sizes), np.uint8)
+        sizes = [0 if isinstance(a, np.ndarray) else _rounded(a.nbytes) for a in arrays]
+        self.reserve(0, sum(sizes))
         staged, start = [], 0
         for array, size in zip(arrays, sizes, strict=True):
             piece = self._memory[start : start + array.nbytes].view(array.dtype)
@@ -119,3 +126,8 @@ class StagedCommunicator(Communicator):
     def _barrier(self, what: str) -> None:
         self._device.wait_here()
         self._host._barrier(what)
+
+
+def _rounded(nbytes: int) -> int:
+    """Up to a whole cache line."""
+    return -(-nbytes // 64) * 64

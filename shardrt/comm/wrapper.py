@@ -15,6 +15,7 @@ class Wrapper(Communicator):
         self.inner = inner
         self.rank = inner.rank
         self.size = inner.size
+        self.reduction = inner.reduction
         self.shares_memory = inner.shares_memory
 
     def _before(self, call: str, buffer: Any, stream: Any) -> None:
@@ -44,6 +45,15 @@ class Wrapper(Communicator):
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
         return self.inner.allocate(count, dtype, shared=shared)
+
+    def allocated(self, nbytes: int) -> int:
+        return self.inner.allocated(nbytes)
+
+    def scratch(self, call: str, nbytes: int, output: int = 0, *, own: bool = True) -> tuple[int, int]:
+        return self.inner.scratch(call, nbytes, output, own=own)
+
+    def reserve(self, on_device: int, on_host: int) -> None:
+        self.inner.reserve(on_device, on_host)
 
     def close(self) -> None:
         self.inner.close()

@@ -6,17 +6,19 @@ Groups of units that come and go one after the other share slots. A unit that st
 gathered unit *is* its shards, side by side in one buffer, and every unit has that.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from shardrt import dtypes
+from shardrt.comm.protocol import Communicator
 from shardrt.device import Device
 from shardrt.fsdp import tree
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.unit import Unit
 
@@ -38,10 +40,10 @@ class Spec:
     host: bool = False
     sharers: int = 1
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes per rank."""
-        return self.count * np.dtype(self.dtype).itemsize * self.slots // self.sharers
+    def nbytes(self, maker: Communicator | None) -> int:
+        """Bytes per rank where `maker` allocates them, who may round up."""
+        each = self.count * np.dtype(self.dtype).itemsize
+        return (each if maker is None else maker.allocated(each)) * self.slots // self.sharers
 
 
 ROLES = {
@@ -104,6 +106,58 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
             specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
     _transit(specs, layouts, groups, facts)
     return specs
+
+
+def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:
+    """Who allocates the buffers of a role: who sends them; None: the device."""
+    if role in ("gathered", "wire"):
+        return ranks.gather
+    return ranks.reducer if role in ("gradients", "packed", "reduce_wire") else None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A collective of a step: bytes of its buffer and of its output, and whether `by` made the buffer."""
+
+    by: Communicator
+    name: str
+    nbytes: int
+    output: int = 0
+    own: bool = True
+
+
+def calls_of(group: ParameterGroup, layout: Layout, ranks: ProcessGroups, facts: Facts) -> Iterator[Call]:
+    """What collectives.py calls for the group in a step."""
+    if ranks.size > 1:
+        yield Call(ranks.gather, "all_gather", layout.total * dtypes.storage(group.key.param).itemsize)
+    if not group.trainable:
+        return
+    rows, exact = rows_of(group, layout), _gradient(group, facts).itemsize
+    sent = layout.total if rows is None else rows.total
+    sent *= dtypes.storage(group.key.reduce).itemsize if group.key.reduce in dtypes.LOW else exact
+    own = exact * (layout.shard_size if rows is None else rows.size)
+    if ranks.size > 1 or ranks.replicate is None:
+        yield Call(ranks.reduce, "reduce_scatter", sent, own)
+        sent = own
+    if ranks.replicate is not None:
+        here = ranks.reducer is ranks.replicate
+        yield Call(ranks.replicate, "reduce_scatter", sent, own // ranks.replicas, here)
+        yield Call(ranks.replicate, "all_gather", own, own=here)
+
+
+def scratch(
+    layouts: dict[ParameterGroup, Layout], ranks_of: dict[ParameterGroup, ProcessGroups], facts: Facts
+) -> dict[Communicator, tuple[int, int]]:
+    """Bytes on the device and on the host that each communicator keeps for its own use."""
+    most: dict[Communicator, tuple[int, int]] = {}
+    for group, layout in layouts.items():
+        for call in calls_of(group, layout, ranks_of[group], facts):
+            needed, before = (
+                call.by.scratch(call.name, call.nbytes, call.output, own=call.own),
+                most.get(call.by, (0, 0)),
+            )
+            most[call.by] = max(needed[0], before[0]), max(needed[1], before[1])
+    return most
 
 
 def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: Facts) -> None:

@@ -286,7 +286,8 @@ class ParameterGroup(Storage):
         )
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:
-        return parameter.dtype if not self.views else self.views[0].dtype
+        there = self.full_views or self.views
+        return there[0].dtype if there else parameter.dtype
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

@@ -72,8 +72,17 @@ def memory_plan(
     host: dict[str, int] = {}
     with _trained_as_asked(units):
         specs = buffers.plan(units, layouts, facts)
-        for spec in {spec: None for roles in specs.values() for spec in roles.values()}:
-            _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes)
+        ranks_of = {group: by_cut[unit.settings.cut] for unit in units for group in unit.groups}
+        makers = {
+            spec: buffers.maker_of(role, ranks_of[group])
+            for group, roles in specs.items()
+            for role, spec in roles.items()
+        }
+        for spec, maker in makers.items():
+            _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes(maker))
+        for on_device, on_host in buffers.scratch(layouts, ranks_of, facts).values():
+            _add(device, "scratch of communicators", on_device)
+            _add(host, "scratch of communicators", on_host)
         _add_optimizer(device, host, layouts, optimizer_states)
     for parameter in model.parameters():
         if isinstance(parameter.storage, LocalStorage):

@@ -69,7 +69,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
 
     Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
     depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
-    for gradients on the host and trained parameters that are ignored. RuntimeError if they are built already.
+    for gradients on the host, trained parameters that are ignored, and NCCL's own sums: the mesh must have
+    reduction="tree". RuntimeError if they are built already.
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
     if normed is not None:

@@ -18,7 +18,8 @@ class MixedPrecisionPolicy:
     float32, always. Where the device has no arithmetic of that type (the CPU), values are rounded to it,
     stored and sent in it, and computed with in float32.
     reduce_dtype: what gradients are sent in; param_dtype if None. Each rank's gradient is rounded once and
-    the sum is made in float32, so a 16-bit reduction costs the bytes but not the rounding of a ring.
+    the sum is made in float32, so a 16-bit reduction costs the bytes but not the rounding of a ring; but NCCL
+    adds in the type that is sent, unless the mesh has reduction="tree".
     output_dtype: what the floating outputs of the unit's forward are cast to.
     cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype; without a param_dtype
     those of 16 bits to float32, where the unit's parameters are.

@@ -64,12 +64,14 @@ def build(unit: Unit) -> None:
     _check_same_values(schedule, units)
     _compile_once(schedule)
     by_cut = process_groups_of(units)
+    _check_sums(units[0], by_cut)
     facts = facts_of(units, by_cut)
     specs = buffers.plan(units, layouts, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
     for u in units:
         for group in u.groups:
             group.layout, group.ranks = layouts[group], by_cut[u.settings.cut]
+    _reserve(layouts, facts)
     _make_arenas(specs, facts.device, _AT_ONCE)
     for u in units:
         for group in u.groups:
@@ -157,7 +159,15 @@ def make_gradient_slots(units: list[Unit]) -> None:
         for role in anew:
             group.arenas.pop(role, None)
         _make_sums(group, specs[group], facts)
+    _reserve(layouts, facts)
     _make_arenas(specs, facts.device, anew)
+
+
+def _reserve(layouts: dict[ParameterGroup, Layout], facts: Facts) -> None:
+    """Have communicators take what they need for their own use."""
+    needed = buffers.scratch(layouts, {group: group.ranks for group in layouts}, facts)
+    for communicator, (on_device, on_host) in needed.items():
+        communicator.reserve(on_device, on_host)
 
 
 def _fits(role: str, specs: Specs) -> bool:
@@ -201,14 +211,12 @@ def _make_arenas(specs: Specs, here: Device, roles: Iterable[str]) -> None:
 
 def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
     """The arena of a Spec. Collective where ranks share memory."""
-    ranks = group.ranks
-    if role in ("upload", "download"):
+    maker = buffers.maker_of(role, group.ranks)
+    if maker is None:
         allocate = partial(here.buffer, spec.count, spec.dtype)
-    elif role in ("gathered", "wire"):
-        shared = spec.role == "shard" and ranks.size > 1
-        allocate = partial(ranks.gather.allocate, spec.count, spec.dtype, shared=shared)
     else:
-        allocate = partial(ranks.reducer.allocate, spec.count, spec.dtype, shared=False)
+        shared = role in ("gathered", "wire") and spec.role == "shard" and group.ranks.size > 1
+        allocate = partial(maker.allocate, spec.count, spec.dtype, shared=shared)
     return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
 
 
@@ -303,6 +311,16 @@ def _check_world_invariant(units: list[Unit]) -> None:
         raise ValueError(
             f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is each rank's "
             "own; freeze it, or let it be sharded"
+        )
+
+
+def _check_sums(first: Unit, by_cut: dict[Cut, ProcessGroups]) -> None:
+    """Sums that are part of one tree must be made by it."""
+    reducers = [made for ranks in by_cut.values() for made in (ranks.reduce, ranks.replicate) if made]
+    if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
+        raise ValueError(
+            "set_world_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
+            "by init_device_mesh(..., reduction='tree')"
         )
 
 

@@ -102,6 +102,13 @@ class OptimizerConfig:
         return falling(step, total_steps=total_steps, **shape)
 
 
+class Reduction(Enum):
+    """Who adds up over NCCL."""
+
+    nccl = "nccl"
+    tree = "tree"
+
+
 @dataclass(frozen=True)
 class FSDPConfig:
     """How the parameters are sharded, one unit for each block."""
@@ -109,6 +116,8 @@ class FSDPConfig:
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
     prefetch: int = 1  # units gathered ahead of the one that computes
     copies: int = 1  # of every shard, for the hybrid strategies: each is held by ranks / copies ranks
+    # Who adds up what ranks send over NCCL: itself, or our kernels by a fixed tree, as world-invariant needs.
+    reduction: Reduction = Reduction.nccl
     check_copies: int = 100  # steps from one comparison of copies to the next, and before saves; 0: never
 
     def __post_init__(self) -> None:

@@ -36,7 +36,7 @@ from shardrt.train.versions import own_version, surroundings, versions
 def launch(recipe: Recipe) -> None:
     """One run, on every rank."""
     with one_line(USAGE, kinds=(RuntimeError,)):  # a world size that no launcher made, or no MPI
-        mesh = init_device_mesh("auto", timeout=recipe.watchdog.set_up)
+        mesh = init_device_mesh("auto", reduction=recipe.reduction, timeout=recipe.watchdog.set_up)
     with Watch(mesh, recipe.watchdog.limits) as watch:
         run_on(mesh, recipe, watch)
 
@@ -47,7 +47,8 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
     with one_line(USAGE, mesh):
-        mesh = init_device_mesh("auto", recipe.fsdp.shape(mesh.size)) if recipe.fsdp.copies > 1 else mesh
+        if recipe.fsdp.copies > 1:
+            mesh = init_device_mesh("auto", recipe.fsdp.shape(mesh.size), reduction=recipe.reduction)
     watch.record(mesh)
     if recipe.threads or recipe.invariant:
         device.set_threads(max(1, recipe.threads))

@@ -103,6 +103,11 @@ class Recipe:
         """Whether the number of ranks changes no bit."""
         return self.deterministic is settings.Determinism["world-invariant"]
 
+    @property
+    def reduction(self) -> str:
+        """init_device_mesh's."""
+        return "tree" if self.invariant else self.fsdp.reduction.value
+
     def parts(self, ranks: int) -> int:
         """Micro-batches of a step, over all ranks."""
         return self.micro_batches if self.invariant else ranks * self.micro_batches

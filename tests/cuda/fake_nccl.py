@@ -6,6 +6,10 @@ import queue
 import threading
 from types import ModuleType
 
+import numpy as np
+
+from tests.softgpu import ring
+
 _SIZES = dict(enumerate((1, 1, 4, 4, 8, 8, 2, 4, 8)))  # bytes of an element by NCCL's number for its type
 _ids = itertools.count(1)
 _groups = {}
@@ -36,6 +40,9 @@ class NcclCommunicator:
     def allReduce(self, *arguments):
         _issue(self._all_reduce, *arguments)
 
+    def reduceScatter(self, *arguments):
+        _issue(self._reduce_scatter, *arguments)
+
     def broadcast(self, *arguments):
         _issue(self._broadcast, *arguments)
 
@@ -59,7 +66,17 @@ class NcclCommunicator:
 
     def _all_reduce(self, send, recv, count, kind, op, stream):
         self._meet(send)
+        parts = [np.array_split(ring.view(p, count, kind), self._size) for p in self._group.pointers]
+        total = [ring.reduced([part[s] for part in parts], op, s) for s in range(self._size)]
         self._group.barrier.wait()
+        ring.view(recv, count, kind)[:] = np.concatenate(total)
+
+    def _reduce_scatter(self, send, recv, count, kind, op, stream):
+        self._meet(send)
+        parts = [np.split(ring.view(p, count * self._size, kind), self._size) for p in self._group.pointers]
+        total = ring.reduced([part[self._rank] for part in parts], op, self._rank)
+        self._group.barrier.wait()
+        ring.view(recv, count, kind)[:] = total
 
     def _broadcast(self, send, recv, count, kind, root, stream):
         self._meet(send)

@@ -27,10 +27,13 @@ def processes(monkeypatch):
 
 
 def on_ranks(size, kind, body):
-    """Run `body(communicator, device, stream)` on every rank; the communicator is that for gathers."""
+    """Run `body(communicator, device, stream)` on every rank; the communicator is that for gathers.
+
+    With sums by the tree; of NCCL's own tests/softgpu has the tests.
+    """
 
     def rank():
-        mesh = init_device_mesh("cuda", communicator=kind)
+        mesh = init_device_mesh("cuda", communicator=kind, reduction="tree")
         body(mesh.communicator("gather"), mesh.device, mesh.stream("gather"))
 
     thread.run(size, rank)

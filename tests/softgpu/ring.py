@@ -9,7 +9,7 @@ import numpy as np
 TYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64".split()
 TYPES = [np.dtype(name) for name in TYPES] + [np.dtype(ml_dtypes.bfloat16)]
 SUM, PROD, MAX, MIN, AVG = range(5)
-_COMBINE = {SUM: np.add, PROD: np.multiply, MAX: np.maximum, MIN: np.minimum, AVG: np.add}
+_COMBINE = {SUM: np.add, PROD: np.multiply, MAX: np.fmax, MIN: np.fmin, AVG: np.add}
 
 
 def view(address: int, count: int, kind: int) -> np.ndarray:
