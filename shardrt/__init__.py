@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from shardrt import functional, nn, optim
 from shardrt.autograd import enable_grad, is_grad_enabled, no_grad
 from shardrt.device import set_threads
+from shardrt.kernels.determinism import are_deterministic_algorithms_enabled, use_deterministic_algorithms
 from shardrt.random import manual_seed
 from shardrt.tensor import Tensor
 
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Tensor",
+    "are_deterministic_algorithms_enabled",
     "checkpoint",
     "comm",
     "enable_grad",
@@ -33,6 +35,7 @@ __all__ = [
     "no_grad",
     "optim",
     "set_threads",
+    "use_deterministic_algorithms",
 ]
 __version__ = "0.1.0"
 

@@ -7,3 +7,14 @@ import os
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
+
+import pytest  # noqa: E402  after the threads are set
+
+from shardrt.kernels import determinism  # noqa: E402
+
+
+@pytest.fixture(autouse=True)
+def _deterministic_only_where_asked():
+    """set_world_invariant switches it on for the process, which goes on with other tests."""
+    yield
+    determinism.use_deterministic_algorithms(False)

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 
 from shardrt.comm import talk
 from shardrt.fsdp.setup import units_for
+from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
 from shardrt.nn.vision import BatchNorm2d
 
@@ -65,7 +66,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
     update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
     the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
     the micro-batch, norms are exact. docs/determinism.md says what else must be the same, and what it costs:
-    log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch.
+    log2(M / W) - 1 more sharded gradients, and a reduction of each micro-batch. On a GPU the process computes
+    by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
     Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
     depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
@@ -91,6 +93,7 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
                 "set_world_invariant: call it before the optimizer is made and the model is used"
             )
         unit.choices.micro_batches, unit.choices.divide_factor = micro_batches // size, 1.0
+    use_deterministic_algorithms(True)
 
 
 @contextmanager
