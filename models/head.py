@@ -9,11 +9,9 @@ from shardrt import functional as F
 def head(x: Tensor, weight: Tensor, targets: Any, reduction: str, chunk: int) -> Tensor:
     """Logits (..., vocab) of x (..., width); with targets (...) the loss, `chunk` rows at a time (0: all).
 
-    Without chunks, backward writes the gradient over the logits, which nothing else uses. With them, at most
+    Without chunks, the gradient takes the memory of the logits, which nothing else uses. With them, at most
     `chunk` rows of logits exist at a time, and backward makes them again: one more product of the head.
     """
     if targets is None:
         return F.linear(x, weight)
-    if chunk:
-        return F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)
-    return F.cross_entropy(F.linear(x, weight), targets, reduction=reduction, inplace=True)
+    return F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)

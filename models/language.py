@@ -226,10 +226,7 @@ class Language:
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """As Task."""
         how = {} if batch.documents is None else {"starts": F.document_starts(batch.documents)}
-        if model.config.loss_chunk:
-            return model(batch.tokens, batch.targets, reduction="sum", **how)
-        logits = model(batch.tokens, **how)
-        return F.cross_entropy(logits, batch.targets, ignore_index=IGNORED, reduction="sum")
+        return model(batch.tokens, batch.targets, reduction="sum", **how)
 
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:
         """As Task: neighbouring windows."""

@@ -16,7 +16,6 @@ from bench import workload as w
 from bench.gpu.contestant import serve
 from bench.gpu.job import Job
 from bench.training import model_of
-from shardrt import functional as F
 from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
@@ -98,7 +97,7 @@ class Trainer:
         for part, (x, y) in enumerate(zip(np.split(tokens, parts), np.split(targets, parts), strict=True)):
             wait = no_sync(self.model) if part < parts - 1 and self.job.strategy != "NONE" else nullcontext()
             with wait:
-                loss = F.cross_entropy(self.model(x), y, inplace=True) * (1 / parts)
+                loss = self.model(x, y) * (1 / parts)
                 loss.backward()
         return loss
 

@@ -13,7 +13,7 @@ Array = Any
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab); targets int64, losses, lse (rows,).
+    logits (rows, vocab), dense; targets int64, losses, lse (rows,).
     """
     run_rows(_forward, logits.shape[0], logits.size, logits, targets, losses, lse, ignore_index)
 
@@ -27,6 +27,30 @@ def backward(
     """
     factor = logits.dtype.type(1 if scale is None else scale.item())
     run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, factor, ignore_index)
+
+
+def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
+    """As forward, of logits that only backward_in_place will read: it may leave in them what it likes."""
+    forward(logits, targets, losses, lse, ignore_index)
+
+
+def backward_in_place(
+    logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
+) -> Array | None:
+    """What forward_in_place has left becomes the gradient; gives what its rows are still to be multiplied by.
+
+    scale: float64, one number, one for each row, or None for 1. None where nothing is left of it.
+    """
+    of_rows = scale is not None and scale.ndim == 1
+    backward(logits, targets, lse, logits, None if of_rows else scale, ignore_index)
+    if of_rows:
+        scale_rows(logits, scale, logits)
+
+
+def scale_rows(x: Array, factor: Array, out: Array) -> None:
+    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x."""
+    by = factor.astype(x.dtype)
+    np.multiply(x, by[:, None] if by.ndim else by, out=out)
 
 
 def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:

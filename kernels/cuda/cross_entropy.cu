@@ -1,11 +1,27 @@
-// Cross entropy from logits, a block per row: forward reads them once, backward reads and writes them once.
+// Cross entropy from logits, a block per row: forward reads them once, backward reads and writes them once; or forward
+// reads them and writes their gradient. Rows begin `stride` elements apart.
 #include "rows.cuh"
 
-// lse = log of the sum of exponentials; losses = lse - logits[target], 0 where the target is ignore_index. Both are nan
-// where the target is not in the vocabulary.
-extern "C" __global__ void forward(const T* logits, const int64* targets, A* losses, A* lse, int64 vocab,
+// What of a row's loss does not depend on the other rows. Both are nan where the target is not in the vocabulary.
+struct Row {
+    int64 target;
+    bool ignored, inside;
+
+    __device__ __forceinline__ Row(const int64* targets, int64 vocab, int64 ignore_index) {
+        target = targets[blockIdx.x];
+        ignored = target == ignore_index;
+        inside = 0 <= target && target < vocab;
+    }
+    __device__ __forceinline__ A logarithm(const Exponentials& all) const {
+        return ignored || inside ? all.highest + log(all.total) : A(nan(""));
+    }
+    __device__ __forceinline__ A loss(A value, A chosen) const { return ignored ? A(0) : inside ? value - chosen : value; }
+};
+
+// lse = log of the sum of exponentials; losses = lse - logits[target], 0 where the target is ignore_index.
+extern "C" __global__ void forward(const T* logits, const int64* targets, A* losses, A* lse, int64 vocab, int64 stride,
                                    int64 ignore_index, int vectors) {
-    int64 row = blockIdx.x, start = row * vocab;
+    int64 start = blockIdx.x * stride;
     Exponentials all;
     each_in_row(start, vocab, vectors, [&](int64 j, auto many) {
         constexpr int W = decltype(many)::value;
@@ -13,31 +29,95 @@ extern "C" __global__ void forward(const T* logits, const int64* targets, A* los
     });
     all.join();
     if (threadIdx.x > 0) return;
-    int64 target = targets[row];
-    bool ignored = target == ignore_index, inside = 0 <= target && target < vocab;
-    A value = ignored || inside ? all.highest + log(all.total) : A(nan(""));
-    lse[row] = value;
-    losses[row] = ignored ? A(0) : inside ? value - to_acc(logits[start + target]) : value;
+    Row row(targets, vocab, ignore_index);
+    A value = row.logarithm(all);
+    lse[blockIdx.x] = value;
+    losses[blockIdx.x] = row.loss(value, row.inside ? to_acc(logits[start + row.target]) : A(0));
+}
+
+// scale * (softmax - one-hot) of some logits from the j-th of their row on.
+template <int W>
+__device__ __forceinline__ Pack<T, W> slopes(Pack<T, W> pack, int64 j, int64 target, A shift, A scale) {
+#pragma unroll
+    for (int k = 0; k < W; k++) {
+        A probability = exp(to_acc(pack[k]) - shift);
+        pack[k] = from_acc<T>((j + k == target ? probability - A(1) : probability) * scale);
+    }
+    return pack;
 }
 
 // dlogits = scale * (softmax - one-hot target), 0 in ignored rows, which are not read. It may be the logits. scale: one
 // number, 1 where there is none.
 extern "C" __global__ void backward(const T* logits, const int64* targets, const A* lse, T* dlogits,
-                                    const double* scale, int64 vocab, int64 ignore_index, int vectors) {
-    int64 row = blockIdx.x, start = row * vocab, target = targets[row];
-    A shift = lse[row], factor = scale ? A(*scale) : A(1);
-    bool ignored = target == ignore_index;
+                                    const double* scale, int64 vocab, int64 stride, int64 dstride, int64 ignore_index,
+                                    int vectors) {
+    int64 start = blockIdx.x * stride, dstart = blockIdx.x * dstride;
+    Row row(targets, vocab, ignore_index);
+    A shift = lse[blockIdx.x], factor = scale ? A(*scale) : A(1);
+    bool together = vectors && (dstart - start) % N == 0;
+    each_in_row(start, vocab, together, [&](int64 j, auto many) {
+        constexpr int W = decltype(many)::value;
+        Pack<T, W> pack = {};
+        if (!row.ignored) pack = slopes(load<W>(logits + start + j), j, row.target, shift, factor);
+        store<W>(dlogits + dstart + j, pack);
+    });
+}
+
+constexpr int ROOM = sizeof(T) > 4 ? 1 : 2;  // blocks on a multiprocessor
+
+// As forward; then softmax - one-hot, 0 in ignored rows, takes the place of the logits. HELD: a thread keeps what it
+// has read in shared memory, where nobody else looks.
+template <bool HELD>
+__device__ __forceinline__ void in_place(T* logits, const int64* targets, A* losses, A* lse, int64 vocab, int64 stride,
+                                         int64 ignore_index, bool vectors) {
+    DYNAMIC_SHARED(T, shared);
+    int64 start = blockIdx.x * stride;
+    T *line = logits + start, *kept = HELD ? shared + start % N : line;  // aligned alike
+    Exponentials all;
+    each_in_row(start, vocab, vectors, [&](int64 j, auto many) {
+        constexpr int W = decltype(many)::value;
+        Pack<T, W> pack = load<W>(line + j);
+        if (HELD) store<W>(kept + j, pack);
+        all.add(pack);
+    });
+    Row row(targets, vocab, ignore_index);
+    A chosen = row.inside ? to_acc(line[row.target]) : A(0);
+    all.join();  // and nobody writes before all have read
+    A value = row.logarithm(all);
     each_in_row(start, vocab, vectors, [&](int64 j, auto many) {
         constexpr int W = decltype(many)::value;
         Pack<T, W> pack = {};
-        if (!ignored) {
-            pack = load<W>(logits + start + j);
+        if (!row.ignored) pack = slopes(load<W>(kept + j), j, row.target, value, A(1));
+        store<W>(line + j, pack);
+    });
+    if (threadIdx.x > 0) return;
+    lse[blockIdx.x] = value;
+    losses[blockIdx.x] = row.loss(value, chosen);
+}
+
+extern "C" __global__ void __launch_bounds__(1024, ROOM) in_place_held(T* logits, const int64* targets, A* losses, A* lse,
+                                                                 int64 vocab, int64 stride, int64 ignore_index,
+                                                                 int vectors) {
+    in_place<true>(logits, targets, losses, lse, vocab, stride, ignore_index, vectors);
+}
+
+extern "C" __global__ void __launch_bounds__(1024, ROOM) in_place_any(T* logits, const int64* targets, A* losses, A* lse,
+                                                                int64 vocab, int64 stride, int64 ignore_index,
+                                                                int vectors) {
+    in_place<false>(logits, targets, losses, lse, vocab, stride, ignore_index, vectors);
+}
+
+// out = x * factor, the row's own or, where there is one, that for all. `out` may be x, which is not touched for 1.
+extern "C" __global__ void scale_rows(const T* x, const double* factor, T* out, int of_rows, int64 width,
+                                      int vectors) {
+    int64 start = blockIdx.x * width;
+    A by = A(factor[of_rows ? blockIdx.x : 0]);
+    if (by == A(1) && out == x) return;
+    each_in_row(start, width, vectors, [&](int64 j, auto many) {
+        constexpr int W = decltype(many)::value;
+        Pack<T, W> pack = load<W>(x + start + j);
 #pragma unroll
-            for (int k = 0; k < W; k++) {
-                A probability = exp(to_acc(pack[k]) - shift);
-                pack[k] = from_acc<T>((j + k == target ? probability - A(1) : probability) * factor);
-            }
-        }
-        store<W>(dlogits + start + j, pack);
+        for (int k = 0; k < W; k++) pack[k] = from_acc<T>(to_acc(pack[k]) * by);
+        store<W>(out + start + j, pack);
     });
 }

@@ -7,16 +7,19 @@ from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
 
+_SHARED = 99 << 10  # bytes of shared memory that a block may have on every GPU since Ampere
+_LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another: more threads for each
+
 
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
 
-    logits (rows, vocab); targets int64, losses, lse (rows,), float32 for 16-bit logits. Of a target outside
-    of the vocabulary the loss is nan, and the gradient.
+    logits (rows, vocab), whose rows may be padded; targets int64, losses, lse (rows,), float32 for 16-bit
+    logits. Of a target outside of the vocabulary the loss is nan, and the gradient.
     """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits)
-    args = (logits, targets, losses, lse, vocab, int(ignore_index), how.vectors)
+    args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), how.vectors)
     launch("cross_entropy", "forward", logits.dtype, how.grid, args, threads=how.threads)
 
 
@@ -29,15 +32,55 @@ def backward(
     """
     rows, vocab = logits.shape
     how = read_again(rows, vocab, logits, dlogits)
-    args = (logits, targets, lse, dlogits, scale, vocab, int(ignore_index), how.vectors)
+    strides = _stride(logits), _stride(dlogits)
+    args = (logits, targets, lse, dlogits, scale, vocab, *strides, int(ignore_index), how.vectors)
     launch("cross_entropy", "backward", logits.dtype, how.grid, args, threads=how.threads)
 
 
+def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
+    """As forward, of logits that only backward_in_place will read: softmax - one-hot takes their place.
+
+    Read once and written once, where a block can hold a row in shared memory; else read again.
+    """
+    rows, vocab = logits.shape
+    how = read_again(rows, vocab, logits)
+    shared = vocab * logits.dtype.itemsize + 16  # a row need not begin at 16 bytes
+    form, shared = ("held", shared) if shared <= _SHARED else ("any", 0)
+    threads = how.threads * (2 if vocab * logits.dtype.itemsize > _LONG else 1)
+    args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), how.vectors)
+    where = {"threads": threads, "shared": shared}
+    launch("cross_entropy", f"in_place_{form}", logits.dtype, how.grid, args, **where)
+
+
+def backward_in_place(
+    logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
+) -> Array | None:
+    """What forward_in_place has left becomes the gradient; gives what its rows are still to be multiplied by.
+
+    scale: float64, one number, one for each row, or None for 1. None where nothing is left of it. Here all of
+    it is: the rows that the logits were made of, and those that come of them, are far narrower.
+    """
+    return scale
+
+
+def scale_rows(x: Array, factor: Array, out: Array) -> None:
+    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x."""
+    rows, width = x.shape
+    how = read_again(rows, width, x, out)
+    args = (x, factor, out, bool(factor.ndim), width, how.vectors)
+    launch("cross_entropy", "scale_rows", x.dtype, how.grid, args, threads=how.threads)
+
+
 def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:
-    """Bytes of forward: the logits are read once. Backward moves twice as many."""
+    """Bytes of forward: the logits are read once. Backward and forward_in_place move twice as many."""
     return rows * vocab * itemsize
 
 
 def flops(rows: int, vocab: int) -> int:
     """Operations of forward, about, an exponential counted as ten."""
     return 13 * rows * vocab
+
+
+def _stride(x: Array) -> int:
+    """Elements from one row to the next."""
+    return x.strides[0] // x.dtype.itemsize

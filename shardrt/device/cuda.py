@@ -22,6 +22,7 @@ from shardrt.device.capture import WHY, Graph
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.device.upload import Uploads
 
+_ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -158,6 +159,9 @@ class CUDADevice(Device):
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.empty(shape, dtype)
+
+    def row_elements(self, columns: int) -> int:
+        return -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.zeros(shape, dtype)

@@ -42,6 +42,9 @@ class RehearsalDevice(Device):
 
     zeros = empty
 
+    def row_elements(self, columns: int) -> int:
+        return self._real.row_elements(columns)
+
     def buffer(self, count: int, dtype: Any) -> Array:
         return np.zeros(count, dtype)  # not touched: the system maps a page when it is first written
 

@@ -108,6 +108,11 @@ def asarray(values: Any, dtype: Any = None) -> Array:
     return device.current().asarray(values, dtype)
 
 
+def empty_rows(count: int, columns: int, dtype: Any) -> Array:
+    """An uninitialised (count, columns) for products, on the current device: rows may be padded."""
+    return device.current().empty_rows(count, columns, dtype)
+
+
 def empty_exact(shape: tuple[int, ...], like: Array) -> Array:
     """An uninitialised array for statistics of elements of `like`: float32 where they have 16 bits."""
     return device.current().empty(shape, dtypes.exact(like.dtype))

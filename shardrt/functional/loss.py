@@ -1,5 +1,5 @@
-"""Cross entropy: from logits, which are read once, or from what a linear head makes them of, without ever
-holding all of them. One number per row is kept for backward.
+"""Cross entropy: from logits, or from what a linear head makes them of, with all of them in memory or a few at
+a time.
 """
 
 from collections.abc import Iterator
@@ -11,9 +11,9 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     asarray,
     check_floats,
-    empty,
     empty_exact,
     empty_like,
+    empty_rows,
     flat,
     indices,
     kernels,
@@ -90,6 +90,46 @@ def cross_entropy(
 
 
 class LinearCrossEntropy(Function):
+    """Nobody else has the logits: they become their gradient, as early as the kernels see fit."""
+
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str) -> Array:
+        x2, matrix = rows(x), contiguous(weight.lent())
+        losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
+        logits = empty_rows(len(x2), len(matrix), x.dtype)
+        kernels().linear.forward(x2, matrix, None, logits)
+        entropy = kernels().cross_entropy
+        forward = entropy.forward_in_place if any(self.needs) else entropy.forward
+        forward(logits, flat(targets), losses, lse, ignore_index)
+        count = _counted(targets, ignore_index, reduction)
+        self.saved = (x, weight, logits, targets, lse, ignore_index, reduction, count)
+        return _reduced(losses, targets, reduction, count)
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, logits, targets, lse, ignore_index, reduction, count = self.saved
+        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
+        scale = flat(dy).astype(np.float64) if reduction == "none" else _scale(dy, reduction, count)
+        entropy = kernels().cross_entropy
+        left = entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
+        dx = token = None
+        if self.needs[0]:
+            dx = empty_like(x)
+            linear.backward_input(logits, matrix, rows(dx))
+            if left is not None:
+                entropy.scale_rows(rows(dx), left, rows(dx))
+        if self.needs[1]:
+            dweight, accumulate, token = weight.gradient_target()
+            if left is not None:
+                x2, unscaled = empty_like(x2), x2
+                entropy.scale_rows(unscaled, left, x2)
+            linear.backward_weight(x2, logits, dweight, accumulate)
+        self.saved = None  # the logits are gone: a second backward is an error
+        return dx, token, None, None, None
+
+
+class ChunkedCrossEntropy(Function):
     """Backward makes the logits again, chunk by chunk: the gradient of the loss is known only then."""
 
     __slots__ = ()
@@ -100,7 +140,7 @@ class LinearCrossEntropy(Function):
     ) -> Array:
         x2, matrix = rows(x), contiguous(weight.lent())
         losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
-        memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
+        memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
         for part, logits in _chunks(memory, len(x2)):
             kernels().linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.forward(
@@ -116,7 +156,7 @@ class LinearCrossEntropy(Function):
         scale = _scale(dy, reduction, count)
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
-        memory = empty((min(chunk, len(x2)), matrix.shape[0]), x.dtype)
+        memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
         for part, logits in _chunks(memory, len(x2)):
             linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.backward(
@@ -144,11 +184,14 @@ def linear_cross_entropy(
 ) -> "Tensor":
     """As cross_entropy(linear(x, weight), targets), with never more than `chunk` rows of logits in memory.
 
-    x: (..., inputs). weight: (vocab, inputs). targets: integers (...). Costs chunk * vocab elements in
-    forward and in backward, where plain logits cost rows * vocab from the one to the other, and a product
-    more: the logits are made a second time. The weight's gradient is added where it belongs, chunk by chunk.
+    x: (..., inputs). weight: (vocab, inputs). targets: integers (...).
 
-    Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 1;
+    chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab from
+    the one to the other, and a product more: the logits are made a second time. The weight's gradient is
+    added where it belongs, chunk by chunk. 0: all rows at once, and no product more. The gradient of the
+    logits then takes their memory, on a GPU as soon as they have been read, and backward runs once.
+
+    Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 0;
     TypeError for other dtypes.
     """
     op = "linear_cross_entropy"
@@ -159,9 +202,11 @@ def linear_cross_entropy(
             f"{op}: x (..., inputs) needs weight (vocab, inputs), got {x.shape} and {weight.shape}"
         )
     targets = _checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
-    if chunk < 1:
-        raise ValueError(f"{op}: chunk must be at least 1, got {chunk}")
-    return LinearCrossEntropy.apply(x, weight, targets, ignore_index, reduction, chunk)
+    if chunk < 0:
+        raise ValueError(f"{op}: chunk must be at least 0, got {chunk}")
+    if chunk == 0:
+        return LinearCrossEntropy.apply(x, weight, targets, ignore_index, reduction)
+    return ChunkedCrossEntropy.apply(x, weight, targets, ignore_index, reduction, chunk)
 
 
 def _checked(
@@ -198,8 +243,10 @@ def _reduced(losses: Array, targets: Array, reduction: str, count: Array | None)
 
 def _scale(dy: Array, reduction: str, count: Array | None) -> Array | None:
     """What the gradient of every row is multiplied by, one float64 on the device; None for 1."""
-    scale = None if reduction == "none" else dy.astype(np.float64)
-    return scale if count is None else scale / np.maximum(count, 1)
+    if reduction == "none":
+        return None
+    scale = dy.astype(np.float64)
+    return asarray(scale if count is None else scale / np.maximum(count, 1))
 
 
 def _chunks(memory: Array, count: int) -> Iterator[tuple[slice, Array]]:

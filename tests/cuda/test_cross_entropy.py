@@ -124,3 +124,93 @@ def test_a_target_outside_of_the_vocabulary_makes_its_row_nan_and_reads_nothing(
         np.testing.assert_array_equal(np.isnan(losses), [False, True, False])
         cuda.backward(logits, targets, lse, logits, None, IGNORE)
         assert np.isfinite(logits[[0, 2]]).all() and np.isnan(logits[1]).all()
+
+
+def padded(array, values, row):
+    """Rows that begin `row` elements apart, with nan between them; and the whole."""
+    whole = array(np.full((len(values), row), np.nan))
+    whole[:, : values.shape[1]] = values
+    return whole[:, : values.shape[1]], whole
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
+@pytest.mark.parametrize("row", [64, 67])
+def test_rows_may_be_padded(emulated, element, row):
+    with guarded(element) as array:
+        logits, whole = padded(array, 3 * normal(3, 50), row)
+        targets = targets_of(logits.shape)
+        losses, lse = (array(np.full(3, np.nan), dtype=kept(element)) for _ in range(2))
+        cuda.forward(logits, targets, losses, lse, IGNORE)
+        for found, expected in zip((losses, lse), exact_forward(logits, targets), strict=True):
+            assert_close(found, expected)
+        expected = exact_backward(logits, targets, lse, 0.25)
+        elsewhere = array(np.full((3, 50), np.nan))
+        for dlogits in (elsewhere, logits):
+            cuda.backward(logits, targets, lse, dlogits, np.array(0.25), IGNORE)
+            assert_close(dlogits, expected)
+        assert np.isnan(whole[:, 50:].astype(np.float64)).all()
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("held", [True, False])
+@pytest.mark.parametrize("padding", [0, 1, 64])
+def test_in_place_forward_leaves_the_gradient_but_for_the_scale(
+    emulated, monkeypatch, element, shape, held, padding
+):
+    if not held:
+        monkeypatch.setattr(cuda, "_SHARED", 0)
+    with guarded(element) as array:
+        logits, whole = padded(array, 3 * normal(*shape), shape[1] + padding)
+        targets = targets_of(shape)
+        losses, lse = (array(np.full(shape[0], np.nan), dtype=kept(element)) for _ in range(2))
+        expected = exact_forward(logits, targets)
+        slope = exact_backward(logits, targets, expected[1], 1.0)
+        cuda.forward_in_place(logits, targets, losses, lse, IGNORE)
+        assert cuda.backward_in_place(logits, targets, lse, np.array(0.25), IGNORE) == 0.25
+        assert emulated.launches == ["in_place_held" if held else "in_place_any"]
+        if shape[1] > 1:
+            assert_close(losses, expected[0])
+            assert_close(lse, expected[1])
+            assert_close(logits, slope)
+        assert shape[0] == 1 or (losses[-1] == 0 and (logits[-1] == 0).all())
+        assert np.isnan(whole[:, shape[1] :].astype(np.float64)).all()
+
+
+def test_in_place_a_wrong_target_and_nan_are_as_otherwise(emulated):
+    targets = np.array([3, 40, IGNORE, 1])
+    with guarded("float32") as array:
+        logits, losses, lse = array(normal(4, 40)), array(np.zeros(4)), array(np.zeros(4))
+        logits[2:, 7] = np.nan
+        cuda.forward_in_place(logits, targets, losses, lse, IGNORE)
+        np.testing.assert_array_equal(np.isnan(losses), [False, True, False, True])
+        assert np.isfinite(logits[0]).all() and (logits[2] == 0).all() and np.isnan(logits[[1, 3]]).all()
+
+
+def test_as_many_threads_as_a_long_row_needs_and_no_more_shared_memory_than_there_is(emulated, monkeypatch):
+    """A vocabulary of 50257 in 16 bits is held; in 32, or one of 128256, is not."""
+    asked = []
+    monkeypatch.setattr(emulated, "launch", lambda *call: asked.append((call[2], call[4], call[6])))
+    with guarded("bfloat16") as array:
+        targets, losses, lse = np.zeros(1, np.int64), np.zeros(1, np.float32), np.zeros(1, np.float32)
+        for vocab, dtype in ((2000, None), (50257, None), (50257, np.float32), (128256, None)):
+            cuda.forward_in_place(array(np.zeros((1, vocab)), dtype=dtype), targets, losses, lse, IGNORE)
+    assert asked == [
+        ("in_place_held", 256, 4016),
+        ("in_place_held", 1024, 100530),
+        ("in_place_any", 1024, 0),
+        ("in_place_any", 1024, 0),
+    ]
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("width", [1, 24, 33])
+@pytest.mark.parametrize("factor", [np.array(0.3), np.array(1.0), np.array([0.5, 0.0, 3.0])], ids=str)
+@pytest.mark.parametrize("inplace", [False, True])
+def test_scale_rows(emulated, element, width, factor, inplace):
+    with guarded(element) as array:
+        x = array(normal(3, width))
+        out = x if inplace else array(np.full((3, width), np.nan))
+        expected = x.astype(np.float64) * (factor[:, None] if factor.ndim else factor)
+        cuda.scale_rows(x, factor, out)
+        assert_close(out, expected)

@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_an_error():
 
 
 @pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("chunk", [1, 2, 5, 6, 99])
+@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 6, 99])
 def test_gradients_in_chunks(reduction, chunk):
     targets = targets_for((2, 3), 5)
     targets[1, 1] = -100
@@ -121,11 +121,11 @@ def test_in_chunks_it_is_the_same_but_for_rounding(reduction):
     targets = targets_for((7, 9), 101)
     targets[2, 3:] = -100
     results = []
-    for chunk in (0, 10, 63):
+    for chunk in (None, 0, 10, 63):
         x = Tensor(normal(7, 9, 16).astype(np.float32), requires_grad=True)
         weight = Tensor(normal(101, 16).astype(np.float32), requires_grad=True)
         first = (F.linear(x, weight) ** 2).mean()  # the weight's gradient is added to another
-        if chunk:
+        if chunk is not None:
             loss = F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)
         else:
             loss = F.cross_entropy(F.linear(x, weight), targets, reduction=reduction)
@@ -151,9 +151,44 @@ def test_in_chunks_the_logits_are_never_all_there():
     assert peaks[1] >= 4 * 512 * 1000
 
 
-def test_no_rows_have_loss_and_gradient_zero():
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_without_chunks_it_has_the_bits_of_the_two_ops(reduction):
+    targets = targets_for((7, 9), 101)
+    targets[2, 3:] = -100
+    results = []
+    for together in (False, True):
+        x = Tensor(normal(7, 9, 16).astype(np.float32), requires_grad=True)
+        weight = Tensor(normal(101, 16).astype(np.float32), requires_grad=True)
+        if together:
+            loss = F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=0)
+        else:
+            loss = F.cross_entropy(F.linear(x, weight), targets, reduction=reduction, inplace=True)
+        (loss * 0.3).sum().backward()
+        results.append([np.array(loss.data), x.grad, weight.grad])
+    for one, other in zip(*results, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_without_chunks_backward_runs_once():
+    loss = F.linear_cross_entropy(leaf(normal(2, 4)), leaf(normal(5, 4)), [0, 1], chunk=0)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="LinearCrossEntropy"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_the_gradient_of_one_of_the_two_alone(frozen, chunk):
+    x, weight = leaf(normal(3, 4)), leaf(normal(5, 4))
+    (x if frozen == "x" else weight).requires_grad = False
+    trained = weight if frozen == "x" else x
+    check_gradients(lambda _: F.linear_cross_entropy(x, weight, [0, 4, 2], chunk=chunk), trained)
+
+
+@pytest.mark.parametrize("chunk", [0, 128])
+def test_no_rows_have_loss_and_gradient_zero(chunk):
     x, weight = leaf(np.zeros((0, 4))), leaf(normal(5, 4))
-    loss = F.linear_cross_entropy(x, weight, np.zeros(0, np.int64), reduction="sum")
+    loss = F.linear_cross_entropy(x, weight, np.zeros(0, np.int64), reduction="sum", chunk=chunk)
     loss.backward()
     assert loss.item() == 0 and not weight.grad.any()
 
@@ -164,8 +199,8 @@ def test_what_does_not_fit_in_chunks_is_an_error():
         F.linear_cross_entropy(x, normal(5, 3), [0, 1])
     with pytest.raises(ValueError, match=r"linear_cross_entropy: targets\[1\] is 5, not in \[0, 5\)"):
         F.linear_cross_entropy(x, weight, [0, 5])
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
-        F.linear_cross_entropy(x, weight, [0, 1], chunk=0)
+    with pytest.raises(ValueError, match="chunk must be at least 0, got -1"):
+        F.linear_cross_entropy(x, weight, [0, 1], chunk=-1)
 
 
 @pytest.mark.torch
