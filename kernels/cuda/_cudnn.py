@@ -22,6 +22,8 @@ _ELEMENTS = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
 class Stage(Protocol):
     """Where operations run."""
 
+    architecture: str  # "sm_90"
+
     def stream(self) -> int:
         """The current stream's handle."""
 
@@ -46,19 +48,16 @@ class CuDNN:
         kind: tuple,
         arrays: tuple[Array, ...],
         describe: Callable[[Any], None],
+        refused: str = "",
         *,
         never: tuple[str, ...] = (),
-        refused: str = "",
     ) -> bool:
         """Run the operation that `describe` adds to a graph; if there is no plan for it, False, nothing done.
 
         kind: what a plan depends on besides types, shapes and strides. arrays: those with uid 1, 2, ...
-        never: numerical notes that no plan may have. refused: what a warning then says that cuDNN refuses.
+        refused: what a warning then says that cuDNN refuses. never: numerical notes that no plan may have.
         """
-        key = (*kind, *((x.dtype.name, x.shape, x.strides) for x in arrays))
-        if key not in self._graphs:
-            self._graphs[key] = self._graph(arrays[0], describe, never, refused)
-        graph = self._graphs[key]
+        graph = self._plan(kind, arrays, describe, never, refused)
         if graph is None:
             return False
         # Not kept from call to call: a captured graph would go on using what a larger one had replaced.
@@ -68,6 +67,18 @@ class CuDNN:
         with self._lock:  # of handles cuDNN says that threads must not share them, of graphs it says nothing
             graph.execute(places, address(workspace), handle=handle)
         return True
+
+    def workspace(
+        self, kind: tuple, arrays: tuple[Array, ...], describe: Callable[[Any], None], refused: str = ""
+    ) -> int | None:
+        """Bytes that `run` would take besides the arrays; None where there is no plan."""
+        graph = self._plan(kind, arrays, describe, (), refused)
+        return None if graph is None else graph.get_workspace_size()
+
+    @property
+    def architecture(self) -> str:
+        """Of the GPU, as "sm_90"."""
+        return self._stage.architecture
 
     def input(self, graph: Any, uid: int, x: Array) -> Any:
         """A tensor like x, four-dimensional, to read."""
@@ -83,6 +94,15 @@ class CuDNN:
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory."""
         return self._stage.empty(shape, dtype)
+
+    def _plan(
+        self, kind: tuple, arrays: tuple[Array, ...], describe: Callable, never: tuple, refused: str
+    ) -> Any:
+        """The graph of an operation, made when it is first asked for; None where cuDNN has no plan."""
+        key = (*kind, *((x.dtype.name, x.shape, x.strides) for x in arrays))
+        if key not in self._graphs:
+            self._graphs[key] = self._graph(arrays[0], describe, never, refused)
+        return self._graphs[key]
 
     def _graph(self, first: Array, describe: Callable[[Any], None], never: tuple, refused: str) -> Any:
         """A graph with its plan; None where cuDNN has none."""
@@ -103,7 +123,7 @@ class CuDNN:
             graph.build_plans()
         except (cudnn.cudnnGraphNotSupportedError, RuntimeError) as error:
             if refused:
-                warnings.warn(f"{refused}; slower kernels do it ({error})", stacklevel=6)
+                warnings.warn(f"{refused}; slower kernels do it ({error})", stacklevel=7)
             return None
         return graph
 

@@ -7,6 +7,7 @@ Keys and values, and their gradients, may have fewer heads than queries, which t
 looks at head h // (heads of q / heads of k). cuDNN sees that from the shapes; nothing is repeated in memory.
 """
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +15,12 @@ import numpy as np
 
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._launch import Array, vectors
+from shardrt.kernels.determinism import are_deterministic_algorithms_enabled
 
 WIDEST = 128  # elements of a head, forward and backward, on every GPU since Ampere
 _ELEMENTS = ("float16", "bfloat16")
 _VECTOR = 8  # elements of 16 bytes, in which cuDNN reads
+_WORKSPACE = 5 << 29  # bytes that a deterministic backward may take: a head of 32,768 tokens takes 4 << 29
 _FORWARD, _BACKWARD = ("q", "k", "v", "y", "lse"), ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv")
 
 
@@ -26,12 +29,14 @@ class CuDNNAttention:
 
     def __init__(self, cudnn: CuDNN) -> None:
         self._cudnn = cudnn
+        self._told: set[str] = set()
 
     def forward(
         self, q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float
     ) -> bool:
         """As attention.forward, if cuDNN can; else does nothing and gives False."""
-        return self._run(_FORWARD, (q, k, v, y, lse), causal, scale, self._describe_forward)
+        arrays = q, k, v, y, lse
+        return _suits(_FORWARD, arrays) and self._cudnn.run(*self._operation(_FORWARD, arrays, causal, scale))
 
     def backward(
         self,
@@ -48,23 +53,69 @@ class CuDNNAttention:
         causal: bool,
         scale: float,
     ) -> bool:
-        """As attention.backward, the same bits every time, if cuDNN can; else does nothing: False."""
-        arrays = dy, q, k, v, y, lse, dq, dk, dv
-        return self._run(_BACKWARD, arrays, causal, scale, self._describe_backward)
+        """As attention.backward, if cuDNN can; else False, and the gradients are still to be written.
 
-    def _run(
-        self, names: tuple, arrays: tuple, causal: bool, scale: float, describe: Callable[..., None]
-    ) -> bool:
-        named = dict(zip(names, arrays, strict=True))
-        if not _suits(named):
+        Where deterministic algorithms are asked for, the same bits every time. On Hopper that takes memory
+        for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
+        """
+        arrays = dy, q, k, v, y, lse, dq, dk, dv
+        if not _suits(_BACKWARD, arrays) or self._may_give_nan(q, k, causal):
             return False
-        q, k = named["q"], named["k"]
-        cudnn = self._cudnn.module
+        fixed = are_deterministic_algorithms_enabled()
+        parts = self._parts(arrays, causal, scale) if fixed else [arrays]
+        operations = (self._operation(_BACKWARD, part, causal, scale, fixed) for part in parts)
+        return bool(parts) and all(self._cudnn.run(*operation) for operation in operations)
+
+    def _parts(self, arrays: tuple, causal: bool, scale: float) -> list[tuple]:
+        """The arrays by samples, or else by heads, so that none takes more than _WORKSPACE; or no parts."""
+        size = self._cudnn.workspace(*self._operation(_BACKWARD, arrays, causal, scale, True))
+        if size is None:
+            return []
+        if size <= _WORKSPACE:
+            return [arrays]
+        halves = _halves(arrays)
+        if not halves:
+            self._tell(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
+        found = [self._parts(half, causal, scale) for half in halves]
+        return [part for parts in found for part in parts] if all(found) else []
+
+    def _may_give_nan(self, q: Array, k: Array, causal: bool) -> bool:
+        """Whether cuDNN's backward on Hopper may give nan for rows whose lse is below -88.
+
+        It takes keys in pairs of 64 and does not mask a second half that is not there (PyTorch #196678,
+        cudnn-frontend #628), nor what lies beyond a single query (#1072). The causal mask covers both. Seen
+        in 9.19 to 9.26; no version is known to be without either.
+        """
+        covered = causal and q.shape[2] <= k.shape[2]
+        if covered or not self._cudnn.architecture.startswith("sm_90"):
+            return False
+        if k.shape[2] % 128 != 64 and q.shape[2] > 1:
+            return False
+        self._tell(f"attention: cuDNN may give nan for q {q.shape}, k {k.shape} without a causal mask")
+        return True
+
+    def _tell(self, what: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warnings.warn(f"{what}; slower kernels do its backward", stacklevel=5)
+
+    def _operation(
+        self, names: tuple, arrays: tuple, causal: bool, scale: float, fixed: bool = False
+    ) -> tuple[tuple, tuple, Callable[[Any], None], str]:
+        """What CuDNN.run is told: the kind, the arrays, how the graph is described, what is refused."""
+        cudnn, named = self._cudnn.module, dict(zip(names, arrays, strict=True))
         mask = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
         how = {"attn_scale": float(scale), **(mask if causal else {})}
+        q, k = named["q"], named["k"]
         refused = f"attention: cuDNN refuses q {q.shape}, k {k.shape} of {q.dtype.name}"
-        kind = names, causal, scale
-        return self._cudnn.run(kind, arrays, lambda graph: describe(graph, named, **how), refused=refused)
+
+        def describe(graph: Any) -> None:
+            if names is _FORWARD:
+                self._describe_forward(graph, named, **how)
+            else:
+                self._describe_backward(graph, named, use_deterministic_algorithm=fixed, **how)
+
+        return (names, causal, scale, fixed), arrays, describe, refused
 
     def _describe_forward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
         cudnn = self._cudnn
@@ -78,25 +129,36 @@ class CuDNNAttention:
         dy, q, k, v, y, lse = (
             cudnn.input(graph, uid, arrays[name]) for uid, name in enumerate(_BACKWARD[:6], 1)
         )
-        outputs = graph.sdpa_backward(
-            q=q, k=k, v=v, o=y, dO=dy, stats=lse, use_deterministic_algorithm=True, **how
-        )
+        outputs = graph.sdpa_backward(q=q, k=k, v=v, o=y, dO=dy, stats=lse, **how)
         for uid, (name, output) in enumerate(zip(_BACKWARD[6:], outputs, strict=True), 7):
             cudnn.output(output, uid, arrays[name])
 
 
-def _suits(arrays: dict[str, Array]) -> bool:
+def _suits(names: tuple, arrays: tuple) -> bool:
     """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
 
     And whole groups of heads of q for each of k.
     """
-    q, lse = arrays["q"], arrays["lse"]
-    heads = [x for name, x in arrays.items() if name != "lse"]
+    named = dict(zip(names, arrays, strict=True))
+    q, lse = named["q"], named["lse"]
+    heads = [x for name, x in named.items() if name != "lse"]
     if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
         return False
     whole = lse.dtype == np.float32 and lse.flags.c_contiguous
     readable = whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
-    return readable and q.shape[1] % arrays["k"].shape[1] == 0
+    return readable and q.shape[1] % named["k"].shape[1] == 0
+
+
+def _halves(arrays: tuple) -> list[tuple]:
+    """Two halves of the samples, of a single one the heads; none of one head of k, or not at 16 bytes."""
+    batch, heads = arrays[2].shape[:2]  # of k
+    if batch > 1:
+        halves = [tuple(x[part] for x in arrays) for part in (slice(batch // 2), slice(batch // 2, None))]
+    else:
+        middles = [x.shape[1] // heads * (heads // 2) for x in arrays]  # several heads of q go with one of k
+        pairs = list(zip(arrays, middles, strict=True))
+        halves = [tuple(x[:, :m] for x, m in pairs), tuple(x[:, m:] for x, m in pairs)]
+    return halves if batch * heads > 1 and vectors(*halves[1]) else []
 
 
 def _in_vectors(x: Array) -> bool:

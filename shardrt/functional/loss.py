@@ -1,6 +1,4 @@
-"""Cross entropy: from logits, or from what a linear head makes them of, with all of them in memory or a few at
-a time.
-"""
+"""Cross entropy: from logits, or from what a head makes them of, all at once or some rows at a time."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any

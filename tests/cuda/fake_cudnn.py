@@ -98,7 +98,8 @@ class Graph:
         return self._attention("forward", (q, k, v), 2, attn_scale, mask)
 
     def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm, **mask):
-        assert use_deterministic_algorithm is True
+        assert type(use_deterministic_algorithm) is bool
+        self.deterministic = use_deterministic_algorithm
         return self._attention("backward", (dO, q, k, v, o, stats), 3, attn_scale, mask)
 
     def conv_fprop(self, *, image, weight, stride, padding, dilation):
@@ -164,12 +165,13 @@ class Graph:
         assert self.steps == STEPS[: len(self.steps)]
 
     def get_workspace_size(self):
-        return self.cudnn.workspace
+        return self.cudnn.workspace_of(self)
 
     def execute(self, places, workspace, handle):
         assert self.steps == STEPS and sorted(places) == sorted(t.uid for t in self.tensors)
         assert self.cudnn.handles[handle] == self.cudnn.stream, "a handle of another stream"
-        (ctypes.c_ubyte * self.cudnn.workspace).from_address(workspace)[:] = b"w" * self.cudnn.workspace
+        size = self.get_workspace_size()
+        (ctypes.c_ubyte * size).from_address(workspace)[:] = b"w" * size
         self.runs += 1
         arrays = [t.at(places[t.uid]) for t in self.arguments]
         exact = [np.ascontiguousarray(x, np.float64) for x in arrays]
@@ -221,6 +223,7 @@ def module():
     cudnn = ModuleType("cudnn")
     cudnn.handles, cudnn.graphs = {}, []
     cudnn.refuses, cudnn.stream, cudnn.workspace = lambda graph: False, 7, 1000
+    cudnn.workspace_of = lambda graph: cudnn.workspace
     cudnn.data_type = SimpleNamespace(**{name: name for name in ELEMENTS})
     cudnn.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
     cudnn.numerical_note = SimpleNamespace(**{note: note for note in NOTES})

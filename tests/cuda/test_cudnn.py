@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 
 from shardrt.kernels.cpu import attention as cpu
-from shardrt.kernels.cuda import _launch, attention
+from shardrt.kernels.cuda import _cudnn_attention, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
+from shardrt.kernels.determinism import use_deterministic_algorithms
 from tests.cuda import fake_cudnn, fake_cupy
 from tests.cuda.numbers import assert_close, guarded, normal
 from tests.cuda.test_attention import heads_of, in_double
@@ -22,7 +23,7 @@ from tests.cuda.test_attention import heads_of, in_double
 def cudnn(emulated):
     """The stand-in; the emulator uses it."""
     module = fake_cudnn.module()
-    emulated.stream = lambda: module.stream
+    emulated.stream, emulated.architecture = lambda: module.stream, "sm_90"
     fused = CuDNNAttention(CuDNN(module, emulated))
     emulated.attention = lambda: fused
     return module
@@ -203,6 +204,97 @@ def test_what_cudnn_refuses_runs_by_the_reference_kernels_and_is_said_once(cudnn
         expected = np.empty(arrays[3].shape), np.empty(arrays[4].shape)
         cpu.forward(*in_double(*arrays[:3]), *expected, causal=True, scale=0.3)
         assert_close(arrays[3], expected[0], 2)
+
+
+def test_backward_is_deterministic_only_where_it_is_asked_for(cudnn):
+    with packed("bfloat16") as arrays:
+        for mode in (False, True, False):
+            use_deterministic_algorithms(mode)
+            run(*arrays)
+    assert [(graph.kind, getattr(graph, "deterministic", None), graph.runs) for graph in cudnn.graphs] == [
+        ("forward", None, 3),
+        ("backward", False, 2),
+        ("backward", True, 1),
+    ]
+
+
+def quadratic(graph):
+    """What cuDNN takes on Hopper for a deterministic backward."""
+    queries, keys = (
+        (graph.arguments[place].dim for place in (1, 2)) if graph.kind == "backward" else ([1] * 4,) * 2
+    )
+    fixed = graph.kind == "backward" and graph.deterministic
+    return 2 * queries[0] * queries[1] * queries[2] * keys[2] if fixed else 1
+
+
+@pytest.mark.parametrize("limit, parts", [(2 * 8 * 144, 1), (2 * 4 * 144, 2), (2 * 2 * 144, 4)])
+def test_deterministic_backward_goes_in_parts_that_bound_its_memory(
+    cudnn, emulated, monkeypatch, limit, parts
+):
+    """2 samples of 4 heads, 2 of them with one of k: whole, by samples, and by heads of k."""
+    monkeypatch.setattr(_cudnn_attention, "_WORKSPACE", limit)
+    cudnn.workspace_of = quadratic
+    use_deterministic_algorithms(True)
+    taken, empty = [], emulated.empty
+    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how[0][0]) or empty(*how))
+    with guarded("bfloat16") as array:
+        q, y, dy = (array(normal(2, 4, 12, 16, seed=seed)) for seed in range(3))
+        k, v = (array(normal(2, 2, 12, 16, seed=seed)) for seed in (3, 4))
+        lse = array(np.full((2, 4, 12), np.nan), dtype=np.float32)
+        made = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+        fused = emulated.attention()
+        assert fused.forward(q, k, v, y, lse, causal=True, scale=0.3)
+        assert fused.backward(dy, q, k, v, y, lse, *made, causal=True, scale=0.3)
+        assert taken == [1] + parts * [limit] and emulated.launches == []
+        use_deterministic_algorithms(False)
+        whole = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+        assert fused.backward(dy, q, k, v, y, lse, *whole, causal=True, scale=0.3)
+        for found, expected in zip(made, whole, strict=True):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_a_deterministic_backward_that_does_not_fit_even_by_heads_runs_by_the_reference_kernels(
+    cudnn, emulated, monkeypatch
+):
+    monkeypatch.setattr(_cudnn_attention, "_WORKSPACE", 287)
+    cudnn.workspace_of = quadratic
+    use_deterministic_algorithms(True)
+    with packed("bfloat16", time=12) as arrays:
+        with pytest.warns(
+            UserWarning, match=r"deterministic attention of \(1, 1, 12, 16\) would take 288 bytes"
+        ):
+            run(*arrays)
+    assert "backward_keys" in emulated.launches
+
+
+@pytest.mark.parametrize(
+    "queries, keys, causal, architecture, refused",
+    [
+        (5, 64, False, "sm_90", True),
+        (5, 192, False, "sm_90", True),
+        (200, 192, True, "sm_90", True),  # the last queries see all keys, and what is beyond them
+        (1, 128, False, "sm_90", True),
+        (192, 192, True, "sm_90", False),
+        (5, 128, False, "sm_90", False),
+        (5, 100, False, "sm_90", False),
+        (5, 64, False, "sm_80", False),
+        (5, 64, False, "sm_100", False),
+    ],
+)
+def test_lengths_for_which_cudnn_gives_nan_are_left_to_others(
+    cudnn, emulated, queries, keys, causal, architecture, refused
+):
+    emulated.architecture = architecture
+    with guarded("bfloat16") as array:
+        q, k = array(np.zeros((1, 1, queries, 8))), array(np.zeros((1, 1, keys, 8)))
+        lse, dq, dk = array(np.zeros((1, 1, queries)), dtype=np.float32), array(q), array(k)
+        arrays = q, q, k, k, q, lse, dq, dk, array(k)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                done = emulated.attention().backward(*arrays, causal=causal, scale=1.0)
+                assert done is not refused
+    assert len(told) == refused and len(cudnn.graphs) == (not refused)
 
 
 @pytest.fixture

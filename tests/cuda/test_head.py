@@ -1,4 +1,4 @@
-"""The head and its loss in one op, by CUDA's kernels and the binding of cublasLt: numbers, alignments, launches."""
+"""The head and its loss in one op, by CUDA's kernels and cublasLt's binding: numbers, alignment, launches."""
 
 import numpy as np
 import pytest
