@@ -9,9 +9,10 @@ from bench.workload import Workload
 class Job:
     """A training job on one GPU. `batch` sequences make a step, in so many micro-batches.
 
-    strategy: shardrt's, or "NONE". What PyTorch does: compiled: the "model", or its "blocks", one for all,
-    which takes a tenth of the time; fsdp: FSDP2 at world size 1. save, weights: a .npz file to write the
-    initial weights to, or to read them from. device: for tests of PyTorch's side.
+    strategy: shardrt's, or "NONE". deterministic: shardrt's algorithms that give the same bits in every process.
+    What PyTorch does: compiled: the "model", or its "blocks", one for all, which takes a tenth of the time; fsdp:
+    FSDP2 at world size 1. save, weights: a .npz file to write the initial weights to, or to read them from.
+    device: for tests of PyTorch's side.
     """
 
     layers: int = 12
@@ -24,6 +25,7 @@ class Job:
     dtype: str = "bfloat16"
     strategy: str = "FULL_SHARD"
     offload: bool = False
+    deterministic: bool = False
     compiled: str = "model"
     fsdp: bool = False
     save: str = ""

@@ -33,6 +33,7 @@ class Trainer:
         self.mesh = init_device_mesh("cuda")
         self.mesh.device.warm_up()
         self._free = self._free_now()
+        shardrt.use_deterministic_algorithms(self.job.deterministic)
         shardrt.manual_seed(0)
         self.model = model_of(self.job.workload)
         if self.job.strategy != "NONE":

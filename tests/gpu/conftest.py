@@ -5,6 +5,7 @@ import pytest
 from shardrt import device
 from shardrt.device import cuda
 from shardrt.kernels.cuda import _compile, _launch
+from shardrt.kernels.determinism import use_deterministic_algorithms
 from tests.cuda import numbers
 
 TOLERANCE = {"float32": 2.5e-6, "bfloat16": 5e-3}  # tests multiply them by up to 4 and, mostly, up to 2
@@ -62,3 +63,9 @@ def gpu(real):
 def fake_cuda(gpu):
     """For the tests of tests/cuda: not fake."""
     return gpu
+
+
+@pytest.fixture
+def deterministic():
+    """For tests of equal bits. tests/conftest.py ends it."""
+    use_deterministic_algorithms(True)

@@ -6,4 +6,4 @@ from tests.cuda.test_captured_step import test_replays_train_as_steps_that_are_n
 
 __all__ = ["test_replays_train_as_steps_that_are_not_captured"]
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]

@@ -69,7 +69,7 @@ def test_losses_of_50_steps_are_those_of_the_cpu(gpu, on_the_cpu, sharded):
     np.testing.assert_allclose(losses, on_the_cpu, rtol=0, atol=1e-4)
 
 
-def test_fsdp_on_one_gpu_has_the_bits_of_no_fsdp(gpu):
+def test_fsdp_on_one_gpu_has_the_bits_of_no_fsdp(gpu, deterministic):
     plain, sharded = (thread.run(1, losses_of, "cuda", sharded=s)[0] for s in (False, True))
     np.testing.assert_array_equal(sharded, plain)
 
@@ -136,14 +136,14 @@ def test_ranks_have_the_mean_loss_of_one(gpu, on_the_cpu, ranks):
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, monkeypatch, variant):
+def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, deterministic, monkeypatch, variant):
     """A wait that is missing would let somebody read what has not arrived, or what is there no more."""
     prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
     make_late(monkeypatch, spin)
     same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
 
 
-def test_offload_changes_no_bit(gpu):
+def test_offload_changes_no_bit(gpu, deterministic):
     policies = ({}, {"offload_policy": CPUOffloadPolicy()})
     kept, moved = (thread.run(1, losses_of, "cuda", **policy)[0] for policy in policies)
     np.testing.assert_array_equal(moved, kept)
