@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt.kernels.cuda._launch import accumulator, empty, launch
 from shardrt.kernels.cuda._rows import columns, split
-from shardrt.kernels.cuda.reduce import combine_blocks
+from shardrt.kernels.cuda.reduce import combine_two
 
 Array = Any
 
@@ -57,9 +57,9 @@ def backward(
     partials = [None if out is None else empty((how.grid, width), accumulator(x.dtype)) for out in wanted]
     args = (dy, x, weight, mean, rstd, dtotal, dx, *partials, rows, width, np.int32(each), how.vectors)
     launch("layer_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
-    for partial, out in zip(partials, wanted, strict=True):
-        if out is not None:
-            combine_blocks(partial, out, accumulate)
+    sums = [(partial, out) for partial, out in zip(partials, wanted, strict=True) if out is not None]
+    if sums:
+        combine_two(sums, accumulate)
 
 
 def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:

@@ -1,77 +1,38 @@
-// Sums in a fixed order: over ranks' buffers, over rows, of powers.
-//
-// What is summed over buffers may be of another type than the sum (macro SOURCE), and so may the sum over rows
-// (macro GRADIENT).
+// Sums in a fixed order: over rows, of powers. The sum over rows may be of another type (macro GRADIENT).
 #include "ranges.cuh"
 
-#ifndef SOURCE
-#define SOURCE ELEMENT
-#endif
 #ifndef GRADIENT
 #define GRADIENT ELEMENT
 #endif
 
-// Not fused: the bits of the CPU, and the same on the path of vectors and on the other.
-__device__ __forceinline__ float scaled_sum(float base, float scale, float x) {
-    return __fadd_rn(base, __fmul_rn(scale, x));
-}
-__device__ __forceinline__ double scaled_sum(double base, double scale, double x) {
-    return __dadd_rn(base, __dmul_rn(scale, x));
-}
-
-constexpr int PARTS = 8;
-
-// out = (out if accumulate) + scale * (the first `parts` of a, b, ... added as a tree of neighbours).
-// The parts are of SOURCE; `out` may be one of them.
-extern "C" __global__ void sum_parts(T* out, const void* a, const void* b, const void* c, const void* d,
-                                     const void* e, const void* f, const void* g, const void* h, int parts, A scale,
-                                     int accumulate, int64 count, int vectors) {
-    const void* all[PARTS] = {a, b, c, d, e, f, g, h};
-    each_in<Widest<T, SOURCE>::value>(0, count, vectors, [&](int64 i, auto width) {
-        constexpr int W = decltype(width)::value;
-        Pack<SOURCE, W> sources[PARTS];
-#pragma unroll
-        for (int part = 0; part < PARTS; part++)
-            if (part < parts) sources[part] = load<W>(static_cast<const SOURCE*>(all[part]) + i);
-        Pack<T, W> result;
-        if (accumulate) result = load<W>(out + i);
-#pragma unroll
-        for (int k = 0; k < W; k++) {
-            A sums[PARTS];
-#pragma unroll
-            for (int part = 0; part < PARTS; part++) sums[part] = part < parts ? A(to_acc(sources[part][k])) : A(0);
-#pragma unroll
-            for (int step = 1; step < PARTS; step *= 2)
-#pragma unroll
-                for (int part = 0; part + step < PARTS; part += 2 * step)
-                    if (part + step < parts) sums[part] += sums[part + step];
-            result[k] = from_acc<T>(accumulate ? scaled_sum(to_acc(result[k]), scale, sums[0]) : scale * sums[0]);
-        }
-        store<W>(out + i, result);
-    });
-}
-
-// Columns of x (rows, columns): a block has ROWS rows, a thread some columns. partials (blocks, columns).
-constexpr int ROWS = 64, AHEAD = 4;  // rows that are loaded before the first is added
+// Columns of x (rows, columns): a block has ROWS rows of 32 lanes' columns, a warp every eighth of the rows, which are
+// all loaded before the first is added. partials (blocks, columns).
+constexpr int ROWS = 64, WARPS = 8, AHEAD = ROWS / WARPS;
 
 template <int W> __device__ __forceinline__ void sum_columns(const T* x, A* partials, int64 rows, int64 columns) {
-    int64 column = (blockIdx.y * (int64)blockDim.x + threadIdx.x) * W;
-    if (column >= columns) return;
-    int64 begin = blockIdx.x * (int64)ROWS, end = min(begin + ROWS, rows);
-    Pack<A, W> total = {};
-    for (int64 row = begin; row < end; row += AHEAD) {
-        Pack<T, W> lines[AHEAD];
+    __shared__ Pack<A, W> shared[WARPS][WARP];
+    int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
+    int64 first = blockIdx.y * (int64)(WARP * W), column = first + lane * W, begin = blockIdx.x * (int64)ROWS + warp;
+    Pack<T, W> lines[AHEAD] = {};  // zeros beyond the rows and columns
+    if (column < columns) {
 #pragma unroll
         for (int k = 0; k < AHEAD; k++)
-            if (row + k < end) lines[k] = load<W>(x + (row + k) * columns + column);
-#pragma unroll
-        for (int k = 0; k < AHEAD; k++) {
-            if (row + k >= end) break;
-#pragma unroll
-            for (int j = 0; j < W; j++) total[j] += to_acc(lines[k][j]);
-        }
+            if (begin + k * WARPS < rows) lines[k] = load<W>(x + (begin + k * WARPS) * columns + column);
     }
-    store<W>(partials + blockIdx.x * columns + column, total);
+    Pack<A, W> total = {};
+#pragma unroll
+    for (int k = 0; k < AHEAD; k++) {
+#pragma unroll
+        for (int j = 0; j < W; j++) total[j] += to_acc(lines[k][j]);
+    }
+    shared[warp][lane] = total;
+    __syncthreads();
+    const A* sums = reinterpret_cast<const A*>(shared);
+    for (int own = threadIdx.x; own < WARP * W && first + own < columns; own += WARPS * WARP) {
+        A sum = 0;
+        for (int other = 0; other < WARPS; other++) sum += sums[other * (WARP * W) + own];
+        partials[blockIdx.x * columns + first + own] = sum;
+    }
 }
 
 extern "C" __global__ void column_blocks(const T* x, A* partials, int64 rows, int64 columns, int vectors) {
@@ -79,22 +40,28 @@ extern "C" __global__ void column_blocks(const T* x, A* partials, int64 rows, in
     else sum_columns<1>(x, partials, rows, columns);
 }
 
-// out = (out if accumulate) + the sum of the rows of partials (blocks, columns). A block of 256 threads has 32
-// columns; a warp sums every eighth row, then the warps are added in order.
-extern "C" __global__ void combine(const T* partials, GRADIENT* out, int64 blocks, int64 columns, int accumulate) {
-    constexpr int WARPS = 8;
-    __shared__ A sums[WARPS][WARP];
+// out = (out if accumulate) + the sum of the rows of partials (blocks, columns); of a grid of two rows, the second does
+// the same to other_out and other. A block of 1,024 threads has 32 columns; a warp sums every 32nd row, then the warps
+// are added in order.
+extern "C" __global__ void __launch_bounds__(1024) combine(const T* partials, GRADIENT* out, const T* other,
+                                                           GRADIENT* other_out, int64 blocks, int64 columns,
+                                                           int accumulate) {
+    __shared__ A sums[WARP][WARP];
+    if (blockIdx.y) {
+        partials = other;
+        out = other_out;
+    }
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     int64 column = blockIdx.x * (int64)WARP + lane;
     A total = 0;
     if (column < columns) {
-#pragma unroll 4
-        for (int64 block = warp; block < blocks; block += WARPS) total += to_acc(partials[block * columns + column]);
+#pragma unroll 8
+        for (int64 block = warp; block < blocks; block += WARP) total += to_acc(partials[block * columns + column]);
     }
     sums[warp][lane] = total;
     __syncthreads();
     if (warp > 0 || column >= columns) return;
-    for (int other = 1; other < WARPS; other++) total += sums[other][lane];
+    for (int next = 1; next < WARP; next++) total += sums[next][lane];
     out[column] = from_acc<GRADIENT>(accumulate ? A(to_acc(out[column])) + total : total);
 }
 

@@ -19,6 +19,7 @@ from shardrt.kernels.cuda.cast import type_of
 Array = Any
 
 ROWS = 64  # rows of a partial sum in column sums
+_LANES = 32  # of a warp, each with columns of its own
 _FAN = 8  # parts that one pass sums
 _PIECE = 65536  # elements of a partial sum in norms
 _CHUNK = 1 << 20  # elements of which groups of parts are summed at once
@@ -52,8 +53,10 @@ def column_sum(x: Array, out: Array, accumulate: bool) -> None:
     rows, columns = x.shape
     partials = empty((-(-rows // ROWS), columns), accumulator(x.dtype))
     if rows and columns:
-        wide, grid, threads = column_grid(rows, columns, x, partials)
-        launch("reduce", "column_blocks", x.dtype, grid, (x, partials, rows, columns, wide), threads=threads)
+        width = 16 // x.dtype.itemsize
+        wide = vectors(x, partials) and columns % width == 0
+        grid = len(partials), -(-columns // (_LANES * width if wide else _LANES))
+        launch("reduce", "column_blocks", x.dtype, grid, (x, partials, rows, columns, wide))
     combine_blocks(partials, out, accumulate)
 
 
@@ -68,9 +71,20 @@ def column_grid(rows: int, columns: int, x: Array, *others: Array) -> tuple[bool
 
 def combine_blocks(partials: Array, out: Array, accumulate: bool) -> None:
     """out = sum of the rows of `partials`, in an order that depends on their number only; or plus it."""
+    combine_two([(partials, out)], accumulate)
+
+
+def combine_two(sums: list[tuple[Array, Array]], accumulate: bool) -> None:
+    """As combine_blocks of one or two (partials, out), in one launch where shapes and types are the same."""
+    (partials, out), (other, other_out) = sums[0], sums[-1]
+    if partials.shape != other.shape or out.dtype != other_out.dtype:
+        for each in sums:
+            combine_two([each], accumulate)
+        return
     blocks, columns = partials.shape
-    args = (partials, out, blocks, columns, bool(accumulate))
-    launch("reduce", "combine", partials.dtype, -(-columns // 32), args, GRADIENT=TYPES[out.dtype.name])
+    args = (partials, out, other, other_out, blocks, columns, bool(accumulate))
+    grid, defines = (-(-columns // _LANES), len(sums)), {"GRADIENT": TYPES[out.dtype.name]}
+    launch("reduce", "combine", partials.dtype, grid, args, threads=_LANES * _LANES, **defines)
 
 
 def power_rows(count: int) -> int:
@@ -139,9 +153,10 @@ def _sum(out: Array, parts: list[Array], source: Any, scale: float, accumulate: 
     real = accumulator(out.dtype)
     if len(parts) <= _FAN:
         given = (*parts, *[None] * (_FAN - len(parts)))
+        defines = {"SOURCE": TYPES[source.name], "PARTS": str(1 << (len(parts) - 1).bit_length())}
         how = (np.int32(len(parts)), real(scale), bool(accumulate), out.size, vectors(out, *parts))
         grid = blocks_for(out.size, 4)
-        launch("reduce", "sum_parts", out.dtype, grid, (out, *given, *how), SOURCE=TYPES[source.name])
+        launch("sum_parts", "sum_parts", out.dtype, grid, (out, *given, *how), **defines)
         return
     groups = [parts[first : first + _FAN] for first in range(0, len(parts), _FAN)]
     for low in range(0, out.size, _CHUNK):

@@ -20,6 +20,15 @@ TYPES = {
 REGISTERS = 128  # two blocks of 256 threads at least on each multiprocessor
 
 
+@pytest.mark.parametrize("element, source", [("float", "__nv_bfloat16"), ("__nv_bfloat16", "float")])
+@pytest.mark.parametrize("parts, registers", [(1, 40), (2, 48), (4, 64)])
+def test_sums_of_few_parts_leave_room_for_more_blocks(element, source, parts, registers):
+    """Six blocks of 256 threads, five, or four: each thread has a load of 16 bytes for each part."""
+    defines = (("ELEMENT", element), ("SOURCE", source), ("PARTS", str(parts)))
+    taken = resources(compile_with_log("sum_parts", defines, "sm_90")[1])["sum_parts"]
+    assert taken.spilled_bytes == taken.stack_bytes == 0 and taken.registers <= registers
+
+
 @pytest.mark.parametrize("arch", TYPES)
 @pytest.mark.parametrize("file", files())
 def test_it_compiles_without_spilling(file, arch):

@@ -114,6 +114,7 @@ def test_backward(emulated, norm, element, shape, offset):
         given, found = norm.inputs(array, element, shape, offset), norm.outputs(array, shape, offset)
         norm.cuda.backward(*given, *found, False)
         all_close(found, norm.exact_backward(*given))
+        assert emulated.launches[1:] == ["combine"]  # of both parameters
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu import reduce as cpu
 from shardrt.kernels.cuda import reduce as cuda
-from tests.cuda.numbers import ELEMENTS, assert_close, guarded, normal
+from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
 PARTS = [1, 2, 3, 5, 6, 7, 8, 9, 17, 65]
 
@@ -100,6 +100,31 @@ def test_column_sum_into_float32(emulated, element, shift):
         expected = out + x.astype(np.float64).sum(axis=0)
         cuda.column_sum(x, out, True)
         assert_close(out, expected)
+
+
+def test_column_sum_of_8192_rows_keeps_every_multiprocessor_busy(emulated, monkeypatch):
+    """A block of 256 threads that each load eight times 16 bytes: 384 of them, an H200 has 132."""
+    asked = []
+    monkeypatch.setattr(emulated, "launch", lambda *call: asked.append(call[2:5]))
+    with guarded("bfloat16") as array:
+        cuda.column_sum(array(np.zeros((8192, 768))), array(np.zeros(768)), False)
+    assert asked == [("column_blocks", (128, 3, 1), 256), ("combine", (24, 1, 1), 1024)]
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("kinds", [("float32", "float32"), ("bfloat16", "float32")], ids=str)
+def test_two_sums_of_partial_sums_take_one_launch_where_they_are_of_one_type(emulated, accumulate, kinds):
+    with guarded("float32") as array:
+        partials = [array(normal(70, 45, seed=seed)) for seed in range(2)]
+        outs = [array(normal(45, seed=9), dtype=dtype_of(kind)) for kind in kinds]
+        expected = [
+            p.sum(0) + (o.astype(np.float64) if accumulate else 0)
+            for p, o in zip(partials, outs, strict=True)
+        ]
+        cuda.combine_two(list(zip(partials, outs, strict=True)), accumulate)
+        for found, exactly in zip(outs, expected, strict=True):
+            assert_close(found, exactly)
+    assert emulated.launches == ["combine"] * len(set(kinds))
 
 
 @pytest.mark.parametrize("accumulate", [False, True])
