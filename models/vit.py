@@ -105,8 +105,8 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.norm1(x)))
-        return x + self.dropout(self.mlp(self.norm2(x)))
+        x, y = self.norm2(x, self.dropout(self.attention(self.norm1(x))))  # the sum, and its norm
+        return x + self.dropout(self.mlp(y))
 
 
 class ViT(nn.Module):
