@@ -1,4 +1,4 @@
-"""The head and its loss in one op, by CUDA's kernels and cublasLt's binding: numbers, alignment, launches."""
+"""The head and its loss in one op, by CUDA's kernels: numbers, alignment of the products, launches."""
 
 import numpy as np
 import pytest
@@ -8,30 +8,10 @@ from shardrt import functional as F
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.kernels import cuda
-from shardrt.kernels.cuda._cublaslt import CublasLt
+from shardrt.kernels.cuda._cublaslt import Matrix
 from tests.cuda.numbers import assert_close, dtype_of, normal
-from tests.cuda.test_cublaslt import Stage, library
-
-__all__ = ["library"]
 
 VOCAB, WIDTH, ROWS = 257, 16, 12  # 64 does not divide the vocabulary, nor does 8
-
-
-class Recorded(CublasLt):
-    """Keeps what is told of each operand of each product: its leading dimension and address."""
-
-    def __init__(self, library):
-        self.leading, self.products = {}, []
-        super().__init__(library, Stage())
-
-    def call(self, name, *args):
-        super().call(name, *args)
-        if name == "cublasLtMatrixLayoutCreate":
-            layout, _, _, _, leading = args
-            self.leading[layout._obj.value] = leading.value
-        if name == "cublasLtMatmul":
-            at = [(args[i].value, self.leading[args[i + 1].value]) for i in (3, 5, 8)]
-            self.products.append(at)
 
 
 class Emulated(CPUDevice):
@@ -44,15 +24,24 @@ class Emulated(CPUDevice):
         return dtype_of(name)
 
     def empty(self, shape, dtype):
-        array = Stage().empty(shape if isinstance(shape, tuple) else (shape,), dtype)
+        shape = shape if isinstance(shape, tuple) else (shape,)
+        memory = np.empty(np.prod(shape, dtype=int) * np.dtype(dtype).itemsize + 256, np.uint8)
+        start = -memory.ctypes.data % 256  # aligned, as on a GPU
+        array = memory[start : len(memory) - 256 + start].view(dtype).reshape(shape)
         array.view(np.uint8).fill(0xFF)
         return array
 
 
 @pytest.fixture
-def lt(emulated, library):
-    found = Recorded(library)
-    emulated.gemm = found.gemm
+def products(emulated):
+    """What cublasLt is told of the three operands of each product."""
+    found, gemm = [], emulated.gemm
+
+    def told(a, b, out, **how):
+        found.append([Matrix.of(x) for x in (b, a, out)])
+        gemm(a, b, out, **how)
+
+    emulated.gemm = told
     with device.use(Emulated()):
         yield found
 
@@ -69,20 +58,20 @@ def operands(element):
 
 
 @pytest.mark.parametrize("chunk", [0, 5])
-def test_all_operands_of_the_heads_products_lie_at_16_bytes(lt, chunk):
+def test_all_operands_of_the_heads_products_lie_at_16_bytes(products, chunk):
     x, weight, targets = operands("bfloat16")
     F.linear_cross_entropy(x, weight, targets, chunk=chunk).backward()
-    assert len(lt.products) >= 3
-    for address, leading in (operand for product in lt.products for operand in product):
-        assert address % 16 == 0 and leading * 2 % 16 == 0
-    assert {leading for product in lt.products for _, leading in product} == {WIDTH, 320}
+    assert len(products) == (12 if chunk else 3)
+    operands_of_all = [matrix for product in products for matrix in product]
+    assert all(matrix.alignment >= 16 and matrix.leading * 2 % 16 == 0 for matrix in operands_of_all)
+    assert {matrix.leading for matrix in operands_of_all} == {WIDTH, 320}  # 320: of logits
 
 
 @pytest.mark.parametrize("element", ["float32", "bfloat16"])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("chunk", [0, 5])
 @pytest.mark.parametrize("factor", [1.0, 0.3])
-def test_loss_and_gradients_are_those_in_float64(lt, element, reduction, chunk, factor):
+def test_loss_and_gradients_are_those_in_float64(products, element, reduction, chunk, factor):
     x, weight, targets = operands(element)
     loss = F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)
     upstream = np.full(loss.shape, factor, np.float32) * (1 + np.arange(loss.size).reshape(loss.shape))
@@ -96,7 +85,7 @@ def test_loss_and_gradients_are_those_in_float64(lt, element, reduction, chunk, 
         assert_close(found.grad, wanted.grad, 2)
 
 
-def test_the_logits_are_read_once_and_their_gradient_is_written_once(lt, emulated):
+def test_the_logits_are_read_once_and_their_gradient_is_written_once(products, emulated):
     x, weight, targets = operands("bfloat16")
     F.linear_cross_entropy(x, weight, targets, chunk=0).backward()
     assert emulated.launches == ["in_place_held", "scale_rows", "scale_rows"]  # the two of dx and of x
