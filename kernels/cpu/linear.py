@@ -42,6 +42,14 @@ def backward_input(dy: Array, weight: Array, dx: Array) -> None:
     matmul(dy, weight, dx)
 
 
+def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -> bool:
+    """backward_input where x is GELU of `inner`, and on through that: dinner (rows, inputs) in one product.
+
+    False, with nothing done: here backward_input and backward_gelu do it.
+    """
+    return False
+
+
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> None:
     """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to."""
     matmul(dy.T, x, dweight, accumulate=accumulate)
@@ -50,6 +58,14 @@ def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> No
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
     """dy (rows, outputs) -> dbias (outputs,), written or added to."""
     column_sum(dy, dbias, accumulate)
+
+
+def backward_parameters(
+    x: Array, dy: Array, dweight: Array, accumulate: bool, dbias: Array, accumulate_bias: bool
+) -> None:
+    """backward_weight and backward_bias."""
+    backward_weight(x, dy, dweight, accumulate)
+    backward_bias(dy, dbias, accumulate_bias)
 
 
 def bytes_moved(rows: int, inputs: int, outputs: int, itemsize: int = 4) -> int:

@@ -46,7 +46,7 @@ def compile(file: str, defines: Defines, arch: str) -> bytes:
 
     Raises RuntimeError with NVRTC's messages if it does not compile.
     """
-    kept = _directory() / f"{file}-{_key(file, defines, arch)}.cubin"
+    kept = cache_directory() / f"{file}-{_key(file, defines, arch)}.cubin"
     if kept.exists():
         return kept.read_bytes()
     code, _ = compile_with_log(file, defines, arch)
@@ -112,7 +112,8 @@ def _key(file: str, defines: Defines, arch: str) -> str:
     return hashlib.sha256(everything.encode()).hexdigest()[:24]
 
 
-def _directory() -> Path:
+def cache_directory() -> Path:
+    """Where what is computed once is kept for later processes."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardrt" / "cuda"
 
 

@@ -1,115 +1,62 @@
 """Matrix products by cublasLt, bound by ctypes: CuPy does not wrap it, and its own cuBLAS calls refuse a
 stream that is being captured.
 
-A product is described once per shape, layout and alignment; of the algorithms that cublasLt's heuristic
-proposes, each is timed on scratch memory and the fastest is kept (as in Karpathy's llm.c, and PyTorch's
-tuned GEMMs). cublasLt counts columns first, so out = a b is asked for as out^T = b^T a^T.
+A product is described once per shape, layout and alignment (_cublaslt_plan.py). Which algorithm computes it
+is measured, and kept on disk (_algorithms.py); with deterministic algorithms it is the first one.
 """
 
 import ctypes
-import threading
 from collections.abc import Callable
-from ctypes import byref, c_float, c_int, c_int32, c_int64, c_size_t, c_uint32, c_uint64, c_void_p
-from dataclasses import dataclass
 from typing import Any, Protocol
 
-from shardrt.kernels.cuda._launch import Array, address
+from shardrt.kernels import determinism
+from shardrt.kernels.cuda._algorithms import APART, Chooser, Kept
+from shardrt.kernels.cuda._cublaslt_plan import (
+    BIAS,
+    ELEMENTS,
+    GELU,
+    GELU_BIAS,
+    PLAIN,
+    SLOPE,
+    SUMS,
+    Library,
+    Matrix,
+    NoSuchProduct,
+    Plan,
+    What,
+    alignment,
+)
+from shardrt.kernels.cuda._launch import Apart, Array, address
 
-WORKSPACE = 32 << 20  # bytes for each stream: NVIDIA's figure for Hopper
-CANDIDATES = 8
-
-# cublasLt.h and library_types.h
-_ELEMENTS = {"float32": 0, "float64": 1, "float16": 2, "bfloat16": 14}
-_LOW = (_ELEMENTS["float16"], _ELEMENTS["bfloat16"])
-_COMPUTE_32F, _COMPUTE_64F = 68, 70
-_TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_POINTER, _BIAS_TYPE = 3, 4, 7, 8, 26
-_INNER_POINTER, _INNER_LEADING = 11, 12  # "aux": where the sum before GELU goes
-_EPILOGUE_BIAS, _EPILOGUE_GELU_AUX, _EPILOGUE_GELU_AUX_BIAS = 4, 160, 164
-_INNER_MULTIPLE = 8  # of its leading dimension
-_BATCH_COUNT, _BATCH_STRIDE = 5, 6
-_MAX_WORKSPACE, _REDUCTION_SCHEMES, _ALIGNMENTS = 1, 3, (5, 6, 7, 8)  # of A, B, C, D
-_IN_COMPUTE_TYPE = 2
-_TRANSPOSED = 1
-_NOT_SUPPORTED = 15  # a status
+_MULTIPLE = 8  # of the leading dimension of what goes into GELU
 
 
 class Stage(Protocol):
     """Where products run."""
 
+    gpu: str  # what the speed of an algorithm depends on
+
     def stream(self) -> int:
         """The current stream's handle."""
 
-    def workspace(self) -> int:
-        """The address of WORKSPACE bytes that belong to the current stream."""
+    def workspace(self, stream: int) -> int:
+        """The address of WORKSPACE bytes that belong to this stream, the current one."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory."""
 
-    def seconds(self, work: Callable[[], None]) -> float | None:
-        """How long `work` keeps the GPU busy; None where that can't be measured now (while capturing)."""
-
-
-@dataclass(frozen=True)
-class Matrix:
-    """How the elements of an operand lie, counted as cublasLt counts: columns first."""
-
-    element: int
-    transposed: bool
-    rows: int
-    columns: int
-    leading: int
-    batch_stride: int
-    alignment: int
-
-    @staticmethod
-    def of(x: Array) -> "Matrix | None":
-        """The transpose of the last two dimensions of x, which costs nothing; None if neither is dense."""
-        item, (rows, columns), (down, right) = x.dtype.itemsize, x.shape[-2:], x.strides[-2:]
-        batch = x.strides[0] // item if x.ndim == 3 else 0
-        kind, aligned = _ELEMENTS[x.dtype.name], _alignment(address(x))
-        if columns == 1:
-            right = item
-        if rows == 1 and right == item:
-            down = columns * item
-        if right == item and down % item == 0 and down >= columns * item:
-            return Matrix(kind, False, columns, rows, down // item, batch, aligned)
-        if rows == 1:
-            down = item
-        if down == item and right % item == 0 and right >= rows * item:
-            return Matrix(kind, True, rows, columns, right // item, batch, aligned)
-        return None
-
-
-@dataclass(frozen=True)
-class Epilogue:
-    """What is done to a product besides. bias: added along the last axis. inner: out = GELU(inner) then."""
-
-    bias: Array | None = None
-    inner: Array | None = None
-
-    @property
-    def kind(self) -> tuple:
-        """What of it a plan depends on."""
-        bias, inner = self.bias, self.inner
-        added = None if bias is None else (_ELEMENTS[bias.dtype.name], _alignment(address(bias)))
-        return added, None if inner is None else (inner.shape[-1], _alignment(address(inner)))
-
-
-class NoSuchProduct(RuntimeError):
-    """cublasLt has no algorithm for what was asked for."""
+    def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
+        """How long `work` keeps the GPU busy, at best; None while that can't be measured (in a capture)."""
 
 
 class CublasLt:
     """The library, and a plan for every kind of product met so far; for all threads of the process."""
 
     def __init__(self, library: ctypes.CDLL, stage: Stage) -> None:
-        self._library = library
+        self._library = Library(library)
         self._stage = stage
-        self._plans: dict[tuple, Plan] = {}
-        self._impossible: set[tuple] = set()
-        self._handle = c_void_p()
-        library.cublasLtGetStatusString.restype = ctypes.c_char_p
-        self.call("cublasLtCreate", byref(self._handle))
+        self._plans: dict[tuple, Plan | None] = {}  # None: there is no such product
+        self._chooser = Chooser(Kept(lambda: (stage.gpu, self._library.version)))
 
     def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
         """out = a b (+ bias along the last axis) (+ out); 2-D, or 3-D as a batch.
@@ -117,209 +64,126 @@ class CublasLt:
         a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
         float64; out and bias may have a type of their own. Raises ValueError for strides it can't read.
         """
-        self._multiply(_key(a, b, out, accumulate, Epilogue(bias)), a, b, out, Epilogue(bias))
+        if not self._multiply(PLAIN if bias is None else BIAS, a, b, out, accumulate, bias, None, None):
+            raise NoSuchProduct("cublasLt computes this product by none of the algorithms that it proposed")
 
-    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
+    def gemm_gelu(
+        self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
+    ) -> bool:
         """inner = a b (+ bias along the last axis) and out = GELU of it, the tanh form; 2-D and dense.
 
-        False, with nothing done, where cublasLt has no such product.
+        False, with nothing done, where cublasLt has no such product, or apart(out), which does the same with
+        other products and kernels, took less time when both were measured. So for the next two.
         """
-        end = Epilogue(bias, inner)
-        key = _key(a, b, out, False, end)
-        places = [inner, out] if bias is None else [inner, out, bias]
-        if inner.shape[-1] % _INNER_MULTIPLE or any(address(array) % 16 for array in places):
+        kind = GELU if bias is None else GELU_BIAS
+        if not _takes(inner, inner, out, bias):
             return False
-        if key in self._impossible:
-            return False
-        try:
-            self._multiply(key, a, b, out, end)
-        except NoSuchProduct:
-            self._impossible.add(key)
-            return False
-        return True
+        return self._multiply(kind, a, b, out, False, bias, inner, apart)
 
-    def _multiply(self, key: tuple, a: Array, b: Array, out: Array, end: Epilogue) -> None:
-        plan = self._plans.get(key)
-        if plan is None:
-            plan = self._plans.setdefault(key, Plan(self, *key))  # of two threads that make it, one's
-        if plan.algorithm is None:
-            plan.choose(self._stage, a, b, out, end)
-        plan.run(self._stage, plan.algorithm or plan.candidates[0], a, b, out, end)
+    def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
+        """out = a b times GELU's slope at `inner`, of the shape and type of out; 2-D and dense."""
+        return _takes(inner, inner, out) and self._multiply(SLOPE, a, b, out, False, None, inner, apart)
 
-    def call(self, name: str, *args: Any) -> None:
-        """Call a function of the library. Raises RuntimeError with the name of the status it gives."""
-        status = getattr(self._library, name)(*args)
-        if status:
-            told = self._library.cublasLtGetStatusString(c_int(status)).decode()
-            error = NoSuchProduct if status == _NOT_SUPPORTED else RuntimeError
-            raise error(f"{name}: {told} ({status})")
+    def gemm_sums(
+        self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
+    ) -> bool:
+        """out = a b (+ out), and sums = a summed over its last axis; 2-D, the first axis of a dense.
 
-    @property
-    def handle(self) -> c_void_p:
-        """What every call begins with."""
-        return self._handle
+        sums: of the type of out. They are written in any case.
+        """
+        return _takes(None, sums) and self._multiply(SUMS, a, b, out, accumulate, sums, None, apart)
 
-
-class Heuristic(ctypes.Structure):
-    """cublasLtMatmulHeuristicResult_t: an algorithm and what it needs."""
-
-    _fields_ = [
-        ("algorithm", c_uint64 * 8),
-        ("workspace", c_size_t),
-        ("state", c_int),
-        ("waves", c_float),
-        ("reserved", c_int * 4),
-    ]
-
-
-class Plan:
-    """The descriptors of one kind of product, and its algorithm. They live as long as the process."""
-
-    def __init__(
+    def _multiply(
         self,
-        lt: CublasLt,
-        first: Matrix,
-        second: Matrix,
-        result: Matrix,
-        batch: int,
+        kind: int,
+        a: Array,
+        b: Array,
+        out: Array,
         accumulate: bool,
-        end: tuple,
-    ) -> None:
-        """end: Epilogue.kind. Raises NoSuchProduct."""
-        self._lt = lt
-        double = result.element == _ELEMENTS["float64"]
-        scale = _ELEMENTS["float64" if double else "float32"]
-        number = ctypes.c_double if double else c_float
-        self._one, self._beta = number(1), number(1 if accumulate else 0)
-        self._product = c_void_p()
-        compute = _COMPUTE_64F if double else _COMPUTE_32F
-        lt.call("cublasLtMatmulDescCreate", byref(self._product), c_int(compute), c_int(scale))
-        self._describe(_TRANSPOSE_A, c_int32(_TRANSPOSED * first.transposed))
-        self._describe(_TRANSPOSE_B, c_int32(_TRANSPOSED * second.transposed))
-        bias, inner = end
-        epilogue = _EPILOGUE_BIAS if bias is not None else 0
-        if inner is not None:
-            epilogue = _EPILOGUE_GELU_AUX_BIAS if bias is not None else _EPILOGUE_GELU_AUX
-            self._describe(_INNER_LEADING, c_int64(inner[0]))
-            self._describe(_INNER_POINTER, c_void_p(inner[1]))  # the heuristic looks at alignments only
-        if bias is not None:
-            self._describe(_BIAS_TYPE, c_int32(bias[0]))
-            self._describe(_BIAS_POINTER, c_void_p(bias[1]))
-        if epilogue:
-            self._describe(_EPILOGUE, c_uint32(epilogue))
-        self._layouts = [_layout(lt, matrix, batch) for matrix in (first, second, result)]
-        self._lock = threading.Lock()
-        self.candidates = self._propose(first, second, result)
-        self.algorithm: Heuristic | None = None if len(self.candidates) > 1 else self.candidates[0]
+        vector: Array | None,
+        matrix: Array | None,
+        apart: Apart | None,
+    ) -> bool:
+        """False, with nothing done, if it is better done apart, or cublasLt can't do it."""
+        at_a, at_b, at_out = address(a), address(b), address(out)
+        at_vector = 0 if vector is None else address(vector)
+        at_matrix = 0 if matrix is None else address(matrix)
+        key = (
+            *(kind, accumulate, a.dtype.num, b.dtype.num, out.dtype.num),
+            *(a.shape, a.strides, b.shape, b.strides, out.shape, out.strides),
+            # what of the addresses a plan depends on: the lowest bit that is set, if it is below 256
+            *(at_a & -at_a & 255, at_b & -at_b & 255, at_out & -at_out & 255),
+            *(at_vector & -at_vector & 255, at_matrix & -at_matrix & 255),
+            None if vector is None else vector.dtype.num,
+        )
+        places = at_b, at_a, at_out, at_vector, at_matrix
+        try:
+            plan = self._plans[key]
+        except KeyError:
+            plan = self._plan(key, a, b, out, vector, matrix, places, optional=apart is not None)
+        if plan is None:
+            return False
+        if determinism.are_deterministic_algorithms_enabled():
+            return plan.run_first(self._stage, places)
+        if plan.choice is None:
+            self._choose(plan, places, out, apart)
+        if plan.choice is APART:
+            return False
+        return plan.run_chosen(self._stage, places)
 
-    def choose(self, stage: Stage, a: Array, b: Array, out: Array, end: Epilogue) -> None:
-        """Keep the fastest candidate; none yet if it can't be measured now.
+    def _plan(
+        self,
+        key: tuple,
+        a: Array,
+        b: Array,
+        out: Array,
+        vector: Array | None,
+        matrix: Array | None,
+        places: tuple[int, ...],
+        *,
+        optional: bool,
+    ) -> Plan | None:
+        """None where cublasLt has no such product and it is optional; else it raises NoSuchProduct."""
+        first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
+        if first is None or second is None or result is None or result.transposed:
+            strides = (a.strides, b.strides, out.strides)
+            raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
+        kind, accumulate = key[:2]
+        batch = out.shape[0] if out.ndim == 3 else 1
+        beside = None if vector is None else (ELEMENTS[vector.dtype.name], alignment(places[3]))
+        inner = None if matrix is None else (matrix.shape[-1], alignment(places[4]))
+        what = What(kind, first, second, result, batch, accumulate, beside, inner)
+        try:
+            plan = Plan(self._library, what, places)
+        except NoSuchProduct:
+            if not optional:
+                raise
+            plan = None
+        return self._plans.setdefault(key, plan)  # of two threads that make it, one's
+
+    def _choose(self, plan: Plan, places: tuple[int, ...], out: Array, apart: Apart | None) -> None:
+        """Settle what computes such products; not yet if that can't be measured now.
 
         They write `out` itself, which is written again afterwards, except where they would add to it.
         """
-        scratch = stage.empty(out.shape, out.dtype) if self._beta.value else out
-        twin, result = Matrix.of(scratch), Matrix.of(out)
+        target = self._stage.empty(out.shape, out.dtype) if plan.what.accumulate else out
+        twin, result = Matrix.of(target), plan.what.result
         if twin.leading != result.leading or twin.alignment < result.alignment:
-            self.algorithm = self.candidates[0]  # not to be measured on anything but a twin of out
+            plan.settle(plan.candidates[0])  # not to be measured on anything but a twin of out
             return
-        times = []
-        for candidate in self.candidates:
-            seconds = stage.seconds(lambda c=candidate: self.run(stage, c, a, b, scratch, end))
-            if seconds is None:
-                return
-            times.append(seconds)
-        with self._lock:
-            if self.algorithm is None:  # else another thread has measured too: all take what the first found
-                self.algorithm = self.candidates[times.index(min(times))]
-
-    def run(self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array, end: Epilogue) -> None:
-        """Launch the product in the current stream."""
-        # The addresses stand in the descriptor, which threads as ranks share; the launch reads them at once.
-        with self._lock:
-            if end.bias is not None:
-                self._describe(_BIAS_POINTER, c_void_p(address(end.bias)))
-            if end.inner is not None:
-                self._describe(_INNER_POINTER, c_void_p(address(end.inner)))
-            self._launch(stage, chosen, a, b, out)
-
-    def _launch(self, stage: Stage, chosen: Heuristic, a: Array, b: Array, out: Array) -> None:
-        first, second, result = self._layouts
-        self._lt.call(
-            "cublasLtMatmul",
-            self._lt.handle,
-            self._product,
-            byref(self._one),
-            c_void_p(address(b)),
-            first,
-            c_void_p(address(a)),
-            second,
-            byref(self._beta),
-            c_void_p(address(out)),
-            result,
-            c_void_p(address(out)),
-            result,
-            byref(chosen.algorithm),
-            c_void_p(stage.workspace()),
-            c_size_t(WORKSPACE),
-            c_void_p(stage.stream()),
+        there = (*places[:2], address(target), *places[3:])
+        choice = self._chooser.choose(
+            plan,
+            lambda algorithm: plan.run(self._stage, algorithm, there),
+            None if apart is None else lambda: apart(target),
+            self._stage.seconds,
         )
-
-    def _describe(self, attribute: int, value: Any) -> None:
-        size = c_size_t(ctypes.sizeof(value))
-        self._lt.call("cublasLtMatmulDescSetAttribute", self._product, c_int(attribute), byref(value), size)
-
-    def _propose(self, *matrices: Matrix) -> list[Heuristic]:
-        """What the heuristic thinks best, first first. Raises NoSuchProduct if it knows none."""
-        preference, found = c_void_p(), c_int()
-        self._lt.call("cublasLtMatmulPreferenceCreate", byref(preference))
-        limits = [(_MAX_WORKSPACE, c_uint64(WORKSPACE))]
-        if matrices[-1].element in _LOW:  # partial sums else may be rounded to the type of the result
-            limits.append((_REDUCTION_SCHEMES, c_uint32(_IN_COMPUTE_TYPE)))
-        wanted = [matrix.alignment for matrix in (*matrices, matrices[-1])]
-        limits += [(name, c_uint32(bytes)) for name, bytes in zip(_ALIGNMENTS, wanted, strict=True)]
-        for name, value in limits:
-            size = c_size_t(ctypes.sizeof(value))
-            self._lt.call("cublasLtMatmulPreferenceSetAttribute", preference, c_int(name), byref(value), size)
-        results = (Heuristic * CANDIDATES)()
-        first, second, result = self._layouts
-        asked = (first, second, result, result, preference, c_int(CANDIDATES), results, byref(found))
-        try:
-            self._lt.call("cublasLtMatmulAlgoGetHeuristic", self._lt.handle, self._product, *asked)
-        except NoSuchProduct:
-            found.value = 0
-        self._lt.call("cublasLtMatmulPreferenceDestroy", preference)
-        usable = [candidate for candidate in results[: found.value] if candidate.state == 0]
-        if not usable:
-            raise NoSuchProduct(f"cublasLt knows no algorithm for {matrices}")
-        return usable
+        if choice is not None:
+            plan.settle(choice)
 
 
-def _key(a: Array, b: Array, out: Array, accumulate: bool, end: Epilogue) -> tuple:
-    """What of a product a plan depends on. Raises ValueError for strides that cublasLt can't read."""
-    first, second, result = Matrix.of(b), Matrix.of(a), Matrix.of(out)
-    if first is None or second is None or result is None or result.transposed:
-        strides = (a.strides, b.strides, out.strides)
-        raise ValueError(f"gemm: a and b need a dense axis, out a dense last one; strides {strides}")
-    return first, second, result, out.shape[0] if out.ndim == 3 else 1, accumulate, end.kind
-
-
-def _layout(lt: CublasLt, matrix: Matrix, batch: int) -> c_void_p:
-    layout = c_void_p()
-    lt.call(
-        "cublasLtMatrixLayoutCreate",
-        byref(layout),
-        c_int(matrix.element),
-        c_uint64(matrix.rows),
-        c_uint64(matrix.columns),
-        c_int64(matrix.leading),
-    )
-    if batch > 1:
-        for name, value in ((_BATCH_COUNT, c_int32(batch)), (_BATCH_STRIDE, c_int64(matrix.batch_stride))):
-            size = c_size_t(ctypes.sizeof(value))
-            lt.call("cublasLtMatrixLayoutSetAttribute", layout, c_int(name), byref(value), size)
-    return layout
-
-
-def _alignment(place: int) -> int:
-    """The largest power of two, up to 256, that divides an address."""
-    return min(place & -place, 256) if place else 256
+def _takes(inner: Array | None, *arrays: Array | None) -> bool:
+    """Whether epilogues take what goes into GELU, if that is there, and arrays at these addresses."""
+    if inner is not None and inner.shape[-1] % _MULTIPLE:
+        return False
+    return not any(address(array) % 16 for array in arrays if array is not None)

@@ -14,14 +14,14 @@ import cupy
 import numpy as np
 
 from shardrt.kernels.cuda import _compile
-from shardrt.kernels.cuda._cublaslt import WORKSPACE, CublasLt
+from shardrt.kernels.cuda._cublaslt import CublasLt
+from shardrt.kernels.cuda._cublaslt_plan import WORKSPACE
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
-from shardrt.kernels.cuda._launch import Array
+from shardrt.kernels.cuda._launch import Apart, Array
 
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
-_ROUNDS = 3  # in which a product is timed
 _NULL = np.uint64(0)
 
 
@@ -35,8 +35,9 @@ class CuPyBackend:
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
         self._shared: dict[tuple, int] = {}
-        self._workspaces: dict[int, Array] = {}
-        self._lt: CublasLt | None = None
+        self._workspaces: dict[int, int] = {}  # of a stream, its address
+        self._workspace_memory: list[Array] = []
+        self._cache_size = min(gpu.attributes["L2CacheSize"], WORKSPACE)
 
     def launch(
         self,
@@ -70,16 +71,27 @@ class CuPyBackend:
 
     def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
         """By cublasLt."""
-        self._cublas_lt().gemm(a, b, out, accumulate=accumulate, bias=bias)
+        self._cublas_lt.gemm(a, b, out, accumulate=accumulate, bias=bias)
 
-    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
-        """By cublasLt, if it can."""
-        return self._cublas_lt().gemm_gelu(a, b, bias, inner, out)
+    def gemm_gelu(
+        self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
+    ) -> bool:
+        """By cublasLt, if it can and is faster."""
+        return self._cublas_lt.gemm_gelu(a, b, bias, inner, out, apart)
 
+    def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
+        """By cublasLt, if it can and is faster."""
+        return self._cublas_lt.gemm_gelu_backward(a, b, inner, out, apart)
+
+    def gemm_sums(
+        self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
+    ) -> bool:
+        """By cublasLt, if it can and is faster."""
+        return self._cublas_lt.gemm_sums(a, b, out, sums, accumulate=accumulate, apart=apart)
+
+    @cached_property
     def _cublas_lt(self) -> CublasLt:
-        if self._lt is None:
-            self._lt = CublasLt(_library(), self)
-        return self._lt
+        return CublasLt(_library(), self)
 
     def attention(self) -> CuDNNAttention | None:
         """cuDNN's, where nvidia-cudnn-frontend is installed (the extra "cudnn") and finds the library."""
@@ -115,27 +127,40 @@ class CuPyBackend:
         """The current stream's handle."""
         return cupy.cuda.get_current_stream().ptr
 
-    def workspace(self) -> int:
+    def workspace(self, stream: int) -> int:
         """One for each stream, because products in two streams may run at once."""
-        stream = self.stream()
-        if stream not in self._workspaces:
-            self._workspaces[stream] = cupy.empty(WORKSPACE, np.uint8)
-        return self._workspaces[stream].data.ptr
+        place = self._workspaces.get(stream)
+        if place is None:
+            self._workspace_memory.append(cupy.empty(WORKSPACE, np.uint8))
+            place = self._workspaces[stream] = self._workspace_memory[-1].data.ptr
+        return place
 
-    def seconds(self, work: Callable[[], None]) -> float | None:
-        """The least of a few rounds; None while the stream is being captured."""
+    def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
+        """The least of some rounds, after one that loads code; None while the stream is being captured.
+
+        Before each round the stream's workspace is overwritten: so the L2 cache holds no operand, as in
+        training, where other layers come in between, and the GPU is busy while `work` is issued.
+        """
         stream = cupy.cuda.get_current_stream()
         if stream.is_capturing():
             return None
-        times = []
-        for _ in range(_ROUNDS):
+        work()
+        place, events = self.workspace(stream.ptr), []
+        for _ in range(rounds):
+            cupy.cuda.runtime.memsetAsync(place, 0, self._cache_size, stream.ptr)
             start, stop = cupy.cuda.Event(), cupy.cuda.Event()
             start.record(stream)
             work()
             stop.record(stream)
-            stop.synchronize()
-            times.append(cupy.cuda.get_elapsed_time(start, stop) / 1e3)
-        return min(times)
+            events.append((start, stop))
+        stop.synchronize()
+        return min(cupy.cuda.get_elapsed_time(*pair) for pair in events) / 1e3
+
+    @cached_property
+    def gpu(self) -> str:
+        """What the speed of an algorithm depends on."""
+        found = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)
+        return f"{found['name'].decode()}, {self.multiprocessors} multiprocessors"
 
     def _module(self, file: str, defines: _compile.Defines) -> Any:
         if (file, defines) not in self._modules:

@@ -4,11 +4,13 @@ What really launches is a backend: CuPy's (the default, imported when first need
 runs the same sources on the CPU. Nothing else in this folder knows CuPy.
 """
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
 
 Array = Any
+Apart = Callable[[Array], None]  # computes a product's result in several steps
 
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
@@ -42,8 +44,21 @@ class Backend(Protocol):
         a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
         """
 
-    def gemm_gelu(self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array) -> bool:
-        """inner = a b (+ bias), out = GELU of it (tanh form); False if there is no such product."""
+    def gemm_gelu(
+        self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart
+    ) -> bool:
+        """inner = a b (+ bias), out = GELU of it (tanh form). False, with nothing done, if it can't.
+
+        Also if apart(out), which does the same, takes less time. So for the next two.
+        """
+
+    def gemm_gelu_backward(self, a: Array, b: Array, inner: Array, out: Array, apart: Apart) -> bool:
+        """out = a b times GELU's slope at inner."""
+
+    def gemm_sums(
+        self, a: Array, b: Array, out: Array, sums: Array, *, accumulate: bool, apart: Apart
+    ) -> bool:
+        """out = a b (+ out), and sums = a summed over its last axis; sums have the type of out."""
 
     def attention(self) -> Any | None:
         """What is better at attention than the kernels here, if anything is (see _cudnn_attention.py)."""

@@ -1,6 +1,7 @@
 """Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products.
 
-Bias and GELU are in the epilogue of the first where cublasLt has such a product.
+The bias, GELU, GELU's backward and the gradient of the bias are in epilogues of these where cublasLt has such
+a product and it takes less time.
 """
 
 from typing import Any
@@ -26,10 +27,13 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
 
 def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
     """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py)."""
-    if x.size and _launch.backend().gemm_gelu(x, weight.T, bias, inner, y):
-        return
-    forward(x, weight, bias, inner)
-    gelu_tanh_forward(inner.reshape(-1), y.reshape(-1))
+
+    def apart(y: Array) -> None:
+        forward(x, weight, bias, inner)
+        gelu_tanh_forward(inner.reshape(-1), y.reshape(-1))
+
+    if not (x.size and _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, apart)):
+        apart(y)
 
 
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
@@ -53,6 +57,19 @@ def backward_input(dy: Array, weight: Array, dx: Array) -> None:
     matmul(dy, weight, dx)
 
 
+def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -> bool:
+    """backward_input where x is GELU of `inner`, and on through that: dinner (rows, inputs) in one product.
+
+    False, with nothing done, where there is no such product, or backward_input and backward_gelu take less.
+    """
+
+    def apart(dinner: Array) -> None:
+        backward_input(dy, weight, dinner)
+        backward_gelu(dinner, inner, dinner, None, False)
+
+    return bool(dy.size) and _launch.backend().gemm_gelu_backward(dy, weight, inner, dinner, apart)
+
+
 def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> None:
     """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to."""
     matmul(dy.T, x, dweight, accumulate=accumulate)
@@ -61,6 +78,27 @@ def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> No
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
     """dy (rows, outputs) -> dbias (outputs,), written or added to."""
     column_sum(dy, dbias, accumulate)
+
+
+def backward_parameters(
+    x: Array, dy: Array, dweight: Array, accumulate: bool, dbias: Array, accumulate_bias: bool
+) -> None:
+    """backward_weight and backward_bias."""
+
+    def apart(dweight: Array) -> None:
+        backward_weight(x, dy, dweight, accumulate)
+        column_sum(dy, sums, False)
+
+    kind = _launch.accumulator(dy.dtype)
+    if x.size and dweight.dtype == kind:  # sums come in the type of dweight
+        direct = not accumulate_bias and dbias.dtype == kind and _launch.vectors(dbias)
+        sums = dbias if direct else _launch.empty(dbias.shape, kind)
+        if _launch.backend().gemm_sums(dy.T, x, dweight, sums, accumulate=accumulate, apart=apart):
+            if not direct:
+                combine_blocks(sums.reshape(1, -1), dbias, accumulate_bias)
+            return
+    backward_weight(x, dy, dweight, accumulate)
+    backward_bias(dy, dbias, accumulate_bias)
 
 
 def bytes_moved(rows: int, inputs: int, outputs: int, itemsize: int = 4) -> int:

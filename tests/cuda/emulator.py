@@ -87,8 +87,16 @@ class Emulator:
             result += out.astype(exact)
         out[...] = result
 
-    def gemm_gelu(self, a, b, bias, inner, out):
+    def gemm_gelu(self, a, b, bias, inner, out, apart):
         """As cublasLt where it has no such product."""
+        return False
+
+    def gemm_gelu_backward(self, a, b, inner, out, apart):
+        """Likewise."""
+        return False
+
+    def gemm_sums(self, a, b, out, sums, *, accumulate, apart):
+        """Likewise."""
         return False
 
 

@@ -432,6 +432,12 @@ class Runtime:
         assert kind == self.memcpyDefault and stream == Stream.here.stream.ptr
         issue(lambda: ctypes.memmove(target, source, size))
 
+    def memsetAsync(self, target, value, size, stream):
+        issue(lambda: ctypes.memset(target, value, size))
+
+    def getDeviceProperties(self, index):
+        return {"name": b"a stand-in"}
+
     def ipcGetMemHandle(self, address):
         return self.ipc.export(address)
 
@@ -490,8 +496,9 @@ class Sharing:
 class Device:
     """cupy.cuda.Device: an H200."""
 
-    attributes = {"MultiProcessorCount": 132}  # noqa: RUF012
+    attributes = {"MultiProcessorCount": 132, "L2CacheSize": 1 << 16}  # noqa: RUF012
     compute_capability = "90"
+    id = 0
 
 
 class Driver:

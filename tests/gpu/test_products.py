@@ -78,7 +78,39 @@ def test_gelu_in_the_epilogue(gpu, kind):
     assert off(gpu, inner, exact) < limit
     assert off(gpu, y, exact / (1 + np.exp(-2 * sqrt(2 / pi) * (exact + 0.044715 * exact**3)))) < 2 * limit
     if kind == "bfloat16":
-        assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y)
+        assert _launch.backend().gemm_gelu(x, weight.T, bias, inner, y, lambda y: None)
+
+
+def slope(x):
+    t = np.tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))
+    return 0.5 * (1 + t) + 0.5 * x * (1 - t**2) * sqrt(2 / pi) * (1 + 3 * 0.044715 * x**2)
+
+
+@pytest.mark.parametrize("kind", TYPES)
+def test_the_gradient_goes_on_through_gelu_in_the_epilogue(gpu, kind):
+    dtype, limit = TYPES[kind]
+    dy, exact_dy = there(gpu, random(72, 40), dtype)
+    weight, exact_weight = there(gpu, random(40, 24, seed=1), dtype)
+    inner, exact_inner = there(gpu, random(72, 24, seed=2), dtype)
+    dinner, apart = (poisoned(gpu, (72, 24), dtype) for _ in range(2))
+    exact = exact_dy @ exact_weight * slope(exact_inner)
+    if gpu.kernels.linear.backward_input_gelu(dy, weight, inner, dinner):  # else it takes longer
+        assert off(gpu, dinner, exact) < limit
+    gpu.kernels.linear.backward_input(dy, weight, apart)
+    gpu.kernels.linear.backward_gelu(apart, inner, apart, None, False)
+    assert off(gpu, apart, exact) < 2 * limit
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("more", [False, True])
+def test_the_gradients_of_weight_and_bias_in_one_product(gpu, kind, more):
+    dtype = TYPES[kind][0]
+    dweight, dbias = gpu.asarray(np.ones((24, 40), np.float32)), gpu.asarray(np.ones(24, np.float32))
+    x, exact_x = there(gpu, random(77, 40), dtype)
+    dy, exact_dy = there(gpu, random(77, 24, seed=1), dtype)
+    gpu.kernels.linear.backward_parameters(x, dy, dweight, more, dbias, more)
+    assert off(gpu, dweight, more + exact_dy.T @ exact_x) < 1e-5
+    assert off(gpu, dbias, more + exact_dy.sum(0)) < 1e-5
 
 
 def test_weight_gradients_of_micro_batches_add_up_in_float32(gpu):

@@ -33,6 +33,9 @@ class CUDA(Kernels):
             raise failed(INVALID_VALUE)
         self._current.index = index
 
+    def getDeviceProperties(self, index):
+        return {"name": b"software"}
+
     def deviceGetAttribute(self, attribute, index):
         return _ATTRIBUTES.get(attribute, 65536)
 
