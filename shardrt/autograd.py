@@ -332,6 +332,12 @@ class Backward:
         place = bisect_left(run.nodes, -node.sequence, key=lambda other: -other.sequence)
         return run.position < place < len(run.nodes) and run.nodes[place] is node
 
+    def feeds_only(self, node: Function) -> bool:
+        """Whether `node` runs next and has received nothing: its gradient is that from the present one."""
+        following = self.position + 1
+        ready = following < len(self.nodes) and self.nodes[following] is node
+        return ready and node not in self.gradients
+
     def run(self) -> None:
         """Run the nodes. A node whose gradient nobody has produced is passed over."""
         before, _state.running = _state.running, self

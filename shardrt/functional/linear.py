@@ -5,6 +5,7 @@ The gradient of a weight is added where it belongs by the product that computes 
 
 from typing import TYPE_CHECKING, Any
 
+from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
 
@@ -31,30 +32,55 @@ class Linear(Function):
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
-        x, weight, bias = self.saved
-        dx, weight_token = self._products(x, weight, dy)
-        bias_token = None
-        if self.needs[2]:
-            dbias, accumulate, bias_token = bias.gradient_target()
-            kernels().linear.backward_bias(rows(dy), dbias, accumulate)
-        return dx, weight_token, bias_token
+        return self._gradients(*self.saved, dy)
 
-    def _products(self, x: Array | None, weight: Variable, dy: Array) -> tuple[Array | None, Any]:
-        """The gradient of x, and the token of the weight's."""
-        dx = token = None
-        if self.needs[0]:
-            dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
-            kernels().linear.backward_input(rows(dy), contiguous(weight.lent()), rows(dx))
+    def _gradients(self, x: Array | None, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
+        """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted."""
+        dx = self._input_gradient(weight, dy) if self.needs[0] else None
+        linear, of_weight, of_bias = kernels().linear, None, None
         if self.needs[1]:
-            dweight, accumulate, token = weight.gradient_target()
-            kernels().linear.backward_weight(rows(x), rows(dy), dweight, accumulate)
-        return dx, token
+            *of_weight, weight_token = weight.gradient_target()
+        if self.needs[2] and bias is not None:
+            *of_bias, bias_token = bias.gradient_target()
+        if of_weight and of_bias:
+            linear.backward_parameters(rows(x), rows(dy), *of_weight, *of_bias)
+        elif of_weight:
+            linear.backward_weight(rows(x), rows(dy), *of_weight)
+        elif of_bias:
+            linear.backward_bias(rows(dy), *of_bias)
+        return dx, weight_token if of_weight else None, bias_token if of_bias else None
+
+    def _input_gradient(self, weight: Variable, dy: Array) -> Array:
+        """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
+        dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
+        matrices, gelu = (rows(dy), contiguous(weight.lent())), self._gelu_before()
+        if gelu is not None:
+            *_, inner = gelu.saved
+            gelu.passed = kernels().linear.backward_input_gelu(*matrices, rows(inner), rows(dx))
+            if gelu.passed:
+                return dx
+        kernels().linear.backward_input(*matrices, rows(dx))
+        return dx
+
+    def _gelu_before(self) -> "LinearGELU | None":
+        """The op that made x, if all of its gradient comes from here, and nobody wants to see that."""
+        node, running = self.edges[0].node, autograd.running()
+        if type(node) is not LinearGELU or node.hooks or node.saved is None or running is None:
+            return None
+        once = sum(edge is not None and edge.node is node for edge in self.edges) == 1
+        return node if once and running.feeds_only(node) else None
 
 
 class LinearGELU(Linear):
-    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it."""
+    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it.
 
-    __slots__ = ()
+    passed: whether the gradient that comes next has gone through the GELU already.
+    """
+
+    __slots__ = ("passed",)
+
+    def __init__(self) -> None:
+        self.passed = False
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
@@ -76,12 +102,15 @@ class LinearGELU(Linear):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias, inner = self.saved
+        if self.passed:
+            self.passed = False
+            return self._gradients(x, weight, bias, dy)
         dinner = empty_like(inner)
         dbias = accumulate = bias_token = None
         if self.needs[2]:
             dbias, accumulate, bias_token = bias.gradient_target()
         kernels().linear.backward_gelu(rows(dy), rows(inner), rows(dinner), dbias, bool(accumulate))
-        return *self._products(x, weight, dinner), bias_token
+        return *self._gradients(x, weight, None, dinner)[:2], bias_token
 
 
 def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":

@@ -3,9 +3,13 @@
 import numpy as np
 import pytest
 
-from shardrt import Tensor
+import shardrt
+from shardrt import Tensor, nn
 from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
 from shardrt.autograd import WRITTEN
+from shardrt.kernels.cpu import linear
+from shardrt.recompute import checkpoint
 from tests.gradcheck import LAYOUTS, check_direction, check_gradients, contiguous, leaf, normal
 
 SHAPES = [(3, 5, 2), (1, 1, 1), (7, 1, 3), (2, 9, 1)]  # rows, inputs, outputs
@@ -48,6 +52,142 @@ def test_gelu_in_one_op_adds_to_gradients_and_names_itself_in_errors():
     )
     with pytest.raises(ValueError, match="linear_gelu: weight must be"):
         F.linear_gelu(normal(3, 4), normal(4))
+
+
+# -- GELU's backward in the product that makes its gradient
+
+
+@pytest.fixture
+def fused(monkeypatch):
+    """How often it was; the CPU has no such product, so here is one."""
+    used = []
+
+    def backward_input_gelu(dy, weight, inner, dinner):
+        linear.backward_input(dy, weight, dinner)
+        linear.backward_gelu(dinner.copy(), inner, dinner, None, False)
+        used.append(1)
+        return True
+
+    monkeypatch.setattr(linear, "backward_input_gelu", backward_input_gelu)
+    return used
+
+
+def mlp(x, up, bias, down, more):
+    return F.linear(F.linear_gelu(x, up, bias), down, more)
+
+
+SIZES = (3, 4), (5, 4), (5,), (2, 5), (2,)  # x, up, its bias, down, its bias
+
+
+def wanting(*wanted):
+    """The inputs of mlp, of which some want a gradient."""
+    return [Tensor(normal(*s, seed=i), requires_grad=i in wanted) for i, s in enumerate(SIZES)]
+
+
+@pytest.mark.parametrize("wanted", [(0, 1, 2, 3, 4), (0,), (1,), (2,), (1, 2), (0, 2, 3), (3, 4)], ids=str)
+def test_gradients_through_gelu_in_one_product(fused, wanted):
+    check_gradients(mlp, *wanting(*wanted))
+    assert bool(fused) == bool({0, 1, 2} & set(wanted))
+
+
+def test_gradients_through_two_gelus(fused):
+    def twice(x, weight, bias, out):
+        return F.linear(F.linear_gelu(F.linear_gelu(x, weight, bias), weight, bias), out)
+
+    check_gradients(twice, leaf(normal(3, 4)), leaf(normal(4, 4)), leaf(normal(4)), leaf(normal(2, 4)))
+    assert len(fused) == 2
+
+
+def hidden_twice(x, up, bias, down, more):
+    hidden = F.linear_gelu(x, up, bias)
+    return F.linear(hidden, down, more).sum() + (hidden * hidden).sum()
+
+
+def hidden_before(x, up, bias, down, more):
+    hidden = F.linear_gelu(x, up, bias)
+    other = (hidden * hidden).sum()
+    return F.linear(hidden, down, more).sum() + other
+
+
+def hidden_in_two_products(x, up, bias, down, more):
+    hidden = F.linear_gelu(x, up, bias)
+    return F.linear(hidden, down, more) * F.linear(hidden, down)
+
+
+def hidden_as_weight(x, up, bias, down, more):
+    hidden = F.linear_gelu(x, up, bias)
+    return F.linear(hidden, hidden)
+
+
+def hidden_cut(x, up, bias, down, more):
+    return F.linear(F.linear_gelu(x, up, bias)[1:], down, more)
+
+
+@pytest.mark.parametrize(
+    "use", [hidden_twice, hidden_before, hidden_in_two_products, hidden_as_weight, hidden_cut]
+)
+def test_what_is_used_elsewhere_too_gets_the_sum_of_its_gradients(fused, use):
+    check_gradients(use, *wanting(0, 1, 2, 3, 4))
+    assert not fused
+
+
+def test_a_gradient_that_somebody_looks_at_is_that_of_the_result(fused):
+    inputs, seen = wanting(0, 1, 2, 3, 4), []
+    hidden = F.linear_gelu(*inputs[:3])
+    hidden.register_hook(lambda gradient: seen.append(gradient.copy()))
+    hidden.retain_grad()
+    F.linear(hidden, *inputs[3:]).backward(normal(3, 2))
+    for gradient in (*seen, hidden.grad):
+        np.testing.assert_allclose(gradient, normal(3, 2) @ inputs[3].data, rtol=1e-13)
+    assert not fused
+
+
+def test_backward_through_gelu_can_run_again(fused):
+    inputs = wanting(0, 1, 2, 3, 4)
+    hidden = F.linear_gelu(*inputs[:3])
+    y = F.linear(hidden, *inputs[3:])
+    y.backward(normal(3, 2), retain_graph=True)
+    first = [x.grad.copy() for x in inputs]
+    y.backward(normal(3, 2), retain_graph=True)
+    for x, gradient in zip(inputs, first, strict=True):
+        np.testing.assert_allclose(x.grad, 2 * gradient, rtol=1e-13)
+    inputs[0].grad = None
+    hidden.backward(normal(3, 5))  # a gradient that has not gone through it
+    np.testing.assert_allclose(
+        inputs[0].grad, normal(3, 5) * slope(inputs[:3]) @ inputs[1].data, rtol=1e-8, atol=1e-9
+    )
+
+
+def slope(given):
+    """Of GELU at what linear gives, by central differences."""
+    inner = F.linear(*given).data
+    low, high = (F.gelu(Tensor(inner + h), approximate="tanh").data for h in (-1e-6, 1e-6))
+    return (high - low) / 2e-6
+
+
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+def test_gradients_through_gelu_of_what_is_recomputed_or_was_offloaded(fused, policy):
+    """The same bits as of a module whose arrays stay."""
+
+    def gradients(*prepare):
+        shardrt.manual_seed(0)
+        model = nn.Sequential(nn.Linear(4, 16, gelu=True), nn.Linear(16, 4))
+        for each in prepare:
+            each(model)
+        (model(Tensor(normal(3, 4).astype(np.float32))) ** 2).sum().backward()
+        return [parameter.grad for parameter in model.parameters()]
+
+    expected = gradients()
+    for prepare in (
+        [lambda model: checkpoint(model, policy)],
+        [offload_activations],
+        [lambda model: checkpoint(model, policy), offload_activations],
+        [lambda model: checkpoint(model[0], policy)],
+        [lambda model: offload_activations(model[0])],
+    ):
+        for one, other in zip(gradients(*prepare), expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+    assert len(fused) == 4, "not where only the first of both layers is recomputed, or offloaded"
 
 
 def test_gradients_of_odd_sizes():
