@@ -12,7 +12,21 @@ import numpy as np
 float32, float64, bfloat16, float16 = "float32", "float64", "bfloat16", "float16"
 LOW = (bfloat16, float16)
 CARRIED = ("float32", "float64", "int32", "int64", "uint8", "uint16")  # what communicators carry
-CODES = {np.dtype(name): code for code, name in enumerate(CARRIED)}  # dtype.name is slow
+CODES = {np.dtype(name): code for code, name in enumerate(CARRIED)}
+
+
+class _Names(dict):
+    def __missing__(self, dtype: np.dtype) -> str:
+        name = self[dtype] = dtype.name
+        return name
+
+
+_names = _Names()
+
+
+def name_of(dtype: np.dtype) -> str:
+    """`dtype.name`, which NumPy makes anew each time, in as long as an op takes to be launched."""
+    return _names[dtype]
 
 
 def storage(name: str) -> np.dtype:
@@ -22,7 +36,7 @@ def storage(name: str) -> np.dtype:
 
 def floating(dtype: np.dtype) -> bool:
     """Whether elements of `dtype` are floating-point numbers, bfloat16 included."""
-    return dtype.kind == "f" or dtype.name == bfloat16
+    return dtype.kind == "f" or name_of(dtype) == bfloat16
 
 
 def casts(name: str) -> bool:
@@ -32,7 +46,7 @@ def casts(name: str) -> bool:
 
 def exact(dtype: np.dtype) -> np.dtype:
     """What sums and statistics of elements of `dtype` are kept in: float32 for the 16-bit types."""
-    return np.dtype(np.float32) if dtype.name in LOW else dtype
+    return np.dtype(np.float32) if name_of(dtype) in LOW else dtype
 
 
 def named(argument: str, dtype: Any) -> str:

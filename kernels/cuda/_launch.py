@@ -14,6 +14,7 @@ Apart = Callable[[Array], None]  # computes a product's result in several steps
 
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
+_macros: dict[Any, tuple[str, str]] = {}  # of element types met so far: dtype.name takes as long as a launch
 THREADS = 256
 _RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
 
@@ -109,7 +110,9 @@ def launch(
     blocks = (grid,) if isinstance(grid, int) else grid
     if min(blocks) < 1:
         return  # nothing to do: CUDA refuses an empty grid
-    macros = (("ELEMENT", TYPES[np.dtype(element).name]), *sorted(defines.items()))
+    if element not in _macros:
+        _macros[element] = "ELEMENT", TYPES[np.dtype(element).name]
+    macros = (_macros[element], *sorted(defines.items()))
     blocks = (*blocks, 1, 1)[:3]
     backend().launch(file, macros, function, blocks, threads, tuple(map(_argument, args)), shared)
 

@@ -77,7 +77,7 @@ def _caster(dtype: str | None, low_only: bool = False) -> Callable[[Any], Any] |
 
     def cast(given: Any) -> Any:
         array = given.data if isinstance(given, Variable) else given
-        name = array.dtype.name
+        name = dtypes.name_of(array.dtype)
         if not dtypes.floating(array.dtype) or name == dtype or (low_only and name not in dtypes.LOW):
             return given
         if isinstance(given, Variable):

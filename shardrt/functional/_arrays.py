@@ -75,8 +75,9 @@ def check_floats(op: str, **tensors: "Tensor | None") -> None:
 
 
 def _computed_in(dtype: np.dtype) -> bool:
-    if dtype.name in dtypes.LOW:
-        return device.current().compute_dtype(dtype.name) == dtype
+    name = dtypes.name_of(dtype)
+    if name in dtypes.LOW:
+        return device.current().compute_dtype(name) == dtype
     return dtype.kind == "f" and dtype.itemsize >= 4
 
 
