@@ -50,12 +50,11 @@ class Trainer:
 
     def steps(self, count: int) -> dict:
         """Seconds of a step, by the host's clock from an idle GPU to an idle GPU."""
-        batches = [self._batch(self._step + i) for i in range(count)]
+        batches = [self.batch(self._step + i) for i in range(count)]
         self._finish()
         start = time.perf_counter()
         for tokens, targets in batches:
-            loss = self._backward(tokens, targets, self.job.micro_batches)
-            self._update()
+            loss = self.train(tokens, targets)
         self._finish()
         seconds = (time.perf_counter() - start) / count
         self._step += count
@@ -64,7 +63,7 @@ class Trainer:
     def update(self, rounds: int = 5) -> dict:
         """{"update": seconds of the optimizer's step alone, the least of a few}, after a micro-batch each."""
         times, rows = [], self.job.batch // self.job.micro_batches
-        tokens, targets = (array[:rows] for array in self._batch(self._step))
+        tokens, targets = (array[:rows] for array in self.batch(self._step))
         for _ in range(rounds):
             self._backward(tokens, targets, 1)
             self._finish()
@@ -90,7 +89,14 @@ class Trainer:
         for module in (*self.model.blocks, self.model):
             fully_shard(module, mesh=self.mesh, strategy=job.strategy, **more)
 
-    def _batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+    def train(self, tokens: np.ndarray, targets: np.ndarray) -> shardrt.Tensor:
+        """One step, issued and not waited for; the loss of its last micro-batch."""
+        loss = self._backward(tokens, targets, self.job.micro_batches)
+        self._update()
+        return loss
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """Of a step: tokens and targets."""
         return self.job.workload.batch_of(step, 0)
 
     def _backward(self, tokens: np.ndarray, targets: np.ndarray, parts: int) -> shardrt.Tensor:

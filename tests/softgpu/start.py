@@ -5,9 +5,10 @@ import sys
 import threading
 from hashlib import sha256
 from pathlib import Path
+from types import ModuleType
 
 from tests.cuda.libraries import library_folder
-from tests.softgpu import compiler
+from tests.softgpu import compiler, nccl
 from tests.softgpu.cuda import CUDA
 from tests.softgpu.plug import plug
 
@@ -16,36 +17,41 @@ ROOT = Path(__file__).parents[2]
 
 def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
     """The CUDA that CuPy sees from now on, and shardrt. processes: ranks, if threads are none."""
+    cuda = CUDA(mode, seed, bool(processes))
+    cuda.devices = max(1, processes)
+    # Machine code that is none changes with the headers here.
+    cupy = plugged(cuda, compiler.NVRTC, sha256(compiler.headers().encode()).hexdigest()[:16])
+    _poison_pools(cupy, cuda)
+    nccl.put(cuda)
+    return cuda
+
+
+def plugged(cuda: CUDA, nvrtc_type: type, key: str) -> ModuleType:
+    """CuPy over `cuda`, and a compiler. key: of the two caches of what that makes."""
     assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
     kept = library_folder(ROOT / "build" / "softgpu")
-    # Two caches of machine code that is none, and changes with the headers here.
-    key = sha256(compiler.headers().encode()).hexdigest()[:16]
     os.environ |= {
         "CUPY_CACHE_DIR": str(kept / key / "cupy"),
         "XDG_CACHE_HOME": str(kept / key),
         "CUPY_ACCELERATORS": "",  # CUB's are compiled into CuPy
     }
-    cuda = CUDA(mode, seed, bool(processes))
-    cuda.devices = max(1, processes)
     plug(kept, cuda)
     from cupy_backends.cuda.libs import nvrtc
 
-    made = compiler.NVRTC(kept)
+    made = nvrtc_type(kept)
     for name in (name for name in dir(made) if not name.startswith("_")):
         setattr(nvrtc, name, getattr(made, name))
     import cupy
 
-    _poison_pools(cupy, cuda)
     from shardrt.device import cuda as place
     from shardrt.kernels.cuda import _cupy
-    from tests.softgpu import nccl, products
+    from tests.softgpu import products
 
     place.count = cuda.getDeviceCount
     _cupy._library = lambda: products.cublaslt(kept, cuda)
     _cupy.CuPyBackend._cudnn = None, None
     _cupy.CuPyBackend.prepare = lambda backend, wanted: None  # each is compiled when it is first launched
-    nccl.put(cuda)
-    return cuda
+    return cupy
 
 
 def _poison_pools(cupy, cuda: CUDA) -> None:

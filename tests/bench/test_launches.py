@@ -1,0 +1,36 @@
+"""`bench.launches` counts what a training step asks of a GPU."""
+
+import importlib.util
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def counted():
+    """Of a step of two layers on one rank."""
+    if importlib.util.find_spec("cupy_backends") is None or shutil.which("cc") is None:
+        pytest.skip("no CuPy, or no C compiler")
+    command = [sys.executable, "-m", "bench.launches", "--layers", "2", "--steps", "1", "--json"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout.splitlines()[-1])
+    return result | {"by_name": {(row["what"], row["name"]): row["per_step"] for row in result["counts"]}}
+
+
+def test_a_step_has_three_products_for_each_matrix(counted):
+    assert counted["by_name"]["product", ""] == 3 * (2 * 4 + 1)  # qkv, output, up, down; the head
+
+
+def test_all_kinds_of_calls_are_told(counted):
+    assert {what for what, _ in counted["by_name"]} >= {"launch", "product", "copy", "record", "wait"}
+    launched = ("launch", "product", "set")
+    assert counted["launches"] == sum(n for (what, _), n in counted["by_name"].items() if what in launched)
+    assert counted["python_calls"] > counted["launches"]
+    assert counted["host_per_yardstick"] > 0
