@@ -16,15 +16,23 @@ Array = Any
 
 
 class Slot:
-    """One buffer. `ready` is recorded by who filled it, `free` by who has finished with it."""
+    """One buffer. `ready` is recorded by who filled it, `free` by who has finished with it.
+
+    arena: that lends it; None for one that is its owner's alone.
+    """
 
     __slots__ = ("array", "ready", "free", "arena")
 
-    def __init__(self, array: Array, ready: Event, free: Event, arena: "Arena") -> None:
+    def __init__(self, array: Array, ready: Event, free: Event, arena: "Arena | None" = None) -> None:
         self.array = array
         self.ready = ready
         self.free = free
         self.arena = arena
+
+    def give_back(self) -> None:
+        """To the arena, as Arena.release says."""
+        if self.arena is not None:
+            self.arena.release(self)
 
 
 class Arena:

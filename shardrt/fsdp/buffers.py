@@ -246,6 +246,12 @@ def in_slot(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
     return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
 
 
+def summed_in_place(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
+    """Whether backward may write full gradients where their sum goes: it is as long, and of their type."""
+    exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == _gradient(group, facts)
+    return layout.shards == 1 and exact and not group.placement.gradients
+
+
 def _compute(group: ParameterGroup, facts: Facts) -> np.dtype:
     return facts.device.compute_dtype(group.key.param)
 

@@ -122,7 +122,11 @@ def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collect
     written: positions of the parameters that this rank has used.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
+    if slot is group.sum.slot and group.ranks.replicate is None and group.choices.divide_factor == 1:
+        streams.compute.record(group.gradient_ready)  # compute has written the sum itself
+        return
     stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
+    streams.compute.record(slot.ready)
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
         _sum(group, slot, written, sums[goes.buffer], goes.accumulate, stream, streams.device)
@@ -168,7 +172,7 @@ def _sum(
     reduce-scatter and an all-gather over the same memory make an all-reduce. Sums go by a binary tree over
     the ranks, so two levels add up like one as long as a shard group's size is a power of two.
     """
-    ranks, rows = group.ranks, group.rows
+    ranks, rows, in_place = group.ranks, group.rows, slot is group.sum.slot
     # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
     scale = 1.0 / group.choices.divide_factor
     wire, kind = _wire(group, slot, written, stream, device)
@@ -186,8 +190,11 @@ def _sum(
     if ranks.replicate is not None:
         count = own.size // ranks.replicate.size
         piece = own[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
-        ranks.replicate.reduce_scatter(piece, wire, stream=stream, kind=kind, what=group.called)
+        factor = scale if in_place else 1.0
+        ranks.replicate.reduce_scatter(piece, wire, stream=stream, scale=factor, kind=kind, what=group.called)
         ranks.replicate.all_gather(own, stream=stream, what=group.called)
+    if in_place:
+        return
     if rows is None:
         stream.submit(device.kernels.reduce.sum_into, out, [own], scale, accumulate)
     else:

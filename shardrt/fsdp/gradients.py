@@ -55,8 +55,10 @@ class Gradients:
         """Memory for the full gradients of `group`, which backward is about to write."""
         if self._accumulates is None or self._trained.changed:
             self.have_slots()  # an op outside every forward
+        slot = None if group.rows is not None else group.sum.slot
         arena = group.arenas["gradients"]
-        slot = arena.acquire()
+        if slot is None:
+            slot = arena.acquire()
         if slot is None:  # more units are in backward at once than was planned
             arena.grow()
             slot = arena.acquire()
@@ -68,16 +70,15 @@ class Gradients:
         """Give back the slot of gradients that are not wanted any more."""
         slot, group.open_gradient = group.open_gradient.slot, None
         self._streams.compute.record(slot.free)
-        slot.arena.release(slot)
+        slot.give_back()
 
     def reduce(self, group: ParameterGroup) -> None:
         """Hand the full gradients of `group` to the reduce stream; it has opened them."""
         opened, group.open_gradient = group.open_gradient, None
         _zero_unwritten(group, opened)
-        slot, wrote = opened.slot, bool(opened.written)
-        self._streams.compute.record(slot.ready)
-        collectives.reduce(group, slot, self._streams, opened.written)
-        slot.arena.release(slot)
+        wrote = bool(opened.written)
+        collectives.reduce(group, opened.slot, self._streams, opened.written)
+        opened.slot.give_back()
         group.sum.issued(group.trained)
         self._reduced.append(group)
         # Whether there is a gradient, this rank knows if it has written one now, or there was one before.

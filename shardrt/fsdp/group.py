@@ -168,7 +168,7 @@ class ParameterGroup(Storage):
         if not (finds_unused and positions):
             self.sum.uses = self.sum.uses_read = None
         if not positions:
-            self.sum.buffers, self.rows = [], None
+            self.sum.buffers, self.sum.slots, self.rows = [], [], None
             for role in GRADIENT_ROLES:
                 self.arenas.pop(role, None)
 

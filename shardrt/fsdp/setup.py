@@ -13,7 +13,7 @@ import numpy as np
 from shardrt import device
 from shardrt.comm import talk
 from shardrt.device import Device, host
-from shardrt.device.arena import Arena
+from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, collectives
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.buffers import Facts, Spec, Specs
@@ -240,6 +240,9 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> N
         if "partial" in specs:
             more = range(specs["partial"].slots)
             group.sum.buffers += [_buffer(group, specs["partial"], facts) for _ in more]
+        if buffers.summed_in_place(group, group.layout, facts):
+            made = facts.device.new_event
+            group.sum.slots = [Slot(array, made(), made()) for array in group.sum.buffers]
     if "used" in specs and group.sum.uses is None:
         group.sum.uses = _buffer(group, specs["used"], facts)
     group.rows = buffers.rows_of(group, group.layout)

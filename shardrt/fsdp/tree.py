@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.device import Device, Event
+from shardrt.device.arena import Slot
 from shardrt.fsdp.policy import Choices
 
 Array = Any
@@ -52,6 +53,9 @@ class GradientSum:
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
         self.buffers: list[Array] = []  # the gradient, then the partial sums of a tree
+        self.slots: list[
+            Slot
+        ] = []  # the same as slots, where a full gradient is as long and may be written there
         self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
         self.ready: Event  # the last reduction that was issued is in its place
         self.forget()
@@ -78,6 +82,12 @@ class GradientSum:
     def place(self) -> Place:
         """Where the next reduction goes among `buffers`."""
         return place(self.reductions) if self.exact else Place(0, self.reductions > 0, 0)
+
+    @property
+    def slot(self) -> Slot | None:
+        """Where the full gradient can be written as its own sum: if it is whole, and nothing is there to add to."""
+        goes = self.place
+        return self.slots[goes.buffer] if self.slots and not goes.accumulate else None
 
     def issued(self, trained: Collection[int]) -> None:
         """One more reduction, of the parameters at these positions, will go into it."""
