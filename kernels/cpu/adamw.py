@@ -4,6 +4,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import fused
 from shardrt.kernels.cpu._threads import run_rows
 
@@ -16,11 +17,14 @@ def step(
     m: Array,
     v: Array,
     ranges: Array,
+    rounded: Array | None = None,
+    kind: str = "",
 ) -> None:
     """Update param, m and v, 1-D and equally long, in ranges of them.
 
     ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
     what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps.
+    rounded: as long; there the ranges become what they are in param rounded to `kind`, as cast.round_to does.
     """
     real = param.dtype.type
     for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
@@ -28,6 +32,8 @@ def step(
         numbers = tuple(map(real, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
         size = piece.stop - piece.start
         run_rows(_step, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
+        if rounded is not None:
+            cast.round_to(param[piece], rounded[piece], kind)
 
 
 def bytes_moved(count: int, itemsize: int = 4) -> int:

@@ -1,7 +1,8 @@
 // AdamW over ranges of flat arrays: one pass that reads and writes everything once.
 //
-// The gradient and the moments may be of types of their own (macros GRADIENT and STATE). Multiply-adds are written
-// out, so that an element has the same bits on the path of vectors and on the other.
+// The gradient and the moments may be of types of their own (macros GRADIENT and STATE). The new weights may be written
+// once more, rounded to another type (ROUNDED). Multiply-adds are written out, so that an element has the same bits on
+// the path of vectors and on the other.
 #include "ranges.cuh"
 
 #ifndef GRADIENT
@@ -10,12 +11,16 @@
 #ifndef STATE
 #define STATE ELEMENT
 #endif
+#ifndef ROUNDED
+#define ROUNDED __nv_bfloat16
+#endif
 
 constexpr int N = Widest<T, GRADIENT, STATE>::value;
 
 // ranges (count, 8): start, stop, and what an element of it has for keep, rate, correction, beta1, beta2 and eps.
-extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, const double* ranges, int64 count,
-                                 int vectors) {
+// rounded may be null.
+extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, ROUNDED* rounded,
+                                 const double* ranges, int64 count, int vectors) {
     each_in_ranges<N, 8>(ranges, count, vectors, [=](const double* row) {
         A keep = A(row[2]), rate = A(row[3]), correction = A(row[4]), eps = A(row[7]);
         A beta1 = A(row[5]), rest1 = A(1 - row[5]), beta2 = A(row[6]), rest2 = A(1 - row[6]);
@@ -37,6 +42,12 @@ extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE
             store<W>(m + i, one);
             store<W>(v + i, two);
             store<W>(param + i, p);
+            if (rounded) {
+                Pack<ROUNDED, W> low;
+#pragma unroll
+                for (int k = 0; k < W; k++) low[k] = from_acc<ROUNDED>(float(to_acc(p[k])));
+                store<W>(rounded + i, low);
+            }
         };
     });
 }

@@ -13,16 +13,20 @@ def step(
     m: Array,
     v: Array,
     ranges: Array,
+    rounded: Array | None = None,
+    kind: str = "",
 ) -> None:
     """Update param, m and v, 1-D and equally long, in ranges of them.
 
     ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
     what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps. In GPU
     memory, so that the numbers of a step need not be known when it is launched. grad, and m with v, may be of
-    other types than param.
+    other types than param. rounded: of `kind` and as long; there the ranges become what they are in param.
     """
     types = {"GRADIENT": TYPES[grad.dtype.name], "STATE": TYPES[m.dtype.name]}
-    args = (param, grad, m, v, ranges, len(ranges), vectors(param, grad, m, v))
+    if kind:
+        types["ROUNDED"] = TYPES[kind]
+    args = (param, grad, m, v, rounded, ranges, len(ranges), vectors(param, grad, m, v, rounded))
     launch("adamw", "adamw", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
 
 

@@ -168,6 +168,13 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
+    if (
+        layout.shards == 1
+        and not place.parameters
+        and _compute(group, facts).itemsize < np.dtype(dtype).itemsize
+    ):
+        # Nothing is gathered: the copy in 16 bits stays, and the optimizer writes it.
+        roles["gathered"] = Spec("gathered", layout.total, _compute(group, facts))
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
         partial = tree.buffers(group.choices.micro_batches or 1) - 1
@@ -244,6 +251,14 @@ def in_slot(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
     """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
     computed = np.dtype(group.key.dtype) == _compute(group, facts) and group.key.param not in dtypes.LOW
     return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
+
+
+def keeps_rounded(group: ParameterGroup, specs: Specs) -> bool:
+    """Whether this rank's part of the gathered slot stays, and is nothing but the shard in 16 bits."""
+    gathered = specs[group]["gathered"]
+    alone = sum(gathered is roles["gathered"] for roles in specs.values()) == 1
+    rounds = group.key.param in dtypes.LOW and not group.placement.parameters
+    return alone and rounds and "wire" not in specs[group]
 
 
 def summed_in_place(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:

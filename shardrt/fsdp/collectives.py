@@ -7,6 +7,7 @@ event. The schedule decides whether and when.
 """
 
 from collections.abc import Callable, Collection
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -64,9 +65,14 @@ def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
     stream = streams.gather
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
-    stream.wait(slot.free)  # compute has finished with the unit that had the slot
     own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
-    _cast(streams.device.kernels.cast.pack, group, own, streams)
+    kernel = streams.device.kernels.cast.pack
+    new = _is_new(group, kernel, own, streams)
+    if new and group.ranks.size == 1:
+        return
+    stream.wait(slot.free)  # compute has finished with the unit that had the slot
+    if not new:
+        _cast(kernel, group, own, streams)
     if group.ranks.size > 1:
         group.ranks.gather.all_gather(bits, stream=stream, what=group.called)
     stream.record(slot.ready)
@@ -89,9 +95,35 @@ def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 def _rounded(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """As _packed where this rank holds everything: nothing travels."""
+    kernel, full = streams.device.kernels.cast.round_to, slot.array[: group.layout.total]
+    if _is_new(group, kernel, full, streams):
+        return
     streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-    _cast(streams.device.kernels.cast.round_to, group, slot.array[: group.layout.total], streams)
+    _cast(kernel, group, full, streams)
     streams.gather.record(slot.ready)
+
+
+def _is_new(group: ParameterGroup, kernel: Callable, own: Array, streams: Streams) -> bool:
+    """Whether this rank's part of the slot, `own`, is the shard in 16 bits: as the optimizer has written it.
+
+    Or an earlier gather. From now on it is, where the group keeps it.
+    """
+    if group.rounded is None:
+        return False
+    new, group.rounded_is_new = group.rounded_is_new, True
+    graph = streams.device.capturing
+    if graph is not None and new:
+        graph.before_replay(partial(_renew, group, kernel, own, streams))
+    elif graph is not None:
+        graph.after_capture(partial(setattr, group, "rounded_is_new", False))  # nothing has run
+    return new
+
+
+def _renew(group: ParameterGroup, kernel: Callable, own: Array, streams: Streams) -> None:
+    """Before a replay that finds `own` as it is: the shard may have been loaded since."""
+    if not group.rounded_is_new:
+        group.rounded_is_new = True
+        streams.compute.submit(kernel, group._shard, own, group.key.param)
 
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:

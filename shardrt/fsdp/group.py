@@ -24,7 +24,7 @@ from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.tree import GradientSum
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part
-from shardrt.nn.storage import HostPlacement, LocalStorage, Storage, read_only
+from shardrt.nn.storage import HostPlacement, LocalStorage, Rounded, Storage, read_only
 
 Array = Any
 
@@ -118,6 +118,9 @@ class ParameterGroup(Storage):
         self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
         self.open_gradient: OpenGradient | None = None
         self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
+        # In the gathered slot, where that is this group's alone and holds nothing else of this rank's part:
+        self.rounded: Rounded | None = None
+        self.rounded_is_new = False  # what is in there is the shard as it is
         # Set by setup.py, once the outermost unit is known:
         self.label: str  # for messages and traces: the unit, and what distinguishes this group in it
         self.layout: Layout
@@ -252,7 +255,8 @@ class ParameterGroup(Storage):
         if self.shard_in_slot and self.ranks.size > 1:
             self.runtime.readers_done(self)
 
-    def modified(self) -> None:
+    def modified(self, rounded: bool = False) -> None:
+        self.rounded_is_new = self.rounded_is_new and rounded
         self.runtime.shards_written(self)
 
     def owner(self, first: bool) -> bool:

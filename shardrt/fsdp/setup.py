@@ -25,7 +25,7 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.storage import LocalStorage
+from shardrt.nn.storage import LocalStorage, Rounded
 from shardrt.recompute import Recomputation
 
 
@@ -75,7 +75,7 @@ def build(unit: Unit) -> None:
     _make_arenas(specs, facts.device, _AT_ONCE)
     for u in units:
         for group in u.groups:
-            _make_shard(group, specs[group], facts)
+            _make_shard(group, specs, facts)
         u.runs_under(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
     schedule.control.barrier(stream=schedule.streams.compute)
@@ -220,17 +220,17 @@ def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
     return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
 
 
-def _make_shard(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:
+def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
     """This rank's part of the parameters: inside the gathered buffer where ranks share it, else apart."""
-    group.shard_in_slot = "shard" not in specs
-    if group.shard_in_slot:
-        start, stop = group.layout.shard_range(group.ranks.rank)
-        shard = group.arenas["gathered"].slots[0].array[start:stop]
-    else:
-        shard = _buffer(group, specs["shard"], facts)
-    group.take_over(facts.device, shard)
+    own = specs[group]
+    start, stop = group.layout.shard_range(group.ranks.rank)
+    in_slot = group.arenas["gathered"].slots[0].array[start:stop]
+    group.shard_in_slot = "shard" not in own
+    group.take_over(facts.device, in_slot if group.shard_in_slot else _buffer(group, own["shard"], facts))
+    if buffers.keeps_rounded(group, specs):
+        group.rounded = Rounded(in_slot, group.key.param)
     group.transfer = collectives.transfer_of(group)
-    _make_sums(group, specs, facts)
+    _make_sums(group, own, facts)
 
 
 def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> None:

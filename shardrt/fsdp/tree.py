@@ -53,9 +53,7 @@ class GradientSum:
     def __init__(self, choices: Choices) -> None:
         self._choices = choices
         self.buffers: list[Array] = []  # the gradient, then the partial sums of a tree
-        self.slots: list[
-            Slot
-        ] = []  # the same as slots, where a full gradient is as long and may be written there
+        self.slots: list[Slot] = []  # they as slots, where a full gradient is as long as its sum
         self.uses: Array | None = None  # how many ranks have used each parameter, if they tell each other
         self.ready: Event  # the last reduction that was issued is in its place
         self.forget()
@@ -85,7 +83,7 @@ class GradientSum:
 
     @property
     def slot(self) -> Slot | None:
-        """Where the full gradient can be written as its own sum: if it is whole, and nothing is there to add to."""
+        """Where the full gradient can be written as its own sum: if there is nothing to add it to."""
         goes = self.place
         return self.slots[goes.buffer] if self.slots and not goes.accumulate else None
 

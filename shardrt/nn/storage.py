@@ -47,6 +47,14 @@ class HostPlacement:
         return not (self.parameters or self.gradients or self.optimizer_state)
 
 
+@dataclass(frozen=True, eq=False)
+class Rounded:
+    """A copy of a storage's shard, as long, each number rounded to `kind`, a 16-bit type."""
+
+    array: Array
+    kind: str
+
+
 class Storage(ABC):
     """Values and gradient of one or more parameters, as flat 1-D arrays of what this rank holds.
 
@@ -56,6 +64,7 @@ class Storage(ABC):
     """
 
     communicator: Communicator | None = None
+    rounded: Rounded | None = None  # what it keeps of the shard in 16 bits, if it does
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
     placement = HostPlacement()
     on_gradient: Callable[[], None] | None = None
@@ -92,8 +101,11 @@ class Storage(ABC):
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
 
-    def modified(self) -> None:  # noqa: B027 (most storages keep no copy)
-        """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale."""
+    def modified(self, rounded: bool = False) -> None:  # noqa: B027 (most storages keep no copy)
+        """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale.
+
+        rounded: the same elements of `rounded`, if there is one, have been written as well.
+        """
 
     @property
     def reduced(self) -> bool:

@@ -32,6 +32,8 @@ class AdamW(Optimizer):
         settings = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
         super().__init__(params, settings, state=STATE, in_backward=in_backward)
 
+    rounds = True
+
     def check(self, group: dict) -> None:
         check_betas("AdamW", group)
 
@@ -42,4 +44,4 @@ class AdamW(Optimizer):
 
     def update(self, kernels: ModuleType, update: Update) -> None:
         arrays = (update.arrays[name] for name in ("shard", "gradient", "m", "v"))
-        kernels.adamw.step(*arrays, update.ranges)
+        kernels.adamw.step(*arrays, update.ranges, update.arrays.get("rounded"), update.kind)

@@ -50,12 +50,15 @@ class Optimizer:
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
 
-    A parameter that is frozen has no state until it is trained.
+    A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded" of
+    an Update as well, where it is there.
 
     Raises TypeError for what are no Parameters, ValueError for none of them, a parameter in two groups, an
     unknown or negative setting, other parameters of a unit than those that another optimizer has, or an
     update on the host of what is not all there.
     """
+
+    rounds = False
 
     def __init__(
         self,
@@ -201,7 +204,7 @@ class Optimizer:
         def count_replay() -> None:
             count()
             for piece in pieces:
-                piece.storage.modified()
+                piece.storage.modified(self.rounds)
 
         if graph is None:
             count()
@@ -215,8 +218,8 @@ class Optimizer:
             if piece.storage.gradient_ready is not None:
                 self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
             if cut.rows:  # this rank holds something of it
-                self.update(self._device.kernels, Update(piece.arrays(), ranges[start:stop]))
-            piece.storage.modified()
+                self.update(self._device.kernels, piece.update(ranges[start:stop], self.rounds))
+            piece.storage.modified(self.rounds)
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         """The ranges of all, with their numbers: float64 (ranges, 2 + numbers)."""
@@ -230,8 +233,9 @@ class Optimizer:
         cut = piece.due()
         piece.steps[cut.members] += 1
         if cut.rows:
-            self.updates.issue(piece, Update(piece.arrays(), self._table([(piece, cut)])), self._update_there)
-        piece.storage.modified()
+            update = piece.update(self._table([(piece, cut)]), self.rounds)
+            self.updates.issue(piece, update, self._update_there)
+        piece.storage.modified(self.rounds)
 
     def _update_there(self, kernels: ModuleType, update: Update) -> None:
         """In a stream of offload.py, on the device of its kernels."""

@@ -99,9 +99,16 @@ class Slice:
             rows += [(start, stop, positions[0]) for start, stop in merged(pieces)]
         return Cut(members, tuple(sorted(rows)))
 
-    def arrays(self) -> dict[str, Array]:
-        """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long."""
-        return {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
+    def update(self, ranges: Array, rounds: bool) -> "Update":
+        """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long.
+
+        rounds: and "rounded", if the storage keeps a copy of the shard in 16 bits.
+        """
+        arrays = {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
+        rounded = self.storage.rounded if rounds else None
+        if rounded is None:
+            return Update(arrays, ranges)
+        return Update(arrays | {"rounded": rounded.array}, ranges, rounded.kind)
 
     def rows(self, cut: Cut, numbers: Callable[[int, int], tuple[float, ...]]) -> list[tuple[float, ...]]:
         """Each range with what a kernel wants to know of it: numbers(group, which update this is, from 1)."""
@@ -118,10 +125,14 @@ class Slice:
 
 @dataclass(frozen=True, eq=False)
 class Update:
-    """One call of an optimizer's kernel: Slice.arrays; float64 Slice.rows, on the host or where it runs."""
+    """One call of an optimizer's kernel: Slice.arrays; float64 Slice.rows, on the host or where it runs.
+
+    kind: of the array "rounded", if there is one.
+    """
 
     arrays: dict[str, Array]
     ranges: Array
+    kind: str = ""
 
     @property
     def start(self) -> int:
@@ -137,7 +148,8 @@ class Update:
         """The same for the elements [start, stop) alone, counted from `start`."""
         inside = np.clip(self.ranges[:, :2], start, stop)
         ranges = np.column_stack([inside - start, self.ranges[:, 2:]])
-        return Update(
+        return replace(
+            self,
             arrays={name: array[start:stop] for name, array in self.arrays.items()},
             ranges=ranges[inside[:, 0] < inside[:, 1]],
         )

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from shardrt.kernels.cpu import adamw as cpu
+from shardrt.kernels.cpu import cast as cpu_cast
 from shardrt.kernels.cuda import adamw as cuda
 from tests.cuda.numbers import ELEMENTS, assert_close, dtype_of, guarded, normal
 
@@ -58,6 +59,26 @@ def test_gradient_and_moments_of_other_types(emulated, param, grad, shift):
         types = [param, grad, "float32", "float32"]
         for found, expected in zip(*run_both(array, types, RANGES, shift=shift), strict=True):
             assert_close(found, expected)
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "float16"])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_new_weights_are_written_rounded_as_a_cast_would(emulated, kind, shift):
+    """By both; outside of the ranges nothing is written."""
+    with guarded("float32") as array:
+        on_cuda, on_cpu = ([array(values, shift) for values in state()] for _ in range(2))
+        low = array(np.zeros(COUNT), shift, dtype_of(kind))
+        cuda.step(*on_cuda, RANGES, low, kind)
+        widened = np.zeros(COUNT, np.float32)
+        cpu.step(*on_cpu, RANGES, widened, kind)
+    inside = np.zeros(COUNT, bool)
+    for start, stop in RANGES[:, :2].astype(int):
+        inside[start:stop] = True
+    for param, found in ((on_cuda[0], low.astype(np.float32)), (on_cpu[0], widened)):
+        expected = np.empty(COUNT, np.float32)
+        cpu_cast.round_to(param, expected, kind)
+        np.testing.assert_array_equal(found[inside], expected[inside])
+        assert not found[~inside].any()
 
 
 @pytest.mark.parametrize("shift", [0, 1])

@@ -28,6 +28,7 @@ def train(
     seeded=True,
     optimizer=None,
     clip=True,
+    changed=False,
     layers=1,
     communicator="auto",
     **settings,
@@ -35,7 +36,7 @@ def train(
     """[(loss, norm)] of STEPS steps, whose learning rates differ, and the parameters at the end.
 
     captured: the second and the third step are replays of a graph, with tokens in arrays that are filled
-    beforehand; an evaluation comes between them.
+    beforehand; an evaluation comes between them, and then the weights are `changed` by hand.
     """
     mesh = init_device_mesh("cuda", communicator=communicator)
     here = device.current()
@@ -86,6 +87,9 @@ def train(
             with shardrt.no_grad():
                 seen.append([float(F.cross_entropy(model(tokens), targets).item()), 0.0])
             model.train()
+        for parameter in model.parameters() if changed and number == 1 else ():
+            with parameter.writing() as piece:
+                piece *= 0.5
     return seen, full_state_dict(model), [int(n) for piece in updates.slices for n in piece.steps]
 
 
@@ -94,6 +98,8 @@ BF16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.LayerNorm,
 VARIANTS = {
     "not sharded; dropout that is never seeded again": {"sharded": False, "dropout": 0.2, "seeded": False},
     "SHARD_OPT, bfloat16": {"strategy": "SHARD_OPT", "mp_policy": BF16},
+    "NO_SHARD, bfloat16, changed by hand": {"strategy": "NO_SHARD", "mp_policy": BF16, "changed": True},
+    "FULL_SHARD, bfloat16, changed by hand": {"mp_policy": BF16, "changed": True},
     "SGD; dropout, masks made again": {"optimizer": SGD, "dropout": 0.2, "recompute": True},
 }
 

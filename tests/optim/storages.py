@@ -60,7 +60,7 @@ class HostStorage(Storage):
     def new_state(self, name):
         return self._array(name, self.placement.optimizer_state)
 
-    def modified(self):
+    def modified(self, rounded=False):
         self.modifications += 1
 
     @property

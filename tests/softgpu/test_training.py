@@ -61,7 +61,7 @@ def test_each_kernel_is_in_its_stream_and_nothing_in_the_null_stream(found):
         for name, kernels in streams.items():
             assert name in SIDE and set(kernels) <= SIDE[name] | {"copy"}, (variant, name)
     assert "pack" in found["trained"]["bfloat16 on the wire, 2, staged"][1]["gather"]
-    assert found["trained"]["float32, 1, auto"][1]["reduce"] == ["sum_parts"]
+    assert found["trained"]["accumulation, 1, auto"][1]["reduce"] == ["sum_parts"]
 
 
 def test_however_late_streams_are_numbers_are_near_the_cpus_and_have_the_same_bits(found):
