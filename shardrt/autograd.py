@@ -237,23 +237,24 @@ class Function:
         """Run the op and record it, if any input requires a gradient. Gives Variable(s) of `result_type`."""
         node = cls()
         node.saved = ()
-        enabled = _state.grad_enabled
-        node.needs = needs = tuple(enabled and isinstance(a, Variable) and a.requires_grad for a in args)
-        raw = [node._raw(position, argument) for position, argument in enumerate(args)]
-        recorded = any(needs)
+        enabled, handles = _state.grad_enabled, cls.handles
+        needs, raw = [], []
+        for position, argument in enumerate(args):
+            variable = isinstance(argument, Variable)
+            needs.append(enabled and variable and argument.requires_grad)
+            if variable and position not in handles:
+                argument = argument.value() if cls.strided else contiguous(argument.value())
+            raw.append(argument)
+        node.needs = tuple(needs)
+        recorded = True in needs
         if recorded:
-            node.edges = tuple(a.edge() if n else None for a, n in zip(args, needs, strict=True))
+            node.edges = tuple([a.edge() if n else None for a, n in zip(args, needs, strict=True)])
             node.enter_tape()
         if cls.expensive and _state.keeper is not None:
             result = _state.keeper.result_of(node, raw)
         else:
             result = node.forward(*raw)
         return node.wrap(result, recorded)
-
-    def _raw(self, position: int, argument: Any) -> Any:
-        if not isinstance(argument, Variable) or position in self.handles:
-            return argument
-        return argument.value() if self.strided else contiguous(argument.value())
 
     def enter_tape(self) -> None:
         """Take the next sequence number."""

@@ -5,6 +5,7 @@ uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from anoth
 NumPy counts among neither floats nor numbers.
 """
 
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -15,18 +16,10 @@ CARRIED = ("float32", "float64", "int32", "int64", "uint8", "uint16")  # what co
 CODES = {np.dtype(name): code for code, name in enumerate(CARRIED)}
 
 
-class _Names(dict):
-    def __missing__(self, dtype: np.dtype) -> str:
-        name = self[dtype] = dtype.name
-        return name
-
-
-_names = _Names()
-
-
+@cache
 def name_of(dtype: np.dtype) -> str:
     """`dtype.name`, which NumPy makes anew each time, in as long as an op takes to be launched."""
-    return _names[dtype]
+    return dtype.name
 
 
 def storage(name: str) -> np.dtype:
@@ -34,9 +27,16 @@ def storage(name: str) -> np.dtype:
     return np.dtype(np.uint16) if name in LOW else np.dtype(name)
 
 
+@cache
 def floating(dtype: np.dtype) -> bool:
     """Whether elements of `dtype` are floating-point numbers, bfloat16 included."""
     return dtype.kind == "f" or name_of(dtype) == bfloat16
+
+
+@cache
+def low(dtype: np.dtype) -> bool:
+    """Whether it is one of the 16-bit types."""
+    return name_of(dtype) in LOW
 
 
 def casts(name: str) -> bool:
@@ -44,9 +44,10 @@ def casts(name: str) -> bool:
     return name in (float32, *LOW)
 
 
+@cache
 def exact(dtype: np.dtype) -> np.dtype:
     """What sums and statistics of elements of `dtype` are kept in: float32 for the 16-bit types."""
-    return np.dtype(np.float32) if name_of(dtype) in LOW else dtype
+    return np.dtype(np.float32) if low(dtype) else dtype
 
 
 def named(argument: str, dtype: Any) -> str:

@@ -368,9 +368,8 @@ def _array(data: Any, dtype: Any) -> Array:
 
 def _kept(dtype: np.dtype) -> bool:
     """Whether an array of this float type stays as it is: float64, and 16 bits where the device has them."""
-    name = dtypes.name_of(dtype)
-    if name in dtypes.LOW:
-        return device.current().compute_dtype(name) == dtype
+    if dtypes.low(dtype):
+        return device.current().compute_dtype(dtype.name) == dtype
     return dtype == np.float64
 
 

@@ -99,7 +99,7 @@ class CuDNN:
         self, kind: tuple, arrays: tuple[Array, ...], describe: Callable, never: tuple, refused: str
     ) -> Any:
         """The graph of an operation, made when it is first asked for; None where cuDNN has no plan."""
-        key = (*kind, *((x.dtype.name, x.shape, x.strides) for x in arrays))
+        key = (*kind, *[(x.dtype, x.shape, x.strides) for x in arrays])  # a dtype's name is slow
         if key not in self._graphs:
             self._graphs[key] = self._graph(arrays[0], describe, never, refused)
         return self._graphs[key]

@@ -22,7 +22,6 @@ from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
 from shardrt.kernels.cuda._launch import Apart, Array
 
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
-_NULL = np.uint64(0)
 
 
 class CuPyBackend:
@@ -34,7 +33,7 @@ class CuPyBackend:
         self.architecture = f"sm_{gpu.compute_capability}"
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
-        self._shared: dict[tuple, int] = {}
+        self._shared: dict[Any, int] = {}  # by function: bytes that it was allowed
         self._workspaces: dict[int, int] = {}  # of a stream, its address
         self._workspace_memory: list[Array] = []
         self._cache_size = min(gpu.attributes["L2CacheSize"], WORKSPACE)
@@ -58,16 +57,17 @@ class CuPyBackend:
         kernel = self._functions.get(key)
         if kernel is None:
             kernel = self._functions[key] = self._module(file, defines).get_function(function)
-        if shared > self._shared.get(key, _PLENTY):
+        if shared > _PLENTY and shared > self._shared.get(kernel, 0):
             driver = cupy.cuda.driver
             attribute = driver.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
             driver.funcSetAttribute(kernel.ptr, attribute, shared)
-            self._shared[key] = shared
-        kernel(grid, (threads, 1, 1), tuple(_NULL if arg is None else arg for arg in args), shared)
+            self._shared[kernel] = shared
+        # CuPy hands over eight bytes for Python's numbers. CUDA reads as many of them as the parameter has.
+        kernel(grid, (threads, 1, 1), [0 if arg is None else arg for arg in args], shared)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """From CuPy's pool, which gives memory out again in the order of the stream."""
-        return cupy.empty(shape, dtype)
+        return cupy.ndarray(shape, dtype)
 
     def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
         """By cublasLt."""

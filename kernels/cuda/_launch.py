@@ -5,6 +5,7 @@ runs the same sources on the CPU. Nothing else in this folder knows CuPy.
 """
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,7 +15,6 @@ Apart = Callable[[Array], None]  # computes a product's result in several steps
 
 # NumPy's name of an element type -> that of CUDA C++.
 TYPES = {"float32": "float", "float64": "double", "float16": "__half", "bfloat16": "__nv_bfloat16"}
-_macros: dict[Any, tuple[str, str]] = {}  # of element types met so far: dtype.name takes as long as a launch
 THREADS = 256
 _RANGE_TILE = 4096  # elements that a block takes at a time, as in ranges.cuh
 
@@ -34,7 +34,7 @@ class Backend(Protocol):
         args: tuple,
         shared: int,
     ) -> None:
-        """Run `function` of FILE.cu, compiled with `defines`, in the current stream."""
+        """Run `function` of FILE.cu, compiled with `defines`, in the current stream. args: as launch's."""
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory that lives until the kernels launched so far have used it."""
@@ -105,16 +105,25 @@ def launch(
     """Run `function` of FILE.cu for the element type `element`.
 
     grid: blocks, up to three axes. args: arrays, and NumPy scalars of the kernel's parameter types (a Python
-    int stands for int64, a bool for int). shared: bytes of dynamic shared memory. defines: further macros.
+    int stands for int64, a bool for int, None for a null pointer). shared: bytes of dynamic shared memory.
+    defines: further macros.
     """
     blocks = (grid,) if isinstance(grid, int) else grid
     if min(blocks) < 1:
         return  # nothing to do: CUDA refuses an empty grid
-    if element not in _macros:
-        _macros[element] = "ELEMENT", TYPES[np.dtype(element).name]
-    macros = (_macros[element], *sorted(defines.items()))
-    blocks = (*blocks, 1, 1)[:3]
-    backend().launch(file, macros, function, blocks, threads, tuple(map(_argument, args)), shared)
+    macros = _macros(element, tuple(defines.items()))
+    backend().launch(file, macros, function, (*blocks, 1, 1)[:3], threads, args, shared)
+
+
+@cache
+def type_name(dtype: Any) -> str:
+    """What CUDA C++ calls an element type. (NumPy takes long to tell a type's name.)"""
+    return TYPES[np.dtype(dtype).name]
+
+
+@cache
+def _macros(element: Any, defines: tuple[tuple[str, str], ...]) -> tuple[tuple[str, str], ...]:
+    return (("ELEMENT", type_name(element)), *sorted(defines))
 
 
 def empty(shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -136,7 +145,7 @@ def address(array: Array) -> int:
 
 def vectors(*arrays: Array | None) -> bool:
     """Whether all arrays begin at a multiple of 16 bytes, so that kernels may load 16 bytes at once."""
-    return all(address(array) % 16 == 0 for array in arrays if array is not None)
+    return not any([array is not None and address(array) % 16 for array in arrays])
 
 
 def blocks_for(count: int, per_thread: int, threads: int = THREADS) -> int:
@@ -147,11 +156,3 @@ def blocks_for(count: int, per_thread: int, threads: int = THREADS) -> int:
 def tiles_for(count: int, ranges: int) -> int:
     """Blocks for ranges of `count` elements (each_in_ranges of ranges.cuh); none if there is no range."""
     return min(-(-count // _RANGE_TILE), 8 * backend().multiprocessors) if ranges else 0
-
-
-def _argument(value: Any) -> Any:
-    if isinstance(value, bool):
-        return np.int32(value)
-    if isinstance(value, int):
-        return np.int64(value)
-    return value  # an array, a NumPy scalar, or None for a null pointer

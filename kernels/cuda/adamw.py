@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, launch, tiles_for, vectors
+from shardrt.kernels.cuda._launch import TYPES, launch, tiles_for, type_name, vectors
 
 Array = Any
 
@@ -23,7 +23,7 @@ def step(
     memory, so that the numbers of a step need not be known when it is launched. grad, and m with v, may be of
     other types than param. rounded: of `kind` and as long; there the ranges become what they are in param.
     """
-    types = {"GRADIENT": TYPES[grad.dtype.name], "STATE": TYPES[m.dtype.name]}
+    types = {"GRADIENT": type_name(grad.dtype), "STATE": type_name(m.dtype)}
     if kind:
         types["ROUNDED"] = TYPES[kind]
     args = (param, grad, m, v, rounded, ranges, len(ranges), vectors(param, grad, m, v, rounded))

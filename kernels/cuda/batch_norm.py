@@ -10,7 +10,7 @@ leaves no place between the statistics and what uses them for ranks to join thei
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, blocks_for, launch
+from shardrt.kernels.cuda._launch import blocks_for, launch, type_name
 
 Array = Any
 
@@ -63,4 +63,4 @@ def flops(count: int) -> int:
 def channel_sums(x: Array, out: Array, accumulate: bool) -> None:
     """out (channels,) = the sum of each channel of x, or plus it."""
     args = x, out, bool(accumulate), *x.shape
-    launch("batch_norm", "channel_sums", x.dtype, x.shape[1], args, GRADIENT=TYPES[out.dtype.name])
+    launch("batch_norm", "channel_sums", x.dtype, x.shape[1], args, GRADIENT=type_name(out.dtype))

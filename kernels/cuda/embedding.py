@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cuda._launch import THREADS, TYPES, accumulator, backend, empty, launch, vectors
+from shardrt.kernels.cuda._launch import THREADS, accumulator, backend, empty, launch, type_name, vectors
 
 Array = Any
 
@@ -34,7 +34,7 @@ def backward(indices: Array, dy: Array, dweight: Array) -> None:
     count, (vocab, width) = indices.size, dweight.shape
     if not count or not width:
         return
-    gradient = {"GRADIENT": TYPES[dweight.dtype.name]}
+    gradient = {"GRADIENT": type_name(dweight.dtype)}
     ids, rows = _sorted(indices, vocab, dy.dtype, gradient)
     blocks = -(-count // _ROWS)
     partials = empty((blocks, 2, width), accumulator(dy.dtype))

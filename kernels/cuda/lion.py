@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, launch, tiles_for, vectors
+from shardrt.kernels.cuda._launch import launch, tiles_for, type_name, vectors
 
 Array = Any
 
@@ -15,7 +15,7 @@ def step(param: Array, grad: Array, m: Array, ranges: Array) -> None:
     0 of 0 and nan of nan. In GPU memory, so that the numbers of a step need not be known when it is launched.
     grad and m may be of other types than param.
     """
-    types = {"GRADIENT": TYPES[grad.dtype.name], "STATE": TYPES[m.dtype.name]}
+    types = {"GRADIENT": type_name(grad.dtype), "STATE": type_name(m.dtype)}
     args = (param, grad, m, ranges, len(ranges), vectors(param, grad, m))
     launch("lion", "lion", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from shardrt.kernels.cuda._launch import (
     THREADS,
-    TYPES,
     accumulator,
     backend,
     blocks_for,
     empty,
     launch,
+    type_name,
     vectors,
 )
 from shardrt.kernels.cuda.cast import type_of
@@ -83,7 +83,7 @@ def combine_two(sums: list[tuple[Array, Array]], accumulate: bool) -> None:
         return
     blocks, columns = partials.shape
     args = (partials, out, other, other_out, blocks, columns, bool(accumulate))
-    grid, defines = (-(-columns // _LANES), len(sums)), {"GRADIENT": TYPES[out.dtype.name]}
+    grid, defines = (-(-columns // _LANES), len(sums)), {"GRADIENT": type_name(out.dtype)}
     launch("reduce", "combine", partials.dtype, grid, args, threads=_LANES * _LANES, **defines)
 
 
@@ -153,7 +153,7 @@ def _sum(out: Array, parts: list[Array], source: Any, scale: float, accumulate: 
     real = accumulator(out.dtype)
     if len(parts) <= _FAN:
         given = (*parts, *[None] * (_FAN - len(parts)))
-        defines = {"SOURCE": TYPES[source.name], "PARTS": str(1 << (len(parts) - 1).bit_length())}
+        defines = {"SOURCE": type_name(source), "PARTS": str(1 << (len(parts) - 1).bit_length())}
         how = (np.int32(len(parts)), real(scale), bool(accumulate), out.size, vectors(out, *parts))
         grid = blocks_for(out.size, 4)
         launch("sum_parts", "sum_parts", out.dtype, grid, (out, *given, *how), **defines)

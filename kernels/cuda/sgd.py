@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import TYPES, accumulator, launch, tiles_for, vectors
+from shardrt.kernels.cuda._launch import accumulator, launch, tiles_for, type_name, vectors
 
 Array = Any
 
@@ -22,11 +22,11 @@ def step(
     a buffer that holds nothing yet. In GPU memory, so that the numbers of a step need not be known when it is
     launched. grad and momentum_buffer may be of other types than param.
     """
-    types, aligned = {"GRADIENT": TYPES[grad.dtype.name]}, vectors(param, grad, momentum_buffer)
+    types, aligned = {"GRADIENT": type_name(grad.dtype)}, vectors(param, grad, momentum_buffer)
     if momentum_buffer is None:
         function, args = "descend", (param, grad, ranges, len(ranges), aligned)
     else:
-        function, types["STATE"] = "descend_with_momentum", TYPES[momentum_buffer.dtype.name]
+        function, types["STATE"] = "descend_with_momentum", type_name(momentum_buffer.dtype)
         settings = accumulator(param.dtype)(momentum), bool(nesterov)
         args = (param, grad, momentum_buffer, ranges, len(ranges), *settings, aligned)
     launch("sgd", function, param.dtype, tiles_for(param.size, len(ranges)), args, **types)

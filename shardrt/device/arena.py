@@ -18,16 +18,17 @@ Array = Any
 class Slot:
     """One buffer. `ready` is recorded by who filled it, `free` by who has finished with it.
 
-    arena: that lends it; None for one that is its owner's alone.
+    arena: that lends it; None for one that is its owner's alone. views: of it, kept by who uses it again.
     """
 
-    __slots__ = ("array", "ready", "free", "arena")
+    __slots__ = ("array", "ready", "free", "arena", "views")
 
     def __init__(self, array: Array, ready: Event, free: Event, arena: "Arena | None" = None) -> None:
         self.array = array
         self.ready = ready
         self.free = free
         self.arena = arena
+        self.views: dict[Any, tuple[Array, ...]] = {}
 
     def give_back(self) -> None:
         """To the arena, as Arena.release says."""

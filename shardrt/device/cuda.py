@@ -158,7 +158,7 @@ class CUDADevice(Device):
         self.kernels.warm_up()
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        return self._cupy.empty(shape, dtype)
+        return self._cupy.ndarray(shape, dtype)
 
     def row_elements(self, columns: int) -> int:
         return -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
@@ -187,6 +187,8 @@ class CUDADevice(Device):
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         if not isinstance(values, self._cupy.ndarray):
             self._refuse("values of the host can't be copied, but into an array that is there beforehand")
+        elif dtype is None:
+            return values
         return self._cupy.asarray(values, dtype)
 
     def upload(self, values: np.ndarray) -> Array:

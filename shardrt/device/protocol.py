@@ -93,7 +93,7 @@ class Device(ABC):
         """An uninitialised C-contiguous array, from a pool that gives memory back without a system call."""
 
     def empty_rows(self, rows: int, columns: int, dtype: Any) -> Array:
-        """An uninitialised (rows, columns) that products read and write fast: a view where rows are padded."""
+        """An uninitialised (rows, columns) for fast products: a view, where rows are padded."""
         return self.empty((rows, self.row_elements(columns)), dtype)[:, :columns]
 
     def row_elements(self, columns: int) -> int:

@@ -27,7 +27,7 @@ def transfer_of(group: ParameterGroup) -> Callable[[ParameterGroup, Slot, Stream
     """
     if group.shard_in_slot and group.ranks.size == 1:
         return _nothing
-    if group.arenas["gathered"].slots[0].array.dtype.name in dtypes.LOW:
+    if dtypes.low(group.arenas["gathered"].slots[0].array.dtype):
         return _native
     if "wire" in group.arenas:
         return _packed
@@ -63,16 +63,14 @@ def as_sent(array: Array) -> Array:
 
 def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
-    stream = streams.gather
-    bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
-    own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
-    kernel = streams.device.kernels.cast.pack
-    new = _is_new(group, kernel, own, streams)
+    stream, new = streams.gather, _is_new(group, streams)
     if new and group.ranks.size == 1:
         return
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
+    bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     if not new:
-        _cast(kernel, group, own, streams)
+        own = bits[slice(*group.layout.shard_range(group.ranks.rank))]
+        _cast(streams.device.kernels.cast.pack, group, own, streams)
     if group.ranks.size > 1:
         group.ranks.gather.all_gather(bits, stream=stream, what=group.called)
     stream.record(slot.ready)
@@ -95,16 +93,15 @@ def _packed(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
 
 def _rounded(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     """As _packed where this rank holds everything: nothing travels."""
-    kernel, full = streams.device.kernels.cast.round_to, slot.array[: group.layout.total]
-    if _is_new(group, kernel, full, streams):
+    if _is_new(group, streams):
         return
     streams.gather.wait(slot.free)  # compute has finished with the unit that had the slot
-    _cast(kernel, group, full, streams)
+    _cast(streams.device.kernels.cast.round_to, group, slot.array[: group.layout.total], streams)
     streams.gather.record(slot.ready)
 
 
-def _is_new(group: ParameterGroup, kernel: Callable, own: Array, streams: Streams) -> bool:
-    """Whether this rank's part of the slot, `own`, is the shard in 16 bits: as the optimizer has written it.
+def _is_new(group: ParameterGroup, streams: Streams) -> bool:
+    """Whether this rank's part of the slot is the shard in 16 bits: as the optimizer has written it.
 
     Or an earlier gather. From now on it is, where the group keeps it.
     """
@@ -113,17 +110,18 @@ def _is_new(group: ParameterGroup, kernel: Callable, own: Array, streams: Stream
     new, group.rounded_is_new = group.rounded_is_new, True
     graph = streams.device.capturing
     if graph is not None and new:
-        graph.before_replay(partial(_renew, group, kernel, own, streams))
+        graph.before_replay(partial(_renew, group, streams))
     elif graph is not None:
         graph.after_capture(partial(setattr, group, "rounded_is_new", False))  # nothing has run
     return new
 
 
-def _renew(group: ParameterGroup, kernel: Callable, own: Array, streams: Streams) -> None:
-    """Before a replay that finds `own` as it is: the shard may have been loaded since."""
+def _renew(group: ParameterGroup, streams: Streams) -> None:
+    """Before a replay that counts on the copy: a load may have been since. (Graphs have it in 16 bits.)"""
     if not group.rounded_is_new:
         group.rounded_is_new = True
-        streams.compute.submit(kernel, group._shard, own, group.key.param)
+        bits = group.rounded.array.view(dtypes.storage(group.rounded.kind))
+        streams.compute.submit(streams.device.kernels.cast.pack, group._shard, bits, group.rounded.kind)
 
 
 def _cast(kernel: Callable, group: ParameterGroup, target: Array, streams: Streams) -> None:

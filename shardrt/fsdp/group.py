@@ -192,12 +192,18 @@ class ParameterGroup(Storage):
     def attach(self, slot: Slot) -> None:
         """The parameters are, or will be, in this slot."""
         self.slot = slot
-        self.views = self.views_of(slot.array)
+        self.views = self._views_in(slot)
 
     def detach(self) -> Slot:
         """The parameters are in no slot any more; gives the slot."""
         slot, self.slot, self.views = self.slot, None, ()
         return slot
+
+    def _views_in(self, slot: Slot) -> tuple[Array, ...]:
+        """As views_of, made once for each slot."""
+        if self not in slot.views:
+            slot.views[self] = self.views_of(slot.array)
+        return slot.views[self]
 
     def views_of(self, array: Array) -> tuple[Array, ...]:
         """Each parameter's part of a flat buffer, in its shape."""
@@ -206,7 +212,7 @@ class ParameterGroup(Storage):
     def opened(self, slot: Slot) -> OpenGradient:
         """Its full gradients in this slot."""
         if self.rows is None:
-            return OpenGradient(slot, dict(enumerate(self.views_of(slot.array))))
+            return OpenGradient(slot, dict(enumerate(self._views_in(slot))))
         return OpenGradient(slot, self.rows.views(slot.array, self.layout))
 
     # -- the storage contract

@@ -90,7 +90,8 @@ class Plan(Route):
         """
         for place in range(self.place, len(self.order)):
             if self.order[place] is unit:
-                self._leave_out(place - self.place, f"{unit.label} was used")
+                if place > self.place:
+                    self._leave_out(place - self.place, f"{unit.label} was used")
                 return place - self.place
         self._deviate(f"{unit.label} was used", " If only some ranks use it: fully_shard(..., by_rank=True).")
         del self.order[self.place :], self.called[self.place :]
@@ -103,7 +104,8 @@ class Plan(Route):
         count = 0
         while self.place + count < len(self.order) and inside in self.order[self.place + count].ancestors:
             count += 1
-        self._leave_out(count, f"{inside.label} ended")
+        if count:
+            self._leave_out(count, f"{inside.label} ended")
         return count
 
     def advance(self, called: bool) -> int:

@@ -33,8 +33,10 @@ class Showing:
         elif point == "raised":
             self._started.pop(unit, None)
         elif point in ("leave", "after backward") and unit in self._started:
-            label = f"{'forward' if point == 'leave' else 'backward'} {unit.label}"
-            timeline.add(self._stream, label, self._started.pop(unit), time.perf_counter())
+            started = self._started.pop(unit)
+            if timeline.recording():
+                label = f"{'forward' if point == 'leave' else 'backward'} {unit.label}"
+                timeline.add(self._stream, label, started, time.perf_counter())
         if _DEBUG and point in ("forward", "gather", "release", "reduce"):
             # Each line in one piece: ranks may be threads.
             sys.stderr.write(f"[rank {self._mesh.rank}] {point:8} {unit.label}\n")

@@ -67,17 +67,16 @@ def check_floats(op: str, **tensors: "Tensor | None") -> None:
 
     Or of one 16-bit type, if the device computes in it.
     """
-    given = {name: t.value_dtype for name, t in tensors.items() if t is not None}
-    kinds = set(given.values())
-    if len(kinds) != 1 or not _computed_in(next(iter(kinds))):
+    kinds = {t.value_dtype for t in tensors.values() if t is not None}
+    if len(kinds) != 1 or not _computed_in(*kinds):
+        given = {name: t.value_dtype for name, t in tensors.items() if t is not None}
         text = ", ".join(f"{name} {dtype.name}" for name, dtype in given.items())
         raise TypeError(f"{op}: all must be float32 or all float64, got {text}")
 
 
 def _computed_in(dtype: np.dtype) -> bool:
-    name = dtypes.name_of(dtype)
-    if name in dtypes.LOW:
-        return device.current().compute_dtype(name) == dtype
+    if dtypes.low(dtype):
+        return device.current().compute_dtype(dtype.name) == dtype
     return dtype.kind == "f" and dtype.itemsize >= 4
 
 

@@ -106,7 +106,7 @@ def batch_norm(
     for name, array in arrays.items():
         if array.shape != x.shape[1:2]:
             raise ValueError(f"batch_norm: {name} must be {x.shape[1:2]} for x {x.shape}, got {array.shape}")
-    if x.dtype.name in dtypes.LOW and weight.value_dtype.name not in dtypes.LOW:
+    if dtypes.low(x.dtype) and not dtypes.low(weight.value_dtype):
         x32 = cast(x, weight.value_dtype.name)
         args = running_mean, running_var, training, momentum, eps, communicator
         return cast(batch_norm(x32, weight, bias, *args), x.dtype.name)

@@ -258,7 +258,7 @@ def _joined(parts: Array, axis: int) -> Array:
 
 def _bits(x: Array) -> Array:
     """An array in one dimension as communicators carry it: 16-bit floating-point numbers as their bits."""
-    return flat(x).view("uint16") if x.dtype.name in dtypes.LOW else flat(x)
+    return flat(x).view("uint16") if dtypes.low(x.dtype) else flat(x)
 
 
 def _axis(op: str, x: Any, axis: int) -> int:

@@ -220,8 +220,7 @@ def _target(handle: Variable | None, needed: bool) -> tuple[Array, bool, Any]:
 
 def _more_exact(x: "Tensor", weight: "Tensor") -> bool:
     """Whether x has 16 bits and the weight, by a policy's exception for norms, has 32."""
-    kept = dtypes.name_of(weight.value_dtype)
-    return dtypes.name_of(x.dtype) in dtypes.LOW and kept not in dtypes.LOW
+    return dtypes.low(x.dtype) and not dtypes.low(weight.value_dtype)
 
 
 def _check(op: str, x: "Tensor", **parameters: "Tensor | None") -> None:

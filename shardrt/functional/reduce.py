@@ -26,7 +26,7 @@ class Sum(Function):
 
     def forward(self, x: Array, axes: tuple[int, ...], keepdims: bool) -> Array:
         self.saved = (x.shape, axes)
-        low = dtypes.name_of(x.dtype) in dtypes.LOW
+        low = dtypes.low(x.dtype)
         total = asarray(x.sum(axis=axes, keepdims=keepdims, dtype=np.float32 if low else None))
         return total.astype(x.dtype) if low else total
 

@@ -49,7 +49,8 @@ class Emulator:
         assert grid[0] < 2**31 and max(grid[1:]) < 65536, grid
         kernel, parameters = _kernels(file, defines)[function]
         assert len(args) == len(parameters), f"{function} takes {parameters}, got {len(args)} arguments"
-        values = [_value(function, *pair) for pair in zip(parameters, args, strict=True)]
+        given = map(_scalar, args)
+        values = [_value(function, *pair) for pair in zip(parameters, given, strict=True)]
         self.launches.append(function)
         message = ctypes.create_string_buffer(200)
         with _ONE_AT_A_TIME:  # the stand-in for CUDA's language has one set of threads
@@ -125,6 +126,11 @@ def emulated():
     before = _launch.use(emulator)
     yield emulator
     _launch.use(before)
+
+
+def _scalar(arg):
+    """What Python's numbers stand for."""
+    return np.int32(arg) if isinstance(arg, bool) else np.int64(arg) if isinstance(arg, int) else arg
 
 
 def _value(function, parameter, arg):

@@ -37,7 +37,11 @@ def test_a_kernel_gets_arrays_and_numbers_of_its_types(backend):
     ((name, grid, block, args, shared),) = fake_cupy.Module.launched
     assert (name, grid, block, shared) == ("scale", (1, 1, 1), (256, 1, 1), 0)
     assert args[0] is x
-    assert [type(arg) for arg in args[1:]] == [np.float32, np.int64, np.int32]
+    assert [type(arg) for arg in args[1:]] == [
+        np.float32,
+        int,
+        bool,
+    ]  # tests/softgpu has what CuPy makes of it
 
 
 def test_what_is_missing_is_a_null_pointer(backend):
@@ -45,7 +49,8 @@ def test_what_is_missing_is_a_null_pointer(backend):
     statistics = device_array(4), device_array(4)
     layer_norm.forward(x, weight, None, y, *statistics, 1e-5)
     (_, _, _, args, _), *_ = fake_cupy.Module.launched
-    assert [arg for arg in args if isinstance(arg, np.uint64)] == [0, 0, 0]  # added, total and bias
+    assert [arg for arg in args if type(arg) is int and not arg] == [0, 0, 0]  # added, total and bias
+    assert not any(arg is None for arg in args)
 
 
 def test_large_shared_memory_is_asked_for_once(backend):

@@ -20,6 +20,7 @@ class CUDA(Kernels):
     """All GPUs of this process: one for each rank."""
 
     devices = 1
+    zeros: tuple[str, ...] = ()  # functions that give 0, and are not asked (plug.py)
     _current = threading.local()
 
     def getDeviceCount(self):

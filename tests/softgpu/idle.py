@@ -24,6 +24,9 @@ class Memory:
 class Idle(CUDA):
     """One GPU. `counts`: by (what it is, a kernel's name or "")."""
 
+    # Asked thousands of times in a step, and answered at once by a driver.
+    zeros = ("getDevice", "setDevice", "check_status", "ctxSetCurrent", "_ensure_context", "ctxGetCurrent")
+
     def __init__(self) -> None:
         super().__init__()
         self.counts: Counter[tuple[str, str]] = Counter()
