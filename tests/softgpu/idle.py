@@ -63,6 +63,9 @@ class Idle(CUDA):
     def eventQuery(self, event):
         return 0
 
+    def eventElapsedTime(self, start, stop):
+        return 1.0
+
     def streamIsCapturing(self, stream):
         return 0
 
