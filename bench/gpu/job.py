@@ -9,8 +9,8 @@ from bench.workload import Workload
 class Job:
     """A training job on one GPU. `batch` sequences make a step, in so many micro-batches.
 
-    strategy: shardrt's, or "NONE". deterministic: shardrt's algorithms that give the same bits in every process.
-    What PyTorch does: compiled: the "model", or its "blocks", one for all, which takes a tenth of the time; fsdp:
+    strategy: shardrt's, or "NONE". deterministic: algorithms that give the same bits in every process. What
+    PyTorch does: compiled: the "model", or its "blocks", one for all, which takes a tenth of the time; fsdp:
     FSDP2 at world size 1. save, weights: a .npz file to write the initial weights to, or to read them from.
     device: for tests of PyTorch's side.
     """
