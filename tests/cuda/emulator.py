@@ -22,6 +22,7 @@ from tests.cuda.libraries import GXX, built, library_folder
 _ONE_AT_A_TIME = threading.Lock()
 ROOT = Path(__file__).parents[2]
 SHIM = Path(__file__).with_name("shim.h")
+SOURCES = HERE  # of kernels
 _SCALARS = {
     "int": np.int32,
     "uint32": np.uint32,
@@ -31,7 +32,7 @@ _SCALARS = {
     "float": np.float32,
     "double": np.float64,
 }
-_WRAPPER = 'extern "C" void call_%s(void** arguments) { %s(%s); }'
+_WRAPPER = 'extern "C" __attribute__((no_sanitize("thread"))) void call_%s(void** arguments) { %s(%s); }'
 _NAMES = {"float": "float32", "double": "float64", "__half": "float16", "__nv_bfloat16": "bfloat16"}
 
 
@@ -47,22 +48,29 @@ class Emulator:
         assert threads % 32 == 0 and 32 <= threads <= 1024, threads
         assert shared <= 227 << 10, shared
         assert grid[0] < 2**31 and max(grid[1:]) < 65536, grid
-        kernel, parameters = _kernels(file, defines)[function]
+        library = self._library(file, defines)
+        parameters = library.parameters(function)
         assert len(args) == len(parameters), f"{function} takes {parameters}, got {len(args)} arguments"
         given = map(_scalar, args)
         values = [_value(function, *pair) for pair in zip(parameters, given, strict=True)]
         self.launches.append(function)
-        message = ctypes.create_string_buffer(200)
         with _ONE_AT_A_TIME:  # the stand-in for CUDA's language has one set of threads
-            failed = runtime().shim_launch(
-                kernel,
-                (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)),
-                (ctypes.c_uint * 3)(*grid),
-                threads,
-                ctypes.c_size_t(shared),
-                message,
-            )
-        assert not failed, f"{file}.cu: {function}: {message.value.decode()}"
+            self._run(library, function, args, values, grid, threads, shared)
+
+    def _library(self, file, defines):
+        return Library.of(file, defines)
+
+    def _run(self, library, function, args, values, grid, threads, shared):
+        message = ctypes.create_string_buffer(200)
+        failed = runtime().shim_launch(
+            library.call(function),
+            (ctypes.c_void_p * len(values))(*map(ctypes.addressof, values)),
+            (ctypes.c_uint * 3)(*grid),
+            threads,
+            ctypes.c_size_t(shared),
+            message,
+        )
+        assert not failed, f"{library.file}.cu: {function}: {message.value.decode()}"
 
     def empty(self, shape, dtype):
         array = np.empty(shape, dtype)
@@ -153,47 +161,62 @@ def _value(function, parameter, arg):
     return np.ctypeslib.as_ctypes_type(scalar)(arg.item())
 
 
-@cache
-def _kernels(file, defines):
-    """name -> (function, [(type, name)]) of a .cu file compiled with g++."""
-    source = (HERE / f"{file}.cu").read_text()
-    found = re.findall(
-        r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', source
-    )
-    assert found, f"{file}.cu has no kernel"
-    wrappers = []
-    for name, text in found:
-        types = [re.sub(r"\w+$", "", parameter) for parameter in " ".join(text.split()).split(",")]
-        values = [f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)]
-        wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
-    code = "\n".join(['#include "shim.h"', source, *wrappers])
-    runtime()
-    library = ctypes.CDLL(str(_compiled(file, code, defines)))
-    return {
-        name: (getattr(library, f"call_{name}"), _parameters(text, dict(defines))) for name, text in found
-    }
+class Library:
+    """A .cu file of `SOURCES` compiled by g++. options: further ones for it."""
+
+    def __init__(self, file: str, defines: tuple, options: tuple = ()) -> None:
+        path = SOURCES / f"{file}.cu"
+        source = path.read_text()
+        self.file, self._defines = file, dict(defines)
+        self._texts = {
+            name: text.split(",")
+            for name, text in re.findall(
+                r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', source
+            )
+        }
+        assert self._texts, f"{file}.cu has no kernel"
+        wrappers = []
+        for name, texts in self._texts.items():
+            types = [re.sub(r"\w+$", "", " ".join(text.split())) for text in texts]
+            values = [f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)]
+            wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
+        code = "\n".join(['#include "shim.h"', f'#line 1 "{path.name}"', source, *wrappers])
+        runtime()
+        self.path = _compiled(file, code, defines, options)
+        self._library = ctypes.CDLL(str(self.path))
+
+    @classmethod
+    @cache
+    def of(cls, *how):
+        """The same one for the same arguments."""
+        return cls(*how)
+
+    def call(self, name):
+        """A kernel as shim_launch wants it."""
+        return getattr(self._library, f"call_{name}")
+
+    def parameters(self, name):
+        """[(type, name)] of a kernel, with T, A and other macros replaced."""
+        element = self._defines["ELEMENT"]
+        types = {"T": element, "A": "double" if element == "double" else "float", **self._defines}
+        result = []
+        for text in self._texts[name]:
+            *kind, last = " ".join(text.split()).replace("*", "* ").replace("__restrict__", "").split()
+            words = [types.get(word.rstrip("*"), word.rstrip("*")) + "*" * word.count("*") for word in kind]
+            result.append((" ".join(words), last))
+        return result
 
 
 @cache
 def runtime():
     """What kernels call to wait for one another, for all of their libraries."""
-    return ctypes.CDLL(str(_compiled("shim", SHIM.with_suffix(".cpp").read_text())), mode=ctypes.RTLD_GLOBAL)
+    code = SHIM.with_suffix(".cpp").read_text()
+    return ctypes.CDLL(str(_compiled("shim", code, options=("-O2",))), mode=ctypes.RTLD_GLOBAL)
 
 
-def _parameters(text, defines):
-    """[(type, name)] with T, A and other macros replaced."""
-    element = defines["ELEMENT"]
-    types = {"T": element, "A": "double" if element == "double" else "float", **defines}
-    result = []
-    for parameter in " ".join(text.split()).replace("*", "* ").replace("__restrict__", "").split(","):
-        *kind, name = parameter.split()
-        words = [types.get(word.rstrip("*"), word.rstrip("*")) + "*" * word.count("*") for word in kind]
-        result.append((" ".join(words), name))
-    return result
-
-
-def _compiled(name, code, defines=()):
+def _compiled(name, code, defines=(), options=()):
     """The shared library of `code`, from a cache in the checkout."""
-    headers = "".join(path.read_text() for path in [SHIM, *sorted(HERE.glob("*.cuh"))])
-    options = [f"-D{macro}={value}" for macro, value in defines] + [f"-I{SHIM.parent}", f"-I{HERE}"]
-    return built(library_folder(ROOT / "build" / "shim"), name, code, ".cpp", [*GXX, *options], headers)
+    headers = "".join(path.read_text() for path in [*sorted(SHIM.parent.glob("*.h")), *sorted(SOURCES.glob("*.cuh"))])
+    command = [*GXX, *options, *(f"-D{macro}={value}" for macro, value in defines)]
+    command += [f"-I{SHIM.parent}", f"-I{SOURCES}"]
+    return built(library_folder(ROOT / "build" / "shim"), name, code, ".cpp", command, headers)

@@ -2,9 +2,9 @@
 //
 // Enough of the language for kernels/cuda to run unchanged under g++: indices, static and dynamic shared memory,
 // __syncthreads, shuffles and votes of a warp, atomics, fp16 and bf16 as storage. Blocks run one after the other.
-// A barrier that some threads do not reach, or a shuffle that part of a warp does not, ends the launch with an
-// error. Races are not found, and neither is speed.
-// shim.cpp runs the threads.
+// What CUDA leaves undefined ends the launch with an error: a barrier that some threads do not reach, or that they
+// reach in different lines; a shuffle that a lane of its mask does not reach, or that asks one that is not there.
+// shim.cpp runs the threads. With -fsanitize=thread, shadow.h sees every access to memory and finds races.
 #pragma once
 #define SHARDRT_SHIM
 #include <cmath>
@@ -15,14 +15,19 @@
 #define __global__ __attribute__((noinline))  // compiled once, not into its caller as well
 #define __device__
 #define __host__
+#ifdef __SANITIZE_THREAD__
+#define __forceinline__ inline __attribute__((always_inline))  // so that a line is told with those that it is used in
+#define __shared__ static __attribute__((aligned(4096)))       // not one right behind the other
+#else
 #define __forceinline__ inline
+#define __shared__ static
+#endif
 #define __noinline__ __attribute__((noinline))
 #define __restrict__
 #define __launch_bounds__(...)
 #define __align__(n) alignas(n)
-#define __shared__ static
 #define __constant__ static
-#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::dynamic_shared)
+#define DYNAMIC_SHARED(type, name) type* name = reinterpret_cast<type*>(shim::now.dynamic_shared)
 
 struct uint3 { unsigned x, y, z; };
 struct dim3 { unsigned x = 1, y = 1, z = 1; };
@@ -36,87 +41,79 @@ inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return
 inline float2 make_float2(float x, float y) { return {x, y}; }
 
 namespace shim {
-enum class Status { running, at_barrier, in_warp, done };
 struct Thread {
     uint3 index;
     unsigned number;
 };
-extern Thread* current;
-extern dim3 block_dim, grid_dim;
-extern uint3 block_index;
-extern unsigned char* dynamic_shared;
-extern uint64_t (*slots)[32];  // of each warp, one per lane
-void yield(Status status);
+struct Launch {
+    Thread* current;
+    dim3 block_dim, grid_dim;
+    uint3 block_index;
+    unsigned char* dynamic_shared;
+};
+extern Launch now;
+struct Call {  // of something that threads do together
+    const char *what, *file;
+    int line;
+};
+int at_barrier(int x, Call call);  // whether any of the block gave something else than 0
+void in_warp(unsigned mask, Call call);
+void fence();
+uint64_t shuffle(unsigned mask, uint64_t x, unsigned from, Call call);  // what lane `from` gave, x itself from 32 on
+unsigned vote(unsigned mask, unsigned x, bool match, Call call);        // lanes that gave the same, or else not 0
+void atomic(const void* at, size_t size, const void* caller);
 
-template <class X> inline X exchange(X value, unsigned from) {
+template <class X> inline X exchange(unsigned mask, X x, unsigned from, Call call) {
     static_assert(sizeof(X) <= 8, "a shuffle moves at most 8 bytes");
-    auto& warp = slots[current->number / 32];
-    unsigned lane = current->number % 32;
-    memcpy(&warp[lane], &value, sizeof value);
-    yield(Status::in_warp);
-    X result = value;
-    if (from < 32) memcpy(&result, &warp[from], sizeof result);
-    yield(Status::in_warp);
-    return result;
+    uint64_t bits = 0;
+    memcpy(&bits, &x, sizeof x);
+    bits = shuffle(mask, bits, from, call);
+    memcpy(&x, &bits, sizeof x);
+    return x;
 }
+inline unsigned lane() { return now.current->number % 32; }
 }  // namespace shim
 
-#define threadIdx (shim::current->index)
-#define blockIdx (shim::block_index)
-#define blockDim (shim::block_dim)
-#define gridDim (shim::grid_dim)
+#define threadIdx (shim::now.current->index)
+#define blockIdx (shim::now.block_index)
+#define blockDim (shim::now.block_dim)
+#define gridDim (shim::now.grid_dim)
 
-inline void __syncthreads() { shim::yield(shim::Status::at_barrier); }
-inline void __syncwarp(unsigned = 0xffffffffu) { shim::yield(shim::Status::in_warp); }
-inline void __threadfence() {}
-inline int __syncthreads_or(int x) {
-    static int any;
-    if (shim::current->number == 0) any = 0;
-    __syncthreads();
-    any |= x;
-    __syncthreads();
-    int result = any;
-    __syncthreads();
-    return result != 0;
+#define SHIM_LINE const char *file = __builtin_FILE(), int line = __builtin_LINE()  // of who calls
+#define SHIM_CALL shim::Call{__func__, file, line}
+inline void __syncthreads(SHIM_LINE) { shim::at_barrier(0, SHIM_CALL); }
+inline int __syncthreads_or(int x, SHIM_LINE) { return shim::at_barrier(x, SHIM_CALL); }
+inline void __syncwarp(unsigned mask = 0xffffffffu, SHIM_LINE) { shim::in_warp(mask, SHIM_CALL); }
+inline void __threadfence() { shim::fence(); }
+template <class X> inline X __shfl_sync(unsigned mask, X x, int from, SHIM_LINE) {
+    return shim::exchange(mask, x, from & 31, SHIM_CALL);
 }
-template <class X> inline X __shfl_sync(unsigned, X x, int from) { return shim::exchange(x, from & 31); }
-template <class X> inline X __shfl_xor_sync(unsigned, X x, int mask) {
-    return shim::exchange(x, (shim::current->number % 32) ^ mask);
+template <class X> inline X __shfl_xor_sync(unsigned mask, X x, int with, SHIM_LINE) {
+    return shim::exchange(mask, x, shim::lane() ^ with, SHIM_CALL);
 }
-template <class X> inline X __shfl_down_sync(unsigned, X x, unsigned by) {
-    return shim::exchange(x, shim::current->number % 32 + by);
+template <class X> inline X __shfl_down_sync(unsigned mask, X x, unsigned by, SHIM_LINE) {
+    return shim::exchange(mask, x, shim::lane() + by, SHIM_CALL);
 }
-template <class X> inline X __shfl_up_sync(unsigned, X x, unsigned by) {
-    unsigned lane = shim::current->number % 32;
-    return shim::exchange(x, lane >= by ? lane - by : 32);
+template <class X> inline X __shfl_up_sync(unsigned mask, X x, unsigned by, SHIM_LINE) {
+    return shim::exchange(mask, x, shim::lane() >= by ? shim::lane() - by : 32, SHIM_CALL);
 }
-// One exchange for all lanes: `of` is called with what each of them gave.
-template <class X, class Of> inline unsigned __vote(X x, Of of) {
-    auto& warp = shim::slots[shim::current->number / 32];
-    memcpy(&warp[shim::current->number % 32], &x, sizeof x);
-    shim::yield(shim::Status::in_warp);
-    unsigned result = 0;
-    for (unsigned lane = 0; lane < 32; lane++) {
-        X other;
-        memcpy(&other, &warp[lane], sizeof other);
-        result |= unsigned(of(other)) << lane;
-    }
-    shim::yield(shim::Status::in_warp);
-    return result;
-}
-inline unsigned __match_any_sync(unsigned, unsigned x) {
-    return __vote(x, [=](unsigned other) { return other == x; });
-}
-inline unsigned __ballot_sync(unsigned, int x) {
-    return __vote(unsigned(x != 0), [](unsigned other) { return other; });
-}
+inline unsigned __match_any_sync(unsigned mask, unsigned x, SHIM_LINE) { return shim::vote(mask, x, true, SHIM_CALL); }
+inline unsigned __ballot_sync(unsigned mask, int x, SHIM_LINE) { return shim::vote(mask, x, false, SHIM_CALL); }
+inline int __any_sync(unsigned mask, int x, SHIM_LINE) { return shim::vote(mask, x, false, SHIM_CALL) != 0; }
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
-inline int __any_sync(unsigned mask, int x) { return __ballot_sync(mask, x) != 0; }
-
-template <class X> inline X atomicAdd(X* to, X x) { X old = *to; *to = old + x; return old; }
-template <class X> inline X atomicMax(X* to, X x) { X old = *to; *to = x > old ? x : old; return old; }
-template <class X> inline X atomicOr(X* to, X x) { X old = *to; *to = old | x; return old; }
-template <class X> inline X atomicExch(X* to, X x) { X old = *to; *to = x; return old; }
+// Their own accesses are one, of their caller.
+#ifdef __SANITIZE_THREAD__
+#define SHIM_ATOMIC template <class X> __attribute__((noinline, no_sanitize("thread"))) X
+#define SHIM_SEEN shim::atomic(to, sizeof *to, __builtin_return_address(0))
+#else
+#define SHIM_ATOMIC template <class X> inline X
+#define SHIM_SEEN
+#endif
+SHIM_ATOMIC atomicAdd(X* to, X x) { SHIM_SEEN; X old = *to; *to = old + x; return old; }
+SHIM_ATOMIC atomicMax(X* to, X x) { SHIM_SEEN; X old = *to; *to = x > old ? x : old; return old; }
+SHIM_ATOMIC atomicOr(X* to, X x) { SHIM_SEEN; X old = *to; *to = old | x; return old; }
+SHIM_ATOMIC atomicExch(X* to, X x) { SHIM_SEEN; X old = *to; *to = x; return old; }
+SHIM_ATOMIC atomicCAS(X* to, X expected, X x) { SHIM_SEEN; X old = *to; if (old == expected) *to = x; return old; }
 
 template <class X> inline X __ldg(const X* from) { return *from; }
 template <class X> inline X __ldcs(const X* from) { return *from; }
