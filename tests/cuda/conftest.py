@@ -8,9 +8,19 @@ import pytest
 from shardrt import device
 from shardrt.kernels.cuda import _launch
 from tests.cuda import fake_cupy
-from tests.cuda.emulator import FakeDeviceEmulator, emulated
+from tests.cuda.emulator import FakeDeviceEmulator
+from tests.cuda.races import Checker
 
-__all__ = ["emulated", "fake_cuda"]
+
+@pytest.fixture
+def emulated():
+    """kernels/cuda launched on the CPU, where a race fails the test."""
+    if shutil.which("g++") is None:
+        pytest.skip("no g++")
+    emulator = Checker()
+    before = _launch.use(emulator)
+    yield emulator
+    _launch.use(before)
 
 
 @pytest.fixture

@@ -6,23 +6,20 @@ the types that it has, a grid and shared memory within CUDA's limits.
 
 import ctypes
 import re
-import shutil
 import threading
 from functools import cache
 from pathlib import Path
 
 import numpy as np
-import pytest
 
-from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._compile import HERE
 from tests.cuda import fake_cupy
 from tests.cuda.libraries import GXX, built, library_folder
 
 _ONE_AT_A_TIME = threading.Lock()
 ROOT = Path(__file__).parents[2]
+LIBRARIES = ROOT / "build" / "shim"
 SHIM = Path(__file__).with_name("shim.h")
-SOURCES = HERE  # of kernels
 _SCALARS = {
     "int": np.int32,
     "uint32": np.uint32,
@@ -40,6 +37,7 @@ class Emulator:
     """A backend for kernels/cuda/_launch.py. `launches` counts what was run."""
 
     multiprocessors = 2
+    sources = HERE  # of kernels
 
     def __init__(self) -> None:
         self.launches: list[str] = []
@@ -58,7 +56,7 @@ class Emulator:
             self._run(library, function, args, values, grid, threads, shared)
 
     def _library(self, file, defines):
-        return Library.of(file, defines)
+        return Library.of(self.sources / f"{file}.cu", defines)
 
     def _run(self, library, function, args, values, grid, threads, shared):
         message = ctypes.create_string_buffer(200)
@@ -125,17 +123,6 @@ class FakeDeviceEmulator(Emulator):
         fake_cupy.issue(lambda: run(*operands, accumulate=accumulate, bias=bias))
 
 
-@pytest.fixture
-def emulated():
-    """kernels/cuda launched on the CPU."""
-    if shutil.which("g++") is None:
-        pytest.skip("no g++")
-    emulator = Emulator()
-    before = _launch.use(emulator)
-    yield emulator
-    _launch.use(before)
-
-
 def _scalar(arg):
     """What Python's numbers stand for."""
     return np.int32(arg) if isinstance(arg, bool) else np.int64(arg) if isinstance(arg, int) else arg
@@ -162,19 +149,18 @@ def _value(function, parameter, arg):
 
 
 class Library:
-    """A .cu file of `SOURCES` compiled by g++. options: further ones for it."""
+    """A .cu file compiled by g++. options: further ones for it."""
 
-    def __init__(self, file: str, defines: tuple, options: tuple = ()) -> None:
-        path = SOURCES / f"{file}.cu"
+    def __init__(self, path: Path, defines: tuple, options: tuple = ()) -> None:
         source = path.read_text()
-        self.file, self._defines = file, dict(defines)
+        self.file, self._defines = path.stem, dict(defines)
         self._texts = {
             name: text.split(",")
             for name, text in re.findall(
                 r'extern "C" __global__ void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\(([^)]*)\)', source
             )
         }
-        assert self._texts, f"{file}.cu has no kernel"
+        assert self._texts, f"{path.name} has no kernel"
         wrappers = []
         for name, texts in self._texts.items():
             types = [re.sub(r"\w+$", "", " ".join(text.split())) for text in texts]
@@ -182,7 +168,8 @@ class Library:
             wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
         code = "\n".join(['#include "shim.h"', f'#line 1 "{path.name}"', source, *wrappers])
         runtime()
-        self.path = _compiled(file, code, defines, options)
+        options = (*options, *(f"-D{macro}={value}" for macro, value in defines), f"-I{path.parent}")
+        self.path = _compiled(path.stem, code, options, path.parent)
         self._library = ctypes.CDLL(str(self.path))
 
     @classmethod
@@ -211,12 +198,12 @@ class Library:
 def runtime():
     """What kernels call to wait for one another, for all of their libraries."""
     code = SHIM.with_suffix(".cpp").read_text()
-    return ctypes.CDLL(str(_compiled("shim", code, options=("-O2",))), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(_compiled("shim", code, ["-O2"], SHIM.parent)), mode=ctypes.RTLD_GLOBAL)
 
 
-def _compiled(name, code, defines=(), options=()):
-    """The shared library of `code`, from a cache in the checkout."""
-    headers = "".join(path.read_text() for path in [*sorted(SHIM.parent.glob("*.h")), *sorted(SOURCES.glob("*.cuh"))])
-    command = [*GXX, *options, *(f"-D{macro}={value}" for macro, value in defines)]
-    command += [f"-I{SHIM.parent}", f"-I{SOURCES}"]
-    return built(library_folder(ROOT / "build" / "shim"), name, code, ".cpp", command, headers)
+def _compiled(name, code, options, folder):
+    """The shared library of `code`, which includes files of `folder`, from a cache in the checkout."""
+    included = [*sorted(SHIM.parent.glob("*.h")), *sorted(folder.glob("*.cuh"))]
+    command = [*GXX, *options, f"-I{SHIM.parent}"]
+    headers = "".join(path.read_text() for path in included)
+    return built(library_folder(LIBRARIES), name, code, ".cpp", command, headers)
