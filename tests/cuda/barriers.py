@@ -37,13 +37,25 @@ def sites() -> list[tuple[str, int, str]]:
     ]
 
 
+def included(path: Path) -> set[Path]:
+    """A file and all that it includes of ours."""
+    names = re.findall(r'#include "(.*)"', path.read_text())
+    return {path}.union(*(included(HERE / name) for name in names))
+
+
 def tests_of(file: str) -> list[str]:
-    """The tests of all kernels whose file is this one, or includes it."""
+    """The tests of the kernels in a file, or of all that have a header and ask a block for something."""
+    stems = [Path(file).stem]
     if file.endswith(".cuh"):
-        includes = [path for path in HERE.glob("*.cu*") if f'#include "{file}"' in path.read_text()]
-        return sorted({test for path in includes for test in tests_of(path.name)})
-    stem = Path(file).stem
-    return [f"tests/cuda/test_{_TESTS.get(stem, stem)}.py"]
+        files = {path: included(path) - {path} for path in HERE.glob("*.cu")}
+        files = {path: {path, *others} for path, others in files.items() if HERE / file in others}
+        asks = re.compile(r"block_|Block::|Team::")
+        stems = [
+            path.stem
+            for path, others in files.items()
+            if any(asks.search(other.read_text()) for other in others if other.name != file)
+        ]
+    return sorted({f"tests/cuda/test_{_TESTS.get(stem, stem)}.py" for stem in stems})
 
 
 class First:
