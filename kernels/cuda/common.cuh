@@ -68,7 +68,8 @@ template <class X> __device__ __forceinline__ X warp_max(X x) {
     }
     return x;
 }
-// `shared`: WARP elements. All threads of the block call it; it ends with everybody past reading `shared`.
+// `shared`: WARP elements. All threads of the block call it. block_sum ends with everybody past reading `shared`;
+// behind block_max there must be another barrier before `shared` is written again.
 template <class X> __device__ __forceinline__ X block_sum(X x, X* shared) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, warps = blockDim.x / WARP;
     x = warp_sum(x);
@@ -83,7 +84,5 @@ template <class X> __device__ __forceinline__ X block_max(X x, X* shared) {
     x = warp_max(x);
     if (lane == 0) shared[warp] = x;
     __syncthreads();
-    x = warp_max(shared[lane < warps ? lane : 0]);
-    __syncthreads();
-    return x;
+    return warp_max(shared[lane < warps ? lane : 0]);
 }

@@ -59,7 +59,7 @@ extern "C" __global__ void count_digits(const int64* indices, const uint32* ids,
     counts[blockIdx.x * int64(DIGITS) + threadIdx.x] = found[threadIdx.x];
 }
 
-// The sum of x over the threads before this one. `shared`: WARP elements.
+// The sum of x over the threads before this one; in it everybody waits for all. `shared`: WARP elements.
 __device__ __forceinline__ int sum_before(int x, int* shared) {
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP, sum = x;
     for (int distance = 1; distance < WARP; distance *= 2) {
@@ -97,7 +97,6 @@ extern "C" __global__ void place(const int64* indices, const uint32* ids, const 
         __syncwarp();
         rank[round] = seen + before;
     }
-    __syncthreads();
 
     int digit = threadIdx.x, total = 0, earlier = 0;  // of this digit: in all tiles, in those before this one
     for (int tile = 0; tile < gridDim.x; tile++) {
@@ -105,7 +104,7 @@ extern "C" __global__ void place(const int64* indices, const uint32* ids, const 
         total += there;
         if (tile < blockIdx.x) earlier += there;
     }
-    int next = sum_before(total, sums) + earlier;
+    int next = sum_before(total, sums) + earlier;  // and all warps have counted
     for (int i = 0; i < WARPS; i++) {
         int there = places[i][digit];
         places[i][digit] = next;

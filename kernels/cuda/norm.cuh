@@ -211,7 +211,6 @@ __device__ __forceinline__ void backward_read_again(const T* dy, const T* x, con
         }
     });
     if (!dx) return;
-    __syncthreads();  // nobody writes a row before all have read it
     for (int64 row = begin; row < end; row++) {
         int64 start = row * width;
         A centre = CENTRED ? mean[row] : A(0), factor = rstd[row], along = 0, level = 0;
@@ -224,7 +223,7 @@ __device__ __forceinline__ void backward_read_again(const T* dy, const T* x, con
                 level += scaled;
             }
         });
-        along = Block::sum(along) / A(width);
+        along = Block::sum(along) / A(width);  // and nobody writes a row before all have read it
         level = CENTRED ? Block::sum(level) / A(width) : A(0);
         each_in_row(start, width, vectors, [&](int64 j, auto many) {
             constexpr int W = decltype(many)::value;
