@@ -348,6 +348,8 @@ def test_a_communicator_that_does_not_fit_is_refused():
         create("telepathy")
     with pytest.raises(ValueError, match="'thread' does not fit"):
         create("thread")
+    with pytest.raises(ValueError, match="reduction: 'ring' is unknown; known are nccl, tree"):
+        init_device_mesh("cpu", reduction="ring")
 
 
 def test_cuda_without_cupy_is_one_clear_error(monkeypatch):

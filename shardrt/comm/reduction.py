@@ -6,9 +6,6 @@ ranks. Integers, and all that is no sum, go through NumPy, or CuPy, by the same 
 """
 
 from collections.abc import Callable
-from functools import cache
-from importlib import import_module
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -37,9 +34,9 @@ def combine(
     if output.size == 0:
         return
     if kind:
-        _kernels(output).sum_packed(output, parts, scale, accumulate, kind)
+        device.of(output).kernels.reduce.sum_packed(output, parts, scale, accumulate, kind)
     elif op == "sum" and output.dtype.kind == "f":
-        _kernels(output).sum_into(output, parts, scale, accumulate)
+        device.of(output).kernels.reduce.sum_into(output, parts, scale, accumulate)
     else:
         total = _tree(_PAIRWISE[op], parts)
         output[...] = output + total if accumulate else total
@@ -50,12 +47,3 @@ def _tree(pairwise: Callable[[Array, Array], Array], parts: list[Array]) -> Arra
         even = len(parts) // 2 * 2
         parts = [pairwise(*parts[i : i + 2]) for i in range(0, even, 2)] + parts[even:]
     return parts[0]
-
-
-@cache
-def _on_host() -> ModuleType:
-    return import_module("shardrt.kernels.cpu.reduce")  # imports Numba: not before it is needed
-
-
-def _kernels(array: Array) -> ModuleType:
-    return _on_host() if isinstance(array, np.ndarray) else device.current().kernels.reduce

@@ -35,6 +35,11 @@ def test_the_command_line_goes_over_the_file_and_the_file_over_the_defaults(file
     assert config.batch_size == Config.batch_size
 
 
+def test_runs_with_the_same_bits_on_all_ranks_have_sums_by_the_tree():
+    assert parse().reduction == "nccl" and parse("--fsdp.reduction", "tree").reduction == "tree"
+    assert parse("--deterministic", "world-invariant", "--micro-batches", "4").reduction == "tree"
+
+
 def test_without_a_file_the_settings_are_those_of_the_default_one():
     assert parse() == settings.load(Config, train.DEFAULT)
 
