@@ -112,6 +112,8 @@ def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:
     """Who allocates the buffers of a role: who sends them; None: the device."""
     if role in ("gathered", "wire"):
         return ranks.gather
+    if role in ("reduced", "partial") and ranks.size == 1:
+        return ranks.replicate  # full gradients may be written there, and are sent as they are
     return ranks.reducer if role in ("gradients", "packed", "reduce_wire") else None
 
 

@@ -74,7 +74,7 @@ def memory_plan(
         specs = buffers.plan(units, layouts, facts)
         ranks_of = {group: by_cut[unit.settings.cut] for unit in units for group in unit.groups}
         makers = {
-            spec: buffers.maker_of(role, ranks_of[group])
+            spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
             for group, roles in specs.items()
             for role, spec in roles.items()
         }

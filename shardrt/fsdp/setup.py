@@ -251,7 +251,10 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> N
 def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
     if spec.host:
         return np.asarray(host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory))
-    return facts.device.buffer(spec.count, spec.dtype)
+    maker = buffers.maker_of(spec.role, group.ranks)
+    if maker is None:
+        return facts.device.buffer(spec.count, spec.dtype)
+    return maker.allocate(spec.count, spec.dtype, shared=False)
 
 
 def _check(units: list[Unit]) -> None:

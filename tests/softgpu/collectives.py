@@ -381,6 +381,7 @@ def plans():
         ("staged", "tree", 4, "HYBRID_SHARD", "float32"),
         ("staged", "tree", 2, "NO_SHARD", "bfloat16"),
         ("ipc", "tree", 4, "HYBRID_SHARD", "bfloat16"),
+        ("ipc", "tree", 2, "NO_SHARD", "float32"),
     ):
         key = f"{kind}, {reduction}, {strategy}, {precision}"
         found[key] = tried(thread.run, ranks, planned, kind, reduction, strategy, precision, allocated)

@@ -81,7 +81,7 @@ def test_the_host_waits_once_in_a_step_for_the_norm_whatever_is_sharded_how(foun
 
 def test_what_communicators_take_is_planned_to_the_byte(found):
     """In float32 and bfloat16, on the GPU and pinned on the host."""
-    assert len(found["plans"]) == 6
+    assert len(found["plans"]) == 7
     for job, ranks in found["plans"].items():
         assert not isinstance(ranks, str), (job, ranks)
         for plan, allocated, *categories in ranks:
