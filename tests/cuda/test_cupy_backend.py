@@ -1,5 +1,6 @@
 """How kernels are launched through CuPy: what it is given, with compiled machine code that nobody runs."""
 
+import ctypes
 import importlib
 import sys
 
@@ -78,5 +79,9 @@ def test_products_are_timed_by_events(backend):
     assert backend.seconds(lambda: runs.append(1), 3) == 1e-3
     assert len(runs) == 4, "three, and one that is not counted"
     stream = backend.stream()
+    ctypes.memset(backend.workspace(stream), 1, 1 << 16)
+    backend.seconds(lambda: runs.append(1), 1)
+    cache = ctypes.string_at(backend.workspace(stream), 1 << 16)
+    assert not any(cache), "before each round as much is written as the L2 cache holds"
     assert stream == fake_cupy.Stream.here.stream.ptr
     assert backend.workspace(stream) == backend.workspace(stream) != 0
