@@ -20,7 +20,7 @@ def step(
     rounded: Array | None = None,
     kind: str = "",
 ) -> None:
-    """Update param, m and v, 1-D and equally long, in ranges of them.
+    """Update param, m and v, 1-D and equally long, in ranges of them. m may be uint16: the bits of bfloat16.
 
     ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
     what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps.
@@ -31,7 +31,8 @@ def step(
         piece = slice(int(start), int(stop))
         numbers = tuple(map(real, (keep, rate, correction, beta1, 1 - beta1, beta2, 1 - beta2, eps)))
         size = piece.stop - piece.start
-        run_rows(_step, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
+        kernel = _step_low if m.dtype == np.uint16 else _step
+        run_rows(kernel, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
         if rounded is not None:
             cast.round_to(param[piece], rounded[piece], kind)
 
@@ -56,5 +57,19 @@ def _step(start, stop, param, grad, m, v, numbers):
         first = beta1 * m[i] + rest1 * g
         second = beta2 * v[i] + rest2 * g * g
         m[i] = first
+        v[i] = second
+        param[i] = param[i] * keep - rate * (first / (np.sqrt(second) * correction + eps))
+
+
+@fused
+def _step_low(start, stop, param, grad, m, v, numbers):
+    """As _step. What is kept of the first moment is rounded, what goes into the update is not."""
+    keep, rate, correction, beta1, rest1, beta2, rest2, eps = numbers
+    param, grad, m, v = param[start:stop], grad[start:stop], m[start:stop], v[start:stop]
+    for i in range(param.size):
+        g = grad[i]
+        first = beta1 * cast.widened(m[i]) + rest1 * g
+        second = beta2 * v[i] + rest2 * g * g
+        m[i] = cast.narrowed(first)
         v[i] = second
         param[i] = param[i] * keep - rate * (first / (np.sqrt(second) * correction + eps))

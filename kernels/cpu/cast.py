@@ -80,6 +80,18 @@ def _bfloat16(x):
 
 
 @exact
+def narrowed(x):
+    """The bits in bfloat16 of a float32."""
+    return np.uint16(_bfloat16(x) >> _16)
+
+
+@exact
+def widened(bits):
+    """The float32 of these bits in bfloat16."""
+    return _float(_u(_u(bits) << _16))
+
+
+@exact
 def _rounded_bfloat16(x):
     return _float(_u(_bfloat16(x) & _u(0xFFFF0000)))
 

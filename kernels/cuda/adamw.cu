@@ -1,6 +1,6 @@
 // AdamW over ranges of flat arrays: one pass that reads and writes everything once.
 //
-// The gradient and the moments may be of types of their own (macros GRADIENT and STATE). The new weights may be written
+// The gradient and the moments may be of types of their own (macros GRADIENT and STATE; MOMENT for the first moment). The new weights may be written
 // once more, rounded to another type (ROUNDED). Multiply-adds are written out, so that an element has the same bits on
 // the path of vectors and on the other.
 #include "ranges.cuh"
@@ -11,6 +11,9 @@
 #ifndef STATE
 #define STATE ELEMENT
 #endif
+#ifndef MOMENT
+#define MOMENT STATE
+#endif
 #ifndef ROUNDED
 #define ROUNDED __nv_bfloat16
 #endif
@@ -19,7 +22,7 @@ constexpr int N = Widest<T, GRADIENT, STATE>::value;
 
 // ranges (count, 8): start, stop, and what an element of it has for keep, rate, correction, beta1, beta2 and eps.
 // rounded may be null.
-extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE* v, ROUNDED* rounded,
+extern "C" __global__ void adamw(T* param, const GRADIENT* grad, MOMENT* m, STATE* v, ROUNDED* rounded,
                                  const double* ranges, int64 count, int vectors) {
     each_in_ranges<N, 8>(ranges, count, vectors, [=](const double* row) {
         A keep = A(row[2]), rate = A(row[3]), correction = A(row[4]), eps = A(row[7]);
@@ -28,13 +31,14 @@ extern "C" __global__ void adamw(T* param, const GRADIENT* grad, STATE* m, STATE
             constexpr int W = decltype(width)::value;
             Pack<T, W> p = load<W>(param + i);
             Pack<GRADIENT, W> g = load<W>(grad + i);
-            Pack<STATE, W> one = load<W>(m + i), two = load<W>(v + i);
+            Pack<MOMENT, W> one = load<W>(m + i);
+            Pack<STATE, W> two = load<W>(v + i);
 #pragma unroll
             for (int k = 0; k < W; k++) {
                 A gradient = A(to_acc(g[k]));
                 A first = fma(beta1, A(to_acc(one[k])), rest1 * gradient);
                 A second = fma(beta2, A(to_acc(two[k])), rest2 * gradient * gradient);
-                one[k] = from_acc<STATE>(first);
+                one[k] = from_acc<MOMENT>(first);
                 two[k] = from_acc<STATE>(second);
                 A change = rate * (first / fma(sqrt(second), correction, eps));
                 p[k] = from_acc<T>(fma(to_acc(p[k]), keep, -change));

@@ -387,19 +387,18 @@ def _transfer(
     reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, place: int, count: int
 ) -> None:
     """Copy `count` elements of a saved piece, from its `first` on, to this rank's, from `place` on."""
-    itemsize = piece.array.dtype.itemsize
+    itemsize = piece.dtype.itemsize
     target = piece.array[place : place + count]
-    here = device.of(target)
     step = max(1, rankfile.BLOCK // itemsize)
     for start in range(0, count, step):
         part = target[start : start + step]
         offset = saved.offset + (first + start) * itemsize
-        if isinstance(part, np.ndarray):
+        if isinstance(part, np.ndarray) and part.dtype == piece.dtype:
             reader.read_into(part, offset, f"{saved.kind} {saved.parameter!r}")
         else:
-            host = np.empty(part.size, part.dtype)
+            host = np.empty(part.size, piece.dtype)
             reader.read_into(host, offset, f"{saved.kind} {saved.parameter!r}")
-            here.copy(part, host)
+            piece.write(place + start, host)
 
 
 def _named_arrays(model: Module) -> Iterator[tuple[str, Any]]:

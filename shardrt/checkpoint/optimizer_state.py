@@ -18,6 +18,7 @@ from shardrt.nn.module import Module, everyone, speaks_for_all
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import take
 from shardrt.optim.optimizer import Optimizer
+from shardrt.optim.slices import exact_state, kept_state
 
 Array = Any
 
@@ -37,7 +38,8 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
         if piece.steps[position]:
             parameter, entry = piece.members[position][0], {"step": int(piece.steps[position])}
             for own, theirs in optimizer.state_names.items():
-                entry[theirs] = whole_on_first(parameter, piece.state[own])
+                whole = whole_on_first(parameter, piece.state[own])
+                entry[theirs] = None if whole is None else exact_state(whole)
             state[name] = entry
     groups = [
         {**group, **optimizer.constants, "params": [names[id(parameter)] for parameter in group["params"]]}
@@ -163,7 +165,7 @@ def _put(state: Array, parameter: Parameter, values: Any) -> None:
     start, stop = parameter.storage.range_of(parameter)
     piece = np.zeros(stop - start, state.dtype)
     if values is not None:
-        piece[...] = take(parameter.part, np.asarray(values))
+        piece[...] = kept_state(take(parameter.part, np.asarray(values)), state.dtype)
     device.of(state).copy(state[start:stop], piece)
 
 

@@ -9,10 +9,13 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+import numpy as np
+
+from shardrt import device
 from shardrt.nn.module import Module, speaks_for_all
 from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
-from shardrt.optim.slices import Slice
+from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
 
 Array = Any
 PARAMETER = "parameter"  # the kind of piece that is not the optimizer's
@@ -38,6 +41,27 @@ class Piece:
     def array(self) -> Array:
         """A 1-D view of where they live on this rank."""
         return self.flat[self.start : self.stop]
+
+    @property
+    def dtype(self) -> np.dtype:
+        """Of its elements in a file: state that is kept in bfloat16 is float32 there."""
+        return np.dtype(np.float32) if self._as_bits else self.flat.dtype
+
+    @property
+    def _as_bits(self) -> bool:
+        return self.kind != PARAMETER and self.flat.dtype == BITS
+
+    def read(self, start: int, stop: int) -> np.ndarray:
+        """Its elements [start, stop), on the host, as a file has them."""
+        values = device.of(self.flat).to_numpy(self.array[start:stop])
+        return exact_state(values) if self._as_bits else values
+
+    def write(self, start: int, values: np.ndarray) -> None:
+        """Set elements from `start` on to those of a file."""
+        if self._as_bits:
+            values = kept_state(values, BITS)
+        target = self.array[start : start + values.size]
+        device.of(target).copy(target, values)
 
 
 def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> Iterator[Piece]:

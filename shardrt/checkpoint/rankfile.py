@@ -12,7 +12,6 @@ from pathlib import Path
 
 import numpy as np
 
-from shardrt import device
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import BLOCK, DTYPES, Damaged, SavedFile, SavedPiece
 from shardrt.checkpoint.pieces import PARAMETER, Piece
@@ -58,9 +57,9 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
     """The header with the length before it, and where each piece will lie in the file."""
     entries, end = {}, 0
     for piece in pieces:
-        stop = end + piece.array.nbytes
+        stop = end + piece.array.size * piece.dtype.itemsize
         entries[f"{piece.kind}/{piece.parameter}"] = {
-            "dtype": kind_of(piece.array.dtype),
+            "dtype": kind_of(piece.dtype),
             "shape": [piece.array.size],
             "data_offsets": [end, stop],
         }
@@ -71,7 +70,7 @@ def _lay_out(pieces: list[Piece], number: int) -> tuple[bytes, list[SavedPiece]]
     for piece in pieces:
         for runs in piece.part:
             saved.append(SavedPiece(number, piece.kind, piece.parameter, runs, offset))
-            offset += runs.size * piece.array.itemsize
+            offset += runs.size * piece.dtype.itemsize
     return header, saved
 
 
@@ -98,9 +97,9 @@ def _parts(header: bytes, pieces: Iterable[Piece]) -> Iterator[np.ndarray]:
     """The bytes of the file, of each piece at most a block's worth on the host at a time."""
     yield np.frombuffer(header, np.uint8)
     for piece in pieces:
-        each = BLOCK // piece.array.dtype.itemsize
+        each = BLOCK // piece.dtype.itemsize
         for start in range(0, piece.array.size, each):
-            host = device.of(piece.array).to_numpy(piece.array[start : start + each])
+            host = piece.read(start, start + each)
             if piece.trained:
                 check_finite(host, piece.kind, piece.parameter)
             yield np.ascontiguousarray(host).view(np.uint8)

@@ -250,12 +250,12 @@ class ParameterGroup(Storage):
         if self.open_gradient is not None:
             self.runtime.discard_gradient(self)
 
-    def new_state(self, name: str) -> Array:
+    def new_state(self, name: str, dtype: Any = None) -> Array:
         self.built()
+        count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
-            count, folder = self.layout.shard_size, self.placement.directory
-            return host.buffer(self._device, count, self._shard.dtype, folder)
-        return self._device.buffer(self.layout.shard_size, self._shard.dtype)
+            return host.buffer(self._device, count, dtype, self.placement.directory)
+        return self._device.buffer(count, dtype)
 
     def before_write(self) -> None:
         if self.shard_in_slot and self.ranks.size > 1:

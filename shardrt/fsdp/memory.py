@@ -46,7 +46,7 @@ def memory_plan(
     model: Module,
     *,
     step: Callable[[], Any] | None = None,
-    optimizer_states: int = 2,
+    optimizer_states: float = 2,
     no_sync: bool = False,
 ) -> MemoryPlan:
     """Bytes per rank that training `model` takes, before anything is allocated. Collective.
@@ -54,7 +54,8 @@ def memory_plan(
     step: runs forward and backward of `model` as training will, without the optimizer. It is called once,
     on a device that computes nothing; the most that it holds at once becomes the plan's activations. None
     leaves them out. It must not depend on the values of tensors: there are none.
-    optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum.
+    optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum; 1.5
+    for AdamW with exp_avg_dtype="bfloat16", whose first has half the bytes.
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
     does counts as well.
 
@@ -88,7 +89,7 @@ def memory_plan(
         if isinstance(parameter.storage, LocalStorage):
             nbytes = parameter.size * parameter.dtype.itemsize
             _add(device, "ignored parameters", nbytes)
-            _add(device, "optimizer state", optimizer_states * nbytes * parameter.requires_grad)
+            _add(device, "optimizer state", int(optimizer_states * nbytes) * parameter.requires_grad)
     if taken is not None:
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
@@ -124,7 +125,7 @@ def _trained_as_asked(units: list[Unit]) -> Iterator[None]:
 
 
 def _add_optimizer(
-    device: dict[str, int], host: dict[str, int], layouts: dict[ParameterGroup, Layout], states: int
+    device: dict[str, int], host: dict[str, int], layouts: dict[ParameterGroup, Layout], states: float
 ) -> None:
     """What the optimizer keeps for the units, and the slots through which it updates what is on the host."""
     slot = 0
@@ -132,7 +133,7 @@ def _add_optimizer(
         if group.trainable:
             itemsize = group.parameters[0].dtype.itemsize
             on_host = group.placement.optimizer_state
-            _add(host if on_host else device, "optimizer state", states * layout.shard_size * itemsize)
+            _add(host if on_host else device, "optimizer state", int(states * layout.shard_size * itemsize))
             slot = max(slot, slot_bytes(layout.shard_size, itemsize, group.placement, states))
     _add(device, "staging of the optimizer", SLOTS * slot)
 

@@ -94,9 +94,12 @@ class Storage(ABC):
                 "make it with in_backward=False to change gradients before the update"
             )
 
-    def new_state(self, name: str) -> Array:
-        """Zeros as long as `shard`, for one array of optimizer state, where `placement` says."""
-        return device.current().buffer(self.shard.size, self.shard.dtype)
+    def new_state(self, name: str, dtype: Any = None) -> Array:
+        """Zeros as long as `shard`, for one array of optimizer state, where `placement` says.
+
+        dtype: the shard's if not given.
+        """
+        return device.current().buffer(self.shard.size, self.shard.dtype if dtype is None else dtype)
 
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""

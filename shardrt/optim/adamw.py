@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from math import sqrt
 from types import ModuleType
 
+from shardrt import dtypes
 from shardrt.nn.parameter import Parameter
 from shardrt.optim.optimizer import Optimizer, check_betas
 from shardrt.optim.slices import Update
@@ -17,6 +18,9 @@ class AdamW(Optimizer):
     lr: learning rate per step. betas: decay of the two moments, each in [0, 1). eps: added to the root of the
     second moment. weight_decay: multiplied by lr and taken off the weights. The moments are float32 arrays
     of the shard's length: 8 bytes per element that this rank holds. in_backward: see Optimizer.
+
+    exp_avg_dtype: "bfloat16" keeps the first moment of float32 parameters in 2 bytes, rounded to nearest. The
+    second stays float32: a step changes it by a part 1 - betas[1], less than half a step of bfloat16.
     """
 
     def __init__(
@@ -28,9 +32,13 @@ class AdamW(Optimizer):
         weight_decay: float = 1e-2,
         *,
         in_backward: bool = False,
+        exp_avg_dtype: str = dtypes.float32,
     ) -> None:
+        if exp_avg_dtype not in (dtypes.float32, dtypes.bfloat16):
+            raise ValueError(f"AdamW: exp_avg_dtype must be 'float32' or 'bfloat16', got {exp_avg_dtype!r}")
+        low = ("m",) if exp_avg_dtype == dtypes.bfloat16 else ()
         settings = {"lr": lr, "weight_decay": weight_decay, "betas": betas, "eps": eps}
-        super().__init__(params, settings, state=STATE, in_backward=in_backward)
+        super().__init__(params, settings, state=STATE, low_state=low, in_backward=in_backward)
 
     rounds = True
 

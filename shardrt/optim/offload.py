@@ -29,12 +29,15 @@ SLOTS = 2  # one that is copied while the other is used
 _ALIGNMENT = 16  # elements: every array in a slot begins a cache line
 
 
-def slot_bytes(count: int, itemsize: int, placement: HostPlacement, states: int) -> int:
-    """Bytes that one staging slot needs for a shard of `count` elements with `states` arrays of state."""
+def slot_bytes(count: int, itemsize: int, placement: HostPlacement, states: float) -> int:
+    """Bytes that one staging slot needs for a shard of `count` elements with `states` arrays of state.
+
+    One in half as many bytes counts as half an array.
+    """
     if placement.step == "host":
         return 0
     staged = placement.parameters + placement.gradients + states * placement.optimizer_state
-    return staged * _capacity(count) * itemsize
+    return int(staged * _capacity(count) * itemsize)
 
 
 def _capacity(count: int) -> int:
@@ -176,7 +179,8 @@ def _on_host(piece: Slice) -> tuple[str, ...]:
 
 def _bytes_of_slot(piece: Slice) -> int:
     shard = piece.storage.shard
-    return slot_bytes(shard.size, shard.dtype.itemsize, piece.storage.placement, len(piece.state))
+    states = sum(array.itemsize for array in piece.state.values()) / shard.itemsize
+    return slot_bytes(shard.size, shard.dtype.itemsize, piece.storage.placement, states)
 
 
 def _check_all_on_host(piece: Slice) -> None:
@@ -193,11 +197,11 @@ def _check_all_on_host(piece: Slice) -> None:
 
 def _views(slot: Array, part: Update, names: tuple[str, ...]) -> dict[str, Array]:
     """Where in a slot the staged arrays of a chunk go, one after the other."""
-    views = {}
-    for index, name in enumerate(names):
+    views, first = {}, 0
+    for name in names:
         array = part.arrays[name]
-        first = index * _capacity(array.size)
-        views[name] = slot.view(array.dtype)[first : first + array.size]
+        views[name] = slot.view(np.uint8)[first : first + array.nbytes].view(array.dtype)
+        first += _capacity(array.size) * array.itemsize
     return views
 
 

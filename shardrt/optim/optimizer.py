@@ -19,8 +19,18 @@ from shardrt import autograd, device
 from shardrt.nn import elsewhere
 from shardrt.nn.module import Module, check_set_to_none
 from shardrt.nn.parameter import Parameter, parameters_in
+from shardrt.nn.storage import Storage
 from shardrt.optim.offload import Updates
-from shardrt.optim.slices import Cut, Member, Slice, Update, by_storage, members_of, refuse_partly_sharded
+from shardrt.optim.slices import (
+    BITS,
+    Cut,
+    Member,
+    Slice,
+    Update,
+    by_storage,
+    members_of,
+    refuse_partly_sharded,
+)
 
 Array = Any
 
@@ -45,6 +55,7 @@ class Optimizer:
     `param_groups` is the list of groups; schedules change its "lr".
     settings: those that a group may have ("lr", "weight_decay", ...), each with its value where it has not.
     state: names of the arrays, as long as each shard, that an update keeps, each with PyTorch's name of it.
+    low_state: those of them that are kept in bfloat16, as bits, for float32 parameters.
     constants: settings that all groups share, by PyTorch's names.
     in_backward: update each sharded unit as soon as backward has reduced its gradient, with the settings that
     its group has then; step() only waits. Not together with anything that needs all gradients before the
@@ -66,6 +77,7 @@ class Optimizer:
         settings: dict[str, Any],
         *,
         state: dict[str, str] | None = None,
+        low_state: Collection[str] = (),
         constants: dict[str, Any] | None = None,
         in_backward: bool = False,
     ) -> None:
@@ -74,6 +86,7 @@ class Optimizer:
             raise ValueError(f"{type(self).__name__}: params is empty")
         self.in_backward = in_backward
         self.state_names = state or {}
+        self._low_state = frozenset(low_state)
         self.updates: Updates | None = None
         self.param_groups: list[dict] = []
         self.constants = {} if constants is None else constants
@@ -167,7 +180,7 @@ class Optimizer:
         for piece in new:
             piece.claim(self)
         for piece in new:
-            piece.state = {name: piece.storage.new_state(name) for name in self.state_names}
+            piece.state = {name: self._new_state(piece.storage, name) for name in self.state_names}
         for storage, piece in known.items():
             if storage in found:
                 piece.add(found[storage])
@@ -175,6 +188,10 @@ class Optimizer:
         taken = {id(parameter) for parameter, _ in members}
         self._waiting = [member for member in self._waiting if id(member[0]) not in taken]
         self._start_updates(new)
+
+    def _new_state(self, storage: Storage, name: str) -> Array:
+        low = name in self._low_state and storage.shard.dtype == np.float32
+        return storage.new_state(name, BITS) if low else storage.new_state(name)
 
     def _start_updates(self, new: list[Slice]) -> None:
         """Streams, staging memory and hooks for updates that are not made in step() on the device."""

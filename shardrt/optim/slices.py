@@ -10,11 +10,13 @@ from typing import Any
 
 import numpy as np
 
+from shardrt import device, dtypes
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.nn.utils import merged
 
 Array = Any
+BITS = np.dtype(np.uint16)  # of state that is kept in bfloat16
 Member = tuple[Parameter, int]  # a parameter, and the number of its group
 Row = tuple[int, int, int]  # start, stop, and the position of a member that lies in there
 
@@ -189,3 +191,17 @@ def refuse_partly_sharded(slices: list[Slice]) -> None:
             f"optimizer: parameter {forgotten[0]!r} is in no unit, so nobody would reduce its gradient "
             "over the ranks; call fully_shard(model) last, or name it in ignored"
         )
+
+
+def exact_state(values: np.ndarray) -> np.ndarray:
+    """State as numbers, on the host: float32 of what is kept in bfloat16."""
+    return (values.astype(np.uint32) << 16).view(np.float32) if values.dtype == BITS else values
+
+
+def kept_state(values: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Numbers, 1-D on the host, as state of this type is kept."""
+    if dtype != BITS:
+        return values.astype(dtype, copy=False)
+    bits = np.empty(values.shape, BITS)
+    device.get("cpu").kernels.cast.pack(np.ascontiguousarray(values, np.float32), bits, dtypes.bfloat16)
+    return bits

@@ -82,6 +82,21 @@ def test_the_new_weights_are_written_rounded_as_a_cast_would(emulated, kind, shi
 
 
 @pytest.mark.parametrize("shift", [0, 1])
+def test_a_first_moment_in_bfloat16_is_kept_as_on_the_cpu(emulated, shift):
+    both = []
+    for step in (cuda.step, cpu.step):
+        with guarded("float32") as array:
+            param, grad, m, v = (array(values, shift) for values in state())
+            bits = np.empty(COUNT + shift, np.uint16)[shift:]
+            cpu_cast.pack(np.ascontiguousarray(m), bits, "bfloat16")
+            step(param, grad, bits, v, RANGES)
+        both.append((param, v, (bits.astype(np.uint32) << 16).view(np.float32)))
+    for found, expected in zip(both[0][:2], both[1][:2], strict=True):
+        assert_close(found, expected.astype(np.float64))
+    np.testing.assert_allclose(both[0][2], both[1][2], rtol=2**-7)  # a sum that ends elsewhere may round on
+
+
+@pytest.mark.parametrize("shift", [0, 1])
 def test_nothing_outside_of_the_ranges_changes(emulated, shift):
     with guarded("float32") as array:
         found, _ = run_both(array, ["float32"] * 4, RANGES, shift=shift)

@@ -51,14 +51,14 @@ class HostStorage(Storage):
         time.sleep(self.delay)
         self._gradient[:] = self._gradient + values if accumulate else values
 
-    def _array(self, name, on_host):
-        count = int(self._stops[-1])
+    def _array(self, name, on_host, dtype=None):
+        count, dtype = int(self._stops[-1]), dtype or self._dtype
         if not on_host or self.placement.directory is None:
-            return np.zeros(count, self._dtype)
-        return np.memmap(self.placement.directory / name, self._dtype, "w+", shape=(count,))
+            return np.zeros(count, dtype)
+        return np.memmap(self.placement.directory / name, dtype, "w+", shape=(count,))
 
-    def new_state(self, name):
-        return self._array(name, self.placement.optimizer_state)
+    def new_state(self, name, dtype=None):
+        return self._array(name, self.placement.optimizer_state, dtype)
 
     def modified(self, rounded=False):
         self.modifications += 1
