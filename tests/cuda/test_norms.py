@@ -66,9 +66,7 @@ LAYER = Norm(cuda.layer_norm, cpu.layer_norm, 2)
 NORMS = {"layer_norm": LAYER, "rms_norm": Norm(cuda.rms_norm, cpu.rms_norm, 1)}
 
 
-@pytest.fixture(params=NORMS)
-def norm(request):
-    return NORMS[request.param]
+of_each = pytest.mark.parametrize("norm", NORMS.values(), ids=NORMS)
 
 
 def all_close(found, expected):
@@ -76,6 +74,7 @@ def all_close(found, expected):
         assert_close(one, exactly, 2)
 
 
+@of_each
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("offset", [0, 1])
@@ -106,6 +105,7 @@ def test_a_large_mean_costs_no_precision_of_the_deviation(emulated, width):
         assert_close(rstd, LAYER.exact_forward(x, *parameters)[2], 2)
 
 
+@of_each
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("shape", SHAPES[1:] + TALL)
 @pytest.mark.parametrize("offset", [0, 1])
@@ -117,6 +117,7 @@ def test_backward(emulated, norm, element, shape, offset):
         assert emulated.launches[1:] == ["combine"]  # of both parameters
 
 
+@of_each
 @pytest.mark.parametrize(
     ("element", "width", "offset", "form"),
     [
@@ -138,6 +139,7 @@ def test_backward_takes_the_form_for_its_width(emulated, norm, element, width, o
         all_close(found, norm.exact_backward(*given))
 
 
+@of_each
 @pytest.mark.parametrize("element", ["bfloat16", "float16"])
 @pytest.mark.parametrize("shape", [(67, 40), (67, 7), (19, 4096)])
 def test_gradients_of_16_bits_are_added_in_float32(emulated, norm, element, shape):
@@ -150,6 +152,7 @@ def test_gradients_of_16_bits_are_added_in_float32(emulated, norm, element, shap
         all_close(found, [start + own for start, own in zip(in_double(before), sums, strict=True)])
 
 
+@of_each
 @pytest.mark.parametrize("width", [40, 2048, 7])
 @pytest.mark.parametrize("wanted", ["dx", "weight", "bias"])
 def test_only_what_is_wanted_is_made(emulated, norm, width, wanted):
@@ -163,6 +166,7 @@ def test_only_what_is_wanted_is_made(emulated, norm, width, wanted):
         assert len(emulated.launches) == 1 or wanted != "dx"
 
 
+@of_each
 @pytest.mark.parametrize("width", [40, 2048, 7])
 def test_the_gradient_may_be_written_over_that_of_the_output(emulated, norm, width):
     with guarded("float32") as array:
@@ -173,6 +177,7 @@ def test_the_gradient_may_be_written_over_that_of_the_output(emulated, norm, wid
         all_close(outs, expected)
 
 
+@of_each
 @pytest.mark.parametrize("width", [8, 5])
 def test_blocks_may_have_any_number_of_rows(emulated, norm, width, monkeypatch):
     monkeypatch.setattr(_rows, "_BLOCKS", 4)  # of 25 rows, though some are loaded at once
@@ -182,6 +187,7 @@ def test_blocks_may_have_any_number_of_rows(emulated, norm, width, monkeypatch):
         all_close(found, norm.exact_backward(*given))
 
 
+@of_each
 def test_sums_do_not_depend_on_the_gpu(emulated, norm):
     with guarded("float32") as array:
         given, found = norm.inputs(array, "float32", (67, 24)), []
@@ -192,6 +198,7 @@ def test_sums_do_not_depend_on_the_gpu(emulated, norm):
         np.testing.assert_array_equal(*found)
 
 
+@of_each
 @pytest.mark.parametrize("accumulate", [False, True])
 def test_no_rows_give_no_gradient(emulated, norm, accumulate):
     none, ones, row = np.empty((0, 8), np.float32), np.ones(8, np.float32), np.empty(0, np.float32)
@@ -201,6 +208,7 @@ def test_no_rows_give_no_gradient(emulated, norm, accumulate):
     np.testing.assert_array_equal(sums, np.full((norm.count, 8), 3.0 * accumulate))
 
 
+@of_each
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize(("width", "offset"), [(7, 0), (40, 0), (40, 1), (2056, 0)])
 def test_of_a_sum(emulated, norm, element, width, offset):

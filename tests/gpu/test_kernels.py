@@ -13,7 +13,7 @@ pytestmark = pytest.mark.gpu
 
 TESTS = Path(__file__).parents[1] / "cuda"
 OPS = [path.stem for path in sorted(Path(kernels.__file__).parent.glob("[a-z]*.py"))]
-FILES = [*OPS, "vision"]  # of tests; that one has convolution, batch norm and pooling
+FILES = [*OPS, "norms", "vision"]  # of tests; "vision" has convolution, batch norm and pooling
 
 
 def _class_of(op):
