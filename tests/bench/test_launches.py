@@ -14,10 +14,10 @@ ROOT = Path(__file__).parent.parent.parent
 
 @pytest.fixture(scope="module")
 def counted():
-    """Of a step of two layers on one rank."""
+    """Of a step of GPT-2 on one rank."""
     if importlib.util.find_spec("cupy_backends") is None or shutil.which("cc") is None:
         pytest.skip("no CuPy, or no C compiler")
-    command = [sys.executable, "-m", "bench.launches", "--layers", "2", "--steps", "1", "--json"]
+    command = [sys.executable, "-m", "bench.launches", "--steps", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
@@ -25,7 +25,16 @@ def counted():
 
 
 def test_a_step_has_three_products_for_each_matrix(counted):
-    assert counted["by_name"]["product", ""] == 3 * (2 * 4 + 1)  # qkv, output, up, down; the head
+    assert counted["by_name"]["product", ""] == 3 * (12 * 4 + 1)  # qkv, output, up, down; the head
+
+
+def test_one_rank_neither_rounds_weights_for_a_gather_nor_copies_gradients(counted):
+    assert not {("launch", "pack"), ("launch", "sum_parts")} & counted["by_name"].keys()
+
+
+def test_a_step_is_at_most_350_launches(counted):
+    """With four kernels for attention in a layer; cuDNN's are two."""
+    assert counted["launches"] <= 350
 
 
 def test_all_kinds_of_calls_are_told(counted):
