@@ -1,35 +1,56 @@
-"""Which waits, records and releases would be missed: each is removed in turn, and training must show it.
+"""Which waits, records and releases would be missed: each is changed in turn, and training must show it.
 
-    python -m tests.softgpu.mutations [--only TEXT] [--json FILE]
+    python -m tests.softgpu.mutations [--how move] [--only TEXT] [--json FILE]
 
-A mutation is found if in some mode of the software GPU some variant gives other bits, NaN, or an error. What
-is not found is printed with its line: another wait covers it, or nothing needs it.
+A wait, a record, a synchronisation or a release is removed; a wait, a record, work and a collective are moved
+to another stream. That is found if in some mode of the software GPU some variant that comes there gives other
+bits, NaN, an error or a deadlock. What is not found is printed with its line: another wait covers it, nothing
+needs it, or no variant comes there.
 """
 
 import argparse
 import ast
-import importlib.abc
-import importlib.util
+import hashlib
+import importlib
+import inspect
 import json
-import os
-import subprocess
+import multiprocessing
 import sys
+import threading
+import time
 import warnings
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from functools import partial
+from multiprocessing.connection import wait
 from pathlib import Path
+
+from tests.softgpu.start import start
+
+CUDA = start()
+
+import numpy as np  # noqa: E402  after what is below CuPy
+
+from shardrt import device  # noqa: E402
+from shardrt.comm import thread  # noqa: E402
+from shardrt.device.arena import Arena  # noqa: E402
+from shardrt.device.cuda import CUDAStream  # noqa: E402
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # noqa: E402
+from tests.cuda import test_training as training  # noqa: E402
+from tests.softgpu import scheduler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    "shardrt/fsdp/gathers.py",
-    "shardrt/fsdp/gradients.py",
-    "shardrt/fsdp/collectives.py",
-    "shardrt/optim/offload.py",
-    "shardrt/activation_offload.py",
-    "shardrt/comm/staged.py",
-    "shardrt/comm/nccl.py",
+    *("shardrt/fsdp/gathers.py", "shardrt/fsdp/gradients.py", "shardrt/fsdp/collectives.py"),
+    *("shardrt/fsdp/full.py", "shardrt/fsdp/trained.py"),
+    *("shardrt/optim/offload.py", "shardrt/activation_offload.py"),
+    *("shardrt/comm/staged.py", "shardrt/comm/nccl.py", "shardrt/comm/ipc.py"),
 )
-CALLS = ("wait", "record", "synchronize", "wait_here")
+CALLS = {
+    "remove": ("wait", "record", "synchronize", "wait_here", "release"),
+    "move": ("wait", "record", "submit"),
+}
 MODES = ("side first", "compute first", "late")
+PATIENCE = 900  # seconds for all variants of one mutation
 LAYERS = 3  # slots are used again
 # (variant, ranks, communicator), the cheapest that reach all of the files.
 RUNS = [
@@ -45,65 +66,109 @@ RUNS = [
     ("frozen late", 2, "nccl"),
     ("accumulation on the host", 2, "nccl"),
 ]
+VARIANTS = training.VARIANTS | {
+    "bfloat16 on the wire, on the host": {
+        "mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16"),
+        "offload_policy": CPUOffloadPolicy(),
+    },
+    "accumulation on the host": {"offload_policy": CPUOffloadPolicy(), "parts": 2},
+}
+_here = threading.local()
+_reached: set[str] = set()
 
 
-def sites(path: str) -> list[tuple[int, str]]:
-    """(line, source) of every statement that only waits or records."""
-    source = (ROOT / path).read_text()
+def sites(path: str, how: str) -> list[tuple[str, int, str, str]]:
+    """(path, line, source, how) of every statement that can be changed so."""
     found = []
-    for node in ast.walk(ast.parse(source)):
+    for node in ast.walk(ast.parse((ROOT / path).read_text())):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
-            call = node.value.func
-            if isinstance(call, ast.Attribute) and call.attr in CALLS:
-                found.append((node.lineno, ast.unparse(node)))
+            call = node.value
+            named = isinstance(call.func, ast.Attribute) and call.func.attr in CALLS[how]
+            if named or how == "move" and _keyword(call):
+                found.append((path, node.lineno, ast.unparse(node), how))
     return sorted(found)
 
 
-class Without(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Loads one module without the statement in one line."""
-
-    def __init__(self, path: str, line: int) -> None:
-        self._name = path.removesuffix(".py").replace("/", ".")
-        self._path, self._line = ROOT / path, line
-
-    def find_spec(self, name, path, target=None):
-        if name != self._name:
-            return None
-        return importlib.util.spec_from_file_location(name, self._path, loader=self)
-
-    def create_module(self, spec):
-        return None
-
-    def exec_module(self, module):
-        tree = ast.parse(self._path.read_text())
-        for node in ast.walk(tree):
-            if isinstance(node, ast.Expr) and node.lineno == self._line:
-                node.value = ast.copy_location(ast.Constant(None), node.value)
-        exec(compile(tree, str(self._path), "exec"), module.__dict__)
+def _keyword(call: ast.Call) -> ast.keyword | None:
+    """That which says in what stream a collective is."""
+    return next((keyword for keyword in call.keywords if keyword.arg == "stream"), None)
 
 
-def run(mode: str, seed: int, variant: str, ranks: int, communicator: str) -> str:
+def change(path: str, edit) -> None:
+    """Give functions of a module the code that they have when `edit` has changed each of its statements."""
+    module = importlib.import_module(path.removesuffix(".py").replace("/", "."))
+    tree = ast.parse((ROOT / path).read_text())
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Call):
+            edit(node)
+    other = dict(module.__dict__)
+    exec(compile(ast.fix_missing_locations(tree), str(ROOT / path), "exec"), other)
+    module.__dict__.update(_reach=_reach, _elsewhere=_elsewhere)
+    _take_over(module.__dict__, other, module.__name__)
+
+
+def _take_over(old: dict, new: dict, module: str) -> None:
+    for name, value in new.items():
+        before = inspect.unwrap(old[name]) if callable(old.get(name)) else old.get(name)
+        if isinstance(value, classmethod | staticmethod | property):
+            value, before = [getattr(x, "fget", None) or x.__func__ for x in (value, before)]
+        value = inspect.unwrap(value) if callable(value) else value
+        if getattr(value, "__module__", None) != module or value is before:
+            continue
+        if inspect.isfunction(value):
+            before.__code__ = value.__code__
+        elif inspect.isclass(value):
+            _take_over(vars(before), vars(value), module)
+
+
+def _reach(site: str) -> None:
+    _reached.add(site)
+
+
+def _elsewhere(site: str, stream):
+    """Another stream: the compute stream, or for that one a stream that nothing else uses."""
+    if not isinstance(stream, CUDAStream):
+        return stream  # of the host
+    _reach(site)
+    compute = device.current().current_stream
+    if stream is not compute:
+        return compute
+    if not hasattr(_here, "side"):
+        _here.side = device.current().new_stream("elsewhere")
+    return _here.side
+
+
+def mutation(site: tuple, node: ast.Expr) -> None:
+    """Change a statement if it is that of the site."""
+    path, line, source, how = site
+    if node.lineno != line or ast.unparse(node) != source:
+        return
+    if how == "remove":
+        node.value = ast.Constant(None)
+        return
+    call, keyword = node.value, _keyword(node.value)
+    place = keyword if keyword else call.func
+    place.value = ast.Call(ast.Name("_elsewhere", ast.Load()), [ast.Constant(_name(site)), place.value], [])
+
+
+def _name(site: tuple) -> str:
+    return "{}:{} {}".format(*site)
+
+
+def watch(path: str, names: set[str], node: ast.Expr) -> None:
+    """Note when a statement is reached."""
+    name = _name((path, node.lineno, ast.unparse(node)))
+    if name in names:
+        noted = ast.Call(ast.Name("_reach", ast.Load()), [ast.Constant(name)], [])
+        node.value = ast.BoolOp(ast.Or(), [noted, node.value])
+
+
+def run(mode: str, variant: str, ranks: int, communicator: str) -> str:
     """A digest of what training gives: hash of losses, norms and weights."""
-    import hashlib
-
-    import numpy as np
-
-    from shardrt.comm import thread
-    from shardrt.device.arena import Arena
-    from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-    from tests.cuda import test_training as training
-
-    settings = training.VARIANTS | {
-        "bfloat16 on the wire, on the host": {
-            "mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16"),
-            "offload_policy": CPUOffloadPolicy(),
-        },
-        "accumulation on the host": {"offload_policy": CPUOffloadPolicy(), "parts": 2},
-    }
-    CUDA.choose(mode, seed)
+    CUDA.choose(mode, 1)
     # Slots that are given back hold NaN; with one rank they are the shards.
     Arena.poison = property(lambda arena: ranks > 1, lambda arena, value: None)
-    how = {"communicator": communicator, "layers": LAYERS, **settings[variant]}
+    how = {"communicator": communicator, "layers": LAYERS, **VARIANTS[variant]}
     found = thread.run(ranks, training.train, "cuda", **how)
     if not all(np.isfinite(seen).all() for seen, _ in found):
         return "nan"
@@ -115,74 +180,99 @@ def run(mode: str, seed: int, variant: str, ranks: int, communicator: str) -> st
     return digest.hexdigest()[:16]
 
 
-def child(path: str, line: int, expected: dict) -> None:
-    """Print how the mutation is found first, "" if it is not."""
-    for key, digest in expected.items():
-        variant, ranks, communicator = json.loads(key)
+def unmutated(every: list[tuple]) -> list[tuple]:
+    """(how it is run, its digest, which sites it reaches). Raises where modes differ."""
+    for path in FILES:
+        change(path, partial(watch, path, {_name(site) for site in every if site[0] == path}))
+    expected = []
+    for each in RUNS:
+        _reached.clear()
+        digest = run("at once", *each)
+        found = {mode: run(mode, *each) for mode in MODES}
+        assert set(found.values()) == {digest} != {"nan"}, f"{each} without a mutation: {digest}, {found}"
+        expected.append((each, digest, sorted(_reached)))
+    return expected
+
+
+def mutated(site: tuple, expected: list[tuple]) -> str:
+    """How it is found first; "" if it is not."""
+    change(site[0], partial(mutation, site))
+    _reached.clear()
+    reaching = [pair for *pair, reached in expected if _name(site) in reached]
+    for each, digest in reaching:
         for mode in MODES:
+            where = f"({each[0]}, {mode})"
             try:
-                found = run(mode, 1, variant, ranks, communicator)
+                found = run(mode, *each)
             except BaseException as error:
-                print(f"{type(error).__name__}: {str(error)[:60]} ({variant}, {mode})")
-                return
+                kind = "deadlock" if "nobody" in str(error) else type(error).__name__
+                return f"{kind}: {str(error)[:60]} {where}"
             if found != digest:
-                print(f"{'NaN' if found == 'nan' else 'other bits'} ({variant}, {mode})")
-                return
-    print("")
+                return f"{'NaN' if found == 'nan' else 'other bits'} {where}"
+    if not reaching or site[3] == "move" and not _reached:
+        return "-"
+    return ""
+
+
+def _answer(connection, function, *args) -> None:
+    scheduler.PATIENCE = 15.0
+    warnings.simplefilter("ignore")
+    connection.send(function(*args))
+
+
+def asked(questions: list[tuple], jobs: int):
+    """(question, answer) of each, (function, *args), as it comes from a process of its own; None: no end."""
+    forks, running, left = multiprocessing.get_context("fork"), {}, list(questions)
+    while left or running:
+        while left and len(running) < jobs:
+            here, there = forks.Pipe(duplex=False)
+            question = left.pop(0)
+            process = forks.Process(target=_answer, args=(there, *question), daemon=True)
+            process.start()
+            there.close()
+            running[here] = process, question, time.monotonic()
+        ready = wait(list(running), 1.0)
+        for here, (process, question, began) in list(running.items()):
+            if here in ready:
+                try:
+                    yield question, here.recv()
+                except EOFError:
+                    process.join()
+                    yield question, f"crash: exit code {process.exitcode}"
+            elif time.monotonic() - began > PATIENCE:
+                yield question, "deadlock: no end"
+            else:
+                continue
+            process.kill()
+            process.join()
+            del running[here]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser("python -m tests.softgpu.mutations")
+    parser.add_argument("--how", choices=sorted(CALLS), help="only these mutations")
     parser.add_argument("--only", default="", help="files or statements with this text in them")
     parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("-n", dest="jobs", type=int, default=2, help="at a time (2)")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        path, line, expected = options.child
-        if path:
-            sys.meta_path.insert(0, Without(path, int(line)))
-    global CUDA
-    from tests.softgpu import cuda
-    from tests.softgpu.start import start
-
-    warnings.simplefilter("ignore")
-    if options.child:
-        cuda.PATIENCE = 15.0
-        CUDA = start()
-        if path:
-            child(path, int(line), json.loads(expected))
-        else:
-            expected = {json.dumps(each): run("at once", 0, *each) for each in RUNS}
-            assert "nan" not in expected.values()
-            print(json.dumps(expected))
-        sys.stdout.flush()
-        os._exit(0)
-    expected = _child("", 0, "")
-    json.loads(expected)  # else it is no answer
-    every = [(path, *site) for path in FILES for site in sites(path)]
-    wanted = [site for site in every if options.only in "{}:{} {}".format(*site)]
-    results = []
-    with ThreadPoolExecutor(options.jobs) as pool:  # of processes
-        told = pool.map(lambda site: _child(*site[:2], expected), wanted)
-        for (path, line, source), how in zip(wanted, told, strict=True):
-            results.append({"file": path, "line": line, "statement": source, "found": how})
-            print(f"{path}:{line}  {source}\n    {how or 'NOT FOUND'}", flush=True)
-    missed = [result for result in results if not result["found"]]
-    print(f"{len(results)} removed, {len(results) - len(missed)} found")
+    hows = [options.how] if options.how else list(CALLS)
+    every = [site for how in hows for path in FILES for site in sites(path, how)]
+    wanted = [site for site in every if options.only in _name(site)]
+    [(_, expected)] = asked([(unmutated, wanted)], 1)
+    if isinstance(expected, str):
+        sys.exit(f"without a mutation: {expected}")
+    rows = []
+    for (_, site, _), found in asked([(mutated, site, expected) for site in wanted], options.jobs):
+        path, line, source, how = site
+        kind = {"": "not found", "-": "not reached"}.get(found, found.split("(")[0].split(":")[0].strip())
+        rows.append(
+            {"file": path, "line": line, "statement": source, "how": how, "kind": kind, "found": found}
+        )
+        print(f"{how} {path}:{line}  {source}\n    {found or 'NOT FOUND'}", flush=True)
+    print(dict(Counter(row["kind"] for row in rows)))
     if options.json:
-        options.json.write_text(json.dumps(results, indent=1))
-
-
-def _child(path: str, line: int, expected: str) -> str:
-    command = [sys.executable, "-m", "tests.softgpu.mutations", "--child", path, str(line), expected]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, cwd=ROOT)
-    except subprocess.TimeoutExpired:
-        return "no end"
-    if done.returncode:
-        return f"exit code {done.returncode}: {done.stderr.strip().splitlines()[-1:]}"
-    return done.stdout.strip().splitlines()[-1] if done.stdout.strip() else ""
+        rows.sort(key=lambda row: (row["how"], row["file"], row["line"]))
+        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":
