@@ -135,7 +135,7 @@ class Memory(Streams):
             if block.rank.error is None:  # which the next call is told of
                 raise
         with self.lock:
-            for block in [block for block in self._given_back if block.rank is self.rank]:
+            for block in [block for block in self._given_back if self._idle(block.rank)]:
                 self._given_back.remove(block)
                 block.poison()
                 block.freed = True
@@ -144,6 +144,11 @@ class Memory(Streams):
                 self._remove(self._freed.popleft())
 
     freeHost = free
+
+    def _idle(self, rank) -> bool:
+        """Whether nothing uses what this rank has given back: this thread's, or of one that has ended."""
+        here = rank is self.rank or not rank.thread.is_alive()
+        return here and not any(stream.queue for stream in self.of(rank))
 
     def _captures(self, rank) -> bool:
         return any(stream.capture is not None for stream in self.of(rank))

@@ -18,6 +18,10 @@ CUDA = start(os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU
 _status = [0]
 
 
+def pytest_runtest_setup(item):
+    CUDA.rank.error = None  # a real GPU would stay broken, and tell of no other test
+
+
 def pytest_sessionfinish(session, exitstatus):
     _status[0] = int(exitstatus)
 

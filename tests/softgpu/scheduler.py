@@ -33,6 +33,7 @@ class Rank:
 
     def __init__(self) -> None:
         self.error: Exception | None = None
+        self.thread = threading.current_thread()
         self.null = Stream(self, 0, 0)
         self.seen: dict[Stream, int] = {}  # what its host has waited for: stream -> its latest work
 

@@ -11,7 +11,7 @@ import pytest
 
 from shardrt.comm import thread, world
 from tests.cuda.libraries import library_folder
-from tests.softgpu import errors, nccl, products, ring, rooms, scheduler
+from tests.softgpu import compiler, errors, nccl, products, ring, rooms, scheduler
 from tests.softgpu.cuda import CUDA, Deadlock, Work
 from tests.softgpu.start import ROOT
 
@@ -85,6 +85,31 @@ def test_a_product_that_is_refused_is_a_status(cuda):
     assert enqueue(12345, run, None) == 13  # CUBLAS_STATUS_EXECUTION_FAILED: there is no such stream
 
 
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
+def test_a_kernel_takes_no_memory_of_the_host_that_is_not_pinned(cuda):
+    nvrtc = compiler.NVRTC(library_folder(ROOT / "build" / "softgpu"))
+    source = 'extern "C" __global__ void twice(int* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
+    program = nvrtc.createProgram(source, "twice", (), ())
+    nvrtc.compileProgram(program, ())
+    kernel = cuda.moduleGetFunction(cuda.moduleLoadData(nvrtc.getCUBIN(program)), "twice")
+    host, stream = np.ones(4, np.int32), new(cuda)
+
+    def launch(address, threads=32):
+        values = ctypes.c_void_p(address), ctypes.c_int(4)
+        places = (ctypes.c_void_p * 2)(*map(ctypes.addressof, values))
+        cuda.launchKernel(kernel, 1, 1, 1, threads, 1, 1, 0, stream, ctypes.addressof(places), 0)
+
+    for address in (cuda.malloc(16), cuda.hostAlloc(16, 0)):
+        numbers(address)[:] = 1
+        launch(address)
+        cuda.streamSynchronize(stream)
+        assert set(numbers(address)) == {2}
+    with refused(errors.ILLEGAL_ADDRESS):
+        launch(host.ctypes.data)
+    with refused(errors.INVALID_CONFIGURATION):
+        launch(address, threads=1056)
+
+
 def test_freed_memory_outlives_a_capture_and_the_work_before_it(cuda):
     stream, other = new(cuda), new(cuda)
     block, out = cuda.malloc(16), cuda.hostAlloc(16, 0)
@@ -98,6 +123,29 @@ def test_freed_memory_outlives_a_capture_and_the_work_before_it(cuda):
     cuda.free(cuda.malloc(1))
     with refused(errors.ILLEGAL_ADDRESS):
         cuda.memcpyAsync(out, block, 16, 4, stream)
+
+
+def test_what_a_rank_that_has_ended_has_left_is_freed_by_the_next_one(cuda):
+    kept = thread.run(1, lambda: cuda.block(cuda.malloc(BIG), BIG))[0]
+    cuda.free(kept.address)  # as the garbage collector does, from another thread
+    cuda.free(cuda.malloc(8))
+    assert kept.freed
+
+
+def test_memory_of_a_pool_is_poisoned_in_the_graph_that_took_it_and_gave_it_back(cuda):
+    stream, before, inside = new(cuda), cuda.malloc(16), cuda.malloc(16)
+    for block in (before, inside):
+        numbers(block)[:] = 7
+    cuda.streamBeginCapture(stream)
+    capture = cuda.capture_of(stream)
+    cuda.poison(
+        before, 16, stream, None
+    )  # taken before: somebody else may have it when the graph is launched
+    cuda.poison(inside, 16, stream, capture)
+    graph = cuda.graphInstantiate(cuda.streamEndCapture(stream))
+    cuda.graphLaunch(graph, stream)
+    cuda.streamSynchronize(stream)
+    assert set(numbers(before)) == {7} and set(numbers(inside)) == {-1}
 
 
 def test_all_of_a_block_is_poisoned_when_it_is_new_and_when_it_is_freed(cuda):
