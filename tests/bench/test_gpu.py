@@ -1,7 +1,8 @@
 """The benchmarks for a GPU, as far as they can be had without one: their tables, their processes, and every
-measurement at a tiny size on the stand-ins for CuPy and the GPU, so that a machine is not lent for a typo.
+measurement at a tiny size on the GPU in software, so that a machine is not lent for a typo.
 """
 
+import ctypes
 import importlib
 import inspect
 import json
@@ -32,11 +33,10 @@ from bench.gpu import (
 from bench.gpu.job import Job
 from bench.gpu.report import Row
 from bench.workload import Workload
-from tests.cuda import fake_cupy
-from tests.cuda.conftest import fake_cuda
 from tests.ranks import ROOT
+from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
 
-__all__ = ["fake_cuda"]
+__all__ = ["gpu", "kernels_of_all_tests", "software"]
 
 TINY = Job(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29, compiled="", device="cpu")
 
@@ -342,15 +342,14 @@ def test_without_a_gpu_there_is_one_clear_line():
     assert done.returncode == 2 and "no GPU" in done.stdout and not done.stderr
 
 
-# -- the measurements, on the stand-ins
+# -- the measurements, on the GPU in software
 
 
 @pytest.fixture
-def played(fake_cuda, monkeypatch, tmp_path):
-    """A run whose GPU is played."""
-    monkeypatch.setattr(fake_cupy.Device, "synchronize", lambda self: None, raising=False)
-    monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", lambda self: (5, 10), raising=False)
-    monkeypatch.setattr(type(fake_cuda), "warm_up", lambda self: None)
+def played(software, gpu, monkeypatch, tmp_path):
+    """A run whose GPU is played. Each call is done at once, for PyTorch is in no stream of this GPU."""
+    software.choose("at once")
+    monkeypatch.setattr(type(gpu), "warm_up", lambda self: None)
     monkeypatch.setattr(clock.Clock.__init__, "__defaults__", (16,))
     for timed in (clock.Clock.seconds, clock.Clock.by_turns):
         monkeypatch.setattr(timed, "__kwdefaults__", {"calls": 2, "rounds": 1})
@@ -359,11 +358,13 @@ def played(fake_cuda, monkeypatch, tmp_path):
 
 @pytest.fixture
 def torch_played(monkeypatch):
-    """PyTorch of the CPU, on the memory of the stand-in's arrays."""
+    """PyTorch of the CPU, on the memory of CuPy's arrays."""
     torch = pytest.importorskip("torch")
 
     def of(self, array):
-        inside = array._host
+        nbytes = sum((n - 1) * step for n, step in zip(array.shape, array.strides, strict=True))
+        memory = (ctypes.c_ubyte * (nbytes + array.itemsize)).from_address(array.data.ptr)
+        inside = np.ndarray(array.shape, array.dtype, memory, 0, array.strides)
         if inside.dtype.name == "bfloat16":
             return torch.from_numpy(inside.view(np.int16)).view(torch.bfloat16)
         return torch.from_numpy(inside)
@@ -394,7 +395,7 @@ def test_every_kernel_is_called_as_it_wants_to_be(played):
     rows = fine(played)
     assert len(rows) == 34
     assert all(row.theirs == 1.0 for row in rows.values())
-    # the stand-in's clock says a millisecond for two calls
+    # the clock there says a millisecond for two calls
     assert rows["layer_norm forward"].figure == pytest.approx(2 * 8 * 16 * 2 / 5e-4 / 1e9)
 
 
@@ -452,7 +453,8 @@ def race_here(monkeypatch):
     monkeypatch.setattr(training, "race", lambda entrants, **how: contestant.race(entrants, **how | short))
     monkeypatch.setattr(contestant, "Contestant", Here)
     left = iter(range(10**9, 0, -1000))  # ever less memory
-    monkeypatch.setattr(fake_cupy.Runtime, "memGetInfo", lambda self: (next(left), 10**9), raising=False)
+    runtime = pytest.importorskip("cupy").cuda.runtime
+    monkeypatch.setattr(runtime, "memGetInfo", lambda: (next(left), 10**9))
 
 
 @pytest.mark.torch

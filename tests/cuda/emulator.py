@@ -13,7 +13,6 @@ from pathlib import Path
 import numpy as np
 
 from shardrt.kernels.cuda._compile import HERE
-from tests.cuda import fake_cupy
 from tests.cuda.libraries import GXX, built, library_folder
 
 _ONE_AT_A_TIME = threading.Lock()
@@ -105,22 +104,6 @@ class Emulator:
     def gemm_sums(self, a, b, out, sums, *, accumulate, apart):
         """Likewise."""
         return False
-
-
-class FakeDeviceEmulator(Emulator):
-    """The same for the arrays of fake_cupy, which it takes out of their wrappers."""
-
-    def launch(self, file, defines, function, grid, threads, args, shared):
-        assert not any(isinstance(arg, np.ndarray) for arg in args), f"{function} got an array of the host"
-        args, run = fake_cupy._inside(args), super().launch
-        fake_cupy.issue(lambda: run(file, defines, function, grid, threads, args, shared))
-
-    def empty(self, shape, dtype):
-        return fake_cupy.on_device(super().empty(shape, dtype))
-
-    def gemm(self, a, b, out, *, accumulate, bias=None):
-        operands, bias, run = fake_cupy._inside((a, b, out)), fake_cupy._inside(bias), super().gemm
-        fake_cupy.issue(lambda: run(*operands, accumulate=accumulate, bias=bias))
 
 
 def _scalar(arg):

@@ -1,6 +1,5 @@
-"""Communicators of device arrays: the results of the contract, to the bit, on stand-ins for CuPy and NCCL."""
+"""Communicators of device arrays: the results of the contract, to the bit, on the GPU in software."""
 
-import threading
 from itertools import product
 
 import numpy as np
@@ -11,19 +10,16 @@ from bench.collectives.measure import wrong_elements
 from bench.collectives.ops import OPS as BENCH_OPS
 from bench.collectives.ops import Case, rounded
 from shardrt import device
-from shardrt.comm import create, init_device_mesh, ipc, thread
+from shardrt.comm import create, init_device_mesh, thread
+from tests.cuda.test_ipc import processes
 from tests.mpi.contract import added, packed, tree, values
+
+__all__ = ["processes"]  # threads pass for them, which ipc wants; and each call is done at once
 
 COUNTS = (1, 7, 1000)
 OPS = {"sum": np.add, "max": np.maximum, "min": np.minimum, "prod": np.multiply}
 PATTERN = pytest.mark.parametrize("kind", ["staged", "nccl", "ipc"])
 SIZES = pytest.mark.parametrize("size", [1, 2, 3, 4])
-
-
-@pytest.fixture(autouse=True)
-def processes(monkeypatch):
-    """For ipc, which has nothing to map where ranks are threads of one process, they pass for processes."""
-    monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
 
 
 def on_ranks(size, kind, body):
@@ -42,7 +38,7 @@ def on_ranks(size, kind, body):
 @SIZES
 @PATTERN
 @pytest.mark.parametrize("dtype", ["float32", "float64", "int32", "int64", "uint8", "uint16"])
-def test_all_gather(fake_cuda, kind, size, dtype):
+def test_all_gather(gpu, kind, size, dtype):
     def body(comm, here, stream):
         for count in COUNTS:
             buffer = comm.allocate(size * count, dtype, shared=True)
@@ -59,7 +55,7 @@ def test_all_gather(fake_cuda, kind, size, dtype):
 @PATTERN
 @pytest.mark.parametrize("bits", ["", "bfloat16", "float16"])
 @pytest.mark.parametrize("accumulate", [False, True])
-def test_reduce_scatter_adds_by_the_tree(fake_cuda, kind, size, bits, accumulate):
+def test_reduce_scatter_adds_by_the_tree(gpu, kind, size, bits, accumulate):
     def body(comm, here, stream):
         for count in COUNTS:
             own = slice(comm.rank * count, (comm.rank + 1) * count)
@@ -85,7 +81,7 @@ def widened(numbers, bits):
 @SIZES
 @PATTERN
 @pytest.mark.parametrize("count", [1, 7, 60_000])
-def test_all_reduce(fake_cuda, kind, size, count):
+def test_all_reduce(gpu, kind, size, count):
     def body(comm, here, stream):
         for op, pairwise in OPS.items():
             buffer = here.asarray(values(comm.rank, count, "float32"))
@@ -98,7 +94,7 @@ def test_all_reduce(fake_cuda, kind, size, count):
 
 @SIZES
 @PATTERN
-def test_broadcast_all_to_all_and_messages(fake_cuda, kind, size):
+def test_broadcast_all_to_all_and_messages(gpu, kind, size):
     def body(comm, here, stream):
         buffer = here.asarray(values(comm.rank, 5, "float32"))
         comm.broadcast(buffer, root=size - 1, stream=stream)
@@ -124,7 +120,7 @@ def test_broadcast_all_to_all_and_messages(fake_cuda, kind, size):
 
 
 @PATTERN
-def test_groups_of_ranks(fake_cuda, kind):
+def test_groups_of_ranks(gpu, kind):
     def body(comm, here, stream):
         group = comm.split(comm.rank % 2, comm.rank)
         buffer = here.asarray(values(comm.rank, 4, "float32"))
@@ -137,7 +133,7 @@ def test_groups_of_ranks(fake_cuda, kind):
 
 
 @PATTERN
-def test_control_carries_host_arrays(fake_cuda, kind):
+def test_control_carries_host_arrays(gpu, kind):
     def rank():
         mesh = init_device_mesh("cuda", communicator=kind)
         numbers = np.array([mesh.rank], np.int64)
@@ -149,7 +145,7 @@ def test_control_carries_host_arrays(fake_cuda, kind):
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_the_benchmarks_own_gather_scatter_and_ring_are_right(fake_cuda, size):
+def test_the_benchmarks_own_gather_scatter_and_ring_are_right(gpu, size):
     def body(comm, here, stream):
         control = create("auto")
         contestants = (Ours(comm, here, 1 << 10), RawNCCL(comm, 1 << 10))

@@ -14,9 +14,10 @@ from shardrt.kernels.cuda import _cudnn_attention, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.determinism import use_deterministic_algorithms
-from tests.cuda import fake_cudnn, fake_cupy
+from tests.cuda import fake_cudnn
 from tests.cuda.numbers import assert_close, guarded, normal
 from tests.cuda.test_attention import heads_of, in_double
+from tests.softgpu.cuda import Work
 
 
 @pytest.fixture
@@ -298,61 +299,65 @@ def test_lengths_for_which_cudnn_gives_nan_are_left_to_others(
 
 
 @pytest.fixture
-def backend(fake_cuda, monkeypatch):
-    """A backend on the stand-in for CuPy."""
-    monkeypatch.delitem(sys.modules, "shardrt.kernels.cuda._cupy", raising=False)
-    pytest.importorskip("cuda.pathfinder")
+def backend(software, gpu, monkeypatch):
+    """A backend on the GPU in software, where graphs run late; it finds the stand-in."""
     from shardrt.kernels.cuda._cupy import CuPyBackend
 
-    yield CuPyBackend()
-    sys.modules.pop("shardrt.kernels.cuda._cupy", None)
+    def issue(stream, work):
+        software.issue("cudnn", stream, Work(work))
+
+    monkeypatch.setitem(sys.modules, "cudnn", fake_cudnn.module(issue))
+    made = CuPyBackend()
+    before = _launch.use(made)
+    yield made
+    _launch.use(before)
 
 
 def test_without_the_extra_there_is_only_the_reference(backend, monkeypatch):
     monkeypatch.setitem(sys.modules, "cudnn", None)
-    assert backend.attention() is None and backend.convolution() is None
+    with pytest.warns(UserWarning, match="no nvidia-cudnn-frontend, so slower kernels do"):
+        assert backend.attention() is None
+    assert backend.convolution() is None
 
 
 def test_without_the_library_there_is_only_the_reference_and_a_warning(backend, monkeypatch):
-    module = fake_cudnn.module()
-
     def create_handle():
         raise RuntimeError("Unable to find symbol cudnnCreate")
 
-    module.create_handle = create_handle
-    monkeypatch.setitem(sys.modules, "cudnn", module)
+    monkeypatch.setattr(sys.modules["cudnn"], "create_handle", create_handle)
     with pytest.warns(UserWarning, match="no cuDNN, so slower kernels do .*cudnnCreate"):
         assert backend.attention() is None
     assert backend.attention() is None and backend.convolution() is None
 
 
-def test_on_the_device_it_runs_in_the_current_stream(backend, monkeypatch):
-    module = fake_cudnn.module()
-    module.stream = backend.stream()
-    monkeypatch.setitem(sys.modules, "cudnn", module)
-    before = _launch.use(backend)
-    with packed("bfloat16") as arrays:
-        q, k, v, y, lse, dy, gradients = arrays
-        device = fake_cupy.on_device
-        run(*map(device, (q, k, v, y, lse, dy)), [device(x) for x in gradients])
-        assert not np.isnan(gradients[0].astype(np.float32)).any()
-    _launch.use(before)
-    assert list(module.handles.values()) == [fake_cupy.Stream.here.stream.ptr]
+def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
+    """Late, as all that is there: after what the stream has before it, and before what comes then."""
+    side, given = gpu.new_stream("side"), gpu.new_event()
+    with packed("bfloat16") as (q, k, v, y, lse, dy, gradients):
+        expected = np.empty(y.shape), np.empty(lse.shape)
+        cpu.forward(*in_double(q, k, v), *expected, causal=True, scale=0.3)
+        there = [gpu.asarray(np.ascontiguousarray(x)) for x in (q, k, v, y, lse, dy, *gradients)]
+        gpu.current_stream.record(given)
+        side.wait(given)
+        side.submit(run, *there[:6], there[6:])
+        side.synchronize()
+        assert_close(gpu.to_numpy(there[3]), expected[0])
+        assert not np.isnan(gpu.to_numpy(there[6]).astype(np.float32)).any()
+    handles = sys.modules["cudnn"].handles
+    assert list(handles.values()) == [side.handle.ptr]
     assert backend.attention() is backend.attention()
 
 
-def test_convolution_there_shares_the_library(backend, monkeypatch):
-    module = fake_cudnn.module()
-    module.stream = backend.stream()
-    monkeypatch.setitem(sys.modules, "cudnn", module)
-    x, weight = (np.ones(shape, np.float32) for shape in ((2, 3, 5, 4), (8, 3, 2, 2)))
-    y, dx, dweight = (np.full(shape, np.nan, np.float32) for shape in ((2, 8, 4, 3), x.shape, weight.shape))
-    geometry = (1, 1), (0, 0), (1, 1)
-    fused, device = backend.convolution(), fake_cupy.on_device
-    assert fused.forward(device(x), device(weight), device(y), *geometry)
-    assert fused.backward_input(device(y), device(weight), device(dx), *geometry)
-    assert fused.backward_weight(device(x), device(y), device(dweight), False, *geometry)
-    np.testing.assert_array_equal(y, 12)  # of ones
-    np.testing.assert_array_equal(dweight, 12 * 2 * 4 * 3)
-    assert dx.sum() == 12 * 12 * y.size  # each number of y, 12, goes to 12 pixels
-    assert backend.attention() is not None and len(module.handles) == 1
+def test_convolution_there_shares_the_library(gpu, backend):
+    x, weight = (gpu.asarray(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 4), (8, 3, 2, 2)))
+    y, dx, dweight = (
+        gpu.asarray(np.full(shape, np.nan, np.float32)) for shape in ((2, 8, 4, 3), x.shape, weight.shape)
+    )
+    geometry, fused = ((1, 1), (0, 0), (1, 1)), backend.convolution()
+    assert fused.forward(x, weight, y, *geometry)
+    assert fused.backward_input(y, weight, dx, *geometry)
+    assert fused.backward_weight(x, y, dweight, False, *geometry)
+    np.testing.assert_array_equal(gpu.to_numpy(y), 12)  # of ones
+    np.testing.assert_array_equal(gpu.to_numpy(dweight), 12 * 2 * 4 * 3)
+    assert gpu.to_numpy(dx).sum() == 12 * 12 * y.size  # each number of y, 12, goes to 12 pixels
+    assert backend.attention() is not None and len(sys.modules["cudnn"].handles) == 1

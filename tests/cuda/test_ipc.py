@@ -3,7 +3,7 @@
 Ranks are threads, taken for processes. That its results are those of the contract: test_communicators.py.
 """
 
-import sys
+import itertools
 import threading
 from functools import partial
 
@@ -14,21 +14,76 @@ from shardrt.comm import CollectiveMismatch, init_device_mesh, ipc, thread
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.thread import ThreadCommunicator
 from shardrt.device.cuda import CUDADevice
-from shardrt.kernels.cuda import _launch
 from tests.cuda import test_training
 from tests.mpi.contract import values
 
+cupy = pytest.importorskip("cupy")
+
+
+class Sharing:
+    """CUDA IPC: a handle stands for an address of this process, and threads for processes."""
+
+    def __init__(self, software):
+        self.exported = {}  # handle -> (address, thread)
+        self.opened = []  # (address, thread)
+        self.errors = []
+        self._sizes = {}  # of the GPU's memory
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._malloc, self._free = software.malloc, software.free
+
+    def malloc(self, size):
+        address = self._malloc(size)
+        self._sizes[address] = size
+        return address
+
+    def free(self, address):
+        with self._lock:
+            if any(known == address for known, _ in self.opened):
+                self.errors.append("freed while others have it mapped")
+            self._sizes.pop(address, None)
+            self.exported = {h: given for h, given in self.exported.items() if given[0] != address}
+        self._free(address)
+
+    def export(self, address):
+        assert address in self._sizes, "not the beginning of an allocation"
+        assert self._sizes[address] % (2 << 20) == 0, "others share the driver's page, and are exported too"
+        with self._lock:
+            assert address not in [known for known, _ in self.exported.values()], "exported twice"
+            handle = next(self._numbers).to_bytes(64, "big")
+            self.exported[handle] = address, threading.get_ident()
+        return handle
+
+    def open(self, handle):
+        address, owner = self.exported[handle]
+        assert owner != threading.get_ident(), "opened in the exporting process"
+        with self._lock:
+            assert (address, threading.get_ident()) not in self.opened, "mapped twice"
+            self.opened.append((address, threading.get_ident()))
+        return address
+
+    def close(self, address):
+        with self._lock:
+            self.opened.remove((address, threading.get_ident()))
+
 
 @pytest.fixture(autouse=True)
-def processes(monkeypatch):
-    """Every thread passes for a process."""
+def processes(software, monkeypatch):
+    """Every thread passes for a process. What they share with one another."""
+    software.choose("at once")  # no test here orders streams: what counts is what the host does
+    sharing, runtime = Sharing(software), cupy.cuda.runtime
+    monkeypatch.setattr(software, "malloc", sharing.malloc)
+    monkeypatch.setattr(software, "free", sharing.free)
+    monkeypatch.setattr(runtime, "ipcGetMemHandle", sharing.export)
+    monkeypatch.setattr(runtime, "ipcOpenMemHandle", sharing.open)
+    monkeypatch.setattr(runtime, "ipcCloseMemHandle", sharing.close)
     monkeypatch.setattr(ipc, "_process", lambda: threading.get_ident().to_bytes(16, "big"))
+    return sharing
 
 
 @pytest.fixture
-def sharing(fake_cuda):
-    """What the stand-in for CUDA IPC has seen."""
-    return sys.modules["cupy"].cuda.runtime.ipc
+def sharing(processes, gpu):
+    return processes
 
 
 @pytest.fixture
@@ -97,7 +152,7 @@ def test_ranks_of_one_process_open_nothing(sharing, monkeypatch):
     on_ranks(3, body)
 
 
-def test_what_was_allocated_here_goes_through_no_host_memory(fake_cuda, never_staged):
+def test_what_was_allocated_here_goes_through_no_host_memory(gpu, never_staged):
     def body(comm, here, stream):
         gather(comm, here, stream, comm.allocate(120_000, "float32", shared=True))
         full = comm.allocate(120_000, "float32", shared=False)
@@ -109,17 +164,17 @@ def test_what_was_allocated_here_goes_through_no_host_memory(fake_cuda, never_st
     on_ranks(3, body)
 
 
-def test_a_sum_over_ranks_is_one_kernel(fake_cuda):
+def test_a_sum_over_ranks_is_one_kernel(software, gpu):
     def body(comm, here, stream):
         full = comm.allocate(4000, "float32", shared=False)
         comm.reduce_scatter(here.zeros((1000,), np.float32), full, stream=stream, scale=0.5, accumulate=True)
 
     on_ranks(4, body)
-    assert _launch.backend().launches == ["sum_parts"] * 4
+    assert [kernel for what, _, kernel in software.log if what == "launch"] == ["sum_parts"] * 4
 
 
 @pytest.mark.parametrize("strange", [0, 2])
-def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(fake_cuda, strange):
+def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(gpu, strange):
     def body(comm, here, stream):
         buffer = comm.allocate(12, "float32", shared=True)
         if comm.rank == strange:
@@ -129,7 +184,7 @@ def test_all_ranks_stage_where_one_rank_has_memory_of_its_own(fake_cuda, strange
     on_ranks(3, body)
 
 
-def test_ranks_may_use_different_places(fake_cuda, never_staged):
+def test_ranks_may_use_different_places(gpu, never_staged):
     def body(comm, here, stream):
         slots = [comm.allocate(40, "float32", shared=True) for _ in range(comm.size)]
         gather(comm, here, stream, slots[comm.rank][4 * comm.rank :][:12])
@@ -137,7 +192,7 @@ def test_ranks_may_use_different_places(fake_cuda, never_staged):
     on_ranks(3, body)
 
 
-def test_peers_read_between_the_end_of_a_stream_and_a_barrier(fake_cuda, monkeypatch):
+def test_peers_read_between_the_end_of_a_stream_and_a_barrier(gpu, monkeypatch):
     seen = {}
 
     def record(owner, name, label):
@@ -168,7 +223,7 @@ def test_peers_read_between_the_end_of_a_stream_and_a_barrier(fake_cuda, monkeyp
     on_ranks(3, body)
 
 
-def test_ranks_in_different_calls_are_told_so(fake_cuda):
+def test_ranks_in_different_calls_are_told_so(gpu):
     def body(comm, here, stream):
         buffer = comm.allocate(12, "float32", shared=True)
         comm.all_gather(buffer, stream=stream, what=f"blocks.{comm.rank}")
@@ -177,14 +232,14 @@ def test_ranks_in_different_calls_are_told_so(fake_cuda):
         on_ranks(2, body)
 
 
-def test_ranks_of_several_nodes_are_refused(fake_cuda, monkeypatch):
+def test_ranks_of_several_nodes_are_refused(gpu, monkeypatch):
     monkeypatch.setattr(ipc, "_node", threading.get_ident)
     with pytest.raises(ValueError, match="'ipc' needs all ranks on one node"):
         on_ranks(2, lambda *given: None)
 
 
 @pytest.mark.parametrize("call", ["export_memory", "open_memory"])
-def test_every_rank_raises_where_memory_of_one_cannot_be_shared(fake_cuda, monkeypatch, call):
+def test_every_rank_raises_where_memory_of_one_cannot_be_shared(gpu, monkeypatch, call):
     first, errors = [], []
 
     def refuse(self, *given):
@@ -206,7 +261,7 @@ def test_every_rank_raises_where_memory_of_one_cannot_be_shared(fake_cuda, monke
     assert sum("cudaErrorNotSupported" in error for error in errors) == 1
 
 
-def test_a_model_trains_as_with_staged_communicators_to_the_bit(fake_cuda, monkeypatch):
+def test_a_model_trains_as_with_staged_communicators_to_the_bit(gpu, monkeypatch):
     found = []
     for kind in ("staged", "ipc"):
         monkeypatch.setattr(test_training, "init_device_mesh", partial(init_device_mesh, communicator=kind))

@@ -40,7 +40,7 @@ def run(name, folder, policy):
 
 
 @pytest.mark.parametrize(("policy", "tolerance"), [(None, 2e-5), (BFLOAT16, 2e-2)])
-def test_it_is_read_trained_and_continued_as_on_the_cpu(fake_cuda, tmp_path, policy, tolerance):
+def test_it_is_read_trained_and_continued_as_on_the_cpu(gpu, tmp_path, policy, tolerance):
     shardrt.manual_seed(0)
     save_pretrained(Llama(CONFIG), tmp_path / "llama")
     expected = thread.run(1, run, "cpu", tmp_path / "llama", policy)

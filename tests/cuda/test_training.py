@@ -1,6 +1,6 @@
-"""A GPT trained on the CUDA device, with CuPy and the GPU played by stand-ins, beside the CPU device.
+"""A GPT trained on the GPU, in the variants of tests/gpu and tests/softgpu; and what else a step promises.
 
-Whatever reads device memory from the host, or mixes the two, is an error here as it would be with CuPy.
+Whatever reads device memory from the host, or mixes the two, is an error of CuPy's.
 """
 
 from dataclasses import replace
@@ -9,28 +9,20 @@ import numpy as np
 import pytest
 
 import shardrt
-from models.generate import ByteText, generate
 from models.gpt import GPT, GPTConfig
-from shardrt import device, nn, optim
 from shardrt import functional as F
+from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
-from shardrt.checkpoint import full_state_dict, load, save
+from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.comm import mesh as comm_mesh
-from shardrt.comm.delayed import DelayedCommunicator
-from shardrt.device.arena import Arena
-from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
-    full_parameters,
     fully_shard,
     set_find_unused_parameters,
     set_world_invariant,
 )
 from shardrt.recompute import checkpoint
-from shardrt.train.config import SampleConfig
-from tests.cuda import fake_cupy
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 STEPS = 2
@@ -116,36 +108,11 @@ VARIANTS = {
 }
 
 
-def make_late(monkeypatch, spin):
-    """Delay each copy and collective of CUDA devices by spin(milliseconds), poison slots at their release."""
-    copy, made = CUDADevice.copy, comm_mesh.for_device
-
-    def late(self, target, source):
-        spin(0.3)
-        copy(self, target, source)
-
-    monkeypatch.setattr(CUDADevice, "copy", late)
-    monkeypatch.setattr(comm_mesh, "for_device", lambda *how: DelayedCommunicator(made(*how), 0.3, spin))
-    monkeypatch.setattr(
-        Arena, "poison", property(lambda arena: True, lambda arena, value: None), raising=False
-    )
-
-
 def same_bits(found, expected):
     for (steps, weights), (other_steps, other_weights) in zip(found, expected, strict=True):
         np.testing.assert_array_equal(steps, other_steps)
         for key, values in (weights or {}).items():
             np.testing.assert_array_equal(values, other_weights[key], err_msg=key)
-
-
-@pytest.mark.parametrize("variant", ["float32", "bfloat16", "all on the host", "recomputation"])
-def test_slots_that_are_poisoned_when_they_are_released_change_no_bit(fake_cuda, monkeypatch, variant):
-    """What is late here is the stand-in's own affair; tests/gpu has copies and collectives late as well."""
-    spun = []
-    prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
-    make_late(monkeypatch, spun.append)
-    same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
-    assert len(spun) > 20
 
 
 def train_invariant(name):
@@ -164,7 +131,7 @@ def train_invariant(name):
     return norm, full_state_dict(model)
 
 
-def test_one_rank_and_two_train_to_the_same_bits(fake_cuda):
+def test_one_rank_and_two_train_to_the_same_bits(gpu):
     (norm, weights), (norm_of_two, weights_of_two) = (
         thread.run(ranks, train_invariant, "cuda")[0] for ranks in (1, 2)
     )
@@ -174,38 +141,14 @@ def test_one_rank_and_two_train_to_the_same_bits(fake_cuda):
     assert norm == pytest.approx(thread.run(1, train_invariant, "cpu")[0][0], rel=1e-5)
 
 
-def saved_and_loaded(name, directory):
-    mesh = init_device_mesh(name)
-    shardrt.manual_seed(1)
-    model = GPT(CONFIG)
-    fully_shard(model, mesh=mesh)
-    with full_parameters(model, writeback=True):
-        for parameter in model.parameters():
-            parameter.data *= 2
-    save(directory, model)
-    load(directory, model)
-    return generate(
-        model, SampleConfig("\x05", 5, 0.8, 5), ByteText(), block_size=4, seed=0
-    ), full_state_dict(model)
-
-
-def test_weights_are_changed_saved_loaded_and_used_to_generate(fake_cuda, tmp_path):
-    on_cpu, on_cuda = (thread.run(1, saved_and_loaded, name, tmp_path / name) for name in ("cpu", "cuda"))
-    assert on_cpu[0][0] == on_cuda[0][0]
-    for key, values in on_cpu[0][1].items():
-        np.testing.assert_array_equal(on_cuda[0][1][key], values, err_msg=key)
-
-
-def test_the_norm_of_all_gradients_is_read_in_one_copy(fake_cuda, monkeypatch):
+def test_the_norm_of_all_gradients_is_read_in_one_copy(software, gpu):
     """The host waits once, however many pieces there are."""
-    device.set_current(fake_cuda)
     layers = [nn.LayerNorm(5) for _ in range(3)]
-    x = shardrt.Tensor(fake_cuda.asarray(np.arange(10, dtype=np.float32).reshape(2, 5)))
+    x = shardrt.Tensor(gpu.asarray(np.arange(10, dtype=np.float32).reshape(2, 5)))
     for layer in layers:
         x = layer(x)
-    x.backward(fake_cuda.asarray(np.ones((2, 5), np.float32)))
-    read = []
-    monkeypatch.setattr(fake_cupy, "not_captured", lambda way="D2H": read.append(way))
+    x.backward(gpu.asarray(np.ones((2, 5), np.float32)))
     parameters = [parameter for layer in layers for parameter in layer.parameters()]
+    software.log.clear()
     assert nn.utils.clip_grad_norm_(parameters, 1.0) > 1
-    assert len(parameters) == 6 and read == ["D2H"]
+    assert len(parameters) == 6 and [what for what, *_ in software.log].count("copy") == 1

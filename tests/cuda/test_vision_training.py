@@ -44,7 +44,7 @@ def train(name, kind, config, precision=None):
 
 @pytest.mark.parametrize("precision", [None, "bfloat16"])
 @pytest.mark.parametrize(("kind", "config"), [(RegNet, REGNET), (ViT, VIT)], ids=["regnet", "vit"])
-def test_it_trains_as_on_the_cpu(fake_cuda, kind, config, precision):
+def test_it_trains_as_on_the_cpu(gpu, kind, config, precision):
     expected = thread.run(2, train, "cpu", kind, config)
     found = thread.run(2, train, "cuda", kind, config, precision)
     tolerance = 2e-2 if precision else 1e-5

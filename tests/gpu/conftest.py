@@ -60,12 +60,6 @@ def gpu(real):
 
 
 @pytest.fixture
-def fake_cuda(gpu):
-    """For the tests of tests/cuda: not fake."""
-    return gpu
-
-
-@pytest.fixture
 def deterministic():
     """For tests of equal bits. tests/conftest.py ends it."""
     use_deterministic_algorithms(True)

@@ -7,13 +7,19 @@ import numpy as np
 import pytest
 
 import shardrt
+from models.generate import ByteText, generate
 from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
 from shardrt import nn, optim
-from shardrt.checkpoint import full_state_dict
+from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from tests.cuda.test_training import VARIANTS, make_late, same_bits, saved_and_loaded, train
+from shardrt.comm import mesh as comm_mesh
+from shardrt.comm.delayed import DelayedCommunicator
+from shardrt.device.arena import Arena
+from shardrt.device.cuda import CUDADevice
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
+from shardrt.train.config import SampleConfig
+from tests.cuda.test_training import CONFIG, VARIANTS, same_bits, train
 from tests.gpu.spin import spin
 
 pytestmark = pytest.mark.gpu
@@ -135,11 +141,26 @@ def test_ranks_have_the_mean_loss_of_one(gpu, on_the_cpu, ranks):
     np.testing.assert_allclose(losses, on_the_cpu, rtol=0, atol=1e-4)
 
 
+def make_late(monkeypatch, poison):
+    """Delay each copy and collective; poison: fill slots with NaN when they are released."""
+    copy, made = CUDADevice.copy, comm_mesh.for_device
+
+    def late(self, target, source):
+        spin(0.3)
+        copy(self, target, source)
+
+    monkeypatch.setattr(CUDADevice, "copy", late)
+    monkeypatch.setattr(comm_mesh, "for_device", lambda *how: DelayedCommunicator(made(*how), 0.3, spin))
+    monkeypatch.setattr(
+        Arena, "poison", property(lambda arena: poison, lambda arena, value: None), raising=False
+    )
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_late_copies_and_calls_and_poisoned_slots_change_no_bit(gpu, deterministic, monkeypatch, variant):
     """A wait that is missing would let somebody read what has not arrived, or what is there no more."""
     prompt = thread.run(2, train, "cuda", **VARIANTS[variant])
-    make_late(monkeypatch, spin)
+    make_late(monkeypatch, poison=variant != "NO_SHARD")  # whose slots are the parameters themselves
     same_bits(thread.run(2, train, "cuda", **VARIANTS[variant]), prompt)
 
 
@@ -158,6 +179,21 @@ def test_a_step_holds_no_more_than_the_one_before(gpu):
         model.zero_grad()
         found.append(gpu.peak_bytes())
     assert found[1] == found[2] == found[3] > 1 << 20
+
+
+def saved_and_loaded(name, directory):
+    mesh = init_device_mesh(name)
+    shardrt.manual_seed(1)
+    model = GPT(CONFIG)
+    fully_shard(model, mesh=mesh)
+    with full_parameters(model, writeback=True):
+        for parameter in model.parameters():
+            parameter.data *= 2
+    save(directory, model)
+    load(directory, model)
+    return generate(
+        model, SampleConfig("\x05", 5, 0.8, 5), ByteText(), block_size=4, seed=0
+    ), full_state_dict(model)
 
 
 def test_weights_are_changed_saved_loaded_and_used_to_generate(gpu, tmp_path):

@@ -7,6 +7,7 @@ place of a cubin names a library, which cuda.py loads.
 import itertools
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 from tests.cuda.libraries import GXX, DoesNotCompile, built
@@ -18,14 +19,15 @@ _CALL = """
 extern "C" void call_{0}(void** arguments) {{ shim::call({0}, arguments); }}
 extern "C" size_t sizes_{0}(size_t* sizes) {{ return shim::sizes({0}, sizes); }}
 """
+_DYNAMIC = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\];")  # as CuPy's own kernels have it
 _HEAD = f'#include "{SHIM}"\n#include "{HERE / "call.h"}"\n'
 
 
 class NVRTC:
-    """`folder`: where libraries are kept."""
+    """`folder`: where libraries are kept. destroy: what gives back a program of NVRTC's own."""
 
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
+    def __init__(self, folder: Path, destroy: Callable[[int], None]) -> None:
+        self._folder, self._destroy = folder, destroy
         self._numbers = itertools.count(1)
         self._sources: dict[int, str] = {}
         self._codes: dict[int, bytes] = {}
@@ -40,15 +42,19 @@ class NVRTC:
         return program
 
     def destroyProgram(self, program):
-        self._sources.pop(program)
-        self._codes.pop(program, None)
+        """The garbage collector gives back programs of the other kind too, whenever it comes by."""
+        if program in self._sources:
+            del self._sources[program]
+            self._codes.pop(program, None)
+        else:
+            self._destroy(program)
 
     def compileProgram(self, program, options):
         from cupy_backends.cuda.libs import nvrtc
 
         text = [option.decode() if isinstance(option, bytes) else option for option in options]
         kept = [option for option in text if option.startswith("-D") or _ours(option)]
-        source = self._sources[program]
+        source = _DYNAMIC.sub(r"DYNAMIC_SHARED(\1, \2);", self._sources[program])
         names = _KERNEL.findall(source)
         code = _HEAD + source + "".join(_CALL.format(name) for name in names)
         command = [*GXX, f"-I{HERE / 'include'}", *kept]

@@ -35,7 +35,7 @@ class CUDA(Kernels):
         self._current.index = index
 
     def getDeviceProperties(self, index):
-        return {"name": b"software"}
+        return {"name": b"software", "warpSize": 32, "multiProcessorCount": _ATTRIBUTES[16]}
 
     def deviceGetAttribute(self, attribute, index):
         return _ATTRIBUTES.get(attribute, 65536)

@@ -10,7 +10,7 @@ import numpy as np
 
 from tests.softgpu.compiler import NVRTC
 from tests.softgpu.cuda import CUDA
-from tests.softgpu.start import plugged
+from tests.softgpu.start import put_below_cupy, show_for_good
 
 
 class Memory:
@@ -101,5 +101,6 @@ class Uncompiled(NVRTC):
 def start() -> Idle:
     """The GPU that CuPy sees from now on, and shardrt. Before cupy is imported, in a process of its own."""
     cuda = Idle()
-    plugged(cuda, Uncompiled, "idle")
+    put_below_cupy(cuda)
+    show_for_good(cuda, Uncompiled, "idle")
     return cuda

@@ -1,14 +1,16 @@
-"""Puts the software GPU below CuPy, which must not have been imported yet."""
+"""Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt."""
 
-import os
 import sys
 import threading
+from functools import cache
 from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.cuda.libraries import library_folder
-from tests.softgpu import compiler, nccl
+from tests.softgpu import compiler, nccl, products, sorting
 from tests.softgpu.cuda import CUDA
 from tests.softgpu.plug import plug
 
@@ -16,42 +18,76 @@ ROOT = Path(__file__).parents[2]
 
 
 def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
-    """The CUDA that CuPy sees from now on, and shardrt. processes: ranks, if threads are none."""
-    cuda = CUDA(mode, seed, bool(processes))
-    cuda.devices = max(1, processes)
-    # Machine code that is none changes with the headers here.
-    cupy = plugged(cuda, compiler.NVRTC, sha256(compiler.headers().encode()).hexdigest()[:16])
-    _poison_pools(cupy, cuda)
-    nccl.put(cuda)
+    """The CUDA that CuPy and shardrt see from now on. processes: ranks, if threads are none."""
+    cuda = plugged(processes)
+    cuda.choose(mode, seed)
+    show_for_good(cuda)
     return cuda
 
 
-def plugged(cuda: CUDA, nvrtc_type: type, key: str) -> ModuleType:
-    """CuPy over `cuda`, and a compiler. key: of the two caches of what that makes."""
-    assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
-    kept = library_folder(ROOT / "build" / "softgpu")
-    os.environ |= {
-        "CUPY_CACHE_DIR": str(kept / key / "cupy"),
-        "XDG_CACHE_HOME": str(kept / key),
-        "CUPY_ACCELERATORS": "",  # CUB's are compiled into CuPy
-    }
-    plug(kept, cuda)
-    from cupy_backends.cuda.libs import nvrtc
+@cache
+def plugged(processes: int) -> CUDA:
+    """The CUDA that CuPy has below it from now on. Shardrt goes on to find no GPU until it is shown one."""
+    cuda = CUDA(processes=bool(processes))
+    cuda.devices = max(1, processes)
+    _poison_pools(put_below_cupy(cuda), cuda)
+    nccl.put(cuda)
+    sorting.put(cuda)
+    return cuda
 
-    made = nvrtc_type(kept)
-    for name in (name for name in dir(made) if not name.startswith("_")):
-        setattr(nvrtc, name, getattr(made, name))
-    import cupy
+
+def put_below_cupy(cuda: CUDA) -> ModuleType:
+    """CuPy over `cuda`."""
+    assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
+    plug(_kept(), cuda)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPY_ACCELERATORS", "")  # CUB's are compiled into CuPy
+        import cupy
+    return cupy
+
+
+def show(cuda: CUDA, patch: pytest.MonkeyPatch, nvrtc_type: type = compiler.NVRTC, key: str = "") -> None:
+    """Have shardrt find a GPU, and CuPy compile for it, until `patch` is undone.
+
+    key: of the two caches of what the compiler makes. It is no machine code, and changes with the headers.
+    """
+    from cupy_backends.cuda.libs import nvrtc
 
     from shardrt.device import cuda as place
     from shardrt.kernels.cuda import _cupy
-    from tests.softgpu import products
 
-    place.count = cuda.getDeviceCount
-    _cupy._library = lambda: products.cublaslt(kept, cuda)
-    _cupy.CuPyBackend._cudnn = None, None
-    _cupy.CuPyBackend.prepare = lambda backend, wanted: None  # each is compiled when it is first launched
-    return cupy
+    key = key or sha256(compiler.headers().encode()).hexdigest()[:16]
+    patch.setenv("CUPY_CACHE_DIR", str(_kept() / key / "cupy"))
+    patch.setenv("XDG_CACHE_HOME", str(_kept() / key))
+    made = _nvrtc(nvrtc_type)
+    for name in (name for name in dir(made) if not name.startswith("_")):
+        patch.setattr(nvrtc, name, getattr(made, name))
+    patch.setattr(nccl.NcclCommunicator, "cuda", cuda, raising=False)  # other tests of it have their own
+    patch.setattr(place, "count", cuda.getDeviceCount)
+    patch.setattr(_cupy, "_library", lambda: products.cublaslt(_kept(), cuda))
+    patch.setattr(_cupy.CuPyBackend, "prepare", lambda backend, wanted: None)  # compiled at the first launch
+
+
+def show_for_good(cuda: CUDA, nvrtc_type: type = compiler.NVRTC, key: str = "") -> None:
+    """The same for a process that has nothing else. It has no cuDNN."""
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    show(cuda, pytest.MonkeyPatch(), nvrtc_type, key)
+    CuPyBackend._cudnn = None, None
+
+
+@cache
+def _nvrtc(kind: type) -> compiler.NVRTC:
+    from cupy_backends.cuda.libs import nvrtc
+
+    made = kind(_kept(), nvrtc.destroyProgram)
+    nvrtc.destroyProgram = made.destroyProgram
+    return made
+
+
+def _kept() -> Path:
+    """A folder for all that is compiled."""
+    return library_folder(ROOT / "build" / "softgpu")
 
 
 def _poison_pools(cupy, cuda: CUDA) -> None:

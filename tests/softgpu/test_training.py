@@ -3,19 +3,28 @@
 What a wait that is missing would do there, tests/softgpu/mutations.py shows.
 """
 
-import importlib.util
-import json
-import shutil
-import subprocess
-import sys
-from pathlib import Path
-
+import numpy as np
 import pytest
 
-from tests.cuda import fake_cupy
-from tests.softgpu import rules
+from shardrt import device
+from shardrt import functional as F
+from shardrt.comm import thread
+from shardrt.device.cuda import CUDAStream
+from shardrt.tensor import Tensor
+from tests.cuda.test_training import VARIANTS, agree, same_bits, train
+from tests.gpu import test_captured_step as capturing
 
-ROOT = Path(__file__).parent.parent.parent
+cupy = pytest.importorskip("cupy")
+MODES = ("late", "side first", "compute first")
+RANKS = {  # variant -> [(ranks, communicator)], where that is not one rank alone
+    "float32": [(1, "auto"), (2, "nccl"), (4, "staged")],
+    "bfloat16": [(2, "nccl")],
+    "bfloat16 on the wire": [(2, "staged")],
+    "all on the host": [(2, "nccl")],
+    "frozen late": [(2, "nccl")],
+    "updates in backward": [(2, "staged")],
+}
+JOBS = [(name, *how) for name in VARIANTS for how in RANKS.get(name, [(1, "auto")])]
 # The kernels of each side stream; besides there are copies.
 SIDE = {
     "gather": {"pack"},
@@ -26,54 +35,100 @@ SIDE = {
 }
 
 
-@pytest.fixture(scope="module")
-def found():
-    """What a process with the software GPU has found."""
-    if importlib.util.find_spec("cupy_backends") is None:
-        pytest.skip("no CuPy")
-    if shutil.which("cc") is None or shutil.which("g++") is None:
-        pytest.skip("no C or C++ compiler")
-    job = [sys.executable, "-m", "tests.softgpu.job"]
-    done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+@pytest.fixture
+def names(monkeypatch):
+    """Handle of a stream -> its name."""
+    found, before = {0: "null"}, CUDAStream.__init__
+
+    def named(stream, name, handle):
+        before(stream, name, handle)
+        found[handle.ptr] = name
+
+    monkeypatch.setattr(CUDAStream, "__init__", named)
+    return found
 
 
-def test_the_stand_in_for_cupy_does_and_refuses_what_cupy_does(found):
-    assert rules.outcomes(fake_cupy.module()) == found["outcomes"]
+@pytest.mark.parametrize(("variant", "ranks", "communicator"), JOBS)
+def test_however_late_streams_are_it_trains_as_the_cpu_and_to_the_same_bits(
+    software, names, variant, ranks, communicator
+):
+    settings = VARIANTS[variant] | {"layers": 2}
+    expected, first = thread.run(ranks, train, "cpu", **settings), None
+    for mode in MODES:
+        software.choose(mode, seed=1)
+        found = thread.run(ranks, train, "cuda", communicator=communicator, **settings)
+        first = first or found
+        agree(found, expected, 6e-2 if "16" in variant else 2e-5)
+        same_bits(found, first)
+    streams = kernels_by_stream(software.log, names)
+    compute = streams.pop("compute")
+    assert {"forward", "backward", "add"} < compute
+    assert "gelu_backward" not in compute, "it is in a product, where measured times are equal"
+    assert not compute & {"pack", "sum_parts", *streams.get("optimizer", ())} - {"copy"}
+    for name, kernels in streams.items():  # nothing in the null stream
+        assert name in SIDE and kernels <= SIDE[name] | {"copy"}, name
+    if variant == "bfloat16 on the wire":
+        assert "pack" in streams["gather"]
+    if variant == "accumulation":
+        assert streams["reduce"] == {"sum_parts"}
 
 
-def test_the_stand_in_has_the_current_streams_of_cupy(found):
-    assert rules.current_streams(fake_cupy.module()) == found["streams"]
+def kernels_by_stream(log, names):
+    """Name of a stream -> the kernels, copies and fills that were issued in it."""
+    found = {}
+    for what, stream, detail in log:
+        if what in ("launch", "copy", "set"):
+            found.setdefault(names.get(stream, "unknown"), set()).add(detail or what)
+    return found
 
 
-def test_the_compute_stream_stays_current(found):
+CAPTURED = {
+    **{name: (1, settings) for name, settings in capturing.VARIANTS.items()},
+    "more pieces of gradients than CuPy joins without an upload": (1, {"layers": 12}),
+    "two ranks": (2, {"communicator": "nccl", "dropout": 0.2, "clip": False}),  # the norm goes by the host
+}
+
+
+@pytest.mark.parametrize("variant", CAPTURED)
+def test_replays_of_a_captured_step_train_as_steps_that_are_not(software, variant):
+    ranks, settings = CAPTURED[variant]
+    expected = thread.run(ranks, capturing.train, False, **settings)
+    for mode in MODES if settings.get("layers", 1) == 1 else MODES[:1]:
+        software.choose(mode, seed=2)
+        found = thread.run(ranks, capturing.train, True, **settings)
+        for pair in zip(found, expected, strict=True):
+            capturing.assert_same(*pair)
+
+
+def submit_in_a_submit(here, x):
+    def ptr():
+        return cupy.cuda.get_current_stream().ptr
+
+    first, second = here.new_stream("first"), here.new_stream("second")
+    inside = []
+    first.submit(lambda: (second.submit(int), inside.append(ptr() == first.handle.ptr)))
+    assert inside == [True]
+
+
+AFTER = {
+    "work in a side stream": lambda here, x: here.new_stream("side").submit(here.zeros, (3,), np.float32),
+    "work in a side stream, by work in another": submit_in_a_submit,
+    "a transposed array read by the host": lambda here, x: here.to_numpy(x.data.T),
+    "the device chosen again": lambda here, x: (cupy.cuda.Stream.null.use(), device.set_current(here)),
+    "rows by a list, and backward": lambda here, x: x[[0, 1]].sum().backward(),
+    "12 joined": lambda here, x: here.capture(lambda: F.concatenate([x] * 12)).replay(),
+    "12 stacked": lambda here, x: here.capture(lambda: F.stack([x] * 12, axis=1)).replay(),
+}
+
+
+@pytest.mark.parametrize("call", AFTER)
+def test_the_compute_stream_stays_current(software, call):
     """Whatever makes another one current for a while, CuPy itself included."""
-    assert set(found["after"].values()) == {"compute"}, found["after"]
 
+    def rank():
+        here = device.get("cuda")
+        device.set_current(here)
+        AFTER[call](here, Tensor(here.zeros((4, 6), np.float32), requires_grad=True))
+        return cupy.cuda.get_current_stream().ptr == here.current_stream.handle.ptr
 
-def test_each_kernel_is_in_its_stream_and_nothing_in_the_null_stream(found):
-    known = found["trained"]["recomputation, 1, auto"][1]["compute"]  # its products have been measured before
-    assert "gelu_backward" not in known, "it is in a product, where measured times are equal"
-    for variant, (_, streams) in found["trained"].items():
-        compute = set(streams.pop("compute"))
-        assert {"forward", "backward", "add"} < compute, variant
-        assert not compute & {"pack", "sum_parts", *streams.get("optimizer", ())} - {"copy"}, variant
-        for name, kernels in streams.items():
-            assert name in SIDE and set(kernels) <= SIDE[name] | {"copy"}, (variant, name)
-    assert "pack" in found["trained"]["bfloat16 on the wire, 2, staged"][1]["gather"]
-    assert found["trained"]["accumulation, 1, auto"][1]["reduce"] == ["sum_parts"]
-
-
-def test_however_late_streams_are_numbers_are_near_the_cpus_and_have_the_same_bits(found):
-    assert len(found["trained"]) > 16
-    for job, (modes, _) in found["trained"].items():
-        assert len(modes) == 3
-        for mode, told in modes.items():
-            assert told == [None, None], (job, mode, told)
-
-
-def test_replays_of_a_captured_step_train_as_steps_that_are_not(found):
-    for modes in found["captured"]:
-        for mode, told in modes.items():
-            assert set(told) == {None}, (mode, told)
+    assert thread.run(1, rank) == [True]

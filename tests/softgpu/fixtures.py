@@ -1,0 +1,53 @@
+"""The GPU in software for tests that share a process with others: they import `software` and `gpu`.
+
+To import this puts it below CuPy, for that must come before CuPy's own import.
+"""
+
+import importlib.util
+import shutil
+
+import pytest
+
+from shardrt import device
+from shardrt.kernels.cuda import _launch
+
+MISSING = "CuPy" if importlib.util.find_spec("cupy_backends") is None else ""
+MISSING = MISSING or next((f"no {name}" for name in ("cc", "g++") if shutil.which(name) is None), "")
+if not MISSING:
+    from tests.softgpu.start import plugged, show
+
+    plugged(0)
+
+
+@pytest.fixture(scope="session")
+def kernels_of_all_tests():
+    """The backend of kernels, one for all tests, with what they have compiled."""
+    from shardrt.kernels.cuda._cupy import CuPyBackend
+
+    backend = CuPyBackend()
+    backend._cudnn = None, None
+    return backend
+
+
+@pytest.fixture
+def software(monkeypatch, request):
+    """The software GPU, which shardrt finds in this test."""
+    if MISSING:
+        pytest.skip(MISSING)
+    cuda = plugged(0)
+    show(cuda, monkeypatch)
+    cuda.choose("late")
+    cuda.log.clear()
+    device.get.cache_clear()
+    before = _launch.use(request.getfixturevalue("kernels_of_all_tests"))
+    yield cuda
+    _launch.use(before)
+    device.get.cache_clear()
+    device.set_current(device.get("cpu"))  # the one that everybody gets from now on
+
+
+@pytest.fixture
+def gpu(software):
+    """The device "cuda", current in this thread."""
+    with device.use(device.get("cuda")) as here:
+        yield here
