@@ -18,6 +18,7 @@ PREPARE = CuPyBackend.prepare
 def backend(gpu):
     """One that has launched nothing."""
     made = CuPyBackend()
+    made._cudnn = None, None
     before = _launch.use(made)
     yield made
     _launch.use(before)

@@ -101,6 +101,6 @@ class Uncompiled(NVRTC):
 def start() -> Idle:
     """The GPU that CuPy sees from now on, and shardrt. Before cupy is imported, in a process of its own."""
     cuda = Idle()
-    put_below_cupy(cuda)
+    put_below_cupy(cuda, "idle")
     show_for_good(cuda, Uncompiled, "idle")
     return cuda

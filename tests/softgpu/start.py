@@ -30,35 +30,34 @@ def plugged(processes: int) -> CUDA:
     """The CUDA that CuPy has below it from now on. Shardrt goes on to find no GPU until it is shown one."""
     cuda = CUDA(processes=bool(processes))
     cuda.devices = max(1, processes)
-    _poison_pools(put_below_cupy(cuda), cuda)
+    _poison_pools(put_below_cupy(cuda, _key()), cuda)
     nccl.put(cuda)
     sorting.put(cuda)
+    from shardrt.device import cuda as place
+
+    place.count = lambda: 0  # were there another GPU, CuPy would not see it now
     return cuda
 
 
-def put_below_cupy(cuda: CUDA) -> ModuleType:
-    """CuPy over `cuda`."""
+def put_below_cupy(cuda: CUDA, key: str) -> ModuleType:
+    """CuPy over `cuda`. key: of its cache of what the compiler makes."""
     assert "cupy" not in sys.modules, "CuPy has met its CUDA already"
     plug(_kept(), cuda)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUPY_CACHE_DIR", str(_kept() / key / "cupy"))  # as the next, only read by the import
         patch.setenv("CUPY_ACCELERATORS", "")  # CUB's are compiled into CuPy
         import cupy
     return cupy
 
 
 def show(cuda: CUDA, patch: pytest.MonkeyPatch, nvrtc_type: type = compiler.NVRTC, key: str = "") -> None:
-    """Have shardrt find a GPU, and CuPy compile for it, until `patch` is undone.
-
-    key: of the two caches of what the compiler makes. It is no machine code, and changes with the headers.
-    """
+    """Have shardrt find a GPU, and CuPy compile for it, until `patch` is undone. key: of shardrt's cache."""
     from cupy_backends.cuda.libs import nvrtc
 
     from shardrt.device import cuda as place
     from shardrt.kernels.cuda import _cupy
 
-    key = key or sha256(compiler.headers().encode()).hexdigest()[:16]
-    patch.setenv("CUPY_CACHE_DIR", str(_kept() / key / "cupy"))
-    patch.setenv("XDG_CACHE_HOME", str(_kept() / key))
+    patch.setenv("XDG_CACHE_HOME", str(_kept() / (key or _key())))
     made = _nvrtc(nvrtc_type)
     for name in (name for name in dir(made) if not name.startswith("_")):
         patch.setattr(nvrtc, name, getattr(made, name))
@@ -74,6 +73,11 @@ def show_for_good(cuda: CUDA, nvrtc_type: type = compiler.NVRTC, key: str = "") 
 
     show(cuda, pytest.MonkeyPatch(), nvrtc_type, key)
     CuPyBackend._cudnn = None, None
+
+
+def _key() -> str:
+    """What the compiler makes is no machine code, and changes with the headers."""
+    return sha256(compiler.headers().encode()).hexdigest()[:16]
 
 
 @cache
