@@ -1,6 +1,7 @@
 """All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those that measure time, one after the other.
+Then those for a GPU, as far as they are quick, on one in software. (`make gpu` runs them on a GPU.)
 """
 
 import os
@@ -13,7 +14,17 @@ NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
 QUICK = "not slow and not torch and not serial and not mpi"
 # Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
 LONG = (
-    *("cuda", "gpu", "bench", "parity", "failures", "mpi", "models", "train/test_world_invariant.py"),
+    *(
+        "cuda",
+        "gpu",
+        "softgpu",
+        "bench",
+        "parity",
+        "failures",
+        "mpi",
+        "models",
+        "train/test_world_invariant.py",
+    ),
     *("fsdp/test_pairs.py", "fsdp/test_strategies.py", "train/test_resume.py"),
     *("functional/test_beside_pytorch.py", "functional/test_conv2d.py", "checkpoint/test_damage.py"),
     *(
@@ -25,6 +36,9 @@ LONG = (
     ),
 )
 
+# Of tests/gpu; `make softgpu` has the others: kernels, and captured steps, which tests/softgpu has too.
+ON_SOFTWARE = ("device", "communicators", "training", "products", "attention")
+
 
 def main() -> int:
     """pytest's exit code, that of the first part that failed."""
@@ -34,7 +48,10 @@ def main() -> int:
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-m", QUICK if options.quick else "not serial"]
     beside += [f"--ignore=tests/{name}" for name in LONG if options.quick]
-    parts = [beside] if options.quick else [beside, ["-m", "serial", *serial_files(others)]]
+    parts = [beside]
+    if not options.quick:
+        parts += [["-m", "serial", *serial_files(others)]]
+        parts += [] if named(others) else [software()]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
@@ -43,10 +60,22 @@ def main() -> int:
 
 def serial_files(others: list[str]) -> list[str]:
     """Files with such tests, for to import all takes ten seconds; none where the caller names files."""
-    if any(Path(word.partition("::")[0]).exists() for word in others):
+    if named(others):
         return []
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
     return [str(file) for file in files if "pytest.mark.serial" in file.read_text()]
+
+
+def software() -> list[str]:
+    """Arguments for tests for a GPU on the one in software."""
+    folder = Path(__file__).parent / "gpu"
+    files = [str(folder / f"test_{name}.py") for name in ON_SOFTWARE]
+    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", *files]
+
+
+def named(others: list[str]) -> bool:
+    """Whether these arguments name files."""
+    return any(Path(word.partition("::")[0]).exists() for word in others)
 
 
 if __name__ == "__main__":

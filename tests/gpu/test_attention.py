@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 
 from shardrt.kernels.cpu import attention as cpu
+from tests.gpu.sizes import HEADS, TIME
 from tests.gpu.test_products import off
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [(2, 3, 64, 64), (1, 2, 200, 64), (2, 2, 128, 128), (1, 12, 1024, 64)]  # batch, heads, time, width
 LIMITS = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 2e-3}
 
 
@@ -22,7 +22,7 @@ def heads_of(x, parts, heads):
 
 
 @pytest.mark.parametrize("kind", LIMITS)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", HEADS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_forward_and_backward(gpu, kind, shape, causal):
     dtype, limit = np.dtype(getattr(ml_dtypes, kind, kind)), LIMITS[kind]
@@ -54,9 +54,9 @@ def run(kernels, qkv, dy, y, dqkv, lse, heads, how):
 def test_heads_that_share_keys_and_values(gpu, kind):
     dtype, limit = np.dtype(getattr(ml_dtypes, kind, kind)), LIMITS[kind]
     random = np.random.default_rng(1)
-    q, k, v, dy = (random.normal(size=(2, h, 128, 64)).astype(dtype) for h in (8, 2, 2, 8))
+    q, k, v, dy = (random.normal(size=(2, h, TIME, 64)).astype(dtype) for h in (8, 2, 2, 8))
     outs = [np.full(x.shape, np.nan, dtype) for x in (q, q, k, v)]
-    lse = np.full((2, 8, 128), np.nan, np.float32)
+    lse = np.full((2, 8, TIME), np.nan, np.float32)
     how = {"causal": True, "scale": 0.125}
     there = [gpu.asarray(array) for array in (q, k, v, dy, *outs, lse)]
     exact = [array.astype(np.float64) for array in (q, k, v, dy, *outs, lse)]
@@ -70,12 +70,12 @@ def test_heads_that_share_keys_and_values(gpu, kind):
 def test_the_same_bits_every_time(gpu, deterministic):
     dtype = np.dtype(ml_dtypes.bfloat16)
     random = np.random.default_rng(0)
-    qkv = gpu.asarray(random.normal(size=(2, 256, 3 * 128)).astype(dtype))
-    dy = gpu.asarray(random.normal(size=(2, 256, 128)).astype(dtype))
+    qkv = gpu.asarray(random.normal(size=(2, 2 * TIME, 3 * 128)).astype(dtype))
+    dy = gpu.asarray(random.normal(size=(2, 2 * TIME, 128)).astype(dtype))
     found = []
     for _ in range(3):
         outs = [gpu.empty(like.shape, dtype) for like in (dy, qkv)]
-        lse = gpu.empty((2, 2, 256), np.float32)
+        lse = gpu.empty((2, 2, 2 * TIME), np.float32)
         run(gpu.kernels.attention, qkv, dy, *outs, lse, 2, {"causal": True, "scale": 0.125})
         found.append([gpu.to_numpy(out).view(np.uint16) for out in outs])
     for others in found[1:]:

@@ -9,12 +9,12 @@ import pytest
 
 from bench.gpu.products import layers
 from shardrt.kernels.cuda import _launch
+from tests.gpu.sizes import ROWS, WIDTH
 
 pytestmark = pytest.mark.gpu
 
-ROWS = 320
 TYPES = {"float32": (np.dtype(np.float32), 1e-5), "bfloat16": (np.dtype(ml_dtypes.bfloat16), 1e-2)}
-LAYERS = layers(768)
+LAYERS = layers(WIDTH)
 
 
 def random(*shape, seed=0):

@@ -8,7 +8,7 @@ import pytest
 
 import shardrt
 from models.generate import ByteText, generate
-from models.gpt import GPT, GPTConfig
+from models.gpt import GPT
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, load, save
@@ -20,28 +20,28 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.train.config import SampleConfig
 from tests.cuda.test_training import CONFIG, VARIANTS, same_bits, train
+from tests.gpu.sizes import LEARNT, MODEL, STEPS
 from tests.gpu.spin import spin
 
 pytestmark = pytest.mark.gpu
 
-SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=32, vocab_size=97)
-STEPS, BATCH = 50, 8
+BATCH = 8
 BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32")
 
 
 def batches():
     random = np.random.default_rng(0)
-    start = random.integers(0, SMALL.vocab_size, (STEPS, BATCH, 1))
-    text = (start + 7 * np.arange(SMALL.block_size + 1)) % SMALL.vocab_size  # something that can be learnt
+    start = random.integers(0, MODEL.vocab_size, (STEPS, BATCH, 1))
+    text = (start + 7 * np.arange(MODEL.block_size + 1)) % MODEL.vocab_size  # something that can be learnt
     noise = random.random(text.shape) < 0.1
-    return np.where(noise, random.integers(0, SMALL.vocab_size, text.shape), text)
+    return np.where(noise, random.integers(0, MODEL.vocab_size, text.shape), text)
 
 
 def losses_of(name, *, sharded=True, weights=None, **settings):
     """The loss of each of STEPS steps on the device `name`."""
     mesh = init_device_mesh(name)
     shardrt.manual_seed(0)
-    model = GPT(SMALL)
+    model = GPT(MODEL)
     if sharded:
         for block in model.blocks:
             fully_shard(block, mesh=mesh, **settings)
@@ -69,9 +69,9 @@ def on_the_cpu():
 
 
 @pytest.mark.parametrize("sharded", [True, False])
-def test_losses_of_50_steps_are_those_of_the_cpu(gpu, on_the_cpu, sharded):
+def test_losses_of_many_steps_are_those_of_the_cpu(gpu, on_the_cpu, sharded):
     (losses,) = thread.run(1, losses_of, "cuda", sharded=sharded)
-    assert losses[-1] < 0.8 * losses[0], "nothing was learnt: the test shows little"
+    assert losses[-1] < LEARNT * losses[0], "nothing was learnt: the test shows little"
     np.testing.assert_allclose(losses, on_the_cpu, rtol=0, atol=1e-4)
 
 
@@ -98,8 +98,8 @@ def torch_losses(torch, weights, dtype):
     from bench.peers.torch_gpt import GPT as Peer
 
     state = {key: torch.from_numpy(values) for key, values in weights.items()}
-    sizes = {"layers": SMALL.n_layer, "heads": SMALL.n_head, "width": SMALL.n_embd}
-    masters, model = (Peer(**sizes, time=SMALL.block_size, vocab=SMALL.vocab_size).cuda() for _ in range(2))
+    sizes = {"layers": MODEL.n_layer, "heads": MODEL.n_head, "width": MODEL.n_embd}
+    masters, model = (Peer(**sizes, time=MODEL.block_size, vocab=MODEL.vocab_size).cuda() for _ in range(2))
     masters.load_state_dict(state)
     model.to(dtype)
     optimizer = torch.optim.AdamW(masters.parameters(), lr=1e-3, weight_decay=0.1)
@@ -172,13 +172,13 @@ def test_offload_changes_no_bit(gpu, deterministic):
 
 def test_a_step_holds_no_more_than_the_one_before(gpu):
     """Nothing is kept from step to step, and the pool's peak is counted."""
-    model, text, found = GPT(SMALL), batches()[0], []
+    model, text, found = GPT(MODEL), batches()[0], []
     for _ in range(4):
         gpu.reset_peak()
         F.cross_entropy(model(text[:, :-1]), text[:, 1:]).backward()
         model.zero_grad()
         found.append(gpu.peak_bytes())
-    assert found[1] == found[2] == found[3] > 1 << 20
+    assert found[1] == found[2] == found[3] > 1 << 16
 
 
 def saved_and_loaded(name, directory):
