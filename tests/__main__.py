@@ -5,9 +5,11 @@ Then those for a GPU, as far as they are quick, on one in software. (`make gpu` 
 """
 
 import os
+import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
+from importlib.util import find_spec
 from pathlib import Path
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
@@ -51,7 +53,7 @@ def main() -> int:
     parts = [beside]
     if not options.quick:
         parts += [["-m", "serial", *serial_files(others)]]
-        parts += [] if named(others) else [software()]
+        parts += [] if named(others) or missing() else [software()]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
@@ -71,6 +73,11 @@ def software() -> list[str]:
     folder = Path(__file__).parent / "gpu"
     files = [str(folder / f"test_{name}.py") for name in ON_SOFTWARE]
     return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", *files]
+
+
+def missing() -> bool:
+    """Whether the GPU in software can't be had here."""
+    return find_spec("cupy_backends") is None or None in map(shutil.which, ("cc", "g++"))
 
 
 def named(others: list[str]) -> bool:

@@ -1,6 +1,6 @@
 """Launches kernels on a GPU through CuPy: the one file of this folder that needs one.
 
-Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
 """
 
 import ctypes

@@ -12,7 +12,7 @@ keeps the host until it is done, and nothing overlaps. Interprocess events
 streams wait for streams of other processes: ranks would only tell each other that an event has been recorded,
 and could run ahead.
 
-Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
 """
 
 import os

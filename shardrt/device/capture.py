@@ -5,7 +5,7 @@ stream at the beginning and joined to it at the end, so that work in any of them
 inside the graph can be waited for in it; what was recorded before has been reached, because the streams were
 waited for first, and a replay begins after what is then in any of them.
 
-Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
 """
 
 from collections.abc import Callable, Iterable

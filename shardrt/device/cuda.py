@@ -4,7 +4,7 @@ CuPy's pool gives a block back to the stream that allocated it when the last ref
 asking whether another stream still uses it. So only the compute stream allocates from it; shards, arenas and
 whatever else other streams touch are raw allocations that live as long as they are referred to.
 
-Never run on a GPU yet (docs/status.md); tests/cuda runs it against a stand-in for CuPy.
+Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
 """
 
 import ctypes
