@@ -26,7 +26,7 @@ _HEAD = f'#include "{SHIM}"\n#include "{HERE / "call.h"}"\n'
 class NVRTC:
     """`folder`: where libraries are kept. destroy: what gives back a program of NVRTC's own."""
 
-    def __init__(self, folder: Path, destroy: Callable[[int], None]) -> None:
+    def __init__(self, folder: Path, destroy: Callable[[int], None] = int) -> None:
         self._folder, self._destroy = folder, destroy
         self._numbers = itertools.count(1)
         self._sources: dict[int, str] = {}
