@@ -158,7 +158,7 @@ def test_such_updates_can_be_skipped(folder, monkeypatch, capfd):
 
 def test_a_loss_that_is_no_number_stops_too(folder, monkeypatch, capfd):
     forward = GPT.forward
-    monkeypatch.setattr(GPT, "forward", lambda self, tokens: forward(self, tokens) * float("nan"))
+    monkeypatch.setattr(GPT, "forward", lambda self, *how, **more: forward(self, *how, **more) * float("nan"))
     unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), in_backward=True)
     assert stops("bad", optimizer=unclipped) == NONFINITE
     assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
@@ -212,9 +212,9 @@ def test_gradients_that_are_no_numbers_and_were_applied_in_backward_stop_the_run
 ):
     done, forward = [], GPT.forward
 
-    def wrong(self, tokens):
+    def wrong(self, *how, **more):
         done.append(self.training)
-        return forward(self, tokens) * (float("nan") if sum(done) == step + 1 else 1.0)
+        return forward(self, *how, **more) * (float("nan") if sum(done) == step + 1 else 1.0)
 
     monkeypatch.setattr(GPT, "forward", wrong)  # its first call is the rehearsal of the plan
     assert stops("bad", optimizer=UNCLIPPED) == NONFINITE
