@@ -7,14 +7,16 @@ import ctypes
 import cupy
 import numpy as np
 
+from tests.cuda.emulator import Emulator
 
-class Mirror:
+
+class Mirror(Emulator):
     """A backend of kernels/cuda/_launch.py over the real one, for NumPy arrays. `launches`: what was run."""
 
     def __init__(self, real):
+        super().__init__()
         self._real = real
         self.multiprocessors = real.multiprocessors
-        self.launches = []
 
     def launch(self, file, defines, function, grid, threads, args, shared):
         self.launches.append(function)
@@ -27,17 +29,6 @@ class Mirror:
         arrays = there(a), there(b), there(out)
         self._real.gemm(*arrays, accumulate=accumulate, bias=None if bias is None else there(bias))
         there.bring_back()
-
-    def empty(self, shape, dtype):
-        array = np.empty(shape, dtype)
-        array.view(np.uint8).fill(0xFF)  # not a number: nobody may count on zeros
-        return array
-
-    def attention(self):
-        """None: these tests are of our own kernels."""
-
-    def convolution(self):
-        """None, as attention."""
 
     def prepare(self, wanted):
         self._real.prepare(wanted)
