@@ -1,7 +1,7 @@
 """All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those that measure time, one after the other.
-Then those for a GPU, as far as they are quick, on one in software. (`make gpu` runs them on a GPU.)
+Then those for a GPU, on one in software. (`make gpu` runs them on a GPU.)
 """
 
 import os
@@ -38,9 +38,6 @@ LONG = (
     ),
 )
 
-# Of tests/gpu; `make softgpu` has the others: kernels, and captured steps, which tests/softgpu has too.
-ON_SOFTWARE = ("device", "communicators", "training", "products", "attention")
-
 
 def main() -> int:
     """pytest's exit code, that of the first part that failed."""
@@ -69,10 +66,8 @@ def serial_files(others: list[str]) -> list[str]:
 
 
 def software() -> list[str]:
-    """Arguments for tests for a GPU on the one in software."""
-    folder = Path(__file__).parent / "gpu"
-    files = [str(folder / f"test_{name}.py") for name in ON_SOFTWARE]
-    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", *files]
+    """Arguments for tests for a GPU on the one in software. `make softgpu` has those of processes, too."""
+    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", str(Path(__file__).parent / "gpu")]
 
 
 def missing() -> bool:
