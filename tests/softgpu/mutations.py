@@ -24,19 +24,16 @@ from functools import partial
 from multiprocessing.connection import wait
 from pathlib import Path
 
+import numpy as np
+
+from shardrt import device
+from shardrt.comm import thread
+from shardrt.device.arena import Arena
+from shardrt.device.cuda import CUDAStream
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+from tests.cuda import test_training as training
+from tests.softgpu import scheduler
 from tests.softgpu.start import start
-
-CUDA = start()
-
-import numpy as np  # noqa: E402  after what is below CuPy
-
-from shardrt import device  # noqa: E402
-from shardrt.comm import thread  # noqa: E402
-from shardrt.device.arena import Arena  # noqa: E402
-from shardrt.device.cuda import CUDAStream  # noqa: E402
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy  # noqa: E402
-from tests.cuda import test_training as training  # noqa: E402
-from tests.softgpu import scheduler  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 FILES = (
@@ -255,6 +252,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="a file for what was found")
     parser.add_argument("-n", dest="jobs", type=int, default=2, help="at a time (2)")
     options = parser.parse_args()
+    global CUDA
+    CUDA = start()
     hows = [options.how] if options.how else list(CALLS)
     every = [site for how in hows for path in FILES for site in sites(path, how)]
     wanted = [site for site in every if options.only in _name(site)]

@@ -7,6 +7,7 @@
 SOFTGPU_MODE and SOFTGPU_SEED say in which order streams take turns (see scheduler.py).
 """
 
+import argparse
 import atexit
 import os
 import runpy
@@ -19,6 +20,13 @@ from tests.softgpu.start import start
 
 def main(arguments: list[str]) -> int:
     """Its exit code."""
+    parser = argparse.ArgumentParser("python -m tests.softgpu.run", description="The rest is the program's.")
+    parser.add_argument("-m", metavar="MODULE", help="a program")
+    parser.add_argument("-c", metavar="CODE", help="likewise")
+    parser.add_argument("file", nargs="?", help="likewise")
+    parser.parse_args(arguments[: 2 if arguments[:1] in (["-m"], ["-c"]) else 1])
+    if not arguments:
+        parser.error("no program")
     launched = world.launch()
     mode, seed = os.environ.get("SOFTGPU_MODE", "late"), int(os.environ.get("SOFTGPU_SEED", "0"))
     start(mode, seed, processes=launched.local_size if launched else 1)
