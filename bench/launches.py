@@ -2,8 +2,8 @@
 
 The installed CuPy runs over a CUDA runtime that does nothing (tests/softgpu/idle.py), so all above it is what
 a GPU would see: launches by kernel, products, copies, events. The host's time is that of this processor and
-holds the stand-in's own, about what a driver takes for a call: read it beside the yardstick, or beside
-another commit's. Attention is counted as its own kernels, cuDNN not being there.
+holds what the idle GPU's Python takes for a call, which says nothing about a driver: read it beside the
+yardstick, or beside another commit's. Attention is counted as its own kernels, cuDNN not being there.
 
     python -m bench.launches --strategy FULL_SHARD --dtype bfloat16
 """

@@ -313,7 +313,9 @@ def test_every_command_runs_or_is_read_by_its_own_parser(command, here, monkeypa
         assert {e for each in extras for e in each.split(",")} <= setup["options.extras_require"].keys()
         return
     words = without_launcher(command)
-    if words[0].endswith(".py"):
+    if words[0] == "pytest":
+        assert all((ROOT / word).exists() for word in words[1:] if not word.startswith("-"))
+    elif words[0].endswith(".py"):
         assert [*(ROOT / "docs").rglob(Path(words[0]).name)], "tests/test_wheel.py runs the examples"
     elif re.fullmatch(ONLY_READ, words[0]) or (
         words[:2] == ["shardrt", "doctor"] and "runs/NAME" not in words

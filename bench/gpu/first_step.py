@@ -1,4 +1,4 @@
-"""One FULL_SHARD step on the GPU beside the CPU's: whether anything else is worth measuring."""
+"""One FULL_SHARD step on the GPU beside the CPU's: the row to read first."""
 
 from functools import partial
 

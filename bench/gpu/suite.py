@@ -44,6 +44,11 @@ def measure(run: Run, tests: str = "tests/gpu", *options: str) -> None:
 # -- the plugin
 
 
+def pytest_configure(config: Any) -> None:
+    """Hear the interrupt also where a shell has put all this into the background."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
 def pytest_collection_modifyitems(config: Any, items: list) -> None:
     """Leave out what has passed before."""
     passed = set(read(_file()).passed)

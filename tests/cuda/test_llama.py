@@ -1,4 +1,4 @@
-"""A Llama on the CUDA device of stand-ins: read from files, trained in chunks, continued; as on the CPU."""
+"""A Llama on the GPU in software: read from files, trained in chunks, continued; as on the CPU."""
 
 import numpy as np
 import pytest

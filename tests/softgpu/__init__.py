@@ -4,5 +4,9 @@ CuPy's pools, current streams, captures, checks of launches and its own kernels 
 call below is in this folder. Kernels, ours and CuPy's, are the same sources, compiled for the processor.
 Work in streams is late: nothing runs before something must, and then in any order that CUDA allows.
 
-`start()` before cupy is imported, in a process of its own.
+the simulator            scheduler, streams with graph, memory, kernels; cuda puts them together
+libraries below CuPy     compiler (NVRTC), nccl with ring and rooms, products (cublasLt), sorting
+to put it there          plug, start (a whole process), fixtures (single tests), plugin (tests/gpu), run (programs)
+tools                    mutations, pairs, idle (a GPU that does nothing, for bench.launches)
+jobs of tests            collectives, processes
 """

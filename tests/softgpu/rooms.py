@@ -112,7 +112,7 @@ def _posts(folder: Path) -> list[str]:
 def new_key(processes: bool) -> bytes:
     """What the ranks of a new communicator know it by; of processes the folder."""
     if not processes:
-        return next(_numbers).to_bytes(128, "little")
+        return next(_numbers).to_bytes(128, "big")  # begins as no path does
     memory = Path("/dev/shm")
     path = tempfile.mkdtemp(prefix="softgpu-", dir=memory if memory.is_dir() else None)
     _made.append(path)
