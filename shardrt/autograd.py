@@ -300,6 +300,7 @@ class Backward:
         self.since = since
         self.outer = outer
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
+        self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
         self._at_end: list = []
         self._hooks: list = []
 

@@ -80,8 +80,8 @@ def run(chosen: list[str], options: argparse.Namespace) -> int:
     of = {"gpu": machine.get("name", ""), "quick": options.quick, "code": sources(ROOT)}
     files = {name: options.out / "rows" / f"{name}.jsonl" for name in SECTIONS}
     files["ceilings"].parent.mkdir(parents=True, exist_ok=True)
-    for file in files.values():
-        forget(file, of, options)
+    for name in chosen:
+        forget(files[name], of, options)
     troubles: dict[str, str] = {}
     for name in order(chosen, files):
         ceilings = read(files["ceilings"]).ceilings
@@ -104,22 +104,28 @@ def forget(file: Path, of: dict, options: argparse.Namespace) -> None:
 
 
 def order(chosen: list[str], files: dict[str, Path]) -> list[str]:
-    """What is to be measured now: what was not begun before what was cut off or has failed."""
+    """What is to be measured now: what was not begun before what was cut off or has failed.
+
+    Ceilings before all, for the others are compared with them.
+    """
     left = [name for name in chosen if not read(files[name]).good]
-    return sorted(left, key=lambda name: files[name].exists())
+    return sorted(left, key=lambda name: name != "ceilings" and files[name].exists())
 
 
 def section(name: str, file: Path, of: dict, ceilings: dict[str, float], quick: bool, limit: float) -> str:
     """Measure a section in a process that is ended at `limit` seconds; "" or what went wrong."""
     if limit < LEAST:
         return "not run: the time is over; the next call goes on here"
-    passed = read(file).passed
-    file.unlink(missing_ok=True)
-    for values in ({"of": of}, *({"passed": test} for test in passed)):
-        note(file, values)
-    words = ["--section", name, "--rows", str(file), "--ceilings", json.dumps(ceilings)]
+    before, new = read(file), file.with_suffix(".new")
+    new.unlink(missing_ok=True)
+    for values in ({"of": of}, *({"passed": test} for test in before.passed)):
+        note(new, values)
+    words = ["--section", name, "--rows", str(new), "--ceilings", json.dumps(ceilings)]
     trouble = ended([*words, "--seconds", str(limit), *(["--quick"] if quick else [])], limit)
-    return trouble or ("" if read(file).rows else "measured nothing")
+    found = read(new)
+    if found.done or len(found.rows) + len(found.passed) >= len(before.rows) + len(before.passed):
+        new.replace(file)  # else an earlier call came further
+    return trouble or ("" if found.rows else "measured nothing")
 
 
 def rows_of(name: str, file: Path, troubles: dict[str, str]) -> list[report.Row]:

@@ -17,7 +17,7 @@ from bench.gpu.state import Run, note, read
 
 FILE = "SHARDRT_GPU_TESTS"  # environment: where the plugin writes
 GRACE = 20.0  # seconds before the section's end in which pytest prints what has failed
-_ENDED = (0, 1)  # pytest's exit codes where all was run: passed, or some failed
+_ENDED = (0, 1, 5)  # pytest's exit codes where all was run: passed, some failed, all had passed before
 
 
 def measure(run: Run, tests: str = "tests/gpu", *options: str) -> None:
@@ -36,7 +36,7 @@ def measure(run: Run, tests: str = "tests/gpu", *options: str) -> None:
         code = process.wait()  # the section is ended if this takes too long
     found = read(run.file)
     trouble = [f"{len(found.failed)} failed: {', '.join(found.failed)}"] if found.failed else []
-    if code not in _ENDED:
+    if code not in _ENDED or not (found.passed or found.failed):
         trouble.append(f"ended before all were run, by a signal or error (exit code {code})")
     run.add(tests, float(len(found.passed)), "tests passed", error="; ".join(trouble))
 
@@ -58,11 +58,17 @@ def pytest_collection_modifyitems(config: Any, items: list) -> None:
 
 
 def pytest_runtest_logreport(report: Any) -> None:
-    """Write down what has become of a test."""
+    """Write down what has become of a test, when it has been cleared away."""
+    if report.when == "setup":
+        _so_far.clear()
+    _so_far.append(report.outcome)
     if report.failed:
         note(_file(), {"failed": report.nodeid})
-    elif report.when == "call" and report.passed:
+    elif report.when == "teardown" and set(_so_far) == {"passed"}:
         note(_file(), {"passed": report.nodeid})
+
+
+_so_far: list[str] = []  # outcomes of the present test's set-up and call
 
 
 def _file() -> Path:

@@ -57,7 +57,9 @@ class Gradients:
             self.have_slots()  # an op outside every forward
         slot = None if group.rows is not None else group.sum.slot
         arena = group.arenas["gradients"]
-        if slot is None:
+        if slot is not None:  # a pass that has raised may still have a reduction under way to it
+            self._streams.compute.wait(group.gradient_ready)
+        else:
             slot = arena.acquire()
         if slot is None:  # more units are in backward at once than was planned
             arena.grow()

@@ -81,6 +81,8 @@ class Runtime(Protocol):
 
     def shards_written(self, group: "ParameterGroup") -> None: ...
 
+    def awaits_backward(self, group: "ParameterGroup") -> bool: ...
+
 
 class ParameterGroup(Storage):
     """One flat buffer of a unit.
@@ -264,6 +266,9 @@ class ParameterGroup(Storage):
     def modified(self, rounded: bool = False) -> None:
         self.rounded_is_new = self.rounded_is_new and rounded
         self.runtime.shards_written(self)
+
+    def may_write_rounded(self) -> bool:
+        return self.rounded is not None and not self.runtime.awaits_backward(self)
 
     def owner(self, first: bool) -> bool:
         return self.ranks.replicate is None or self.ranks.replicate.rank == 0

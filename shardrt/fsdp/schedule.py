@@ -207,3 +207,6 @@ class Schedule:
 
     def shards_written(self, group: ParameterGroup) -> None:
         self.gathers.shards_written(self._unit_of[group])
+
+    def awaits_backward(self, group: ParameterGroup) -> bool:
+        return bool(self._unit_of[group].pending)

@@ -56,8 +56,8 @@ class Linear(Function):
         matrices, gelu = (rows(dy), contiguous(weight.lent())), self._gelu_before()
         if gelu is not None:
             *_, inner = gelu.saved
-            gelu.passed = kernels().linear.backward_input_gelu(*matrices, rows(inner), rows(dx))
-            if gelu.passed:
+            if kernels().linear.backward_input_gelu(*matrices, rows(inner), rows(dx)):
+                autograd.running().passed = gelu
                 return dx
         kernels().linear.backward_input(*matrices, rows(dx))
         return dx
@@ -72,15 +72,9 @@ class Linear(Function):
 
 
 class LinearGELU(Linear):
-    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it.
+    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it."""
 
-    passed: whether the gradient that comes next has gone through the GELU already.
-    """
-
-    __slots__ = ("passed",)
-
-    def __init__(self) -> None:
-        self.passed = False
+    __slots__ = ()
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
@@ -102,8 +96,8 @@ class LinearGELU(Linear):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias, inner = self.saved
-        if self.passed:
-            self.passed = False
+        running = autograd.running()
+        if running is not None and running.passed is self:
             return self._gradients(x, weight, bias, dy)
         dinner = empty_like(inner)
         dbias = accumulate = bias_token = None

@@ -110,6 +110,10 @@ class Storage(ABC):
         rounded: the same elements of `rounded`, if there is one, have been written as well.
         """
 
+    def may_write_rounded(self) -> bool:
+        """Whether an update may write `rounded`: it is there, and no backward is to come that reads it."""
+        return self.rounded is not None
+
     @property
     def reduced(self) -> bool:
         """Whether `gradient` is complete when backward ends: nothing waits for a later reduction."""

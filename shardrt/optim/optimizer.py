@@ -218,10 +218,12 @@ class Optimizer:
             for piece, cut in cuts:
                 piece.steps[cut.members] += 1
 
+        rounds = [self._rounds(piece) for piece in pieces]
+
         def count_replay() -> None:
             count()
-            for piece in pieces:
-                piece.storage.modified(self.rounds)
+            for piece, too in zip(pieces, rounds, strict=True):
+                piece.storage.modified(too)
 
         if graph is None:
             count()
@@ -230,13 +232,16 @@ class Optimizer:
         if any(cut.rows for _, cut in cuts):
             ranges = self._device.numbers(lambda: self._table(cuts))
         stop = 0
-        for piece, cut in cuts:
+        for (piece, cut), too in zip(cuts, rounds, strict=True):
             start, stop = stop, stop + len(cut.rows)
             if piece.storage.gradient_ready is not None:
                 self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
             if cut.rows:  # this rank holds something of it
-                self.update(self._device.kernels, piece.update(ranges[start:stop], self.rounds))
-            piece.storage.modified(self.rounds)
+                self.update(self._device.kernels, piece.update(ranges[start:stop], too))
+            piece.storage.modified(too)
+
+    def _rounds(self, piece: Slice) -> bool:
+        return self.rounds and piece.storage.may_write_rounded()
 
     def _table(self, cuts: list[tuple[Slice, Cut]]) -> Array:
         """The ranges of all, with their numbers: float64 (ranges, 2 + numbers)."""
@@ -249,10 +254,11 @@ class Optimizer:
     def _issue(self, piece: Slice) -> None:
         cut = piece.due()
         piece.steps[cut.members] += 1
+        rounds = self._rounds(piece)
         if cut.rows:
-            update = piece.update(self._table([(piece, cut)]), self.rounds)
+            update = piece.update(self._table([(piece, cut)]), rounds)
             self.updates.issue(piece, update, self._update_there)
-        piece.storage.modified(self.rounds)
+        piece.storage.modified(rounds)
 
     def _update_there(self, kernels: ModuleType, update: Update) -> None:
         """In a stream of offload.py, on the device of its kernels."""

@@ -104,12 +104,12 @@ class Slice:
     def update(self, ranges: Array, rounds: bool) -> "Update":
         """What an update reads and writes: "shard", "gradient" and the state by name; 1-D, equally long.
 
-        rounds: and "rounded", if the storage keeps a copy of the shard in 16 bits.
+        rounds: and "rounded", the storage's copy of the shard in 16 bits.
         """
         arrays = {"shard": self.storage.shard, "gradient": self.storage.gradient, **self.state}
-        rounded = self.storage.rounded if rounds else None
-        if rounded is None:
+        if not rounds:
             return Update(arrays, ranges)
+        rounded = self.storage.rounded
         return Update(arrays | {"rounded": rounded.array}, ranges, rounded.kind)
 
     def rows(self, cut: Cut, numbers: Callable[[int, int], tuple[float, ...]]) -> list[tuple[float, ...]]:

@@ -205,6 +205,33 @@ def test_the_next_call_goes_on_and_what_failed_comes_last(sections_played, tmp_p
     assert command.run(["kernels"], options) == 0 and len(started) == 3, "measured twice"
 
 
+def test_what_is_cut_off_earlier_than_before_takes_no_row_away(sections_played, tmp_path):
+    options = command.arguments().parse_args(["--out", str(tmp_path)])
+    sections_played(2)
+    command.run(["ceilings", "products"], options)  # a row, then it hangs
+    before = told(tmp_path)
+    command.SECTIONS["products"] = (*command.SECTIONS["products"][:2], 0.01)
+    command.run(["products"], options)
+    assert [row[1] for row in told(tmp_path)] == [row[1] for row in before] == [2.0, 2.0, None]
+
+
+def test_ceilings_come_first_also_when_they_were_cut_off(tmp_path):
+    files = {name: tmp_path / name for name in command.SECTIONS}
+    for name in ("ceilings", "kernels"):
+        files[name].touch()
+    assert command.order(["ceilings", "kernels", "products"], files) == ["ceilings", "products", "kernels"]
+
+
+def test_only_what_is_chosen_is_measured_anew(sections_played, tmp_path):
+    options = command.arguments().parse_args(["--out", str(tmp_path)])
+    sections_played(3)
+    command.run(["ceilings", "kernels", "offload"], options)
+    options.anew = True
+    sections_played(4)
+    command.run(["kernels"], options)
+    assert told(tmp_path) == [("ceilings", 3.0, ""), ("kernels", 4.0, ""), ("offload", 3.0, "")]
+
+
 @pytest.mark.parametrize("changed", ["code", "GPU", "--anew"])
 def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_path, monkeypatch, changed):
     options = command.arguments().parse_args(["--out", str(tmp_path)])
@@ -218,8 +245,8 @@ def test_what_was_measured_of_something_else_is_forgotten(sections_played, tmp_p
         monkeypatch.setattr(needs, "machine", lambda: {"name": "another"})
     options.anew = changed == "--anew"
     sections_played(4)
-    command.run(["kernels"], options)
-    assert told(tmp_path) == [("kernels", 4.0, "")]
+    command.run(["ceilings", "kernels"], options)
+    assert told(tmp_path) == [("ceilings", 4.0, ""), ("kernels", 4.0, "")]
 
 
 def test_a_section_for_which_no_time_is_left_says_so(tmp_path):
@@ -235,6 +262,15 @@ def test_fine(): print("ran fine")
 def test_wrong(): assert os.path.exists(os.environ["MENDED"])
 def test_slow(): time.sleep(0 if os.path.exists(os.environ["MENDED"]) else 60)
 def test_never_reached(): pass
+"""
+BROKEN = """
+import pytest
+pytestmark = pytest.mark.gpu
+@pytest.fixture
+def falls():
+    yield
+    assert 0
+def test_that_is_not_cleared_away(falls): pass
 """
 
 
@@ -256,6 +292,11 @@ def test_the_tests_go_on_where_they_were_ended_and_failures_keep_their_names(tmp
     suite.measure(run, str(tmp_path), *options)
     assert (run.rows[0].figure, run.rows[0].error) == (4, "")
     assert "3 passed, 1 deselected" in capfd.readouterr().out
+    suite.measure(run, str(tmp_path), *options)
+    assert (run.rows[1].figure, run.rows[1].error) == (4, ""), "all had passed before"
+    (tmp_path / "test_broken.py").write_text(BROKEN)
+    suite.measure(run, str(tmp_path), *options)
+    assert run.rows[2].figure == 4 and "test_that_is_not_cleared_away" in run.rows[2].error
 
 
 def test_the_first_step_is_compared(tmp_path, monkeypatch):

@@ -64,13 +64,14 @@ def test_the_first_gradient_of_a_step_takes_no_slot_and_later_ones_are_added_to_
                 np.testing.assert_array_equal(own[name], gradient, err_msg=name)
 
 
-def after_a_failure():
-    """Gradients of a step after one whose backward raised while reductions were late."""
+def after_a_failure(accumulates):
+    """Gradients of a step after one whose first, or second, backward raised while reductions were late."""
     late = {"wrap": lambda communicator: DelayedCommunicator(communicator, 0.05)}
     model = sharded(late, strategy="NO_SHARD")
     set_gradient_divide_factor(model, 1.0)  # a mean over the ranks would not show that it is made twice
     backward(model, 0)
-    model.zero_grad()
+    if not accumulates:
+        model.zero_grad()
     block = model.blocks[0]
     forward = block.forward
 
@@ -88,7 +89,8 @@ def after_a_failure():
     return gradients(model)
 
 
-def test_a_reduction_that_is_late_when_backward_raises_does_not_reach_the_next_gradients():
+@pytest.mark.parametrize("accumulates", [False, True])
+def test_a_reduction_that_is_late_when_backward_raises_does_not_reach_the_next_gradients(accumulates):
     def alone():
         model = sharded(strategy="NO_SHARD")
         set_gradient_divide_factor(model, 1.0)
@@ -96,7 +98,7 @@ def test_a_reduction_that_is_late_when_backward_raises_does_not_reach_the_next_g
         return gradients(model)
 
     expected = thread.run(2, alone)[0]
-    for name, gradient in thread.run(2, after_a_failure)[0].items():
+    for name, gradient in thread.run(2, after_a_failure, accumulates)[0].items():
         np.testing.assert_array_equal(gradient, expected[name], err_msg=name)
 
 
@@ -127,6 +129,38 @@ def test_after_adamw_a_gather_rounds_nothing(monkeypatch):
 def test_after_another_optimizer_each_gather_rounds(monkeypatch):
     rounded = thread.run(1, rounded_in_gathers, monkeypatch, lambda parameters: optim.SGD(parameters, lr=0.1))
     assert rounded[0] == rounded[0][:1] * 3
+
+
+class OwnUpdate(optim.AdamW):
+    """Knows nothing of copies in 16 bits."""
+
+    def update(self, kernels, update):
+        update.arrays["shard"][...] -= 0.1 * update.arrays["gradient"]
+
+
+def test_after_an_adamw_with_an_update_of_its_own_each_gather_rounds(monkeypatch):
+    rounded = thread.run(1, rounded_in_gathers, monkeypatch, OwnUpdate)
+    assert rounded[0] == rounded[0][:1] * 3
+
+
+@pytest.mark.parametrize("make", [optim.AdamW, optim.SGD])
+def test_a_backward_after_an_update_reads_the_weights_of_its_forward(make):
+    """Whoever updates: the copy in 16 bits is not written while a backward is to come that reads it."""
+
+    def of_the_second(updated):
+        model = sharded(strategy="NO_SHARD", mp_policy=BF16)
+        optimizer = make(model.parameters(), lr=0.1)
+        first, second = (loss_of(model, *batch) for batch in batches(2))
+        first.backward()
+        if updated:
+            optimizer.step()
+        model.zero_grad()
+        second.backward()
+        return gradients(model)
+
+    expected, found = (thread.run(1, of_the_second, updated)[0] for updated in (False, True))
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
 
 
 @pytest.mark.parametrize("make", [optim.AdamW, optim.SGD, optim.Lion])
