@@ -121,7 +121,7 @@ def prepare(failure: str, phase: str, victim: int) -> None:
     job.planned_memory = planned_memory
     loop.backward = backward_of_step
     if phase == "forward":
-        trap.before(GPT, "forward", lambda model, tokens: model.training)
+        trap.before(GPT, "forward", lambda model, *how: model.training)
     elif phase == "backward":
         trap.before(Schedule, "after_backward", lambda schedule, unit: unit.label == "blocks.1")
     elif phase == "optimizer":
@@ -129,7 +129,7 @@ def prepare(failure: str, phase: str, victim: int) -> None:
     elif phase == "save":
         trap.before(CheckpointManager, "_begin")
     elif phase == "eval":
-        trap.before(GPT, "forward", lambda model, tokens: not model.training)
+        trap.before(GPT, "forward", lambda model, *how: not model.training)
 
 
 def differ(what: str, arguments: list[str]) -> list[str]:
