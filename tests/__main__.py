@@ -5,12 +5,12 @@ Then those for a GPU, on one in software. (`make gpu` runs them on a GPU.)
 """
 
 import os
-import shutil
 import subprocess
 import sys
 from argparse import ArgumentParser
-from importlib.util import find_spec
 from pathlib import Path
+
+from tests.softgpu.available import missing
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
 QUICK = "not slow and not torch and not serial and not mpi"
@@ -73,11 +73,6 @@ def software() -> list[str]:
     folder = Path(__file__).parent / "gpu"
     left_out = f"--ignore={folder / 'test_training.py'}"
     return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", left_out, str(folder)]
-
-
-def missing() -> bool:
-    """Whether the GPU in software can't be had here."""
-    return find_spec("cupy_backends") is None or None in map(shutil.which, ("cc", "g++"))
 
 
 def named(others: list[str]) -> bool:

@@ -90,6 +90,8 @@ def run(chosen: list[str], options: argparse.Namespace) -> int:
         print(report.table(rows_of(name, files[name], troubles)), end="\n\n", flush=True)
         write(files, troubles, machine, options)
     rows = write(files, troubles, machine, options)
+    title = f"{machine.get('name', 'GPU')}, {datetime.now(UTC).date().isoformat()}"
+    report.draw(rows, title, options.out / "gpu.png")
     print(report.summary(rows))
     return 1 if any(row.bad for row in rows) else 0
 
@@ -178,7 +180,7 @@ def child(options: argparse.Namespace) -> None:
 def write(
     files: dict[str, Path], troubles: dict[str, str], machine: dict, options: argparse.Namespace
 ) -> list[report.Row]:
-    """gpu.json, gpu.txt and gpu.png, of all that was measured so far; the rows."""
+    """gpu.json and gpu.txt, of all that was measured so far; the rows."""
     rows = [row for name, file in files.items() for row in rows_of(name, file, troubles)]
     result = {
         "date": datetime.now(UTC).date().isoformat(),
@@ -189,7 +191,6 @@ def write(
     }
     write_result(options.out / "gpu.json", result)
     (options.out / "gpu.txt").write_text(report.table(rows) + "\n")
-    report.draw(rows, f"{machine.get('name', 'GPU')}, {result['date']}", options.out / "gpu.png")
     return rows
 
 

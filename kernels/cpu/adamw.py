@@ -48,28 +48,26 @@ def flops(count: int) -> int:
 
 
 @fused
-def _step(start, stop, param, grad, m, v, numbers):
+def _updated(p, g, m, v, numbers):
+    """A parameter and its two moments after a step."""
     keep, rate, correction, beta1, rest1, beta2, rest2, eps = numbers
+    first = beta1 * m + rest1 * g
+    second = beta2 * v + rest2 * g * g
+    return p * keep - rate * (first / (np.sqrt(second) * correction + eps)), first, second
+
+
+@fused
+def _step(start, stop, param, grad, m, v, numbers):
     # Slices first: an index that might be negative would keep the loop from being vectorised.
     param, grad, m, v = param[start:stop], grad[start:stop], m[start:stop], v[start:stop]
     for i in range(param.size):
-        g = grad[i]
-        first = beta1 * m[i] + rest1 * g
-        second = beta2 * v[i] + rest2 * g * g
-        m[i] = first
-        v[i] = second
-        param[i] = param[i] * keep - rate * (first / (np.sqrt(second) * correction + eps))
+        param[i], m[i], v[i] = _updated(param[i], grad[i], m[i], v[i], numbers)
 
 
 @fused
 def _step_low(start, stop, param, grad, m, v, numbers):
     """As _step. What is kept of the first moment is rounded, what goes into the update is not."""
-    keep, rate, correction, beta1, rest1, beta2, rest2, eps = numbers
     param, grad, m, v = param[start:stop], grad[start:stop], m[start:stop], v[start:stop]
     for i in range(param.size):
-        g = grad[i]
-        first = beta1 * cast.widened(m[i]) + rest1 * g
-        second = beta2 * v[i] + rest2 * g * g
+        param[i], first, v[i] = _updated(param[i], grad[i], cast.widened(m[i]), v[i], numbers)
         m[i] = cast.narrowed(first)
-        v[i] = second
-        param[i] = param[i] * keep - rate * (first / (np.sqrt(second) * correction + eps))

@@ -154,11 +154,8 @@ def scratch(
     most: dict[Communicator, tuple[int, int]] = {}
     for group, layout in layouts.items():
         for call in calls_of(group, layout, ranks_of[group], facts):
-            needed, before = (
-                call.by.scratch(call.name, call.nbytes, call.output, own=call.own),
-                most.get(call.by, (0, 0)),
-            )
-            most[call.by] = max(needed[0], before[0]), max(needed[1], before[1])
+            needed = call.by.scratch(call.name, call.nbytes, call.output, own=call.own)
+            most[call.by] = tuple(map(max, needed, most.get(call.by, (0, 0))))
     return most
 
 
@@ -170,13 +167,10 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
-    if (
-        layout.shards == 1
-        and not place.parameters
-        and _compute(group, facts).itemsize < np.dtype(dtype).itemsize
-    ):
+    computed = _compute(group, facts)
+    if layout.shards == 1 and not place.parameters and computed.itemsize < np.dtype(dtype).itemsize:
         # Nothing is gathered: the copy in 16 bits stays, and the optimizer writes it.
-        roles["gathered"] = Spec("gathered", layout.total, _compute(group, facts))
+        roles["gathered"] = Spec("gathered", layout.total, computed)
     if group.trainable:
         roles["reduced"] = Spec("reduced", layout.shard_size, dtype, host=place.gradients)
         partial = tree.buffers(group.choices.micro_batches or 1) - 1

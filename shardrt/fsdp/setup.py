@@ -377,9 +377,7 @@ def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:
     """Values given before sharding must be the same on every rank: nobody broadcasts them."""
     initial = [pair for u in units for group in u.groups for pair in group.initial()]
     made = bytes(storage.materialised for _, storage in initial)
-    if talk.agree(
-        schedule.control, made
-    ):  # only then does a rank need to know of each parameter of the others
+    if talk.agree(schedule.control, made):  # they differ: now each rank needs all the others'
         made = bytes(map(max, *schedule.control.talk(made)))
     given = [place for place, there in enumerate(made) if there]
     checksums = [_checksum(*initial[place]) for place in given]

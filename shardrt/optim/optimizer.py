@@ -222,8 +222,8 @@ class Optimizer:
 
         def count_replay() -> None:
             count()
-            for piece, too in zip(pieces, rounds, strict=True):
-                piece.storage.modified(too)
+            for piece, rounded in zip(pieces, rounds, strict=True):
+                piece.storage.modified(rounded)
 
         if graph is None:
             count()
@@ -232,13 +232,12 @@ class Optimizer:
         if any(cut.rows for _, cut in cuts):
             ranges = self._device.numbers(lambda: self._table(cuts))
         stop = 0
-        for (piece, cut), too in zip(cuts, rounds, strict=True):
+        for (piece, cut), rounded in zip(cuts, rounds, strict=True):
             start, stop = stop, stop + len(cut.rows)
-            if piece.storage.gradient_ready is not None:
-                self._device.current_stream.wait(piece.storage.gradient_ready)  # it may still be reduced
+            piece.storage.complete_gradient()  # it may still be reduced
             if cut.rows:  # this rank holds something of it
-                self.update(self._device.kernels, piece.update(ranges[start:stop], too))
-            piece.storage.modified(too)
+                self.update(self._device.kernels, piece.update(ranges[start:stop], rounded))
+            piece.storage.modified(rounded)
 
     def _rounds(self, piece: Slice) -> bool:
         return self.rounds and piece.storage.may_write_rounded()

@@ -1,13 +1,13 @@
 """`bench.launches` counts what a training step asks of a GPU."""
 
-import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.softgpu.available import missing
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -15,8 +15,8 @@ ROOT = Path(__file__).parent.parent.parent
 @pytest.fixture(scope="module")
 def counted():
     """Of a step of GPT-2 on one rank."""
-    if importlib.util.find_spec("cupy_backends") is None or shutil.which("cc") is None:
-        pytest.skip("no CuPy, or no C compiler")
+    if missing():
+        pytest.skip(missing())
     command = [sys.executable, "-m", "bench.launches", "--steps", "1", "--json"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr

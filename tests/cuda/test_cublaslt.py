@@ -31,7 +31,7 @@ class Stage:
     gpu = "none"
 
     def __init__(self, library, fastest=102):
-        self.library, self.fastest = library, fastest
+        self.fastest, self.fake = fastest, library
         self.measured = 0
 
     def stream(self):
@@ -52,7 +52,7 @@ class Stage:
         work()
         if self.took is not None:
             return self.took
-        return 1.0 if record(self.library).algorithm == self.fastest else 2.0
+        return 1.0 if record(self.fake).algorithm == self.fastest else 2.0
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +252,7 @@ def test_threads_that_share_a_plan_read_their_own_bias_and_write_their_own_array
             assert_close(inner, exact + bias)
 
     rank(0)
-    lt._stage = Meeting(lt._stage.library)
+    lt._stage = Meeting(lt._stage.fake)
     in_threads(rank)
 
 

@@ -3,17 +3,13 @@
 To import this puts it below CuPy, for that must come before CuPy's own import.
 """
 
-import importlib.util
-import shutil
-
 import pytest
 
 from shardrt import device
 from shardrt.kernels.cuda import _launch
+from tests.softgpu.available import missing
 
-MISSING = "CuPy" if importlib.util.find_spec("cupy_backends") is None else ""
-MISSING = MISSING or next((f"no {name}" for name in ("cc", "g++") if shutil.which(name) is None), "")
-if not MISSING:
+if not missing():
     from tests.softgpu.start import plugged, show
 
     plugged(0)
@@ -32,8 +28,8 @@ def kernels_of_all_tests():
 @pytest.fixture
 def software(monkeypatch, request):
     """The software GPU, which shardrt finds in this test."""
-    if MISSING:
-        pytest.skip(MISSING)
+    if missing():
+        pytest.skip(missing())
     cuda = plugged(0)
     show(cuda, monkeypatch)
     cuda.choose("late")

@@ -1,13 +1,13 @@
 """Sums over ranks on the GPU in software, NCCL's own and by the tree: in numbers, calls, waits, memory."""
 
-import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.softgpu.available import missing
 
 ROOT = Path(__file__).parent.parent.parent
 FLOAT = 2e-7  # what sums of a few float32 may be off, relative to their largest
@@ -16,10 +16,8 @@ FLOAT = 2e-7  # what sums of a few float32 may be off, relative to their largest
 @pytest.fixture(scope="module")
 def found():
     """What a process with the software GPU has found."""
-    if importlib.util.find_spec("cupy_backends") is None:
-        pytest.skip("no CuPy")
-    if shutil.which("cc") is None or shutil.which("g++") is None:
-        pytest.skip("no C or C++ compiler")
+    if missing():
+        pytest.skip(missing())
     job = [sys.executable, "-m", "tests.softgpu.collectives"]
     done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr

@@ -12,15 +12,16 @@ KINDS = {kind.name: number for number, kind in enumerate(ring.TYPES)}
 
 def on_ranks(size, call, nbytes=1 << 14):
     """`call(communicator, send, recv, stream)` on each rank, with device memory; what it gives, by rank."""
-    cuda = nccl.NcclCommunicator.cuda = CUDA("random", 3)
-    key = rooms.new_key(False)
+    cuda, key = CUDA("random", 3), rooms.new_key(False)
 
     def rank():
         stream = cuda.streamCreateWithPriority(1, 0)
         communicator = nccl.NcclCommunicator(size, key, world.current().rank)
         return call(communicator, cuda.malloc(nbytes), cuda.malloc(nbytes), stream)
 
-    return thread.run(size, rank)
+    with pytest.MonkeyPatch.context() as patch:  # other tests of this process have a CUDA of their own
+        patch.setattr(nccl.NcclCommunicator, "cuda", cuda, raising=False)
+        return thread.run(size, rank)
 
 
 def values(rank, count, kind):

@@ -1,13 +1,13 @@
 """Features and their pairs on the GPU in software: a part of `python -m tests.softgpu.pairs --all`."""
 
-import importlib.util
 import json
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.softgpu.available import missing
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -17,10 +17,8 @@ ROOT = Path(__file__).parent.parent.parent
 def test_all_of_these_go_together_on_a_gpu(part):
     """As on the CPU, with the same bits in two orders of streams; what is refused there is refused here."""
     pytest.importorskip("torch")
-    if importlib.util.find_spec("cupy_backends") is None:
-        pytest.skip("no CuPy")
-    if shutil.which("cc") is None or shutil.which("g++") is None:
-        pytest.skip("no C or C++ compiler")
+    if missing():
+        pytest.skip(missing())
     job = [sys.executable, "-m", "tests.softgpu.pairs", "--part", part]
     done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
     found = json.loads(done.stdout or "{}")

@@ -1,23 +1,20 @@
 """Ranks that are processes with a GPU in software each: the training command, NCCL, CUDA IPC."""
 
-import importlib.util
 import json
-import shutil
 
 import numpy as np
 import pytest
 
 from tests.ranks import mpirun
+from tests.softgpu.available import missing
 
 pytestmark = pytest.mark.mpi
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    if importlib.util.find_spec("cupy_backends") is None:
-        pytest.skip("no CuPy")
-    if shutil.which("cc") is None or shutil.which("g++") is None:
-        pytest.skip("no C or C++ compiler")
+    if missing():
+        pytest.skip(missing())
     job = [
         "-m",
         "tests.softgpu.run",

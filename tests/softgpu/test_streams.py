@@ -2,8 +2,6 @@
 
 import ctypes
 import gc
-import importlib.util
-import shutil
 import threading
 
 import numpy as np
@@ -12,10 +10,11 @@ import pytest
 from shardrt.comm import thread, world
 from tests.cuda.libraries import library_folder
 from tests.softgpu import compiler, errors, nccl, products, ring, rooms, scheduler
+from tests.softgpu.available import missing
 from tests.softgpu.cuda import CUDA, Deadlock, Work
 from tests.softgpu.start import ROOT
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("cupy_backends") is None, reason="no CuPy")
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 INT32 = 2
 BIG = 5 << 20  # bytes
 
@@ -74,7 +73,6 @@ def test_an_error_stays_with_the_rank_whose_work_it_is(cuda):
     thread.run(2, rank)
 
 
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_a_product_that_is_refused_is_a_status(cuda):
     """Through C, an exception would be lost."""
     library = products.cublaslt(library_folder(ROOT / "build" / "softgpu"), cuda)
@@ -85,7 +83,6 @@ def test_a_product_that_is_refused_is_a_status(cuda):
     assert enqueue(12345, run, None) == 13  # CUBLAS_STATUS_EXECUTION_FAILED: there is no such stream
 
 
-@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
 def test_a_kernel_takes_no_memory_of_the_host_that_is_not_pinned(cuda):
     nvrtc = compiler.NVRTC(library_folder(ROOT / "build" / "softgpu"))
     source = 'extern "C" __global__ void twice(int* x, int n) { if (threadIdx.x < n) x[threadIdx.x] *= 2; }'
