@@ -14,11 +14,19 @@ _kept: list[object] = []
 
 
 def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
-    """libcublasLt of this GPU."""
+    """libcublasLt of this GPU, the only one of the process whose products it can be given."""
     command = ["cc", "-O3", "-w", "-shared", "-fPIC"]
     found = ctypes.CDLL(str(built(folder, "cublaslt", SOURCE.read_text(), ".c", command, libraries=["-lm"])))
+    _kept.append(enqueue(cuda))
+    ctypes.c_void_p.in_dll(found, "fake_enqueue").value = ctypes.cast(_kept[-1], ctypes.c_void_p).value
+    return found
 
-    def enqueue(stream: int, run: int, job: int) -> int:
+
+def enqueue(cuda: CUDA) -> "ctypes._CFuncPtr":
+    """What the library calls with a stream, a function and its argument: done in that stream, later."""
+
+    @_ENQUEUE
+    def put(stream: int, run: int, job: int) -> int:
         """A status: an exception would be lost between here and the caller of cublasLt."""
         try:
             call = _RUN(run)
@@ -27,6 +35,4 @@ def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
             return _FAILED
         return 0
 
-    _kept.append(_ENQUEUE(enqueue))
-    ctypes.c_void_p.in_dll(found, "fake_enqueue").value = ctypes.cast(_kept[-1], ctypes.c_void_p).value
-    return found
+    return put

@@ -75,9 +75,7 @@ def test_an_error_stays_with_the_rank_whose_work_it_is(cuda):
 
 def test_a_product_that_is_refused_is_a_status(cuda):
     """Through C, an exception would be lost."""
-    library = products.cublaslt(library_folder(ROOT / "build" / "softgpu"), cuda)
-    place = ctypes.c_void_p.in_dll(library, "fake_enqueue").value
-    enqueue = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)(place)
+    enqueue = products.enqueue(cuda)
     run = ctypes.cast(products._RUN(lambda job: None), ctypes.c_void_p)
     assert enqueue(new(cuda), run, None) == 0
     assert enqueue(12345, run, None) == 13  # CUBLAS_STATUS_EXECUTION_FAILED: there is no such stream
