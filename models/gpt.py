@@ -62,14 +62,16 @@ class Attention(nn.Module):
 
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
-        self.heads = config.n_head
+        self.head_dim = config.n_embd // config.n_head
         self.qkv = linear(config, config.n_embd, 3 * config.n_embd)
         self.output = residual_linear(config, config.n_embd)
 
     def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
+        qkv = self.qkv(x)
+        heads = qkv.shape[-1] // (3 * self.head_dim)  # all, or this rank's
         if cache is not None:
-            return self.output(cache.attend(self.qkv(x), self.heads, self.heads))
-        return self.output(F.self_attention(self.qkv(x), self.heads, starts=starts))
+            return self.output(cache.attend(qkv, heads, heads))
+        return self.output(F.self_attention(qkv, heads, starts=starts))
 
 
 class MLP(nn.Module):

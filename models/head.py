@@ -13,5 +13,5 @@ def head(x: Tensor, weight: Tensor, targets: Any, reduction: str, chunk: int) ->
     `chunk` rows of logits exist at a time, and backward makes them again: one more product of the head.
     """
     if targets is None:
-        return F.linear(x, weight)
+        return F.linear(x, weight) if weight.words is None else weight.words.logits(x, weight)
     return F.linear_cross_entropy(x, weight, targets, reduction=reduction, chunk=chunk)

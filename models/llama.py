@@ -70,6 +70,15 @@ class LlamaConfig:
         """Elements of a head."""
         return self.n_embd // self.n_head
 
+    def heads_in(self, width: int) -> tuple[int, int]:
+        """(heads of queries, of keys and of values) in queries, keys and values of this width.
+
+        All of them, or those that a rank has, which are one of keys and values at least.
+        """
+        total = width // self.head_dim
+        kv_heads = max(1, total * self.n_kv_head // (self.n_head + 2 * self.n_kv_head))
+        return total - 2 * kv_heads, kv_heads
+
 
 SIZES = {
     "llama-100m": LlamaConfig(),  # for benchmarks; no weights of this shape were published
@@ -102,8 +111,8 @@ class Attention(nn.Module):
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        self.heads, self.kv_heads = config.n_head, config.n_kv_head
-        packed = (self.heads + 2 * self.kv_heads) * config.head_dim
+        self.config = config
+        packed = (config.n_head + 2 * config.n_kv_head) * config.head_dim
         self.qkv = linear(config, config.n_embd, packed)
         self.output = residual_linear(config, config.n_embd)
 
@@ -114,10 +123,12 @@ class Attention(nn.Module):
         cache: LayerCache | None = None,
         starts: Array = None,
     ) -> Tensor:
-        qkv = F.rotary(self.qkv(x), *angles, self.heads + self.kv_heads)
+        qkv = self.qkv(x)
+        heads, kv_heads = self.config.heads_in(qkv.shape[-1])
+        qkv = F.rotary(qkv, *angles, heads + kv_heads)
         if cache is not None:
-            return self.output(cache.attend(qkv, self.heads, self.kv_heads))
-        return self.output(F.self_attention(qkv, self.heads, kv_heads=self.kv_heads, starts=starts))
+            return self.output(cache.attend(qkv, heads, kv_heads))
+        return self.output(F.self_attention(qkv, heads, kv_heads=kv_heads, starts=starts))
 
 
 class MLP(nn.Module):

@@ -73,12 +73,14 @@ class Attention(nn.Module):
 
     def __init__(self, config: ViTConfig) -> None:
         super().__init__()
-        self.heads = config.n_head
+        self.head_dim = config.n_embd // config.n_head
         self.qkv = linear(config, config.n_embd, 3 * config.n_embd)
         self.output = linear(config, config.n_embd, config.n_embd)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.output(F.self_attention(self.qkv(x), self.heads, is_causal=False))
+        qkv = self.qkv(x)
+        heads = qkv.shape[-1] // (3 * self.head_dim)  # all, or this rank's
+        return self.output(F.self_attention(qkv, heads, is_causal=False))
 
 
 class MLP(nn.Module):

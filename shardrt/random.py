@@ -12,8 +12,21 @@ import threading
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 State = tuple[int, int, int, bool, dict[str, int], int | None]
+
+
+@dataclass(frozen=True)
+class Block:
+    """What a rank has of a tensor of the whole batch: of part `part`, along time block `index` of `count`.
+
+    Batch parts are all of one size, as are blocks; time is the axis before the last.
+    """
+
+    part: int
+    index: int = 0
+    count: int = 1
 
 
 class _State(threading.local):

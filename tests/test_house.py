@@ -31,6 +31,7 @@ ROOMS = [
     ["shardrt.activation_offload"],
     ["shardrt.optim"],
     ["shardrt.fsdp"],
+    ["shardrt.parallel"],
     ["shardrt.checkpoint"],
     ["shardrt.train"],
     ["shardrt.tools"],

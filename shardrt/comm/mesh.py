@@ -166,6 +166,36 @@ class DeviceMesh:
         """What the ranks are, processes or threads, and how many of them this host has."""
         return self._family.world
 
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of the axes of `root` along which its ranks differ.
+
+        Raises ValueError for a mesh that is no slice of `root`: one of a fold.
+        """
+        root = self.root
+        places = np.unravel_index(self.ranks.ravel(), root.shape)
+        found = tuple(axis for axis, place in enumerate(places) if np.ptp(place))
+        if prod(root.shape[axis] for axis in found) != self.size:
+            raise ValueError(f"{self!r} does not lie along axes of {root!r}")
+        return found
+
+    def widened(self, axes: Sequence[int]) -> "DeviceMesh":
+        """The ranks that differ from this one along its own axes or these, numbers of `root`'s axes.
+
+        Itself where it has these already. Collective over `root` at the first time.
+        """
+        own, root = self.axes, self.root
+        if set(axes) <= set(own):
+            return self
+        wanted = tuple(sorted({*own, *axes}))
+        if len(wanted) == 1:
+            return root._axes[wanted[0]]
+        if wanted == tuple(range(len(root.shape))):
+            return root
+        if wanted not in root._parts:
+            root._parts[wanted] = root._along(wanted)
+        return root._parts[wanted]
+
     def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
         """The ranks that differ from this one only along these axes, in this order; always the same object.
 
@@ -194,17 +224,20 @@ class DeviceMesh:
             return part
         return self._made("flat", names, part, (part.size,), ("_".join(names),) if names else None)
 
-    def fold(self, name: str, size: int, *, over: tuple[str, ...], rest: str = "efsdp") -> "DeviceMesh":
+    def fold(
+        self, name: str, size: int, *, over: tuple[str, ...] | None = None, rest: str = "efsdp"
+    ) -> "DeviceMesh":
         """The ranks of the axes `over` as two other axes: neighbours along `name`, which has `size`; `rest`.
 
+        over: all axes if None.
         For experts: they are spread over `name`, and each one's ranks are the axis `rest`. Collective over
         this mesh at the first time. Raises ValueError where `size` does not divide the ranks.
         """
-        over = (over,) if isinstance(over, str) else tuple(over)
-        part = self[over]
+        over = (over,) if isinstance(over, str) else over and tuple(over)
+        part = self if over is None else self[over]
         if size < 1 or part.size % size:
             raise ValueError(
-                f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of {over}"
+                f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of {over or part}"
             )
         return self._made("fold", (name, size, over, rest), part, (part.size // size, size), (rest, name))
 

@@ -2,10 +2,13 @@
 
 That is, of the name of the innermost module, and which dropout in there it is (shardrt.random). Elements are
 counted over the global batch, of which each rank has an equal part in rank order, or that of the
-micro-batch that it computes; so a run drops the same elements at every world size.
+micro-batch that it computes, or the block that the module says; so a run drops the same elements at every
+world size.
 """
 
+from collections.abc import Callable
 from functools import partial
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -13,27 +16,31 @@ import numpy as np
 from shardrt import autograd, device, random
 from shardrt.autograd import Function
 from shardrt.comm import world
-from shardrt.functional._arrays import check_floats, empty_like, flat, kernels, tensor
+from shardrt.functional._arrays import check_floats, empty_like, kernels, tensor
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
 
 Array = Any
+Part = tuple[int, int, int]  # first element of the first run, from there to that of the next, how many runs
 
 
 class Dropout(Function):
     __slots__ = ()
 
-    def forward(self, x: Array, p: float, seed: int, call: int, offset: int, place: Array | None) -> Array:
-        self.saved = (p, seed, call, offset, place)
-        y = empty_like(x)
-        kernels().dropout.forward(flat(x), flat(y), *self.saved)
-        return y
+    def forward(self, x: Array, p: float, seed: int, call: int, part: Part, place: Array | None) -> Array:
+        self.saved = (p, seed, call, part, place)
+        return self._masked(kernels().dropout.forward, x)
 
     def backward(self, dy: Array) -> tuple:
-        dx = empty_like(dy)
-        kernels().dropout.backward(flat(dy), flat(dx), *self.saved)
-        return dx, None, None, None, None, None
+        return self._masked(kernels().dropout.backward, dy), None, None, None, None, None
+
+    def _masked(self, kernel: Callable, x: Array) -> Array:
+        p, seed, call, (first, stride, count), place = self.saved
+        y, runs = empty_like(x), (count, x.size // count)
+        for number, (given, out) in enumerate(zip(x.reshape(runs), y.reshape(runs), strict=True)):
+            kernel(given, out, p, seed, call, first + number * stride, place)
+        return y
 
 
 def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
@@ -49,9 +56,22 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
     if not training or p == 0:
         return x
     seed, call, place = _key()
+    return Dropout.apply(x, p, seed, call, _part(x.shape), place)
+
+
+def _part(shape: tuple[int, ...]) -> Part:
+    """Which elements of the tensor of the whole batch a tensor of this shape has."""
+    running = autograd.modules()
+    block = running[-1].block if running else None
+    if block is None:
+        block = random.Block(world.current().rank)
     part = random.micro_batch()
-    first = (world.current().rank if part is None else part) * x.size
-    return Dropout.apply(x, p, seed, call, first, place)
+    part = block.part if part is None else part
+    if block.count == 1:
+        return part * prod(shape), 0, 1
+    length, rows = prod(shape[-2:]), prod(shape[:-2])
+    stride = length * block.count
+    return part * rows * stride + block.index * length, stride, rows
 
 
 def _key() -> tuple[int, int, Array | None]:

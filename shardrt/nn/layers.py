@@ -66,7 +66,8 @@ class Embedding(Module):
         )
 
     def forward(self, indices: Any) -> Tensor:
-        return F.embedding(indices, self.weight)
+        words = self.weight.words  # of a vocabulary that is cut over ranks
+        return F.embedding(indices, self.weight) if words is None else words.embedding(indices, self.weight)
 
 
 class LayerNorm(Module):

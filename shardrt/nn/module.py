@@ -52,6 +52,7 @@ class Module:
         state["_parent"] = None
         state["_attribute"] = ""
         state["training"] = True
+        state["_block"] = None
         state["_arounds"]: list[Around] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
@@ -123,6 +124,18 @@ class Module:
             names.append(module._attribute)
             module = parent
         return ".".join(reversed(names))
+
+    @property
+    def block(self) -> random.Block | None:
+        """Which block of the batch's tensors this rank has in here; None: that of its rank in the world."""
+        module = self
+        while module is not None and module._block is None:
+            module = module.parent
+        return None if module is None else module._block
+
+    def has_block(self, block: random.Block) -> None:
+        """Set what `block` gives, of this module and all in it that have none of their own."""
+        object.__setattr__(self, "_block", block)
 
     def __getattr__(self, name: str) -> Any:
         raise elsewhere.missing(self, name, elsewhere.MODULE)
@@ -326,9 +339,12 @@ class Module:
     def state_dict(self) -> dict[str, np.ndarray]:
         """Name -> whole array, not copied, of parameters and then buffers.
 
-        RuntimeError where parameters are sharded: see full_state_dict.
+        RuntimeError where parameters are sharded or cut: see full_state_dict.
         """
-        parameters = {name: parameter.data for name, parameter in self.named_parameters()}
+        parameters = dict(self.named_parameters())
+        if other := next((p for p in parameters.values() if p.shape != p.whole_shape), None):
+            raise RuntimeError(f"parameter {other.name!r} is cut; shardrt.checkpoint has full_state_dict")
+        parameters = {name: parameter.data for name, parameter in parameters.items()}
         return parameters | dict(self.named_buffers())
 
     def load_state_dict(

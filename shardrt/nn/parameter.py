@@ -16,6 +16,7 @@ from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser
 from shardrt.nn.runs import Part, spans, take
+from shardrt.nn.share import CUT, Share
 from shardrt.nn.storage import LocalStorage, Storage, read_only
 from shardrt.tensor import Tensor
 
@@ -40,7 +41,7 @@ class Parameter(Tensor):
     let every rank come to it.
     """
 
-    __slots__ = ("init", "seed", "storage", "dtype", "_shape", "_owner", "_attribute", "_hooks")
+    __slots__ = ("init", "seed", "storage", "dtype", "share", "_shape", "_owner", "_attribute", "_hooks")
     changed_in_place = True
 
     def __init__(
@@ -60,6 +61,7 @@ class Parameter(Tensor):
         self.requires_grad = requires_grad
         self.node = None
         self.index = 0
+        self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
         self._owner: weakref.ref[Module] | None = None
         self._attribute = ""
         self._hooks: Hooks | None = None
@@ -85,6 +87,16 @@ class Parameter(Tensor):
     @property
     def shape(self) -> tuple[int, ...]:
         return self._shape
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Its shape with the parts that other ranks have, where the module that it is in is cut."""
+        return self._shape if self.share is None else self.share.whole
+
+    @property
+    def words(self) -> Any:
+        """How rows of a vocabulary that is cut are looked up and make logits; None where it is not cut."""
+        return None if self.share is None else self.share.words
 
     @property
     def ndim(self) -> int:
@@ -123,8 +135,31 @@ class Parameter(Tensor):
 
     @property
     def part(self) -> Part:
-        """Which elements of it this rank holds, of `shape` in memory order: where those of `shard` belong."""
-        return self.storage.part_of(self)
+        """Which elements this rank holds, of `whole_shape` in memory order: where those of `shard` belong."""
+        return self.in_whole(self.storage.part_of(self))
+
+    def in_whole(self, part: Part) -> Part:
+        """Some elements, counted in `shape`, as elements of the whole."""
+        return part if self.share is None else self.share.in_whole(part)
+
+    def take_share(self, share: Share) -> None:
+        """Be what `share` says of the parameter as it was: `shape` is this rank's from now on.
+
+        Before its values are made, and once; what all ranks have alike may still be cut. Raises ValueError,
+        naming it, for a second cut, RuntimeError where there are values, or it is sharded.
+        """
+        told = f"parameter {self.name!r}"
+        if self.share is not None and (self.share.kind == CUT or share.mesh is not self.share.mesh):
+            raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
+        if not isinstance(self.storage, LocalStorage):
+            raise RuntimeError(f"{told} is sharded already; call parallelize_module before fully_shard")
+        if self.storage.materialised:
+            raise RuntimeError(
+                f"{told} has values already; call parallelize_module before the model is used or loaded"
+            )
+        if self.storage.owned:
+            raise RuntimeError(f"{told} has an optimizer already; call parallelize_module before")
+        self.share, self._shape = share, share.shape
 
     @property
     def shard(self) -> Array:
@@ -172,9 +207,12 @@ class Parameter(Tensor):
         self.storage.zero_grad()
 
     def fill(self, out: Array, part: Part, name: str | None = None) -> None:
-        """Write what the elements `part` start as, under this name or another one, into 1-D `out`."""
+        """Write what the elements `part`, counted in `shape`, start as, under this name or another one.
+
+        out: 1-D.
+        """
         key = random.name_key(self.name if name is None else name)
-        for place, first, length in spans(part):
+        for place, first, length in spans(self.in_whole(part)):
             self.init.fill(out[place : place + length], self.seed, key, first)
 
     def load(self, values: Any) -> None:
@@ -182,9 +220,9 @@ class Parameter(Tensor):
 
         Raises ValueError, naming the parameter, if the shape differs.
         """
-        if tuple(values.shape) != self._shape:
+        if tuple(values.shape) != self.whole_shape:
             raise ValueError(
-                f"parameter {self.name!r} has shape {self._shape}, the values {tuple(values.shape)}"
+                f"parameter {self.name!r} has shape {self.whole_shape}, the values {tuple(values.shape)}"
             )
         start, stop = self.storage.range_of(self)
         shard = self.storage.shard[start:stop]
@@ -199,6 +237,8 @@ class Parameter(Tensor):
         """
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
+        if self.share is not None:
+            raise TypeError(f"parameter {self.name!r} is on {self.share.mesh!r} and can't be copied")
         if not self.storage.materialised and not isinstance(self.init, AsNamed):
             self.init = AsNamed(self.init, random.name_key(self.name))
         twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)

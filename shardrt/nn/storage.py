@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device
+from shardrt import autograd, device
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
 from shardrt.nn.runs import Part, run, take
+from shardrt.nn.share import CUT, PARTIAL
 
 if TYPE_CHECKING:
     from shardrt.nn.parameter import Parameter
@@ -74,8 +75,8 @@ class Storage(ABC):
     exact_norm = False  # norms of the gradient are computed in integers
     applied = False  # an update during backward has used the gradient; the optimizer sets it
 
-    def owner(self, first: bool) -> bool:
-        """Whether this rank saves what it holds: of the ranks that hold an element, one does.
+    def owner(self, parameter: "Parameter", first: bool) -> bool:
+        """Whether this rank saves what it holds of it: of the ranks that hold an element, one does.
 
         first: whether this rank speaks for all of the model's. It does for what every rank holds.
         """
@@ -188,7 +189,24 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
+        # Where each backward's gradient is summed over ranks (share.PARTIAL): the one that runs, and the sum
+        # of those before.
+        self._run: autograd.Backward | None = None
+        self._added: Array | None = None
         self._parameter = parameter
+
+    @property
+    def communicator(self) -> Communicator | None:
+        share = self._parameter.share
+        return share.communicator if share is not None and share.kind == CUT else None
+
+    @property
+    def everyone(self) -> Communicator | None:
+        share = self._parameter.share
+        return None if share is None else share.mesh.root.communicator("control")
+
+    def owner(self, parameter: "Parameter", first: bool) -> bool:
+        return first if parameter.share is None else parameter.share.owner
 
     @property
     def materialised(self) -> bool:
@@ -244,13 +262,30 @@ class LocalStorage(Storage):
         return Edge(None, 0, parameter)
 
     def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
+        if parameter.share is not None and parameter.share.kind == PARTIAL:
+            self._adds_up()
         accumulate = self._gradient is not None
         if not accumulate:
             self._gradient = device.current().empty(parameter.shape, parameter.dtype)
         return self._gradient, accumulate, WRITTEN
 
+    def _adds_up(self) -> None:
+        """The ranks' gradients are summed when the backward that runs ends; earlier ones have been."""
+        run = autograd.running()
+        if run is not None and run.outermost is not self._run:
+            self._run, self._added, self._gradient = run.outermost, self._gradient, None
+            run.at_end(self._sum_over_ranks)
+
+    def _sum_over_ranks(self) -> None:
+        self._run, stream = None, device.current().current_stream
+        communicator = self._parameter.share.mesh.communicator("tensor")
+        communicator.all_reduce(self._gradient.reshape(-1), stream=stream, what=self._parameter.name)
+        if self._added is not None:
+            self._gradient += self._added
+            self._added = None
+
     def zero_grad(self) -> None:
-        self._gradient = None
+        self._gradient = self._added = None
 
 
 def shared(storages: Iterable[Storage]) -> bool:

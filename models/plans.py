@@ -1,0 +1,47 @@
+"""How the models here are cut by parallelize_module: a plan for each."""
+
+from shardrt import nn
+from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, VocabParallel
+from shardrt.parallel.styles import Style
+
+from .gpt import GPT
+from .llama import Llama
+from .vit import ViT
+
+
+def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, Style]:
+    """The plan for a GPT, Llama or ViT: attention by heads, MLPs by hidden units, the vocabulary by words.
+
+    sequence_parallel: norms, dropout and what lies between the blocks on a part of the time each; less memory
+    for the same traffic. For language models. Raises TypeError for another model, ValueError for a ViT with
+    sequence_parallel.
+    """
+    plan = {
+        "blocks.*.attention.qkv": ColwiseParallel(_heads(model)),
+        "blocks.*.attention.output": RowwiseParallel(),
+        "blocks.*.mlp.down": RowwiseParallel(),
+    }
+    if isinstance(model, ViT):
+        if sequence_parallel:
+            raise ValueError("plan_of: there is no sequence_parallel for a ViT; it reads all patches at once")
+        return plan | {"blocks.*.mlp.up": ColwiseParallel()}
+    if isinstance(model, GPT):
+        plan |= {"wte": VocabParallel(), "blocks.*.mlp.up": ColwiseParallel()}
+        alone = ("wpe", "dropout", "blocks.*.dropout")
+    else:
+        plan |= {"embedding": VocabParallel(), "blocks.*.mlp.gate_up": ColwiseParallel(2)}
+        plan |= {} if model.config.tied else {"head": VocabParallel()}
+        alone = ()
+    if sequence_parallel:
+        norms = ("blocks.*.norm1", "blocks.*.norm2", "norm")
+        plan |= {path: SequenceParallel() for path in (*alone, *norms)}
+    return plan
+
+
+def _heads(model: nn.Module) -> tuple[int, int, int]:
+    """Of queries, keys and values."""
+    if not isinstance(model, GPT | Llama | ViT):
+        raise TypeError(f"plan_of: there are plans for GPT, Llama and ViT, got {type(model).__name__}")
+    config = model.config
+    kv_heads = config.n_kv_head if isinstance(model, Llama) else config.n_head
+    return config.n_head, kv_heads, kv_heads

@@ -1,0 +1,101 @@
+"""Share: what a rank has of a parameter where modules themselves are cut along an axis of the mesh.
+
+A parameter's `shape` is that of what this rank has: all that ops, layouts and optimizers see. The share says
+what that is of the whole, which initial values, loading, checkpoints and files go by.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.runs import Part, put, run, spans, size_of
+from shardrt.nn.runs import cut as cut_of
+
+CUT, SAME, PARTIAL = "cut", "same", "partial"
+
+
+@dataclass(frozen=True, eq=False)
+class Share:
+    """Of a parameter of shape `whole`, along the one axis of `mesh`.
+
+    kind: CUT, each rank has elements of its own; SAME, all have all of them, and equal gradients; PARTIAL,
+    all have all of them, and each a gradient that is to be added to the others'. shape: of what this rank
+    has. parts: of CUT, the elements of each rank of the axis; none in two of them.
+    """
+
+    kind: str
+    mesh: DeviceMesh
+    whole: tuple[int, ...]
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...] = ()
+    words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
+
+    @classmethod
+    def of_all(cls, kind: str, mesh: DeviceMesh, whole: tuple[int, ...]) -> "Share":
+        """All elements, on every rank of the axis: SAME or PARTIAL."""
+        return cls(kind, mesh, whole, whole)
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The numbers of the axes of the root mesh along which it is."""
+        return self.mesh.axes
+
+    @property
+    def part(self) -> Part:
+        """The elements of the whole that this rank has, in the order in which they lie in `shape`."""
+        return self.part_of(self.mesh.rank)
+
+    def part_of(self, rank: int) -> Part:
+        """As `part`, of another rank of the axis."""
+        return self.parts[rank] if self.kind == CUT else run(0, int(np.prod(self.whole)))
+
+    def in_whole(self, part: Part) -> Part:
+        """Some elements of what this rank has, as elements of the whole."""
+        if self.kind != CUT:
+            return part
+        found: Part = ()
+        for _, first, length in spans(part):
+            found += cut_of(self.part, first, first + length)
+        return found
+
+    @property
+    def owner(self) -> bool:
+        """Whether this rank, where it holds all of its share, counts and saves it."""
+        root = self.mesh.root
+        own = self.axes if self.kind == CUT else ()
+        return not any(place for axis, place in enumerate(root.coordinate) if axis not in own)
+
+    @property
+    def communicator(self) -> Communicator:
+        """Over the ranks of the axis, for what hosts tell each other."""
+        return self.mesh.communicator("control")
+
+    def joined(self, own: np.ndarray) -> np.ndarray | None:
+        """The whole, on the axis's first rank, of what each rank has, a host array; None elsewhere.
+
+        Collective over the axis, where the parameter is cut.
+        """
+        if self.kind != CUT:
+            return own
+        here, control = device.current(), self.communicator
+        if self.mesh.rank > 0:
+            if own.size:
+                control.send(np.ascontiguousarray(own).reshape(-1), peer=0, stream=here.current_stream)
+            return None
+        whole = np.empty(self.whole, own.dtype)
+        put(self.part, whole, own.reshape(-1))
+        for rank in range(1, self.mesh.size):
+            piece = np.empty(size_of(self.part_of(rank)), own.dtype)
+            if piece.size:
+                control.recv(piece, peer=rank, stream=here.current_stream)
+                put(self.part_of(rank), whole, piece)
+        return whole
+
+
+def whole_shape(array: Any) -> tuple[int, ...]:
+    """Of a parameter, whatever this rank has of it; of another array its shape."""
+    return getattr(array, "whole_shape", array.shape)

@@ -1,0 +1,14 @@
+"""Modules that are cut over ranks, along an axis of the mesh beside those of the data.
+
+Read in this order: axis, saved, around, styles, vocabulary, tensor.
+"""
+
+from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardrt.parallel.tensor import parallelize_module
+
+__all__ = [
+    "ColwiseParallel",
+    "RowwiseParallel",
+    "SequenceParallel",
+    "parallelize_module",
+]

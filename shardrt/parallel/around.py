@@ -1,0 +1,84 @@
+"""What is attached to modules that are cut: it converts what goes in and comes out."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from shardrt import functional as F
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.module import Module
+from shardrt.parallel.axis import TIME, Axis
+from shardrt.parallel.saved import gather_again
+from shardrt.tensor import Tensor
+
+
+class Converting:
+    """Around the forward of a module that is cut. Innermost: what is recomputed converts again."""
+
+    order, every_entry = -1, False
+
+    def __init__(self, axis: Axis) -> None:
+        self.axis = axis
+
+    def __deepcopy__(self, memo: dict) -> "Converting":
+        raise TypeError(f"copy.deepcopy: the model is cut along {self.axis.mesh!r} and can't be copied")
+
+
+class Column(Converting):
+    """Each rank computes some of the outputs: x I or V -> R, y its own.
+
+    gathered: (elements, ranks that have the rest) of each part of y, None where no other rank needs it.
+    """
+
+    def __init__(self, axis: Axis, parts: list[tuple[int, Communicator | None]]) -> None:
+        super().__init__(axis)
+        self._parts = parts if any(others for _, others in parts) else []
+
+    def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
+        whole = self.axis.enter(x)
+        y = forward(whole)
+        if self.axis.sequence:
+            gather_again(y, whole, x, self.axis.communicator, TIME)
+        return self._with_shared_heads(y) if self._parts else y
+
+    def _with_shared_heads(self, y: Tensor) -> Tensor:
+        pieces, stop = [], 0
+        for width, others in self._parts:
+            start, stop = stop, stop + width
+            piece = y[..., start:stop]
+            pieces.append(piece if others is None else F.gather(piece, others, -1))
+        return F.concatenate(pieces, axis=-1)
+
+
+class Row(Converting):
+    """Each rank computes with some of the inputs: x its own, y P -> I or V; then the bias, once."""
+
+    def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
+        state, bias = module.__dict__, module.bias
+        state["bias"] = None  # the sum gets it, not each part of the sum
+        try:
+            y = self.axis.leave(forward(x))
+        finally:
+            state["bias"] = bias
+        return y if bias is None else y + bias
+
+
+class OwnTime(Converting):
+    """An embedding of positions or of words: each rank looks up those of its part of the time."""
+
+    def run(self, module: Module, forward: Callable, /, indices: Any) -> Tensor:
+        indices, size = np.asarray(indices), self.axis.size
+        each, rest = divmod(indices.shape[-1], size)
+        if rest:
+            raise ValueError(
+                f"SequenceParallel: {indices.shape[-1]} positions can't be cut into {size} equal parts"
+            )
+        return forward(indices[..., self.axis.rank * each : (self.axis.rank + 1) * each])
+
+
+class WholeTime(Converting):
+    """What leaves the module is put together again, for all ranks to go on with alike."""
+
+    def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
+        return F.gather_same(forward(x), self.axis.communicator, TIME)

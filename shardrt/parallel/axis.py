@@ -1,0 +1,71 @@
+"""Axis: the ranks over which modules are cut, and how activations go from one kind to another there.
+
+The kinds are those of functional/collective.py. Between modules an activation is the same on all ranks (I),
+or with sequence parallelism each rank's own part of the time (V), which is the axis before the last.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt import functional as F
+from shardrt import random
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.runs import Part
+from shardrt.nn.share import CUT, Share
+from shardrt.tensor import Tensor
+
+TIME = -2
+
+
+@dataclass(frozen=True)
+class Axis:
+    """mesh: of one axis. sequence: whether activations between modules are cut along time."""
+
+    mesh: DeviceMesh
+    sequence: bool
+
+    @property
+    def rank(self) -> int:
+        """This rank's number on the axis."""
+        return self.mesh.rank
+
+    @property
+    def size(self) -> int:
+        """How many ranks there are on it."""
+        return self.mesh.size
+
+    @property
+    def communicator(self) -> Communicator:
+        """What activations and their gradients go over."""
+        return self.mesh.communicator("tensor")
+
+    @property
+    def batch_part(self) -> int:
+        """Which part of the batch this rank has: its number along all other axes of the root mesh."""
+        root, number = self.mesh.root, 0
+        for axis in range(len(root.shape)):
+            if axis not in self.mesh.axes:
+                number = number * root.shape[axis] + root.coordinate[axis]
+        return number
+
+    def block(self, sequence: bool) -> random.Block:
+        """What this rank has of an activation of the whole batch."""
+        part = self.batch_part
+        return random.Block(part, self.rank, self.size) if sequence else random.Block(part)
+
+    def cut(
+        self, whole: tuple[int, ...], shape: tuple[int, ...], parts: tuple[Part, ...], words: Any = None
+    ) -> Share:
+        """The share of a parameter of which each rank has a part of its own."""
+        return Share(CUT, self.mesh, whole, shape, parts, words)
+
+    def enter(self, x: Tensor) -> Tensor:
+        """An activation for each rank to use in its own way: I or V -> R."""
+        return F.gather(x, self.communicator, TIME) if self.sequence else F.copy_to(x, self.communicator)
+
+    def leave(self, x: Tensor) -> Tensor:
+        """The sum of what ranks made in their own way: P -> I or V."""
+        if self.sequence:
+            return F.reduce_scatter_to(x, self.communicator, TIME)
+        return F.reduce_from(x, self.communicator)

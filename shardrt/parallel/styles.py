@@ -1,0 +1,166 @@
+"""Styles: what a module's parameters become on an axis of the mesh, and what is attached to it.
+
+(Shoeybi et al., Megatron-LM, 2019, for columns and rows; Korthikanti et al., Reducing Activation
+Recomputation in Large Transformer Models, 2022, for the sequence.)
+"""
+
+from dataclasses import dataclass
+from math import prod
+
+from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
+from shardrt.nn.lora import LoRALinear
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import Part, Runs, run
+from shardrt.nn.share import PARTIAL, Share
+from shardrt.parallel.around import Column, OwnTime, Row, WholeTime
+from shardrt.parallel.axis import Axis
+
+
+class Style:
+    """Names what a module is; `apply` makes it that."""
+
+    modules: tuple[type[Module], ...] = (Linear,)
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class ColwiseParallel(Style):
+    """A Linear of which each rank computes some outputs: rows of its weight, and of its bias.
+
+    parts: how many layers side by side it is, each of which is cut: 3 for q, k, v. A tuple gives their widths
+    in heads, which stay whole: (heads, kv_heads, kv_heads). Where there are more ranks than heads of a part,
+    neighbours compute a head together, and each gets all of it.
+    """
+
+    parts: int | tuple[int, ...] = 1
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        weight = module.weight
+        sizes = self._sizes(module, axis)
+        _cut_rows(weight, axis, sizes)
+        if module.bias is not None:
+            _cut_rows(module.bias, axis, sizes)
+        if isinstance(module, LoRALinear):
+            _partial(module.lora_a, axis)
+            _cut_rows(module.lora_b, axis, sizes)
+        module.run_inside(Column(axis, self._given(axis, sizes)))
+
+    def _sizes(self, module: Module, axis: Axis) -> list[int]:
+        """Rows of each part, of all ranks. Raises ValueError for what can't be cut."""
+        rows, n = module.weight.shape[0], axis.size
+        heads = (self.parts,) if isinstance(self.parts, int) else self.parts
+        heads = (1,) * heads[0] if isinstance(self.parts, int) else heads
+        if not heads or min(heads) < 1 or rows % sum(heads):
+            raise ValueError(
+                f"ColwiseParallel: parts {self.parts} do not fit {module.name!r}, which has {rows} outputs"
+            )
+        each = rows // sum(heads)
+        if isinstance(self.parts, int):
+            if each % n:
+                raise ValueError(
+                    f"ColwiseParallel: {n} ranks do not divide the {each} outputs of {module.name!r}"
+                )
+            return [each] * len(heads)
+        for place, count in enumerate(heads):
+            together = place > 0 and n % count == 0 and each % (n // count) == 0
+            if count % n and not together:
+                raise ValueError(
+                    f"ColwiseParallel: {n} ranks do not divide the {count} heads of {module.name!r}"
+                )
+        return [each * count for count in heads]
+
+    def _given(self, axis: Axis, sizes: list[int]) -> list:
+        """(elements of a part here, communicator of those who have the rest of its head, or None)."""
+        given = []
+        for place, size in enumerate(sizes):
+            heads = axis.size if isinstance(self.parts, int) else self.parts[place]
+            others = None
+            if heads < axis.size:
+                fold = axis.mesh.fold("head", axis.size // heads, rest="heads")
+                others = fold["head"].communicator("tensor")
+            given.append((size // axis.size, others))
+        return given
+
+
+@dataclass(frozen=True)
+class RowwiseParallel(Style):
+    """A Linear of which each rank has some inputs: columns of its weight. The results are summed.
+
+    Each rank's input is what a ColwiseParallel layer gave it. The bias is whole, and added once.
+    """
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        if module.gelu:
+            raise ValueError(f"RowwiseParallel: the GELU of {module.name!r} would be of a part of the sum")
+        _cut_columns(module.weight, axis)
+        if isinstance(module, LoRALinear):
+            if module.lora_dropout:
+                raise ValueError(f"RowwiseParallel: the adapter of {module.name!r} has dropout")
+            _cut_columns(module.lora_a, axis)
+            _partial(module.lora_b, axis)
+        if module.bias is not None and axis.sequence:
+            _partial(module.bias, axis)
+        module.run_inside(Row(axis))
+
+
+@dataclass(frozen=True)
+class SequenceParallel(Style):
+    """A module that acts on each position by itself, on this rank's part of the time.
+
+    output: "part", or "whole": what leaves it is put together again, for all ranks to go on with alike. Where
+    a plan has this style, what goes into ColwiseParallel and comes out of RowwiseParallel and VocabParallel
+    is such a part; it is gathered, again in backward, and summed into parts.
+    """
+
+    output: str = "part"
+    modules = (LayerNorm, RMSNorm, Dropout, Embedding)
+
+    def __post_init__(self) -> None:
+        if self.output not in ("part", "whole"):
+            raise ValueError(f"SequenceParallel: output must be 'part' or 'whole', got {self.output!r}")
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        for parameter in module._parameters.values():
+            _partial(parameter, axis)
+        module.has_block(axis.block(True))
+        if isinstance(module, Embedding):
+            module.run_inside(OwnTime(axis))
+        if self.output == "whole":
+            module.run_inside(WholeTime(axis))
+
+
+def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:
+    """Each rank has an equal part of the rows of every part."""
+    whole, n = parameter.shape, axis.size
+    width = prod(whole[1:])
+    parts: list[Part] = []
+    for rank in range(n):
+        part: Part = ()
+        first = 0
+        for size in sizes:
+            each = size // n
+            part += run((first + rank * each) * width, each * width)
+            first += size
+        parts.append(part)
+    parameter.take_share(axis.cut(whole, (whole[0] // n, *whole[1:]), tuple(parts)))
+
+
+def _cut_columns(weight: Parameter, axis: Axis) -> None:
+    """Each rank has an equal part of every row."""
+    rows, columns = weight.shape
+    each, rest = divmod(columns, axis.size)
+    if rest:
+        raise ValueError(
+            f"RowwiseParallel: {axis.size} ranks do not divide the {columns} inputs of {weight.name!r}"
+        )
+    parts = tuple((Runs(rank * each, each, columns, rows),) for rank in range(axis.size))
+    weight.take_share(axis.cut((rows, columns), (rows, each), parts))
+
+
+def _partial(parameter: Parameter, axis: Axis) -> None:
+    """All ranks have it, and what each adds to its gradient is summed."""
+    parameter.take_share(Share.of_all(PARTIAL, axis.mesh, parameter.shape))

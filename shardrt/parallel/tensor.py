@@ -1,0 +1,81 @@
+"""parallelize_module: cuts the modules of a model over the ranks of an axis, as a plan says."""
+
+from collections.abc import Iterator, Mapping
+from fnmatch import fnmatchcase
+from typing import TypeVar
+
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.nn.module import Module
+from shardrt.nn.share import SAME, Share
+from shardrt.parallel.axis import Axis
+from shardrt.parallel.styles import SequenceParallel, Style
+
+M = TypeVar("M", bound=Module)
+
+
+def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) -> M:
+    """Cut modules of `model` along the one axis of `mesh`, a slice such as mesh["tp"]; gives `model` back.
+
+    Every rank of the axis computes with the same batch, and has the same activations between the modules that
+    are cut, or with SequenceParallel its part of their time. Parameters keep their names; `shape` is that of
+    what this rank has, `whole_shape` that of all. Initial values, masks of dropout and checkpoints are those
+    of the whole model. Call it on the outermost module, before fully_shard, which cuts what is left over
+    other axes of the same mesh, before weights are loaded and the optimizer is made. Collective.
+
+    plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". What the plan does not name
+    is the same on all ranks. On an axis of one rank nothing is changed.
+
+    Raises ValueError for a path that names no module, a module that is named twice, a parameter that is cut
+    already, sizes or heads that the ranks do not divide, and a mesh of several axes; TypeError for a module
+    that a style does not fit; RuntimeError for a parameter that is sharded, or has values or an optimizer.
+    """
+    if not isinstance(model, Module):
+        raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"parallelize_module: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if len(mesh.shape) > 1:
+        raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
+    chosen = _chosen(model, plan)
+    if mesh.size == 1:
+        return model
+    axis = Axis(mesh, any(isinstance(style, SequenceParallel) for style in plan.values()))
+    for role in ("tensor", "control"):
+        mesh.communicator(role)
+    mesh.root.communicator("control")
+    for module, style in chosen:
+        style.apply(module, axis)
+    for parameter in model.parameters():
+        if parameter.share is None:
+            parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
+    model.has_block(axis.block(False))
+    return model
+
+
+def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Style]]:
+    """The modules that the plan names, in its order, each with its style."""
+    found: dict[Module, tuple[str, Style]] = {}
+    for pattern, style in plan.items():
+        if not isinstance(style, Style):
+            raise TypeError(f"parallelize_module: {pattern!r} needs a style, got {style!r}")
+        named = list(_named(model, pattern))
+        if not named:
+            raise ValueError(f"parallelize_module: {pattern!r} names no module of {type(model).__name__}")
+        for path, module in named:
+            if not isinstance(module, style.modules):
+                kinds = ", ".join(kind.__name__ for kind in style.modules)
+                raise TypeError(
+                    f"parallelize_module: {path!r} is a {type(module).__name__}; {type(style).__name__} is "
+                    f"for {kinds}"
+                )
+            if module in found:
+                raise ValueError(f"parallelize_module: {path!r} is named by {found[module][0]!r} and {pattern!r}")
+            found[module] = pattern, style
+    return [(module, style) for module, (_, style) in found.items()]
+
+
+def _named(model: Module, pattern: str) -> Iterator[tuple[str, Module]]:
+    wanted = pattern.split(".")
+    for path, module in model.named_modules():
+        names = path.split(".")
+        if len(names) == len(wanted) and all(map(fnmatchcase, names, wanted)):
+            yield path, module

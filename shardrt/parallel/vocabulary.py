@@ -1,0 +1,60 @@
+"""VocabParallel, and Words: what a weight whose rows are words says of itself, where each rank has the rows of its own words.
+
+nn.Embedding, F.linear_cross_entropy and the head of the language models ask the weight, by `weight.words`.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt import functional as F
+from shardrt.functional import vocabulary
+from shardrt.functional.vocabulary import VocabularyPart, rows_of
+from shardrt.nn.layers import Embedding, Linear
+from shardrt.nn.module import Module
+from shardrt.nn.runs import run
+from shardrt.parallel.axis import Axis
+from shardrt.parallel.styles import Style
+from shardrt.tensor import Tensor
+
+
+class Words:
+    """The part of a vocabulary that this rank has, and where activations come from and go to."""
+
+    def __init__(self, axis: Axis, vocab: int) -> None:
+        self.axis = axis
+        self.part = VocabularyPart(axis.communicator, vocab)
+
+    def embedding(self, indices: Any, weight: Tensor) -> Tensor:
+        """As F.embedding of the whole weight; with sequence parallelism this rank's part of the time."""
+        return self.axis.leave(vocabulary.embedding(indices, weight, self.part))
+
+    def linear_cross_entropy(self, x: Tensor, weight: Tensor, targets: Any, **how: Any) -> Tensor:
+        """As F.linear_cross_entropy of the whole weight and, with sequence parallelism, the whole time."""
+        return vocabulary.linear_cross_entropy(self.axis.enter(x), weight, targets, self.part, **how)
+
+    def logits(self, x: Tensor, weight: Tensor) -> Tensor:
+        """Of the whole vocabulary, the same on all ranks."""
+        return vocabulary.gather_logits(F.linear(self.axis.enter(x), weight), self.part)
+
+
+@dataclass(frozen=True)
+class VocabParallel(Style):
+    """An Embedding, or the Linear of a head, of which each rank has the rows of some words.
+
+    The loss is made without the logits of all words in one place (functional/vocabulary.py), where the model
+    asks for it with F.linear_cross_entropy of this weight, as models.head does.
+    """
+
+    modules = (Embedding, Linear)
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        if isinstance(module, Linear) and module.bias is not None:
+            raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
+        weight = module.weight
+        vocab, width = weight.shape
+        if vocab < axis.size:
+            raise ValueError(f"VocabParallel: {module.name!r} has {vocab} rows for {axis.size} ranks")
+        rows = [rows_of(vocab, rank, axis.size) for rank in range(axis.size)]
+        parts = tuple(run(first * width, count * width) for first, count in rows)
+        count, words = rows[axis.rank][1], Words(axis, vocab)
+        weight.take_share(axis.cut((vocab, width), (count, width), parts, words))
