@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exp, larger, reordered
+from shardrt.kernels.cpu._jit import exact, exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -15,18 +15,43 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
 
     logits (rows, vocab), dense; targets int64, losses, lse (rows,).
     """
-    run_rows(_forward, logits.shape[0], logits.size, logits, targets, losses, lse, ignore_index)
+    args = (logits, targets, losses, lse, ignore_index, 0, False)
+    run_rows(_forward, logits.shape[0], logits.size, *args)
+
+
+def forward_part(
+    logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
+) -> None:
+    """What a part of a vocabulary of `vocab` adds: chosen = logits[target], 0 where that is elsewhere; lse.
+
+    logits (rows, count): of the words from `first` on. lse is that of these, -infinity of none.
+    """
+    args = (logits, targets, chosen, lse, ignore_index, int(first), True)
+    run_rows(_forward, logits.shape[0], logits.size, *args)
+
+
+def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
+    """losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
+    _join(parts, targets, losses, lse, ignore_index)
 
 
 def backward(
-    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: Array | None, ignore_index: int
+    logits: Array,
+    targets: Array,
+    lse: Array,
+    dlogits: Array,
+    scale: Array | None,
+    ignore_index: int,
+    first: int = 0,
 ) -> None:
     """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
 
-    scale: one float64, None for 1.
+    scale: one float64, None for 1. first: the word of the first column, where these are a part of the
+    vocabulary, and lse is that of all of it.
     """
     factor = logits.dtype.type(1 if scale is None else scale.item())
-    run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, factor, ignore_index)
+    args = (logits, targets, lse, dlogits, factor, ignore_index, int(first))
+    run_rows(_backward, logits.shape[0], logits.size, *args)
 
 
 def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
@@ -64,22 +89,40 @@ def flops(rows: int, vocab: int) -> int:
 
 
 @reordered
-def _forward(start, stop, logits, targets, losses, lse, ignore_index):
+def _forward(start, stop, logits, targets, losses, lse, ignore_index, first, part):
     for row in range(start, stop):
         line = logits[row]
-        highest = line[0]
+        highest = logits.dtype.type(-np.inf)
         for j in range(line.size):
             highest = larger(highest, line[j])
+        shift = highest if highest > -np.inf else logits.dtype.type(0)
         total = logits.dtype.type(0)
         for j in range(line.size):
-            total += exp(line[j] - highest)
-        lse[row] = highest + np.log(total)
+            total += exp(line[j] - shift)
+        lse[row] = shift + np.log(total)
         target = targets[row]
-        losses[row] = 0 if target == ignore_index else lse[row] - line[target]
+        ignored, column = target == ignore_index, target - first
+        chosen = line[column] if 0 <= column < line.size and not ignored else logits.dtype.type(0)
+        losses[row] = chosen if part else 0 if ignored else lse[row] - chosen
+
+
+@exact
+def _join(parts, targets, losses, lse, ignore_index):
+    for row in range(targets.size):
+        highest = parts[0, 0, row]
+        for part in range(1, len(parts)):
+            highest = max(highest, parts[part, 0, row])
+        shift = highest if highest != -np.inf else parts.dtype.type(0)
+        total, chosen = parts.dtype.type(0), parts.dtype.type(0)
+        for part in range(len(parts)):
+            total += exp(parts[part, 0, row] - shift)
+            chosen += parts[part, 1, row]
+        lse[row] = shift + np.log(total)
+        losses[row] = 0 if targets[row] == ignore_index else lse[row] - chosen
 
 
 @reordered
-def _backward(start, stop, logits, targets, lse, dlogits, scale, ignore_index):
+def _backward(start, stop, logits, targets, lse, dlogits, scale, ignore_index, first):
     for row in range(start, stop):
         line, out, target = logits[row], dlogits[row], targets[row]
         if target == ignore_index:
@@ -88,4 +131,6 @@ def _backward(start, stop, logits, targets, lse, dlogits, scale, ignore_index):
         shift = lse[row]
         for j in range(line.size):
             out[j] = exp(line[j] - shift) * scale
-        out[target] -= scale
+        column = target - first
+        if 0 <= column < line.size:
+            out[column] -= scale

@@ -8,14 +8,21 @@ from shardrt.kernels.cpu._threads import run_rows
 Array = Any
 
 
-def forward(indices: Array, weight: Array, y: Array) -> None:
-    """y[i] = weight[indices[i]]. indices int64 (rows,), weight (vocab, width), y (rows, width)."""
-    run_rows(_forward, indices.size, y.size, indices, weight, y)
+def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int | None = None) -> None:
+    """y[i] = weight[indices[i]]. indices int64 (rows,), weight (vocab, width), y (rows, width).
+
+    first, vocab: where weight is a part of a table of `vocab` rows, those from `first` on. Rows of the other
+    parts are 0.
+    """
+    run_rows(_forward, indices.size, y.size, indices, weight, y, int(first))
 
 
-def backward(indices: Array, dy: Array, dweight: Array) -> None:
-    """dweight[indices[i]] += dy[i], one row after the other: the same bits every time."""
-    _backward(indices, dy, dweight)
+def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
+    """dweight[indices[i] - first] += dy[i], one row after the other: the same bits every time.
+
+    Indices of rows that dweight does not have add nothing.
+    """
+    _backward(indices, dy, dweight, int(first))
 
 
 def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
@@ -29,16 +36,23 @@ def flops(rows: int, width: int) -> int:
 
 
 @exact
-def _forward(start, stop, indices, weight, y):
+def _forward(start, stop, indices, weight, y, first):
     for row in range(start, stop):
-        source, out = weight[indices[row]], y[row]
+        index, out = indices[row] - first, y[row]
+        if not 0 <= index < len(weight):
+            out[:] = 0
+            continue
+        source = weight[index]
         for j in range(out.size):
             out[j] = source[j]
 
 
 @exact
-def _backward(indices, dy, dweight):
+def _backward(indices, dy, dweight, first):
     for row in range(indices.size):
-        line, out = dy[row], dweight[indices[row]]
+        index = indices[row] - first
+        if not 0 <= index < len(dweight):
+            continue
+        line, out = dy[row], dweight[index]
         for j in range(out.size):
             out[j] += line[j]

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import launch
+from shardrt.kernels.cuda._launch import THREADS, launch
 from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
@@ -17,23 +17,45 @@ def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_ind
     logits (rows, vocab), whose rows may be padded; targets int64, losses, lse (rows,), float32 for 16-bit
     logits. Of a target outside of the vocabulary the loss is nan, and the gradient.
     """
-    rows, vocab = logits.shape
-    how = read_again(rows, vocab, logits)
-    args = (logits, targets, losses, lse, vocab, _stride(logits), int(ignore_index), how.vectors)
-    launch("cross_entropy", "forward", logits.dtype, how.grid, args, threads=how.threads)
+    _forward(logits, targets, losses, lse, ignore_index, 0, logits.shape[1], part=False)
+
+
+def forward_part(
+    logits: Array, targets: Array, chosen: Array, lse: Array, ignore_index: int, first: int, vocab: int
+) -> None:
+    """What a part of a vocabulary of `vocab` adds: chosen = logits[target], 0 where that is elsewhere; lse.
+
+    logits (rows, count): of the words from `first` on. lse is that of these, -infinity of none, and nan where
+    the target is no word.
+    """
+    _forward(logits, targets, chosen, lse, ignore_index, first, vocab, part=True)
+
+
+def join(parts: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
+    """losses and lse, as of forward, of all parts. parts (parts, 2, rows): lse and chosen of each."""
+    count, _, rows = parts.shape
+    args = (parts, targets, losses, lse, rows, count, int(ignore_index))
+    launch("cross_entropy", "join", parts.dtype, -(-rows // THREADS), args)
 
 
 def backward(
-    logits: Array, targets: Array, lse: Array, dlogits: Array, scale: Array | None, ignore_index: int
+    logits: Array,
+    targets: Array,
+    lse: Array,
+    dlogits: Array,
+    scale: Array | None,
+    ignore_index: int,
+    first: int = 0,
 ) -> None:
     """dlogits = scale * (softmax(logits) - one-hot target), 0 in ignored rows; may be `logits` itself.
 
-    scale: one float64, None for 1.
+    scale: one float64, None for 1. first: the word of the first column, where these are a part of the
+    vocabulary, and lse is that of all of it.
     """
-    rows, vocab = logits.shape
-    how = read_again(rows, vocab, logits, dlogits)
-    strides = _stride(logits), _stride(dlogits)
-    args = (logits, targets, lse, dlogits, scale, vocab, *strides, int(ignore_index), how.vectors)
+    rows, count = logits.shape
+    how = read_again(rows, count, logits, dlogits)
+    sizes = count, _stride(logits), _stride(dlogits), int(ignore_index), int(first)
+    args = (logits, targets, lse, dlogits, scale, *sizes, how.vectors)
     launch("cross_entropy", "backward", logits.dtype, how.grid, args, threads=how.threads)
 
 
@@ -79,6 +101,23 @@ def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:
 def flops(rows: int, vocab: int) -> int:
     """Operations of forward, about, an exponential counted as ten."""
     return 13 * rows * vocab
+
+
+def _forward(
+    logits: Array,
+    targets: Array,
+    losses: Array,
+    lse: Array,
+    ignore_index: int,
+    first: int,
+    vocab: int,
+    part: bool,
+) -> None:
+    rows, count = logits.shape
+    how = read_again(rows, count, logits)
+    sizes = count, _stride(logits), int(ignore_index), int(first), int(vocab)
+    args = (logits, targets, losses, lse, *sizes, part, how.vectors)
+    launch("cross_entropy", "forward", logits.dtype, how.grid, args, threads=how.threads)
 
 
 def _stride(x: Array) -> int:

@@ -8,51 +8,54 @@
 #define GRADIENT ELEMENT
 #endif
 
-// A warp copies a row; of an index outside of the table it makes one of nan.
+// A warp copies a row. The table has `count` rows of `vocab`, from `first` on: of another one it makes zeros, and of an
+// index outside of all of them nan.
 template <int W>
-__device__ __forceinline__ void gather_rows(const int64* indices, const T* weight, T* y, int64 rows, int64 vocab,
-                                            int64 width) {
+__device__ __forceinline__ void gather_rows(const int64* indices, const T* weight, T* y, int64 rows, int64 count,
+                                            int64 width, int64 first, int64 vocab) {
     int64 warps = gridDim.x * (int64)(blockDim.x / WARP);
-    int64 first = blockIdx.x * (int64)(blockDim.x / WARP) + threadIdx.x / WARP;
-    for (int64 row = first; row < rows; row += warps) {
-        int64 index = indices[row];
-        bool inside = 0 <= index && index < vocab;
+    int64 begin = blockIdx.x * (int64)(blockDim.x / WARP) + threadIdx.x / WARP;
+    for (int64 row = begin; row < rows; row += warps) {
+        int64 given = indices[row], index = given - first;
+        bool known = 0 <= given && given < vocab, inside = known && 0 <= index && index < count;
+        T nothing = from_acc<T>(known ? A(0) : A(nan("")));
         const T* from = weight + (inside ? index : 0) * width;
         T* to = y + row * width;
         for (int64 j = threadIdx.x % WARP * W; j < width; j += WARP * W) {
             Pack<T, W> pack;
             if (inside) pack = load<W>(from + j);
             else
-                for (int k = 0; k < W; k++) pack[k] = from_acc<T>(A(nan("")));
+                for (int k = 0; k < W; k++) pack[k] = nothing;
             store<W>(to + j, pack);
         }
     }
 }
 
-extern "C" __global__ void gather(const int64* indices, const T* weight, T* y, int64 rows, int64 vocab, int64 width,
-                                  int vectors) {
-    if (vectors) gather_rows<Vector<T>::width>(indices, weight, y, rows, vocab, width);
-    else gather_rows<1>(indices, weight, y, rows, vocab, width);
+extern "C" __global__ void gather(const int64* indices, const T* weight, T* y, int64 rows, int64 count, int64 width,
+                                  int64 first, int64 vocab, int vectors) {
+    if (vectors) gather_rows<Vector<T>::width>(indices, weight, y, rows, count, width, first, vocab);
+    else gather_rows<1>(indices, weight, y, rows, count, width, first, vocab);
 }
 
 // The sort: a pass for each eight bits of the ids, which are `indices` in the first pass (then the rows are
 // 0, 1, ...) and `ids` with `rows` in the others. A block has a tile of ids and 256 threads, a warp a part of it.
-// An index outside of the table becomes the id `vocab`, behind all others, which nothing is summed for.
-__device__ __forceinline__ uint32 id_of(int64 index, int64 vocab) {
-    return uint32(0 <= index && index < vocab ? index : vocab);
+// Ids count from the `first` row of the table. An index outside of it becomes the id `vocab`, behind all others, which
+// nothing is summed for.
+__device__ __forceinline__ uint32 id_of(int64 index, int64 first, int64 vocab) {
+    return uint32(first <= index && index < first + vocab ? index - first : vocab);
 }
 
 constexpr int DIGITS = 256, WARPS = 8, ROUNDS = 4, TILE = WARPS * WARP * ROUNDS;
 
 // counts (tiles, DIGITS): how many ids of a tile have each digit.
 extern "C" __global__ void count_digits(const int64* indices, const uint32* ids, int* counts, int64 count,
-                                        int64 vocab, int shift) {
+                                        int64 first, int64 vocab, int shift) {
     __shared__ int found[DIGITS];
     found[threadIdx.x] = 0;
     __syncthreads();
     int64 end = min(count, (blockIdx.x + int64(1)) * TILE);
     for (int64 i = blockIdx.x * int64(TILE) + threadIdx.x; i < end; i += blockDim.x) {
-        uint32 id = indices ? id_of(indices[i], vocab) : ids[i];
+        uint32 id = indices ? id_of(indices[i], first, vocab) : ids[i];
         atomicAdd(&found[id >> shift & (DIGITS - 1)], 1);  // of integers: their order does not matter
     }
     __syncthreads();
@@ -74,21 +77,22 @@ __device__ __forceinline__ int sum_before(int x, int* shared) {
 
 // Moves every id with its row to its place by this digit; equal digits keep their order.
 extern "C" __global__ void place(const int64* indices, const uint32* ids, const uint32* rows, const int* counts,
-                                 uint32* ids_out, uint32* rows_out, int64 count, int64 vocab, int shift) {
+                                 uint32* ids_out, uint32* rows_out, int64 count, int64 first, int64 vocab,
+                                 int shift) {
     __shared__ int places[WARPS][DIGITS];
     __shared__ int sums[WARP];
     int lane = threadIdx.x % WARP, warp = threadIdx.x / WARP;
     for (int i = lane; i < DIGITS; i += WARP) places[warp][i] = 0;
     __syncwarp();
 
-    int64 first = blockIdx.x * int64(TILE) + warp * (WARP * ROUNDS) + lane;
+    int64 begin = blockIdx.x * int64(TILE) + warp * (WARP * ROUNDS) + lane;
     uint32 id[ROUNDS];
     int rank[ROUNDS];  // among the equal digits of the warp
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
-        int64 i = first + round * WARP;
+        int64 i = begin + round * WARP;
         bool inside = i < count;
-        id[round] = inside ? (indices ? id_of(indices[i], vocab) : ids[i]) : 0;
+        id[round] = inside ? (indices ? id_of(indices[i], first, vocab) : ids[i]) : 0;
         int digit = id[round] >> shift & (DIGITS - 1);
         uint32 equal = __match_any_sync(0xffffffffu, inside ? uint32(digit) : uint32(DIGITS));
         int before = __popc(equal & ((1u << lane) - 1)), seen = places[warp][digit];
@@ -114,7 +118,7 @@ extern "C" __global__ void place(const int64* indices, const uint32* ids, const 
 
 #pragma unroll
     for (int round = 0; round < ROUNDS; round++) {
-        int64 i = first + round * WARP;
+        int64 i = begin + round * WARP;
         if (i >= count) break;
         int to = places[warp][id[round] >> shift & (DIGITS - 1)] + rank[round];
         ids_out[to] = id[round];
@@ -141,6 +145,7 @@ __device__ __forceinline__ void sum_columns(const uint32* ids, const uint32* row
     int64 column = (blockIdx.y * (int64)blockDim.x + threadIdx.x) * W;
     if (column >= width) return;
     int64 begin = blockIdx.x * (int64)ROWS, end = min(begin + ROWS, count);
+    if (ids[begin] >= vocab) return;  // and so are all behind it
     bool came = begin > 0 && ids[begin - 1] == ids[begin];
     Pack<A, W> total = {};
     for (int64 i = begin; i < end; i += AHEAD) {

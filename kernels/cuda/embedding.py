@@ -12,30 +12,34 @@ _TILE = 1024  # ids that a block sorts
 _ROWS = 32  # sorted rows that a block sums
 
 
-def forward(indices: Array, weight: Array, y: Array) -> None:
+def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int | None = None) -> None:
     """y[i] = weight[indices[i]], nan for an index outside.
 
     indices int64 (rows,), weight (vocab, width), y (rows, width).
+
+    first, vocab: where weight is a part of a table of `vocab` rows, those from `first` on. Rows of the other
+    parts are 0.
     """
-    rows, (vocab, width) = indices.size, weight.shape
+    rows, (count, width) = indices.size, weight.shape
     wide = vectors(weight, y) and width % (16 // weight.dtype.itemsize) == 0
     grid = min(-(-rows // (THREADS // 32)), 8 * backend().multiprocessors)
-    launch("embedding", "gather", weight.dtype, grid, (indices, weight, y, rows, vocab, width, wide))
+    sizes = (rows, count, width, int(first), count if vocab is None else int(vocab))
+    launch("embedding", "gather", weight.dtype, grid, (indices, weight, y, *sizes, wide))
 
 
-def backward(indices: Array, dy: Array, dweight: Array) -> None:
-    """dweight[indices[i]] += dy[i]: the rows of one index are summed first, in an order of their own.
+def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
+    """dweight[indices[i] - first] += dy[i]: the rows of one index are summed first, in an order of their own.
 
     That order depends on `indices` only. It is found by sorting them: two launches for each eight bits of the
     vocabulary's size, which cost little beside the sums (dy read once, and the rows that are named read and
-    written). Rows of an index outside go nowhere. dweight may be of another type than dy, which is summed in
-    float32 (float64 in float64).
+    written). Indices of rows that dweight does not have add nothing. dweight may be of another type than dy,
+    which is summed in float32 (float64 in float64).
     """
     count, (vocab, width) = indices.size, dweight.shape
-    if not count or not width:
+    if not count or not dweight.size:
         return
     gradient = {"GRADIENT": type_name(dweight.dtype)}
-    ids, rows = _sorted(indices, vocab, dy.dtype, gradient)
+    ids, rows = _sorted(indices, int(first), vocab, dy.dtype, gradient)
     blocks = -(-count // _ROWS)
     partials = empty((blocks, 2, width), accumulator(dy.dtype))
     columns = 16 // min(dy.dtype.itemsize, dweight.dtype.itemsize)
@@ -58,8 +62,10 @@ def flops(rows: int, width: int) -> int:
     return rows * width
 
 
-def _sorted(indices: Array, vocab: int, element: Any, defines: dict[str, str]) -> tuple[Array, Array]:
-    """(indices in ascending order, which of them each is), both uint32; equal ones stay in order.
+def _sorted(
+    indices: Array, first: int, vocab: int, element: Any, defines: dict[str, str]
+) -> tuple[Array, Array]:
+    """(indices - first in ascending order, which of them each is), both uint32; equal ones stay in order.
 
     element, defines: of the module that sums, so that no other is compiled.
     """
@@ -69,7 +75,7 @@ def _sorted(indices: Array, vocab: int, element: Any, defines: dict[str, str]) -
     source, ids, rows = indices, None, None
     for shift in range(0, max(1, vocab.bit_length()), 8):
         places = empty(count, np.uint32), empty(count, np.uint32)
-        digit = (count, vocab, np.int32(shift))
+        digit = (count, first, vocab, np.int32(shift))
         launch("embedding", "count_digits", element, tiles, (source, ids, counts, *digit), **defines)
         launch("embedding", "place", element, tiles, (source, ids, rows, counts, *places, *digit), **defines)
         source, (ids, rows) = None, places

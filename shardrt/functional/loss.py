@@ -1,23 +1,21 @@
 """Cross entropy: from logits, or from what a head makes them of, all at once or some rows at a time."""
 
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
-    asarray,
     check_floats,
     empty_exact,
     empty_like,
     empty_rows,
     flat,
-    indices,
     kernels,
     rows,
     tensor,
 )
+from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
 from shardrt.functional.words import also
 
 if TYPE_CHECKING:
@@ -35,14 +33,14 @@ class CrossEntropy(Function):
         logits2 = rows(logits)  # (tokens, vocab)
         losses, lse = empty_exact((len(logits2),), logits), empty_exact((len(logits2),), logits)
         kernels().cross_entropy.forward(logits2, flat(targets), losses, lse, ignore_index)
-        count = _counted(targets, ignore_index, reduction)
+        count = counted(targets, ignore_index, reduction)
         self.saved = (logits, targets, lse, ignore_index, reduction, count, inplace)
-        return _reduced(losses, targets, reduction, count)
+        return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         logits, targets, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
-        scale = _scale(dy, reduction, count)
+        scale = scale_of(dy, reduction, count)
         kernels().cross_entropy.backward(rows(logits), flat(targets), lse, rows(dlogits), scale, ignore_index)
         if reduction == "none":
             dlogits *= dy[..., None]
@@ -81,7 +79,7 @@ def cross_entropy(
     """
     logits = tensor(logits)
     check_floats("cross_entropy", logits=logits)
-    targets = _checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
+    targets = checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
     if inplace and logits.requires_grad and logits.is_leaf:
         raise ValueError("cross_entropy: inplace would write the gradient over a leaf's values")
     return CrossEntropy.apply(logits, targets, ignore_index, reduction, inplace)
@@ -101,14 +99,14 @@ class LinearCrossEntropy(Function):
         entropy = kernels().cross_entropy
         forward = entropy.forward_in_place if any(self.needs) else entropy.forward
         forward(logits, flat(targets), losses, lse, ignore_index)
-        count = _counted(targets, ignore_index, reduction)
+        count = counted(targets, ignore_index, reduction)
         self.saved = (x, weight, logits, targets, lse, ignore_index, reduction, count)
-        return _reduced(losses, targets, reduction, count)
+        return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         x, weight, logits, targets, lse, ignore_index, reduction, count = self.saved
         linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
-        scale = flat(dy).astype(np.float64) if reduction == "none" else _scale(dy, reduction, count)
+        scale = flat(dy).astype(np.float64) if reduction == "none" else scale_of(dy, reduction, count)
         entropy = kernels().cross_entropy
         left = entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
         dx = token = None
@@ -139,23 +137,23 @@ class ChunkedCrossEntropy(Function):
         x2, matrix = rows(x), contiguous(weight.lent())
         losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
         memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
-        for part, logits in _chunks(memory, len(x2)):
+        for part, logits in chunks(memory, len(x2)):
             kernels().linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.forward(
                 logits, flat(targets)[part], losses[part], lse[part], ignore_index
             )
-        count = _counted(targets, ignore_index, reduction)
+        count = counted(targets, ignore_index, reduction)
         self.saved = (x, weight, targets, lse, ignore_index, reduction, count, chunk)
-        return _reduced(losses, targets, reduction, count)
+        return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
         x, weight, targets, lse, ignore_index, reduction, count, chunk = self.saved
         linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
-        scale = _scale(dy, reduction, count)
+        scale = scale_of(dy, reduction, count)
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
         memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
-        for part, logits in _chunks(memory, len(x2)):
+        for part, logits in chunks(memory, len(x2)):
             linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.backward(
                 logits, flat(targets)[part], lse[part], logits, scale, ignore_index
@@ -199,56 +197,9 @@ def linear_cross_entropy(
         raise ValueError(
             f"{op}: x (..., inputs) needs weight (vocab, inputs), got {x.shape} and {weight.shape}"
         )
-    targets = _checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
+    targets = checked(op, "x", x, weight.shape[:1], targets, ignore_index, reduction)
     if chunk < 0:
         raise ValueError(f"{op}: chunk must be at least 0, got {chunk}")
     if chunk == 0:
         return LinearCrossEntropy.apply(x, weight, targets, ignore_index, reduction)
     return ChunkedCrossEntropy.apply(x, weight, targets, ignore_index, reduction, chunk)
-
-
-def _checked(
-    op: str, name: str, x: "Tensor", vocab: tuple, targets: Any, ignore_index: int, reduction: str
-) -> Array:
-    """The targets as an array, if they and the reduction are fit for x (..., width)."""
-    if x.ndim == 0:
-        raise ValueError(f"{op}: {name} need an axis, the {'vocabulary' if name == 'logits' else 'width'}")
-    targets = indices(op, "targets", targets, *vocab, ignore_index)
-    if targets.shape != x.shape[:-1]:
-        raise ValueError(
-            f"{op}: {name} (..., {'vocab' if name == 'logits' else 'inputs'}) need targets (...), "
-            f"got {x.shape} and {targets.shape}"
-        )
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f"{op}: reduction must be 'mean', 'sum' or 'none', got {reduction!r}")
-    return targets
-
-
-def _counted(targets: Array, ignore_index: int, reduction: str) -> Array | None:
-    """What the sum of the losses is divided by, which stays on the device; None for nothing."""
-    return (targets != ignore_index).sum() if reduction == "mean" else None
-
-
-def _reduced(losses: Array, targets: Array, reduction: str, count: Array | None) -> Array:
-    if reduction == "none":
-        return losses.reshape(targets.shape)
-    total = losses.sum(dtype=np.float64)
-    if count is not None:
-        with np.errstate(invalid="ignore"):  # 0 / 0: nan
-            total = total / count
-    return asarray(total, losses.dtype)
-
-
-def _scale(dy: Array, reduction: str, count: Array | None) -> Array | None:
-    """What the gradient of every row is multiplied by, one float64 on the device; None for 1."""
-    if reduction == "none":
-        return None
-    scale = dy.astype(np.float64)
-    return asarray(scale if count is None else scale / np.maximum(count, 1))
-
-
-def _chunks(memory: Array, count: int) -> Iterator[tuple[slice, Array]]:
-    """(rows, their part of the memory) until all `count` rows have had their turn."""
-    for start in range(0, count, max(1, len(memory))):
-        stop = min(start + len(memory), count)
-        yield slice(start, stop), memory[: stop - start]

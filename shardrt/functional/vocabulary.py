@@ -1,0 +1,339 @@
+"""Embedding, cross entropy and logits of a vocabulary whose rows are cut over the ranks of an axis.
+
+Rank r has the rows [first, first + count) of a weight (vocab, width). Nobody ever has logits of all words:
+each rank computes those of its own words and reduces a row to two numbers: the logarithm of the sum of its
+exponentials, and the logit of the target, 0 where that is another rank's. One all-gather of these for a call,
+whatever its chunks, gives all ranks the loss: 8 (n - 1) bytes per row (16 in float64). Backward needs none.
+Megatron-LM has three all-reduces of one number per row, one after the other: 24 (n - 1) / n bytes in a ring,
+which is more at 2 ranks, the same at 3, less from 4 on. Either is little beside a row of the input.
+
+Kinds of the values along the axis, as in collective.py (targets and indices are I):
+
+    embedding             weight V               -> P   put reduce_from (I) or reduce_scatter_to (V) behind it
+    cross_entropy         logits V               -> I   gradient of the logits V
+    linear_cross_entropy  x R, weight V          -> I   gradient of x is P: put copy_to (I) or gather (V)
+                                                        before it, which sums it
+    gather_logits         logits V               -> I   for sampling, and for losses that are not here
+
+Parts are those of `rows_of`: as equal as full ones allow, so the last may be smaller, or empty. A part is
+padded where an all-gather wants equal ones (gather_logits), never the weight.
+"""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.comm import Communicator
+from shardrt.functional._arrays import (
+    check_floats,
+    empty,
+    empty_exact,
+    empty_like,
+    empty_rows,
+    flat,
+    indices,
+    kernels,
+    rows,
+    tensor,
+)
+from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
+from shardrt.functional.collective import gathered
+from shardrt.functional.words import also
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+__all__ = [
+    "VocabularyPart",
+    "cross_entropy",
+    "embedding",
+    "gather_logits",
+    "linear_cross_entropy",
+    "rows_of",
+]
+
+Array = Any
+
+
+def rows_of(vocab: int, rank: int, size: int) -> tuple[int, int]:
+    """(first, count) of the rows that `rank` of `size` has: ceil(vocab / size), as long as there are some."""
+    each = -(-vocab // size)
+    first = min(rank * each, vocab)
+    return first, min(each, vocab - first)
+
+
+@dataclass(frozen=True)
+class VocabularyPart:
+    """Which rows of a (vocab, width) this rank of `communicator` has."""
+
+    communicator: Communicator
+    vocab: int  # of all ranks together
+
+    @property
+    def first(self) -> int:
+        """The first word whose row is here."""
+        return rows_of(self.vocab, self.communicator.rank, self.communicator.size)[0]
+
+    @property
+    def count(self) -> int:
+        """How many rows are here."""
+        return rows_of(self.vocab, self.communicator.rank, self.communicator.size)[1]
+
+
+class VocabularyEmbedding(Function):
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(self, indices: Array, weight: Variable, part: VocabularyPart) -> Array:
+        self.saved = (indices, weight, part)
+        table = contiguous(weight.lent())
+        y = empty((*indices.shape, weight.shape[1]), table.dtype)
+        kernels().embedding.forward(flat(indices), table, rows(y), part.first, part.vocab)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        indices, weight, part = self.saved
+        dweight, accumulate, token = weight.gradient_target()
+        if not accumulate:
+            dweight.fill(0)  # the kernel adds: most rows have no gradient
+        kernels().embedding.backward(flat(indices), rows(dy), dweight, part.first)
+        return None, token, None
+
+
+def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
+    """The rows of the whole weight that `values` name, as far as they are here, else 0: a partial sum.
+
+    values: integers (...) of [0, part.vocab), the same on all ranks. weight: (part.count, width), this rank's
+    rows, the only ones that get a gradient from here. The sum of the ranks' results (..., width) is what the
+    whole weight gives; each of its rows is one rank's to the bit.
+
+    Raises what F.embedding does, and ValueError for a weight of other than part.count rows.
+    """
+    op = "vocabulary.embedding"
+    weight = tensor(weight)
+    check_floats(op, weight=weight)
+    if weight.ndim != 2:
+        raise ValueError(f"{op}: weight must be (rows, width), got {weight.shape}")
+    _check_rows(op, "weight", weight, weight.shape[0], part)
+    return VocabularyEmbedding.apply(indices(op, "indices", values, part.vocab), weight, part)
+
+
+class VocabularyCrossEntropy(Function):
+    __slots__ = ()
+
+    def forward(
+        self,
+        logits: Array,
+        targets: Array,
+        part: VocabularyPart,
+        ignore_index: int,
+        reduction: str,
+        inplace: bool,
+    ) -> Array:
+        logits2 = rows(logits)  # (tokens, count)
+        pair = _pair(len(logits2), logits)
+        _forward(logits2, flat(targets), pair, part, ignore_index)
+        losses, lse = _joined(pair, flat(targets), part, ignore_index)
+        count = counted(targets, ignore_index, reduction)
+        self.saved = (logits, targets, part, lse, ignore_index, reduction, count, inplace)
+        return reduced(losses, targets, reduction, count)
+
+    def backward(self, dy: Array) -> tuple:
+        logits, targets, part, lse, ignore_index, reduction, count, inplace = self.saved
+        dlogits = logits if inplace else empty_like(logits)
+        scale = scale_of(dy, reduction, count)
+        if part.count:
+            arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
+            kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
+        if reduction == "none":
+            dlogits *= dy[..., None]
+        if inplace:
+            self.saved = None  # the logits are gone: a second backward is an error
+        return dlogits, None, None, None, None, None
+
+
+@also(
+    {
+        "label_smoothing": (0.0, "it is not there for logits that are cut: gather_logits has them whole"),
+        "weight": (None, 'weigh the losses of reduction="none"'),
+    },
+    input="logits",
+    target="targets",
+)
+def cross_entropy(
+    logits: "Tensor",
+    targets: Any,
+    part: VocabularyPart,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    inplace: bool = False,
+) -> "Tensor":
+    """F.cross_entropy of the whole vocabulary, from this rank's part of the logits.
+
+    logits: (..., part.count), of the words from part.first on. targets: integers (...) of [0, part.vocab) or
+    ignore_index, the same on all ranks, as is the loss. The rest is as in F.cross_entropy, errors too.
+    """
+    op = "vocabulary.cross_entropy"
+    logits = tensor(logits)
+    check_floats(op, logits=logits)
+    targets = checked(op, "logits", logits, (part.vocab,), targets, ignore_index, reduction)
+    _check_rows(op, "logits", logits, logits.shape[-1], part)
+    if inplace and logits.requires_grad and logits.is_leaf:
+        raise ValueError(f"{op}: inplace would write the gradient over a leaf's values")
+    return VocabularyCrossEntropy.apply(logits, targets, part, ignore_index, reduction, inplace)
+
+
+class VocabularyLinearCrossEntropy(Function):
+    """With chunk 0 the logits are kept, and become their gradient; else backward makes them again."""
+
+    __slots__ = ()
+    handles = (1,)
+
+    def forward(
+        self,
+        x: Array,
+        weight: Variable,
+        targets: Array,
+        part: VocabularyPart,
+        ignore_index: int,
+        reduction: str,
+        chunk: int,
+    ) -> Array:
+        x2, matrix, pair = rows(x), contiguous(weight.lent()), _pair(len(rows(x)), x)
+        memory = empty_rows(min(chunk or len(x2), len(x2)), part.count, x.dtype)
+        for some, logits in chunks(memory, len(x2)):
+            if part.count:
+                kernels().linear.forward(x2[some], matrix, None, logits)
+            _forward(logits, flat(targets)[some], pair[:, some], part, ignore_index)
+        losses, lse = _joined(pair, flat(targets), part, ignore_index)
+        count = counted(targets, ignore_index, reduction)
+        kept = None if chunk else memory
+        self.saved = (x, weight, targets, part, lse, ignore_index, reduction, count, chunk, kept)
+        return reduced(losses, targets, reduction, count)
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, targets, part, lse, ignore_index, reduction, count, chunk, kept = self.saved
+        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
+        scale = scale_of(dy, reduction, count)
+        dx = empty_like(x) if self.needs[0] else None
+        dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
+        memory = empty_rows(min(chunk, len(x2)), part.count, x.dtype) if kept is None else kept
+        for some, logits in chunks(memory, len(x2) if part.count else 0):
+            if kept is None:
+                linear.forward(x2[some], matrix, None, logits)
+            arrays = logits, flat(targets)[some], lse[some], logits, scale
+            kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
+            if reduction == "none":
+                logits *= flat(dy)[some][:, None]
+            if dx is not None:
+                linear.backward_input(logits, matrix, rows(dx)[some])
+            if dweight is not None:
+                linear.backward_weight(x2[some], logits, dweight, accumulate)
+                accumulate = True
+        if dx is not None and not part.count:
+            dx.fill(0)
+        if dweight is not None and not accumulate:
+            dweight.fill(0)  # there were no rows
+        if kept is not None:
+            self.saved = None  # the logits are gone: a second backward is an error
+        return dx, token, None, None, None, None, None
+
+
+def linear_cross_entropy(
+    x: "Tensor",
+    weight: "Tensor",
+    targets: Any,
+    part: VocabularyPart,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    chunk: int = 128,
+) -> "Tensor":
+    """F.linear_cross_entropy of the whole vocabulary, from this rank's rows of the weight.
+
+    x: (..., inputs), the same values on all ranks; its gradient is what this rank adds to a sum. weight:
+    (part.count, inputs). targets: integers (...) of [0, part.vocab) or ignore_index, the same on all ranks,
+    as is the loss. chunk: rows of logits at a time, 0 for all, as in F.linear_cross_entropy: chunk *
+    part.count elements. The rest is as there, errors too.
+    """
+    op = "vocabulary.linear_cross_entropy"
+    x, weight = tensor(x), tensor(weight)
+    check_floats(op, x=x, weight=weight)
+    if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
+        raise ValueError(
+            f"{op}: x (..., inputs) needs weight (rows, inputs), got {x.shape} and {weight.shape}"
+        )
+    _check_rows(op, "weight", weight, weight.shape[0], part)
+    targets = checked(op, "x", x, (part.vocab,), targets, ignore_index, reduction)
+    if chunk < 0:
+        raise ValueError(f"{op}: chunk must be at least 0, got {chunk}")
+    return VocabularyLinearCrossEntropy.apply(x, weight, targets, part, ignore_index, reduction, chunk)
+
+
+class GatherLogits(Function):
+    __slots__ = ()
+
+    def forward(self, logits: Array, part: VocabularyPart) -> Array:
+        self.saved = (part,)
+        size, own = part.communicator.size, rows(logits)
+        most = rows_of(part.vocab, 0, size)[1]
+        if part.count < most:
+            own = empty((len(own), most), logits.dtype)
+            own[:, : part.count] = rows(logits)
+            own[:, part.count :] = 0
+        parts = gathered(own, part.communicator, what="logits").reshape(size, len(own), most)
+        y = empty((*logits.shape[:-1], part.vocab), logits.dtype)
+        for rank in range(size):
+            first, count = rows_of(part.vocab, rank, size)
+            rows(y)[:, first : first + count] = parts[rank, :, :count]
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        (part,) = self.saved
+        return dy[..., part.first : part.first + part.count].copy(), None
+
+
+def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
+    """(..., part.count) of each rank -> (..., part.vocab), the same on all.
+
+    The gradient, which all ranks have, is cut: each takes its part. ValueError for another width.
+    """
+    op = "vocabulary.gather_logits"
+    logits = tensor(logits)
+    if logits.ndim == 0:
+        raise ValueError(f"{op}: logits need an axis, the vocabulary")
+    _check_rows(op, "logits", logits, logits.shape[-1], part)
+    return GatherLogits.apply(logits, part)
+
+
+def _pair(count: int, like: Array) -> Array:
+    """(2, rows): of this rank's words, the log of the sum of exponentials, and the target's logit."""
+    return empty_exact((2, count), like)
+
+
+def _forward(logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int) -> None:
+    """Fill the pair of some rows."""
+    lse, chosen = pair
+    if part.count:
+        words = part.first, part.vocab
+        kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, *words)
+    else:
+        lse.fill(-np.inf)
+        chosen.fill(0)
+
+
+def _joined(pair: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
+    """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks."""
+    pairs = gathered(pair, part.communicator, what="cross_entropy").reshape(-1, *pair.shape)
+    losses, lse = empty_like(pair)
+    kernels().cross_entropy.join(pairs, targets, losses, lse, ignore_index)
+    return losses, lse
+
+
+def _check_rows(op: str, name: str, x: Any, count: int, part: VocabularyPart) -> None:
+    if count != part.count:
+        raise ValueError(
+            f"{op}: {name} {x.shape} should have {part.count} of {part.vocab} words, those from "
+            f"{part.first} on, which rank {part.communicator.rank} of {part.communicator.size} has"
+        )
