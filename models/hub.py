@@ -153,7 +153,7 @@ def save_pretrained(
     directory = Path(directory)
     form, config = described(model)
     names = {id(parameter): name for name, parameter in model.named_parameters()}
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
     places = dict(form.tensors(model.config))
     adapted = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, LoRALinear)}
     adapters = {names[id(p)] for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
@@ -256,7 +256,7 @@ def _check_names(directory: Path, expected: set[str], found: Iterable[str], form
 def _joined(
     directory: Path, parameter: nn.Parameter, parts: list[Stored], found: dict[str, StoredTensor]
 ) -> _FromFiles:
-    for part, shape in _shapes(parameter.shape, parts):
+    for part, shape in _shapes(parameter.whole_shape, parts):
         if found[part.name].shape != shape:
             raise ValueError(
                 f"{directory}: {part.name} has shape {found[part.name].shape}, and the model needs {shape}"

@@ -35,6 +35,7 @@ from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module
 from shardrt.nn.runs import overlaps
+from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 from shardrt.untrusted import printable
@@ -218,7 +219,7 @@ class CheckpointManager:
         files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in described)
         pieces = tuple(SavedPiece.of(row) for _, rows in described for row in rows)
         parameters = {
-            name: SavedParameter(array.shape, rankfile.kind_of(array.dtype))
+            name: SavedParameter(whole_shape(array), rankfile.kind_of(array.dtype))
             for name, array in _named_arrays(self._model)
         }
         return Manifest(save.step, files, parameters, pieces, save.steps, save.extra)
@@ -409,7 +410,7 @@ def _named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
 
 def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
     """Raise OtherRun unless names, shapes and types are those of the model."""
-    own = {name: (array.shape, array.dtype.name) for name, array in _named_arrays(model)}
+    own = {name: (whole_shape(array), array.dtype.name) for name, array in _named_arrays(model)}
     theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
     if own.keys() != theirs.keys():
         missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())

@@ -112,7 +112,7 @@ def _read(model: Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) ->
     if missing or extra:
         raise ValueError(f"missing {missing[:10]}, not expected {extra[:10]}")
     steps, arrays = {}, {}
-    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
     for key, name in names.items():
         found = {theirs: state.get(key, {}).get(theirs) for theirs in optimizer.state_names.values()}
         found = {theirs: values for theirs, values in found.items() if values is not None}

@@ -74,7 +74,7 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     first = not saving or speaks_for_all(model)
     for name, parameter in model.named_parameters():
         storage, part = parameter.storage, parameter.part
-        if not part or (saving and not storage.owner(parameter, first)):
+        if not part or (saving and not storage.owner(first)):
             continue
         held, trained = storage.range_of(parameter), id(parameter) in states
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)

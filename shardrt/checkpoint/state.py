@@ -12,6 +12,7 @@ from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module, speaks_for_all
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.share import joined
 
 
 def full_state_dict(model: Module) -> dict[str, np.ndarray]:
@@ -34,6 +35,8 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
 
+    What is cut over the ranks of an axis besides is put together.
+
     All parameters of a unit can be read together: an adapter beside the weight that it belongs to. Delete the
     array before the next one: it is a view that keeps its unit in memory.
     """
@@ -45,16 +48,21 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     for parameter in model.parameters():
         storage = parameter.storage
         if not isinstance(storage, ParameterGroup):
-            yield parameter, here.to_numpy(parameter.data)
+            values = joined(parameter, here.to_numpy(parameter.data))
+            if first:
+                yield parameter, values
         elif storage not in done:
             groups = together.get(storage, [storage])  # alone where the unit lies above `model`
             done.update(groups)
             with ExitStack() as stack:
                 for group in groups:
                     stack.enter_context(full_group(group))
-                for member in [p for group in groups for p in group.parameters] if first else ():
-                    if id(member) in wanted:
-                        yield member, here.to_numpy(member.data)
+                for member in [p for group in groups for p in group.parameters]:
+                    if id(member) in wanted and (first or member.share is not None):
+                        values = joined(member, here.to_numpy(member.data))
+                        if first:
+                            yield member, values
+                        del values
 
 
 def failures(model: Module, error: BaseException | None) -> list[str]:

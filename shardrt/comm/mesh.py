@@ -237,7 +237,8 @@ class DeviceMesh:
         part = self if over is None else self[over]
         if size < 1 or part.size % size:
             raise ValueError(
-                f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of {over or part}"
+                f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of "
+                f"{over or part}"
             )
         return self._made("fold", (name, size, over, rest), part, (part.size // size, size), (rest, name))
 

@@ -18,6 +18,7 @@ from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import put, take
+from shardrt.nn.share import joined
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -89,14 +90,14 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
 def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     """All of a parameter's part of `array`, which is as long as its shard: optimizer state, say. Collective.
 
-    A host array in the parameter's shape on rank 0, to which the others send what they hold, where the
-    parameter is sharded; None elsewhere.
+    A host array in the shape of the whole parameter on rank 0, to which the others send what they hold, where
+    the parameter is sharded or cut; None elsewhere.
     """
     storage, here = parameter.storage, device.current()
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
-        return own.reshape(parameter.shape).copy()  # each rank has its own
+        return joined(parameter, own.reshape(parameter.shape).copy())  # each rank has its own
     ranks, layout = storage.ranks, storage.layout
     if ranks.replicate is not None and ranks.replicate.rank > 0:
         return None  # rank 0's shard group has it all
@@ -106,14 +107,14 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
         return None
     entry = layout.entries[storage.position[id(parameter)]]
     whole = np.empty(parameter.shape, own.dtype)
-    put(parameter.part, whole, own)
+    put(storage.part_of(parameter), whole, own)
     for rank in range(1, ranks.size):
         start, stop, part = layout.held(entry, rank)
         if part:
             piece = np.empty(stop - start, own.dtype)
             ranks.control.recv(piece, peer=rank, stream=here.current_stream)
             put(part, whole, piece)
-    return whole
+    return joined(parameter, whole)
 
 
 def built_units(module: Module) -> list[Unit]:
@@ -156,6 +157,6 @@ def _take_back(unit: Unit) -> None:
     for group in unit.groups:
         for parameter, view in zip(group.parameters, group.full_views, strict=True):
             start, stop = group.range_of(parameter)
-            piece = take(parameter.part, view)
+            piece = take(group.part_of(parameter), view)
             streams.compute.submit(streams.device.copy, group.shard[start:stop], piece)
         group.modified()

@@ -192,6 +192,10 @@ def linear_cross_entropy(
     """
     op = "linear_cross_entropy"
     x, weight = tensor(x), tensor(weight)
+    words = getattr(weight, "words", None)
+    if words is not None:  # a parameter that says how: its rows are cut over ranks
+        how = {"ignore_index": ignore_index, "reduction": reduction, "chunk": chunk}
+        return words.linear_cross_entropy(x, weight, targets, **how)
     check_floats(op, x=x, weight=weight)
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(

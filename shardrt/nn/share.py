@@ -5,15 +5,18 @@ what that is of the whole, which initial values, loading, checkpoints and files 
 """
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.nn.runs import Part, put, run, spans, size_of
+from shardrt.nn.runs import Part, put, run, size_of, spans
 from shardrt.nn.runs import cut as cut_of
+
+if TYPE_CHECKING:
+    from shardrt.nn.parameter import Parameter
 
 CUT, SAME, PARTIAL = "cut", "same", "partial"
 
@@ -74,26 +77,31 @@ class Share:
         """Over the ranks of the axis, for what hosts tell each other."""
         return self.mesh.communicator("control")
 
-    def joined(self, own: np.ndarray) -> np.ndarray | None:
-        """The whole, on the axis's first rank, of what each rank has, a host array; None elsewhere.
 
-        Collective over the axis, where the parameter is cut.
-        """
-        if self.kind != CUT:
-            return own
-        here, control = device.current(), self.communicator
-        if self.mesh.rank > 0:
-            if own.size:
-                control.send(np.ascontiguousarray(own).reshape(-1), peer=0, stream=here.current_stream)
-            return None
-        whole = np.empty(self.whole, own.dtype)
-        put(self.part, whole, own.reshape(-1))
-        for rank in range(1, self.mesh.size):
-            piece = np.empty(size_of(self.part_of(rank)), own.dtype)
-            if piece.size:
-                control.recv(piece, peer=rank, stream=here.current_stream)
-                put(self.part_of(rank), whole, piece)
-        return whole
+def joined(parameter: "Parameter", own: np.ndarray) -> np.ndarray | None:
+    """The whole of what ranks have of a parameter, or of the state of one: host arrays in its `shape`.
+
+    Where the parameter is cut, on the first rank of that axis, with None elsewhere, and collective over it;
+    else `own`.
+    """
+    share = parameter.share
+    if share is None or share.kind != CUT:
+        return own
+    here, control = device.current(), share.communicator
+    if share.mesh.rank > 0:
+        if own.size:
+            control.send(np.ascontiguousarray(own).reshape(-1), peer=0, stream=here.current_stream)
+            here.wait_here()  # it has been read
+        return None
+    whole = np.empty(share.whole, own.dtype)
+    put(share.part, whole, own.reshape(-1))
+    for rank in range(1, share.mesh.size):
+        piece = np.empty(size_of(share.part_of(rank)), own.dtype)
+        if piece.size:
+            control.recv(piece, peer=rank, stream=here.current_stream)
+            here.wait_here()
+            put(share.part_of(rank), whole, piece)
+    return whole
 
 
 def whole_shape(array: Any) -> tuple[int, ...]:

@@ -75,8 +75,8 @@ class Storage(ABC):
     exact_norm = False  # norms of the gradient are computed in integers
     applied = False  # an update during backward has used the gradient; the optimizer sets it
 
-    def owner(self, parameter: "Parameter", first: bool) -> bool:
-        """Whether this rank saves what it holds of it: of the ranks that hold an element, one does.
+    def owner(self, first: bool) -> bool:
+        """Whether this rank saves what it holds: of the ranks that hold an element, one does.
 
         first: whether this rank speaks for all of the model's. It does for what every rank holds.
         """
@@ -205,8 +205,9 @@ class LocalStorage(Storage):
         share = self._parameter.share
         return None if share is None else share.mesh.root.communicator("control")
 
-    def owner(self, parameter: "Parameter", first: bool) -> bool:
-        return first if parameter.share is None else parameter.share.owner
+    def owner(self, first: bool) -> bool:
+        share = self._parameter.share
+        return first if share is None else share.owner
 
     @property
     def materialised(self) -> bool:
@@ -289,8 +290,9 @@ class LocalStorage(Storage):
 
 
 def shared(storages: Iterable[Storage]) -> bool:
-    """Whether other ranks train with this one, as far as these storages, which are built, know."""
-    return any(storage.everyone is not None and storage.everyone.size > 1 for storage in storages)
+    """Whether other ranks have other parts of the data, as far as these storages, which are built, know."""
+    apart = [storage for storage in storages if not isinstance(storage, LocalStorage)]
+    return any(storage.everyone is not None and storage.everyone.size > 1 for storage in apart)
 
 
 def read_only(array: Array) -> Array:

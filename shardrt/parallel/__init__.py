@@ -5,10 +5,12 @@ Read in this order: axis, saved, around, styles, vocabulary, tensor.
 
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardrt.parallel.tensor import parallelize_module
+from shardrt.parallel.vocabulary import VocabParallel
 
 __all__ = [
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",
+    "VocabParallel",
     "parallelize_module",
 ]

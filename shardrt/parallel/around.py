@@ -7,6 +7,7 @@ import numpy as np
 
 from shardrt import functional as F
 from shardrt.comm.protocol import Communicator
+from shardrt.functional.collective import gather, gather_same
 from shardrt.nn.module import Module
 from shardrt.parallel.axis import TIME, Axis
 from shardrt.parallel.saved import gather_again
@@ -47,7 +48,7 @@ class Column(Converting):
         for width, others in self._parts:
             start, stop = stop, stop + width
             piece = y[..., start:stop]
-            pieces.append(piece if others is None else F.gather(piece, others, -1))
+            pieces.append(piece if others is None else gather(piece, others, -1))
         return F.concatenate(pieces, axis=-1)
 
 
@@ -81,4 +82,4 @@ class WholeTime(Converting):
     """What leaves the module is put together again, for all ranks to go on with alike."""
 
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
-        return F.gather_same(forward(x), self.axis.communicator, TIME)
+        return gather_same(forward(x), self.axis.communicator, TIME)

@@ -7,10 +7,10 @@ or with sequence parallelism each rank's own part of the time (V), which is the 
 from dataclasses import dataclass
 from typing import Any
 
-from shardrt import functional as F
 from shardrt import random
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.functional import collective
 from shardrt.nn.runs import Part
 from shardrt.nn.share import CUT, Share
 from shardrt.tensor import Tensor
@@ -62,10 +62,12 @@ class Axis:
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""
-        return F.gather(x, self.communicator, TIME) if self.sequence else F.copy_to(x, self.communicator)
+        if self.sequence:
+            return collective.gather(x, self.communicator, TIME)
+        return collective.copy_to(x, self.communicator)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what ranks made in their own way: P -> I or V."""
         if self.sequence:
-            return F.reduce_scatter_to(x, self.communicator, TIME)
-        return F.reduce_from(x, self.communicator)
+            return collective.reduce_scatter_to(x, self.communicator, TIME)
+        return collective.reduce_from(x, self.communicator)

@@ -21,9 +21,7 @@ class GatheredAgain:
 
     __slots__ = ("_saved", "_whole", "_own", "_communicator", "_axis")
 
-    def __init__(
-        self, saved: tuple, whole: Array, own: Array, communicator: Communicator, axis: int
-    ) -> None:
+    def __init__(self, saved: tuple, whole: Array, own: Array, communicator: Communicator, axis: int) -> None:
         self._saved = tuple(None if item is whole else item for item in saved)
         self._whole = tuple(item is whole for item in saved)
         self._own, self._communicator, self._axis = own, communicator, axis

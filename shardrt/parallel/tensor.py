@@ -68,7 +68,9 @@ def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Styl
                     f"for {kinds}"
                 )
             if module in found:
-                raise ValueError(f"parallelize_module: {path!r} is named by {found[module][0]!r} and {pattern!r}")
+                raise ValueError(
+                    f"parallelize_module: {path!r} is named by {found[module][0]!r} and {pattern!r}"
+                )
             found[module] = pattern, style
     return [(module, style) for module, (_, style) in found.items()]
 

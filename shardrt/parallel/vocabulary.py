@@ -1,6 +1,7 @@
-"""VocabParallel, and Words: what a weight whose rows are words says of itself, where each rank has the rows of its own words.
+"""VocabParallel, and Words: what a weight whose rows are words says of itself.
 
-nn.Embedding, F.linear_cross_entropy and the head of the language models ask the weight, by `weight.words`.
+Each rank has the rows of its own words. nn.Embedding, F.linear_cross_entropy and the head of the language
+models ask the weight, by `weight.words`.
 """
 
 from dataclasses import dataclass
