@@ -179,15 +179,12 @@ class DeviceMesh:
             raise ValueError(f"{self!r} does not lie along axes of {root!r}")
         return found
 
-    def widened(self, axes: Sequence[int]) -> "DeviceMesh":
-        """The ranks that differ from this one along its own axes or these, numbers of `root`'s axes.
+    def along(self, axes: Sequence[int]) -> "DeviceMesh":
+        """The ranks of `root` that differ from this one along these of its axes alone, at least one.
 
-        Itself where it has these already. Collective over `root` at the first time.
+        Collective over `root` at the first time for several.
         """
-        own, root = self.axes, self.root
-        if set(axes) <= set(own):
-            return self
-        wanted = tuple(sorted({*own, *axes}))
+        root, wanted = self.root, tuple(sorted(set(axes)))
         if len(wanted) == 1:
             return root._axes[wanted[0]]
         if wanted == tuple(range(len(root.shape))):
@@ -195,6 +192,15 @@ class DeviceMesh:
         if wanted not in root._parts:
             root._parts[wanted] = root._along(wanted)
         return root._parts[wanted]
+
+    def widened(self, axes: Sequence[int]) -> "DeviceMesh":
+        """`along` its own axes and these; itself where it has them already."""
+        own = self.axes
+        return self if set(axes) <= set(own) else self.along((*own, *axes))
+
+    def axis(self, dim: int | str) -> "DeviceMesh":
+        """The sub-mesh along one of its axes, a number or name."""
+        return self._axes[self._number(dim)]
 
     def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
         """The ranks that differ from this one only along these axes, in this order; always the same object.
@@ -273,7 +279,7 @@ class DeviceMesh:
         Made at the first call, which is collective over those ranks, and the same object from then on.
         """
         if dim is not None:
-            return self._axes[self._number(dim)].communicator(role)
+            return self.axis(dim).communicator(role)
         family, ranks = self._family, tuple(self.ranks.ravel().tolist())
         if (role, ranks) not in family.communicators:
             base = self._base.duplicate()

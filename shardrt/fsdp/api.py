@@ -18,6 +18,7 @@ from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.share import CUT, PARTIAL
 from shardrt.nn.storage import HostPlacement, LocalStorage
 
 Whole = TypeVar("Whole", bound=Module | Sequence[Module])
@@ -131,7 +132,7 @@ def _untaken(
                     f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
-            key = GroupKey(parameter.requires_grad, own, *types)
+            key = GroupKey(parameter.requires_grad, own, *types, *_axes(parameter, settings.mesh))
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
                 raise ValueError(
@@ -139,6 +140,19 @@ def _untaken(
                     "are in mp_policy.full_precision; name the classes of all of them there, or of none"
                 )
     return list(found.values())
+
+
+def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(those along which it is cut already, those along which its gradients are to be added)."""
+    share = parameter.share
+    if share is None:
+        return (), ()
+    if share.mesh.root is not mesh.root or {*share.axes} & {*mesh.axes}:
+        raise ValueError(
+            f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
+            f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
+        )
+    return share.axes if share.kind == CUT else (), share.axes if share.kind == PARTIAL else ()
 
 
 def register_forward_method(module: Module, name: str) -> None:

@@ -113,7 +113,7 @@ def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:
     if role in ("gathered", "wire"):
         return ranks.gather
     if role in ("reduced", "partial") and ranks.size == 1:
-        return ranks.replicate  # full gradients may be written there, and are sent as they are
+        return ranks.copies  # full gradients may be written there, and are sent as they are
     return ranks.reducer if role in ("gradients", "packed", "reduce_wire") else None
 
 
@@ -138,13 +138,13 @@ def calls_of(group: ParameterGroup, layout: Layout, ranks: ProcessGroups, facts:
     sent = layout.total if rows is None else rows.total
     sent *= dtypes.storage(group.key.reduce).itemsize if group.key.reduce in dtypes.LOW else exact
     own = exact * (layout.shard_size if rows is None else rows.size)
-    if ranks.size > 1 or ranks.replicate is None:
+    if ranks.size > 1 or ranks.copies is None:
         yield Call(ranks.reduce, "reduce_scatter", sent, own)
         sent = own
-    if ranks.replicate is not None:
-        here = ranks.reducer is ranks.replicate
-        yield Call(ranks.replicate, "reduce_scatter", sent, own // ranks.replicas, here)
-        yield Call(ranks.replicate, "all_gather", own, own=here)
+    if ranks.copies is not None:
+        here = ranks.reducer is ranks.copies
+        yield Call(ranks.copies, "reduce_scatter", sent, own // ranks.copies.size, here)
+        yield Call(ranks.copies, "all_gather", own, own=here)
 
 
 def scratch(

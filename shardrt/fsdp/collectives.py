@@ -152,7 +152,7 @@ def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collect
     written: positions of the parameters that this rank has used.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
-    if slot is group.sum.slot and group.ranks.replicate is None and group.choices.divide_factor == 1:
+    if slot is group.sum.slot and group.ranks.copies is None and group.choices.divide_factor == 1:
         streams.compute.record(group.gradient_ready)  # compute has written the sum itself
         return
     stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
@@ -198,7 +198,7 @@ def _sum(
 ) -> None:
     """out = (out if `accumulate`) + scale * sum over the ranks. The same bits for every strategy.
 
-    With copies, the shards are first summed within a shard group, then over the replicate group, where a
+    With copies, the shards are first summed within a shard group, then over those that have copies, where a
     reduce-scatter and an all-gather over the same memory make an all-reduce. Sums go by a binary tree over
     the ranks, so two levels add up like one as long as a shard group's size is a power of two.
     """
@@ -206,7 +206,7 @@ def _sum(
     # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
     scale = 1.0 / group.choices.divide_factor
     wire, kind = _wire(group, slot, written, stream, device)
-    if ranks.replicate is None and rows is None:
+    if ranks.copies is None and rows is None:
         ranks.reduce.reduce_scatter(
             out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.called
         )
@@ -214,15 +214,15 @@ def _sum(
     own = (
         slot.array[slice(*group.layout.shard_range(ranks.rank))] if rows is None else slot.array[: rows.size]
     )
-    if ranks.size > 1 or ranks.replicate is None:
+    if ranks.size > 1 or ranks.copies is None:
         ranks.reduce.reduce_scatter(own, wire, stream=stream, kind=kind, what=group.called)
         wire, kind = own, ""
-    if ranks.replicate is not None:
-        count = own.size // ranks.replicate.size
-        piece = own[ranks.replicate.rank * count : (ranks.replicate.rank + 1) * count]
+    if ranks.copies is not None:
+        count = own.size // ranks.copies.size
+        piece = own[ranks.copies.rank * count : (ranks.copies.rank + 1) * count]
         factor = scale if in_place else 1.0
-        ranks.replicate.reduce_scatter(piece, wire, stream=stream, scale=factor, kind=kind, what=group.called)
-        ranks.replicate.all_gather(own, stream=stream, what=group.called)
+        ranks.copies.reduce_scatter(piece, wire, stream=stream, scale=factor, kind=kind, what=group.called)
+        ranks.copies.all_gather(own, stream=stream, what=group.called)
     if in_place:
         return
     if rows is None:

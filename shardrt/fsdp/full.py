@@ -99,7 +99,7 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     if isinstance(storage, LocalStorage):
         return joined(parameter, own.reshape(parameter.shape).copy())  # each rank has its own
     ranks, layout = storage.ranks, storage.layout
-    if ranks.replicate is not None and ranks.replicate.rank > 0:
+    if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group has it all
     if ranks.rank > 0:
         if own.size:

@@ -19,7 +19,7 @@ from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.policy import Choices, Settings
-from shardrt.fsdp.process_groups import ProcessGroups
+from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.tree import GradientSum
 from shardrt.nn.parameter import Parameter
@@ -37,6 +37,12 @@ class GroupKey:
     dtype: str  # of the shard: float32 or float64, which the optimizer updates, or an integer type
     param: str  # gathered and computed in
     reduce: str  # gradients are sent in
+    cut: Axes = ()  # the axes of the mesh along which modules, and these with them, are cut besides
+    partial: Axes = ()  # those along which each rank's gradient is a part of a sum
+
+    def __str__(self) -> str:
+        kinds = ("cut" * bool(self.cut), "partial" * bool(self.partial), "frozen" * (not self.trainable))
+        return ", ".join([self.param, *filter(None, kinds)])
 
 
 GRADIENT_ROLES = ("gradients", "packed", "reduce_wire", "download")  # arenas without which nothing is reduced
@@ -133,7 +139,7 @@ class ParameterGroup(Storage):
     def take_over(self, device: Device, shard: Array) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them."""
         self._device = device
-        self.communicator = self.ranks.control
+        self.communicator = self.ranks.holders
         self.gradient_ready = self.sum.ready = device.new_event()
         self.uploaded = device.new_event()  # the shard has come from the host
         self._shard = shard
@@ -271,7 +277,7 @@ class ParameterGroup(Storage):
         return self.rounded is not None and not self.runtime.awaits_backward(self)
 
     def owner(self, first: bool) -> bool:
-        return self.ranks.replicate is None or self.ranks.replicate.rank == 0
+        return self.ranks.owner
 
     def range_of(self, parameter: Parameter) -> tuple[int, int]:
         self.built()

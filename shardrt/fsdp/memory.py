@@ -66,14 +66,13 @@ def memory_plan(
     """
     units = _whole("memory_plan", model)
     layouts = lay_out(units)
-    by_cut = process_groups_of(units)  # collective: before what may fail on one rank alone
+    ranks_of = process_groups_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
-    facts = facts_of(units, by_cut, no_sync=no_sync or (taken is not None and taken.no_sync))
+    facts = facts_of(units, ranks_of, no_sync=no_sync or (taken is not None and taken.no_sync))
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     with _trained_as_asked(units):
         specs = buffers.plan(units, layouts, facts)
-        ranks_of = {group: by_cut[unit.settings.cut] for unit in units for group in unit.groups}
         makers = {
             spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
             for group, roles in specs.items()

@@ -1,11 +1,14 @@
 """ProcessGroups: the ranks among which a unit is cut, and the ranks that hold the same shard of it."""
 
 from dataclasses import dataclass
+from math import prod
 
 from shardrt.comm.backends import for_device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
+
+Axes = tuple[int, ...]  # numbers of axes of the root mesh
 
 
 @dataclass(frozen=True)
@@ -13,13 +16,18 @@ class ProcessGroups:
     """Communicators of one kind of cut.
 
     gather, reduce, control: over the ranks that together hold one whole unit, one communicator per stream.
-    replicate: over the ranks that hold the same shard as this one; None if no other does.
+    copies: over the ranks that add up what these have of a gradient; None if no others have any.
+    holders: over the ranks that together hold what the parameters were before modules were cut. sharers: how
+    many ranks hold what this one does; owner: whether it is the one that saves it.
     """
 
     gather: Communicator
     reduce: Communicator
     control: Communicator
-    replicate: Communicator | None
+    copies: Communicator | None
+    holders: Communicator
+    sharers: int
+    owner: bool
 
     @property
     def rank(self) -> int:
@@ -34,26 +42,41 @@ class ProcessGroups:
     @property
     def reducer(self) -> Communicator:
         """The communicator that reads full gradients."""
-        return self.replicate if self.size == 1 and self.replicate is not None else self.reduce
-
-    @property
-    def replicas(self) -> int:
-        """How many ranks hold each shard."""
-        return self.replicate.size if self.replicate is not None else 1
+        return self.copies if self.size == 1 and self.copies is not None else self.reduce
 
     @classmethod
-    def of(cls, mesh: DeviceMesh, cut: str) -> "ProcessGroups":
-        """Those for strategy.Row.cut, on a mesh of all ranks that train the model. Collective over it."""
-        if cut == "none":
+    def of(
+        cls, mesh: DeviceMesh, cut: str, before: Axes = (), partial: Axes = (), across: Axes = ()
+    ) -> "ProcessGroups":
+        """Those for strategy.Row.cut, on a mesh of all ranks that have parts of the data. Collective.
+
+        Where modules are cut along other axes: before: those along which these parameters are; partial: those
+        along which each rank's gradient is a part of a sum; across: those of the whole model.
+        """
+        held = {"none": None, "mesh": mesh, "last axis": mesh.axis(-1 % len(mesh.shape))}[cut]
+        if held is None:
             alone = for_device(SingleCommunicator(), mesh.device, "auto", "gather")
-            return cls(alone, alone, alone, mesh.communicator("reduce") if mesh.size > 1 else None)
-        dim = 1 if cut == "last axis" else None
-        copies = mesh.communicator("copies", 0) if cut == "last axis" and mesh.shape[0] > 1 else None
-        return cls(*(mesh.communicator(role, dim) for role in ("gather", "reduce", "control")), copies)
+            own = alone, alone, alone
+            added, role = mesh, "reduce"
+        else:
+            own = tuple(held.communicator(role) for role in ("gather", "reduce", "control"))
+            added, role = mesh.axis(0) if cut == "last axis" else None, "copies"
+        if partial:
+            added = mesh.along(partial) if added is None else added.widened(partial)
+        copies = added.communicator(role) if added is not None and added.size > 1 else None
+        if not across:
+            sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)
+            return cls(*own, copies, own[2], sharers, first)
+        holding = {*before} if held is None else {*before, *held.axes}
+        holders = mesh.along(sorted(holding)).communicator("control") if holding else own[2]
+        everyone, root = mesh.widened(across), mesh.root
+        first = not any(root.coordinate[axis] for axis in everyone.axes if axis not in holding)
+        return cls(*own, copies, holders, everyone.size // holders.size, first)
 
 
-def shape_of(mesh: DeviceMesh, cut: str) -> tuple[int, int]:
-    """(shards, copies of each) of a unit's shard groups, without making them."""
+def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
+    """(shards, ranks that add up gradients of each) of a unit's shard groups, without making them."""
+    more = prod(mesh.root.shape[axis] for axis in partial)
     if cut == "none":
-        return 1, mesh.size
-    return (mesh.shape[1], mesh.shape[0]) if cut == "last axis" else (mesh.size, 1)
+        return 1, mesh.size * more
+    return (mesh.shape[1], mesh.shape[0] * more) if cut == "last axis" else (mesh.size, more)

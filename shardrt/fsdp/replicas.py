@@ -37,7 +37,7 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
     for unit in units_below(model):
         by_ranks = by_schedule.setdefault(unit.built(), {})
         for group in unit.groups:
-            if group.ranks.replicas > 1:
+            if group.ranks.sharers > 1:
                 by_ranks.setdefault(group.ranks, []).append(group)
     states = {} if optimizer is None else {piece.storage: piece.state for piece in optimizer.slices}
     device.current().wait_here()
@@ -51,7 +51,7 @@ def _check(
 ) -> None:
     """Groups of one cut are cut alike, so one hash stands for all that a rank holds of them."""
     own = [
-        [ranks.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
+        [ranks.holders.rank, _hash("".join(_hash(a) for g in groups for _, a in _arrays(g, states)).encode())]
         for ranks, groups in by_ranks.items()
     ]
     everyone = talk.from_all(control, own)
@@ -91,7 +91,7 @@ def _rows(group: ParameterGroup, states: States) -> Iterator[list]:
     for parameter in group.parameters:
         start, stop = group.range_of(parameter)
         for kind, array in {"parameter": group.shard, **states.get(group, {})}.items():
-            yield [parameter.name, kind, group.ranks.rank, _hash(array[start:stop])]
+            yield [parameter.name, kind, group.ranks.holders.rank, _hash(array[start:stop])]
 
 
 def _keyed(row: list) -> tuple[tuple, str]:

@@ -47,7 +47,7 @@ class Schedule:
         self.control = mesh.communicator("control")
         self.watchers: list[Callable] = [Showing(mesh, streams.compute.name)]  # see watching.py
         if self.root.choices.micro_batches is not None:
-            self.watchers.append(MicroBatches(mesh, units))
+            self.watchers.append(MicroBatches(self.root.settings.mesh, units))
         self.plan = Plan(units)
         self.trained = Trained(units, self.control)
         self.gathers = Gathers(units, prefetch, streams, self.control, self.tell)

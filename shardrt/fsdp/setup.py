@@ -12,6 +12,8 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import talk
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, collectives
@@ -19,8 +21,7 @@ from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.buffers import Facts, Spec, Specs
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.policy import Cut
-from shardrt.fsdp.process_groups import ProcessGroups, shape_of
+from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
@@ -56,21 +57,23 @@ def build(unit: Unit) -> None:
     ranks; RuntimeError if a part was used before the whole was sharded.
     """
     units = arranged(unit)
-    mesh = units[0].settings.mesh
     layouts = lay_out(units)
-    schedule = Schedule(mesh, units, prefetch_of(units), _streams(units), make_gradient_slots)
+    schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
     # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
-    _check_same_on_all_ranks(schedule, units, layouts)
-    _check_same_values(schedule, units)
+    _check_same_on_all_ranks(schedule, units)
+    data = units[0].settings.mesh
+    _check_same_values(data.communicator("control"), units, cut=True)
+    if schedule.mesh is not data:
+        _check_same_values(schedule.control, units, cut=False)
     _compile_once(schedule)
-    by_cut = process_groups_of(units)
-    _check_sums(units[0], by_cut)
-    facts = facts_of(units, by_cut)
+    ranks_of = process_groups_of(units)
+    _check_sums(units[0], ranks_of.values())
+    facts = facts_of(units, ranks_of)
     specs = buffers.plan(units, layouts, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
     for u in units:
         for group in u.groups:
-            group.layout, group.ranks = layouts[group], by_cut[u.settings.cut]
+            group.layout, group.ranks = layouts[group], ranks_of[group]
     _reserve(layouts, facts)
     _make_arenas(specs, facts.device, _AT_ONCE)
     for u in units:
@@ -118,20 +121,41 @@ def lay_out(units: list[Unit]) -> dict[ParameterGroup, Layout]:
     """Where the parameters of every group lie."""
     layouts = {}
     for unit in units:
-        shards, copies = shape_of(unit.settings.mesh, unit.settings.strategy.rules.cut)
         for group in unit.groups:
+            shards, copies = shape_of(*unit.settings.cut, group.key.partial)
             layouts[group] = Layout.plan([(p.name, p.shape) for p in group.parameters], shards, copies)
     return layouts
 
 
-def process_groups_of(units: list[Unit]) -> dict[Cut, ProcessGroups]:
-    """The process groups of every cut that these units use. Collective."""
-    return {cut: ProcessGroups.of(*cut) for cut in dict.fromkeys(unit.settings.cut for unit in units)}
+def mesh_of(units: list[Unit]) -> DeviceMesh:
+    """All ranks that train the model: those with parts of the data, and with parts of its modules."""
+    across, mesh = _across(units), units[0].settings.mesh
+    return mesh.widened(across) if across else mesh
 
 
-def facts_of(units: list[Unit], by_cut: dict[Cut, ProcessGroups], no_sync: bool = False) -> Facts:
+def _across(units: list[Unit]) -> Axes:
+    """The axes of the mesh along which modules are cut."""
+    shares = [parameter.share for unit in units for parameter in unit.parameters if parameter.share]
+    return tuple(sorted({axis for share in shares for axis in share.axes}))
+
+
+def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
+    """The process groups of every group, the same object for those that are cut alike. Collective."""
+    across, made, found = _across(units), {}, {}
+    for group in (group for unit in units for group in unit.groups):
+        cut = (*group.settings.cut, group.key.cut, group.key.partial)
+        if cut not in made:
+            made[cut] = ProcessGroups.of(*cut, across)
+        found[group] = made[cut]
+    return found
+
+
+def facts_of(
+    units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups], no_sync: bool = False
+) -> Facts:
     """What the plan of the buffers depends on."""
-    shared = all(ranks.gather.shares_memory for (_, cut), ranks in by_cut.items() if cut != "none")
+    gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
+    shared = all(gather.shares_memory for gather in gathers)
     tops = units[0].modules
     recomputed = [module for top in tops for module in top.modules() if module.around(Recomputation)]
     return Facts(
@@ -273,7 +297,7 @@ def _check(units: list[Unit]) -> None:
                 f"{prefetch_of(units)}; it is one number for the whole model"
             )
         for group in u.groups:
-            alike = f" ({group.key.param}{'' if group.key.trainable else ', frozen'})"
+            alike = f" ({group.key})"
             group.label = group.called = u.label + alike * (len(u.groups) > 1)
             group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
     _check_world_invariant(units)
@@ -308,6 +332,11 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added up by a tree; give CPUOffloadPolicy(gradients=False)"
             )
+        if u.micro_batches is not None and any(group.key.partial for group in u.groups):
+            raise ValueError(
+                f"set_world_invariant: gradients of unit {u.label} are summed over ranks of another axis, and "
+                "not by the tree of micro-batches; leave SequenceParallel out"
+            )
         trained = {group.key.dtype for group in u.groups if group.trainable}
         if u.micro_batches is not None and trained - {"float32"}:
             raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
@@ -320,9 +349,9 @@ def _check_world_invariant(units: list[Unit]) -> None:
         )
 
 
-def _check_sums(first: Unit, by_cut: dict[Cut, ProcessGroups]) -> None:
+def _check_sums(first: Unit, used: Iterable[ProcessGroups]) -> None:
     """Sums that are part of one tree must be made by it."""
-    reducers = [made for ranks in by_cut.values() for made in (ranks.reduce, ranks.replicate) if made]
+    reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
     if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
         raise ValueError(
             "set_world_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
@@ -346,9 +375,7 @@ def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]
         _check_reachable(child, around, owners)
 
 
-def _check_same_on_all_ranks(
-    schedule: Schedule, units: list[Unit], layouts: dict[ParameterGroup, Layout]
-) -> None:
+def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
     """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
     described = [
         (
@@ -359,7 +386,7 @@ def _check_same_on_all_ranks(
             [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
             u.settings.placement.parameters,
             u.settings.placement.gradients,
-            [(g.key, layouts[g].entries, [p.seed for p in g.parameters]) for g in u.groups],
+            [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
         )
         for u in units
     ]
@@ -373,17 +400,21 @@ def _check_same_on_all_ranks(
         )
 
 
-def _check_same_values(schedule: Schedule, units: list[Unit]) -> None:
-    """Values given before sharding must be the same on every rank: nobody broadcasts them."""
-    initial = [pair for u in units for group in u.groups for pair in group.initial()]
+def _check_same_values(control: Communicator, units: list[Unit], cut: bool) -> None:
+    """Values given before sharding must be the same on every rank: nobody broadcasts them.
+
+    cut: of what is cut by modules, too.
+    """
+    groups = [group for u in units for group in u.groups if cut or not group.key.cut]
+    initial = [pair for group in groups for pair in group.initial()]
     made = bytes(storage.materialised for _, storage in initial)
-    if talk.agree(schedule.control, made):  # they differ: now each rank needs all the others'
-        made = bytes(map(max, *schedule.control.talk(made)))
+    if talk.agree(control, made):  # they differ: now each rank needs all the others'
+        made = bytes(map(max, *control.talk(made)))
     given = [place for place, there in enumerate(made) if there]
     checksums = [_checksum(*initial[place]) for place in given]
-    if not given or not talk.agree(schedule.control, checksums):
+    if not given or not talk.agree(control, checksums):
         return
-    everyone = talk.from_all(schedule.control, checksums)
+    everyone = talk.from_all(control, checksums)
     for place, ranks in zip(given, zip(*everyone, strict=True), strict=True):
         if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
             raise ValueError(
