@@ -159,6 +159,8 @@ def save_pretrained(
     adapters = {names[id(p)] for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
     if odd := shapes.keys() ^ places.keys() ^ adapters:
         raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
+    if cut := next((p.name for p in model.parameters() if p.share is not None and id(p) in adapted), None):
+        raise ValueError(f"save_pretrained: {cut!r} has an adapter and is cut; save the adapters instead")
     writer, error = None, None
     if speaks_for_all(model):
         try:

@@ -118,6 +118,8 @@ def _check(layer: Linear, rank: int) -> None:
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
+    if layer.weight.share is not None:
+        raise ValueError(f"add_lora: {layer.name} is cut already; call add_lora before parallelize_module")
     if rank > min(layer.weight.shape):
         raise ValueError(f"add_lora: rank {rank} is more than {layer.name} has, {layer.weight.shape}")
     if type(layer).forward is not Linear.forward:

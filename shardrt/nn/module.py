@@ -131,10 +131,10 @@ class Module:
         module = self
         while module is not None and module._block is None:
             module = module.parent
-        return None if module is None else module._block
+        return None if module is None else module._block()
 
-    def has_block(self, block: random.Block) -> None:
-        """Set what `block` gives, of this module and all in it that have none of their own."""
+    def has_block(self, block: Callable[[], random.Block]) -> None:
+        """Let this tell `block`, of this module and all in it that have none of their own."""
         object.__setattr__(self, "_block", block)
 
     def __getattr__(self, name: str) -> Any:

@@ -39,7 +39,7 @@ class Column(Converting):
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
         whole = self.axis.enter(x)
         y = forward(whole)
-        if self.axis.sequence:
+        if self.axis.in_parts:
             gather_again(y, whole, x, self.axis.communicator, TIME)
         return self._with_shared_heads(y) if self._parts else y
 
@@ -69,17 +69,15 @@ class OwnTime(Converting):
     """An embedding of positions or of words: each rank looks up those of its part of the time."""
 
     def run(self, module: Module, forward: Callable, /, indices: Any) -> Tensor:
-        indices, size = np.asarray(indices), self.axis.size
-        each, rest = divmod(indices.shape[-1], size)
-        if rest:
-            raise ValueError(
-                f"SequenceParallel: {indices.shape[-1]} positions can't be cut into {size} equal parts"
-            )
-        return forward(indices[..., self.axis.rank * each : (self.axis.rank + 1) * each])
+        if not self.axis.in_parts:
+            return forward(indices)
+        indices = np.asarray(indices)
+        return forward(indices[..., self.axis.part_of_time(indices.shape[-1])])
 
 
 class WholeTime(Converting):
     """What leaves the module is put together again, for all ranks to go on with alike."""
 
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
-        return gather_same(forward(x), self.axis.communicator, TIME)
+        y = forward(x)
+        return gather_same(y, self.axis.communicator, TIME) if self.axis.in_parts else y

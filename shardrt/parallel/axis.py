@@ -7,7 +7,7 @@ or with sequence parallelism each rank's own part of the time (V), which is the 
 from dataclasses import dataclass
 from typing import Any
 
-from shardrt import random
+from shardrt import autograd, random, recompute
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.functional import collective
@@ -20,10 +20,18 @@ TIME = -2
 
 @dataclass(frozen=True)
 class Axis:
-    """mesh: of one axis. sequence: whether activations between modules are cut along time."""
+    """mesh: of one axis. sequence: whether activations between modules are cut along time, for backward."""
 
     mesh: DeviceMesh
     sequence: bool
+
+    @property
+    def in_parts(self) -> bool:
+        """Whether activations between modules are cut now. Without a backward they are few, and whole.
+
+        So evaluation and generation take any number of positions.
+        """
+        return self.sequence and (autograd.is_grad_enabled() or recompute.current() is not None)
 
     @property
     def rank(self) -> int:
@@ -49,10 +57,13 @@ class Axis:
                 number = number * root.shape[axis] + root.coordinate[axis]
         return number
 
-    def block(self, sequence: bool) -> random.Block:
-        """What this rank has of an activation of the whole batch."""
-        part = self.batch_part
-        return random.Block(part, self.rank, self.size) if sequence else random.Block(part)
+    def whole_block(self) -> random.Block:
+        """What this rank has of an activation of the whole batch where that is not cut."""
+        return random.Block(self.batch_part)
+
+    def block(self) -> random.Block:
+        """What it has of one between modules."""
+        return random.Block(self.batch_part, self.rank, self.size) if self.in_parts else self.whole_block()
 
     def cut(
         self, whole: tuple[int, ...], shape: tuple[int, ...], parts: tuple[Part, ...], words: Any = None
@@ -62,12 +73,22 @@ class Axis:
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""
-        if self.sequence:
+        if self.in_parts:
             return collective.gather(x, self.communicator, TIME)
         return collective.copy_to(x, self.communicator)
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what ranks made in their own way: P -> I or V."""
-        if self.sequence:
+        if self.in_parts:
+            self.part_of_time(x.shape[TIME])
             return collective.reduce_scatter_to(x, self.communicator, TIME)
         return collective.reduce_from(x, self.communicator)
+
+    def part_of_time(self, positions: int) -> slice:
+        """This rank's part of so many positions. Raises ValueError where they can't be cut."""
+        each, rest = divmod(positions, self.size)
+        if rest:
+            raise ValueError(
+                f"SequenceParallel: {positions} positions can't be cut into {self.size} equal parts"
+            )
+        return slice(self.rank * each, (self.rank + 1) * each)

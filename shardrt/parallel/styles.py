@@ -22,6 +22,12 @@ class Style:
 
     modules: tuple[type[Module], ...] = (Linear,)
 
+    def fits(self, module: Module) -> bool:
+        """Whether it is for such a module: one of `modules`, or a subclass without a forward of its own."""
+        kinds = (*self.modules, LoRALinear)
+        known = isinstance(module, self.modules)
+        return known and any(type(module).forward is kind.forward for kind in kinds)
+
     def apply(self, module: Module, axis: Axis) -> None:
         """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
         raise NotImplementedError
@@ -126,7 +132,7 @@ class SequenceParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         for parameter in module._parameters.values():
             _partial(parameter, axis)
-        module.has_block(axis.block(True))
+        module.has_block(axis.block)
         if isinstance(module, Embedding):
             module.run_inside(OwnTime(axis))
         if self.output == "whole":

@@ -33,6 +33,8 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize_module: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if model.parent is not None:
+        raise ValueError(f"parallelize_module: call it on the outermost module, not on {model.name!r} alone")
     if len(mesh.shape) > 1:
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
     chosen = _chosen(model, plan)
@@ -47,7 +49,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    model.has_block(axis.block(False))
+    model.has_block(axis.whole_block)
     return model
 
 
@@ -61,7 +63,7 @@ def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Styl
         if not named:
             raise ValueError(f"parallelize_module: {pattern!r} names no module of {type(model).__name__}")
         for path, module in named:
-            if not isinstance(module, style.modules):
+            if not style.fits(module):
                 kinds = ", ".join(kind.__name__ for kind in style.modules)
                 raise TypeError(
                     f"parallelize_module: {path!r} is a {type(module).__name__}; {type(style).__name__} is "
