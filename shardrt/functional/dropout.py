@@ -62,7 +62,7 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
 def _part(shape: tuple[int, ...]) -> Part:
     """Which elements of the tensor of the whole batch a tensor of this shape has."""
     running = autograd.modules()
-    block = running[-1].block if running else None
+    block = running[-1].batch_block if running else None
     if block is None:
         block = random.Block(world.current().rank)
     part = random.micro_batch()

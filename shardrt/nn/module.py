@@ -126,15 +126,15 @@ class Module:
         return ".".join(reversed(names))
 
     @property
-    def block(self) -> random.Block | None:
+    def batch_block(self) -> random.Block | None:
         """Which block of the batch's tensors this rank has in here; None: that of its rank in the world."""
         module = self
         while module is not None and module._block is None:
             module = module.parent
         return None if module is None else module._block()
 
-    def has_block(self, block: Callable[[], random.Block]) -> None:
-        """Let this tell `block`, of this module and all in it that have none of their own."""
+    def set_batch_block(self, block: Callable[[], random.Block]) -> None:
+        """Let this tell `batch_block`, of this module and all in it that have none of their own."""
         object.__setattr__(self, "_block", block)
 
     def __getattr__(self, name: str) -> Any:

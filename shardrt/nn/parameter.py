@@ -160,6 +160,7 @@ class Parameter(Tensor):
         if self.storage.owned:
             raise RuntimeError(f"{told} has an optimizer already; call parallelize_module before")
         self.share, self._shape = share, share.shape
+        self.storage.take_share(share)
 
     @property
     def shard(self) -> Array:

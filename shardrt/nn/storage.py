@@ -19,7 +19,7 @@ from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
 from shardrt.nn.runs import Part, run, take
-from shardrt.nn.share import CUT, PARTIAL
+from shardrt.nn.share import CUT, PARTIAL, Share
 
 if TYPE_CHECKING:
     from shardrt.nn.parameter import Parameter
@@ -194,16 +194,13 @@ class LocalStorage(Storage):
         self._run: autograd.Backward | None = None
         self._added: Array | None = None
         self._parameter = parameter
+        if parameter.share is not None:
+            self.take_share(parameter.share)
 
-    @property
-    def communicator(self) -> Communicator | None:
-        share = self._parameter.share
-        return share.communicator if share is not None and share.kind == CUT else None
-
-    @property
-    def everyone(self) -> Communicator | None:
-        share = self._parameter.share
-        return None if share is None else share.mesh.root.communicator("control")
+    def take_share(self, share: Share) -> None:
+        """The parameter is a part of a larger one from now on: other ranks have the rest, or train it too."""
+        self.communicator = share.communicator if share.kind == CUT else None
+        self.everyone = share.mesh.root.communicator("control")
 
     def owner(self, first: bool) -> bool:
         share = self._parameter.share

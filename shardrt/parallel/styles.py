@@ -132,7 +132,7 @@ class SequenceParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         for parameter in module._parameters.values():
             _partial(parameter, axis)
-        module.has_block(axis.block)
+        module.set_batch_block(axis.block)
         if isinstance(module, Embedding):
             module.run_inside(OwnTime(axis))
         if self.output == "whole":

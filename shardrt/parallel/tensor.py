@@ -49,7 +49,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    model.has_block(axis.whole_block)
+    model.set_batch_block(axis.whole_block)
     return model
 
 
