@@ -342,8 +342,8 @@ class Module:
         RuntimeError where parameters are sharded or cut: see full_state_dict.
         """
         parameters = dict(self.named_parameters())
-        if other := next((p for p in parameters.values() if p.shape != p.whole_shape), None):
-            raise RuntimeError(f"parameter {other.name!r} is cut; shardrt.checkpoint has full_state_dict")
+        if cut := [name for name, p in parameters.items() if p.shape != p.whole_shape]:
+            raise RuntimeError(f"parameter {cut[0]!r} is cut; shardrt.checkpoint has full_state_dict")
         parameters = {name: parameter.data for name, parameter in parameters.items()}
         return parameters | dict(self.named_buffers())
 

@@ -1,0 +1,197 @@
+"""What there is beside tensor parallelism works with it: to the bit where it only moves things."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import nn, optim
+from shardrt.activation_offload import offload_activations
+from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    check_replicas,
+    fully_shard,
+    memory_plan,
+    set_find_unused_parameters,
+    set_world_invariant,
+)
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import parallelize_module
+from shardrt.recompute import checkpoint
+from tests.parallel.nets import (
+    alone,
+    batch_of,
+    build,
+    data_of,
+    make,
+    mesh_of,
+    plan_of,
+    same_bits,
+    same_to_1e5,
+    trained,
+)
+from tests.ranks import run_ranks
+
+AXES = (1, 2, 2)
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+
+MOVES = {
+    "recompute": {"before": checkpoint},
+    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
+    "offload activations": {"before": offload_activations},
+    "both": {"before": lambda block: offload_activations(checkpoint(block))},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
+    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return {s: trained("gpt", AXES, s, steps=2) for s in (False, True)}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_things_changes_no_bit(plain, name, sequence):
+    same_bits(trained("gpt", AXES, sequence, steps=2, **MOVES[name]), plain[sequence])
+
+
+@SEQUENCE
+def test_gradients_are_accumulated_reduced_each_time_or_not(sequence):
+    expected = trained("gpt", (1, 2, 1), steps=2, micro_batches=2)
+    for synced in (True, False):
+        same_to_1e5(trained("gpt", AXES, sequence, 2, 2, synced), expected)
+
+
+@SEQUENCE
+def test_16_bits(sequence):
+    policy = MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
+    found = trained("llama", AXES, sequence, steps=2, mp_policy=policy)
+    expected = alone("llama", steps=2, mp_policy=policy)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
+
+
+def trained_with(kind, axes, sequence, prepare, step, adapters=False):
+    """Weights after three steps of AdamW, each of which is `step(model, optimizer, mesh, number)`."""
+    mesh = mesh_of(*axes)
+    shardrt.manual_seed(3)
+    model = make(kind)
+    if adapters:
+        nn.add_lora(model, 2, targets=("*.qkv", "*.output", "*.up", "*.down"))
+    parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+    for block in model.blocks:
+        fully_shard(block, mesh=data_of(mesh))
+    fully_shard(model, mesh=data_of(mesh))
+    prepare(model)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
+    for number in range(3):
+        shardrt.manual_seed(3, step=number)
+        step(model, optimizer, mesh, number)
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def once(model, optimizer, mesh, number):
+    model(*batch_of(number, mesh)).backward()
+    clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+
+
+def scaled(model, optimizer, mesh, number):
+    scaler = optim.GradScaler(init_scale=2.0**8)
+    scaler.scale(model(*batch_of(number, mesh))).backward()
+    scaler.unscale_(optimizer)
+    clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+
+
+def checked(model, optimizer, mesh, number):
+    once(model, optimizer, mesh, number)
+    check_replicas(model, optimizer)
+
+
+def planned(model, optimizer, mesh, number):
+    if number == 0:
+        memory_plan(model, step=lambda: model(*batch_of(number, mesh)).backward())
+    once(model, optimizer, mesh, number)
+
+
+def nothing(model):
+    pass
+
+
+FEATURES = {
+    "unused parameters": {"prepare": set_find_unused_parameters, "step": once},
+    "a scaled loss": {"prepare": nothing, "step": scaled},
+    "replicas": {"prepare": nothing, "step": checked},
+    "a memory plan": {"prepare": nothing, "step": planned},
+    "adapters": {"prepare": nothing, "step": once, "adapters": True},
+}
+
+
+@SEQUENCE
+@pytest.mark.parametrize("name", FEATURES)
+def test_it_trains_as_on_one_rank(name, sequence):
+    how = FEATURES[name]
+    expected = run_ranks(1, trained_with, "gpt", (1, 1, 1), False, **how)[0]
+    found = run_ranks(4, trained_with, "gpt", AXES, sequence, **how)[0]
+    for key, values in expected.items():
+        np.testing.assert_allclose(found[key], values, rtol=0, atol=1e-5, err_msg=key)
+
+
+def with_a_tree(axes, tp):
+    """Weights after two steps of four micro-batches, on any number of data ranks."""
+    mesh = mesh_of(*axes)
+    model = build("gpt", mesh)
+    set_world_invariant(model, 4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        shardrt.manual_seed(3, step=step)
+        data = data_of(mesh)
+        for turn in range(4 // data.size):
+            row = turn * data.size + data.rank
+            tokens, targets = (array[row : row + 1] for array in batch_of(step))
+            (model(tokens, targets) * 0.25).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+def test_world_invariant_bits_do_not_depend_on_the_ranks_of_the_data():
+    expected = run_ranks(2, with_a_tree, (1, 1, 2), 2)[0]
+    for axes in ((1, 2, 2), (2, 2, 2)):
+        found = run_ranks(int(np.prod(axes)), with_a_tree, axes, 2)[0]
+        for name, values in expected.items():
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_a_checkpoint_restores_on_other_axes_to_the_bit(tmp_path):
+    def state(mesh, model, optimizer):
+        return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+    def made(axes, sequence):
+        mesh = mesh_of(*axes)
+        model = build("llama", mesh, sequence)
+        return mesh, model, optim.AdamW(model.parameters(), lr=1e-2)
+
+    def saved(axes, sequence):
+        mesh, model, optimizer = made(axes, sequence)
+        once(model, optimizer, mesh, 0)
+        CheckpointManager(tmp_path, model, optimizer, mesh).save(1)
+        return state(mesh, model, optimizer)
+
+    def restored(axes, sequence):
+        mesh, model, optimizer = made(axes, sequence)
+        assert CheckpointManager(tmp_path, model, optimizer, mesh).restore()[0] == 1
+        return state(mesh, model, optimizer)
+
+    weights, kept = run_ranks(4, saved, (1, 2, 2), True)[0]
+    for axes in ((1, 1, 1), (1, 1, 4), (2, 2, 2)):
+        others, theirs = run_ranks(int(np.prod(axes)), restored, axes, False)[0]
+        for name, values in weights.items():
+            np.testing.assert_array_equal(others[name], values, err_msg=name)
+            for kind in ("exp_avg", "exp_avg_sq"):
+                np.testing.assert_array_equal(theirs["state"][name][kind], kept["state"][name][kind])

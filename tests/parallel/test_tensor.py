@@ -1,0 +1,337 @@
+"""Tensor and sequence parallelism: on any axes the numbers of one rank, and equal bits where they begin."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.cache import KVCache
+from models.plans import plan_of
+from models.vit import SIZES, ViT
+from shardrt import functional as F
+from shardrt import nn, no_grad
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.nn.runs import take
+from shardrt.nn.utils import grad_norm
+from shardrt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from tests.parallel.nets import (
+    BATCH,
+    TIME,
+    VOCAB,
+    alone,
+    batch_of,
+    build,
+    data_of,
+    make,
+    mesh_of,
+    same_to_1e5,
+    train,
+    trained,
+    whole_gradients,
+)
+from tests.ranks import run_ranks
+
+KINDS = ("gpt", "llama")
+SEQUENCE = pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+
+
+@SEQUENCE
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_steps_are_those_of_one_rank(kind, tp, sequence):
+    """A Llama on four ranks has fewer heads of keys and values than ranks."""
+    found, expected = trained(kind, (1, 1, tp), sequence, sharded=False), alone(kind)
+    same_to_1e5(found, expected)
+    for name, values in expected["initial"].items():
+        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
+    assert all(norms == found["norms"] for norms in found["all norms"])
+
+
+@SEQUENCE
+@pytest.mark.parametrize(("axes", "steps"), [((2, 2, 2), 10), ((1, 2, 2), 2), ((1, 1, 2), 2)], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_sharding_cuts_what_is_left(kind, axes, steps, sequence):
+    found, expected = trained(kind, axes, sequence, steps), alone(kind, steps=steps)
+    same_to_1e5(found, expected)
+    for name, values in expected["initial"].items():
+        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
+    assert all(norms == found["norms"] for norms in found["all norms"])
+
+
+@pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "HYBRID_SHARD"])
+def test_every_strategy_trains_alike(strategy):
+    axes = (2, 1, 2) if strategy == "HYBRID_SHARD" else (1, 2, 2)
+    same_to_1e5(trained("gpt", axes, True, 2, strategy=strategy), alone("gpt", steps=2))
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_ranks_share_heads_of_keys_and_values_that_are_fewer(kv_heads):
+    changes = {"n_kv_head": kv_heads}
+    found = trained("llama", (1, 1, 4), True, steps=2, sharded=False, changes=changes)
+    same_to_1e5(found, trained("llama", (1, 1, 1), steps=2, changes=changes))
+
+
+def test_each_rank_has_its_part_of_the_weights_and_no_more():
+    def sizes(tp):
+        model = build("llama", mesh_of(1, 1, tp), sharded=False)
+        return {name: parameter.shape for name, parameter in model.named_parameters()}
+
+    whole, parts = run_ranks(1, sizes, 1)[0], run_ranks(4, sizes, 4)
+    for name, shape in whole.items():
+        held = [np.prod(part[name]) for part in parts]
+        times = 4 if "norm" in name else 1
+        assert sum(held) == times * np.prod(shape), name
+
+
+def test_the_head_of_a_model_that_does_not_tie_it_is_cut_too():
+    changes = {"tied": False}
+    found = trained("llama", (1, 2, 2), True, steps=2, changes=changes)
+    same_to_1e5(found, trained("llama", (1, 1, 1), steps=2, changes=changes))
+
+
+@SEQUENCE
+def test_gradients_of_several_backwards_add_up_where_nothing_is_sharded(sequence):
+    """Each backward sums its own over the ranks; what was summed before is not summed again."""
+    found = trained("llama", (1, 1, 2), sequence, steps=2, micro_batches=2, sharded=False)
+    same_to_1e5(found, alone("llama", steps=2, micro_batches=2))
+
+
+def test_a_chunked_loss_is_the_same():
+    found = trained("gpt", (1, 2, 2), True, steps=2, changes={"loss_chunk": 8})
+    same_to_1e5(found, alone("gpt", steps=2))
+
+
+# -- dropout
+
+
+def masks(axes, sequence):
+    """What each dropout of a forward left, by name, as this rank has it."""
+    mesh = mesh_of(*axes)
+    model = build("gpt", mesh, sequence, sharded=False, changes={"dropout": 0.5})
+    found = {}
+
+    def keep(module, args, output):
+        found.setdefault(module.name, []).append(output.data != 0)
+
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.register_forward_hook(keep)
+    shardrt.manual_seed(3, step=5)
+    model(*batch_of(0, mesh))
+    return found
+
+
+@SEQUENCE
+@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 2), (2, 1, 4)], ids=str)
+def test_masks_of_dropout_are_those_of_one_rank_to_the_bit(axes, sequence):
+    expected = run_ranks(1, masks, (1, 1, 1), False)[0]
+    tp, data = axes[2], axes[0] * axes[1]
+    ranks = run_ranks(tp * data, masks, axes, sequence)
+    assert expected.keys() == {"dropout", "blocks.0.dropout", "blocks.1.dropout"}
+    for name, uses in expected.items():
+        for use, mask in enumerate(uses):
+            parts = [told[name][use] for told in ranks]
+            if sequence:  # along time
+                rows = [np.concatenate(parts[tp * row : tp * (row + 1)], 1) for row in range(data)]
+            else:
+                rows = parts[::tp]
+                assert all(np.array_equal(part, rows[rank // tp]) for rank, part in enumerate(parts))
+            np.testing.assert_array_equal(np.concatenate(rows), mask)
+
+
+# -- norms
+
+
+@cache
+def some_gradients():
+    random = np.random.default_rng(1)
+    shapes = {name: parameter.shape for name, parameter in make("llama").named_parameters()}
+    return {name: random.standard_normal(shape).astype(np.float32) ** 3 for name, shape in shapes.items()}
+
+
+def norms(axes, sequence):
+    """Of `some_gradients`, of which each rank has its part."""
+    mesh = mesh_of(*axes)
+    model = build("llama", mesh, sequence)
+    model(*batch_of(0, mesh)).backward()
+    for name, parameter in model.named_parameters():
+        parameter.grad[...] = take(parameter.part, some_gradients()[name])
+    return [grad_norm(model.parameters(), p) for p in (1, 2, 3, np.inf)]
+
+
+def test_the_norm_of_equal_gradients_has_the_same_bits_however_they_are_cut():
+    expected = run_ranks(1, norms, (1, 1, 1), False)[0]
+    for axes in ((1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2), (4, 1, 1)):
+        for found in run_ranks(int(np.prod(axes)), norms, axes, axes[2] == 2):
+            assert found == expected, axes
+
+
+# -- what moves
+
+
+def calls_of_a_step(sequence):
+    """Calls on the axis in a step, by name; of the model without its vocabulary and with one block more."""
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    def step(layers):
+        mesh = init_device_mesh("cpu", (2,), ("tp",), wrap=counted)
+        model = make("llama", n_layer=layers)
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+        model(*batch_of(0)).backward()
+        names = ("all_gather", "reduce_scatter", "all_reduce")
+        return np.array([sum(each.calls[name] for each in made) for name in names])
+
+    one, two = step(1), step(2)
+    return dict(zip(("all_gather", "reduce_scatter", "all_reduce"), (two - one - one).tolist(), strict=True))
+
+
+def test_a_block_has_two_sums_forward_and_two_backward():
+    assert run_ranks(2, calls_of_a_step, False)[0]["all_reduce"] == 4
+
+
+def test_with_sequence_parallelism_inputs_of_columns_are_gathered_again_in_backward():
+    counts = run_ranks(2, calls_of_a_step, True)[0]
+    assert counts["reduce_scatter"] == 4  # rows forward, columns backward
+    assert counts["all_gather"] == 6  # columns forward, again in backward, rows backward
+
+
+def saved_bytes(sequence):
+    """Of the arrays that the tape of a forward keeps, each once."""
+    model = build("llama", mesh_of(1, 1, 2), sequence, sharded=False)
+    loss, arrays = model(*batch_of(0)), {}
+    for node in shardrt.autograd.reachable({loss.node}):
+        # What is gathered again is unpacked by iteration; look at what is kept.
+        saved = getattr(node.saved, "_saved", node.saved)
+        for item in (*saved, getattr(node.saved, "_own", None)):
+            if isinstance(item, np.ndarray):
+                base = item if item.base is None else item.base
+                arrays[id(base)] = base.nbytes
+    return sum(arrays.values())
+
+
+def test_what_was_gathered_is_not_kept():
+    whole, sequence = run_ranks(2, saved_bytes, False)[0], run_ranks(2, saved_bytes, True)[0]
+    activation = BATCH * TIME * 32 * 4
+    assert (
+        whole - sequence > 4 * 2 * activation / 2
+    )  # in each block two norms, their inputs and outputs, halved
+
+
+# -- without a backward
+
+
+def logits_of(kind, tp, sequence, odd):
+    """Of a prompt and, with a cache, of tokens after it; `odd`: of a time that ranks do not divide."""
+    model = build(kind, mesh_of(1, 1, tp), sequence).eval()
+    tokens, cache, found = np.arange(5 if odd else 4)[None], KVCache(2, TIME), []
+    with no_grad():
+        for _ in range(3):
+            found.append(np.array(model(tokens, cache=cache).data[:, -1]))
+            tokens = found[-1].argmax(-1)[:, None]
+        found.append(np.array([model(*(array[:, :5] for array in batch_of(0))).item()]))
+    return found
+
+
+@SEQUENCE
+@pytest.mark.parametrize("kind", KINDS)
+def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
+    expected = run_ranks(1, logits_of, kind, 1, False, True)[0]
+    for found in run_ranks(4, logits_of, kind, 4, sequence, True):
+        for one, other in zip(found, expected, strict=True):
+            np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
+
+
+# -- other models
+
+
+def vit(tp):
+    shardrt.manual_seed(3)
+    model = ViT(SIZES["vit-digits"])
+    mesh = mesh_of(1, 1, tp)
+    parallelize_module(model, mesh["tp"], plan_of(model))
+    fully_shard(model, mesh=mesh["dp_shard"])
+    images = np.random.default_rng(0).standard_normal((3, 1, 8, 8)).astype(np.float32)
+    loss = F.cross_entropy(model(shardrt.Tensor(images)), np.array([1, 2, 3]))
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def test_a_vit_is_cut_too():
+    (expected, of_one), (found, of_two) = run_ranks(1, vit, 1)[0], run_ranks(2, vit, 2)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    for name, gradient in of_one.items():
+        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
+
+
+class TwoLayers(nn.Module):
+    def __init__(self, gelu=False):
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 8, gelu=gelu), nn.Linear(8, 5)
+
+    def forward(self, x):
+        return self.second(self.first(x))
+
+
+def two_layers(tp, hooked):
+    shardrt.manual_seed(3)
+    model, seen = TwoLayers(gelu=True), []
+    plan = {"first": ColwiseParallel(), "second": RowwiseParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
+    if hooked:
+        model.second.register_forward_pre_hook(lambda module, args: seen.append(args[0].shape))
+    x = shardrt.Tensor(
+        np.random.default_rng(0).standard_normal((3, 6)).astype(np.float32), requires_grad=True
+    )
+    (model(x) * model(x)).sum().backward()
+    return np.array(x.grad), whole_gradients(model), full_state_dict(model), seen
+
+
+def test_a_model_of_ones_own_needs_two_entries():
+    """On a mesh whose axis has no name; the bias of the second is added once, hooks run where they were."""
+    of_x, gradients, state, _ = run_ranks(1, two_layers, 1, False)[0]
+    for tp in (2, 4):
+        found = run_ranks(tp, two_layers, tp, True)[0]
+        np.testing.assert_allclose(found[0], of_x, rtol=0, atol=1e-5)
+        for name in gradients:
+            np.testing.assert_allclose(found[1][name], gradients[name], rtol=0, atol=1e-5)
+            np.testing.assert_array_equal(found[2][name], state[name])
+        assert found[3] == [(3, 8 // tp)] * 2
+
+
+def test_an_axis_of_one_rank_changes_nothing():
+    def around(sequence):
+        model = make("gpt")
+        parallelize_module(model, mesh_of(1, 1, 1)["tp"], plan_of(model, sequence_parallel=sequence))
+        attached = any(module._arounds for module in model.modules())
+        return attached or any(parameter.share for parameter in model.parameters())
+
+    assert not run_ranks(1, around, True)[0]
+
+
+def test_a_batch_part_is_that_of_the_other_axes():
+    def place():
+        mesh = mesh_of(2, 1, 2)
+        model = build("gpt", mesh, sharded=False)
+        return model.batch_block.part, data_of(mesh).rank
+
+    assert [part for part, rank in run_ranks(4, place)] == [0, 0, 1, 1]
+    assert all(part == rank for part, rank in run_ranks(4, place))
+
+
+def test_the_vocabulary_is_cut_unevenly_and_nothing_is_padded():
+    def rows():
+        return build("gpt", mesh_of(1, 1, 4), sharded=False).wte.weight.shape[0]
+
+    assert run_ranks(4, rows) == [10, 10, 10, 7] and sum(run_ranks(4, rows)) == VOCAB
+
+
+def test_ranks_of_the_axis_have_equal_losses():
+    losses = [told["losses"] for told in run_ranks(2, train, "gpt", (1, 1, 2), True, 3)]
+    assert losses[0] == losses[1]
