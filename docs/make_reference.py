@@ -21,6 +21,7 @@ PACKAGES = {
     "shardrt.nn.utils": "Norms and clipping",
     "shardrt.optim": "Optimizers",
     "shardrt.fsdp": "Sharding",
+    "shardrt.parallel": "Modules that are cut",
     "shardrt.comm": "Ranks and communicators",
     "shardrt.checkpoint": "Checkpoints",
     "shardrt.recompute": "Recomputation",
@@ -29,6 +30,7 @@ PACKAGES = {
     "shardrt.models.llama": "Llama",
     "shardrt.models.vit": "ViT",
     "shardrt.models.regnet": "RegNetY",
+    "shardrt.models.plans": "Plans for the models",
     "shardrt.models.hub": "Hugging Face files",
     "shardrt.models.generate": "Text from a model",
 }
