@@ -71,7 +71,7 @@ class OwnTime(Converting):
     def run(self, module: Module, forward: Callable, /, indices: Any) -> Tensor:
         if not self.axis.in_parts:
             return forward(indices)
-        indices = np.asarray(indices)
+        indices = indices if hasattr(indices, "shape") else np.asarray(indices)
         return forward(indices[..., self.axis.part_of_time(indices.shape[-1])])
 
 
