@@ -33,7 +33,7 @@ from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, ranks_of
 from shardrt.nn.runs import overlaps
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
@@ -152,6 +152,7 @@ class CheckpointManager:
         if found != self._found:  # at the first save, and where the optimizer has more parameters since
             self._found, self._snapshot = found, None
             self._counted = counted(self._model, self._optimizer)
+            self._check_ranks()
             self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
@@ -165,6 +166,15 @@ class CheckpointManager:
             save.error, save.done = error, True
         else:
             save.go(lambda: save.write(self.store.disk, pieces, self._mesh.rank))
+
+    def _check_ranks(self) -> None:
+        """Raise ValueError where `mesh` is without some of the ranks that train the model."""
+        ranks = ranks_of(self._model)
+        if ranks is not None and ranks.size > self._mesh.size:
+            raise ValueError(
+                f"CheckpointManager: {ranks.size} ranks train the model, the mesh has {self._mesh.size}; "
+                "give it the mesh of all of them"
+            )
 
     def _copied(self) -> list[Piece]:
         """Copies of what this rank saves; they last until the next call. Raises MemoryError."""
@@ -249,6 +259,7 @@ class CheckpointManager:
         (0, {}) if the folder has none; those passed over are warned of, with the reason. weights_only leaves
         the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
         """
+        self._check_ranks()
         told, candidates = self._attempt(self._candidates, path)
         if told:
             raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(told)}")

@@ -191,13 +191,20 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         unit.label,
         f"{sum(p.size for p in group.parameters):,}" + _frozen(group),
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
-        unit.settings.strategy.name,
+        unit.settings.strategy.name + _before(group),
         kept,
         group.key.param,
         group.key.reduce if group.trainable else "",
         " ".join(words),
         when,
     )
+
+
+def _before(group: ParameterGroup) -> str:
+    """Along which other axes of the mesh the parameters were cut, or what they give is summed."""
+    root, words = group.settings.mesh.root, {"cut": group.key.cut, "summed": group.key.partial}
+    told = (f", {word} on {root.mesh_dim_names[axis]}" for word, axes in words.items() for axis in axes)
+    return "".join(told)
 
 
 def _frozen(group: ParameterGroup) -> str:

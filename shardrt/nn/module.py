@@ -409,7 +409,7 @@ def everyone(model: Module, call: str) -> Communicator | None:
 
     Raises ValueError for a model without a unit, which knows of no other ranks. Collective at its first use.
     """
-    ranks = _ranks_of(model)
+    ranks = ranks_of(model)
     if ranks is None and not world.alone():
         raise ValueError(f"{call}: broadcast_from_rank0 needs a sharded model; call fully_shard first")
     return ranks
@@ -417,11 +417,12 @@ def everyone(model: Module, call: str) -> Communicator | None:
 
 def speaks_for_all(model: Module) -> bool:
     """Whether this rank is rank 0 of those that train `model`, or of all, for one that is not sharded."""
-    ranks = _ranks_of(model)
+    ranks = ranks_of(model)
     return world.first() if ranks is None else ranks.rank == 0
 
 
-def _ranks_of(model: Module) -> Communicator | None:
+def ranks_of(model: Module) -> Communicator | None:
+    """What joins all ranks that train `model`; None for a model that is neither sharded nor cut."""
     for parameter in model.parameters():
         _ = parameter.shard  # there is a communicator once the storage is built
         if parameter.storage.everyone is not None:

@@ -11,6 +11,7 @@ from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     check_replicas,
+    explain,
     fully_shard,
     memory_plan,
     set_find_unused_parameters,
@@ -195,3 +196,14 @@ def test_a_checkpoint_restores_on_other_axes_to_the_bit(tmp_path):
             np.testing.assert_array_equal(others[name], values, err_msg=name)
             for kind in ("exp_avg", "exp_avg_sq"):
                 np.testing.assert_array_equal(theirs["state"][name][kind], kept["state"][name][kind])
+
+
+def test_explain_says_what_is_cut_and_what_is_summed():
+    def told():
+        return explain(build("gpt", mesh_of(*AXES), sequence=True)).splitlines()
+
+    lines = [line for line in run_ranks(4, told)[0] if line.startswith("blocks.0")]
+    assert [("FULL_SHARD, cut on tp" in line, "FULL_SHARD, summed on tp" in line) for line in lines] == [
+        (False, True),
+        (True, False),
+    ]

@@ -11,6 +11,7 @@ from models.plans import plan_of
 from models.regnet import RegNet
 from models.vit import SIZES, ViT
 from shardrt import Tensor, nn, optim
+from shardrt.checkpoint import CheckpointManager
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, set_world_invariant, units
 from shardrt.parallel import (
@@ -219,6 +220,21 @@ def test_a_parameter_in_no_unit_beside_sharded_ones():
         optim.AdamW(model.parameters(), lr=1e-3)
 
     assert "is in no unit" in message_of(ValueError, attempt)
+
+
+def test_checkpoints_on_a_mesh_without_the_axis(tmp_path):
+    def attempt(model, mesh):
+        model = build("gpt", mesh)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        CheckpointManager(tmp_path, model, optimizer, mesh["dp_shard"]).save(1)
+
+    def restored(model, mesh):
+        model = build("gpt", mesh)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        CheckpointManager(tmp_path, model, optimizer, mesh["dp_shard"]).restore()
+
+    for each in (attempt, restored):
+        assert "2 ranks train the model, the mesh has 1" in message_of(ValueError, each)
 
 
 def test_an_input_that_is_not_what_columns_take():
