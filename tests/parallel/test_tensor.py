@@ -16,7 +16,7 @@ from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn.runs import take
 from shardrt.nn.utils import grad_norm
-from shardrt.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 from tests.parallel.nets import (
     BATCH,
     TIME,
@@ -97,6 +97,24 @@ def test_gradients_of_several_backwards_add_up_where_nothing_is_sharded(sequence
     """Each backward sums its own over the ranks; what was summed before is not summed again."""
     found = trained("llama", (1, 1, 2), sequence, steps=2, micro_batches=2, sharded=False)
     same_to_1e5(found, alone("llama", steps=2, micro_batches=2))
+
+
+def with_a_whole_vocabulary(tp):
+    """Embedding by its part of the time, a last norm that is put together, and a head that each rank has."""
+    model = make("llama", tied=False)
+    plan = {path: style for path, style in plan_of(model, sequence_parallel=True).items() if "head" != path}
+    plan |= {"embedding": SequenceParallel(), "norm": SequenceParallel(output="whole")}
+    parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
+    loss = model(*batch_of(0))
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def test_the_vocabulary_may_be_whole():
+    (expected, of_one), (found, of_two) = (run_ranks(tp, with_a_whole_vocabulary, tp)[0] for tp in (1, 2))
+    assert found == pytest.approx(expected, abs=1e-5)
+    for name, gradient in of_one.items():
+        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_a_chunked_loss_is_the_same():
