@@ -81,3 +81,13 @@ class WholeTime(Converting):
     def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
         y = forward(x)
         return gather_same(y, self.axis.communicator, TIME) if self.axis.in_parts else y
+
+
+class Deciding(Converting):
+    """Around the whole model: its modules agree whether activations are cut along time."""
+
+    order = 3  # outermost
+
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        with self.axis.decided():
+            return forward(*args, **kwargs)

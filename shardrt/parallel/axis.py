@@ -4,7 +4,8 @@ The kinds are those of functional/collective.py. Between modules an activation i
 or with sequence parallelism each rank's own part of the time (V), which is the axis before the last.
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from shardrt import autograd, random, recompute
@@ -18,20 +19,35 @@ from shardrt.tensor import Tensor
 TIME = -2
 
 
-@dataclass(frozen=True)
 class Axis:
     """mesh: of one axis. sequence: whether activations between modules are cut along time, for backward."""
 
-    mesh: DeviceMesh
-    sequence: bool
+    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
+        self.mesh = mesh
+        self.sequence = sequence
+        self._decided: bool | None = None  # whether they are in the call of the model that runs
 
     @property
     def in_parts(self) -> bool:
         """Whether activations between modules are cut now. Without a backward they are few, and whole.
 
-        So evaluation and generation take any number of positions.
+        So evaluation and generation take any number of positions. What the outermost call began with holds
+        for all of it, also for what it runs without recording.
         """
-        return self.sequence and (autograd.is_grad_enabled() or recompute.current() is not None)
+        return self._recorded() if self._decided is None else self._decided
+
+    def _recorded(self) -> bool:
+        runs_twice = recompute.current() is not None or recompute.recomputing()
+        return self.sequence and (runs_twice or autograd.is_grad_enabled())
+
+    @contextmanager
+    def decided(self) -> Iterator[None]:
+        """Let `in_parts` stay what it is inside a with block."""
+        before, self._decided = self._decided, self.in_parts
+        try:
+            yield
+        finally:
+            self._decided = before
 
     @property
     def rank(self) -> int:

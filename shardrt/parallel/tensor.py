@@ -6,7 +6,8 @@ from typing import TypeVar
 
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
-from shardrt.nn.share import SAME, Share
+from shardrt.nn.share import CUT, SAME, Share
+from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import Axis
 from shardrt.parallel.styles import SequenceParallel, Style
 
@@ -26,8 +27,9 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     is the same on all ranks. On an axis of one rank nothing is changed.
 
     Raises ValueError for a path that names no module, a module that is named twice, a parameter that is cut
-    already, sizes or heads that the ranks do not divide, and a mesh of several axes; TypeError for a module
-    that a style does not fit; RuntimeError for a parameter that is sharded, or has values or an optimizer.
+    already or tied to a module that is not, sizes or heads that the ranks do not divide, a mesh of several
+    axes; TypeError for a module that a style does not fit; RuntimeError for a parameter that is sharded, or
+    has values or an optimizer.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
@@ -46,10 +48,13 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     mesh.root.communicator("control")
     for module, style in chosen:
         style.apply(module, axis)
+    _check_tied(model, {module for module, _ in chosen})
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
     model.set_batch_block(axis.whole_block)
+    if axis.sequence:
+        model.run_inside(Deciding(axis))
     return model
 
 
@@ -75,6 +80,17 @@ def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Styl
                 )
             found[module] = pattern, style
     return [(module, style) for module, (_, style) in found.items()]
+
+
+def _check_tied(model: Module, chosen: set[Module]) -> None:
+    """Raise ValueError where a module that is not cut has a parameter that is."""
+    for path, module in model.named_modules():
+        for parameter in module._parameters.values() if module not in chosen else ():
+            if parameter.share is not None and parameter.share.kind == CUT:
+                raise ValueError(
+                    f"parallelize_module: parameter {parameter.name!r} is cut, and tied to {path!r}, which "
+                    "the plan does not name"
+                )
 
 
 def _named(model: Module, pattern: str) -> Iterator[tuple[str, Module]]:

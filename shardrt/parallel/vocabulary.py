@@ -4,6 +4,7 @@ Each rank has the rows of its own words. nn.Embedding, F.linear_cross_entropy an
 models ask the weight, by `weight.words`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +14,7 @@ from shardrt.functional.vocabulary import VocabularyPart, rows_of
 from shardrt.nn.layers import Embedding, Linear
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
+from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Axis
 from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
@@ -38,12 +40,20 @@ class Words:
         return vocabulary.gather_logits(F.linear(self.axis.enter(x), weight), self.part)
 
 
+class Logits(Converting):
+    """Around a head: each rank computes the logits of its words, and gets those of the others."""
+
+    def run(self, module: Module, forward: Callable, /, x: Tensor) -> Tensor:
+        return vocabulary.gather_logits(forward(self.axis.enter(x)), module.weight.words.part)
+
+
 @dataclass(frozen=True)
 class VocabParallel(Style):
     """An Embedding, or the Linear of a head, of which each rank has the rows of some words.
 
     The loss is made without the logits of all words in one place (functional/vocabulary.py), where the model
-    asks for it with F.linear_cross_entropy of this weight, as models.head does.
+    asks for it with F.linear_cross_entropy of this weight, as models.head does. A Linear that is called gives
+    logits of all words, gathered. Where both have one weight, the plan names both.
     """
 
     modules = (Embedding, Linear)
@@ -52,6 +62,10 @@ class VocabParallel(Style):
         if isinstance(module, Linear) and module.bias is not None:
             raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
         weight = module.weight
+        if isinstance(module, Linear):
+            module.run_inside(Logits(axis))
+        if weight.words is not None and weight.words.axis is axis:
+            return  # it is tied, and cut already
         vocab, width = weight.shape
         if vocab < axis.size:
             raise ValueError(f"VocabParallel: {module.name!r} has {vocab} rows for {axis.size} ranks")

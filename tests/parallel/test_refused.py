@@ -97,6 +97,20 @@ def test_a_parameter_that_is_cut_already():
     assert "'blocks.0.attention.qkv.weight' is cut already" in message_of(ValueError, attempt)
 
 
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.head = nn.Embedding(8, 4), nn.Linear(4, 8, bias=False)
+        self.head.weight = self.words.weight
+
+
+def test_a_parameter_that_is_tied_to_a_module_which_is_not_cut():
+    def attempt(model, mesh):
+        parallelize_module(Tied(), mesh["tp"], {"words": VocabParallel()})
+
+    assert "'words.weight' is cut, and tied to 'head'" in message_of(ValueError, attempt)
+
+
 def test_a_model_that_is_sharded_already():
     def attempt(model, mesh):
         fully_shard(model, mesh=mesh["dp_shard"])

@@ -15,8 +15,15 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.nn.runs import take
+from shardrt.nn.share import joined
 from shardrt.nn.utils import grad_norm
-from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from shardrt.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    VocabParallel,
+    parallelize_module,
+)
 from tests.parallel.nets import (
     BATCH,
     TIME,
@@ -266,6 +273,31 @@ def test_generation_and_evaluation_take_any_number_of_positions(kind, sequence):
             np.testing.assert_allclose(one, other, rtol=0, atol=1e-5)
 
 
+class WithoutRecording:
+    order, every_entry = 1, False
+
+    def run(self, module, forward, *args, **kwargs):
+        with no_grad():
+            return forward(*args, **kwargs)
+
+
+def with_a_block_that_is_not_recorded(tp):
+    model = build("llama", mesh_of(1, 1, tp), sequence=True, sharded=False)
+    model.blocks[0].run_inside(WithoutRecording())
+    loss = model(*batch_of(0))
+    loss.backward()
+    return loss.item(), joined(
+        model.blocks[1].mlp.down.weight, np.array(model.blocks[1].mlp.down.weight.grad)
+    )
+
+
+def test_what_a_step_runs_without_recording_is_cut_along_time_as_the_rest():
+    run = with_a_block_that_is_not_recorded
+    (expected, of_one), (found, of_two) = run_ranks(1, run, 1)[0], run_ranks(2, run, 2)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    np.testing.assert_allclose(of_two, of_one, rtol=0, atol=1e-5)
+
+
 # -- other models
 
 
@@ -321,6 +353,35 @@ def test_a_model_of_ones_own_needs_two_entries():
             np.testing.assert_allclose(found[1][name], gradients[name], rtol=0, atol=1e-5)
             np.testing.assert_array_equal(found[2][name], state[name])
         assert found[3] == [(3, 8 // tp)] * 2
+
+
+class TiedHead(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.words, self.norm = nn.Embedding(11, 6), nn.LayerNorm(6)
+        self.head = nn.Linear(6, 11, bias=False)
+        self.head.weight = self.words.weight
+
+    def forward(self, tokens):
+        return self.head(self.norm(self.words(tokens)))
+
+
+def tied_head(tp):
+    shardrt.manual_seed(3)
+    model, tokens = TiedHead(), np.arange(8).reshape(2, 4)
+    plan = {"words": VocabParallel(), "norm": SequenceParallel(), "head": VocabParallel()}
+    parallelize_module(model, init_device_mesh("cpu", (tp,)), plan)
+    loss = F.cross_entropy(model(tokens), tokens)
+    loss.backward()
+    return loss.item(), whole_gradients(model)
+
+
+def test_a_head_that_is_called_gives_the_logits_of_all_words():
+    (expected, of_one), (found, of_two) = run_ranks(1, tied_head, 1)[0], run_ranks(2, tied_head, 2)[0]
+    assert found == pytest.approx(expected, abs=1e-5)
+    assert of_two.keys() == of_one.keys() == {"words.weight", "norm.weight", "norm.bias"}
+    for name, gradient in of_one.items():
+        np.testing.assert_allclose(of_two[name], gradient, rtol=0, atol=1e-5, err_msg=name)
 
 
 def test_an_axis_of_one_rank_changes_nothing():
