@@ -203,8 +203,8 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
 def _before(group: ParameterGroup) -> str:
     """Along which other axes of the mesh the parameters were cut, or what they give is summed."""
     root, words = group.settings.mesh.root, {"cut": group.key.cut, "summed": group.key.partial}
-    told = (f", {word} on {root.mesh_dim_names[axis]}" for word, axes in words.items() for axis in axes)
-    return "".join(told)
+    names = root.mesh_dim_names or range(len(root.shape))
+    return "".join(f", {word} on {names[axis]}" for word, axes in words.items() for axis in axes)
 
 
 def _frozen(group: ParameterGroup) -> str:

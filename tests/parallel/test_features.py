@@ -198,6 +198,38 @@ def test_a_checkpoint_restores_on_other_axes_to_the_bit(tmp_path):
                 np.testing.assert_array_equal(theirs["state"][name][kind], kept["state"][name][kind])
 
 
+def test_whole_weights_are_loaded_and_given_back_to_the_bit():
+    whole = run_ranks(1, lambda: make("gpt", init_std=0.3).state_dict())[0]
+
+    def loaded(axes, sharded):
+        model = build("gpt", mesh_of(*axes), sharded=sharded)
+        model.load_state_dict(whole)
+        return full_state_dict(model)
+
+    for axes, sharded in (((1, 1, 4), False), ((1, 2, 2), True)):
+        found, *others = run_ranks(4, loaded, axes, sharded)
+        assert not any(others)
+        for name, values in whole.items():
+            np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_the_data_may_be_on_a_flat_axis_of_several():
+    def step():
+        mesh = mesh_of(2, 2, 2)
+        model = make("gpt", dropout=0.0)
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=True))
+        data = mesh.flat("dp_replicate", "dp_shard")
+        fully_shard(model, mesh=data)
+        loss = model(*(np.split(array, data.size)[data.rank] for array in batch_of(0)))
+        loss.backward()
+        return clip_grad_norm_(model.parameters(), 1.0)
+
+    assert (
+        run_ranks(8, step)
+        == [pytest.approx(trained("gpt", (1, 1, 1), steps=1, changes={"dropout": 0.0})["norms"][0])] * 8
+    )
+
+
 def test_explain_says_what_is_cut_and_what_is_summed():
     def told():
         return explain(build("gpt", mesh_of(*AXES), sequence=True)).splitlines()
