@@ -22,8 +22,6 @@ padded where an all-gather wants equal ones (gather_logits), never the weight.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import (
@@ -144,9 +142,8 @@ class VocabularyCrossEntropy(Function):
         logits, targets, part, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
         scale = scale_of(dy, reduction, count)
-        if part.count:
-            arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
-            kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
+        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
+        kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
         if reduction == "none":
             dlogits *= dy[..., None]
         if inplace:
@@ -204,8 +201,7 @@ class VocabularyLinearCrossEntropy(Function):
         x2, matrix, pair = rows(x), contiguous(weight.lent()), _pair(len(rows(x)), x)
         memory = empty_rows(min(chunk or len(x2), len(x2)), part.count, x.dtype)
         for some, logits in chunks(memory, len(x2)):
-            if part.count:
-                kernels().linear.forward(x2[some], matrix, None, logits)
+            kernels().linear.forward(x2[some], matrix, None, logits)
             _forward(logits, flat(targets)[some], pair[:, some], part, ignore_index)
         losses, lse = _joined(pair, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
@@ -220,7 +216,7 @@ class VocabularyLinearCrossEntropy(Function):
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
         memory = empty_rows(min(chunk, len(x2)), part.count, x.dtype) if kept is None else kept
-        for some, logits in chunks(memory, len(x2) if part.count else 0):
+        for some, logits in chunks(memory, len(x2)):
             if kept is None:
                 linear.forward(x2[some], matrix, None, logits)
             arrays = logits, flat(targets)[some], lse[some], logits, scale
@@ -232,8 +228,6 @@ class VocabularyLinearCrossEntropy(Function):
             if dweight is not None:
                 linear.backward_weight(x2[some], logits, dweight, accumulate)
                 accumulate = True
-        if dx is not None and not part.count:
-            dx.fill(0)
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows
         if kept is not None:
@@ -315,12 +309,7 @@ def _pair(count: int, like: Array) -> Array:
 def _forward(logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int) -> None:
     """Fill the pair of some rows."""
     lse, chosen = pair
-    if part.count:
-        words = part.first, part.vocab
-        kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, *words)
-    else:
-        lse.fill(-np.inf)
-        chosen.fill(0)
+    kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, part.first, part.vocab)
 
 
 def _joined(pair: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
