@@ -314,7 +314,8 @@ def _forward(logits: Array, targets: Array, pair: Array, part: VocabularyPart, i
 
 def _joined(pair: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
     """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks."""
-    pairs = gathered(pair, part.communicator, what="cross_entropy").reshape(-1, *pair.shape)
+    pairs = gathered(pair, part.communicator, what="cross_entropy")
+    pairs = pairs.reshape(part.communicator.size, *pair.shape)
     losses, lse = empty_like(pair)
     kernels().cross_entropy.join(pairs, targets, losses, lse, ignore_index)
     return losses, lse

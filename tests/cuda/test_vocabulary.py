@@ -1,4 +1,4 @@
-"""A vocabulary cut over ranks by CUDA's kernels: emulated, where a race fails; with CuPy and NCCL in software."""
+"""A vocabulary cut over ranks, by CUDA's kernels: emulated, and on the GPU in software with CuPy and NCCL."""
 
 import numpy as np
 import pytest
@@ -16,7 +16,7 @@ VOCAB, WIDTH, ROWS = 57, 16, 6
 
 
 def values(element):
-    """tokens, targets of which one is ignored, and the weight, in float64 but no more exact than `element`."""
+    """tokens, targets of which one is ignored, and the weight: float64 that `element` holds exactly."""
     tokens, targets = np.random.default_rng(0).integers(0, VOCAB, (2, ROWS))
     targets[3] = -100
     return tokens, targets, normal(VOCAB, WIDTH).astype(dtype_of(element)).astype(np.float64)
@@ -78,7 +78,9 @@ def test_each_rank_reads_its_logits_once_and_writes_their_gradient_once(emulated
     tokens, targets, matrix = values("float32")
     with device.use(Emulated()):
         part = V.VocabularyPart(create("single"), VOCAB)
-        x, weight = (Tensor(array.astype(np.float32), requires_grad=True) for array in (matrix[tokens], matrix))
+        x, weight = (
+            Tensor(array.astype(np.float32), requires_grad=True) for array in (matrix[tokens], matrix)
+        )
         V.linear_cross_entropy(x, weight, targets, part, chunk=0).backward()
     assert emulated.launches == ["forward", "join", "backward"]
 
