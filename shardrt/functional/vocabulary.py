@@ -1,7 +1,7 @@
 """Embedding, cross entropy and logits of a vocabulary whose rows are cut over the ranks of an axis.
 
-Rank r has the rows [first, first + count) of a weight (vocab, width). Nobody ever has logits of all words:
-each rank computes those of its own words and reduces a row to two numbers: the logarithm of the sum of its
+Rank r has the rows [first, first + count) of a weight (vocab, width). The losses need logits of all words
+nowhere: each rank computes those of its own and reduces a row to two numbers: the logarithm of the sum of its
 exponentials, and the logit of the target, 0 where that is another rank's. One all-gather of these for a call,
 whatever its chunks, gives all ranks the loss: 8 (n - 1) bytes per row (16 in float64). Backward needs none.
 Megatron-LM has three all-reduces of one number per row, one after the other: 24 (n - 1) / n bytes in a ring,
@@ -183,7 +183,11 @@ def cross_entropy(
 
 
 class VocabularyLinearCrossEntropy(Function):
-    """With chunk 0 the logits are kept, and become their gradient; else backward makes them again."""
+    """With chunk 0 the logits are kept, and become their gradient; else backward makes them again.
+
+    That is in backward on a GPU as well, not already when they are read as in LinearCrossEntropy: what all
+    ranks' exponentials add up to is known only then. It costs to read the own part of the logits once more.
+    """
 
     __slots__ = ()
     handles = (1,)

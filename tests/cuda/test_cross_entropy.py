@@ -248,10 +248,11 @@ def test_parts_of_a_vocabulary_join_to_the_whole(emulated, element, shape, paddi
         assert losses[-1] == 0
 
 
-def test_a_part_without_a_finite_logit_adds_nothing(emulated):
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e4])
+def test_a_part_without_a_finite_logit_adds_nothing_and_logits_may_be_large(emulated, level):
     with guarded("float32") as array:
         pairs, targets = array(np.full((2, 2, 2), np.nan)), np.array([1, 41])
-        losses, lse, logits = array(np.zeros(2)), array(np.zeros(2)), array(normal(2, 40))
+        losses, lse, logits = array(np.zeros(2)), array(np.zeros(2)), array(normal(2, 40) + level)
         for part, given in enumerate((logits, array(np.full((2, 40), -np.inf)))):
             cuda.forward_part(given, targets, pairs[part, 1], pairs[part, 0], IGNORE, 40 * part, 80)
         cuda.join(pairs, targets, losses, lse, IGNORE)

@@ -250,8 +250,9 @@ def test_what_is_ignored_is_so_on_all_ranks_whatever_its_number(ignore_index):
     assert run_ranks(2, body) == pytest.approx([loss] * 2, rel=1e-13)
 
 
-def test_words_that_are_ruled_out_may_be_a_whole_part():
-    logits, targets = normal(3, 12), np.array([0, 3, 7])
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e4])
+def test_words_that_are_ruled_out_may_be_a_whole_part_and_logits_may_be_large(level):
+    logits, targets = normal(3, 12) + level, np.array([0, 3, 7])
     logits[:, 8:] = -np.inf
 
     def body():
@@ -264,8 +265,19 @@ def test_words_that_are_ruled_out_may_be_a_whole_part():
     expected = F.cross_entropy(whole, targets)
     expected.backward()
     found = run_ranks(3, body)
-    assert [each[0] for each in found] == pytest.approx([expected.item()] * 3, rel=1e-13)
-    close(joined(found, 1, axis=-1), whole.grad)
+    assert [each[0] for each in found] == pytest.approx([expected.item()] * 3, rel=1e-11)
+    close(joined(found, 1, axis=-1), whole.grad, 1e-11)
+
+
+def test_a_logit_that_is_no_number_is_seen_by_all_ranks():
+    logits = normal(2, 12)
+    logits[0, 5] = np.nan
+
+    def body():
+        part, own = of_rank(create(), logits, axis=-1)
+        return np.isnan(V.cross_entropy(own, [0, 7], part, reduction="none").data).tolist()
+
+    assert run_ranks(3, body) == [[True, False]] * 3
 
 
 @pytest.mark.parametrize("size", SIZES)
