@@ -16,6 +16,7 @@ PACKAGES = {
     "shardrt": "Tensors and the tape",
     "shardrt.functional": "Ops (`from shardrt import functional as F`)",
     "shardrt.functional.collective": "Collectives on the tape",
+    "shardrt.functional.vocabulary": "A vocabulary cut over ranks",
     "shardrt.nn": "Layers",
     "shardrt.nn.init": "Initial values",
     "shardrt.nn.utils": "Norms and clipping",

@@ -35,7 +35,7 @@ def read_again(rows: int, width: int, *arrays: Array) -> Split:
     """As split, for a block per row that reads it from memory as often as it needs it."""
     aligned = vectors(*arrays)
     pieces = -(-width * arrays[0].dtype.itemsize // 16) if aligned else width
-    threads = min(_WIDEST, -(-pieces // _WARP) * _WARP)
+    threads = min(_WIDEST, -(-max(pieces, 1) // _WARP) * _WARP)
     return Split("any", rows, threads, aligned)
 
 

@@ -1,7 +1,7 @@
 """Embedding, cross entropy and logits of a vocabulary whose rows are cut over the ranks of an axis.
 
-Rank r has the rows [first, first + count) of a weight (vocab, width). Nobody ever has logits of all words:
-each rank computes those of its own words and reduces a row to two numbers: the logarithm of the sum of its
+Rank r has the rows [first, first + count) of a weight (vocab, width). The losses need logits of all words
+nowhere: each rank computes those of its own and reduces a row to two numbers: the logarithm of the sum of its
 exponentials, and the logit of the target, 0 where that is another rank's. One all-gather of these for a call,
 whatever its chunks, gives all ranks the loss: 8 (n - 1) bytes per row (16 in float64). Backward needs none.
 Megatron-LM has three all-reduces of one number per row, one after the other: 24 (n - 1) / n bytes in a ring,
@@ -21,8 +21,6 @@ padded where an all-gather wants equal ones (gather_logits), never the weight.
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-
-import numpy as np
 
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
@@ -144,9 +142,8 @@ class VocabularyCrossEntropy(Function):
         logits, targets, part, lse, ignore_index, reduction, count, inplace = self.saved
         dlogits = logits if inplace else empty_like(logits)
         scale = scale_of(dy, reduction, count)
-        if part.count:
-            arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
-            kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
+        arrays = rows(logits), flat(targets), lse, rows(dlogits), scale
+        kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
         if reduction == "none":
             dlogits *= dy[..., None]
         if inplace:
@@ -186,7 +183,11 @@ def cross_entropy(
 
 
 class VocabularyLinearCrossEntropy(Function):
-    """With chunk 0 the logits are kept, and become their gradient; else backward makes them again."""
+    """With chunk 0 the logits are kept, and become their gradient; else backward makes them again.
+
+    That is in backward on a GPU as well, not already when they are read as in LinearCrossEntropy: what all
+    ranks' exponentials add up to is known only then. It costs to read the own part of the logits once more.
+    """
 
     __slots__ = ()
     handles = (1,)
@@ -204,8 +205,7 @@ class VocabularyLinearCrossEntropy(Function):
         x2, matrix, pair = rows(x), contiguous(weight.lent()), _pair(len(rows(x)), x)
         memory = empty_rows(min(chunk or len(x2), len(x2)), part.count, x.dtype)
         for some, logits in chunks(memory, len(x2)):
-            if part.count:
-                kernels().linear.forward(x2[some], matrix, None, logits)
+            kernels().linear.forward(x2[some], matrix, None, logits)
             _forward(logits, flat(targets)[some], pair[:, some], part, ignore_index)
         losses, lse = _joined(pair, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
@@ -220,7 +220,7 @@ class VocabularyLinearCrossEntropy(Function):
         dx = empty_like(x) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
         memory = empty_rows(min(chunk, len(x2)), part.count, x.dtype) if kept is None else kept
-        for some, logits in chunks(memory, len(x2) if part.count else 0):
+        for some, logits in chunks(memory, len(x2)):
             if kept is None:
                 linear.forward(x2[some], matrix, None, logits)
             arrays = logits, flat(targets)[some], lse[some], logits, scale
@@ -232,8 +232,6 @@ class VocabularyLinearCrossEntropy(Function):
             if dweight is not None:
                 linear.backward_weight(x2[some], logits, dweight, accumulate)
                 accumulate = True
-        if dx is not None and not part.count:
-            dx.fill(0)
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows
         if kept is not None:
@@ -315,17 +313,13 @@ def _pair(count: int, like: Array) -> Array:
 def _forward(logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int) -> None:
     """Fill the pair of some rows."""
     lse, chosen = pair
-    if part.count:
-        words = part.first, part.vocab
-        kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, *words)
-    else:
-        lse.fill(-np.inf)
-        chosen.fill(0)
+    kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, part.first, part.vocab)
 
 
 def _joined(pair: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
     """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks."""
-    pairs = gathered(pair, part.communicator, what="cross_entropy").reshape(-1, *pair.shape)
+    pairs = gathered(pair, part.communicator, what="cross_entropy")
+    pairs = pairs.reshape(part.communicator.size, *pair.shape)
     losses, lse = empty_like(pair)
     kernels().cross_entropy.join(pairs, targets, losses, lse, ignore_index)
     return losses, lse

@@ -214,3 +214,64 @@ def test_scale_rows(emulated, element, width, factor, inplace):
         expected = x.astype(np.float64) * (factor[:, None] if factor.ndim else factor)
         cuda.scale_rows(x, factor, out)
         assert_close(out, expected)
+
+
+def parts_of(vocab):
+    """(first, behind the last) of three parts, of which no two are of one size."""
+    edges = [0, vocab // 2 + 1, vocab - 1, vocab]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+@pytest.mark.parametrize("element", ELEMENTS)
+@pytest.mark.parametrize("shape", [(3, 7), (6, 65), (2, 2051), (300, 8)])
+@pytest.mark.parametrize("padding", [0, 1])
+def test_parts_of_a_vocabulary_join_to_the_whole(emulated, element, shape, padding):
+    """lse and the gradient of each part, whose targets are mostly elsewhere."""
+    values, targets = (3 * normal(*shape)).astype(dtype_of(element)), targets_of(shape)
+    with guarded(element) as array:
+        pairs = array(np.full((3, 2, shape[0]), np.nan), dtype=kept(element))
+        losses, lse = (array(np.full(shape[0], np.nan), dtype=kept(element)) for _ in range(2))
+        logits = [padded(array, values[:, a:b], b - a + padding)[0] for a, b in parts_of(shape[1])]
+        for part, (first, stop) in enumerate(parts_of(shape[1])):
+            cuda.forward_part(logits[part], targets, pairs[part, 1], pairs[part, 0], IGNORE, first, shape[1])
+            here = (targets >= first) & (targets < stop)
+            chosen = values[np.arange(shape[0]), targets * (targets >= 0)].astype(kept(element))
+            np.testing.assert_array_equal(pairs[part, 1][here], chosen[here])
+            np.testing.assert_array_equal(pairs[part, 1][~here], 0)
+        cuda.join(pairs, targets, losses, lse, IGNORE)
+        for found, expected in zip((losses, lse), exact_forward(values, targets), strict=True):
+            assert_close(found, expected, 2)
+        slopes = exact_backward(values, targets, lse, 0.25)
+        for part, (first, stop) in enumerate(parts_of(shape[1])):
+            cuda.backward(logits[part], targets, lse, logits[part], np.array(0.25), IGNORE, first)
+            assert_close(logits[part], slopes[:, first:stop], 2)
+        assert losses[-1] == 0
+
+
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e4])
+def test_a_part_without_a_finite_logit_adds_nothing_and_logits_may_be_large(emulated, level):
+    with guarded("float32") as array:
+        pairs, targets = array(np.full((2, 2, 2), np.nan)), np.array([1, 41])
+        losses, lse, logits = array(np.zeros(2)), array(np.zeros(2)), array(normal(2, 40) + level)
+        for part, given in enumerate((logits, array(np.full((2, 40), -np.inf)))):
+            cuda.forward_part(given, targets, pairs[part, 1], pairs[part, 0], IGNORE, 40 * part, 80)
+        cuda.join(pairs, targets, losses, lse, IGNORE)
+        np.testing.assert_array_equal(pairs[1, 0], -np.inf)
+        assert_close(lse, exact_forward(logits, np.array([1, 1]))[1])
+        assert np.isfinite(losses[0]) and losses[1] == np.inf
+
+
+@pytest.mark.parametrize("wrong", [-1, 80, 2**40])
+def test_a_target_in_no_part_makes_its_row_nan_in_all_of_them(emulated, wrong):
+    targets = np.array([3, wrong, IGNORE])
+    with guarded("float32") as array:
+        pairs, losses, lse = array(np.zeros((2, 2, 3))), array(np.zeros(3)), array(np.zeros(3))
+        logits = [array(normal(3, 40, seed=part)) for part in range(2)]
+        for part in range(2):
+            cuda.forward_part(logits[part], targets, pairs[part, 1], pairs[part, 0], IGNORE, 40 * part, 80)
+        cuda.join(pairs, targets, losses, lse, IGNORE)
+        np.testing.assert_array_equal(np.isnan(losses), [False, True, False])
+        for part in range(2):
+            cuda.backward(logits[part], targets, lse, logits[part], None, IGNORE, 40 * part)
+            assert np.isnan(logits[part][1]).all() and np.isfinite(logits[part][[0, 2]]).all()
+            assert (logits[part][2] == 0).all()

@@ -119,3 +119,35 @@ def test_an_index_outside_gives_nan_and_has_no_gradient(emulated, vocab, width):
         expected = np.zeros((vocab, width))
         cpu.backward(indices[~wrong], dy[~wrong].astype(np.float64), expected)
         assert_close(dweight, expected)
+
+
+@pytest.mark.parametrize("element", ["float32", "bfloat16"])
+@pytest.mark.parametrize("width", [16, 33])
+def test_a_part_of_a_table_gives_its_rows_and_zeros_for_others(emulated, element, width):
+    """In blocks of rows that are all of another part, too; nothing of these is read backward."""
+    indices = indices_of("often", 333, 40)
+    indices[:100] = 3
+    indices[50] = 40  # in no part
+    with guarded(element) as array:
+        table, dy = array(normal(40, width)), array(normal(333, width, seed=1))
+        expected, y = np.ones((40, width)), array(np.zeros((333, width)))
+        cpu.backward(indices[indices < 40], dy[indices < 40].astype(np.float64), expected)
+        for first, stop in ((0, 2), (2, 30), (30, 40)):
+            here = (indices >= first) & (indices < stop)
+            cuda.forward(indices, array(table[first:stop]), y, first, 40)
+            np.testing.assert_array_equal(y[here], table[indices[here]])
+            np.testing.assert_array_equal(y[~here & (indices < 40)], 0)
+            assert np.isnan(y[50].astype(np.float32)).all()
+            theirs, own = array(dy), array(np.ones((stop - first, width)))
+            theirs[~here] = np.nan
+            cuda.backward(indices, theirs, own, first)
+            assert_close(own, expected[first:stop])
+
+
+def test_a_part_without_rows_gives_zeros_and_has_no_gradient(emulated):
+    with guarded("float32") as array:
+        empty, y, indices = array(np.zeros((0, 5))), array(np.ones((2, 5))), np.array([0, 3])
+        cuda.forward(indices, empty, y, 4, 4)
+        cuda.backward(indices, y, empty, 4)
+        np.testing.assert_array_equal(y, 0)
+        assert emulated.launches == ["gather"]

@@ -1,15 +1,18 @@
 """functional/vocabulary.py: a vocabulary cut over ranks against the plain ops on the whole of it."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
-from shardrt import Tensor, device, no_grad
+from shardrt import Tensor
 from shardrt import functional as F
 from shardrt.comm import create
 from shardrt.comm.counted import CountedCommunicator
+from shardrt.device.cpu import CPUDevice
 from shardrt.functional import collective as C
 from shardrt.functional import vocabulary as V
-from tests.gradcheck import STEP, normal
+from tests.gradcheck import check_gradients, leaf, normal
 from tests.ranks import run_ranks
 
 SIZES = [2, 3, 4]
@@ -148,3 +151,304 @@ def test_the_heads_loss_and_gradients_are_those_of_the_whole_weight(size, vocab,
         close(each[1], given.grad)
         np.testing.assert_array_equal(each[1], found[0][1])
     close(joined(found, 2), weight.grad)
+
+
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_with_sequence_parallelism_each_rank_gets_the_gradient_of_its_rows(chunk):
+    x, matrix, targets = normal(6, WIDTH), normal(11, WIDTH), targets_of((6,), 11)
+
+    def body():
+        comm = create()
+        part, weight = of_rank(comm, matrix)
+        own = Tensor(np.split(x, 3)[comm.rank], requires_grad=True)
+        V.linear_cross_entropy(C.gather(own, comm), weight, targets, part, chunk=chunk).backward()
+        return np.array(own.grad), np.array(weight.grad)
+
+    given, weight = Tensor(x, requires_grad=True), Tensor(matrix, requires_grad=True)
+    F.linear_cross_entropy(given, weight, targets).backward()
+    found = run_ranks(3, body)
+    close(joined(found, 0), given.grad)
+    close(joined(found, 1), weight.grad)
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_gradients_against_differences(reduction):
+    """Of whole tables, of which each rank cuts its part, and which all ranks move together."""
+    indices, targets = np.array([[0, 4, 4], [2, 1, 0]]), targets_of((2, 3), 5)
+
+    def body():
+        comm = create()
+        part = V.VocabularyPart(comm, 5)
+
+        def own(table, axis=0):
+            rows = slice(part.first, part.first + part.count)
+            return C.copy_to(table, comm)[rows if axis == 0 else (..., rows)]
+
+        def embed(table):
+            return C.reduce_from(V.embedding(indices, own(table), part), comm)
+
+        def lose(logits):
+            return V.cross_entropy(own(logits, -1), targets, part, reduction=reduction)
+
+        check_gradients(embed, leaf(normal(5, 3)))
+        check_gradients(lose, leaf(normal(2, 3, 5)))
+        for chunk in (0, 4):
+            check_gradients(
+                lambda x, w: head(x, own(w), targets, part, reduction, chunk),  # noqa: B023
+                leaf(normal(2, 3, WIDTH)),
+                leaf(normal(5, WIDTH)),
+            )
+
+    run_ranks(3, body)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("chunk", [0, 16])
+def test_equal_to_torch(chunk):
+    torch = pytest.importorskip("torch")
+    x, matrix = normal(33, 16).astype(np.float32), normal(515, 16).astype(np.float32)
+    targets = targets_of((33,), 515)
+
+    def body():
+        part, weight = of_rank(create(), matrix)
+        given = Tensor(x, requires_grad=True)
+        loss = head(given, weight, targets, part, chunk=chunk)
+        loss.backward()
+        return loss.item(), np.array(given.grad), np.array(weight.grad)
+
+    theirs = [torch.tensor(array, requires_grad=True) for array in (x, matrix)]
+    loss = torch.nn.functional.cross_entropy(theirs[0] @ theirs[1].T, torch.tensor(targets))
+    loss.backward()
+    found = run_ranks(4, body)
+    for each in found:
+        assert each[0] == pytest.approx(loss.item(), rel=1e-6)
+        close(each[1], theirs[0].grad.numpy(), 2e-6)
+    close(joined(found, 2), theirs[1].grad.numpy(), 2e-6)
+
+
+@pytest.mark.parametrize("ignore_index", [3, 0, -1, -6])
+def test_what_is_ignored_is_so_on_all_ranks_whatever_its_number(ignore_index):
+    """A word of the first or of the other part; a number that is a column, counted from the part's end."""
+    x, matrix = normal(4, WIDTH), normal(11, WIDTH)
+    targets = np.array([ignore_index, 5, 0 if ignore_index else 1, 10])
+
+    def body():
+        part, weight = of_rank(create(), matrix)
+        given = Tensor(x, requires_grad=True)
+        loss = head(given, weight, targets, part, ignore_index=ignore_index)
+        loss.backward()
+        assert (given.grad[0] == 0).all()
+        nothing = np.full(4, ignore_index)
+        assert head(given, weight, nothing, part, "sum", ignore_index=ignore_index).item() == 0
+        empty = head(given, weight, nothing, part, ignore_index=ignore_index)
+        given.grad = None
+        empty.backward()
+        assert np.isnan(empty.item()) and (given.grad == 0).all()
+        return loss.item()
+
+    loss = F.linear_cross_entropy(x, matrix, targets, ignore_index=ignore_index).item()
+    assert run_ranks(2, body) == pytest.approx([loss] * 2, rel=1e-13)
+
+
+@pytest.mark.parametrize("level", [0.0, 1e4, -1e4])
+def test_words_that_are_ruled_out_may_be_a_whole_part_and_logits_may_be_large(level):
+    logits, targets = normal(3, 12) + level, np.array([0, 3, 7])
+    logits[:, 8:] = -np.inf
+
+    def body():
+        part, own = of_rank(create(), logits, axis=-1)
+        loss = V.cross_entropy(own, targets, part)
+        loss.backward()
+        return loss.item(), np.array(own.grad)
+
+    whole = Tensor(logits, requires_grad=True)
+    expected = F.cross_entropy(whole, targets)
+    expected.backward()
+    found = run_ranks(3, body)
+    assert [each[0] for each in found] == pytest.approx([expected.item()] * 3, rel=1e-11)
+    close(joined(found, 1, axis=-1), whole.grad, 1e-11)
+
+
+def test_a_logit_that_is_no_number_is_seen_by_all_ranks():
+    logits = normal(2, 12)
+    logits[0, 5] = np.nan
+
+    def body():
+        part, own = of_rank(create(), logits, axis=-1)
+        return np.isnan(V.cross_entropy(own, [0, 7], part, reduction="none").data).tolist()
+
+    assert run_ranks(3, body) == [[True, False]] * 3
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_two_numbers_per_row_are_gathered_once_whatever_the_chunks_and_no_more_backward(size, dtype):
+    x, matrix, targets = normal(10, WIDTH).astype(dtype), normal(11, WIDTH).astype(dtype), np.arange(10)
+
+    def body():
+        comm = CountedCommunicator(create())
+        part, weight = of_rank(comm, matrix)
+        given = Tensor(x, requires_grad=True)
+        losses = [
+            lambda n=n: V.linear_cross_entropy(given, weight, targets, part, chunk=n) for n in (0, 3, 128)
+        ]
+        losses.append(lambda: V.cross_entropy(F.linear(given, weight), targets, part))
+        told = []
+        for loss in losses:
+            comm.reset()
+            loss().backward()
+            told.append((dict(comm.calls), dict(comm.bytes)))
+        comm.reset()
+        V.embedding(targets, weight, part).sum().backward()
+        assert not comm.calls
+        V.gather_logits(F.linear(given, weight), part).sum().backward()
+        return told, dict(comm.calls), dict(comm.bytes)
+
+    itemsize, most = np.dtype(dtype).itemsize, -(-11 // size)
+    of_loss = ({"all_gather": 1}, {"all_gather": 2 * itemsize * 10 * (size - 1)})
+    of_logits = ({"all_gather": 1}, {"all_gather": itemsize * 10 * most * (size - 1)})
+    assert run_ranks(size, body) == [([of_loss] * 4, *of_logits)] * size
+
+
+def test_nobody_ever_has_an_array_of_all_logits(monkeypatch):
+    """What ops ask of the device, and what NumPy takes by itself."""
+    rows, vocab, sizes = 512, 1000, []
+    original = CPUDevice.empty
+
+    def empty(self, shape, dtype):
+        sizes.append(int(np.prod(shape)))
+        return original(self, shape, dtype)
+
+    monkeypatch.setattr(CPUDevice, "empty", empty)
+    x, matrix = normal(rows, 8).astype(np.float32), normal(vocab, 8).astype(np.float32)
+
+    def body(chunk):
+        part, weight = of_rank(create(), matrix)
+        given = Tensor(x, requires_grad=True)
+        head(given, weight, targets_of((rows,), vocab), part, chunk=chunk).backward()
+
+    for chunk, largest in ((0, rows * vocab // 4), (16, vocab * 8 // 4)):
+        sizes.clear()
+        tracemalloc.start()
+        run_ranks(4, body, chunk)
+        taken = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        assert max(sizes) == max(largest, rows * 8)
+        assert taken < 4 * rows * vocab
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("vocab", VOCABS)
+def test_logits_are_gathered_where_there_are_no_targets(size, vocab):
+    x, matrix = normal(2, 3, WIDTH), normal(vocab, WIDTH)
+
+    def body():
+        comm = create()
+        part, weight = of_rank(comm, matrix)
+        given = Tensor(x, requires_grad=True)
+        logits = V.gather_logits(F.linear(C.copy_to(given, comm), weight), part)
+        logits.backward(normal(2, 3, vocab, seed=3))
+        return np.array(logits.data), np.array(given.grad), np.array(weight.grad)
+
+    given, weight = Tensor(x, requires_grad=True), Tensor(matrix, requires_grad=True)
+    logits = F.linear(given, weight)
+    logits.backward(normal(2, 3, vocab, seed=3))
+    found = run_ranks(size, body)
+    for each in found:
+        close(each[0], logits.data)
+        close(each[1], given.grad)
+    close(joined(found, 2), weight.grad)
+
+
+@pytest.mark.parametrize("frozen", ["x", "weight"])
+@pytest.mark.parametrize("chunk", [0, 2])
+def test_the_gradient_of_one_of_the_two_alone(frozen, chunk):
+    x, matrix = normal(3, WIDTH), normal(5, WIDTH)
+
+    def body():
+        part, weight = of_rank(create(), matrix)
+        given = Tensor(x, requires_grad=True)
+        (given if frozen == "x" else weight).requires_grad = False
+        V.linear_cross_entropy(given, weight, [0, 4, 2], part, chunk=chunk).backward()
+        return given.grad, weight.grad
+
+    whole, given = Tensor(matrix, requires_grad=True), Tensor(x, requires_grad=True)
+    F.linear_cross_entropy(given, whole, [0, 4, 2]).backward()
+    found = run_ranks(2, body)
+    if frozen == "x":
+        assert found[0][0] is None
+        close(joined(found, 1), whole.grad)
+    else:
+        assert found[0][1] is None
+        close(found[0][0] + found[1][0], given.grad)
+
+
+def test_alone_it_is_the_plain_op():
+    part, targets = V.VocabularyPart(create(), 5), targets_of((3,), 5)
+    x, matrix = normal(3, WIDTH), normal(5, WIDTH)
+    np.testing.assert_array_equal(V.embedding([4, 0], matrix, part).data, matrix[[4, 0]])
+    np.testing.assert_array_equal(V.gather_logits(x @ matrix.T, part).data, x @ matrix.T)
+    for chunk in (0, 2):
+        loss = V.linear_cross_entropy(x, matrix, targets, part, chunk=chunk).item()
+        assert loss == pytest.approx(F.linear_cross_entropy(x, matrix, targets).item(), rel=1e-14)
+
+
+def test_no_rows_have_loss_and_gradient_zero():
+    def body():
+        part, weight = of_rank(create(), normal(5, WIDTH))
+        x = Tensor(np.zeros((0, WIDTH)), requires_grad=True)
+        for chunk in (0, 128):
+            loss = V.linear_cross_entropy(
+                x, weight, np.zeros(0, np.int64), part, reduction="sum", chunk=chunk
+            )
+            loss.backward()
+            assert loss.item() == 0 and not weight.grad.any()
+
+    run_ranks(2, body)
+
+
+@pytest.mark.parametrize("op", ["head", "inplace"])
+def test_where_the_gradient_takes_the_memory_of_the_logits_backward_runs_once(op):
+    part, x = V.VocabularyPart(create(), 5), Tensor(normal(3, 5), requires_grad=True)
+    if op == "head":
+        loss = V.linear_cross_entropy(x, normal(5, 5), [0, 4, 2], part, chunk=0)
+    else:
+        loss = V.cross_entropy(x * 1.0, [0, 4, 2], part, inplace=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="Vocabulary"):
+        loss.backward()
+
+
+X, TABLE = normal(2, WIDTH), normal(6, WIDTH)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "told"),
+    [
+        (
+            lambda p: V.embedding([0], normal(11, WIDTH), p),
+            ValueError,
+            r"weight \(11, 4\) should have 6 of 11 words, those from 0 on, which rank 0 of 2 has",
+        ),
+        (lambda p: V.embedding([11], TABLE, p), ValueError, r"indices\[0\] is 11, not in \[0, 11\)"),
+        (lambda p: V.embedding([0], normal(6), p), ValueError, r"weight must be \(rows, width\), got \(6,\)"),
+        (lambda p: V.linear_cross_entropy(X, TABLE, [0, 11], p), ValueError, r"targets\[1\] is 11"),
+        (lambda p: V.linear_cross_entropy(X, TABLE[:5], [0, 1], p), ValueError, "should have 6 of 11 words"),
+        (lambda p: V.linear_cross_entropy(X, TABLE[:, 1:], [0, 1], p), ValueError, "needs weight"),
+        (lambda p: V.linear_cross_entropy(X, TABLE, [0, 1], p, chunk=-1), ValueError, "at least 0, got -1"),
+        (lambda p: V.linear_cross_entropy(X, TABLE, [0], p), ValueError, r"need targets \(...\)"),
+        (lambda p: V.cross_entropy(normal(2, 5), [0, 1], p), ValueError, r"logits \(2, 5\) should have 6"),
+        (lambda p: V.cross_entropy(normal(2, 6), [0, 1], p, reduction="no"), ValueError, "reduction must be"),
+        (lambda p: V.cross_entropy(leaf(normal(2, 6)), [0, 1], p, inplace=True), ValueError, "inplace would"),
+        (lambda p: V.cross_entropy(normal(2, 6), [0, 1], p, label_smoothing=0.1), TypeError, "gather_logits"),
+        (lambda p: V.gather_logits(normal(2, 5), p), ValueError, r"logits \(2, 5\) should have 6 of 11"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_anything_is_gathered(call, error, told):
+    def body():
+        comm = create()
+        if comm.rank == 0:
+            with pytest.raises(error, match=told):
+                call(V.VocabularyPart(comm, 11))
+
+    run_ranks(2, body)
