@@ -112,11 +112,13 @@ def test_rows_survive_the_process_that_wrote_them(tmp_path):
 
 
 def test_what_is_missing_is_named_with_what_it_costs():
-    found = needs.Found(("numba", "torch"), gpu=True)
+    found = needs.Found(("numba", "torch", "cudnn"), gpu=True)
     assert found.benchmarks and not found.tests
     assert found.lines() == [
         "numba is missing: the tests can't run",
         "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16",
+        "cudnn is missing: attention and convolution run in kernels of our own, "
+        "which are several times slower",
     ]
     assert not needs.Found((), gpu=False).benchmarks
     assert not needs.Found(("cupy",), gpu=True).benchmarks
