@@ -45,8 +45,8 @@ gpu: ## test and measure on an NVIDIA GPU, in 9 minutes; again: go on (GPU_PYTHO
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS)
 
 softgpu: $(FOR_TESTS) ## run the tests for a GPU on one in software (ARGS="tests/gpu/test_training.py -k ...")
-	$(BIN)/python -m pytest -q -p tests.softgpu.plugin -m gpu --timeout 900 $(or $(ARGS),tests/gpu)
-	$(if $(ARGS),,$(BIN)/python -m tests.softgpu.pairs --all)
+	$(BIN)/python -m pytest -q -p tests.softgpu.plugin -n $(JOBS) -m gpu --timeout 900 $(or $(ARGS),tests/gpu)
+	$(if $(ARGS),,$(BIN)/python -m tests.softgpu.pairs --all -n $(JOBS))
 
 lint: $(FOR_TRAINING) ## check style and format with ruff
 	@test -x $(BIN)/ruff || $(BIN)/pip install --quiet 'ruff>=0.8'

@@ -45,12 +45,12 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="nothing against PyTorch, nothing long")
     parser.add_argument("-n", dest="jobs", default="2", help="tests at a time (2)")
     options, others = parser.parse_known_args()
-    beside = ["-n", options.jobs, "--dist", "loadfile", "-m", QUICK if options.quick else "not serial"]
-    beside += [f"--ignore=tests/{name}" for name in LONG if options.quick]
-    parts = [beside]
+    beside = ["-n", options.jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
+    parts = [[*beside, "-m", QUICK if options.quick else "not serial"]]
+    parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
         parts += [["-m", "serial", *serial_files(others)]]
-        parts += [] if named(others) or missing() else [software()]
+        parts += [] if named(others) or missing() else [[*beside, *software()]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]

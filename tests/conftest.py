@@ -3,6 +3,7 @@
 (Tests of threads ask for more themselves; processes under mpirun get their share.)
 """
 
+import gc
 import os
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
@@ -11,6 +12,11 @@ for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMB
 import pytest  # noqa: E402  after the threads are set
 
 from shardrt.kernels import determinism  # noqa: E402
+
+
+def pytest_collection_finish():
+    """All tests and modules stay: garbage collections, of which some tests ask for many, pass them over."""
+    gc.freeze()
 
 
 @pytest.fixture(autouse=True)

@@ -76,6 +76,11 @@ class CuDNN:
         return None if graph is None else graph.get_workspace_size()
 
     @property
+    def versions(self) -> tuple[str, int]:
+        """Of the frontend, as "1.28.0", and of cuDNN, as 91900."""
+        return self.module.__version__, self.module.backend_version()
+
+    @property
     def architecture(self) -> str:
         """Of the GPU, as "sm_90"."""
         return self._stage.architecture

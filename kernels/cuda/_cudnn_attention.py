@@ -21,6 +21,7 @@ WIDEST = 128  # elements of a head, forward and backward, on every GPU since Amp
 _ELEMENTS = ("float16", "bfloat16")
 _VECTOR = 8  # elements of 16 bytes, in which cuDNN reads
 _WORKSPACE = 5 << 29  # bytes that a deterministic backward may take: a head of 32,768 tokens takes 4 << 29
+_RESHAPING, _RESHAPES = ((1, 24), (1, 25), (1, 26)), 92200  # see builds_backward
 _FORWARD, _BACKWARD = ("q", "k", "v", "y", "lse"), ("dy", "q", "k", "v", "y", "lse", "dq", "dk", "dv")
 
 
@@ -30,6 +31,7 @@ class CuDNNAttention:
     def __init__(self, cudnn: CuDNN) -> None:
         self._cudnn = cudnn
         self._told: set[str] = set()
+        self._builds_backward = builds_backward(*cudnn.versions)
 
     def forward(
         self, q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float
@@ -59,7 +61,7 @@ class CuDNNAttention:
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
         arrays = dy, q, k, v, y, lse, dq, dk, dv
-        if not _suits(_BACKWARD, arrays) or self._may_give_nan(q, k, causal):
+        if not _suits(_BACKWARD, arrays) or self._can_not_build() or self._may_give_nan(q, k, causal):
             return False
         fixed = are_deterministic_algorithms_enabled()
         parts = self._parts(arrays, causal, scale) if fixed else [arrays]
@@ -78,6 +80,15 @@ class CuDNNAttention:
             self._tell(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
         found = [self._parts(half, causal, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
+
+    def _can_not_build(self) -> bool:
+        """Whether these versions can't build a backward together: each shape would be tried and told of."""
+        if self._builds_backward:
+            return False
+        frontend, backend = self._cudnn.versions
+        what = f"attention: nvidia-cudnn-frontend {frontend} can't build its backward on cuDNN {backend}"
+        self._tell(f"{what}, as 1.24 to 1.26 can't before 9.22: pip install 'shardrt[cudnn]'")
+        return True
 
     def _may_give_nan(self, q: Array, k: Array, causal: bool) -> bool:
         """Whether cuDNN's backward on Hopper may give nan for rows whose lse is below -88.
@@ -132,6 +143,15 @@ class CuDNNAttention:
         outputs = graph.sdpa_backward(q=q, k=k, v=v, o=y, dO=dy, stats=lse, **how)
         for uid, (name, output) in enumerate(zip(_BACKWARD[6:], outputs, strict=True), 7):
             cudnn.output(output, uid, arrays[name])
+
+
+def builds_backward(frontend: str, backend: int) -> bool:
+    """Whether nvidia-cudnn-frontend of this version ("1.28.0") builds it on this cuDNN (91900 is 9.19).
+
+    1.24 to 1.26 describe a mode of reshaping that cuDNN has from 9.22 on (cudnn-frontend #466).
+    """
+    number = tuple(int(part) for part in frontend.split(".")[:2])
+    return backend >= _RESHAPES or number not in _RESHAPING
 
 
 def _suits(names: tuple, arrays: tuple) -> bool:

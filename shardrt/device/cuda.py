@@ -12,7 +12,8 @@ import importlib
 import threading
 import weakref
 from collections.abc import Callable
-from types import ModuleType
+from contextlib import suppress
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -115,6 +116,7 @@ class CUDADevice(Device):
         self._here = threading.local()
         self._kernels: ModuleType | None = None
         self._usage: _Usage | None = None
+        self._ended: list[int] = []  # compute streams, by handle, of threads that are no more
         self.enter()
 
     def enter(self) -> None:
@@ -126,9 +128,23 @@ class CUDADevice(Device):
             # `submit`, in CuPy's own get()) CuPy goes back to that of the `with` around it, or to null.
             handle.__enter__()
             self._here.stream = CUDAStream("compute", handle)
+            self._free_what_others_left()
+            weakref.finalize(self._here.stream, self._ended.append, handle.ptr)
             self._here.sides = weakref.WeakSet()
         elif self._cupy.cuda.get_current_stream().ptr != self._here.stream.handle.ptr:
             self._here.stream.handle.use()
+
+    def _free_what_others_left(self) -> None:
+        """What CuPy's pool keeps for the streams of threads that have ended: it gives it to no other stream.
+
+        Done by the next thread, since an array's or thread's end may come in the middle of a capture.
+        """
+        pool, handles = self._cupy.get_default_memory_pool(), []
+        with suppress(IndexError):  # other threads take from it, too
+            while True:
+                handles.append(self._ended.pop())
+        for handle in handles:
+            pool.free_all_blocks(SimpleNamespace(ptr=handle))
 
     @property
     def current_stream(self) -> CUDAStream:

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from contextlib import nullcontext
 
 import numpy as np
@@ -112,11 +113,13 @@ def test_rows_survive_the_process_that_wrote_them(tmp_path):
 
 
 def test_what_is_missing_is_named_with_what_it_costs():
-    found = needs.Found(("numba", "torch"), gpu=True)
+    found = needs.Found(("numba", "torch", "cudnn"), gpu=True)
     assert found.benchmarks and not found.tests
     assert found.lines() == [
         "numba is missing: the tests can't run",
         "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16",
+        "cudnn is missing: attention and convolution run in kernels of our own, "
+        "which are several times slower",
     ]
     assert not needs.Found((), gpu=False).benchmarks
     assert not needs.Found(("cupy",), gpu=True).benchmarks
@@ -260,7 +263,10 @@ import os, time, pytest
 pytestmark = pytest.mark.gpu
 def test_fine(): print("ran fine")
 def test_wrong(): assert os.path.exists(os.environ["MENDED"])
-def test_slow(): time.sleep(0 if os.path.exists(os.environ["MENDED"]) else 60)
+def test_slow():
+    if not os.path.exists(os.environ["MENDED"]):
+        open("REACHED", "w").close()
+        time.sleep(60)
 def test_never_reached(): pass
 """
 BROKEN = """
@@ -275,12 +281,26 @@ def test_that_is_not_cleared_away(falls): pass
 
 
 def test_the_tests_go_on_where_they_were_ended_and_failures_keep_their_names(tmp_path, monkeypatch, capfd):
-    (tmp_path / "test_some.py").write_text(TESTS)
+    (tmp_path / "test_some.py").write_text(TESTS.replace("REACHED", str(tmp_path / "reached")))
     monkeypatch.setenv("MENDED", str(tmp_path / "mended"))
-    monkeypatch.setattr(suite, "GRACE", 0.0)
-    run = state.Run("tests", tmp_path / "rows", seconds=12.0)
+
+    class Ended(subprocess.Popen):
+        """Its time is over when it has come to the slow test."""
+
+        def wait(self, timeout=None):
+            assert timeout in (12.0, None)
+            while timeout and self.poll() is None:
+                if (tmp_path / "reached").exists():
+                    raise subprocess.TimeoutExpired(self.args, timeout)
+                time.sleep(0.01)
+            return super().wait(timeout)
+
+    run = state.Run("tests", tmp_path / "rows", seconds=12.0 + suite.GRACE)
     options = ("-p", "no:cacheprovider", "-p", "no:randomly", f"--rootdir={tmp_path}", "-c", os.devnull)
-    suite.measure(run, str(tmp_path), *options)
+    with monkeypatch.context() as patch:
+        patch.setattr(subprocess, "Popen", Ended)
+        suite.measure(run, str(tmp_path), *options)
+    monkeypatch.setattr(suite, "GRACE", 0.0)
     shown = capfd.readouterr().out
     assert run.rows[0].figure == 1 and "1 failed: " in run.rows[0].error
     assert "test_wrong" in run.rows[0].error and "FAILED" in shown and "test_wrong" in shown

@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardrt.kernels.cuda._compile import HERE
-from tests.cuda.libraries import GXX, built, library_folder
+from tests.cuda.libraries import GXX, built, head, library_folder
 
 _ONE_AT_A_TIME = threading.Lock()
 ROOT = Path(__file__).parents[2]
@@ -149,10 +149,10 @@ class Library:
             types = [re.sub(r"\w+$", "", " ".join(text.split())) for text in texts]
             values = [f"*({kind}*)arguments[{i}]" for i, kind in enumerate(types)]
             wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
-        code = "\n".join(['#include "shim.h"', f'#line 1 "{path.name}"', source, *wrappers])
+        code = "\n".join([f'#line 1 "{path.name}"', source, *wrappers])
         runtime()
         options = (*options, *(f"-D{macro}={value}" for macro, value in defines), f"-I{path.parent}")
-        self.path = _compiled(path.stem, code, options, path.parent)
+        self.path = _compiled(path.stem, code, options, path.parent, '#include "shim.h"\n')
         self._library = ctypes.CDLL(str(self.path))
 
     @classmethod
@@ -184,9 +184,15 @@ def runtime():
     return ctypes.CDLL(str(_compiled("shim", code, ["-O2"], SHIM.parent)), mode=ctypes.RTLD_GLOBAL)
 
 
-def _compiled(name, code, options, folder):
-    """The shared library of `code`, which includes files of `folder`, from a cache in the checkout."""
-    included = [*sorted(SHIM.parent.glob("*.h")), *sorted(folder.glob("*.cuh"))]
-    command = [*GXX, *options, f"-I{SHIM.parent}"]
-    headers = "".join(path.read_text() for path in included)
-    return built(library_folder(LIBRARIES), name, code, ".cpp", command, headers)
+def _compiled(name, code, options, folder, before=""):
+    """The shared library of `code`, which includes files of `folder`, from a cache in the checkout.
+
+    before: code that it begins with, the same for many.
+    """
+    ours, theirs = (
+        "".join(path.read_text() for path in sorted(paths))
+        for paths in (SHIM.parent.glob("*.h"), folder.glob("*.cuh"))
+    )
+    kept, command = library_folder(LIBRARIES), (*GXX, *options, f"-I{SHIM.parent}")
+    command = [*command, *(head(kept, before, command, ours) if before else ())]
+    return built(kept, name, code, ".cpp", command, ours + theirs)

@@ -1,7 +1,9 @@
 """A stand-in for nvidia-cudnn-frontend: graphs of one node, computed on the CPU from addresses: attention
 and convolution.
 
-It has the names and keywords that versions 1.22 to 1.32 share, and is strict about them.
+It has the names and keywords that versions 1.22 to 1.32 share, and is strict about them. What is known to
+fail in some versions of the frontend and of cuDNN fails here too: see `module`. That the real one takes the
+same graphs, test_cudnn_frontend.py says where that is installed.
 """
 
 import ctypes
@@ -38,6 +40,10 @@ NOTES = sorted({note for plan in PLANS for note in plan})
 
 class NotSupported(Exception):
     """cudnnGraphNotSupportedError."""
+
+
+class Handle:
+    """What 1.28 wraps the number of a handle in."""
 
 
 class Tensor:
@@ -115,7 +121,13 @@ class Graph:
         assert self.io in ("HALF", "BFLOAT16")
         assert mask in ({}, {"diagonal_alignment": "TOP_LEFT", "diagonal_band_right_bound": 0})
         how = {"causal": bool(mask), "scale": scale}
-        return self._node(kind, inputs, outputs, lambda arrays: attend(kind, arrays, how))
+
+        def compute(arrays):
+            attend(kind, arrays, how)
+            if kind == "backward" and self.cudnn.architecture == "sm_90":
+                spoil(arrays, how["causal"])
+
+        return self._node(kind, inputs, outputs, compute)
 
     def _convolution(self, kind, inputs, places, *geometry):
         """places: where x, weight and y are among the arguments."""
@@ -139,6 +151,8 @@ class Graph:
 
     def build_operation_graph(self):
         self._step("build_operation_graph")
+        if self.kind == "backward" and self.cudnn.reshapes_in_vain:
+            raise RuntimeError("... CUDNN_ATTR_OPERATION_RESHAPE_MODE ... CUDNN_STATUS_BAD_PARAM")
         if self.cudnn.refuses(self):
             raise NotSupported("no engine")
 
@@ -203,6 +217,24 @@ def attend(kind, arrays, how):
     arrays[statistics] = arrays[statistics][..., None]
 
 
+def spoil(arrays, causal):
+    """What Hopper's backward gives where a row's lse is below -88 and it reads beyond the last key.
+
+    It takes keys in pairs of 64, and does not mask for a single query (pytorch #196678, cudnn-frontend #628
+    and #1072).
+    """
+    q, k, lse, dq = arrays[1], arrays[2], arrays[5], arrays[6]
+    covered = causal and q.shape[2] <= k.shape[2]
+    if not covered and (k.shape[2] % 128 == 64 or q.shape[2] == 1):
+        dq[lse[..., 0] < -88.7] = np.nan
+
+
+def quadratic(graph):
+    """Bytes for the matrix of weights, which Hopper's deterministic backward writes before cuDNN 9.25."""
+    (batch, heads, queries, _), (*_, keys, _) = (graph.arguments[place].dim for place in (1, 2))
+    return 2 * batch * heads * queries * keys
+
+
 def convolve(kind, arrays, places, geometry):
     """The number of groups is what the shapes say."""
     x, weight, y = (arrays[place] for place in places)
@@ -221,14 +253,25 @@ def convolve(kind, arrays, places, geometry):
     getattr(cpu.conv2d, kind)(*calls[kind], stride, padding, dilation, groups)
 
 
-def module(issue=None):
+def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
     """A module that passes for cudnn. `refuses`: of which graphs; `stream`: where work goes now.
 
-    issue(stream, work): has work done in the stream of a handle; without it is done at once.
+    issue(stream, work): has work done in the stream of a handle; without it is done at once. What is played
+    of versions: since 1.28 handles are objects; 1.24 to 1.26 can't build attention's backward before cuDNN
+    9.22; on Hopper that takes memory for the matrix of weights where it is deterministic, before 9.25, and
+    gives nan for some lengths, in any version.
     """
     cudnn = ModuleType("cudnn")
+    number = tuple(map(int, frontend.split(".")))
+    cudnn.__version__, cudnn.backend_version, cudnn.architecture = frontend, lambda: backend, architecture
+    cudnn.reshapes_in_vain = (1, 24) <= number < (1, 27) and backend < 92200
     cudnn.handles, cudnn.graphs = {}, []
-    cudnn.workspace_of = lambda graph: cudnn.workspace
+
+    def workspace_of(graph):
+        fixed = graph.kind == "backward" and getattr(graph, "deterministic", False)
+        return quadratic(graph) if fixed and architecture == "sm_90" and backend < 92500 else cudnn.workspace
+
+    cudnn.workspace_of = workspace_of
     cudnn.refuses, cudnn.stream, cudnn.workspace = lambda graph: False, None if issue else 7, 1000
     cudnn.issue = issue or (lambda stream, work: work())
     cudnn.data_type = SimpleNamespace(**{name: name for name in ELEMENTS})
@@ -239,11 +282,12 @@ def module(issue=None):
     cudnn.pygraph = lambda **how: Graph(cudnn, **how)
 
     def create_handle():
-        cudnn.handles[len(cudnn.handles) + 100] = None
-        return len(cudnn.handles) + 99
+        handle = Handle() if number >= (1, 28) else len(cudnn.handles) + 100
+        cudnn.handles[handle] = None
+        return handle
 
     def set_stream(handle, stream):
-        assert handle in cudnn.handles
+        assert handle in cudnn.handles and type(stream) is int
         cudnn.handles[handle] = stream
 
     cudnn.create_handle, cudnn.set_stream = create_handle, set_stream

@@ -18,10 +18,10 @@ class DoesNotCompile(AssertionError):
     """What the compiler has against a source."""
 
 
-def built(folder, name, code, suffix, command, headers="", libraries=()):
+def built(folder, name, code, suffix, command, headers="", libraries=(), ending=".so"):
     """The library of `code`, a file of this suffix, in `folder`. headers: text that it depends on besides."""
     key = hashlib.sha256(repr((code, headers, command, libraries)).encode()).hexdigest()[:20]
-    target = folder / f"{name}-{key}.so"
+    target = folder / f"{name}-{key}{ending}"
     if not target.exists():
         with tempfile.TemporaryDirectory(dir=folder) as scratch:
             source, library = Path(scratch, "source" + suffix), Path(scratch, "library.so")
@@ -32,6 +32,21 @@ def built(folder, name, code, suffix, command, headers="", libraries=()):
                 raise DoesNotCompile(f"{name} under {command[0]}:\n{done.stderr[:4000]}")
             os.replace(library, target)  # whole, or not at all: another process may be at it too
     return target
+
+
+@cache
+def head(folder, code, command, headers):
+    """Options that put `code`, which includes `headers`, before a source.
+
+    It is compiled once for all sources, for to read it takes g++ longer than most of them do. Where g++ can't
+    use that (it compares the options), it reads `code`.
+    """
+    command = [option for option in command if not option.startswith("-D")]
+    compiled = built(folder, "head", code, ".h", [*command, "-x", "c++-header"], headers, ending=".h.gch")
+    text = compiled.with_suffix("")
+    if not text.exists():
+        text.write_text(code)
+    return ("-include", str(text))
 
 
 @cache

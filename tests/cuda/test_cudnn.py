@@ -1,13 +1,16 @@
 """Attention by cuDNN: what its graphs are told and given, and when the reference kernels stay."""
 
+import configparser
 import sys
 import threading
 import warnings
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
+from packaging.requirements import Requirement
 
 from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import _cudnn_attention, _launch, attention
@@ -23,8 +26,12 @@ from tests.softgpu.cuda import Work
 @pytest.fixture
 def cudnn(emulated):
     """The stand-in; the emulator uses it."""
-    module = fake_cudnn.module()
-    emulated.stream, emulated.architecture = lambda: module.stream, "sm_90"
+    return played(emulated)
+
+
+def played(emulated, **versions):
+    module = fake_cudnn.module(**versions)
+    emulated.stream, emulated.architecture = lambda: module.stream, module.architecture
     fused = CuDNNAttention(CuDNN(module, emulated))
     emulated.attention = lambda: fused
     return module
@@ -219,22 +226,13 @@ def test_backward_is_deterministic_only_where_it_is_asked_for(cudnn):
     ]
 
 
-def quadratic(graph):
-    """What cuDNN takes on Hopper for a deterministic backward."""
-    queries, keys = (
-        (graph.arguments[place].dim for place in (1, 2)) if graph.kind == "backward" else ([1] * 4,) * 2
-    )
-    fixed = graph.kind == "backward" and graph.deterministic
-    return 2 * queries[0] * queries[1] * queries[2] * keys[2] if fixed else 1
-
-
 @pytest.mark.parametrize("limit, parts", [(2 * 8 * 144, 1), (2 * 4 * 144, 2), (2 * 2 * 144, 4)])
 def test_deterministic_backward_goes_in_parts_that_bound_its_memory(
     cudnn, emulated, monkeypatch, limit, parts
 ):
     """2 samples of 4 heads, 2 of them with one of k: whole, by samples, and by heads of k."""
     monkeypatch.setattr(_cudnn_attention, "_WORKSPACE", limit)
-    cudnn.workspace_of = quadratic
+    cudnn.workspace = 1
     use_deterministic_algorithms(True)
     taken, empty = [], emulated.empty
     monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how[0][0]) or empty(*how))
@@ -258,7 +256,6 @@ def test_a_deterministic_backward_that_does_not_fit_even_by_heads_runs_by_the_re
     cudnn, emulated, monkeypatch
 ):
     monkeypatch.setattr(_cudnn_attention, "_WORKSPACE", 287)
-    cudnn.workspace_of = quadratic
     use_deterministic_algorithms(True)
     with packed("bfloat16", time=12) as arrays:
         with pytest.warns(
@@ -296,6 +293,86 @@ def test_lengths_for_which_cudnn_gives_nan_are_left_to_others(
                 done = emulated.attention().backward(*arrays, causal=causal, scale=1.0)
                 assert done is not refused
     assert len(told) == refused and len(cudnn.graphs) == (not refused)
+
+
+@pytest.mark.parametrize("queries, keys", [(5, 64), (1, 100)])
+def test_rows_far_below_have_finite_gradients_where_cudnn_gives_nan(cudnn, emulated, queries, keys):
+    """Each product is -128, so that lse is below -88."""
+    with guarded("bfloat16") as array, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        q, k = array(np.full((1, 1, queries, 8), 4.0)), array(np.full((1, 1, keys, 8), -4.0))
+        v, y = array(normal(*k.shape)), array(np.full(q.shape, np.nan))
+        dy, lse = array(normal(*q.shape, seed=1)), array(np.full(q.shape[:3], np.nan), dtype=np.float32)
+        gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+        run(q, k, v, y, lse, dy, gradients, causal=False, scale=1.0)
+        assert lse.max() < -89 and all(np.isfinite(x.astype(np.float32)).all() for x in gradients)
+
+
+VERSIONS = {  # frontend, cuDNN -> whether attention's backward can be built, as tried with the real ones
+    ("1.22.0", 91900): True,
+    ("1.22.0", 91200): True,
+    ("1.23.0", 91900): True,
+    ("1.24.0", 91200): False,
+    ("1.24.0", 91900): False,
+    ("1.24.1", 91900): False,
+    ("1.25.0", 91900): False,
+    ("1.26.0", 91701): False,
+    ("1.26.0", 92101): False,
+    ("1.24.0", 92200): True,
+    ("1.26.0", 92200): True,
+    ("1.27.0", 91900): True,
+    ("1.28.0", 91900): True,
+}
+
+
+@pytest.mark.parametrize("frontend, backend", VERSIONS)
+def test_versions_that_can_not_build_backward_leave_it_to_others_and_say_so_once(emulated, frontend, backend):
+    """Forward stays cuDNN's; nothing is tried in vain for each shape."""
+    cudnn, builds = played(emulated, frontend=frontend, backend=backend), VERSIONS[frontend, backend]
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for time in (9, 10):
+            with packed("bfloat16", heads=1, batch=1, time=time) as (q, k, v, y, lse, dy, gradients):
+                run(q, k, v, y, lse, dy, gradients)
+                expected = [np.empty(x.shape) for x in gradients]
+                cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, causal=True, scale=0.3)
+                for found, exactly in zip(gradients, expected, strict=True):
+                    assert_close(found, exactly)
+    kinds = [graph.kind for graph in cudnn.graphs if graph.runs]
+    assert kinds == (["forward", "backward"] if builds else ["forward"]) * 2 and len(kinds) == len(
+        cudnn.graphs
+    )
+    assert ("backward_keys" in emulated.launches) is not builds
+    assert len(told) == (not builds)
+    for each in told:
+        assert f"frontend {frontend} can't build" in str(each.message) and "slower" in str(each.message)
+
+
+def test_the_extra_takes_the_versions_that_can_build_backward_on_every_cudnn():
+    config = configparser.ConfigParser()
+    config.read(Path(__file__).parents[2] / "setup.cfg")
+    wanted = Requirement(config["options.extras_require"]["cudnn"].strip()).specifier
+    for frontend in {frontend for frontend, _ in VERSIONS}:
+        builds = all(fine for (other, _), fine in VERSIONS.items() if other == frontend)
+        assert (frontend in wanted) is builds, frontend
+
+
+@pytest.mark.parametrize(
+    "frontend, backend, architecture, bytes_taken",
+    [("1.28.0", 91900, "sm_90", 2 * 9 * 9), ("1.28.0", 92501, "sm_90", 5), ("1.28.0", 91900, "sm_80", 5)],
+)
+def test_a_fixed_order_takes_memory_for_the_weights_only_where_cudnn_writes_them(
+    emulated, monkeypatch, frontend, backend, architecture, bytes_taken
+):
+    """What is asked for is the plan's, so a later cuDNN costs nothing, and no part of it is split."""
+    cudnn = played(emulated, frontend=frontend, backend=backend, architecture=architecture)
+    cudnn.workspace = 5
+    use_deterministic_algorithms(True)
+    taken, empty = [], emulated.empty
+    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how[0][0]) or empty(*how))
+    with packed("bfloat16", heads=1, batch=1) as arrays:
+        run(*arrays)
+    assert taken == [5, bytes_taken]
 
 
 @pytest.fixture

@@ -1,8 +1,12 @@
 """The device itself: memory that is counted, copies that arrive, streams that wait for one another."""
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
+from shardrt import device
 from tests.gpu.spin import spin
 
 pytestmark = pytest.mark.gpu
@@ -20,6 +24,40 @@ def test_the_peak_is_the_most_that_was_held_at_once(gpu):
     del second, third
     gpu.reset_peak()
     assert gpu.peak_bytes() - before < MB
+
+
+def test_the_peak_counts_what_every_thread_takes_that_has_asked(gpu):
+    """Ranks are threads in many tests, and CuPy tells of allocations only where it was asked to."""
+    gpu.reset_peak()
+
+    def rank():
+        with device.use(gpu):
+            gpu.peak_bytes()
+            taken = gpu.empty((64 * MB,), np.uint8)
+            return gpu.peak_bytes() - before, taken.nbytes
+
+    before = gpu.peak_bytes()
+    with ThreadPoolExecutor(1) as pool:
+        peak, nbytes = pool.submit(rank).result()
+    assert nbytes <= peak < nbytes + MB
+
+
+def test_what_threads_that_have_ended_took_is_given_back(gpu):
+    """CuPy keeps it by stream, and theirs nobody else will use: runs in threads would take ever more."""
+    pool = pytest.importorskip("cupy").get_default_memory_pool()
+
+    def rank():
+        with device.use(gpu):
+            gpu.zeros((8 * MB,), np.uint8)
+            gpu.wait_here()
+
+    held = []
+    for _ in range(4):
+        thread = threading.Thread(target=rank)
+        thread.start()
+        thread.join()
+        held.append(pool.total_bytes())
+    assert max(held) < held[0] + 8 * MB, held
 
 
 def test_a_buffer_is_zero_and_outside_of_the_pool(gpu):

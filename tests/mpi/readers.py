@@ -62,7 +62,7 @@ def late_reader(mesh, change):
     with shardrt.no_grad():
         before = np.array(model(X))
         for layer in model:
-            layer.delay = 0.3 * mesh.rank
+            layer.delay = 0.1 * mesh.rank
         again = np.array(model(X))
     step()
     assert np.array_equal(before, again), f"rank {mesh.rank} saw {np.abs(before - again).max()} of the step"

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cuda.libraries import GXX, DoesNotCompile, built
+from tests.cuda.libraries import GXX, DoesNotCompile, built, head
 
 HERE = Path(__file__).parent
 SHIM = HERE.parent / "cuda" / "shim.h"
@@ -21,6 +21,7 @@ extern "C" size_t sizes_{0}(size_t* sizes) {{ return shim::sizes({0}, sizes); }}
 """
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(\w+)\s+(\w+)\[\];")  # as CuPy's own kernels have it
 _HEAD = f'#include "{SHIM}"\n#include "{HERE / "call.h"}"\n'
+_CUPYS = re.compile(r"\s*(?:#include <cupy/\S+>\s*?\n)*")  # what CuPy's own kernels begin with
 
 
 class NVRTC:
@@ -56,10 +57,11 @@ class NVRTC:
         kept = [option for option in text if option.startswith("-D") or _ours(option)]
         source = _DYNAMIC.sub(r"DYNAMIC_SHARED(\1, \2);", self._sources[program])
         names = _KERNEL.findall(source)
-        code = _HEAD + source + "".join(_CALL.format(name) for name in names)
-        command = [*GXX, f"-I{HERE / 'include'}", *kept]
+        code = source + "".join(_CALL.format(name) for name in names)
+        command = (*GXX, f"-I{HERE / 'include'}", *kept)
+        before = head(self._folder, _HEAD + _CUPYS.match(source)[0], command, headers())
         try:
-            library = built(self._folder, "kernels", code, ".cpp", command, headers())
+            library = built(self._folder, "kernels", code, ".cpp", [*command, *before], headers())
         except DoesNotCompile as error:
             self._logs[program] = str(error)
             raise nvrtc.NVRTCError(6) from None

@@ -98,6 +98,7 @@ class Memory(Streams):
         self._addresses: list[int] = []
         self._given_back: list[Block] = []  # and not freed yet
         self._freed: deque[Block] = deque()
+        self._freed_bytes = 0
 
     def malloc(self, size):
         return self._add(Block(max(1, size), False, self.rank))
@@ -140,7 +141,9 @@ class Memory(Streams):
                 block.poison()
                 block.freed = True
                 self._freed.append(block)
-            while sum(block.size for block in self._freed) > _KEPT:
+                self._freed_bytes += block.size
+            while self._freed_bytes > _KEPT:
+                self._freed_bytes -= self._freed[0].size
                 self._remove(self._freed.popleft())
 
     freeHost = free

@@ -1,18 +1,20 @@
 """All features of tests/fsdp/test_pairs.py and their pairs, trained on the GPU in software.
 
-python -m tests.softgpu.pairs [--all] [--part 0/2]
+python -m tests.softgpu.pairs [--all] [-n JOBS]
 
 Each set of features trains on the GPU in more than one order of streams: with the same bits in each, and near
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
 PyTorch's own 16 bits change of its own float32, twice. `--all`: 1, 2 and 4 ranks, all orders; else 2 ranks
-(4 of two axes) in two orders, and of the sets of two that share an option every sixth. `--part`: the first
-of two halves. Prints JSON: {what was trained: what was wrong}.
+(4 of two axes) in two orders, and of the sets of two that share an option every sixth. JOBS processes share
+the sets. Prints JSON: {what was trained: what was wrong}.
 """
 
 import argparse
 import json
 import os
 import re
+import subprocess
+import sys
 import tempfile
 import warnings
 from functools import cache
@@ -144,13 +146,32 @@ def jobs(every):
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--all", action="store_true")
-    parser.add_argument("--part", default="0/1")
+    parser.add_argument("-n", dest="jobs", type=int, default=1)
+    parser.add_argument("--process", type=int, help="which one of the JOBS processes this is")
     options = parser.parse_args()
-    part, parts = map(int, options.part.split("/"))
-    warnings.simplefilter("ignore")
-    found = {name: work(*how) for name, work, how in list(jobs(options.all))[part::parts]}
+    if options.jobs > 1 and options.process is None:
+        found, code = of_processes(options.jobs)
+    else:
+        warnings.simplefilter("ignore")
+        mine = list(jobs(options.all))[options.process or 0 :: options.jobs]
+        found = {}
+        for number, (name, work, how) in enumerate(mine, start=1):
+            found[name] = work(*how)
+            print(f"{number} of {len(mine)}: {name}: {found[name] or 'right'}", file=sys.stderr, flush=True)
+        code = any(found.values())
     print(json.dumps(found, indent=1), flush=True)
-    os._exit(any(found.values()))  # without CuPy's clean-up, which would call CUDA
+    os._exit(code)  # without CuPy's clean-up, which would call CUDA
+
+
+def of_processes(count):
+    """What all of them found together, and the exit code."""
+    job = [sys.executable, "-m", "tests.softgpu.pairs", *sys.argv[1:], "--process"]
+    running = [
+        subprocess.Popen([*job, str(number)], stdout=subprocess.PIPE, text=True) for number in range(count)
+    ]
+    told = [process.communicate()[0] for process in running]
+    found = {name: wrong for text in told if text for name, wrong in json.loads(text).items()}
+    return found, max(abs(process.returncode) for process in running)
 
 
 if __name__ == "__main__":

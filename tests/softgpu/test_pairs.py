@@ -13,14 +13,14 @@ ROOT = Path(__file__).parent.parent.parent
 
 
 @pytest.mark.torch
-@pytest.mark.parametrize("part", ["0/2", "1/2"])
-def test_all_of_these_go_together_on_a_gpu(part):
+@pytest.mark.timeout(900)
+def test_all_of_these_go_together_on_a_gpu():
     """As on the CPU, with the same bits in two orders of streams; what is refused there is refused here."""
     pytest.importorskip("torch")
     if missing():
         pytest.skip(missing())
-    job = [sys.executable, "-m", "tests.softgpu.pairs", "--part", part]
+    job = [sys.executable, "-m", "tests.softgpu.pairs"]
     done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
     found = json.loads(done.stdout or "{}")
-    assert len(found) > 25, done.stderr
+    assert len(found) > 50, done.stderr
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
