@@ -1,10 +1,11 @@
 """functional/collective.py: each backward is the adjoint of its forward, and is what PyTorch derives."""
 
+import ml_dtypes
 import numpy as np
 import pytest
 
 from shardrt import Tensor
-from shardrt.comm import CollectiveMismatch, create
+from shardrt.comm import CollectiveMismatch, CountedCommunicator, create
 from shardrt.functional import collective as C
 from tests.gradcheck import normal
 from tests.ranks import run_ranks
@@ -56,16 +57,18 @@ def values(kind, shape, rank, seed):
     return normal(*shape, seed=seed if kind == "I" else seed + 1 + rank)
 
 
-def results(name, axis, size):
+def results(name, axis, size, dtype=np.float64):
     """x, y, dy and dx of every rank, (2 x 3) times the number of ranks, which every op can cut."""
     into, out, op, _ = OPS[name]
 
     def body():
         comm = create()
-        x = Tensor(values(into, (2 * size, size, 3 * size), comm.rank, 10), requires_grad=True)
+        x = values(into, (2 * size, size, 3 * size), comm.rank, 10).astype(dtype)
+        x = Tensor(x, requires_grad=True)
         y = op(x, comm, axis)
-        dy = values(out, y.shape, comm.rank, 50)
+        dy = values(out, y.shape, comm.rank, 50).astype(dtype)
         y.backward(dy)
+        assert x.grad.dtype == y.dtype == dtype
         return np.array(x.data), np.array(y.data), dy, np.array(x.grad)
 
     return [list(column) for column in zip(*run_ranks(size, body), strict=True)]
@@ -75,7 +78,7 @@ def inner(kind, a, b):
     """<a, b> over all ranks; what all of them have counts once."""
     if kind == "I":
         assert all((each == a[0]).all() for each in a), "not the same on all ranks"
-    products = [(u * v).sum() for u, v in zip(a, b, strict=True)]
+    products = [(u.astype(np.float64) * v.astype(np.float64)).sum() for u, v in zip(a, b, strict=True)]
     return products[0] if kind == "I" else sum(products)
 
 
@@ -85,6 +88,75 @@ def test_backward_is_the_adjoint(name, axis, size):
     into, out, _, _ = OPS[name]
     x, y, dy, dx = results(name, axis, size)
     assert inner(out, y, dy) == pytest.approx(inner(into, x, dx), rel=1e-12)
+
+
+@pytest.mark.parametrize(("dtype", "rounding"), [("float32", 2**-22), (ml_dtypes.bfloat16, 2**-8)])
+@pytest.mark.parametrize("name", OPS)
+def test_in_fewer_bits_only_what_is_added_up_is_rounded(name, dtype, rounding):
+    """And 16 bits once: they are summed in 32."""
+    into, out, _, _ = OPS[name]
+    x, y, dy, dx = results(name, -1 if name in ALONG_AN_AXIS else 0, 3, dtype)
+    rounded = [inner(out, *map(sizes, (y, dy))), inner(into, *map(sizes, (x, dx)))]
+    difference = abs(inner(out, y, dy) - inner(into, x, dx))
+    sums = name in ("copy_to", "reduce_from", "gather", "reduce_scatter_to")
+    assert difference <= (rounding if sums else 1e-13) * max(rounded)
+
+
+def sizes(arrays):
+    """How large their elements are."""
+    return [np.abs(array.astype(np.float64)) for array in arrays]
+
+
+# What each op moves, forward and backward: the calls, and how many times what a rank has of x it receives.
+MOVED = {
+    "copy_to": ({}, {"all_reduce": lambda n: 2 * (n - 1) / n}),
+    "reduce_from": ({"all_reduce": lambda n: 2 * (n - 1) / n}, {}),
+    "gather": ({"all_gather": lambda n: n - 1}, {"reduce_scatter": lambda n: n - 1}),
+    "gather_same": ({"all_gather": lambda n: n - 1}, {}),
+    "scatter_to": ({}, {"all_gather": lambda n: (n - 1) / n}),
+    "reduce_scatter_to": (
+        {"reduce_scatter": lambda n: (n - 1) / n},
+        {"all_gather": lambda n: (n - 1) / n},
+    ),
+    "all_to_all": ({"all_to_all": lambda n: (n - 1) / n}, {"all_to_all": lambda n: (n - 1) / n}),
+    "exchange": ({"exchange": lambda n: 1}, {"exchange": lambda n: 1}),
+}
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("name", MOVED)
+def test_calls_and_bytes_are_those_of_the_formulas(name, size):
+    def body():
+        comm = CountedCommunicator(create())
+        x = Tensor(np.ones((2 * size, 5 * size), np.float32), requires_grad=True)
+        y = OPS[name][2](x, comm, 1)
+        for told in MOVED[name]:
+            formulas = {call: (1, formula(size) * x.data.nbytes) for call, formula in told.items()}
+            assert {call: (comm.calls[call], comm.bytes[call]) for call in comm.calls} == formulas
+            comm.reset()
+            if y.requires_grad and x.grad is None:
+                y.backward(np.ones(y.shape, np.float32))
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_sums_of_16_bits_move_twice_their_bytes_and_the_rest_just_these(size):
+    """Summed in 32, so that the ranks' order does not show."""
+
+    def body():
+        comm, x = CountedCommunicator(create()), Tensor(np.ones((size, 4), ml_dtypes.bfloat16))
+        for op in (C.reduce_from, C.reduce_scatter_to, C.gather, C.all_to_all):
+            op(x, comm)
+        one = x.data.nbytes * (size - 1) // size
+        assert comm.bytes == {
+            "all_reduce": 2 * 2 * one,
+            "reduce_scatter": 2 * one,
+            "all_gather": size * one,
+            "all_to_all": one,
+        }
+
+    run_ranks(size, body)
 
 
 @pytest.mark.torch
