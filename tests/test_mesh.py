@@ -4,10 +4,10 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import optim
+from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import fully_shard, units
 from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train
 from tests.ranks import run_ranks
 
@@ -105,6 +105,16 @@ def _recorded_names(mesh):
     return [part.communicator("x").recorded_as for part in (mesh, mesh["b"], mesh["a"], turned)]
 
 
+def test_an_axis_that_is_missing_is_told_and_where_it_is():
+    mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("dp_shard", "tp"))
+    with pytest.raises(ValueError, match=r"'cp' is not an axis of DeviceMesh\('cpu', .*, rank 0 of 1\)$"):
+        mesh["cp"]
+    with pytest.raises(ValueError, match=r"'tp' is not an axis of .*; it is one of .*take it from there"):
+        mesh["dp_shard"]["tp"]
+    with pytest.raises(ValueError, match=r"is not an axis of .*no names: init_device_mesh\(..., mesh_dim"):
+        init_device_mesh("cpu", (1, 1))["dp_shard", "tp"]
+
+
 @pytest.mark.parametrize(
     ("told", "ask"),
     [
@@ -185,7 +195,97 @@ def test_a_unit_on_fewer_ranks_than_the_others_is_refused():
     run_ranks(4, body)
 
 
-def test_three_axes_are_given_in_part():
-    mesh = init_device_mesh("cpu", (1, 1, 1), mesh_dim_names=AXES)
-    with pytest.raises(ValueError, match=r'one axis or two.*mesh\["shard"\]'):
+# Axes whose names say what is done along them
+
+DATA = ("dp_replicate", "dp_shard")
+
+
+def in_cube():
+    """Four ranks train one model and four another; and of each communicator its role and ranks."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=(*DATA, "tp"))
+    data = mesh[DATA]
+    weights, losses = trained_with_losses(data, mesh.rank_of("tp"))
+    made = [(role, ranks) for role, ranks in mesh._family.communicators]
+    return mesh.coordinate, weights, losses, made
+
+
+def trained_with_losses(mesh, which):
+    """The weights after two steps, and this rank's losses, for model and data number `which`."""
+    shardrt.manual_seed(5 + which)
+    model = shard(Net(), mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+    losses = []
+    for tokens, targets in batches(2):
+        mine = slice(mesh.rank * len(tokens) // mesh.size, (mesh.rank + 1) * len(tokens) // mesh.size)
+        loss = loss_of(model, (tokens[mine] + which) % 11, targets[mine])
+        loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return full_state_dict(model), losses
+
+
+@pytest.fixture(scope="module")
+def eight():
+    return run_ranks(8, in_cube)
+
+
+@pytest.mark.parametrize("tp", [0, 1])
+def test_hybrid_on_two_axes_of_three_is_that_of_four_ranks(eight, tp):
+    """Another model along each place of the third axis: had they met anywhere, both were wrong."""
+
+    def alone():
+        return trained_with_losses(init_device_mesh("cpu", (2, 2), mesh_dim_names=DATA), tp)
+
+    expected = run_ranks(4, alone)
+    found = [each for each in eight if each[0][2] == tp]
+    assert [losses for _, _, losses, _ in found] == [losses for _, losses in expected]
+    assert same(found[0][1], expected[0][0])
+
+
+def test_no_communicator_joins_ranks_of_two_axes_that_were_not_asked_for(eight):
+    """Those of the shards, of the copies, of both together; never two places along the third axis."""
+    ranks = np.arange(8).reshape(2, 2, 2)
+    for (replicate, dp, tp), _, _, made in eight:
+        groups = {
+            "shards": ranks[replicate, :, tp],
+            "copies": ranks[:, dp, tp],
+            "both": ranks[:, :, tp],
+        }
+        allowed = {tuple(group.ravel().tolist()): name for name, group in groups.items()}
+        roles = {(role, allowed.get(members)) for role, members in made}
+        assert roles == {
+            ("gather", "shards"),
+            ("reduce", "shards"),
+            ("control", "shards"),
+            ("copies", "copies"),
+            ("control", "both"),
+            ("used", "both"),
+        }
+
+
+def test_names_say_what_is_copied_and_what_is_cut():
+    def strategy(*names):
+        mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+        return units(fully_shard(Block(), mesh=mesh))[0].settings.strategy.name
+
+    assert strategy(*DATA) == "HYBRID_SHARD"
+    assert strategy("dp_replicate") == "NO_SHARD"
+    assert strategy("dp_shard") == strategy("any") == "FULL_SHARD"
+
+
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (AXES, r'one axis or two.*mesh\["dp_shard"\] or mesh\["dp_replicate", "dp_shard"\]'),
+        (("tp",), "along 'tp' of .*other parts of the model.*take mesh"),
+        (("dp_shard", "tp"), "along 'tp' of .*other parts of the model.*take mesh"),
+        (("efsdp", "ep"), "along 'ep' of"),
+        (("dp_shard", "dp_replicate"), "the first must be that of copies"),
+    ],
+)
+def test_axes_along_which_nothing_may_be_cut_are_refused(names, told):
+    mesh = init_device_mesh("cpu", (1,) * len(names), mesh_dim_names=names)
+    with pytest.raises(ValueError, match=told):
         fully_shard(Block(), mesh=mesh)

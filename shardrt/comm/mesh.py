@@ -338,7 +338,15 @@ class DeviceMesh:
             return names.index(dim)
         if isinstance(dim, int) and 0 <= dim < self.ranks.ndim:
             return dim
-        raise ValueError(f"dim {dim!r} is not an axis of {self!r}")
+        raise ValueError(f"dim {dim!r} is not an axis of {self!r}{self._where(dim)}")
+
+    def _where(self, dim: Any) -> str:
+        """How the axis that was asked for can be had."""
+        if self.mesh_dim_names is None and isinstance(dim, str):
+            return ", whose axes have no names: init_device_mesh(..., mesh_dim_names=...) gives them"
+        if dim in (self.root.mesh_dim_names or ()):
+            return f"; it is one of {self.root!r}, of which this is a part: take it from there"
+        return ""
 
 
 def _device(name: str, local_rank: int, communicator: str) -> Device:

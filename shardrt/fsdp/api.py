@@ -45,9 +45,11 @@ def fully_shard(
 
     module: one, or several that are gathered and reduced as one unit (a tied embedding and head).
     mesh: all ranks of the job on one axis if None; two axes are (copies, shards). A mesh of more axes is
-        given in part: mesh["shard"], mesh["replicate", "shard"]. Units of one model are on the same ranks;
-        their axes may differ, as those of mesh["replicate", "shard"] and mesh.flat("replicate", "shard").
-    strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes.
+        given in part: mesh["dp_shard"], mesh["dp_replicate", "dp_shard"]; never along "tp", "pp" or "ep",
+        where ranks have other parts of the model. Units of one model are on the same ranks; their axes may
+        differ, as those of mesh["dp_replicate", "dp_shard"] and mesh.flat("dp_replicate", "dp_shard").
+    strategy: a ShardingStrategy or its name; FULL_SHARD if None, HYBRID_SHARD on a mesh with two axes,
+        NO_SHARD on one that is called "dp_replicate".
     reshard_after_forward: release the parameters between forward and backward; None leaves it to the
         strategy, except that the outermost unit is kept, since backward needs it first.
     prefetch: how many units are gathered ahead of the one that computes: one number for the whole model, that
@@ -80,12 +82,8 @@ def fully_shard(
     if prefetch is not None and prefetch < 0:
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = default_mesh() if mesh is None else mesh
-    if len(mesh.shape) > 2:
-        raise ValueError(
-            f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}; give it some of its axes, "
-            'as mesh["shard"] or mesh["replicate", "shard"]'
-        )
-    chosen = ShardingStrategy.parse(strategy, len(mesh.shape))
+    _check_axes(mesh)
+    chosen = ShardingStrategy.parse(strategy, len(mesh.shape), mesh.mesh_dim_names)
     if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
             f"fully_shard: reshard_after_forward=True does not fit {chosen.name}, which keeps all parameters "
@@ -104,6 +102,21 @@ def fully_shard(
     for each in modules:
         each.run_inside(boundary)
     return module
+
+
+def _check_axes(mesh: DeviceMesh) -> None:
+    """Raise ValueError unless its ranks have copies of the model, and its axes their order."""
+    names, take = mesh.mesh_dim_names or (), 'take mesh["dp_shard"] or mesh["dp_replicate", "dp_shard"]'
+    if len(mesh.shape) > 2:
+        raise ValueError(f"fully_shard: mesh must have one axis or two, got shape {mesh.shape}: {take}")
+    for name in names:
+        if name in ("pp", "tp", "ep"):
+            raise ValueError(
+                f"fully_shard: along {name!r} of {mesh!r}, ranks have other parts of the model, whose "
+                f"gradients must not be summed: {take}"
+            )
+    if names[1:] == ("dp_replicate",):
+        raise ValueError(f"fully_shard: of the axes of {mesh!r} the first must be that of copies: {take}")
 
 
 def _untaken(

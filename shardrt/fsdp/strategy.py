@@ -48,12 +48,16 @@ class ShardingStrategy(Enum):
         return self.value
 
     @classmethod
-    def parse(cls, name: "str | ShardingStrategy | None", axes: int) -> "ShardingStrategy":
-        """The strategy called `name`, or for None the default of a mesh with `axes` axes.
+    def parse(
+        cls, name: "str | ShardingStrategy | None", axes: int, names: tuple[str, ...] | None = None
+    ) -> "ShardingStrategy":
+        """The strategy called `name`, or for None the default of a mesh with `axes` axes, called `names`.
 
         Raises ValueError, which lists the known strategies, or says which mesh a hybrid strategy needs.
         """
         if name is None:
+            if names == ("dp_replicate",):
+                return cls.NO_SHARD
             return cls.FULL_SHARD if axes == 1 else cls.HYBRID_SHARD
         if isinstance(name, cls):
             strategy = name
