@@ -1,21 +1,27 @@
 """Which of four kinds each tensor is along an axis of the mesh, inferred from the ops of a forward.
 
-I: the same on all ranks. R: the same, and each rank uses it in its own way. V: each rank has its own part. P:
-each has a summand. Gradients of these are I, P, V and R (functional/collective.py). A kind says what is still to
-be done with a gradient, so ranks that mix them train a model that is slightly wrong and says nothing.
+I: the same on all ranks. R: the same, and each rank uses it in its own way. V: each rank has its own part.
+P: each has a summand. Gradients of these are I, P, V and R (functional/collective.py). A kind says what is
+still to be done with a gradient; ranks that mix them train a model that is slightly wrong, and say nothing.
+
+    def body():
+        with on_tape(along(mesh["tp"])) as tape:
+            tape.result = model(tokens, targets)
+        return tape
 
     with recording():
-        tapes = run_ranks(2, body)  # body: with on_tape(is_along) as tape: loss = ...; tape.result = loss; return tape
-    infer(tapes, {"up.weight": V(0), "norm.weight": R, ...})
+        tapes = run_ranks(2, body)
+    infer(tapes, {"blocks.0.mlp.up.weight": V(0), "blocks.0.norm1.weight": R, ...})
 
-Each rank notes its ops as they run. `infer` goes through them, of all ranks of the axis at once, from the kinds
-of parameters to that of the result, and raises KindError with the op, its module and its arguments at the first
-op that mixes kinds. It believes no rule blindly: what a rule says is the same on all ranks must have equal bits
-there, and what is given to an op from outside is own where ranks give different values.
+Each rank notes its ops as they run. `infer` goes through them, of all ranks of the axis at once, from the
+kinds of parameters to that of the result, and raises KindError with the op, its module and its arguments at
+the first op that mixes kinds. What the rules say is the same on all ranks must have equal bits there. What
+comes from outside, an index or an array, is each rank's own where ranks differ.
 """
 
 import inspect
 import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from zlib import crc32
@@ -24,12 +30,13 @@ import numpy as np
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable
-from shardrt.comm import Communicator
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
 from shardrt.nn import Parameter
 
 
 class Kind(NamedTuple):
-    """letter: I, R, V, P, or C: the same on all ranks, and no gradient is asked of it. cut: of a parameter."""
+    """letter: I, R, V, P, or C, which is the same on all ranks and gets no gradient. cut: see V."""
 
     letter: str
     cut: int | None = None
@@ -47,29 +54,31 @@ def V(cut: int | None = None) -> Kind:  # noqa: N802
 
 
 class KindError(Exception):
-    """An op whose arguments' gradients would be wrong."""
+    """An op that mixes kinds, so that gradients are wrong."""
 
 
-# What ops do with kinds. All others: no P, and kinds that may meet.
+# What ops do with kinds. All others take no P, and what they take may meet.
 
-CONVERTS = {  # functional/collective.py: from -> to
-    "CopyTo": "IR",
-    "ReduceFrom": "PI",
-    "Gather": "VR",
-    "GatherSame": "VI",
-    "ScatterTo": "IV",
-    "ReduceScatterTo": "PV",
-    "AllToAll": "VV",
-    "Exchange": "VV",
+COLLECTIVES = {  # what each takes -> the kind of what it gives
+    "CopyTo": ({"x": "I"}, R),
+    "ReduceFrom": ({"x": "P"}, I),
+    "Gather": ({"x": "V"}, R),
+    "GatherSame": ({"x": "V"}, I),
+    "ScatterTo": ({"x": "I"}, V()),
+    "ReduceScatterTo": ({"x": "P"}, V()),
+    "AllToAll": ({"x": "V"}, V()),
+    "Exchange": ({"x": "V"}, V()),
+    "VocabularyEmbedding": ({"indices": "C", "weight": "V"}, P),
+    "VocabularyCrossEntropy": ({"logits": "V", "targets": "C"}, I),
+    "VocabularyLinearCrossEntropy": ({"x": "R", "weight": "V", "targets": "C"}, I),
+    "GatherLogits": ({"logits": "V"}, I),
 }
-LINEAR = {  # in their one tensor
-    *("Convert", "CumSum", "Expand", "GetItem", "MeanPool2d", "Neg", "Permute", "Reshape", "Round", "Split", "Sum"),
-    *CONVERTS,  # on another axis
-}
+AMONG_SOME = {"AllToAll", "Gather"}  # over a part of the axis: from own to own
+SHAPES = {"Expand", "GetItem", "Permute", "Reshape", "Split"}
+LINEAR = SHAPES | {"Convert", "CumSum", "MeanPool2d", "Neg", "Round", "Sum"}  # in their one tensor
 SUMS = {"Add", "Concatenate", "Sub"}  # linear in all of them together
 PRODUCTS = {"MatMul", "Mul"}  # linear in each
 LAYERS = {"Linear", "LinearGELU"}
-LOSSES = {"ChunkedCrossEntropy", "CrossEntropy", "LinearCrossEntropy"}
 
 
 # -- recording
@@ -79,12 +88,16 @@ class Argument(NamedTuple):
     """What an op was given.
 
     what: a "result", key (call, output); "parameter", key its name, bits whether it is trained; "leaf", key
-    whether it requires a gradient; "communicator", key whether it is one of the axis; or "raw".
+    whether it requires a gradient; "communicator", key as of `along`; or "raw", anything else.
     """
 
     what: str
     key: Any = None
     bits: int = 0
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.what in ("result", "parameter", "leaf")
 
 
 class Call(NamedTuple):
@@ -97,16 +110,29 @@ class Call(NamedTuple):
     bits: tuple[int, ...]
 
 
+def along(mesh: DeviceMesh) -> Callable[[Communicator], str]:
+    """Says of a communicator whether it joins "all" ranks of this axis, "some" of them, or others ("")."""
+    axis = set(mesh.ranks.ravel().tolist())
+
+    def which(communicator: Communicator) -> str:
+        made = mesh._family.communicators.items()
+        joined = next((set(ranks) for (_, ranks), other in made if other is communicator), None)
+        assert joined is not None, "no communicator of this mesh"
+        return "all" if joined == axis else "some" if joined < axis and len(joined) > 1 else ""
+
+    return which
+
+
 _here = threading.local()  # ranks are threads
 
 
 class Tape:
-    """What one rank's ops were given. is_along(communicator): whether it is one of the axis."""
+    """What one rank's ops were given. which: see `along`. Set `result` to the loss."""
 
-    def __init__(self, is_along: Any) -> None:
+    def __init__(self, which: Callable[[Communicator], str]) -> None:
         self.calls: list[Call] = []
         self.result: Variable | None = None
-        self._is_along = is_along
+        self._which = which
         self._kept: list = []  # so that no id is used twice
         self._by_variable: dict[int, tuple[int, int]] = {}
         self._by_node: dict[tuple[Function, int], tuple[int, int]] = {}
@@ -148,8 +174,9 @@ class Tape:
         return self.calls[call].bits[index] == _bits(variable.data)
 
     def _described(self, argument: Any) -> Argument:
-        if isinstance(argument, Communicator):
-            return Argument("communicator", bool(self._is_along(argument)))
+        communicator = getattr(argument, "communicator", argument)  # of a part of a vocabulary
+        if isinstance(communicator, Communicator) and not isinstance(argument, Variable):
+            return Argument("communicator", self._which(communicator))
         if isinstance(argument, Parameter):
             return Argument("parameter", argument.name, argument.requires_grad)
         if not isinstance(argument, Variable):
@@ -162,7 +189,7 @@ class Tape:
 
 
 @contextmanager
-def recording():
+def recording() -> Iterator[None]:
     """Let ops be noted on the tape of the thread that runs them, if it has one."""
     original = Function.apply.__func__
 
@@ -181,9 +208,9 @@ def recording():
 
 
 @contextmanager
-def on_tape(is_along=lambda communicator: True):
-    """A tape of this rank's ops inside a with block."""
-    _here.tape = Tape(is_along)
+def on_tape(which: Callable[[Communicator], str]) -> Iterator[Tape]:
+    """A tape of this rank's ops inside a with block, inside `recording`."""
+    _here.tape = Tape(which)
     try:
         yield _here.tape
     finally:
@@ -211,42 +238,39 @@ def _argument_names(op: type[Function], count: int) -> tuple[str, ...]:
 # -- inference
 
 
-def infer(tapes: list[Tape], kinds: dict[str, Kind]) -> list[tuple[Kind, ...]]:
-    """The kinds of the results of every call. tapes: of the ranks along the axis. kinds: of parameters, by name.
-
-    Raises KindError, also where the tapes' result is not one loss, the same on all ranks.
-    """
-    first = tapes[0]
-    for tape in tapes:
-        if [call.op for call in tape.calls] != [call.op for call in first.calls]:
-            raise KindError("ranks have run different ops")
-    found: list[tuple[Kind, ...]] = []
-    for number, call in enumerate(first.calls):
-        calls = [tape.calls[number] for tape in tapes]
-        given = [_kind(alike, found, kinds) for alike in zip(*(c.arguments for c in calls), strict=True)]
-        result = _Step(call, given).result()
-        same = {c.bits for c in calls}
-        if result.letter in "CIR" and len(same) > 1:
-            raise KindError(_Step(call, given).told(f"the result is {result}, but ranks have different values"))
-        found.append((result,) * len(call.bits))
-    place = first.place(first.result)
-    kind = found[place[0]][place[1]]
-    if kind.letter != "I":
+def infer(tapes: list[Tape], kinds: dict[str, Kind]) -> list[Kind]:
+    """As `walk`. Raises KindError also where the tapes' result is not I: one loss, which all ranks have."""
+    found = walk(tapes, kinds)
+    kind = found[tapes[0].place(tapes[0].result)[0]]
+    if kind != I:
         raise KindError(f"the loss is {kind}, but must be I: one loss, which all ranks have")
     return found
 
 
-def _kind(alike: tuple[Argument, ...], found: list, kinds: dict[str, Kind]) -> Kind | None:
-    """That of an argument, given that of every rank. None: a communicator, or nothing."""
+def walk(tapes: list[Tape], kinds: dict[str, Kind]) -> list[Kind]:
+    """The kind of what each call gives. tapes: of the ranks along the axis. kinds: of parameters, by name."""
+    first = tapes[0]
+    if len({tuple(call.op for call in tape.calls) for tape in tapes}) > 1:
+        raise KindError("ranks have run different ops")
+    found: list[Kind] = []
+    for number in range(len(first.calls)):
+        calls = [tape.calls[number] for tape in tapes]
+        given = [_kind(alike, found, kinds) for alike in zip(*(c.arguments for c in calls), strict=True)]
+        step = _Step(calls[0], given)
+        found.append(step.result())
+        if found[-1].letter in "CIR" and len({call.bits for call in calls}) > 1:
+            raise step.error(f"what it gives is {found[-1]}, but ranks have different values")
+    return found
+
+
+def _kind(alike: tuple[Argument, ...], found: list[Kind], kinds: dict[str, Kind]) -> Kind:
+    """That of an argument, given that of every rank."""
     argument = alike[0]
     if argument.what == "result":
-        call, index = argument.key
-        return found[call][index]
+        return found[argument.key[0]]
     if argument.what == "parameter":
         kind = kinds[argument.key]
-        return C if kind.letter in "IR" and not argument.bits else kind
-    if argument.what == "communicator":
-        return None
+        return C if kind in (I, R) and not argument.bits else kind
     if len({each.bits for each in alike}) > 1:
         return V()
     return I if argument.what == "leaf" and argument.key else C
@@ -255,94 +279,91 @@ def _kind(alike: tuple[Argument, ...], found: list, kinds: dict[str, Kind]) -> K
 class _Step:
     """The rule for one call."""
 
-    def __init__(self, call: Call, given: list[Kind | None]) -> None:
+    def __init__(self, call: Call, given: list[Kind]) -> None:
         self.call = call
-        self.given = given
-        self.tensors = {
-            name: kind for name, kind in zip(call.names, given, strict=True) if kind is not None and kind != C
-        }
-        self.letters = "".join(sorted({kind.letter for kind in self.tensors.values()}))
+        self.given = dict(zip(call.names, given, strict=True))
+        self.letters = {kind.letter for kind in given} - {"C"}
 
     def result(self) -> Kind:
+        """The kind of what the op gives. Raises KindError."""
         op = self.call.op
-        along = [a.key for a in self.call.arguments if a.what == "communicator"]
-        if any(along):
-            if op not in CONVERTS:
-                raise self.error("it has a collective along this axis inside, and the table does not say of which kinds")
-            return self._converted(*CONVERTS[op])
+        joined = {a.key for a in self.call.arguments if a.what == "communicator"} - {""}
+        if joined:
+            return self._collective("all" in joined)
         if op in LAYERS:
-            return self._layer()
-        if op == "Embedding":
-            return self._embedding()
-        if op in LOSSES:
-            return self._met("is not linear")
+            return self._layer(*self.given.values())
         if "P" not in self.letters:
             return self._met()
-        if op in LINEAR or op in SUMS:
-            if self.letters != "P" or (op in SUMS and C in self._summands()):
-                raise self.error("a sum of what is P and what is not has that once for every rank")
+        if op in LINEAR | COLLECTIVES.keys() and self.letters == {"P"}:  # these: along another axis
             return P
-        if op in PRODUCTS and list(self._kinds()).count("P") == 1 and self.letters in ("P", "PR"):
+        if op in SUMS:
+            return self._sum()
+        tensors = [kind for kind in self.given.values() if kind.letter in "PR"]
+        if op in PRODUCTS and self.letters <= {"P", "R"} and tensors.count(P) == 1:
             return P
-        if op == "Div" and self.letters in ("P", "PR") and self.tensors["x"] == P != self.tensors.get("y"):
+        if op == "Div" and self.letters <= {"P", "R"} and self.given["y"] != P:
             return P
-        raise self.error("P goes into what is not linear, or meets what is not R: sum it over the ranks first")
+        raise self.error(
+            "P goes into what is not linear, or meets what is not R: sum it over the ranks first"
+        )
 
-    def _converted(self, source: str, to: str) -> Kind:
-        kind = self.given[0]
-        if kind.letter != source and (kind, source) != (C, "I"):
-            raise self.error(f"it takes what is {source}")
-        return Kind(to)
+    def _collective(self, all_ranks: bool) -> Kind:
+        if self.call.op not in COLLECTIVES:
+            raise self.error("it has a collective along this axis inside, and no kinds in COLLECTIVES")
+        takes, gives = COLLECTIVES[self.call.op]
+        if not all_ranks and self.call.op not in AMONG_SOME:
+            raise self.error("it is among some ranks of the axis, and others need what it gives as well")
+        for name, letter in takes.items():
+            if self.given[name] == C and letter in "IR":
+                gives = C if self.call.op == "CopyTo" else gives
+            elif self.given[name].letter != letter:
+                raise self.error(f"{name} must be {letter}")
+        return gives if all_ranks else V()
 
-    def _met(self, why: str = "") -> Kind:
-        """Of an op that takes no P: I with I alone."""
+    def _met(self) -> Kind:
+        """Of an op on what is no P."""
         if "P" in self.letters:
-            raise self.error(f"P goes into an op that {why}: sum it over the ranks first")
-        if "I" in self.letters and self.letters != "I":
-            raise self.error("I meets R or V: each rank has a part of the gradient of what is I, and nobody adds them up")
-        return Kind(next(letter for letter in "VRIC" if letter in (self.letters or "C")))
+            raise self.error("P goes into what is not linear: sum it over the ranks first")
+        if "I" in self.letters and len(self.letters) > 1:
+            raise self.error(
+                "I meets R or V: each rank has a part of the gradient of I, which nobody adds up"
+            )
+        return next((kind for kind in (V(), R, I) if kind.letter in self.letters), C)
 
-    def _layer(self) -> Kind:
-        """x weight^T + bias."""
-        x, weight, bias = self.given
+    def _sum(self) -> Kind:
+        """Of an op on P."""
+        if any(kind != P for name, kind in self.given.items() if name != "axis"):
+            raise self.error("what is not P is added on every rank, before the sum over them")
+        return P
+
+    def _layer(self, x: Kind, weight: Kind, bias: Kind) -> Kind:
+        """Of x weight^T + bias."""
+        linear = self.call.op == "Linear" and bias == C and "bias" not in self._tensor_names()
         if weight.cut == 1:
             if x.letter != "V":
-                raise self.error("the weight is cut in its inputs, and x is not")
-            if bias != C:
-                raise self.error("a bias is added on every rank, before the sum over them")
-            if self.call.op != "Linear":
-                raise self.error("P goes into a GELU: sum it over the ranks first")
+                raise self.error("the weight is cut in its inputs, so x must be V")
+            if not linear:
+                raise self.error(
+                    "what is not P is added on every rank, or a GELU comes, before the sum over them"
+                )
             return P
         if weight.cut == 0 and x.letter not in "CR":
             raise self.error("each rank has other outputs, so x must be R")
-        if x == P and self.letters == "PR" and bias == C and self.call.op == "Linear":
-            return P
-        if weight.cut is None and weight.letter == "V":
-            raise self.error("a weight that is cut, and it is not said in which dimension")
         if weight.cut == 0 and bias.letter not in "CV":
             raise self.error("each rank has other outputs, so the bias must be V")
-        return self._met("adds a bias or is not linear")
+        if linear and x == P and weight in (C, R):
+            return P
+        return self._met()
 
-    def _embedding(self) -> Kind:
-        """Rows of other ranks are zeros where the table is cut in rows."""
-        _, weight = self.given
-        return P if weight.cut == 0 else self._met("picks rows")
-
-    def _kinds(self) -> str:
-        return "".join(kind.letter for kind in self.tensors.values())
-
-    def _summands(self) -> list[Kind]:
-        arguments = zip(self.given, self.call.arguments, strict=True)
-        return [kind for kind, argument in arguments if argument.what in ("result", "leaf", "parameter")]
+    def _tensor_names(self) -> list[str]:
+        return [n for n, a in zip(self.call.names, self.call.arguments, strict=True) if a.is_tensor]
 
     def error(self, why: str) -> KindError:
-        return KindError(self.told(why))
-
-    def told(self, why: str) -> str:
+        """With the op, its module, and what it was given."""
+        told = []
+        for argument, (name, kind) in zip(self.call.arguments, self.given.items(), strict=True):
+            if argument.is_tensor or kind != C:
+                which = f" ({argument.key})" if argument.what == "parameter" else ""
+                told.append(f"{name} is {kind}{which}")
         where = f" of {self.call.module}" if self.call.module else ""
-        parts = [
-            f"{name} is {kind}" + (f" ({argument.key})" if argument.what == "parameter" else "")
-            for name, kind, argument in zip(self.call.names, self.given, self.call.arguments, strict=True)
-            if argument.what in ("result", "leaf", "parameter") or kind not in (None, C)
-        ]
-        return f"{self.call.op}{where}: {', '.join(parts)}; {why}"
+        return KindError(f"{self.call.op}{where}: {', '.join(told)}; {why}")

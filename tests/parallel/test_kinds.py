@@ -13,7 +13,7 @@ from shardrt import functional as F
 from shardrt.comm import create
 from shardrt.functional import collective
 from tests.gradcheck import normal
-from tests.parallel.kinds import I, KindError, P, R, V, infer, on_tape, recording
+from tests.parallel.kinds import I, KindError, R, V, infer, on_tape, recording
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -107,7 +107,7 @@ def own(array, kind, comm):
 
 
 def trained(ways, size=RANKS):
-    """The tapes of all ranks; the kinds; and the whole gradients by name, as kinds say to put them together."""
+    """The tapes of all ranks; the kinds; and the whole gradients by name, put together as kinds say."""
 
     def body():
         comm = create()
@@ -117,7 +117,7 @@ def trained(ways, size=RANKS):
             value = normal(*whole.get_parameter(name).shape, seed=seed)
             parameter.data = own(value, kinds[name], comm)
         targets = np.arange(TOKENS) % WORDS
-        with on_tape(lambda c: c is comm) as tape:
+        with on_tape(lambda other: "all" if other is comm else "") as tape:
             tape.result = model(Tensor(normal(TOKENS, 3)), targets)
         tape.result.backward()
         return tape, kinds, {name: np.array(p.grad) for name, p in model.named_parameters()}
@@ -153,7 +153,7 @@ def test_a_model_cut_rightly_is_inferred_and_has_the_gradients_of_one_rank(ways,
     assert len(found) == len(tapes[0].calls) > 20
     stream = "I" if ways is PLAIN else "V"
     norms = [r for r, call in zip(found, tapes[0].calls, strict=True) if call.op == "LayerNorm"]
-    assert [str(kind) for (kind,) in norms] == [stream] * 2
+    assert [str(kind) for kind in norms] == [stream] * 2
 
 
 def cut_by_index(x, comm):
@@ -176,28 +176,34 @@ MISTAKES = {
         r"^Linear of blocks.0.up: x is I, weight is V\(0\) \(blocks.0.up.weight\).*x must be R",
     ),
     "copy_to forgotten before the head": (replace(PLAIN, into_head=same), "^Linear of head: x is I"),
-    "copy_to twice": (replace(PLAIN, enter=twice(collective.copy_to)), "^CopyTo of blocks.0: x is R; it takes"),
+    "copy_to twice": (
+        replace(PLAIN, enter=twice(collective.copy_to)),
+        "^CopyTo of blocks.0: x is R; x must be I",
+    ),
     "reduce_from forgotten": (
         replace(PLAIN, leave=same),
-        r"^Add of blocks.0: x is P, y is I \(blocks.0.down.bias\); a sum of what is P",
+        r"^Add of blocks.0: x is P, y is I \(blocks.0.down.bias\); what is not P is added on every",
     ),
     "reduced twice": (
         replace(PLAIN, leave=twice(collective.reduce_from)),
-        "^ReduceFrom of blocks.0: x is I; it takes what is P",
+        "^ReduceFrom of blocks.0: x is I; x must be P",
     ),
     "reduced before it is a sum": (
         replace(PLAIN, between=collective.reduce_from),
-        "^ReduceFrom of blocks.0: x is V; it takes what is P",
+        "^ReduceFrom of blocks.0: x is V; x must be P",
     ),
     "bias before the reduction": (
         replace(PLAIN, bias_first=True),
-        r"^Linear of blocks.0: .*bias is I \(blocks.0.down.bias\); a bias is added on every rank",
+        r"^Linear of blocks.0: .*bias is I \(blocks.0.down.bias\); what is not P is added",
     ),
-    "bias before the reduction, with sp": (replace(SEQUENCE, bias_first=True), "^Linear of blocks.0: .*a bias"),
+    "bias before the reduction, with sp": (
+        replace(SEQUENCE, bias_first=True),
+        "^Linear of blocks.0: .*not P is",
+    ),
     "gather for gather_same": (replace(PLAIN, logits=gathered_logits), "^the loss is R, but must be I"),
     "gather for gather_same, with sp": (
         replace(SEQUENCE, end=collective.gather),
-        "^CopyTo of Model: x is R; it takes what is I",
+        "^CopyTo of Model: x is R; x must be I",
     ),
     "gather_same for gather": (
         replace(SEQUENCE, enter=collective.gather_same),
@@ -210,13 +216,16 @@ MISTAKES = {
     "own rows by an index": (replace(SEQUENCE, begin=cut_by_index), "^GetItem of Model: x is I, index is V"),
     "own rows of summands": (
         replace(SEQUENCE, leave=collective.scatter_to),
-        "^ScatterTo of blocks.0: x is P; it takes what is I",
+        "^ScatterTo of blocks.0: x is P; x must be I",
     ),
     "a norm under sp that is not partial": (
         replace(SEQUENCE, norm=I),
         r"^LayerNorm of blocks.0.norm: x is V, weight is I \(blocks.0.norm.weight\).*I meets R or V",
     ),
-    "a bias under sp that is not partial": (replace(SEQUENCE, row_bias=I), "^Add of blocks.0: x is V, y is I"),
+    "a bias under sp that is not partial": (
+        replace(SEQUENCE, row_bias=I),
+        "^Add of blocks.0: x is V, y is I",
+    ),
     "a norm that is summed without need": (
         replace(PLAIN, norm=R),
         r"^LayerNorm of blocks.0.norm: x is I, weight is R .*I meets R or V",
