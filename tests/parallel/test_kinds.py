@@ -3,6 +3,8 @@
 That a mistake is one is shown by gradients, beside those of one rank.
 """
 
+import inspect
+import re
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -10,10 +12,23 @@ import pytest
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
-from shardrt.comm import create
+from shardrt.autograd import Function
+from shardrt.comm import create, init_device_mesh
 from shardrt.functional import collective
 from tests.gradcheck import normal
-from tests.parallel.kinds import I, KindError, R, V, infer, on_tape, recording
+from tests.parallel.kinds import (
+    COLLECTIVES,
+    I,
+    Kind,
+    KindError,
+    R,
+    V,
+    along,
+    infer,
+    on_tape,
+    recording,
+    walk,
+)
 from tests.ranks import run_ranks
 
 RANKS = 2
@@ -240,3 +255,80 @@ def test_a_mistake_is_told_by_the_op_and_is_one(mistake, alone):
     with pytest.raises(KindError, match=told):
         infer(tapes, kinds)
     assert wrong(gradients, alone)
+
+
+def on_mesh(body, size=4):
+    """The kinds along "tp" of what `body(x, mesh)` does with a parameter x that all ranks have."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2, size // 2), mesh_dim_names=("dp_shard", "tp"))
+        model = nn.Linear(2, 4, bias=False, dtype=np.float64)
+        with on_tape(along(mesh["tp"])) as tape:
+            tape.result = body(model.weight, mesh)
+        return mesh.coordinate, tape
+
+    with recording():
+        found = run_ranks(size, rank)
+    return walk([tape for (dp, _), tape in found if dp == 0], {"weight": I})
+
+
+def test_along_another_axis_collectives_are_linear_and_no_more():
+    def body(x, mesh):
+        tp, dp = mesh["tp"].communicator("tensor"), mesh["dp_shard"].communicator("tensor")
+        own = collective.scatter_to(collective.reduce_from(x, dp), tp)
+        there = collective.gather(collective.gather_same(own, dp), tp)
+        return collective.reduce_from(there * mesh.rank, dp)
+
+    assert on_mesh(body) == [I, V(), V(), R, V(), V()]
+
+
+def test_among_some_ranks_of_the_axis_own_stays_own():
+    def body(x, mesh):
+        tp = mesh["tp"]
+        own = collective.scatter_to(x, tp.communicator("tensor"))
+        pair = tp.fold("head", 2, over="tp", rest="heads")["head"].communicator("tensor")
+        return getattr(collective, op)(own, pair)
+
+    op = "gather"
+    assert on_mesh(body, 8) == [V(), V()]
+    op = "gather_same"
+    with pytest.raises(KindError, match="^GatherSame: x is V; it is among some ranks of the axis"):
+        on_mesh(body, 8)
+
+
+def test_a_collective_whose_kinds_nobody_has_said_is_refused():
+    class Mean(Function):
+        def forward(self, x, communicator):
+            return collective.summed(x, communicator) / communicator.size
+
+    with pytest.raises(KindError, match="^Mean: x is I .weight.; it has a collective along this axis inside"):
+        on_mesh(lambda x, mesh: Mean.apply(x, mesh["tp"].communicator("tensor")))
+    assert on_mesh(lambda x, mesh: Mean.apply(x, mesh["dp_shard"].communicator("tensor"))) == [I]
+
+
+def test_what_is_the_same_has_equal_bits_on_all_ranks():
+    def body(x, mesh):
+        x.data = x.data + mesh.rank_of("tp") * 1e-15
+        return x + 1
+
+    with pytest.raises(KindError, match="^Add: x is I .weight.; what it gives is I, but ranks"):
+        on_mesh(body)
+    with pytest.raises(KindError, match="^Mul: x is I .weight., y is V; I meets R or V"):
+        on_mesh(lambda x, mesh: x * np.float64(mesh.rank_of("tp")))
+    with pytest.raises(KindError, match="ranks have run different ops"):
+        on_mesh(lambda x, mesh: x + 1 if mesh.rank_of("tp") else x * 1)
+
+
+def test_kinds_are_known_of_every_collective_and_those_that_it_says():
+    told = re.findall(r"^    (\w+) +(\w) -> (\w) ", collective.__doc__, re.MULTILINE)
+    assert {name for name, _, _ in told} == set(collective.__all__)
+    for name, takes, gives in told:
+        op = name.title().replace("_", "")
+        assert COLLECTIVES[op] == ({"x": takes}, Kind(gives)), name
+    inside = {op for op, taken in arguments_of(collective) if "communicator" in taken}
+    assert inside <= COLLECTIVES.keys() and len(inside) == len(told)
+
+
+def arguments_of(module):
+    ops = [op for _, op in inspect.getmembers(module, inspect.isclass) if issubclass(op, Function)]
+    return [(op.__name__, inspect.signature(op.forward).parameters) for op in ops if op is not Function]
