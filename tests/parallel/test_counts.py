@@ -1,6 +1,7 @@
-"""What a step with tensor parallelism moves along its axis: calls and bytes, held against formulas."""
+"""What a step with tensor parallelism moves along its axis, held against formulas; and among whom."""
 
 from fractions import Fraction
+from itertools import combinations
 
 import numpy as np
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.fsdp import fully_shard
 from shardrt.parallel import parallelize_module
 from tests.ranks import run_ranks
 
@@ -60,3 +62,36 @@ def test_of_the_sequence_as_well(size):
         "all_gather": (parts[0] + again[0], parts[1] + again[1]),
         "all_reduce": (6 * LAYERS + 3, 2 * f * small),
     }
+
+
+AXES = ("dp_replicate", "dp_shard", "tp")
+
+
+def groups_of_a_step():
+    """(role, axes along which its ranks are) of each communicator that a rank of 2 x 2 x 2 has made."""
+    mesh = init_device_mesh("cpu", (2, 2, 2), mesh_dim_names=AXES)
+    model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=13))
+    parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=True))
+    data = mesh["dp_replicate", "dp_shard"]
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=data)
+    tokens = np.random.default_rng(data.rank).integers(0, 13, (2, 5))
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    ranks = np.arange(8).reshape(2, 2, 2)
+    axes = {}
+    for subset in (s for count in (1, 2, 3) for s in combinations(range(3), count)):
+        place = tuple(slice(None) if axis in subset else mesh.coordinate[axis] for axis in range(3))
+        axes[tuple(ranks[place].ravel().tolist())] = tuple(AXES[axis] for axis in subset)
+    return {(role, axes[members]) for role, members in mesh._family.communicators}
+
+
+def test_each_role_joins_ranks_along_its_own_axes():
+    """What hosts tell one another apart. Gradients of norms are added along two axes at once."""
+    for found in run_ranks(8, groups_of_a_step):
+        assert {(role, axes) for role, axes in found if role not in ("control", "used")} == {
+            ("tensor", ("tp",)),
+            ("gather", ("dp_shard",)),
+            ("reduce", ("dp_shard",)),
+            ("copies", ("dp_replicate",)),
+            ("copies", ("dp_replicate", "tp")),
+        }
