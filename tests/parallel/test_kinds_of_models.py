@@ -136,10 +136,6 @@ def bias_on_every_rank(self, module, forward, /, x):
     return self.axis.leave(forward(x))
 
 
-def other_masks(self, sequence):
-    return shardrt.random.Block(self.mesh.root.rank)
-
-
 MISTAKES = {
     "copy_to forgotten": (
         ("gpt", 2, False),
@@ -168,7 +164,7 @@ MISTAKES = {
     ),
     "other masks of dropout where activations are the same": (
         ("gpt", 2, False),
-        (axis.Axis, "block", other_masks),
+        (axis.Axis, "batch_part", property(lambda self: self.mesh.root.rank)),
         "^Dropout of dropout: x is I, part is V; I meets R or V",
     ),
     "gather_same among ranks that share a head": (
