@@ -11,6 +11,7 @@ from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import functional as F
+from shardrt import no_grad
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
 from shardrt.functional import collective
@@ -18,7 +19,7 @@ from shardrt.nn import add_lora
 from shardrt.nn.share import CUT, PARTIAL
 from shardrt.parallel import around, axis, parallelize_module, styles
 from shardrt.recompute import checkpoint
-from tests.parallel.kinds import I, KindError, R, V, along, infer, on_tape, recording
+from tests.parallel.kinds import C, I, KindError, R, V, along, infer, on_tape, recording
 from tests.ranks import run_ranks
 
 GPT_SMALL = GPTConfig(n_layer=2, n_head=4, n_embd=8, block_size=8, vocab_size=13, dropout=0.1)
@@ -31,6 +32,7 @@ VIT_SMALL = ViTConfig(
 MODELS = {
     "gpt": (GPT, GPT_SMALL),
     "gpt with chunks": (GPT, replace(GPT_SMALL, loss_chunk=3)),
+    "gpt by its logits": (GPT, GPT_SMALL),
     "llama": (Llama, LLAMA_SMALL),
     "llama with a head": (Llama, replace(LLAMA_SMALL, tied=False)),
     "gpt with adapters": (GPT, GPT_SMALL),
@@ -54,11 +56,13 @@ def kinds_of(model):
     return found
 
 
-def loss_of(model, data):
+def loss_of(model, data, by_logits=False):
     if isinstance(model, ViT):
         images = np.random.default_rng(data).standard_normal((3, 1, 4, 4), np.float32)
         return F.cross_entropy(model(images), np.arange(3))
     tokens = np.random.default_rng(data).integers(0, 13, (2, 9))
+    if by_logits:
+        return F.cross_entropy(model(tokens[:, :-1]), tokens[:, 1:])
     return model(tokens[:, :-1], tokens[:, 1:])
 
 
@@ -79,7 +83,7 @@ def recorded(name, tp, sequence=False, data=1, prepare=lambda model, mesh: None)
                 parameter.data = np.full(parameter.shape, 0.3, np.float32)
         prepare(model, mesh)
         with on_tape(along(mesh["tp"])) as tape:
-            tape.result = loss_of(model, mesh.rank_of("dp_shard"))
+            tape.result = loss_of(model, mesh.rank_of("dp_shard"), "logits" in name)
         tape.result.backward()
         gradients = {n: np.array(p.grad) for n, p in model.named_parameters() if p.requires_grad}
         return mesh.coordinate, tape, kinds_of(model), gradients
@@ -186,3 +190,23 @@ def test_a_mistake_is_told_by_the_op_and_is_one(mistake, monkeypatch):
         inferred(wrong)
     pairs = [(a[name], b[name]) for (*_, a), (*_, b) in zip(right, wrong, strict=True) for name in a]
     assert any(np.abs(a - b).max() > 0.01 * np.abs(a).max() for a, b in pairs)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_without_gradients_logits_are_the_same_on_all_ranks_too(name):
+    """With sequence parallelism, of a prompt that can't be cut into equal parts of the time."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+        kind, config = MODELS[name]
+        model = kind(config)
+        parallelize_module(model, mesh, plan_of(model, sequence_parallel=True))
+        model.eval()
+        with no_grad(), on_tape(along(mesh)) as tape:
+            tape.result = model(np.arange(7)[None])
+        kinds = kinds_of(model)
+        return (0, mesh.rank), tape, kinds | {name: C for name in kinds if kinds[name] in (I, R)}, {}
+
+    with recording():
+        told = inferred(run_ranks(2, rank))
+    assert next(kinds for (op, _), kinds in told.items() if op == "GatherLogits") == ["I"]
