@@ -152,6 +152,9 @@ def test_meshes():
 def test_sharding_along_the_axis_that_is_taken():
     def all_axes(model, mesh):
         parallelize_module(model, mesh["tp"], plan_of(model))
+        fully_shard(model, mesh=mesh.flat("dp_shard", "tp"))
+
+    def by_name(model, mesh):
         fully_shard(model, mesh=mesh["dp_shard", "tp"])
 
     def another_mesh(model, mesh):
@@ -161,6 +164,8 @@ def test_sharding_along_the_axis_that_is_taken():
     for attempt in (all_axes, another_mesh):
         told = message_of(ValueError, attempt)
         assert "'wte.weight' is on DeviceMesh" in told and 'as mesh["dp_shard"]' in told
+    told = message_of(ValueError, by_name)
+    assert "along 'tp' of DeviceMesh" in told and 'take mesh["dp_shard"]' in told
 
 
 def test_plans_for_what_there_is_none():
