@@ -11,7 +11,7 @@ gradient where it belongs returns WRITTEN for it: the edge then carries order, b
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from itertools import count
 from typing import Any, Protocol
 
@@ -302,6 +302,7 @@ class Backward:
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
         self._at_end: list = []
+        self._in_any_case: list = []
         self._hooks: list = []
 
     def upcoming(self, kind: type[Function] | tuple[type[Function], ...]) -> Iterator[Function]:
@@ -323,6 +324,12 @@ class Backward:
         Then gradients are reduced, and updates that an optimizer makes during backward are there.
         """
         functions = self.outermost._hooks if hook else self.outermost._at_end
+        if function not in functions:
+            functions.append(function)
+
+    def in_any_case(self, function: Any) -> None:
+        """Call `function()` once, when the outermost run ends or raises an Exception: before users' hooks."""
+        functions = self.outermost._in_any_case
         if function not in functions:
             functions.append(function)
 
@@ -349,9 +356,14 @@ class Backward:
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
-            for functions in (self._at_end, self._hooks):
+            for functions in (self._at_end, self._in_any_case, self._hooks):
                 for function in functions:  # which may add more
                     function()
+        except Exception:
+            for function in self._in_any_case:
+                with suppress(Exception):  # what was raised first is told
+                    function()
+            raise
         finally:
             _state.running = before
 

@@ -315,14 +315,16 @@ class CheckpointManager:
         for piece in self._pieces(weights_only):
             if _begins(piece, manifest):
                 piece.array.fill(0)
-        for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
-            with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
-                for saved, piece, *where in transfers:
-                    _transfer(reader, saved, piece, *where)
+        try:
+            for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
+                with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
+                    for saved, piece, *where in transfers:
+                        _transfer(reader, saved, piece, *where)
+        finally:  # what was filled is there, also where more was to come
+            for parameter in self._model.parameters():
+                parameter.storage.modified()
         if not weights_only:
             set_steps(self._model, self._optimizer, manifest.steps)
-        for parameter in self._model.parameters():
-            parameter.storage.modified()
 
 
 class _Save:

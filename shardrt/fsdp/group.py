@@ -254,6 +254,7 @@ class ParameterGroup(Storage):
         return zip(self.parameters, self._initial, strict=True)
 
     def zero_grad(self) -> None:
+        self.applied = False
         self.sum.forget()
         if self.open_gradient is not None:
             self.runtime.discard_gradient(self)

@@ -128,10 +128,10 @@ class Optimizer:
         self.take_in()
         here = []
         for piece in self.slices:
-            if not piece.applied and piece.storage.gradient is not None:
+            if not piece.storage.applied and piece.storage.gradient is not None:
                 piece.storage.before_write()
-            if piece.applied:
-                piece.applied = piece.storage.applied = False
+            if piece.storage.applied:
+                piece.storage.applied = False
             elif piece.storage.gradient is None:
                 continue
             elif piece.storage.placement.everything_on_device:
@@ -266,17 +266,17 @@ class Optimizer:
 
     def _on_gradient(self, piece: Slice) -> None:
         """Backward has issued the last work on the gradient of `piece`."""
-        if piece.applied:
+        if piece.storage.applied:
             raise RuntimeError(
                 f"{type(self).__name__}(in_backward=True): a second backward has come to the gradient of "
                 f"{piece.name!r} before step(), and the first has updated the parameters with it already; "
                 "accumulate with no_sync for all but the last micro-batch"
             )
-        piece.applied = piece.storage.applied = True
-        self._issue(piece)
+        piece.storage.applied = True
         run = autograd.running()
-        if run is not None:
-            run.at_end(self.updates.settle)  # what comes after backward finds the new parameters
+        if run is not None:  # what comes after backward finds the new parameters, also where it raises
+            run.in_any_case(self.updates.settle)
+        self._issue(piece)
 
 
 def _apply_now(optimizer: weakref.ref, index: int) -> None:

@@ -33,17 +33,15 @@ class Slice:
     """What an optimizer keeps for one storage: its parameters, its state arrays, the numbers of updates.
 
     members: (parameter, group) of each parameter in it. steps: how often each was updated, int64 (members,).
-    `applied`: backward has issued the update of this step already.
     """
 
-    __slots__ = ("storage", "members", "state", "steps", "applied", "_due", "_cut")
+    __slots__ = ("storage", "members", "state", "steps", "_due", "_cut")
 
     def __init__(self, storage: Storage) -> None:
         self.storage = storage
         self.members: list[Member] = []
         self.state: dict[str, Array] = {}
         self.steps = np.zeros(0, np.int64)
-        self.applied = False
         self._due: list[bool] = []  # which members `_cut` is of
         self._cut: Cut | None = None
 

@@ -349,6 +349,29 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
         thread.run(2, restore_path, tmp_path / "c", tmp_path / "none")
 
 
+def restore_the_half(root, path):
+    """(changed, loss, expected): whether some weights are others now, and the loss with the weights of now."""
+    model, _, checkpoints = made(root, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    loss_of(model, *BATCHES[0]).backward()  # copies of the weights in 16 bits are there from now on
+    before = full_state_dict(model)
+    with pytest.raises(CheckpointError, match="rank-00001"):
+        checkpoints.restore(path)
+    after = full_state_dict(model)
+    same_weights, *_ = made(root, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    same_weights.load_state_dict(after)
+    found, expected = (float(loss_of(each, *BATCHES[0]).item()) for each in (model, same_weights))
+    return any((before[name] != after[name]).any() for name in after), found, expected
+
+
+def test_a_restore_that_fails_half_way_leaves_no_copy_of_older_weights(tmp_path):
+    thread.run(2, two_saved, tmp_path / "c")
+    damage(tmp_path / "c" / "step-00000002" / "rank-00001.safetensors")
+    [(changed, found, expected)] = thread.run(
+        1, restore_the_half, tmp_path / "c", tmp_path / "c" / "step-00000002"
+    )
+    assert changed and found == expected
+
+
 class Wider(Net):
     def __init__(self):
         super().__init__(width=8)

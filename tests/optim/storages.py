@@ -79,6 +79,7 @@ class HostStorage(Storage):
         return run(0, parameter.size)
 
     def zero_grad(self):
+        self.applied = False
         self._has_gradient = False
 
     def full(self, parameter):

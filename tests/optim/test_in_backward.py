@@ -217,6 +217,48 @@ def test_after_backward_all_parameters_are_new():
     assert between == after == thread.run(2, evaluated_before_step, False)[0][1]
 
 
+def after_a_backward_that_raised(forget):
+    """Losses at once and when all is at rest, and how often each unit's parameters were updated a step later."""
+    model = shard(Net(), init_device_mesh("auto"))
+    optimizer = SlowAdamW(model.parameters(), in_backward=True)
+    first, second, other = batches(3)
+    forward = model.blocks[1].forward
+
+    def failing(x):
+        y = forward(x)
+        y.register_hook(lambda gradient: 1 / 0)
+        return y
+
+    model.blocks[1].forward = failing
+    with pytest.raises(ZeroDivisionError):
+        loss_of(model, *first).backward()
+    model.blocks[1].forward = forward
+    losses = [float(loss_of(model, *other).item())]
+    forget(model, optimizer)
+    time.sleep(2 * SlowAdamW.UPDATE)
+    losses.append(float(loss_of(model, *other).item()))
+    optimizer.zero_grad()
+    loss_of(model, *second).backward()
+    optimizer.step()
+    return losses, {piece.name: set(piece.steps.tolist()) for piece in optimizer.slices}
+
+
+@pytest.mark.parametrize(
+    "forget",
+    [
+        lambda model, optimizer: optimizer.step(),
+        lambda model, optimizer: optimizer.zero_grad(),
+        lambda model, optimizer: model.zero_grad(),
+    ],
+    ids=["step", "zero_grad of the optimizer", "zero_grad of the model"],
+)
+def test_a_backward_that_raises_leaves_the_updates_that_it_made_and_training_goes_on(forget):
+    for losses, steps in thread.run(2, after_a_backward_that_raised, forget):
+        assert losses[0] == losses[1]
+        assert steps.pop("blocks.2.up.weight") == {2}  # backward came to it both times
+        assert len(steps) == 3 and all(counts == {1} for counts in steps.values())
+
+
 def changed_after_the_update(change):
     """A backward that applies its gradients, and then an attempt to change them."""
     shardrt.manual_seed(3)
