@@ -42,7 +42,7 @@ class Gradients:
 
     def have_slots(self) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = not all(unit.choices.reduces for unit in self._units)
+        accumulates = any(unit.accumulates for unit in self._units)
         changed = self._trained.changed
         if changed:
             self._trained.agree(self._streams)
@@ -50,6 +50,18 @@ class Gradients:
             self._streams.reduce.synchronize()  # nothing reads the slots that go
             self._make_slots(self._units)
             self._accumulates = accumulates
+            for group in (group for unit in self._units for group in unit.groups):
+                if group.open_gradient is not None:
+                    self._move(group)
+
+    def _move(self, group: ParameterGroup) -> None:
+        """What was accumulated goes to the memory made anew, where other parameters may have a place too."""
+        before, group.open_gradient = group.open_gradient, None
+        opened = self.open(group)
+        for position in before.written:
+            now, then = opened.views[position], before.views[position]
+            self._streams.compute.submit(self._streams.device.copy, now, then)
+        opened.written = before.written
 
     def open(self, group: ParameterGroup) -> OpenGradient:
         """Memory for the full gradients of `group`, which backward is about to write."""

@@ -163,7 +163,7 @@ def facts_of(
         prefetch=prefetch_of(units),
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
-        no_sync=no_sync or not all(unit.choices.reduces for unit in units),
+        no_sync=no_sync or any(unit.accumulates for unit in units),
     )
 
 

@@ -85,6 +85,11 @@ class Unit:
         return 0 < sum(len(group.trained) for group in self.groups) < len(self.parameters)
 
     @property
+    def accumulates(self) -> bool:
+        """Whether full gradients stay when backward ends, or have stayed."""
+        return not self.choices.reduces or any(group.open_gradient is not None for group in self.groups)
+
+    @property
     def micro_batches(self) -> int | None:
         """Of a step, over all ranks; None without set_world_invariant."""
         own = self.choices.micro_batches

@@ -1,5 +1,6 @@
 """What is frozen and unfrozen after sharding, and what nothing used: numbers, traffic, memory, agreement."""
 
+from contextlib import nullcontext
 from functools import cache
 
 import numpy as np
@@ -321,6 +322,32 @@ def test_what_is_frozen_after_a_forward_has_the_gradient_of_that_forward(strateg
     for name, parameter in plain_model.named_parameters():
         np.testing.assert_allclose(found[name], parameter.grad, rtol=1e-5, atol=1e-6, err_msg=name)
     assert none == {"first.weight", "first.bias"}
+
+
+def unfrozen_between(strategy, no_syncs):
+    """Gradients of two micro-batches, of which the first has frozen parameters; and memory held and planned."""
+    model, mesh = made(Net, strategy)
+    (tokens, targets), (more, of_more) = batches(2, size=4)
+    freeze(model, FROZEN_FIRST)
+    with no_sync(model) if no_syncs else nullcontext():
+        loss_of(model, rows_of(mesh, tokens), rows_of(mesh, targets)).backward()
+    freeze(model, ())
+    loss_of(model, rows_of(mesh, more), rows_of(mesh, of_more)).backward()
+    planned = memory_plan(model, optimizer_states=0, no_sync=no_syncs).device
+    return {name: np.array(g) for name, g in full_gradients(model)}, (bytes_held(model), sum(planned.values()))
+
+
+FROZEN_FIRST = ("blocks.0.up.weight", "blocks.1.down", "blocks.2", "embed")
+
+
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_what_is_unfrozen_after_a_backward_under_no_sync_keeps_what_was_accumulated(strategy):
+    ranks = 4 if strategy.startswith("HYBRID") else 2
+    found, (held, planned) = thread.run(ranks, unfrozen_between, strategy, True)[0]
+    expected, _ = thread.run(ranks, unfrozen_between, strategy, False)[0]
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-6, err_msg=name)
+    assert ranks > 2 or held == planned
 
 
 # -- what nothing used
