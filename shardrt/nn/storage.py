@@ -73,7 +73,7 @@ class Storage(ABC):
     owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
     ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
     exact_norm = False  # norms of the gradient are computed in integers
-    applied = False  # an update during backward has used the gradient; the optimizer sets it, zero_grad ends it
+    applied = False  # an update in backward has used the gradient: the optimizer sets it, zero_grad ends it
 
     def owner(self, first: bool) -> bool:
         """Whether this rank saves what it holds: of the ranks that hold an element, one does.

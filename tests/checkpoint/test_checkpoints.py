@@ -350,7 +350,7 @@ def test_a_damaged_checkpoint_that_was_asked_for_is_an_error(tmp_path):
 
 
 def restore_the_half(root, path):
-    """(changed, loss, expected): whether some weights are others now, and the loss with the weights of now."""
+    """(whether some weights changed, the loss, and the loss of a new model with the weights of now)."""
     model, _, checkpoints = made(root, mp_policy=MixedPrecisionPolicy("bfloat16"))
     loss_of(model, *BATCHES[0]).backward()  # copies of the weights in 16 bits are there from now on
     before = full_state_dict(model)

@@ -5,10 +5,11 @@ import shutil
 import pytest
 
 from shardrt.kernels.cuda import _launch
+from tests.cuda.played_cublaslt import kept, library, lt
 from tests.cuda.races import Checker
 from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
 
-__all__ = ["gpu", "kernels_of_all_tests", "software"]
+__all__ = ["gpu", "kept", "kernels_of_all_tests", "library", "lt", "software"]
 
 
 @pytest.fixture

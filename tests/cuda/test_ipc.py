@@ -14,7 +14,7 @@ from shardrt.comm import CollectiveMismatch, init_device_mesh, ipc, thread
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.comm.thread import ThreadCommunicator
 from shardrt.device.cuda import CUDADevice
-from tests.cuda import test_training
+from tests.cuda import small_gpt
 from tests.mpi.contract import values
 
 cupy = pytest.importorskip("cupy")
@@ -264,8 +264,8 @@ def test_every_rank_raises_where_memory_of_one_cannot_be_shared(gpu, monkeypatch
 def test_a_model_trains_as_with_staged_communicators_to_the_bit(gpu, monkeypatch):
     found = []
     for kind in ("staged", "ipc"):
-        monkeypatch.setattr(test_training, "init_device_mesh", partial(init_device_mesh, communicator=kind))
-        found.append(thread.run(2, test_training.train, "cuda", **test_training.VARIANTS["bfloat16"]))
+        monkeypatch.setattr(small_gpt, "init_device_mesh", partial(init_device_mesh, communicator=kind))
+        found.append(thread.run(2, small_gpt.train, "cuda", **small_gpt.VARIANTS["bfloat16"]))
     for (losses, weights), (other_losses, other_weights) in zip(*found, strict=True):
         assert losses == other_losses
         for key, array in (weights or {}).items():

@@ -325,7 +325,7 @@ def test_what_is_frozen_after_a_forward_has_the_gradient_of_that_forward(strateg
 
 
 def unfrozen_between(strategy, no_syncs):
-    """Gradients of two micro-batches, of which the first has frozen parameters; and memory held and planned."""
+    """Gradients of two micro-batches, the first with frozen parameters; and memory held and planned."""
     model, mesh = made(Net, strategy)
     (tokens, targets), (more, of_more) = batches(2, size=4)
     freeze(model, FROZEN_FIRST)
@@ -334,7 +334,8 @@ def unfrozen_between(strategy, no_syncs):
     freeze(model, ())
     loss_of(model, rows_of(mesh, more), rows_of(mesh, of_more)).backward()
     planned = memory_plan(model, optimizer_states=0, no_sync=no_syncs).device
-    return {name: np.array(g) for name, g in full_gradients(model)}, (bytes_held(model), sum(planned.values()))
+    found = {name: np.array(g) for name, g in full_gradients(model)}
+    return found, (bytes_held(model), sum(planned.values()))
 
 
 FROZEN_FIRST = ("blocks.0.up.weight", "blocks.1.down", "blocks.2", "embed")

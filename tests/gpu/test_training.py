@@ -19,7 +19,7 @@ from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDADevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.train.config import SampleConfig
-from tests.cuda.test_training import CONFIG, VARIANTS, same_bits, train
+from tests.cuda.small_gpt import CONFIG, VARIANTS, same_bits, train
 from tests.gpu.sizes import LEARNT, MODEL, STEPS
 from tests.gpu.spin import spin
 

@@ -218,7 +218,7 @@ def test_after_backward_all_parameters_are_new():
 
 
 def after_a_backward_that_raised(forget):
-    """Losses at once and when all is at rest, and how often each unit's parameters were updated a step later."""
+    """Losses at once and when all is at rest, and how often each unit was updated, a step later."""
     model = shard(Net(), init_device_mesh("auto"))
     optimizer = SlowAdamW(model.parameters(), in_backward=True)
     first, second, other = batches(3)

@@ -31,7 +31,7 @@ from shardrt.comm import thread
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDAStream
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
-from tests.cuda import test_training as training
+from tests.cuda import small_gpt as training
 from tests.softgpu import scheduler
 from tests.softgpu.start import start
 

@@ -242,7 +242,7 @@ def put(cuda: CUDA) -> None:
     NcclCommunicator.cuda = cuda
     nccl = ModuleType("cupy.cuda.nccl")
     nccl.NcclCommunicator = NcclCommunicator
-    nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN, nccl.NCCL_AVG = range(5)
+    nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
     for number, kind in enumerate(ring.TYPES):
         setattr(nccl, f"NCCL_{kind.name.upper()}", number)
     nccl.get_version = lambda: 22809

@@ -14,7 +14,7 @@ from cupy.cuda import runtime
 from models import train
 from shardrt.comm import world
 from shardrt.device import cuda
-from tests.cuda import test_training
+from tests.cuda import small_gpt
 from tests.softgpu.nccl import NcclCommunicator
 
 SETTINGS = """
@@ -48,7 +48,7 @@ def main(folder: str) -> None:
     open_handle = runtime.ipcOpenMemHandle
     runtime.ipcOpenMemHandle = lambda *args: opened.append(open_handle(*args)) or opened[-1]
     told["steps"] = [
-        test_training.train(place, communicator=kind)[0] for place, kind in (("cpu", "auto"), ("cuda", "ipc"))
+        small_gpt.train(place, communicator=kind)[0] for place, kind in (("cpu", "auto"), ("cuda", "ipc"))
     ]
     told["by IPC"] = len(opened)
     if world.first():

@@ -8,8 +8,8 @@ import numpy as np
 # By NCCL's number.
 TYPES = "int8 uint8 int32 uint32 int64 uint64 float16 float32 float64".split()
 TYPES = [np.dtype(name) for name in TYPES] + [np.dtype(ml_dtypes.bfloat16)]
-SUM, PROD, MAX, MIN, AVG = range(5)
-_COMBINE = {SUM: np.add, PROD: np.multiply, MAX: np.fmax, MIN: np.fmin, AVG: np.add}
+SUM, PROD, MAX, MIN = range(4)
+_COMBINE = {SUM: np.add, PROD: np.multiply, MAX: np.fmax, MIN: np.fmin}
 
 
 def view(address: int, count: int, kind: int) -> np.ndarray:
@@ -19,12 +19,9 @@ def view(address: int, count: int, kind: int) -> np.ndarray:
 
 
 def reduced(parts: list[np.ndarray], op: int, last: int) -> np.ndarray:
-    """The ranks' parts, combined from the rank behind `last` on. A mean scales before; integers after."""
+    """The ranks' parts, combined from the rank behind `last` on."""
     ranks, dtype = len(parts), parts[0].dtype
-    whole = op == AVG and dtype.kind in "iu"
-    if op == AVG and not whole:
-        parts = [part * dtype.type(1 / ranks) for part in parts]
     total = parts[(last + 1) % ranks].copy()
     for step in range(2, ranks + 1):
         total = _COMBINE[op](total, parts[(last + step) % ranks]).astype(dtype)
-    return (np.abs(total) // dtype.type(ranks)) * np.sign(total) if whole else total
+    return total

@@ -30,7 +30,7 @@ def values(rank, count, kind):
 
 
 @pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16", "int32", "int64"])
-@pytest.mark.parametrize("op", [ring.SUM, ring.MAX, ring.MIN, ring.AVG])
+@pytest.mark.parametrize("op", [ring.SUM, ring.MAX, ring.MIN])
 def test_reductions_are_near_float64s(op, kind):
     size, count, number = 3, 7, KINDS[kind]
 
@@ -46,9 +46,7 @@ def test_reductions_are_near_float64s(op, kind):
 
     found = on_ranks(size, rank)
     parts = np.array([values(r, size * count, kind).astype(np.float64) for r in range(size)])
-    expected = {ring.SUM: np.sum, ring.MAX: np.max, ring.MIN: np.min, ring.AVG: np.mean}[op](parts, 0)
-    if "int" in kind:
-        expected = np.trunc(expected)
+    expected = {ring.SUM: np.sum, ring.MAX: np.max, ring.MIN: np.min}[op](parts, 0)
     near = {"float16": 2e-3, "bfloat16": 2e-2}.get(kind, 1e-6)
     for r, (scattered, everywhere) in enumerate(found):
         assert everywhere.dtype == scattered.dtype == ring.TYPES[number]

@@ -11,7 +11,7 @@ from shardrt import functional as F
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
 from shardrt.tensor import Tensor
-from tests.cuda.test_training import VARIANTS, agree, same_bits, train
+from tests.cuda.small_gpt import VARIANTS, agree, same_bits, train
 from tests.gpu import test_captured_step as capturing
 
 cupy = pytest.importorskip("cupy")
