@@ -88,6 +88,8 @@ class Marker(Function):
         following = next(autograd.running().upcoming(Marker), None)
         if following is not None:
             following.saved_tensors.fetch()
+            # A backward that raises frees the arrays, and what compute puts there must not be written over.
+            autograd.running().in_any_case(following.saved_tensors.arrive)
         return dy
 
 

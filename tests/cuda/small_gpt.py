@@ -23,22 +23,19 @@ CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
 STEPS = 2
 
 
-def train(
+def made(
     name,
-    directory=None,
     *,
     prepare=None,
     dropout=0.0,
-    scaled=False,
-    parts=1,
-    in_backward=False,
-    freeze=False,
     communicator="auto",
+    reduction="nccl",
     layers=1,
+    shape=None,
     **settings,
 ):
-    """[(loss, norm)] of every step and the parameters at the end."""
-    mesh = init_device_mesh(name, communicator=communicator)
+    """(mesh, sharded model): every block and the whole are units."""
+    mesh = init_device_mesh(name, shape, communicator=communicator, reduction=reduction)
     shardrt.manual_seed(0)
     model = GPT(replace(CONFIG, dropout=dropout, n_layer=layers))
     for block in model.blocks:
@@ -47,7 +44,12 @@ def train(
         fully_shard(block, mesh=mesh, **settings)
     if "mp_policy" in settings:
         settings["mp_policy"] = replace(settings["mp_policy"], output_dtype="float32")  # the logits
-    fully_shard(model, mesh=mesh, **settings)
+    return mesh, fully_shard(model, mesh=mesh, **settings)
+
+
+def train(name, directory=None, *, scaled=False, parts=1, in_backward=False, freeze=False, **settings):
+    """[(loss, norm)] of every step and the parameters at the end."""
+    mesh, model = made(name, **settings)
     if freeze:
         set_find_unused_parameters(model)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=in_backward)

@@ -16,6 +16,7 @@ import inspect
 import json
 import multiprocessing
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -27,23 +28,26 @@ from pathlib import Path
 import numpy as np
 
 from shardrt import device
+from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.arena import Arena
 from shardrt.device.cuda import CUDAStream
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from tests.cuda import small_gpt as training
-from tests.softgpu import scheduler
+from tests.softgpu import programs, scheduler
 from tests.softgpu.start import start
 
 ROOT = Path(__file__).parents[2]
 FILES = (
-    *("shardrt/fsdp/gathers.py", "shardrt/fsdp/gradients.py", "shardrt/fsdp/collectives.py"),
-    *("shardrt/fsdp/full.py", "shardrt/fsdp/trained.py"),
-    *("shardrt/optim/offload.py", "shardrt/activation_offload.py"),
+    *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "shardrt/fsdp").glob("*.py")),
+    *("shardrt/nn/storage.py", "shardrt/optim/offload.py", "shardrt/activation_offload.py"),
     *("shardrt/comm/staged.py", "shardrt/comm/nccl.py", "shardrt/comm/ipc.py"),
 )
 CALLS = {
-    "remove": ("wait", "record", "synchronize", "wait_here", "release"),
+    "remove": (
+        *("wait", "record", "synchronize", "wait_here", "barrier", "_barrier"),
+        *("release", "give_back", "settle"),
+    ),
     "move": ("wait", "record", "submit"),
 }
 MODES = ("side first", "compute first", "late")
@@ -62,6 +66,18 @@ RUNS = [
     ("recomputation", 2, "nccl"),
     ("frozen late", 2, "nccl"),
     ("accumulation on the host", 2, "nccl"),
+    ("updates in backward", 2, "nccl"),
+    ("accumulation, whole on each", 2, "nccl"),
+    ("bfloat16 on the wire", 2, "ipc"),
+    ("frozen late", 2, "ipc"),
+    ("hybrid", 4, "nccl"),
+    ("a tree", 2, "nccl"),
+    ("whole for a while", 2, "nccl"),
+    ("a backward that raises", 2, "nccl"),
+    ("a backward that raises, on the host", 2, "nccl"),
+    ("a backward that raises, whole on each", 2, "nccl"),
+    ("a backward that raises, activations on the host", 1, "auto"),
+    ("files", 1, "auto"),
 ]
 VARIANTS = training.VARIANTS | {
     "bfloat16 on the wire, on the host": {
@@ -69,6 +85,21 @@ VARIANTS = training.VARIANTS | {
         "offload_policy": CPUOffloadPolicy(),
     },
     "accumulation on the host": {"offload_policy": CPUOffloadPolicy(), "parts": 2},
+    "accumulation, whole on each": {"strategy": "NO_SHARD", "parts": 2},
+    "hybrid": {"strategy": "HYBRID_SHARD", "shape": (2, 2)},
+    "a tree": {"program": programs.tree, "reduction": "tree"},
+    "whole for a while": {"program": programs.whole_for_a_while},
+    "a backward that raises": {"program": programs.raises, "in_backward": True},
+    "a backward that raises, on the host": {
+        "program": programs.raises,
+        "offload_policy": CPUOffloadPolicy(),
+    },
+    "a backward that raises, activations on the host": {
+        "program": programs.raises,
+        "prepare": offload_activations,
+    },
+    "a backward that raises, whole on each": {"program": programs.raises, "strategy": "NO_SHARD"},
+    "files": {"offload_policy": CPUOffloadPolicy(directory=tempfile.gettempdir())},
 }
 _here = threading.local()
 _reached: set[str] = set()
@@ -163,10 +194,11 @@ def watch(path: str, names: set[str], node: ast.Expr) -> None:
 def run(mode: str, variant: str, ranks: int, communicator: str) -> str:
     """A digest of what training gives: hash of losses, norms and weights."""
     CUDA.choose(mode, 1)
-    # Slots that are given back hold NaN; with one rank they are the shards.
-    Arena.poison = property(lambda arena: ranks > 1, lambda arena, value: None)
     how = {"communicator": communicator, "layers": LAYERS, **VARIANTS[variant]}
-    found = thread.run(ranks, training.train, "cuda", **how)
+    # Slots that are given back hold NaN, but where they are the shards.
+    poison = ranks > 1 and how.get("strategy") != "NO_SHARD"
+    Arena.poison = property(lambda arena: poison, lambda arena, value: None)
+    found = thread.run(ranks, how.pop("program", training.train), "cuda", **how)
     if not all(np.isfinite(seen).all() for seen, _ in found):
         return "nan"
     digest = hashlib.sha256()
@@ -268,10 +300,10 @@ def main() -> None:
             {"file": path, "line": line, "statement": source, "how": how, "kind": kind, "found": found}
         )
         print(f"{how} {path}:{line}  {source}\n    {found or 'NOT FOUND'}", flush=True)
+        if options.json:  # what has been found so far
+            rows.sort(key=lambda row: (row["how"], row["file"], row["line"]))
+            options.json.write_text(json.dumps(rows, indent=1))
     print(dict(Counter(row["kind"] for row in rows)))
-    if options.json:
-        rows.sort(key=lambda row: (row["how"], row["file"], row["line"]))
-        options.json.write_text(json.dumps(rows, indent=1))
 
 
 if __name__ == "__main__":

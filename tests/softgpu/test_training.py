@@ -8,11 +8,14 @@ import pytest
 
 from shardrt import device
 from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
+from shardrt.fsdp import CPUOffloadPolicy
 from shardrt.tensor import Tensor
 from tests.cuda.small_gpt import VARIANTS, agree, same_bits, train
 from tests.gpu import test_captured_step as capturing
+from tests.softgpu import programs
 
 cupy = pytest.importorskip("cupy")
 MODES = ("late", "side first", "compute first")
@@ -72,6 +75,23 @@ def test_however_late_streams_are_it_trains_as_the_cpu_and_to_the_same_bits(
         assert "pack" in streams["gather"]
     if variant == "accumulation":
         assert streams["reduce"] == {"sum_parts"}
+
+
+RAISES = {
+    "updates in backward": (2, {"in_backward": True, "communicator": "nccl"}),
+    "activations on the host": (1, {"prepare": offload_activations}),
+    "all on the host": (1, {"offload_policy": CPUOffloadPolicy()}),
+}
+
+
+@pytest.mark.parametrize("variant", RAISES)
+def test_what_is_under_way_when_a_backward_raises_reaches_nothing_that_comes_after(software, variant):
+    ranks, settings = RAISES[variant]
+    software.choose("at once")
+    expected = thread.run(ranks, programs.raises, "cuda", layers=3, **settings)
+    for mode in ("late", "compute first"):
+        software.choose(mode, seed=1)
+        same_bits(thread.run(ranks, programs.raises, "cuda", layers=3, **settings), expected)
 
 
 def kernels_by_stream(log, names):
