@@ -108,6 +108,18 @@ def test_of_a_run_of_which_a_rank_was_killed_it_says_which(tmp_path, capsys):
     assert out.count(": killed, it said nothing") == 3 and "rank 1 ended first" in out
 
 
+def test_a_killed_rank_that_its_launcher_has_not_asked_after_yet_is_not_alive(tmp_path, capsys):
+    killed, _ = alive = processes(tmp_path / "flight", ["killed later", "waits"])
+    try:
+        killed.kill()
+        os.waitid(os.P_PID, killed.pid, os.WEXITED | os.WNOWAIT)
+        assert told(capsys, str(tmp_path))[1].count(": alive") == 1
+    finally:
+        for process in alive:
+            process.kill()
+            process.wait()
+
+
 def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsys, monkeypatch):
     (process,) = processes(tmp_path / "flight", ["waits"])
     try:

@@ -149,20 +149,27 @@ def _all_done(flights: list[Flight]) -> bool:
 def _alive(flight: Flight) -> bool:
     if flight.ended:
         return False
-    if flight.host == socket.gethostname()[:64] and not os.path.exists(f"/proc/{flight.pid}"):
-        return False
-    return time.time() - flight.life < _ALIVE or _stopped(flight)
+    fields = _process(flight.pid)
+    if flight.host == socket.gethostname()[:64] and (not fields or fields[0] in "ZX"):
+        return False  # or nobody has asked yet how it ended
+    return time.time() - flight.life < _ALIVE or _stopped(flight, fields)
 
 
-def _stopped(flight: Flight) -> bool:
-    """Whether that very process is there, and stopped."""
+def _process(pid: int) -> list[str]:
+    """What /proc says of a process of this machine, from its state on; [] where there is none."""
     try:
-        with open(f"/proc/{flight.pid}/stat") as file:
-            fields = file.read().rpartition(")")[2].split()
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()
     except OSError:
+        return []
+
+
+def _stopped(flight: Flight, fields: list[str]) -> bool:
+    """Whether that very process is there, and stopped."""
+    if not fields or fields[0] != "T":
         return False
     began = time.time() - time.monotonic() + int(fields[19]) / os.sysconf("SC_CLK_TCK")
-    return fields[0] == "T" and abs(began - flight.began) < 300
+    return abs(began - flight.began) < 300
 
 
 def _metrics(path: Path) -> dict[str, Any]:

@@ -5,9 +5,13 @@ Out: `losses` (steps,), the mean over ranks, and `gradient/NAME`, `parameter/NAM
 of a step, parameters after it. A job that is not `detailed` gives losses alone.
 """
 
+import threading
 from dataclasses import asdict, dataclass
 
 import numpy as np
+
+# CPython before 3.11.5 may raise SystemError where threads read headers of arrays (ast.literal_eval) at once.
+_reading = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -29,7 +33,7 @@ class Job:
 
 def load(path) -> tuple[Job, dict, np.ndarray, np.ndarray]:
     """(job, weights, tokens, targets) of a file that Job.save wrote."""
-    with np.load(path) as file:
+    with _reading, np.load(path) as file:
         job = Job(**{name: file[name].item() for name in Job.__dataclass_fields__})
         return job, part(file, "weight"), file["tokens"], file["targets"]
 
