@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from models.gpt import GPT
 from shardrt import device
 from shardrt.checkpoint import CheckpointManager
 from shardrt.comm import world as worlds
+from shardrt.faults import diagnosis
+from shardrt.faults.flight import read_all
 from shardrt.fsdp.schedule import Schedule
 from shardrt.train import job, loop
 
@@ -28,8 +31,22 @@ def fail(failure: str, mesh, victim: int) -> None:
     if failure in MISMATCHES:
         call(failure, mesh, mesh.rank == victim)
     elif mesh.rank == victim:
+        if failure == "kill":
+            until_awaited(mesh.rank)
         print(f"failed at {time.time()}", flush=True)
         FAILURES[failure]()
+
+
+def until_awaited(rank: int) -> None:
+    """Return when others wait for this rank, if the run has a folder.
+
+    The launcher kills them at once with it. Who was first could not be told where nobody waits yet.
+    """
+    folder = Path("runs", sys.argv[sys.argv.index("--name") + 1], "flight")
+    deadline = time.monotonic() + 10
+    while folder.exists() and diagnosis.behind(read_all(folder)[0]) != [rank]:
+        assert time.monotonic() < deadline, "nobody waits for the rank that is to fail"
+        time.sleep(0.01)
 
 
 def call(failure: str, mesh, victim: bool) -> None:
