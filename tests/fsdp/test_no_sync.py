@@ -111,11 +111,13 @@ def discarded():
     found = gradients(model)
     model.zero_grad()
     loss_of(model, tokens, targets).backward()
-    return found, gradients(model)
+    arenas = {group.arenas["gradients"] for unit in units(model) for group in unit.groups}
+    return found, gradients(model), sum(arena.in_use for arena in arenas)
 
 
-def test_zero_grad_forgets_what_was_accumulated():
-    found, expected = thread.run(2, discarded)[0]
+def test_zero_grad_forgets_what_was_accumulated_and_gives_its_slots_back():
+    found, expected, taken = thread.run(2, discarded)[0]
+    assert taken == 0
     assert all(np.array_equal(found[name], expected[name]) for name in expected)
 
 

@@ -78,6 +78,9 @@ RUNS = [
     ("a backward that raises, whole on each", 2, "nccl"),
     ("a backward that raises, activations on the host", 1, "auto"),
     ("files", 1, "auto"),
+    ("state on the host", 2, "nccl"),
+    ("frozen late, updates in backward", 2, "nccl"),
+    ("a unit that some ranks leave out", 2, "nccl"),
 ]
 VARIANTS = training.VARIANTS | {
     "bfloat16 on the wire, on the host": {
@@ -99,6 +102,9 @@ VARIANTS = training.VARIANTS | {
         "prepare": offload_activations,
     },
     "a backward that raises, whole on each": {"program": programs.raises, "strategy": "NO_SHARD"},
+    "state on the host": {"offload_policy": CPUOffloadPolicy(False, False, True)},
+    "frozen late, updates in backward": {"freeze": True, "in_backward": True},
+    "a unit that some ranks leave out": {"program": programs.differs},
     "files": {"offload_policy": CPUOffloadPolicy(directory=tempfile.gettempdir())},
 }
 _here = threading.local()

@@ -1,10 +1,10 @@
-"""Programs that come to what plain training does not: for mutations.py. Each gives what small_gpt.train gives."""
+"""Programs that come to what plain training does not, for mutations.py. They give what small_gpt.train gives."""
 
 import numpy as np
 
 from shardrt import functional as F
 from shardrt import nn, optim
-from shardrt.checkpoint import get_optimizer_state_dict, full_state_dict
+from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict
 from shardrt.fsdp import (
     full_gradients,
     full_parameters,
@@ -62,6 +62,21 @@ def whole_for_a_while(name, **settings):
     return seen, full_state_dict(model)
 
 
+def differs(name, **settings):
+    """All ranks but the first leave the parameters of a unit out."""
+    mesh, model = made(name, **settings)
+    if mesh.rank > 0:
+        model.blocks[1].forward = lambda x, *args, **kwargs: x
+    optimizer, seen = optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        loss = _loss(model, mesh, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(),))
+    return seen, full_state_dict(model)
+
+
 def raises(name, *, in_backward=False, **settings):
     """The first backward raises half way; training goes on. Gradients of no_sync are thrown away before."""
     mesh, model = made(name, **settings)
@@ -82,6 +97,9 @@ def raises(name, *, in_backward=False, **settings):
         _loss(model, mesh, STEPS).backward()
     except ZeroDivisionError:
         block.forward = forward
+    if not in_backward:  # what was reduced until then is there
+        left = [float((p.grad**2).sum()) for p in model.blocks[-1].parameters()]
+        seen.append((sum(left),))
     optimizer.zero_grad()
     for step in range(STEPS):
         loss = _loss(model, mesh, step)
