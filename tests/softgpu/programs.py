@@ -1,4 +1,4 @@
-"""Programs that come to what plain training does not, for mutations.py. They give what small_gpt.train gives."""
+"""Programs that plain training does not come to; each gives what small_gpt.train gives. For mutations.py."""
 
 import numpy as np
 
