@@ -81,6 +81,7 @@ RUNS = [
     ("state on the host", 2, "nccl"),
     ("frozen late, updates in backward", 2, "nccl"),
     ("a unit that some ranks leave out", 2, "nccl"),
+    ("unfrozen while gradients are accumulated", 2, "nccl"),
 ]
 VARIANTS = training.VARIANTS | {
     "bfloat16 on the wire, on the host": {
@@ -105,6 +106,7 @@ VARIANTS = training.VARIANTS | {
     "state on the host": {"offload_policy": CPUOffloadPolicy(False, False, True)},
     "frozen late, updates in backward": {"freeze": True, "in_backward": True},
     "a unit that some ranks leave out": {"program": programs.differs},
+    "unfrozen while gradients are accumulated": {"program": programs.unfrozen},
     "files": {"offload_policy": CPUOffloadPolicy(directory=tempfile.gettempdir())},
 }
 _here = threading.local()

@@ -77,6 +77,25 @@ def differs(name, **settings):
     return seen, full_state_dict(model)
 
 
+def unfrozen(name, **settings):
+    """Accumulates with most parameters frozen, and goes on with all of them."""
+    mesh, model = made(name, **settings)
+    optimizer, seen = optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(STEPS):
+        for parameter in model.parameters():
+            parameter.requires_grad = parameter.ndim == 1
+        with no_sync(model):
+            _loss(model, mesh, 2 * step).backward()
+        for parameter in model.parameters():
+            parameter.requires_grad = True
+        loss = _loss(model, mesh, 2 * step + 1)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(),))
+    return seen, full_state_dict(model)
+
+
 def raises(name, *, in_backward=False, **settings):
     """The first backward raises half way; training goes on. Gradients of no_sync are thrown away before."""
     mesh, model = made(name, **settings)
