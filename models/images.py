@@ -4,7 +4,7 @@
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from hashlib import sha256
@@ -17,12 +17,15 @@ from shardrt import functional as F
 from shardrt.checkpoint.tensorfiles import read_json
 from shardrt.comm import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.nn.share import whole_size
+from shardrt.parallel.styles import Style
 from shardrt.train.held_out import IGNORED
 from shardrt.train.images import View, held_out_batches, load_digits, load_folder, samples_batch
 from shardrt.train.metrics import RunLog
 
 from . import regnet, vit
 from .hub import PREPROCESSOR, starts_afresh
+from .plans import plan_of
 from .pretrained import PretrainedRecipe
 
 Batch = tuple[np.ndarray, np.ndarray]  # float32 (images, channels, height, width); labels, int64 (images,)
@@ -165,6 +168,12 @@ class ImageClassification:
         self._mesh, made = mesh, self._network()
         return nn.synchronise_batch_norm(made, mesh) if self.recipe.images.synchronise else made
 
+    def plan(self, model: nn.Module, *, sequence: bool) -> Mapping[str, Style]:
+        """As Task."""
+        if not isinstance(model, vit.ViT):
+            raise ValueError(f"parallel.tp: there is no plan that cuts a {type(model).__name__}")
+        return plan_of(model, sequence_parallel=sequence)
+
     def units(self, model: nn.Module) -> list[nn.Module]:
         """As Task: the blocks."""
         return list(model.blocks)
@@ -174,9 +183,11 @@ class ImageClassification:
         if not isinstance(model, vit.ViT):
             return 0.0
         shape, seen = model.config, model.config.tokens
-        block = sum(module.weight.size for module in model.blocks.modules() if isinstance(module, nn.Linear))
+        layers = [module for module in model.blocks.modules() if isinstance(module, nn.Linear)]
+        block = sum(whole_size(layer.weight) for layer in layers)
         attention = 2 * shape.n_layer * shape.n_embd * seen
-        return 6.0 * (seen * (block + attention + model.patches.weight.size) + model.head.weight.size)
+        patches, head = whole_size(model.patches.weight), whole_size(model.head.weight)
+        return 6.0 * (seen * (block + attention + patches) + head)
 
     def batch(self, samples: range) -> Batch:
         """As Task."""

@@ -4,7 +4,7 @@ Text is read as bytes, or comes as a token file (`python -m shardrt data make`).
 weights of a folder of Hugging Face's.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -14,6 +14,8 @@ import numpy as np
 from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
+from shardrt.nn.share import whole_size
+from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY, Corpus, cut_windows, held_out_starts, load_corpus
 from shardrt.train.held_out import IGNORED
@@ -23,6 +25,7 @@ from shardrt.train.tokens import SUFFIX, BadTokens, open_tokens
 from . import gpt, llama
 from .generate import TOKENIZER, ByteText, Text, TokenisedText, generate
 from .hub import TOKENIZER_FILES, ends_in, side_files
+from .plans import plan_of
 from .pretrained import PretrainedRecipe
 
 
@@ -184,6 +187,10 @@ class Language:
         """As Task."""
         return self.recipe.network()
 
+    def plan(self, model: nn.Module, *, sequence: bool) -> Mapping[str, Style]:
+        """As Task."""
+        return plan_of(model, sequence_parallel=sequence)
+
     def units(self, model: nn.Module) -> list[nn.Module]:
         """As Task: the blocks."""
         return list(model.blocks)
@@ -191,7 +198,9 @@ class Language:
     def flops(self, model: nn.Module) -> float:
         """As Task: six for each weight and token, and causal attention's (PaLM, 2022, appendix B)."""
         shape, window = model.config, self.per_sample
-        weights = sum(module.weight.size for module in model.modules() if isinstance(module, nn.Linear))
+        weights = sum(
+            whole_size(module.weight) for module in model.modules() if isinstance(module, nn.Linear)
+        )
         head = shape.vocab_size * shape.n_embd if getattr(shape, "tied", True) else 0
         return 6.0 * window * (weights + head + shape.n_layer * shape.n_embd * window)
 

@@ -5,6 +5,7 @@ what that is of the whole, which initial values, loading, checkpoints and files 
 """
 
 from dataclasses import dataclass
+from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -107,3 +108,8 @@ def joined(parameter: "Parameter", own: np.ndarray) -> np.ndarray | None:
 def whole_shape(array: Any) -> tuple[int, ...]:
     """Of a parameter, whatever this rank has of it; of another array its shape."""
     return getattr(array, "whole_shape", array.shape)
+
+
+def whole_size(parameter: "Parameter") -> int:
+    """How many elements a parameter has, on all ranks along whose axis it is cut together."""
+    return prod(parameter.whole_shape)

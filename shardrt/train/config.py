@@ -131,11 +131,18 @@ class FSDPConfig:
                 f"{self.copies} with {self.strategy.name}"
             )
 
-    def shape(self, ranks: int) -> tuple[int, ...]:
-        """The shape of the mesh. Raises ValueError if the copies do not share the ranks equally."""
-        if ranks % self.copies:
-            raise ValueError(f"fsdp.copies {self.copies} cannot share {ranks} ranks equally")
-        return (ranks,) if self.copies == 1 else (self.copies, ranks // self.copies)
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How many ranks compute one part of a batch together, each with a part of the model's layers."""
+
+    tp: int = 1  # tensor parallelism: heads, hidden units and vocabulary are cut over so many ranks
+    sequence: bool = False  # with it, what lies between the layers is cut along time: less memory
+
+    def __post_init__(self) -> None:
+        _at_least("parallel.tp", self.tp, 1)
+        if self.sequence and self.tp == 1:
+            raise ValueError("parallel.sequence needs parallel.tp above 1")
 
 
 class Precision(Enum):

@@ -21,8 +21,11 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     set_world_invariant,
 )
+from shardrt.nn.share import whole_size
+from shardrt.parallel import parallelize_module
 from shardrt.train import config as settings
 from shardrt.train import loop, tensorboard
+from shardrt.train.axes import data_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.lock import LOCK
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, resumed_run_directory
@@ -47,8 +50,10 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
     with one_line(USAGE, mesh):
-        if recipe.fsdp.copies > 1:
-            mesh = init_device_mesh("auto", recipe.fsdp.shape(mesh.size), reduction=recipe.reduction)
+        axes = recipe.axes(mesh.size)
+        if len(axes) > 1:
+            shape = tuple(axes.values())
+            mesh = init_device_mesh("auto", shape, tuple(axes), reduction=recipe.reduction)
     watch.record(mesh)
     if recipe.threads or recipe.invariant:
         device.set_threads(max(1, recipe.threads))
@@ -120,17 +125,20 @@ def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
 
 def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     """The task's model with its units and one for the rest. Nothing of it is in memory yet."""
-    if recipe.batch_size % recipe.parts(mesh.size):
+    data, tp = data_of(mesh), recipe.parallel.tp
+    if recipe.batch_size % recipe.parts(data.size):
         parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
-        sharers = f"{mesh.size} ranks{parts}"
-        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {sharers}")
+        groups = f"{data.size} groups of {tp} ranks" if tp > 1 else f"{data.size} ranks"
+        raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {groups}{parts}")
     random.manual_seed(recipe.seed)
-    model = task.model(mesh)
+    model = task.model(data)
     recipe.lora.prepare(model)
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], task.plan(model, sequence=recipe.parallel.sequence))
     units = task.units(model)
     recipe.memory.prepare(units)
     chosen = {
-        "mesh": mesh,
+        "mesh": data,
         "strategy": recipe.fsdp.strategy,
         "prefetch": recipe.fsdp.prefetch,
         "offload_policy": recipe.memory.policy,
@@ -267,16 +275,23 @@ _HARMLESS = (
 )
 
 
+def over_axes(recipe: Recipe, ranks: int) -> str:
+    """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
+    data, tp = ranks // recipe.parallel.tp, recipe.parallel.tp
+    told = f"{recipe.fsdp.strategy.name} over {data} rank{'s' * (data > 1)}"
+    return told + f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
+
+
 def introduce(job: Job, plan: MemoryPlan) -> None:
     """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
     run, recipe, mesh, task, model = job.run, job.recipe, job.mesh, job.task, job.model
-    parameters = sum(parameter.size for parameter in model.parameters())
-    trained = sum(parameter.size for parameter in model.parameters() if parameter.requires_grad)
+    parameters = sum(map(whole_size, model.parameters()))
+    trained = sum(whole_size(parameter) for parameter in model.parameters() if parameter.requires_grad)
     first, *more = task.introduction()
     adapters = f" ({trained / 1e6:.2f} M of them trained)" * (trained < parameters)
     run.screen.explain(
         f"shardrt {own_version()}: {first}, {parameters / 1e6:.2f} M parameters{adapters}, "
-        f"{recipe.fsdp.strategy.name} over {mesh.size} rank{'s' * (mesh.size > 1)}"
+        f"{over_axes(recipe, mesh.size)}"
     )
     for line in more:
         run.screen.explain(line)
@@ -291,6 +306,7 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
             "trained_parameters": trained,
             "steps": recipe.steps,
             "ranks": mesh.size,
+            "axes": recipe.axes(mesh.size),
             "unit": task.unit,
             **job.origin["data"],
             "device_bytes": plan.device,

@@ -17,6 +17,7 @@ from shardrt.comm.talk import from_all
 from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
 from shardrt.train import config as settings
+from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
 from shardrt.train.prefetch import Prefetched
@@ -84,7 +85,8 @@ def train(job: "Job", first: int) -> None:
 
 def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[Any]:
     """This rank's micro-batches of a step."""
-    return [task.batch(samples) for samples in recipe.samples(step, mesh.rank, mesh.size)]
+    data = data_of(mesh)
+    return [task.batch(samples) for samples in recipe.samples(step, data.rank, data.size)]
 
 
 def next_of(batches: Prefetched) -> list[Any]:
@@ -179,7 +181,7 @@ def first_of(job: "Job", found: list[str]) -> str:
 
 def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
-    mean_loss = exact_sum(job.mesh, losses)
+    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh) else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
@@ -196,13 +198,13 @@ def finite(record: dict[str, float]) -> dict[str, float | None]:
 def evaluate(job: "Job", done: int, limit: int | None) -> None:
     """Say and write figures on `limit` held-out samples, or all, if there are any; ranks share them."""
     job.watch.phase("eval")
-    recipe, mesh, task = job.recipe, job.mesh, job.task
-    share = recipe.batch_size // (recipe.parts(mesh.size) if recipe.invariant else mesh.size)
+    recipe, mesh, task, data = job.recipe, job.mesh, job.task, data_of(job.mesh)
+    share = recipe.batch_size // (recipe.parts(data.size) if recipe.invariant else data.size)
     found: list[dict[str, tuple[float, float]]] = []
-    total = -(-task.held_out_samples(limit) // (share * mesh.size))
+    total = -(-task.held_out_samples(limit) // (share * data.size))
     job.model.eval()
     with no_grad():
-        for batch in read(task.held_out(share, limit, mesh.rank, mesh.size)):
+        for batch in read(task.held_out(share, limit, data.rank, data.size)):
             job.run.screen.show("evaluating, batches", len(found), total, lines=True)
             found.append(task.measure(job.model, batch))
     job.model.train()
@@ -210,8 +212,9 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
         return
     figures = {}
     for name in found[0]:
-        (count,) = over_ranks(mesh, "sum", fsum(each[name][1] for each in found))
-        figures[name] = exact_sum(mesh, [each[name][0] for each in found]) / max(1, count)
+        own = [each[name] for each in found] if counts(mesh) else []
+        (count,) = over_ranks(mesh, "sum", fsum(each for _, each in own))
+        figures[name] = exact_sum(mesh, [value for value, _ in own]) / max(1, count)
     record = {"step": done} | task.evaluation(figures)
     job.run.say(evaluation_line(record, recipe.steps))
     job.run.write("evaluation", finite(record))

@@ -31,6 +31,7 @@ class Recipe:
     tensorboard: bool = False  # write its event files as well, to runs/NAME/tensorboard
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
     fsdp: settings.FSDPConfig = settings.FSDPConfig()
+    parallel: settings.ParallelConfig = settings.ParallelConfig()
     precision: settings.PrecisionConfig = settings.PrecisionConfig()
     memory: settings.MemoryConfig = settings.MemoryConfig()
     lora: settings.LoRAConfig = settings.LoRAConfig()
@@ -108,12 +109,23 @@ class Recipe:
         """init_device_mesh's."""
         return "tree" if self.invariant else self.fsdp.reduction.value
 
+    def axes(self, ranks: int) -> dict[str, int]:
+        """The axes of the mesh, and the ranks along each. Raises ValueError where they can't share `ranks`."""
+        tp, copies = self.parallel.tp, self.fsdp.copies
+        if ranks % tp:
+            raise ValueError(f"parallel.tp {tp} cannot share {ranks} rank{'s' * (ranks > 1)} equally")
+        if ranks // tp % copies:
+            groups = f"{ranks // tp} groups of {tp}" if tp > 1 else f"{ranks}"
+            raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
+        found = {"dp_replicate": copies, "dp_shard": ranks // tp // copies, "tp": tp}
+        return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
+
     def parts(self, ranks: int) -> int:
-        """Micro-batches of a step, over all ranks."""
+        """Micro-batches of a step, over all ranks that have parts of the batch."""
         return self.micro_batches if self.invariant else ranks * self.micro_batches
 
     def samples(self, step: int, rank: int, ranks: int) -> list[range]:
-        """The samples of each micro-batch that `rank` has in a step.
+        """The samples of each micro-batch that `rank`, of those with parts of the batch, has in a step.
 
         Neighbouring micro-batches; world-invariant: in each round the one of its rank.
         """

@@ -4,11 +4,12 @@ The loop owns ranks, sharding, optimizer, checkpoints and reports. A task owns d
 Every rank builds the same task. It is stateless: a sample depends only on its number.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
+from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
 from shardrt.train.metrics import RunLog
 
@@ -26,7 +27,10 @@ class Task(Protocol):
         """Lines for the reader: what is trained, on what."""
 
     def model(self, mesh: DeviceMesh) -> Module:
-        """A new model. Nothing of it is in memory yet."""
+        """A new model. Nothing of it is in memory yet. mesh: the ranks that have other parts of a batch."""
+
+    def plan(self, model: Module, *, sequence: bool) -> Mapping[str, Style]:
+        """How parallelize_module cuts the model; sequence: activations too. ValueError if it can't be."""
 
     def units(self, model: Module) -> list[Module]:
         """The parts of the model that become units of fully_shard, in the order in which they run."""

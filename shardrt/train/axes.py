@@ -1,0 +1,26 @@
+"""Which ranks of a run's mesh have other parts of the batch, and which compute one part together.
+
+The axes have the names that Recipe.axes gives them. A mesh without names has parts of the batch alone.
+"""
+
+from shardrt.comm.mesh import DeviceMesh
+
+DATA = ("dp_replicate", "dp_shard")
+
+
+def data_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks that have other parts of the batch than this one; `mesh` itself where all have.
+
+    Collective at the first time.
+    """
+    names = tuple(name for name in mesh.mesh_dim_names or () if name in DATA)
+    return mesh[names] if names else mesh
+
+
+def counts(mesh: DeviceMesh) -> bool:
+    """Whether sums over all ranks are to count what this one made of its part of the batch.
+
+    Of the ranks that compute one part together, one does.
+    """
+    along = zip(mesh.mesh_dim_names or (), mesh.coordinate, strict=False)
+    return not any(place for name, place in along if name not in DATA)
