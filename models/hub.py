@@ -4,7 +4,7 @@ load_pretrained makes a model whose parameters start as what the files hold: eac
 needed, and of a sharded one only this rank's piece. models/formats.py has the names in the files.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
@@ -156,11 +156,9 @@ def save_pretrained(
     shapes = {name: parameter.whole_shape for name, parameter in model.named_parameters()}
     places = dict(form.tensors(model.config))
     adapted = {id(layer.weight): layer for layer in model.modules() if isinstance(layer, LoRALinear)}
-    adapters = {names[id(p)] for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
-    if odd := shapes.keys() ^ places.keys() ^ adapters:
+    adapters = {names[id(p)]: p for layer in adapted.values() for p in (layer.lora_a, layer.lora_b)}
+    if odd := shapes.keys() ^ places.keys() ^ adapters.keys():
         raise ValueError(f"save_pretrained: the format has no place for {sorted(odd)[:10]}")
-    if cut := next((p.name for p in model.parameters() if p.share is not None and id(p) in adapted), None):
-        raise ValueError(f"save_pretrained: {cut!r} has an adapter and is cut; save the adapters instead")
     writer, error = None, None
     if speaks_for_all(model):
         try:
@@ -173,11 +171,12 @@ def save_pretrained(
         except OSError as failed:
             error = failed
     _agree(model, directory, error, writer)
+    known = _copies(model, adapters.values())
     for parameter, values in gathered(model):  # every rank joins, rank 0 gets the values
         name = names[id(parameter)]
         if writer is not None and error is None and name not in adapters:
             layer = adapted.get(id(parameter))
-            values = values if layer is None else _merged(layer, values)
+            values = values if layer is None else _merged(layer, values, known)
             error = _write(writer, form, places[name], values)
         del values  # a view that would keep its unit in memory while the next is gathered
     if writer is not None and error is None:
@@ -225,9 +224,16 @@ class _FromFiles:
             begin += size
 
 
-def _merged(layer: LoRALinear, weight: np.ndarray) -> np.ndarray:
-    """The weight with the adapter's product, which is gathered as it is."""
-    a, b = (device.of(p.data).to_numpy(p.data) for p in (layer.lora_a, layer.lora_b))
+def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int, np.ndarray]:
+    """The whole of some parameters by their id, on rank 0. Collective where there are any."""
+    wanted = {id(parameter) for parameter in parameters}
+    found = gathered(model) if wanted else ()
+    return {id(parameter): np.array(values) for parameter, values in found if id(parameter) in wanted}
+
+
+def _merged(layer: LoRALinear, weight: np.ndarray, known: Mapping[int, np.ndarray]) -> np.ndarray:
+    """The weight with the adapter's product."""
+    a, b = known[id(layer.lora_a)], known[id(layer.lora_b)]
     return weight + (b @ a) * weight.dtype.type(layer.lora_scale)
 
 

@@ -37,8 +37,7 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
 
     What is cut over the ranks of an axis besides is put together.
 
-    All parameters of a unit can be read together: an adapter beside the weight that it belongs to. Delete the
-    array before the next one: it is a view that keeps its unit in memory.
+    Delete the array before the next one: it is a view that keeps its unit in memory.
     """
     here = device.current()
     first = speaks_for_all(model)

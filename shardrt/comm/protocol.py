@@ -94,7 +94,7 @@ class Communicator(ABC):
         checks.check_call("all_reduce", stream, what)
         checks.check_array("all_reduce", "buffer", buffer)
         checks.check_sums("all_reduce", buffer, op, 1.0)
-        self._submit(stream, "all_reduce", "all_reduce", what, buffer, buffer, op, what)
+        self._submit(stream, f"all_reduce {what}".rstrip(), "all_reduce", what, buffer, buffer, op, what)
 
     def broadcast(self, buffer: Any, *, root: int, stream: Any, what: str = "") -> None:
         """In place: every rank's `buffer` becomes that of rank `root`."""

@@ -17,6 +17,8 @@ directions (copy_to and reduce_from are f and g of Shoeybi et al., Megatron-LM, 
 The loss is the sum of the ranks' losses where values are R or V, and one loss, which all ranks have, where
 they are I. With gather in the place of gather_same, gradients are too large by the number of ranks.
 
+Traces and flight files have each op's own name beside that of the collective.
+
 Every rank of `communicator` calls an op, in the same order, with arrays of one shape and type; and `x`
 requires a gradient on all of them or on none, since backward is collective as well.
 """
@@ -53,7 +55,7 @@ class CopyTo(Function):
         return x
 
     def backward(self, dy: Array) -> tuple:
-        return summed(dy, *self.saved), None
+        return summed(dy, *self.saved, "copy_to"), None
 
 
 def copy_to(x: "Tensor", communicator: Communicator) -> "Tensor":
@@ -65,7 +67,7 @@ class ReduceFrom(Function):
     __slots__ = ()
 
     def forward(self, x: Array, communicator: Communicator) -> Array:
-        return summed(x, communicator)
+        return summed(x, communicator, "reduce_from")
 
     def backward(self, dy: Array) -> tuple:
         return dy, None
@@ -81,10 +83,10 @@ class Gather(Function):
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        return gathered(x, communicator, axis)
+        return gathered(x, communicator, axis, "gather")
 
     def backward(self, dy: Array) -> tuple:
-        return sum_scattered(dy, *self.saved), None, None
+        return sum_scattered(dy, *self.saved, "gather"), None, None
 
 
 def gather(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -120,7 +122,7 @@ class ScatterTo(Function):
         return own_part(x, communicator, axis)
 
     def backward(self, dy: Array) -> tuple:
-        return gathered(dy, *self.saved), None, None
+        return gathered(dy, *self.saved, "scatter_to"), None, None
 
 
 def scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -134,10 +136,10 @@ class ReduceScatterTo(Function):
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        return sum_scattered(x, communicator, axis)
+        return sum_scattered(x, communicator, axis, "reduce_scatter_to")
 
     def backward(self, dy: Array) -> tuple:
-        return gathered(dy, *self.saved), None, None
+        return gathered(dy, *self.saved, "reduce_scatter_to"), None, None
 
 
 def reduce_scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -154,7 +156,7 @@ class AllToAll(Function):
         parts = _parts(x, communicator.size, axis)
         received = empty_like(parts)
         stream = device.current().current_stream
-        communicator.all_to_all(_bits(received), _bits(parts), stream=stream)
+        communicator.all_to_all(_bits(received), _bits(parts), stream=stream, what="all_to_all")
         return _joined(received, axis)
 
     def backward(self, dy: Array) -> tuple:
@@ -225,11 +227,11 @@ def gathered(x: Array, communicator: Communicator, axis: int = 0, what: str = ""
     return _joined(parts, axis)
 
 
-def sum_scattered(x: Array, communicator: Communicator, axis: int = 0) -> Array:
+def sum_scattered(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
     """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
     parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
     total = empty(parts.shape[1:], parts.dtype)
-    communicator.reduce_scatter(flat(total), flat(parts), stream=device.current().current_stream)
+    communicator.reduce_scatter(flat(total), flat(parts), stream=device.current().current_stream, what=what)
     return total.astype(x.dtype, copy=False)
 
 

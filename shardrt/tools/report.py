@@ -96,7 +96,9 @@ def _summary(run: Run) -> Iterable[tuple[str, str]]:
         f"{about['architecture']}, {about['parameters'] / 1e6:.2f} M parameters{'' if whole else adapters}",
     )
     yield "data", str(about.get("data", ""))
-    yield "ranks", str(about.get("ranks", ""))
+    axes = about.get("axes", {})
+    named = f" ({', '.join(f'{name} {size}' for name, size in axes.items())})" * (len(axes) > 1)
+    yield "ranks", f"{about.get('ranks', '')}{named}"
     yield "state", f"{'done' if run.end else run.doctor['verdict']}"
     if "began" in about:
         yield "began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["began"]))

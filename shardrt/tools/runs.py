@@ -123,7 +123,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of othe
         **dict.fromkeys(("architecture", "unit"), _is_text),
         **dict.fromkeys(("steps", "ranks"), natural),
         **dict.fromkeys(("parameters", "trained_parameters", "memory_mb_before"), number),
-        **dict.fromkeys(("device_bytes", "host_bytes"), _is_table_of_numbers),
+        **dict.fromkeys(("device_bytes", "host_bytes", "axes"), _is_table_of_numbers),
         "environment": _is_table,
         "began": lambda value: number(value, 1e11),
     },

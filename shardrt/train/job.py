@@ -50,10 +50,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
     with one_line(USAGE, mesh):
-        axes = recipe.axes(mesh.size)
-        if len(axes) > 1:
-            shape = tuple(axes.values())
-            mesh = init_device_mesh("auto", shape, tuple(axes), reduction=recipe.reduction)
+        mesh = with_axes(recipe, mesh)
     watch.record(mesh)
     if recipe.threads or recipe.invariant:
         device.set_threads(max(1, recipe.threads))
@@ -121,6 +118,14 @@ def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
     told = differences(from_all(mesh.communicator("control"), what))
     if told:
         raise ValueError(f"ranks differ: {'; '.join(told[:5])}")
+
+
+def with_axes(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks of `mesh` along the recipe's axes; itself where it has those. Collective."""
+    axes = recipe.axes(mesh.size)
+    if len(axes) == 1:
+        return mesh
+    return init_device_mesh("auto", tuple(axes.values()), tuple(axes), reduction=recipe.reduction)
 
 
 def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:

@@ -73,6 +73,11 @@ class Recipe:
                 "optimizer.clip_type must be 1, 2 or inf with deterministic = 'world-invariant', got "
                 f"{self.optimizer.clip_type}"
             )
+        if self.parallel.sequence and self.invariant:
+            raise ValueError(
+                "deterministic = 'world-invariant' adds up by a tree over micro-batches alone: leave "
+                "parallel.sequence off"
+            )
         if self.reduce_each and self.invariant:
             raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
         if self.reduce_each and self.micro_batches == 1:

@@ -64,6 +64,11 @@ BAD_INPUT = {
         USAGE,
         "fsdp.copies 3 cannot share 2 ranks equally",
     ),
+    "an axis that the ranks cannot share": (
+        ["--parallel.tp", "4"],
+        USAGE,
+        "parallel.tp 4 cannot share 2 ranks",
+    ),
     "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
     "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
     "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),

@@ -1,0 +1,268 @@
+"""Runs with `--parallel.tp` and `--parallel.sequence` are the runs without: same samples, losses and text."""
+
+import re
+from collections import Counter
+from dataclasses import replace
+from json import loads
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from models import train
+from models.generate import of_folder
+from shardrt.comm import init_device_mesh, thread
+from shardrt.faults import flight
+from shardrt.nn.share import SAME
+from shardrt.train import config as settings
+from shardrt.train import job as jobs
+from shardrt.train import loop
+from shardrt.train.errors import COPIES, USAGE, one_line
+from tests.ranks import run_ranks
+from tests.train.test_command import arguments, furnish, records, start
+
+STEPS = 4
+COMMON = ("--steps", str(STEPS), "--model.dropout", "0.1", "--sample.temperature", "0")
+TP = ("--parallel.tp", "2")
+SEQUENCE = (*TP, "--parallel.sequence", "True")
+RUNS = {  # name: ranks, options
+    "data": (2, ()),
+    "tensor": (2, TP),
+    "both": (4, TP),
+    "sequence": (4, SEQUENCE),
+}
+ALL_ON_HOST = ("--memory.offload-parameters", "True", "--memory.offload-gradients", "True")
+ALL_ON_HOST += ("--memory.offload-optimizer", "True", "--memory.update-on", "host")
+# What changes no bit without them changes none with them.
+ALIKE = {
+    "all on the host": ALL_ON_HOST,
+    "recomputation, activations on the host": ("--memory.recompute", "full", "--memory.offload-activations"),
+    "NO_SHARD": ("--fsdp.strategy", "NO_SHARD"),
+    "copies": ("--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2", "--fsdp.check-copies", "1"),
+}
+UNCLIPPED = ("--optimizer.clip-norm", "inf")
+# What changes numbers changes them as without.
+LIKEWISE = {
+    "adapters": (("--lora.rank", "2", "--export"), 2e-6),
+    "updates in backward": ((*UNCLIPPED, "--optimizer.in-backward"), 2e-6),
+    "parts of a batch": (("--micro-batches", "2", "--model.dropout", "0.0", "--model.loss-chunk", "8"), 2e-6),
+    "bfloat16": (("--precision.param", "bfloat16"), 2e-5),
+    "float16": (("--precision.param", "float16"), 2e-5),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with the runs in it that several tests look at."""
+    folder = furnish(tmp_path_factory.mktemp("parallel"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, (ranks, options) in RUNS.items():
+            run(ranks, name, *options)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+def run(ranks, name, *options):
+    with one_line(USAGE):
+        config = train.parse(arguments("--name", name, *COMMON, *options))
+    thread.run(ranks, jobs.launch, config)
+
+
+def curves(folder, name):
+    """(losses and norms of steps, held-out losses)."""
+    steps = [(r["loss"], r["norm"]) for r in records(folder, name, "step")]
+    return np.array(steps), np.array([r["held_out_loss"] for r in records(folder, name, "evaluation")])
+
+
+def weights(folder, name, file="checkpoint"):
+    return load_file(folder / "runs" / name / file / "model.safetensors")
+
+
+def check_alike(folder, name, other, rtol):
+    """Runs with the same numbers, to rounding."""
+    for ours, theirs in zip(curves(folder, name), curves(folder, other), strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=rtol)
+
+
+@pytest.mark.parametrize("name", ["tensor", "both", "sequence"])
+def test_a_run_over_more_axes_is_the_run_over_data_alone(folder, name):
+    assert len(curves(folder, "data")[0]) == STEPS
+    check_alike(folder, name, "data", 2e-6)
+    (ours,), (theirs,) = (records(folder, run, "end") for run in (name, "data"))
+    assert ours["sample"] == theirs["sample"]
+    expected = weights(folder, "data")
+    for key, values in weights(folder, name).items():
+        np.testing.assert_allclose(values, expected[key], rtol=0, atol=2e-5, err_msg=key)
+
+
+def test_the_record_says_how_ranks_are_used_and_counts_the_whole_model_once(folder):
+    found = {name: records(folder, name, "run")[0] for name in RUNS}
+    assert found["data"]["axes"] == {"dp_shard": 2}
+    assert found["tensor"]["axes"] == {"dp_shard": 1, "tp": 2} and found["tensor"]["ranks"] == 2
+    assert found["both"]["axes"] == {"dp_shard": 2, "tp": 2} and found["both"]["ranks"] == 4
+    assert len({record["parameters"] for record in found.values()}) == 1
+    # Seconds of a step's products, from flops of the whole model, and those that all ranks can make.
+    ideal = {name: last["mfu"] * last["ms"] for name in RUNS for last in records(folder, name, "step")[-1:]}
+    assert ideal["tensor"] == pytest.approx(ideal["data"])
+    assert ideal["both"] == pytest.approx(ideal["data"] / 2)
+
+
+@pytest.mark.parametrize("what", ALIKE)
+def test_what_saves_memory_changes_no_bit(folder, what):
+    ranks, compared = (4, "both") if what == "copies" else (2, "tensor")
+    run(ranks, what, *TP, *ALIKE[what])
+    for ours, theirs in zip(curves(folder, what), curves(folder, compared), strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("what", LIKEWISE)
+def test_what_changes_numbers_does_so_likewise(folder, what):
+    options, rtol = LIKEWISE[what]
+    alone = f"{what}, alone"
+    run(1, alone, *options)
+    run(2, what, *SEQUENCE, *options)
+    assert curves(folder, what)[0].tolist() != curves(folder, "tensor")[0].tolist()
+    np.testing.assert_allclose(curves(folder, what)[0][:, 0], curves(folder, alone)[0][:, 0], rtol=rtol)
+    np.testing.assert_allclose(curves(folder, what)[1], curves(folder, alone)[1], rtol=rtol)
+    if what == "adapters":  # they are merged into what is exported
+        expected = weights(folder, alone, "pretrained")
+        for key, values in weights(folder, what, "pretrained").items():
+            np.testing.assert_allclose(values, expected[key], atol=1e-6, err_msg=key)
+
+
+def test_a_run_moves_from_mesh_to_mesh(folder):
+    every = ("--checkpoint.every", "1", "--resume", "auto")
+    moves = [(2, TP), (2, ()), (4, SEQUENCE), (1, ())]
+    for step, (ranks, options) in enumerate(moves, start=1):
+        run(ranks, "moved", *every[: 2 if step == 1 else 4], *options, "--steps", str(step))
+    assert [r["axes"] for r in records(folder, "moved", "run")][1:3] == [
+        {"dp_shard": 2},
+        {"dp_shard": 2, "tp": 2},
+    ]
+    # The learning rate of each start is that of a run of so many steps, which warm-up does not depend on.
+    np.testing.assert_allclose(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
+
+
+def test_a_run_begins_with_files_and_leaves_them(folder):
+    run(2, "left", *TP, "--export")
+    of_folder(folder / "runs" / "left" / "pretrained")
+    begun = ("--init-from", "runs/left/pretrained", "--steps", "2")
+    run(4, "begun", *SEQUENCE, *begun)
+    run(1, "begun alone", *begun)
+    check_alike(folder, "begun", "begun alone", 2e-6)
+
+
+def test_bits_do_not_depend_on_the_parts_of_the_data(folder):
+    how = (*TP, "--deterministic", "world-invariant", "--micro-batches", "4")
+    run(2, "one part", *how)
+    run(4, "two parts", *how)
+    assert all(map(np.array_equal, curves(folder, "one part"), curves(folder, "two parts")))
+    one, two = weights(folder, "one part"), weights(folder, "two parts")
+    assert all(np.array_equal(one[key], two[key]) for key in one)
+
+
+def test_what_all_ranks_of_the_axis_hold_is_compared(folder, monkeypatch):
+    """A bit of a norm's moment on one of them."""
+    original = loop.report
+
+    def flip(job, done, *rest):
+        if done == STEPS - 1 and job.mesh.rank == 1:
+            groups = [piece.storage.parameters for piece in job.optimizer.slices]
+            same = [parameters[0].share.kind == SAME for parameters in groups].index(True)
+            job.optimizer.slices[same].state["v"].view(np.uint32)[3] ^= 1 << 16
+        return original(job, done, *rest)
+
+    monkeypatch.setattr(loop, "report", flip)
+    with pytest.raises(SystemExit) as stop:
+        run(2, "flipped", *TP, "--fsdp.check-copies", "1")
+    assert stop.value.code == COPIES
+
+
+@pytest.mark.mpi
+def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchange(folder):
+    how = arguments("--name", "processes", *COMMON, *SEQUENCE, "--report.trace", "3")
+    done = start("models.train", *how, ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert "FULL_SHARD over 1 rank x tp 2 with sequence parallelism" in " ".join(done.stdout.split())
+    check_alike(folder, "processes", "data", 2e-6)
+    run_folder = folder / "runs" / "processes"
+    events = loads((run_folder / "trace.json").read_text())["traceEvents"]
+    for rank in (0, 1):
+        named = Counter(e["name"] for e in events if (e["ph"], e["pid"]) == ("X", rank))
+        # Two layers that are cut by rows in each block, and the embedding.
+        assert named["reduce_scatter reduce_scatter_to"] == named["all_gather reduce_scatter_to"] == 2 * 2 + 1
+        # Two that are cut by columns, and the head, which keeps what it gathered.
+        assert named["all_gather gather"] == named["reduce_scatter gather"] == 2 * 2 + 1
+        assert named["all_gather gathered again"] == 2 * 2
+    recorded = flight.read(run_folder / "flight" / "rank-0.bin").records
+    assert ("tensor~2", "reduce_from") in {(record.communicator, record.unit) for record in recorded}
+
+
+BAD = {
+    "ranks that it does not divide": (3, TP, "parallel.tp 2 cannot share 3 ranks equally"),
+    "fewer ranks": (1, TP, "parallel.tp 2 cannot share 1 rank equally"),
+    "copies beside it": (
+        4,
+        (*TP, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "4"),
+        "fsdp.copies 4 cannot share 2 groups of 2 ranks equally",
+    ),
+    "a batch": (
+        4,
+        (*TP, "--batch-size", "3"),
+        "3 cannot be shared equally by 2 groups of 2 ranks",
+    ),
+    "heads": (4, ("--parallel.tp", "4"), "4 ranks do not divide the 2 heads of 'blocks.0.attention.qkv'"),
+    "windows": (2, (*SEQUENCE, "--text.window", "15"), "15 positions can't be cut into 2 equal parts"),
+    "the tree": (
+        2,
+        (*SEQUENCE, "--deterministic", "world-invariant", "--micro-batches", "2"),
+        "leave parallel.sequence off",
+    ),
+    "dropout of adapters": (2, (*TP, "--lora.rank", "2", "--lora.dropout", "0.1"), "has dropout"),
+    "the sequence alone": (2, ("--parallel.sequence", "True"), "parallel.sequence needs parallel.tp above 1"),
+    "none": (2, ("--parallel.tp", "0"), "parallel.tp must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_cannot_be_cut_is_told_in_the_words_of_the_command(what):
+    ranks, options, told = BAD[what]
+    with pytest.raises(ValueError, match=re.escape(told)):
+        run_ranks(ranks, set_up, train.parse(arguments(*options)))
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "told"),
+    [
+        ("regnet", TP, "parallel.tp: there is no plan that cuts a RegNet"),
+        ("vit", SEQUENCE, "there is no sequence_parallel for a ViT"),
+    ],
+)
+def test_models_without_a_plan_are_told(architecture, options, told):
+    pytest.importorskip("sklearn")
+    with pytest.raises(ValueError, match=told):
+        run_ranks(2, set_up, train.parse(["--architecture", architecture, *options]))
+
+
+def set_up(recipe):
+    """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
+    mesh, task = jobs.with_axes(recipe, init_device_mesh()), recipe.task()
+    model = jobs.sharded_model(recipe, mesh, task)
+    jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
+
+
+def test_images_are_classified_alike(folder):
+    pytest.importorskip("sklearn")
+    recipe = train.parse(["--architecture", "vit", "--steps", "2", "--model.n-layer", "1"])
+    quick = settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=16, final_samples=16)
+    for name, tp in (("images", 1), ("images, cut", 2)):
+        parallel = settings.ParallelConfig(tp=tp)
+        thread.run(2, jobs.launch, replace(recipe, name=name, report=quick, parallel=parallel))
+    check_alike(folder, "images, cut", "images", 1e-5)
+    (ours,), (theirs,) = (records(folder, name, "run") for name in ("images, cut", "images"))
+    assert ours["parameters"] == theirs["parameters"]
