@@ -115,7 +115,7 @@ class Recipe:
         return "tree" if self.invariant else self.fsdp.reduction.value
 
     def axes(self, ranks: int) -> dict[str, int]:
-        """The axes of the mesh, and the ranks along each. Raises ValueError where they can't share `ranks`."""
+        """The mesh's axes, and the ranks along each. Raises ValueError where they can't share `ranks`."""
         tp, copies = self.parallel.tp, self.fsdp.copies
         if ranks % tp:
             raise ValueError(f"parallel.tp {tp} cannot share {ranks} rank{'s' * (ranks > 1)} equally")

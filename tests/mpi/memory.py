@@ -1,6 +1,7 @@
 """What training holds is what memory_plan said before; run under mpirun.
 
-For every two settings together, and on four ranks for each hybrid strategy beside every other setting;
+For every two settings together, with modules that are cut over the ranks, and on four ranks for each hybrid
+strategy beside every other setting;
 `mpirun -n 2 python -m tests.mpi.memory shm all` for all combinations.
 
 Every allocation that lives longer than an op is counted where it is made, and the peak of the pool of the
@@ -15,6 +16,7 @@ import numpy as np
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
@@ -31,6 +33,7 @@ from shardrt.fsdp import (
     set_find_unused_parameters,
     set_world_invariant,
 )
+from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 from tests.combinations import pairwise
 
@@ -116,15 +119,23 @@ CHANGES = {
 }
 
 
-def build(mesh, strategy, offload="on the device", precision="float32", saving="nothing", change=None):
+def build(
+    mesh, strategy, offload="on the device", precision="float32", saving="nothing", change=None, cut=None
+):
     options = {
         "strategy": strategy,
         "offload_policy": OFFLOADS[offload],
         "mp_policy": PRECISIONS[precision],
-        "mesh": mesh,
+        "mesh": mesh if cut is None else mesh["dp_shard"],
     }
     shardrt.manual_seed(1)
-    model = GPT(GPTConfig(n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=256, dropout=0.1))
+    model = GPT(
+        GPTConfig(
+            n_layer=3, n_head=2, n_embd=64, block_size=64, vocab_size=256 + (cut is not None), dropout=0.1
+        )
+    )
+    if cut is not None:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=cut == "sequence"))
     for block in model.blocks:
         SAVINGS[saving](block)
         fully_shard(block, **options)
@@ -138,7 +149,8 @@ def backward_of(model, accumulation):
     """Forward and backward of a step, in two micro-batches where gradients are accumulated."""
 
     def micro_batch(tokens):
-        F.cross_entropy(model(tokens), tokens).backward()
+        cut = model.wte.weight.words is not None
+        (model(tokens, tokens) if cut else F.cross_entropy(model(tokens), tokens)).backward()
 
     if accumulation == "none":
         micro_batch(TOKENS)
@@ -191,6 +203,15 @@ def any_two(strategies, choose):
         yield {"strategy": strategies[-1], "saving": saving}
 
 
+def cut_in_modules():
+    """Each way to cut them beside every other setting."""
+    ways, offloads, precisions = cycle(("tensor", "sequence")), cycle(OFFLOADS), cycle(PRECISIONS)
+    for saving in SAVINGS:
+        for accumulation in ACCUMULATIONS:
+            rest = {"offload": next(offloads), "precision": next(precisions), "accumulation": accumulation}
+            yield {"strategy": "FULL_SHARD", "cut": next(ways), "saving": saving, **rest}
+
+
 def each_strategy(strategies):
     """Each beside every other setting."""
     precisions, accumulations = cycle(PRECISIONS), cycle(ACCUMULATIONS)
@@ -211,13 +232,17 @@ def main(backend, combinations="pairs"):
         cases = each_strategy(("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"))
     else:
         choose = product if combinations == "all" else pairwise
-        cases = any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose)
+        cases = [
+            *any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose),
+            *cut_in_modules(),
+        ]
+        axes = init_device_mesh("auto", (1, 2), ("dp_shard", "tp"), communicator=backend)
     gc.collect()
     gc.freeze()  # modules: to look at them again for each case takes as long as the case
     ratios = []
     for case in cases:
         try:
-            ratios.append(check(counted, mesh, **case))
+            ratios.append(check(counted, axes if "cut" in case else mesh, **case))
         except AssertionError as error:
             raise AssertionError(f"{case}: {error}") from None
     if mesh.rank == 0:
