@@ -226,9 +226,12 @@ class _FromFiles:
 
 def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int, np.ndarray]:
     """The whole of some parameters by their id, on rank 0. Collective where there are any."""
-    wanted = {id(parameter) for parameter in parameters}
-    found = gathered(model) if wanted else ()
-    return {id(parameter): np.array(values) for parameter, values in found if id(parameter) in wanted}
+    wanted, found = {id(parameter) for parameter in parameters}, {}
+    for parameter, values in gathered(model) if wanted else ():
+        if id(parameter) in wanted:
+            found[id(parameter)] = np.array(values)
+        del values  # as above
+    return found
 
 
 def _merged(layer: LoRALinear, weight: np.ndarray, known: Mapping[int, np.ndarray]) -> np.ndarray:
