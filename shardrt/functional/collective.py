@@ -17,7 +17,7 @@ directions (copy_to and reduce_from are f and g of Shoeybi et al., Megatron-LM, 
 The loss is the sum of the ranks' losses where values are R or V, and one loss, which all ranks have, where
 they are I. With gather in the place of gather_same, gradients are too large by the number of ranks.
 
-Traces and flight files have each op's own name beside that of the collective.
+Traces, flight files and messages name the op, and the module whose forward called it, beside the collective.
 
 Every rank of `communicator` calls an op, in the same order, with arrays of one shape and type; and `x`
 requires a gradient on all of them or on none, since backward is collective as well.
@@ -25,7 +25,7 @@ requires a gradient on all of them or on none, since backward is collective as w
 
 from typing import TYPE_CHECKING, Any
 
-from shardrt import device, dtypes
+from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
@@ -55,7 +55,7 @@ class CopyTo(Function):
         return x
 
     def backward(self, dy: Array) -> tuple:
-        return summed(dy, *self.saved, "copy_to"), None
+        return summed(dy, *self.saved, named("copy_to", self.module)), None
 
 
 def copy_to(x: "Tensor", communicator: Communicator) -> "Tensor":
@@ -67,7 +67,7 @@ class ReduceFrom(Function):
     __slots__ = ()
 
     def forward(self, x: Array, communicator: Communicator) -> Array:
-        return summed(x, communicator, "reduce_from")
+        return summed(x, communicator, named("reduce_from"))
 
     def backward(self, dy: Array) -> tuple:
         return dy, None
@@ -83,10 +83,10 @@ class Gather(Function):
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        return gathered(x, communicator, axis, "gather")
+        return gathered(x, communicator, axis, named("gather"))
 
     def backward(self, dy: Array) -> tuple:
-        return sum_scattered(dy, *self.saved, "gather"), None, None
+        return sum_scattered(dy, *self.saved, named("gather", self.module)), None, None
 
 
 def gather(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -122,7 +122,7 @@ class ScatterTo(Function):
         return own_part(x, communicator, axis)
 
     def backward(self, dy: Array) -> tuple:
-        return gathered(dy, *self.saved, "scatter_to"), None, None
+        return gathered(dy, *self.saved, named("scatter_to", self.module)), None, None
 
 
 def scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -136,10 +136,10 @@ class ReduceScatterTo(Function):
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        return sum_scattered(x, communicator, axis, "reduce_scatter_to")
+        return sum_scattered(x, communicator, axis, named("reduce_scatter_to"))
 
     def backward(self, dy: Array) -> tuple:
-        return gathered(dy, *self.saved, "reduce_scatter_to"), None, None
+        return gathered(dy, *self.saved, named("reduce_scatter_to", self.module)), None, None
 
 
 def reduce_scatter_to(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -210,6 +210,13 @@ def exchange(x: "Tensor", communicator: Communicator, *, to: int | None, source:
 
 
 # On arrays, for ops that have a collective inside
+
+
+def named(op: str, module: Any = None) -> str:
+    """What traces and messages call a collective of an op: by the module given, or the one that runs now."""
+    running = autograd.modules()
+    module = running[-1] if module is None and running else module
+    return op if module is None else f"{op} {module.name}".rstrip()
 
 
 def summed(x: Array, communicator: Communicator, what: str = "") -> Array:

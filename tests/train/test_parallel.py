@@ -193,14 +193,19 @@ def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchan
     run_folder = folder / "runs" / "processes"
     events = loads((run_folder / "trace.json").read_text())["traceEvents"]
     for rank in (0, 1):
-        named = Counter(e["name"] for e in events if (e["ph"], e["pid"]) == ("X", rank))
+        names = [e["name"] for e in events if (e["ph"], e["pid"]) == ("X", rank)]
+        named = Counter(" ".join(name.split()[:2]) for name in names)  # without the module
         # Two layers that are cut by rows in each block, and the embedding.
         assert named["reduce_scatter reduce_scatter_to"] == named["all_gather reduce_scatter_to"] == 2 * 2 + 1
         # Two that are cut by columns, and the head, which keeps what it gathered.
         assert named["all_gather gather"] == named["reduce_scatter gather"] == 2 * 2 + 1
-        assert named["all_gather gathered again"] == 2 * 2
+        assert named["all_gather gather_again"] == 2 * 2
+        assert {"all_gather gather_again blocks.0.mlp.up", "reduce_scatter gather blocks.0.mlp.up"} <= {
+            *names
+        }
     recorded = flight.read(run_folder / "flight" / "rank-0.bin").records
-    assert ("tensor~2", "reduce_from") in {(record.communicator, record.unit) for record in recorded}
+    found = {(record.communicator, record.unit) for record in recorded}
+    assert ("tensor~2", "reduce_from blocks.0.mlp.down") in found
 
 
 BAD = {
