@@ -1,0 +1,140 @@
+"""Twelve meshes of 1 to 8 ranks, and models that are cut and sharded on any of them."""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
+from shardrt import device, nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.nn.runs import put
+from shardrt.parallel import parallelize_module
+
+BATCH, TIME, VOCAB = 12, 8, 13
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """How many ranks there are along each axis, and how a model is spread over them."""
+
+    copies: int = 1
+    shards: int = 1
+    tp: int = 1
+    sequence: bool = False
+    strategy: str | None = None
+
+    @property
+    def ranks(self) -> int:
+        return self.copies * self.shards * self.tp
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """By name, without axes of one rank."""
+        axes = {"dp_replicate": self.copies, "dp_shard": self.shards, "tp": self.tp}
+        return {name: size for name, size in axes.items() if size > 1} or {"dp_shard": 1}
+
+
+MESHES = {
+    "1": Mesh(),
+    "dp 2": Mesh(shards=2),
+    "dp 3": Mesh(shards=3),
+    "copies 2, dp 2": Mesh(copies=2, shards=2),
+    "tp 2": Mesh(tp=2),
+    "tp 4, sp": Mesh(tp=4, sequence=True),
+    "dp 2, tp 2": Mesh(shards=2, tp=2, sequence=True),
+    "dp 4, tp 2": Mesh(shards=4, tp=2),
+    "copies 2, dp 2, tp 2": Mesh(2, 2, 2, sequence=True),
+    "dp 2, tp 4": Mesh(shards=2, tp=4),
+    "copies 2, tp 2": Mesh(copies=2, tp=2, sequence=True, strategy="NO_SHARD"),
+    "dp 3, tp 2": Mesh(shards=3, tp=2, strategy="SHARD_GRAD_OP"),
+}
+
+
+def gpt(dropout=0.0):
+    return GPT(
+        GPTConfig(n_layer=2, n_head=4, n_embd=8, block_size=TIME, vocab_size=VOCAB, dropout=dropout)
+    )
+
+
+def llama():
+    """Where tp is 4, two ranks compute a head of keys and values together."""
+    return Llama(
+        LlamaConfig(
+            n_layer=2,
+            n_head=4,
+            n_kv_head=2,
+            n_embd=16,
+            n_hidden=12,
+            block_size=TIME,
+            vocab_size=VOCAB,
+            tied=False,
+        )
+    )
+
+
+NETS = {"gpt": gpt, "llama": llama}
+
+
+def spread(model: nn.Module, on: Mesh):
+    """Cut and shard a new model; gives the mesh, and the part of it that has the data, or None."""
+    sizes = on.sizes
+    mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    if on.tp > 1:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=on.sequence))
+    names = tuple(name for name in sizes if name != "tp")
+    data = mesh[names] if names else None
+    if data is not None:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=data, strategy=on.strategy)
+    return mesh, data
+
+
+def batch(step=0):
+    """(tokens, targets) of all ranks together."""
+    text = np.random.default_rng(step).integers(0, VOCAB, (BATCH, TIME + 1))
+    return text[:, :-1], text[:, 1:]
+
+
+def own(rows, data):
+    """A rank's rows."""
+    rank, size = (0, 1) if data is None else (data.rank, data.size)
+    return rows[rank * len(rows) // size : (rank + 1) * len(rows) // size]
+
+
+def whole_gradients(model):
+    """Name -> whole gradient, on every rank: what the ranks have of it, put together."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        whole = np.zeros(parameter.whole_shape, parameter.dtype)
+        put(parameter.part, whole, parameter.grad.reshape(-1))
+        communicator = parameter.storage.communicator
+        if communicator is not None:
+            communicator.all_reduce(whole.reshape(-1), stream=device.current().current_stream)
+        found[name] = whole
+    return found
+
+
+def adamw(model):
+    return optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1)
+
+
+def train(net, on: Mesh, steps):
+    """(losses of this rank, gradients, weights) of some steps with AdamW; weights on rank 0."""
+    shardrt.manual_seed(3)
+    model = NETS[net]()
+    _, data = spread(model, on)
+    optimizer, losses, gradients = adamw(model), [], []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        loss = model(own(tokens, data), own(targets, data))
+        loss.backward()
+        losses.append(loss.item())
+        gradients.append(whole_gradients(model))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, gradients, full_state_dict(model)

@@ -1,0 +1,186 @@
+"""What a model is on any mesh: its first weights and masks, its norms, what it learns, its checkpoints."""
+
+from itertools import combinations
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
+from shardrt.checkpoint.pieces import PARAMETER, counted, pieces_of
+from shardrt.nn.layers import Dropout
+from shardrt.nn.runs import take
+from shardrt.nn.utils import grad_norm
+from tests.parallel.meshes import (
+    BATCH,
+    MESHES,
+    NETS,
+    TIME,
+    adamw,
+    batch,
+    gpt,
+    own,
+    spread,
+    whole_gradients,
+)
+from tests.ranks import run_ranks
+
+NORMS = (1, 2, np.inf)
+
+
+def first_life(net, on, folder):
+    """Begin, train a step on `on` and save: what of it must be the same on every mesh, and what was saved."""
+    shardrt.manual_seed(3)
+    model = NETS[net]()
+    mesh, data = spread(model, on)
+    optimizer = adamw(model)
+    checkpoints = CheckpointManager(folder, model, optimizer, mesh)
+    begun = full_state_dict(model)
+    tokens, targets = batch()
+    loss = model(own(tokens, data), own(targets, data))
+    loss.backward()
+    gradients = whole_gradients(model)
+    give_gradients(model)
+    norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
+    optimizer.step()
+    checkpoints.save(1)
+    saved = full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+    return begun, norms, loss.item(), gradients, saved, held(model, optimizer)
+
+
+def give_gradients(model):
+    """Gradients that are the same wherever they are."""
+    generator = np.random.default_rng(7)
+    for parameter in model.parameters():
+        whole = generator.normal(size=parameter.whole_shape).astype(np.float32)
+        parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
+
+
+def held(model, optimizer):
+    """(kind, name, part, values) of all that this rank has."""
+    return [
+        (piece.kind, piece.parameter, piece.part, np.array(piece.array))
+        for piece in pieces_of(model, optimizer, saving=False)
+    ]
+
+
+@pytest.fixture(scope="module", params=NETS)
+def lives(request, tmp_path_factory):
+    """(net, mesh -> (folder with a checkpoint, by rank what first_life gives))."""
+    found = {}
+    for name, on in MESHES.items():
+        folder = tmp_path_factory.mktemp("mesh")
+        found[name] = folder, run_ranks(on.ranks, first_life, request.param, on, folder)
+    return request.param, found
+
+
+def assert_equal(found, expected):
+    assert found.keys() == expected.keys()
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_a_model_begins_with_the_same_bits_on_every_mesh(lives):
+    _, found = lives
+    _, alone = found["1"]
+    for _, ranks in found.values():
+        assert_equal(ranks[0][0], alone[0][0])
+        assert not any(begun for begun, *_ in ranks[1:])
+
+
+def test_the_norm_of_equal_gradients_has_the_same_bits_however_they_are_cut(lives):
+    _, found = lives
+    norms = {name: {tuple(rank[1]) for rank in ranks} for name, (_, ranks) in found.items()}
+    assert set().union(*norms.values()) == norms["1"], norms
+
+
+def test_a_step_on_any_mesh_is_that_of_one_rank(lives):
+    _, found = lives
+    _, ((_, _, loss, gradients, (weights, _), _),) = found["1"]
+    for name, (_, ranks) in found.items():
+        assert np.mean([rank[2] for rank in ranks]) == pytest.approx(loss, rel=1e-6), name
+        for key, values in gradients.items():
+            off = np.linalg.norm(ranks[0][3][key] - values)
+            assert off <= 1e-5 * np.linalg.norm(values) + 1e-9, (name, key)
+        assert_equal(ranks[0][4][0], weights)  # the update was of the given gradients
+
+
+def test_ranks_that_hold_the_same_elements_hold_the_same_bits(lives):
+    """And what they hold is what the state dicts say."""
+    _, found = lives
+    for _, ranks in found.values():
+        whole = canonical(*ranks[0][4])
+        for rank in ranks:
+            for kind, name, part, values in rank[5]:
+                np.testing.assert_array_equal(values, take(part, whole[kind, name]), err_msg=f"{kind} {name}")
+
+
+def canonical(weights, state):
+    """(kind, name) -> whole array."""
+    found = {(PARAMETER, name): values for name, values in weights.items()}
+    for name, entry in state["state"].items():
+        found |= {("m", name): entry["exp_avg"], ("v", name): entry["exp_avg_sq"]}
+    return found
+
+
+def second_life(net, on, folders, expected):
+    """Restore every checkpoint into one model; names of those that came out otherwise."""
+    shardrt.manual_seed(4)
+    model = NETS[net]()
+    mesh, _ = spread(model, on)
+    optimizer, wrong = adamw(model), []
+    for name, folder in folders.items():
+        for piece in pieces_of(model, optimizer, saving=False):
+            piece.array.fill(7)
+        assert CheckpointManager(folder, model, optimizer, mesh).restore() == (1, {})
+        same = all(
+            np.array_equal(values, take(part, expected[name][kind, parameter]))
+            for kind, parameter, part, values in held(model, optimizer)
+        )
+        steps = {int(piece.steps[at]) for piece, at in counted(model, optimizer).values()}
+        if not same or steps != {1}:
+            wrong.append(name)
+    return wrong
+
+
+def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(lives):
+    net, found = lives
+    folders = {name: folder for name, (folder, _) in found.items()}
+    expected = {name: canonical(*ranks[0][4]) for name, (_, ranks) in found.items()}
+    for name, on in MESHES.items():
+        assert not any(run_ranks(on.ranks, second_life, net, on, folders, expected)), name
+
+
+def dropped(on):
+    """(rows, times) of this rank, and which elements each use of dropout drops, in the forward's order."""
+    shardrt.manual_seed(3)
+    model = gpt(dropout=0.3)
+    mesh, data = spread(model, on)
+    masks = []
+    for module in model.modules():
+        if isinstance(module, Dropout):
+            module.register_forward_hook(lambda module, given, y: masks.append(np.asarray(y) == 0))
+    tokens, targets = (own(rows, data) for rows in batch())
+    model(tokens, targets)
+    rows = own(np.arange(BATCH), data)
+    part, parts = (mesh.rank_of("tp"), on.tp) if on.sequence else (0, 1)
+    times = np.arange(TIME)[part * TIME // parts : (part + 1) * TIME // parts]
+    return np.ix_(rows, times), masks
+
+
+@pytest.fixture(scope="module")
+def masks_of_one_rank():
+    ((_, masks),) = run_ranks(1, dropped, MESHES["1"])
+    assert len(masks) == 5 and all(mask.shape == (BATCH, TIME, 8) for mask in masks)
+    assert all(0.25 < mask.mean() < 0.35 for mask in masks)
+    assert not any((one == other).all() for one, other in combinations(masks, 2))
+    return masks
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_dropout_drops_the_same_elements_on_every_mesh(masks_of_one_rank, name):
+    on = MESHES[name]
+    for place, masks in run_ranks(on.ranks, dropped, on):
+        assert len(masks) == len(masks_of_one_rank)
+        for mask, whole in zip(masks, masks_of_one_rank, strict=True):
+            np.testing.assert_array_equal(mask, whole[place])
