@@ -1,0 +1,28 @@
+"""Three axes at once on eight ranks: as processes and as threads, beside one rank."""
+
+import numpy as np
+import pytest
+
+from tests.parallel.meshes import MESHES, train
+from tests.ranks import mpirun, run_ranks
+
+NAME, STEPS = "copies 2, dp 2, tp 2", 3
+
+
+@pytest.mark.mpi
+def test_eight_processes_have_the_bits_of_eight_threads_and_train_as_one_rank(tmp_path):
+    done = mpirun(8, ["-m", "tests.parallel.meshes", "gpt", NAME, str(STEPS), str(tmp_path / "processes")])
+    assert done.returncode == 0, done.stderr
+    processes = dict(np.load(tmp_path / "processes.npz"))
+    threads, *_ = run_ranks(8, train, "gpt", MESHES[NAME], STEPS)
+    (alone,) = run_ranks(1, train, "gpt", MESHES["1"], STEPS)
+    assert processes.keys() == threads.keys() == alone.keys()
+    for name, values in threads.items():
+        np.testing.assert_array_equal(processes[name], values, err_msg=name)
+    losses = threads["losses"]
+    assert losses.shape == (8, STEPS) and (losses[::2] == losses[1::2]).all()  # the same along tp
+    np.testing.assert_allclose(losses.mean(0), alone["losses"][0], rtol=1e-5)
+    for name, values in alone.items():
+        if name != "losses" and not name.endswith("qkv.bias"):
+            off = np.linalg.norm(threads[name] - values)
+            assert off < 1e-5 * np.linalg.norm(values), name
