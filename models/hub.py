@@ -18,7 +18,7 @@ from shardrt.checkpoint.state import failures, gathered
 from shardrt.checkpoint.tensorfiles import FolderWriter, StoredTensor, open_folder, plain_files, read_json
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import speaks_for_all
-from shardrt.nn.runs import Runs, overlaps, run
+from shardrt.nn.runs import Part, Runs
 
 from .formats import FORMATS, Format, Settings, Stored
 
@@ -214,14 +214,31 @@ class _FromFiles:
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """Elements [offset, offset + out.size), read from where they are."""
+        self.fill_runs(out, Runs(offset, out.size, out.size, 1))
+
+    def fill_runs(self, out: Array, runs: Runs) -> None:
+        """Several runs of them, in rows of a matrix one below the other."""
         begin = 0
         for tensor, transposed in self.parts:
-            size = prod(tensor.shape)
-            for first, at, count in overlaps(run(begin, size), Runs(offset, out.size, out.size, 1)):
-                for piece in tensor.pieces(first, count, transposed):
+            at, inside = _inside(runs, begin, prod(tensor.shape))
+            for some in inside:
+                for piece in tensor.pieces(some, transposed):
                     device.of(out).copy(out[at : at + piece.size], piece.astype(out.dtype, copy=False))
                     at += piece.size
-            begin += size
+            begin += prod(tensor.shape)
+
+
+def _inside(runs: Runs, begin: int, size: int) -> tuple[int, Part]:
+    """(place in `runs`, what from there on lies in a tensor that begins at element `begin`, counted there).
+
+    A tensor holds whole rows, and each of several runs lies in one.
+    """
+    if runs.count > 1:
+        within = runs.within(begin, begin + size)
+        start, stop = within.start * runs.length, within.stop * runs.length
+    else:
+        start, stop = max(begin - runs.first, 0), min(begin + size - runs.first, runs.length)
+    return start, tuple(replace(some, first=some.first - begin) for some in runs.cut(start, stop))
 
 
 def _copies(model: nn.Module, parameters: Collection[nn.Parameter]) -> dict[int, np.ndarray]:

@@ -10,7 +10,7 @@ from shardrt.comm import talk
 from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
-from shardrt.nn.module import Module, speaks_for_all
+from shardrt.nn.module import Module, ranks_of, speaks_for_all
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import joined
 
@@ -67,9 +67,9 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
 def failures(model: Module, error: BaseException | None) -> list[str]:
     """What went wrong on any rank, alike on all; every rank has come here when it returns. Collective.
 
-    A model that is not sharded knows of no other ranks: then it is this rank's error alone.
+    A model that is neither sharded nor cut knows of no other ranks: then it is this rank's error alone.
     """
-    units = units_below(model)
-    if units:
-        return talk.failures(units[0].built().control, error)
+    ranks = ranks_of(model)
+    if ranks is not None:
+        return talk.failures(ranks, error)
     return [] if error is None else [f"{type(error).__name__}: {error}"]

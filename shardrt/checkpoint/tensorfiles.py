@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.checkpoint.disk import Disk
+from shardrt.nn.runs import Runs
 from shardrt.untrusted import read_regular, strict_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -36,44 +37,49 @@ class StoredTensor:
     file: "_File"
     offset: int
 
-    def pieces(self, first: int, count: int, transposed: bool) -> Iterator[np.ndarray]:
-        """Elements [first, first + count) in C order, float32 or float64, BLOCK bytes or a row at a time.
+    def pieces(self, runs: Runs, transposed: bool) -> Iterator[np.ndarray]:
+        """The elements `runs`, in C order, float32 or float64, BLOCK bytes, a run or a row at a time.
 
         Each piece is valid until the next. transposed: of the transpose of a matrix, of which only the
-        columns that are needed are read. Raises OSError, or ValueError where the file has changed since it
-        was opened.
+        columns that are needed are read, and of runs that lie in a row each only those rows. Several runs lie
+        so, one below the other. Raises OSError, or ValueError where the file has changed since it was opened.
         """
         with self.file.open() as file:
-            read = self._columns if transposed else self._range
-            yield from read(file, first, count)
+            read = self._columns if transposed else self._runs
+            yield from read(file, runs)
 
-    def _range(self, file: int, first: int, count: int) -> Iterator[np.ndarray]:
+    def _runs(self, file: int, runs: Runs) -> Iterator[np.ndarray]:
         item = _ITEM[self.dtype]
-        each = min(count, BLOCK // item)
+        each = min(runs.length, BLOCK // item)
         raw, numbers = _scratch(each, np.uint8, item), self._room(each)
-        for start in range(first, first + count, each):
-            size = min(each, first + count - start)
-            self.file.read(file, raw[: size * item], self.offset + start * item)
-            yield self._converted(raw[: size * item], numbers[:size])
+        for begin in map(runs.begin, range(runs.count)):
+            for start in range(begin, begin + runs.length, each):
+                size = min(each, begin + runs.length - start)
+                self.file.read(file, raw[: size * item], self.offset + start * item)
+                yield self._converted(raw[: size * item], numbers[:size])
 
-    def _columns(self, file: int, first: int, count: int) -> Iterator[np.ndarray]:
+    def _columns(self, file: int, runs: Runs) -> Iterator[np.ndarray]:
+        """Of the file's (rows, columns) a block is read and turned, some columns at a time."""
         item = _ITEM[self.dtype]
         rows, columns = self.shape
-        start, stop = first // rows, -(-(first + count) // rows)
-        each = min(max(1, BLOCK // (rows * item)), stop - start)
-        raw, numbers, turned = _scratch(rows * each, np.uint8, item), self._room(rows * each), None
+        start, top = divmod(runs.first, rows)
+        height, stop, skipped = runs.length, start + runs.count, 0
+        if top + runs.length > rows:  # one run over several columns
+            height, stop, skipped, top = rows, -(-runs.stop // rows), top, 0
+        each = min(max(1, BLOCK // (height * item)), stop - start)
+        raw, numbers, turned = _scratch(height * each, np.uint8, item), self._room(height * each), None
         for low in range(start, stop, each):
             wide = min(each, stop - low)
-            data = raw[: rows * wide * item]
+            data, before = raw[: height * wide * item], (low - start) * height
             if wide == columns:
-                self.file.read(file, data, self.offset)
+                self.file.read(file, data, self.offset + top * columns * item)
             else:
-                for row, line in enumerate(data.reshape(rows, wide * item)):
+                for row, line in enumerate(data.reshape(height, wide * item), top):
                     self.file.read(file, line, self.offset + (row * columns + low) * item)
-            values = self._converted(data, numbers[: rows * wide])
-            turned = _scratch(rows * each, values.dtype) if turned is None else turned
-            turned[: values.size].reshape(wide, rows)[...] = values.reshape(rows, wide).T
-            yield turned[max(0, first - low * rows) : min(values.size, first + count - low * rows)]
+            values = self._converted(data, numbers[: height * wide])
+            turned = _scratch(height * each, values.dtype) if turned is None else turned
+            turned[: values.size].reshape(wide, height)[...] = values.reshape(height, wide).T
+            yield turned[max(0, skipped - before) : min(values.size, skipped + runs.size - before)]
 
     def _room(self, count: int) -> np.ndarray:
         """Where numbers that have to be converted go."""

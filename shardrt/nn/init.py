@@ -5,10 +5,11 @@ rank makes its shard alone, and the values are the same bits at every world size
 """
 
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from shardrt import device
 from shardrt.nn import elsewhere
+from shardrt.nn.runs import Runs
 
 Array = Any
 
@@ -18,6 +19,14 @@ class Initialiser(Protocol):
 
     def fill(self, out: Array, seed: int, key: int, offset: int) -> None:
         """Write elements [offset, offset + out.size) of the parameter behind `key` into 1-D `out`."""
+
+
+@runtime_checkable
+class InitialiserOfRuns(Protocol):
+    """One that knows its values, and gives columns of a matrix at once rather than row by row."""
+
+    def fill_runs(self, out: Array, runs: Runs) -> None:
+        """Write the elements `runs` of the parameter, each of several in a row of its own, into 1-D `out`."""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 from shardrt import autograd, device, dtypes, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
-from shardrt.nn.init import AsNamed, Initialiser
+from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
 from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.share import CUT, Share
 from shardrt.nn.storage import LocalStorage, Storage, read_only
@@ -212,8 +212,15 @@ class Parameter(Tensor):
 
         out: 1-D.
         """
+        part = self.in_whole(part)
+        if isinstance(self.init, InitialiserOfRuns):
+            stop = 0
+            for runs in part:
+                start, stop = stop, stop + runs.size
+                self.init.fill_runs(out[start:stop], runs)
+            return
         key = random.name_key(self.name if name is None else name)
-        for place, first, length in spans(self.in_whole(part)):
+        for place, first, length in spans(part):
             self.init.fill(out[place : place + length], self.seed, key, first)
 
     def load(self, values: Any) -> None:

@@ -12,6 +12,7 @@ from shardrt import functional as F
 from shardrt.functional import vocabulary
 from shardrt.functional.vocabulary import VocabularyPart, rows_of
 from shardrt.nn.layers import Embedding, Linear
+from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
 from shardrt.parallel.around import Converting
@@ -61,6 +62,8 @@ class VocabParallel(Style):
     def apply(self, module: Module, axis: Axis) -> None:
         if isinstance(module, Linear) and module.bias is not None:
             raise ValueError(f"VocabParallel: {module.name!r} has a bias, which the loss would leave out")
+        if isinstance(module, LoRALinear):
+            raise ValueError(f"VocabParallel: {module.name!r} has an adapter, which the loss would leave out")
         weight = module.weight
         if isinstance(module, Linear):
             module.run_inside(Logits(axis))

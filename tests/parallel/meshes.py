@@ -61,9 +61,7 @@ MESHES = {
 
 
 def gpt(dropout=0.0):
-    return GPT(
-        GPTConfig(n_layer=2, n_head=4, n_embd=8, block_size=TIME, vocab_size=VOCAB, dropout=dropout)
-    )
+    return GPT(GPTConfig(n_layer=2, n_head=4, n_embd=8, block_size=TIME, vocab_size=VOCAB, dropout=dropout))
 
 
 def llama():

@@ -1,0 +1,184 @@
+"""Whole weights into models that are cut, and out again: files of Hugging Face, state dicts, one file."""
+
+import threading
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+import shardrt
+from models.hub import load_pretrained, save_pretrained
+from shardrt import checkpoint
+from shardrt.checkpoint import (
+    full_state_dict,
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+    tensorfiles,
+)
+from shardrt.fsdp import full_parameters
+from shardrt.nn import add_lora, lora_parameters, merge_lora
+from tests.parallel.meshes import MESHES, NETS, Mesh, adamw, spread
+from tests.ranks import run_ranks
+
+CUT = [name for name, mesh in MESHES.items() if mesh.tp > 1]
+
+
+@pytest.fixture(scope="module", params=NETS)
+def published(request, tmp_path_factory):
+    """(kind, folder of its weights as Hugging Face keeps them, the weights)."""
+    shardrt.manual_seed(5)
+    model, folder = NETS[request.param](), tmp_path_factory.mktemp("published") / "model"
+    generator = np.random.default_rng(5)
+    weights = {n: generator.normal(size=p.shape).astype(np.float32) for n, p in model.named_parameters()}
+    model.load_state_dict(weights)
+    save_pretrained(model, folder)
+    return request.param, folder, weights
+
+
+def same(found, expected):
+    return found.keys() == expected.keys() and all(np.array_equal(found[n], expected[n]) for n in expected)
+
+
+def through(folder, out, on):
+    """Load, look, and write again; (weights on rank 0, bytes read here, bytes held here)."""
+    model = load_pretrained(folder)
+    spread(model, on)
+    READ.bytes = 0
+    held = sum(parameter.shard.nbytes for parameter in model.parameters())
+    read = READ.bytes
+    weights = full_state_dict(model)
+    save_pretrained(model, out)
+    return weights, read, held
+
+
+READ = threading.local()
+
+
+@pytest.mark.parametrize("name", CUT)
+def test_files_go_onto_parts_and_out_again_to_the_bit_and_a_rank_reads_what_it_holds(
+    published, name, tmp_path, monkeypatch
+):
+    _, folder, expected = published
+    plain = tensorfiles._File.read
+
+    def counted(self, descriptor, data, offset):
+        READ.bytes += data.nbytes
+        plain(self, descriptor, data, offset)
+
+    monkeypatch.setattr(tensorfiles._File, "read", counted)
+    monkeypatch.setattr(tensorfiles, "BLOCK", 100)  # several pieces of each
+    total = sum(values.nbytes for values in expected.values())
+    results = run_ranks(MESHES[name].ranks, through, folder, tmp_path / "out", MESHES[name])
+    assert same(results[0][0], expected)
+    for _, read, held in results:
+        assert held < 0.75 * total
+        # Of a transposed matrix that is cut again whole columns are read, where a shard begins and ends.
+        assert read == held if MESHES[name].shards == 1 else read < held + total / 4
+    written, wanted = load_file(tmp_path / "out/model.safetensors"), load_file(folder / "model.safetensors")
+    assert same(written, wanted)
+
+
+def dicts_and_files(on, weights, folder):
+    """From rank 0's dict into the model, to a file, and back from it."""
+    model = NETS["llama"]()
+    mesh, _ = spread(model, on)
+    model.load_state_dict(weights if mesh.rank == 0 else None, broadcast_from_rank0=True)
+    first = full_state_dict(model)
+    checkpoint.save(folder, model, step=3)
+    again = NETS["llama"]()
+    spread(again, on)
+    for parameter in again.parameters():
+        with parameter.writing() as shard:
+            shard.fill(7)
+    assert checkpoint.load(folder, again, broadcast_from_rank0=True) == 3
+    second = full_state_dict(again)
+    again.load_state_dict(weights)
+    return first, second, full_state_dict(again)
+
+
+def optimizers(on, given):
+    """An optimizer's state, from rank 0 and from all."""
+    found = []
+    for first in (True, False):
+        model = NETS["llama"]()
+        mesh, _ = spread(model, on)
+        optimizer = adamw(model)
+        state = None if first and mesh.rank > 0 else given
+        set_optimizer_state_dict(model, optimizer, state, broadcast_from_rank0=first)
+        found.append(get_optimizer_state_dict(model, optimizer))
+    return found
+
+
+@pytest.mark.parametrize("name", ["tp 4, sp", "dp 3, tp 2", "copies 2, tp 2"])
+def test_state_dicts_go_in_and_out_to_the_bit(name, tmp_path):
+    on, generator = MESHES[name], np.random.default_rng(6)
+    shapes = {key: parameter.shape for key, parameter in NETS["llama"]().named_parameters()}
+    weights, m, v = (
+        {k: generator.normal(size=s).astype(np.float32) for k, s in shapes.items()} for _ in "pmv"
+    )
+    found, *others = run_ranks(on.ranks, dicts_and_files, on, weights, tmp_path)
+    assert all(same(state, weights) for state in found)
+    assert not any(state for three in others for state in three)
+    state = {k: {"step": 4, "exp_avg": m[k], "exp_avg_sq": v[k]} for k in shapes}
+    given = {"state": state, "param_groups": [{"lr": 0.5, "params": list(shapes)}]}
+    for out in run_ranks(on.ranks, optimizers, on, given)[0]:
+        assert out["param_groups"][0]["lr"] == 0.5
+        assert same({k: entry["exp_avg"] for k, entry in out["state"].items()}, m)
+        assert same({k: entry["exp_avg_sq"] for k, entry in out["state"].items()}, v)
+        assert {entry["step"] for entry in out["state"].values()} == {4}
+
+
+def refused_on_all(on, folder):
+    model = NETS["gpt"]()
+    spread(model, on)
+    told = []
+    for write in (partial(save_pretrained, model, folder), partial(checkpoint.save, folder / "file", model)):
+        with pytest.raises(checkpoint.CheckpointError) as error:
+            write()
+        told.append(str(error.value))
+    return told
+
+
+@pytest.mark.parametrize("name", ["tp 2", "dp 2, tp 2"])
+def test_all_ranks_learn_that_the_first_could_not_write(name, tmp_path):
+    (tmp_path / "file").write_text("in the way")
+    told = run_ranks(MESHES[name].ranks, refused_on_all, MESHES[name], tmp_path)
+    assert all(each == told[0] for each in told)
+    assert "is there already" in told[0][0] and "rank 0" in told[0][1]
+
+
+def adapters(on, folder):
+    """Adapters of a model that is cut come out whole, go in again, and are merged."""
+    model = add_lora(NETS["llama"](), 2, targets=("blocks.*",))
+    spread(model, on)
+    generator = np.random.default_rng(8)
+    given = {n: generator.normal(size=p.whole_shape).astype(np.float32) for n, p in model.named_parameters()}
+    model.load_state_dict(given)
+    own = {id(parameter) for parameter in lora_parameters(model)}
+    whole = full_state_dict(model)
+    if on.tp > 1:
+        with pytest.raises(ValueError, match="has an adapter and is cut"):
+            save_pretrained(model, folder)
+    assert all(p.requires_grad == (id(p) in own) for p in model.parameters())
+    with full_parameters(model, writeback=True) if on.tp == 1 else nullcontext():
+        merge_lora(model)
+    merged = {n: values for n, values in full_state_dict(model).items() if "lora" not in n}
+    return same(whole, given), merged
+
+
+def test_adapters_go_in_and_out_and_are_merged_where_they_are_cut(tmp_path):
+    (alone,) = run_ranks(1, adapters, Mesh(), tmp_path)
+    for size in (2, 4):
+        found, *_ = run_ranks(size, adapters, Mesh(tp=size), tmp_path)
+        assert found[0]
+        assert same(found[1], alone[1])
+
+
+def test_an_adapter_of_a_head_that_is_cut_is_refused():
+    def rank():
+        with pytest.raises(ValueError, match="VocabParallel: 'head' has an adapter, which the loss would"):
+            spread(add_lora(NETS["llama"](), 2), MESHES["tp 2"])
+
+    run_ranks(2, rank)
