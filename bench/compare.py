@@ -5,6 +5,7 @@ batches; so the losses must agree, and who has others gets no figures. Ratios ar
 the CPU; on a GPU beside PyTorch: `python -m bench.gpu`.
 
     python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
+    python -m bench.compare --strategy TP --against tp --beside FULL_SHARD,TP_SP
 """
 
 import argparse
@@ -21,7 +22,7 @@ from pathlib import Path
 
 from bench import ranks
 from bench import workload as w
-from bench.command_line import Parser
+from bench.command_line import Parser, words
 from bench.environment import facts, write_result
 from bench.peers.launch import launch, one_thread
 from bench.peers.torch_step import STRATEGIES as PEERS
@@ -47,12 +48,12 @@ class Contestant:
 
     def run(self, arguments: list[str], count: int) -> dict:
         """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
-        words = ["-m", self.module, *arguments, "--strategy", self.strategy, "--json"]
+        command = ["-m", self.module, *arguments, "--strategy", self.strategy, "--json"]
         environment = one_thread()
         if self.preload:
             environment["LD_PRELOAD"] = self.preload
         start = ranks.mpirun if self.module == "bench.step" else launch
-        return json.loads(start(words, count, environment).splitlines()[-1])
+        return json.loads(start(command, count, environment).splitlines()[-1])
 
 
 def main() -> None:
@@ -89,6 +90,9 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--strategy", default="FULL_SHARD", help="shardrt's (FULL_SHARD)")
     parser.add_argument(
         "--tcmalloc", nargs="?", const="", metavar="LIBRARY", help="PyTorch under tcmalloc as well"
+    )
+    parser.add_argument(
+        "--beside", type=words, default=[], metavar="STRATEGY,...", help="more of shardrt's strategies"
     )
     parser.add_argument("--unsharded", action="store_true", help="shardrt unsharded as well, same threads")
     parser.add_argument(
@@ -135,6 +139,7 @@ def entrants(options: argparse.Namespace) -> list[Contestant]:
         for preload in preloads:
             name = f"torch {PEERS[peer]}{' tcmalloc' if preload else ''}"
             found.append(Contestant(name, "bench.peers.torch_step", peer, preload))
+    found += [Contestant(f"shardrt {name}", "bench.step", name) for name in options.beside]
     if options.unsharded:
         found.append(Contestant("shardrt unsharded", "bench.step", "NONE"))
     return found

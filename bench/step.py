@@ -15,6 +15,7 @@ import os
 import statistics
 import sys
 import time
+from math import prod
 
 import numpy as np
 from threadpoolctl import threadpool_info
@@ -25,8 +26,8 @@ from bench import hidden, ranks
 from bench import workload as w
 from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
-from bench.traffic import Counter, expected
-from bench.training import UNSHARDED, Training, gathered
+from bench.traffic import Counter, expected, expected_of_tensor
+from bench.training import TENSOR, UNSHARDED, Training, gathered
 from shardrt.comm import init_device_mesh, world
 from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
@@ -42,9 +43,10 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     parser.add_argument(
         "--strategy",
-        choices=[*STRATEGIES, UNSHARDED, "all"],
+        choices=[*STRATEGIES, *TENSOR, UNSHARDED, "all"],
         default="FULL_SHARD",
-        help="NONE: not sharded at all; every rank then trains a model of its own",
+        help="NONE: not sharded at all; every rank then trains a model of its own. TP: modules cut over all "
+        "ranks, which train on the batches of all; TP_SP: the sequence as well",
     )
     parser.add_argument("--ranks", type=w.positive, metavar="N", help="start so many, where mpirun does not")
     parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units gathered ahead (1)")
@@ -153,10 +155,10 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
     gathered([0.0], mesh)  # all ranks multiply at the same time, as in a step
     product = gathered([product_gflops()], mesh).mean()
     for number in range(options.warmup):
-        training.step(*workload.batch_of(number, mesh.rank))
+        training.step(*training.batch(number))
     before, used, steps = counter.bytes, 0.0, []
     for number in range(options.warmup, options.warmup + options.steps):
-        batch = workload.batch_of(number, mesh.rank)
+        batch = training.batch(number)
         with timeline.record_all() as recorded:
             busy_before = time.process_time()
             stamps = training.step(*batch)
@@ -164,7 +166,7 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
         steps.append((stamps.seconds, parts(stamps, recorded), busy(recorded.spans)))
     traffic = (counter.bytes - before) / options.steps
     losses = list(training.losses)
-    last = workload.batch_of(options.warmup + options.steps, mesh.rank)
+    last = training.batch(options.warmup + options.steps)
     with f.proportional_peak() as sampled:
         training.step(*last)
 
@@ -191,9 +193,18 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
         result["mfu_of_product"] = float(f"{result['gflops_per_rank'] / product:.4g}")
         result["mfu_of_peak"] = None  # a CPU does not tell how fast its cores could multiply
         result["received_mb"] = round(traffic / 1e6, 3)
-        formula = 0.0 if options.strategy == UNSHARDED else expected(training.model)
-        result["formula_mb"] = round(formula / 1e6, 3)
+        result["formula_mb"] = round(formula(options.strategy, training) / 1e6, 3)
         f.show(result, lines(result, workload), options)
+
+
+def formula(strategy: str, training: Training) -> float:
+    """Bytes that a rank should receive in a step."""
+    if strategy == UNSHARDED:
+        return 0.0
+    if strategy in TENSOR:
+        ranks = training.mesh.size
+        return expected_of_tensor(training.model, ranks, ranks * training.workload.count, TENSOR[strategy])
+    return expected(training.model)
 
 
 def middle(steps: list[tuple[float, dict, dict]]) -> dict[str, float]:
@@ -221,7 +232,7 @@ def about(options: argparse.Namespace, training: Training) -> dict:
     shards, control = training.mesh.shape, training.mesh.communicator("control")
     return {
         "contestant": f"shardrt {options.strategy}",
-        "parameters": sum(parameter.size for parameter in training.model.parameters()),
+        "parameters": sum(prod(parameter.whole_shape) for parameter in training.model.parameters()),
         "settings": {
             "strategy": options.strategy,
             "mesh": list(shards),

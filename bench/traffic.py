@@ -1,11 +1,14 @@
 """Bytes that a rank receives in a step, and sends: counted at the communicators, and by the formula.
 
-The formula is that of docs/strategies.md, with each unit's padding.
+The formulas are those of docs/strategies.md, with each unit's padding, and docs/tensor_parallel.md.
 """
+
+from math import prod
 
 from shardrt import nn
 from shardrt.comm import Communicator, CountedCommunicator
 from shardrt.fsdp import units
+from shardrt.nn.share import PARTIAL
 
 
 class Counter:
@@ -34,4 +37,17 @@ def expected(model: nn.Module) -> float:
             nbytes = 4 * group.layout.total
             total += (gathers + 1) * nbytes * (shards - 1) / shards
             total += 2 * nbytes / shards * (copies - 1) / copies
+    return total
+
+
+def expected_of_tensor(model: nn.Module, ranks: int, rows: int, sequence: bool) -> float:
+    """Bytes for each rank and step of a language model cut over `ranks`, on `rows` tokens together."""
+    part = (ranks - 1) / ranks
+    activations = 4 * rows * model.config.n_embd
+    passes = 4 * (2 * len(model.blocks) + 1)
+    total = passes * part * activations + 8 * (ranks - 1) * rows
+    if sequence:
+        total += 2 * len(model.blocks) * part * activations  # gathered again
+        partial = [p for p in model.parameters() if p.share is not None and p.share.kind == PARTIAL]
+        total += 2 * part * 4 * sum(prod(parameter.shape) for parameter in partial)
     return total

@@ -10,13 +10,16 @@ import shardrt
 from bench import workload as w
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
 from models.vit import ViT, ViTConfig
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.fsdp import fully_shard
+from shardrt.parallel import parallelize_module
 
 UNSHARDED = "NONE"
+TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too
 
 
 @dataclass(frozen=True)
@@ -38,7 +41,8 @@ class Stamps:
 class Training:
     """A model and its optimizer; begins with the same weights wherever the workload is the same.
 
-    strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own.
+    strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own; or
+    one of TENSOR.
     """
 
     def __init__(
@@ -55,11 +59,20 @@ class Training:
         shardrt.manual_seed(0)
         self.workload, self.mesh, self.clip = workload, mesh, clip
         self.model = model_of(workload, loss_chunk) if model is None else model
-        if strategy != UNSHARDED:
+        self.strategy = strategy
+        if strategy in TENSOR:
+            parallelize_module(self.model, mesh, plan_of(self.model, sequence_parallel=TENSOR[strategy]))
+        elif strategy != UNSHARDED:
             for unit in (*self.model.blocks, self.model):
                 fully_shard(unit, mesh=mesh, strategy=strategy, prefetch=prefetch)
         self.optimizer: optim.AdamW | None = None
         self.losses: list[float] = []
+
+    def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
+        """What this rank trains on: its own part, or that of all ranks where modules are cut."""
+        if self.strategy in TENSOR:
+            return self.workload.batch_of_all(step, self.mesh.size)
+        return self.workload.batch_of(step, self.mesh.rank)
 
     def step(self, inputs: np.ndarray, targets: np.ndarray) -> Stamps:
         """Train on one batch; the first step makes the optimizer."""

@@ -38,6 +38,11 @@ class Job:
         """Inputs and targets of a rank at a step: a function of the two alone."""
         raise NotImplementedError
 
+    def batch_of_all(self, step: int, ranks: int) -> tuple[np.ndarray, np.ndarray]:
+        """Those of so many ranks together, where all of them train on all of it."""
+        inputs, targets = zip(*(self.batch_of(step, rank) for rank in range(ranks)), strict=True)
+        return np.concatenate(inputs), np.concatenate(targets)
+
     def arguments(self) -> list[str]:
         """The command-line arguments that `workload_of` reads this workload from."""
         shape = [word for name, value in asdict(self).items() for word in (f"--{name}", str(value))]

@@ -1,4 +1,4 @@
-"""Times PyTorch's training step: FSDP2, FSDP1, DDP or a single process, on gloo, with fused AdamW.
+"""Times PyTorch's training step: FSDP2, FSDP1, DDP, TP or a single process, on gloo, with fused AdamW.
 
 Starts one process per rank, one thread each. The last line is one JSON object, as bench.step prints it.
 
@@ -9,6 +9,7 @@ import argparse
 import os
 import sys
 import time
+from contextlib import nullcontext
 from statistics import fmean
 
 from bench import figures as f
@@ -20,8 +21,13 @@ STRATEGIES = {
     "fsdp2-bf16": "FSDP2 bfloat16",  # computes in bfloat16, reduces in float32
     "fsdp1": "FSDP1",  # FullyShardedDataParallel
     "ddp": "DDP",
+    "tp": "TP",  # parallelize_module, on the batches of all ranks, with loss_parallel
+    "tp-sp": "TP SP",  # with SequenceParallel
     "single": "one process",
 }
+
+
+TENSOR = ("tp", "tp-sp")
 
 
 def main() -> None:
@@ -53,13 +59,14 @@ def run(options: argparse.Namespace) -> None:
     workload = w.workload_of(options)
     model, parameters = build(workload, options)
     optimizer = torch.optim.AdamW(
-        model.parameters(), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
+        groups_of(model, options), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
     )
 
     def train(inputs, targets):
-        logits = model(inputs)
-        loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
-        loss.backward()
+        with loss_of_parts(options):
+            logits = model(inputs)
+            loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
+            loss.backward()
         if options.clip is not None:
             clip(model, options)
         optimizer.step()
@@ -67,7 +74,12 @@ def run(options: argparse.Namespace) -> None:
         return loss.item()
 
     def batch(step):
-        return (torch.from_numpy(array) for array in workload.batch_of(step, rank))
+        given = (
+            workload.batch_of_all(step, world_size)
+            if options.strategy in TENSOR
+            else workload.batch_of(step, rank)
+        )
+        return (torch.from_numpy(array) for array in given)
 
     seconds, losses, processor = [], [], []
     for step in range(options.warmup + options.steps):
@@ -120,6 +132,11 @@ def build(workload: w.Job, options: argparse.Namespace):
 
         load_model(model, os.path.join(options.weights, "model.safetensors"))
     parameters = sum(parameter.numel() for parameter in model.parameters())
+    if options.strategy in TENSOR:
+        from bench.peers.torch_tensor import cut
+
+        mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+        return cut(model, mesh, sequence=options.strategy == "tp-sp", loss_parallel=True), parameters
     if options.strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model), parameters
     if options.strategy == "fsdp1":
@@ -133,6 +150,24 @@ def build(workload: w.Job, options: argparse.Namespace):
         for unit in (*model.blocks, model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model, parameters
+
+
+def loss_of_parts(options: argparse.Namespace):
+    """A context for the loss of logits that are cut."""
+    if options.strategy not in TENSOR:
+        return nullcontext()
+    from torch.distributed.tensor.parallel import loss_parallel
+
+    return loss_parallel()
+
+
+def groups_of(model, options: argparse.Namespace):
+    """What the optimizer gets."""
+    if options.strategy not in TENSOR:
+        return model.parameters()
+    from bench.peers.torch_tensor import parameters_of
+
+    return parameters_of(model)
 
 
 def network(workload: w.Job):

@@ -3,7 +3,8 @@
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
 reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
-along when ranks tell each other what they call; other arrays go through MPI.
+along when ranks tell each other what they call. Other arrays of a gather or a sum, activations for example,
+are copied to where the other ranks can read them; the rest goes through MPI.
 """
 
 from typing import Any
@@ -16,6 +17,8 @@ from shardrt.comm.flags import Flags
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Place, Segments
+
+_STAGED = 1 << 24  # bytes of a rank that are copied to where others read them, at most at a time
 
 
 class ShmCommunicator(MPICommunicator):
@@ -33,6 +36,12 @@ class ShmCommunicator(MPICommunicator):
         self._flags = Flags(mpi)
         super().__init__(mpi, names, self._flags)
         self._segments = segments or Segments(mpi)
+        # Where this rank puts what the others read. Two by turns: who fills one again has met all since.
+        self._stages: list[tuple[np.ndarray, Place]] = []
+
+    def close(self) -> None:
+        self._stages.clear()
+        super().close()
 
     def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
         mpi = self._split(color, key)
@@ -49,8 +58,10 @@ class ShmCommunicator(MPICommunicator):
         place = self._segments.find(buffer)
         n = buffer.size // self.size
         little = self._flags.fits(n * buffer.itemsize, False)
-        if place is None or (little and not place.segment.shared):
+        if little and (place is None or not place.segment.shared):
             return super()._all_gather(buffer, what)
+        if place is None:
+            return self._gather_staged(buffer, what)
         self._meet("all_gather", buffer, 0, what, "", place.word)
         if place.segment.shared:
             return None  # everyone's slice is written, here
@@ -70,6 +81,10 @@ class ShmCommunicator(MPICommunicator):
         what: str,
     ) -> None:
         place = self._separate("reduce_scatter", buffer)
+        if place is None and not self._flags.fits(buffer.nbytes, True) and buffer.nbytes <= _STAGED:
+            parts = self._staged(buffer, "reduce_scatter", buffer, op, what, kind)
+            own = slice(self.rank * output.size, (self.rank + 1) * output.size)
+            return combine(output, [part[own] for part in parts], scale, accumulate, op, kind)
         if place is None or self._flags.fits(buffer.nbytes, True):
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
         self._meet("reduce_scatter", buffer, op, what, kind, place.word)
@@ -78,8 +93,52 @@ class ShmCommunicator(MPICommunicator):
         return self._flags.part("reduce_scatter")
 
     def _all_reduce(self, buffer: np.ndarray, op: str, what: str) -> None:
-        self._separate("all_reduce", buffer)
-        super()._all_reduce(buffer, op, what)
+        place = self._separate("all_reduce", buffer)
+        if place is not None or self._flags.fits(buffer.nbytes, False):
+            return super()._all_reduce(buffer, op, what)
+        each = _STAGED // buffer.itemsize
+        for start in range(0, buffer.size, each):
+            self._sum_staged(buffer[start : start + each], op, what)
+        return None
+
+    def _sum_staged(self, buffer: np.ndarray, op: str, what: str) -> None:
+        """Of two ranks each adds all of it; of more each a part, which the others copy."""
+        parts = self._staged(buffer, "all_reduce", buffer, op, what)
+        if self.size == 2:
+            return combine(buffer, parts, op=op)
+        n = -(-buffer.size // self.size)
+        rows = [slice(rank * n, (rank + 1) * n) for rank in range(self.size)]
+        own = rows[self.rank]
+        combine(parts[self.rank][own], [part[own] for part in parts], op=op)
+        self._flags.part("all_reduce")
+        for part, row in zip(parts, rows, strict=True):
+            buffer[row] = part[row]
+        return None
+
+    def _gather_staged(self, buffer: np.ndarray, what: str) -> None:
+        """In pieces of every rank's slice."""
+        rows = buffer.reshape(self.size, -1)
+        each = _STAGED // buffer.itemsize
+        for start in range(0, rows.shape[1], each):
+            pieces = rows[:, start : start + each]
+            parts = self._staged(pieces[self.rank], "all_gather", buffer, start, what)
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    pieces[rank] = part
+
+    def _staged(self, own: np.ndarray, *call: Any) -> list[np.ndarray]:
+        """What every rank gives, to be read before the next call; `call` is what `_meet` compares."""
+        if not self._stages or self._stages[0][0].nbytes < own.nbytes:
+            self._meet(*call)  # all will make room
+            room, segments = 1 << max(20, (own.nbytes - 1).bit_length()), Segments(self._mpi)
+            made = [segments.allocate(self._mpi, room, np.uint8, False) for _ in range(2)]
+            self._stages = [(memory, segments.find(memory)) for memory in made]
+        self._stages.reverse()
+        memory, place = self._stages[0]
+        mine = memory[: own.nbytes].view(own.dtype)
+        mine[:] = own
+        self._meet(*call)
+        return [place.of(rank, mine) for rank in range(self.size)]
 
     def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
         place = self._segments.find(buffer)

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -33,7 +34,10 @@ CASES = {
     "ddp": (LLAMA, 0, 1e-6),
     "fsdp1": (VIT, 0, 1e-6),
     "fsdp2-bf16": (LLAMA, 1e-6, compare.LOW_TOLERANCE),
+    "tp": (replace(TINY, vocab=18), 0, 1e-6),
+    "tp-sp": (replace(LLAMA, vocab=18), 0, 1e-6),
 }
+STRATEGIES = {"tp": "TP", "tp-sp": "TP_SP"}  # ours beside these
 # The commands' own main, with the words of one case after the other.
 OURS = """
 import json, sys
@@ -62,7 +66,10 @@ def figures_of_both(tmp_path_factory):
         weights = tmp_path_factory.mktemp("weights")
         save(weights, model_of(job))
         words.append([str(_free_port()), *job.arguments(), "--weights", str(weights), *STEPS])
-    done = mpirun(2, ["-c", OURS, json.dumps(words)], timeout=120, **ONE_THREAD)
+    named = [
+        [*each, "--strategy", STRATEGIES.get(p, "FULL_SHARD")] for each, p in zip(words, CASES, strict=True)
+    ]
+    done = mpirun(2, ["-c", OURS, json.dumps(named)], timeout=120, **ONE_THREAD)
     ours = map(json.loads, done.stdout.splitlines())
     own = [[*each, "--strategy", peer] for each, peer in zip(words, CASES, strict=True)]
     theirs = map(json.loads, launch(["-c", THEIRS, json.dumps(own)], 2, one_thread()).splitlines())
@@ -78,6 +85,7 @@ def test_contestants_have_the_same_losses(figures_of_both, peer):
     assert theirs["settings"]["strategy"] == peer and theirs["parameters"] == ours["parameters"]
     assert theirs["settings"]["threads_per_rank"] == ours["settings"]["threads_per_rank"] == 1
     assert least <= compare.difference(ours["losses"], theirs["losses"]) < most
+    assert ours["received_mb"] == pytest.approx(ours["formula_mb"], abs=2e-3)
     assert 100 < theirs["peak_pss_mb"] < theirs["peak_rss_mb"] < 5000
 
 

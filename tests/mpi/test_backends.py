@@ -18,6 +18,7 @@ from shardrt.comm import (
     init_device_mesh,
     mpi,
     notices,
+    shm,
     world,
 )
 from shardrt.comm.hierarchical import HierarchicalCommunicator
@@ -154,6 +155,25 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
         part = buffer[SIZE:] if made.rank == 1 else buffer[:-SIZE]
         with pytest.raises(CollectiveMismatch, match=r"rank 1 called all_gather\(.*, memory 0x\w+\)"):
             made.all_gather(part, stream=INLINE)
+        made.close()
+
+    @pytest.mark.parametrize("room", [1 << 24, 1 << 16])
+    def test_arrays_that_are_not_shared_may_be_written_at_once_and_go_in_pieces(self, room, monkeypatch):
+        monkeypatch.setattr(shm, "_STAGED", room)
+        made, ranks = self.make(), np.arange(SIZE)
+        for step in range(20):
+            count = SIZE * (5_000 + 4_000 * step)
+            summed = np.full(count, step + made.rank, np.float32)
+            made.all_reduce(summed, stream=INLINE)
+            assert (summed == (step + ranks).sum()).all()
+            gathered = np.full((SIZE, count // SIZE), np.nan, np.float32)
+            gathered[made.rank] = step + made.rank
+            made.all_gather(gathered.reshape(-1), stream=INLINE)
+            assert (gathered.T == step + ranks).all()
+            part = np.empty(count // SIZE, np.float32)
+            made.reduce_scatter(part, gathered.reshape(-1), stream=INLINE)
+            gathered[:] = np.nan
+            assert (part == SIZE * (step + made.rank)).all()
         made.close()
 
     @pytest.mark.parametrize("shared", [True, False])
