@@ -18,7 +18,7 @@ from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Place, Segments
 
-_STAGED = 1 << 24  # bytes of a rank that are copied to where others read them, at most at a time
+_STAGED = 1 << 20  # bytes of a rank that are copied to where others read them at a time: they stay in a cache
 
 
 class ShmCommunicator(MPICommunicator):
@@ -81,12 +81,17 @@ class ShmCommunicator(MPICommunicator):
         what: str,
     ) -> None:
         place = self._separate("reduce_scatter", buffer)
-        if place is None and not self._flags.fits(buffer.nbytes, True) and buffer.nbytes <= _STAGED:
-            parts = self._staged(buffer, "reduce_scatter", buffer, op, what, kind)
-            own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-            return combine(output, [part[own] for part in parts], scale, accumulate, op, kind)
-        if place is None or self._flags.fits(buffer.nbytes, True):
+        if self._flags.fits(buffer.nbytes, True):
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
+        if place is None:
+            rows = buffer.reshape(self.size, -1)
+            each = max(1, _STAGED // (self.size * buffer.itemsize))
+            for start in range(0, output.size, each):
+                pieces = rows[:, start : start + each]
+                parts = self._staged(pieces, "reduce_scatter", buffer, op, what, kind)
+                own = [part.reshape(pieces.shape)[self.rank] for part in parts]
+                combine(output[start : start + each], own, scale, accumulate, op, kind)
+            return None
         self._meet("reduce_scatter", buffer, op, what, kind, place.word)
         own = slice(self.rank * output.size, (self.rank + 1) * output.size)
         combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op, kind)
@@ -128,15 +133,15 @@ class ShmCommunicator(MPICommunicator):
 
     def _staged(self, own: np.ndarray, *call: Any) -> list[np.ndarray]:
         """What every rank gives, to be read before the next call; `call` is what `_meet` compares."""
-        if not self._stages or self._stages[0][0].nbytes < own.nbytes:
+        if not self._stages:
             self._meet(*call)  # all will make room
-            room, segments = 1 << max(20, (own.nbytes - 1).bit_length()), Segments(self._mpi)
-            made = [segments.allocate(self._mpi, room, np.uint8, False) for _ in range(2)]
+            segments = Segments(self._mpi)
+            made = [segments.allocate(self._mpi, _STAGED, np.uint8, False) for _ in range(2)]
             self._stages = [(memory, segments.find(memory)) for memory in made]
         self._stages.reverse()
         memory, place = self._stages[0]
         mine = memory[: own.nbytes].view(own.dtype)
-        mine[:] = own
+        mine.reshape(own.shape)[...] = own
         self._meet(*call)
         return [place.of(rank, mine) for rank in range(self.size)]
 

@@ -157,7 +157,7 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
             made.all_gather(part, stream=INLINE)
         made.close()
 
-    @pytest.mark.parametrize("room", [1 << 24, 1 << 16])
+    @pytest.mark.parametrize("room", [shm._STAGED, 1 << 16])
     def test_arrays_that_are_not_shared_may_be_written_at_once_and_go_in_pieces(self, room, monkeypatch):
         monkeypatch.setattr(shm, "_STAGED", room)
         made, ranks = self.make(), np.arange(SIZE)
