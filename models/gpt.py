@@ -137,8 +137,7 @@ class GPT(nn.Module):
         x = self.dropout(x)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, starts)
-        weight = self.wte.weight
-        return head(self.norm(x), weight, targets, reduction, self.config.loss_chunk)
+        return head(self.norm(x), self.wte, targets, reduction, self.config.loss_chunk)
 
 
 def linear(config: GPTConfig, inputs: int, outputs: int, *, gelu: bool = False) -> nn.Linear:

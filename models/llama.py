@@ -199,8 +199,8 @@ class Llama(nn.Module):
         x = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, angles, layer, starts)
-        weight = self.embedding.weight if self.config.tied else self.head.weight
-        return head(self.norm(x), weight, targets, reduction, self.config.loss_chunk)
+        layer = self.embedding if self.config.tied else self.head
+        return head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
 
 
 class Angles:

@@ -5,6 +5,7 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
@@ -50,6 +51,18 @@ def test_the_model_begins_as_it_was_with_the_same_names():
     assert [name for name in names if "lora" not in name] == [name for name, _ in plain.named_parameters()]
     assert {name.rpartition(".")[2] for name in names if "lora" in name} == {"lora_a", "lora_b"}
     assert [p for p in adapted.parameters() if p.requires_grad] == nn.lora_parameters(adapted)
+
+
+def test_an_adapter_of_a_head_is_in_the_logits_and_in_the_loss():
+    model = nn.add_lora(Llama(LlamaConfig(1, 2, 1, 16, 16, 16, 31, tied=False, loss_chunk=8)), 2)
+    model.head.lora_b.data = normal(31, 2)
+    logits, loss = model(TOKENS), model(TOKENS, TOKENS)
+    loss.backward()
+    assert np.abs(model.head.lora_a.grad).max() > 0
+    assert abs(loss.item() - F.cross_entropy(logits, TOKENS).item()) < 1e-6
+    merged = nn.merge_lora(model)
+    np.testing.assert_allclose(logits.numpy(), merged(TOKENS).numpy(), atol=1e-5)
+    assert abs(loss.item() - merged(TOKENS, TOKENS).item()) < 1e-5
 
 
 def test_forward_and_gradients_are_the_formula():
