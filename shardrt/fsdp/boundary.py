@@ -21,7 +21,7 @@ from shardrt.pytree import exchanged, replaced, tensors
 class UnitBoundary:
     """Around the forwards of one unit's modules."""
 
-    order, every_entry = 2, True  # outermost: what runs again in backward has the unit gathered by then
+    order, every_entry = 2, True  # around recomputation: what runs again in backward has the unit gathered
 
     def __init__(self, unit: Unit) -> None:
         self.unit = unit

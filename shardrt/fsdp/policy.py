@@ -93,9 +93,6 @@ class CPUOffloadPolicy:
         return HostPlacement(self.parameters, self.gradients, self.optimizer_state, self.step, directory)
 
 
-Cut = tuple[DeviceMesh, str]
-
-
 @dataclass(frozen=True)
 class Settings:
     """What the user chose for one unit; the arguments of fully_shard."""
@@ -109,8 +106,8 @@ class Settings:
     by_rank: bool = False  # never struck from the plan
 
     @property
-    def cut(self) -> Cut:
-        """What says which ranks have which part."""
+    def cut(self) -> tuple[DeviceMesh, str]:
+        """What says which ranks have which part: the mesh, and strategy.Row.cut."""
         return self.mesh, self.strategy.rules.cut
 
 

@@ -15,8 +15,9 @@ Axes = tuple[int, ...]  # numbers of axes of the root mesh
 class ProcessGroups:
     """Communicators of one kind of cut.
 
-    gather, reduce, control: over the ranks that together hold one whole unit, one communicator per stream.
-    copies: over the ranks that add up what these have of a gradient; None if no others have any.
+    gather, reduce, control: over the ranks that together hold one whole unit (where modules are cut: what was
+    this rank's part of them before sharding), one communicator per stream. copies: over the ranks that add
+    up sharded gradients, since they hold copies or since their gradients are partial; None if there is one.
     holders: over the ranks that together hold what the parameters were before modules were cut. sharers: how
     many ranks hold what this one does; owner: whether it is the one that saves it.
     """
@@ -46,12 +47,12 @@ class ProcessGroups:
 
     @classmethod
     def of(
-        cls, mesh: DeviceMesh, cut: str, before: Axes = (), partial: Axes = (), across: Axes = ()
+        cls, mesh: DeviceMesh, cut: str, cut_before: Axes = (), partial: Axes = (), across: Axes = ()
     ) -> "ProcessGroups":
         """Those for strategy.Row.cut, on a mesh of all ranks that have parts of the data. Collective.
 
-        Where modules are cut along other axes: before: those along which these parameters are; partial: those
-        along which each rank's gradient is a part of a sum; across: those of the whole model.
+        Where modules are cut along other axes: cut_before: those along which these parameters are; partial:
+        those along which each rank's gradient is a part of a sum; across: those of the whole model.
         """
         held = {"none": None, "mesh": mesh, "last axis": mesh.axis(-1 % len(mesh.shape))}[cut]
         if held is None:
@@ -67,7 +68,7 @@ class ProcessGroups:
         if not across:
             sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)
             return cls(*own, copies, own[2], sharers, first)
-        holding = {*before} if held is None else {*before, *held.axes}
+        holding = {*cut_before} if held is None else {*cut_before, *held.axes}
         holders = mesh.along(sorted(holding)).communicator("control") if holding else own[2]
         everyone, root = mesh.widened(across), mesh.root
         first = not any(root.coordinate[axis] for axis in everyone.axes if axis not in holding)

@@ -403,7 +403,7 @@ def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
 def _check_same_values(control: Communicator, units: list[Unit], cut: bool) -> None:
     """Values given before sharding must be the same on every rank: nobody broadcasts them.
 
-    cut: of what is cut by modules, too.
+    cut: also of parameters whose modules are cut; then over ranks that have the same part of them.
     """
     groups = [group for u in units for group in u.groups if cut or not group.key.cut]
     initial = [pair for group in groups for pair in group.initial()]

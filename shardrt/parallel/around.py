@@ -29,7 +29,8 @@ class Converting:
 class Column(Converting):
     """Each rank computes some of the outputs: x I or V -> R, y its own.
 
-    gathered: (elements, ranks that have the rest) of each part of y, None where no other rank needs it.
+    parts: for each part of y, how many elements this rank computes, and over what ranks it is gathered where
+    several compute a head together (None: its elements are needed here alone).
     """
 
     def __init__(self, axis: Axis, parts: list[tuple[int, Communicator | None]]) -> None:

@@ -74,11 +74,11 @@ class Axis:
         return number
 
     def whole_block(self) -> random.Block:
-        """What this rank has of an activation of the whole batch where that is not cut."""
+        """Which block this rank has of an activation that is not cut along time: its part of the batch."""
         return random.Block(self.batch_part)
 
     def block(self) -> random.Block:
-        """What it has of one between modules."""
+        """Which block it has of an activation between modules, which may be cut along time as well."""
         return random.Block(self.batch_part, self.rank, self.size) if self.in_parts else self.whole_block()
 
     def cut(

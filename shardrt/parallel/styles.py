@@ -7,6 +7,7 @@ Recomputation in Large Transformer Models, 2022, for the sequence.)
 from dataclasses import dataclass
 from math import prod
 
+from shardrt.comm.protocol import Communicator
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
@@ -53,13 +54,12 @@ class ColwiseParallel(Style):
         if isinstance(module, LoRALinear):
             _partial(module.lora_a, axis)
             _cut_rows(module.lora_b, axis, sizes)
-        module.run_inside(Column(axis, self._given(axis, sizes)))
+        module.run_inside(Column(axis, self._shared(axis, sizes)))
 
     def _sizes(self, module: Module, axis: Axis) -> list[int]:
         """Rows of each part, of all ranks. Raises ValueError for what can't be cut."""
         rows, n = module.weight.shape[0], axis.size
-        heads = (self.parts,) if isinstance(self.parts, int) else self.parts
-        heads = (1,) * heads[0] if isinstance(self.parts, int) else heads
+        heads = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         if not heads or min(heads) < 1 or rows % sum(heads):
             raise ValueError(
                 f"ColwiseParallel: parts {self.parts} do not fit {module.name!r}, which has {rows} outputs"
@@ -79,17 +79,17 @@ class ColwiseParallel(Style):
                 )
         return [each * count for count in heads]
 
-    def _given(self, axis: Axis, sizes: list[int]) -> list:
-        """(elements of a part here, communicator of those who have the rest of its head, or None)."""
-        given = []
+    def _shared(self, axis: Axis, sizes: list[int]) -> list[tuple[int, Communicator | None]]:
+        """For each part: its elements here, and what joins the ranks that compute a head of it together."""
+        shared = []
         for place, size in enumerate(sizes):
             heads = axis.size if isinstance(self.parts, int) else self.parts[place]
             others = None
             if heads < axis.size:
                 fold = axis.mesh.fold("head", axis.size // heads, rest="heads")
                 others = fold["head"].communicator("tensor")
-            given.append((size // axis.size, others))
-        return given
+            shared.append((size // axis.size, others))
+        return shared
 
 
 @dataclass(frozen=True)
