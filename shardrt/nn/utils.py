@@ -45,7 +45,7 @@ def clip_grad_norm_(
     parameters = parameters_in(parameters, "clip_grad_norm_")
     pieces = list(_gradient_pieces(parameters))
     if not isinf(max_norm):
-        _refuse_mixed(parameters)
+        _refuse_mixed("clip_grad_norm_", parameters)
         for storage, _ in pieces:
             storage.refuse_applied("clip_grad_norm_")
     norm = _norm(pieces, norm_type)
@@ -72,7 +72,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     parameters, here = parameters_in(parameters, "clip_grad_norm_on_device_"), device.current()
     limited, found = not isinf(max_norm), list(_gradient_pieces(parameters))
     if limited:
-        _refuse_mixed(parameters)
+        _refuse_mixed("clip_grad_norm_on_device_", parameters)
     by_communicator: dict[Communicator | None, list[Array]] = {}
     for storage, piece in found:
         if limited:
@@ -131,13 +131,13 @@ def _check_norm_type(function: str, norm_type: float) -> None:
         raise ValueError(f"{function}: norm_type must be positive, or infinity; got {norm_type}")
 
 
-def _refuse_mixed(parameters: list[Parameter]) -> None:
+def _refuse_mixed(call: str, parameters: list[Parameter]) -> None:
     """Gradients that nobody reduces differ between ranks, and so would the norm, and the clipped rest."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
     alone = [parameter for parameter in trained if isinstance(parameter.storage, LocalStorage)]
     if alone and shared(parameter.storage for parameter in trained):
         raise ValueError(
-            f"clip_grad_norm_: parameter {alone[0].name!r} is not sharded, so its gradient is this rank's "
+            f"{call}: parameter {alone[0].name!r} is not sharded, so its gradient is this rank's "
             "own; clip such parameters in a call of their own"
         )
 

@@ -25,7 +25,7 @@ from tests.parallel.meshes import (
 )
 from tests.ranks import run_ranks
 
-NORMS = (1, 2, np.inf)
+NORMS = (1, 2, 3, np.inf)
 
 
 def first_life(net, on, folder):

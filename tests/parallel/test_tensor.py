@@ -1,7 +1,5 @@
 """Tensor and sequence parallelism: on any axes the numbers of one rank, and equal bits where they begin."""
 
-from functools import cache
-
 import numpy as np
 import pytest
 
@@ -14,9 +12,7 @@ from shardrt import nn, no_grad
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.fsdp import fully_shard
-from shardrt.nn.runs import take
 from shardrt.nn.share import joined
-from shardrt.nn.utils import grad_norm
 from shardrt.parallel import (
     ColwiseParallel,
     RowwiseParallel,
@@ -127,71 +123,6 @@ def test_the_vocabulary_may_be_whole():
 def test_a_chunked_loss_is_the_same():
     found = trained("gpt", (1, 2, 2), True, steps=2, changes={"loss_chunk": 8})
     same_to_1e5(found, alone("gpt", steps=2))
-
-
-# -- dropout
-
-
-def masks(axes, sequence):
-    """What each dropout of a forward left, by name, as this rank has it."""
-    mesh = mesh_of(*axes)
-    model = build("gpt", mesh, sequence, sharded=False, changes={"dropout": 0.5})
-    found = {}
-
-    def keep(module, args, output):
-        found.setdefault(module.name, []).append(output.data != 0)
-
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.register_forward_hook(keep)
-    shardrt.manual_seed(3, step=5)
-    model(*batch_of(0, mesh))
-    return found
-
-
-@SEQUENCE
-@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 2), (2, 1, 4)], ids=str)
-def test_masks_of_dropout_are_those_of_one_rank_to_the_bit(axes, sequence):
-    expected = run_ranks(1, masks, (1, 1, 1), False)[0]
-    tp, data = axes[2], axes[0] * axes[1]
-    ranks = run_ranks(tp * data, masks, axes, sequence)
-    assert expected.keys() == {"dropout", "blocks.0.dropout", "blocks.1.dropout"}
-    for name, uses in expected.items():
-        for use, mask in enumerate(uses):
-            parts = [told[name][use] for told in ranks]
-            if sequence:  # along time
-                rows = [np.concatenate(parts[tp * row : tp * (row + 1)], 1) for row in range(data)]
-            else:
-                rows = parts[::tp]
-                assert all(np.array_equal(part, rows[rank // tp]) for rank, part in enumerate(parts))
-            np.testing.assert_array_equal(np.concatenate(rows), mask)
-
-
-# -- norms
-
-
-@cache
-def some_gradients():
-    random = np.random.default_rng(1)
-    shapes = {name: parameter.shape for name, parameter in make("llama").named_parameters()}
-    return {name: random.standard_normal(shape).astype(np.float32) ** 3 for name, shape in shapes.items()}
-
-
-def norms(axes, sequence):
-    """Of `some_gradients`, of which each rank has its part."""
-    mesh = mesh_of(*axes)
-    model = build("llama", mesh, sequence)
-    model(*batch_of(0, mesh)).backward()
-    for name, parameter in model.named_parameters():
-        parameter.grad[...] = take(parameter.part, some_gradients()[name])
-    return [grad_norm(model.parameters(), p) for p in (1, 2, 3, np.inf)]
-
-
-def test_the_norm_of_equal_gradients_has_the_same_bits_however_they_are_cut():
-    expected = run_ranks(1, norms, (1, 1, 1), False)[0]
-    for axes in ((1, 1, 2), (1, 1, 4), (1, 2, 2), (2, 2, 2), (4, 1, 1)):
-        for found in run_ranks(int(np.prod(axes)), norms, axes, axes[2] == 2):
-            assert found == expected, axes
 
 
 # -- what moves
