@@ -10,8 +10,9 @@ LONGEST = (  # by the seconds of each
     *("test_comm.py", "softgpu/test_pairs.py", "softgpu/test_training.py", "cuda/test_functions.py"),
     *("cuda/test_compile.py", "bench/test_gpu.py", "test_wheel.py", "softgpu/test_collectives.py"),
     *("parity/test_features.py", "parity/test_tensor.py", "test_docs.py", "cuda/test_vision_training.py"),
-    *("bench/test_step.py", "test_beyond_memory.py", "checkpoint/test_crash_points.py", "train/test_command.py"),
-    *("train/test_resume.py", "functional/test_conv2d.py", "cuda/test_attention.py", "train/test_tasks.py"),
+    *("bench/test_step.py", "test_beyond_memory.py", "checkpoint/test_crash_points.py"),
+    *("train/test_command.py", "train/test_resume.py", "functional/test_conv2d.py", "cuda/test_attention.py"),
+    "train/test_tasks.py",
     *("gpu/test_kernels.py", "gpu/test_conv2d.py", "gpu/test_attention.py", "cuda/test_communicators.py"),
 )
 
