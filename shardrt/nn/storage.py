@@ -271,16 +271,23 @@ class LocalStorage(Storage):
         """The ranks' gradients are summed when the backward that runs ends; earlier ones have been."""
         run = autograd.running()
         if run is not None and run.outermost is not self._run:
+            self._discard()
             self._run, self._added, self._gradient = run.outermost, self._gradient, None
             run.at_end(self._sum_over_ranks)
+            run.in_any_case(self._discard)
+
+    def _discard(self) -> None:
+        """If backward has raised: what is not summed would be another gradient on each rank."""
+        if self._run is not None:
+            self._run, self._gradient, self._added = None, self._added, None
 
     def _sum_over_ranks(self) -> None:
-        self._run, stream = None, device.current().current_stream
+        stream = device.current().current_stream
         communicator = self._parameter.share.mesh.communicator("tensor")
         communicator.all_reduce(self._gradient.reshape(-1), stream=stream, what=self._parameter.name)
         if self._added is not None:
             self._gradient += self._added
-            self._added = None
+        self._run = self._added = None
 
     def zero_grad(self) -> None:
         self._gradient = self._added = None

@@ -1,5 +1,7 @@
 """Tensor and sequence parallelism: on any axes the numbers of one rank, and equal bits where they begin."""
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 
@@ -100,6 +102,33 @@ def test_gradients_of_several_backwards_add_up_where_nothing_is_sharded(sequence
     """Each backward sums its own over the ranks; what was summed before is not summed again."""
     found = trained("llama", (1, 1, 2), sequence, steps=2, micro_batches=2, sharded=False)
     same_to_1e5(found, alone("llama", steps=2, micro_batches=2))
+
+
+def gradients_of_norms_around_an_error():
+    """After a backward, after a second one that raises, and after a third."""
+    model, found = build("llama", mesh_of(1, 1, 2), sequence=True, sharded=False), []
+    for raises in (False, True, False):
+        hook = model.blocks[0].register_forward_hook(raise_in_backward) if raises else None
+        with pytest.raises(ZeroDivisionError) if raises else nullcontext():
+            model(*batch_of(0)).backward()
+        if hook is not None:
+            hook.remove()
+        norms = (module.weight for module in model.modules() if isinstance(module, nn.RMSNorm))
+        found.append([np.array(weight.grad) for weight in norms])
+    return found
+
+
+def raise_in_backward(module, args, output):
+    output.register_hook(lambda gradient: 1 / 0)
+
+
+def test_a_backward_that_raises_leaves_no_gradient_that_is_not_summed():
+    """Such gradients would differ between ranks, and with them what is the same on all of them."""
+    ranks = run_ranks(2, gradients_of_norms_around_an_error)
+    first, after, third = ranks[0]
+    np.testing.assert_array_equal(after, first)
+    np.testing.assert_allclose(third, 2 * np.array(first), rtol=0, atol=1e-5)
+    np.testing.assert_array_equal(ranks[0], ranks[1])
 
 
 def with_a_whole_vocabulary(tp):
