@@ -85,10 +85,18 @@ class WholeTime(Converting):
 
 
 class Deciding(Converting):
-    """Around the whole model: its modules agree whether activations are cut along time."""
+    """Around the whole model: its modules agree whether activations are cut along time.
+
+    Raises RuntimeError where it is not the whole any more: dropout outside would differ between the ranks.
+    """
 
     order = 3  # outermost
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if module.parent is not None:
+            raise RuntimeError(
+                f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
+                "the whole together first, and call it on the outermost module"
+            )
         with self.axis.decided():
             return forward(*args, **kwargs)

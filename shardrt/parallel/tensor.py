@@ -26,10 +26,10 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". What the plan does not name
     is the same on all ranks. On an axis of one rank nothing is changed.
 
-    Raises ValueError for a path that names no module, a module that is named twice, a parameter that is cut
-    already or tied to a module that is not, sizes or heads that the ranks do not divide, a mesh of several
-    axes; TypeError for a module that a style does not fit; RuntimeError for a parameter that is sharded, or
-    has values or an optimizer.
+    Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
+    already, a parameter that is tied to a module that is not cut, sizes or heads that the ranks do not
+    divide, a mesh of several axes; TypeError for a module that a style does not fit; RuntimeError for a
+    parameter that is sharded, or has values or an optimizer.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
@@ -42,6 +42,12 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     chosen = _chosen(model, plan)
     if mesh.size == 1:
         return model
+    planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
+    if planned is not None:
+        raise ValueError(
+            f"parallelize_module: {planned.name!r} is on {planned.share.mesh!r} already; give one plan for "
+            "the whole model"
+        )
     axis = Axis(mesh, any(isinstance(style, SequenceParallel) for style in plan.values()))
     for role in ("tensor", "control"):
         mesh.communicator(role)
@@ -53,8 +59,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
     model.set_batch_block(axis.whole_block)
-    if axis.sequence:
-        model.run_inside(Deciding(axis))
+    model.run_inside(Deciding(axis))
     return model
 
 

@@ -89,12 +89,27 @@ def test_a_layer_with_a_forward_of_its_own():
     assert "'own' is a Own" in message_of(TypeError, attempt)
 
 
-def test_a_parameter_that_is_cut_already():
-    def attempt(model, mesh):
-        parallelize_module(model, mesh["tp"], plan_of(model))
-        parallelize_module(model, mesh["tp"], plan_of(model))
+def test_a_second_plan():
+    """What one says of time, modules of the other would not know."""
 
-    assert "'blocks.0.attention.qkv.weight' is cut already" in message_of(ValueError, attempt)
+    def attempt(model, mesh):
+        norms = {"blocks.*.norm1": SequenceParallel()}
+        rest = {path: style for path, style in plan_of(model).items() if path not in norms}
+        parallelize_module(model, mesh["tp"], norms)
+        parallelize_module(model, mesh["tp"], rest)
+
+    assert "give one plan for the whole model" in message_of(ValueError, attempt)
+
+
+def test_a_whole_that_was_put_together_afterwards():
+    """Its dropout, outside of what the plan is for, would draw another mask on each rank."""
+
+    def attempt(model, mesh):
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        nn.Sequential(layers, nn.Dropout(0.5))(Tensor(np.ones((2, 8), np.float32)))
+
+    assert "'0' of another module" in message_of(RuntimeError, attempt)
 
 
 class Tied(nn.Module):
