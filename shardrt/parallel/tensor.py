@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
+from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.share import CUT, SAME, Share
@@ -28,8 +29,8 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
 
     Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
     already, a parameter that is tied to a module that is not cut, sizes or heads that the ranks do not
-    divide, a mesh of several axes; TypeError for a module that a style does not fit; RuntimeError for a
-    parameter that is sharded, or has values or an optimizer.
+    divide, a mesh of several axes, ranks that have another model, seed or plan; TypeError for a module that a
+    style does not fit; RuntimeError for a parameter that is sharded, or has values or an optimizer.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
@@ -58,9 +59,19 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
+    _check_same_on_all_ranks(model, mesh)
     model.set_batch_block(axis.whole_block)
     model.run_inside(Deciding(axis))
     return model
+
+
+def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for ranks whose model, seed or plan differs: they would train parts of no model."""
+    described = [(p.name, p.whole_shape, p.seed, p.share.kind) for p in model.parameters()]
+    if differing := talk.agree(mesh.communicator("control"), described):
+        raise ValueError(
+            f"parallelize_module: ranks {differing} of {mesh!r} have another model, seed or plan than rank 0"
+        )
 
 
 def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Style]]:

@@ -101,6 +101,15 @@ def test_a_second_plan():
     assert "give one plan for the whole model" in message_of(ValueError, attempt)
 
 
+def test_ranks_with_other_seeds():
+    def attempt(model, mesh):
+        shardrt.manual_seed(mesh.rank)
+        layers = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        parallelize_module(layers, mesh["tp"], {"0": ColwiseParallel(), "1": RowwiseParallel()})
+
+    assert "have another model, seed or plan than rank 0" in message_of(ValueError, attempt)
+
+
 def test_a_whole_that_was_put_together_afterwards():
     """Its dropout, outside of what the plan is for, would draw another mask on each rank."""
 
