@@ -62,8 +62,8 @@ class ProcessGroups:
         else:
             own = tuple(held.communicator(role) for role in ("gather", "reduce", "control"))
             added, role = mesh.axis(0) if cut == "last axis" else None, "copies"
-        if partial:
-            added = mesh.along(partial) if added is None else added.widened(partial)
+        if partial:  # outermost, so that the tree of a sum is the same however the data ranks are cut
+            added = mesh.root[(*partial, *(() if added is None else added.axes))]
         copies = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
             sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)

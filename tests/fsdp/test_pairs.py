@@ -4,7 +4,8 @@ A feature is a few options of `train`. Pairs meet in sets of up to six features,
 trainings: whoever looks into one that fails leaves features out of its set. Those that only move things
 (strategies, offload, recomputation, ...) must not change a bit: a set gives what is left when they are taken
 away, on FULL_SHARD and on NO_SHARD, where nothing is cut, and nearly the same losses on one rank with the
-whole batch.
+whole batch. Tensor and sequence parallelism, on an axis of two more ranks, sum in another order: a set with
+one of them gives its own bits whatever moves, and nearly the losses and weights of the set without it.
 """
 
 import warnings
@@ -30,6 +31,13 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
+from shardrt.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    VocabParallel,
+    parallelize_module,
+)
 from shardrt.recompute import checkpoint
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
@@ -70,10 +78,14 @@ NUMBERS = {
     "ignored": {"ignored": True},
     "unused units": {"unused": True},
     "dropout": {"dropout": 0.3},
+    "tensor parallel": {"parallel": "tensor"},
+    "sequence parallel": {"parallel": "sequence"},
 }
 FEATURES = MOVES | NUMBERS
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
+MASKS = {"world-invariant", "accumulate", "dropout"}  # together: a micro-batch has its own masks on any rank
 LOW = {"bf16", "fp16, scaled", "bf16 output"}
+PARALLEL = {"tensor parallel", "sequence parallel"}
 
 APPLIED = "the optimizer has in_backward=True and has applied these gradients already"
 REFUSED = {
@@ -95,20 +107,22 @@ REFUSED = {
         (name, "world-invariant"): (ValueError, "set_world_invariant: unit .* has its gradients on the host")
         for name in ("offload gradients", "offload all", "step on host", "files")
     },
+    # Gradients of norms are summed over the parts of the time, which the tree does not know.
+    ("world-invariant", "sequence parallel"): (ValueError, "unit .* are summed over another axis as well"),
 }
 
 
 class Block(nn.Module):
-    """Linear, GELU, dropout, linear, with odd widths."""
+    """Linear, GELU, linear, dropout; few ranks divide their sizes."""
 
     def __init__(self, dropout):
         super().__init__()
-        self.up = nn.Linear(7, 13)
-        self.down = nn.Linear(13, 7)
+        self.up = nn.Linear(7, 14)
+        self.down = nn.Linear(14, 7)
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x):
-        return x + self.down(self.dropout(F.gelu(self.up(x))))
+        return x + self.dropout(self.down(F.gelu(self.up(x))))
 
 
 class Net(nn.Module):
@@ -127,10 +141,24 @@ class Net(nn.Module):
             x = block(x) if index != self.left_out else x
         # On a GPU units may give out 16 bits that others do not compute in (bf16 output), as in PyTorch.
         x = self.norm(F.cast(x, self.norm.weight.data.dtype.name))
-        return F.linear(F.cast(x, self.embed.weight.data.dtype.name), self.embed.weight)
+        head = self.embed.weight
+        x, words = F.cast(x, head.data.dtype.name), head.words
+        return F.linear(x, head) if words is None else words.logits(x, head)
 
     def score(self, tokens):
         return self.forward(tokens)
+
+
+def plan_for(options):
+    """How the modules are cut over the ranks of an axis."""
+    plan = {
+        "embed": VocabParallel(),
+        "blocks.*.up": ColwiseParallel(),
+        "blocks.*.down": RowwiseParallel(),
+    }
+    if "sequence" in options["parallel"]:
+        plan |= {"norm": SequenceParallel(), "blocks.*.dropout": SequenceParallel()}
+    return plan
 
 
 def options_of(names):
@@ -165,26 +193,43 @@ def of_unit(options, index, directory):
     }
 
 
+def mesh_for(options, device):
+    """Of all ranks: an axis for the data, or two of a hybrid, and one for what is cut in other ways."""
+    two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
+    if "parallel" not in options:
+        return init_device_mesh(device, (2, 2) if two_axes else None)
+    data = (2, 2) if two_axes else (init_device_mesh(device).size // 2,)
+    return init_device_mesh(device, (*data, 2), ("dp_replicate", "dp_shard", "tp")[-1 - len(data) :])
+
+
+def data_of(mesh):
+    """Its axes of the data: ranks of "tp" have the same rows."""
+    names = mesh.mesh_dim_names
+    return mesh if names is None else mesh[names[:-1]]
+
+
 def build(options, mesh, directory):
     shardrt.manual_seed(3)
     model = Net(*options.get("dropout", [0.0]))
+    if "parallel" in options:
+        parallelize_module(model, mesh["tp"], plan_for(options))
     if "frozen" in options:
         for parameter in (*model.blocks[1].parameters(), model.blocks[0].up.bias):
             parameter.requires_grad = False
     recompute(model.blocks, options.get("recompute", []))
     for block in model.blocks if "offload_activations" in options else ():
         offload_activations(block)
-    parts = list(model.blocks)
+    data, parts = data_of(mesh), list(model.blocks)
     if "unit_of_two" in options:
         parts[:2] = [parts[:2]]
     for index, part in enumerate(parts):
-        fully_shard(part, mesh=mesh, **of_unit(options, index, directory))
+        fully_shard(part, mesh=data, **of_unit(options, index, directory))
     ignored = [model.norm] if "ignored" in options else []
-    fully_shard(model, mesh=mesh, ignored=ignored, **of_unit(options, len(parts), directory))
+    fully_shard(model, mesh=data, ignored=ignored, **of_unit(options, len(parts), directory))
     if "forward_method" in options:
         register_forward_method(model, "score")
     if "invariant" in options:
-        set_world_invariant(model, mesh.size * len(turns(options)))
+        set_world_invariant(model, data.size * len(turns(options)))
     return model
 
 
@@ -201,19 +246,19 @@ def recompute(blocks, policies):
 def train(names, directory=None, strategy=None, device="cpu"):
     """(losses of three steps, weights on rank 0) of a model with the features `names`, on this rank."""
     options = options_of(names) | ({"strategy": [strategy]} if strategy else {})
-    two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
-    mesh = init_device_mesh(device, (2, 2) if two_axes else None)
+    mesh = mesh_for(options, device)
+    data = data_of(mesh)
     model = build(options, mesh, directory)
     kind = optim.SGD if "sgd" in options else optim.AdamW
     settings = {"momentum": 0.9, "lr": 0.1} if "sgd" in options else {"lr": 1e-2}
     optimizer = kind(model.parameters(), in_backward="in_backward" in options, **settings)
     scaler = optim.GradScaler(init_scale=2.0**10, enabled="scaler" in options)
     losses = []
-    for step, (tokens, targets) in enumerate(batches(mesh)):
+    for step, (tokens, targets) in enumerate(batches(data)):
         if "unused" in options:  # at first all are used; then one rank leaves one out, then all do
-            model.left_out = {1: 1 if mesh.rank % 2 else None, 2: 2}.get(step)
+            model.left_out = {1: 1 if data.rank % 2 else None, 2: 2}.get(step)
         losses.append(backward(model, options, scaler, tokens, targets))
-        average_ignored(model, mesh, options)
+        average_ignored(model, data, options)
         scaler.unscale_(optimizer)
         for norm in options.get("clip_norm", ()):
             clip_grad_norm_(model.parameters(), norm)
@@ -293,6 +338,16 @@ def same_bits(found, expected):
         assert np.array_equal(found[1][name], values), name
 
 
+def nearly_the_same(cut, uncut, low):
+    """Two ranks with the same rows have the same losses, nearly those of one that has the modules whole."""
+    of_losses, of_weights = (3e-2, 1e-3) if low else (1e-5, 1e-5)
+    assert cut[0][::2] == cut[0][1::2]
+    assert np.allclose(cut[0][::2], uncut[0], rtol=0, atol=of_losses)
+    assert cut[1].keys() == uncut[1].keys()
+    for name, values in uncut[1].items():
+        np.testing.assert_allclose(cut[1][name], values, rtol=0, atol=of_weights, err_msg=name)
+
+
 def readable(names):
     return " + ".join(names)
 
@@ -327,14 +382,16 @@ def with_each(name, others):
     return [tuple(sorted((name, other), key=list(FEATURES).index)) for other in others]
 
 
+def ranks_for(names, data=2):
+    """`data` ranks, or four of hybrids; twice as many where modules are cut in two."""
+    data = 4 if any(name.startswith("HYBRID") for name in names) else data
+    return data * (2 if PARALLEL & set(names) else 1)
+
+
 PAIRS = list(combinations(FEATURES, 2))
 TRAINED = [pair for pair in PAIRS if pair not in REFUSED]
 ALONE = [pair for pair in TRAINED if share_an_option(pair)]  # units have one value or the other, in turns
 TOGETHER = sets_of([pair for pair in TRAINED if pair not in ALONE])
-
-
-def ranks_for(names):
-    return 4 if any(name.startswith("HYBRID") for name in names) else 2
 
 
 def test_every_pair_is_among_the_sets():
@@ -353,13 +410,16 @@ def test_what_does_not_go_together_is_refused(names, tmp_path):
 def test_all_of_these_go_together(names, tmp_path):
     ranks = ranks_for(names)
     found = train_on(ranks, names, tmp_path)
-    change = tuple(name for name in names if name in NUMBERS)
+    change = tuple(name for name in names if name in NUMBERS or MASKS.issubset(names) and name in MASKS)
     same_bits(found, reference(ranks, change))
     same_bits(found, reference(ranks, change, "NO_SHARD"))
+    uncut = tuple(name for name in change if name not in PARALLEL)
+    tolerance = 3e-2 if LOW & set(names) else 1e-4
     if not BY_RANK & set(names):
-        whole = reference(1, change)[0][0]
-        tolerance = 3e-2 if LOW & set(names) else 1e-4
+        whole = reference(1, uncut)[0][0]
         assert np.allclose(np.mean(found[0], axis=0), whole, rtol=0, atol=tolerance)
+    if uncut != change:
+        nearly_the_same(found, reference(ranks // 2, uncut), LOW & set(names))
 
 
 @pytest.mark.parametrize("name", NUMBERS)

@@ -32,6 +32,7 @@ from tests.parallel.nets import (
     data_of,
     make,
     mesh_of,
+    same_bits,
     same_to_1e5,
     train,
     trained,
@@ -69,7 +70,9 @@ def test_sharding_cuts_what_is_left(kind, axes, steps, sequence):
 @pytest.mark.parametrize("strategy", ["NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "HYBRID_SHARD"])
 def test_every_strategy_trains_alike(strategy):
     axes = (2, 1, 2) if strategy == "HYBRID_SHARD" else (1, 2, 2)
-    same_to_1e5(trained("gpt", axes, True, 2, strategy=strategy), alone("gpt", steps=2))
+    found = trained("gpt", axes, True, 2, strategy=strategy)
+    same_to_1e5(found, alone("gpt", steps=2))
+    same_bits(found, trained("gpt", (1, 2, 2), True, 2))  # FULL_SHARD
 
 
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])

@@ -6,7 +6,8 @@ Each set of features trains on the GPU in more than one order of streams: with t
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
 PyTorch's own 16 bits change of its own float32, twice. `--all`: 1, 2 and 4 ranks, all orders; else 2 ranks
 (4 of two axes) in two orders, and of the sets of two that share an option every sixth. JOBS processes share
-the sets. Prints JSON: {what was trained: what was wrong}.
+the sets. Tensor and sequence parallelism take twice these ranks. Prints JSON: {what was trained: what was
+wrong}.
 """
 
 import argparse
@@ -134,10 +135,9 @@ def refused(names):
 def jobs(every):
     """(name, function, arguments) of all there is to do."""
     for index, names in enumerate([*pairs.TOGETHER, *pairs.ALONE[:: 1 if every else 6]]):
-        two_axes = pairs.ranks_for(names) == 4
         other = MODES[1 + index % (len(MODES) - 1)]
         modes = MODES if every else ("late", other)
-        for ranks in (4,) if two_axes else (1, 2, 4) if every else (2,):
+        for ranks in sorted({pairs.ranks_for(names, data) for data in ((1, 2, 4) if every else (2,))}):
             yield f"{ranks} ranks, {pairs.readable(names)}", trained, (names, ranks, modes)
     for names in pairs.REFUSED:
         yield f"refused: {pairs.readable(names)}", refused, (names,)
