@@ -17,8 +17,8 @@ from shardrt.fsdp.setup import units_below
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
-from shardrt.nn.runs import put, take
-from shardrt.nn.share import joined
+from shardrt.nn.runs import take
+from shardrt.nn.share import collected, joined
 from shardrt.nn.storage import LocalStorage
 
 Array = Any
@@ -93,7 +93,7 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     A host array in the shape of the whole parameter on rank 0, to which the others send what they hold, where
     the parameter is sharded or cut; None elsewhere.
     """
-    storage, here = parameter.storage, device.current()
+    storage = parameter.storage
     start, stop = storage.range_of(parameter)
     own = np.ascontiguousarray(device.of(array).to_numpy(array[start:stop]))
     if isinstance(storage, LocalStorage):
@@ -101,20 +101,10 @@ def whole_on_first(parameter: Parameter, array: Array) -> np.ndarray | None:
     ranks, layout = storage.ranks, storage.layout
     if ranks.copies is not None and ranks.copies.rank > 0:
         return None  # rank 0's shard group has it all
-    if ranks.rank > 0:
-        if own.size:
-            ranks.control.send(own, peer=0, stream=here.current_stream)
-        return None
     entry = layout.entries[storage.position[id(parameter)]]
-    whole = np.empty(parameter.shape, own.dtype)
-    put(storage.part_of(parameter), whole, own)
-    for rank in range(1, ranks.size):
-        start, stop, part = layout.held(entry, rank)
-        if part:
-            piece = np.empty(stop - start, own.dtype)
-            ranks.control.recv(piece, peer=rank, stream=here.current_stream)
-            put(part, whole, piece)
-    return joined(parameter, whole)
+    parts = [layout.held(entry, rank)[2] for rank in range(ranks.size)]
+    whole = collected(ranks.control, own, parameter.shape, parts)
+    return None if whole is None else joined(parameter, whole)
 
 
 def built_units(module: Module) -> list[Unit]:

@@ -4,6 +4,7 @@ A parameter's `shape` is that of what this rank has: all that ops, layouts and o
 what that is of the whole, which initial values, loading, checkpoints and files go by.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import TYPE_CHECKING, Any
@@ -88,20 +89,28 @@ def joined(parameter: "Parameter", own: np.ndarray) -> np.ndarray | None:
     share = parameter.share
     if share is None or share.kind != CUT:
         return own
-    here, control = device.current(), share.communicator
-    if share.mesh.rank > 0:
+    return collected(share.communicator, own, share.whole, share.parts)
+
+
+def collected(control: Communicator, own: np.ndarray, shape: tuple[int, ...], parts: Sequence[Part]) -> Any:
+    """A host array of `shape` on rank 0, put together from the ranks' parts; None elsewhere. Collective.
+
+    own: what this rank has, a host array. parts: by rank, the elements that each one has.
+    """
+    here = device.current()
+    if control.rank > 0:
         if own.size:
             control.send(np.ascontiguousarray(own).reshape(-1), peer=0, stream=here.current_stream)
             here.wait_here()  # it has been read
         return None
-    whole = np.empty(share.whole, own.dtype)
-    put(share.part, whole, own.reshape(-1))
-    for rank in range(1, share.mesh.size):
-        piece = np.empty(size_of(share.part_of(rank)), own.dtype)
+    whole = np.empty(shape, own.dtype)
+    put(parts[0], whole, own.reshape(-1))
+    for rank, part in enumerate(parts[1:], start=1):
+        piece = np.empty(size_of(part), own.dtype)
         if piece.size:
             control.recv(piece, peer=rank, stream=here.current_stream)
             here.wait_here()
-            put(share.part_of(rank), whole, piece)
+            put(part, whole, piece)
     return whole
 
 

@@ -24,6 +24,18 @@ def _loss(model, mesh, number):
     return F.cross_entropy(model(mine[:, :-1]), mine[:, 1:])
 
 
+def _steps(model, mesh, optimizer):
+    """Trains; gives the losses, a tuple for each step."""
+    seen = []
+    for step in range(STEPS):
+        loss = _loss(model, mesh, step)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        seen.append((loss.item(),))
+    return seen
+
+
 def tree(name, **settings):
     """Four micro-batches for each step, added by the tree: two or more reductions on each rank."""
     mesh, model = made(name, **settings)
@@ -69,12 +81,7 @@ def differs(name, **settings):
     if mesh.rank > 0:
         model.blocks[1].forward = lambda x, *args, **kwargs: x
     optimizer, seen = optim.AdamW(model.parameters(), lr=1e-2), []
-    for step in range(STEPS):
-        loss = _loss(model, mesh, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append((loss.item(),))
+    seen += _steps(model, mesh, optimizer)
     return seen, full_state_dict(model)
 
 
@@ -122,10 +129,5 @@ def raises(name, *, in_backward=False, **settings):
         left = [float((p.grad**2).sum()) for p in model.blocks[-1].parameters()]
         seen.append((sum(left),))
     optimizer.zero_grad()
-    for step in range(STEPS):
-        loss = _loss(model, mesh, step)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        seen.append((loss.item(),))
+    seen += _steps(model, mesh, optimizer)
     return seen, full_state_dict(model)
