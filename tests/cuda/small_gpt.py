@@ -6,6 +6,7 @@ import numpy as np
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
@@ -17,6 +18,7 @@ from shardrt.fsdp import (
     fully_shard,
     set_find_unused_parameters,
 )
+from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 
 CONFIG = GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29)
@@ -32,12 +34,21 @@ def made(
     reduction="nccl",
     layers=1,
     shape=None,
+    tp=False,
+    sequence=False,
     **settings,
 ):
-    """(mesh, sharded model): every block and the whole are units."""
-    mesh = init_device_mesh(name, shape, communicator=communicator, reduction=reduction)
+    """(mesh of the data, sharded model): every block and the whole are units.
+
+    tp: the second axis of `shape` cuts them; sequence: and what is between them.
+    """
+    names = ("dp_shard", "tp") if tp else None
+    mesh = init_device_mesh(name, shape, names, communicator=communicator, reduction=reduction)
     shardrt.manual_seed(0)
     model = GPT(replace(CONFIG, dropout=dropout, n_layer=layers))
+    if tp:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+        mesh = mesh["dp_shard"]
     for block in model.blocks:
         if prepare is not None:
             prepare(block)
@@ -103,6 +114,22 @@ VARIANTS = {
     "updates in backward": {"in_backward": True},
     "updates in backward, on the host": {"offload_policy": CPUOffloadPolicy(), "in_backward": True},
 }
+# With what else tensor parallelism trains, and on how many ranks.
+TENSOR = {
+    "tp 2, bfloat16": (2, {"shape": (1, 2), **VARIANTS["bfloat16"]}),
+    "tp 2, sequence, float16, scaled": (2, {"shape": (1, 2), "sequence": True, **VARIANTS["float16, scaled"]}),
+    "tp 2, sequence, activations on the host, accumulation": (
+        2,
+        {"shape": (1, 2), "sequence": True, "prepare": offload_activations, "parts": 2},
+    ),
+    "dp 2, tp 2, recomputation": (4, {"shape": (2, 2), **VARIANTS["recomputation"]}),
+    "dp 2, tp 2, sequence, all on the host": (
+        4,
+        {"shape": (2, 2), "sequence": True, **VARIANTS["all on the host"]},
+    ),
+    "dp 2, tp 2, updates in backward": (4, {"shape": (2, 2), **VARIANTS["updates in backward"]}),
+}
+TENSOR = {name: (ranks, {"tp": True, **settings}) for name, (ranks, settings) in TENSOR.items()}
 
 
 def same_bits(found, expected):

@@ -1,6 +1,6 @@
-"""Kills of the launcher, its helper, or ranks, and a resume: `python -m tests.failures.launcher --runs 64`.
+"""Kills of the launcher, its helper, or ranks, and a resume: `python -m tests.failures.launcher --runs 72`.
 
-Each run is one of eight recipes and one of eight kills, at a step of its own. The ranks must be gone within
+Each run is one of nine recipes and one of eight kills, at a step of its own. The ranks must be gone within
 5 seconds, and the resumed run must end with the losses, evaluations and weights of one that nobody killed.
 """
 
@@ -43,6 +43,7 @@ RECIPES = {
     "in_backward": ["--optimizer.in-backward", "True", "--optimizer.clip-norm", "inf"],
     "bf16": ["--precision.param", "bfloat16", "--precision.reduce", "bfloat16"],
     "hybrid": ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2"],
+    "tensor": ["--parallel.tp", "2", "--parallel.sequence", "True"],
     "world_invariant": ["--deterministic", "world-invariant", "--micro-batches", "4"],
 }
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -74,7 +75,7 @@ class Run:
 
 
 def runs() -> Iterator[Run]:
-    """Every kill of every recipe, so that any first eight have all of both."""
+    """Every kill of every recipe, so that the first nine have all of both."""
     draw = random.Random(0)
     recipes, kills = list(RECIPES), list(KILLS)
     for turn in range(len(kills)):
@@ -142,7 +143,7 @@ def whole(folder: Path, recipe: str) -> dict[str, Any]:
 
 def start(folder: Path, recipe: str, name: str, mark: str, *more: str) -> subprocess.Popen:
     """A training job; what it prints is in NAME.out."""
-    size = 4 if recipe == "hybrid" else 2
+    size = 4 if recipe in ("hybrid", "tensor") else 2
     command = [mpirun_path(), "-n", str(size), sys.executable, "-m", "models.train", "--config", "tiny.toml"]
     variable, _, value = mark.partition("=")
     with open(folder / f"{name}.out", "ab") as out:

@@ -40,6 +40,7 @@ class Case:
     failure: str
     phase: str
     size: int
+    tp: int = 1  # the others of the ranks go along the data
 
     @property
     def victim(self) -> int:
@@ -51,18 +52,21 @@ class Case:
         return grace + (LIMIT if self.failure in ("stop", "loop") else 0.0)
 
     def __str__(self) -> str:
-        return f"{self.failure}-{self.phase}-{self.size}"
+        return f"{self.failure}-{self.phase}-{self.size}" + f"-tp{self.tp}" * (self.tp > 1)
 
 
 def cases(sizes: tuple[int, ...]) -> list[Case]:
-    """All of them."""
+    """All of them; of an even number of ranks with two along tp, too."""
     kinds = [(failure, phase) for failure in (*FAILURES, *MISMATCHES) for phase in PHASES]
     kinds += [(difference, "set-up") for difference in DIFFERENCES]
-    return [Case(*kind, size) for size in sizes for kind in kinds]
+    meshes = [(size, tp) for size in sizes for tp in (1, 2) if size % tp == 0]
+    return [Case(*kind, *mesh) for mesh in meshes for kind in kinds]
 
 
 def short() -> list[Case]:
     """A selection, at 2 and 3 ranks: each failure in two phases, each mismatch in one, some differences.
+
+    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang, raise and mismatch.
 
     (tests/train/test_stop.py has those in settings, of which the seed is one.)
     """
@@ -71,7 +75,9 @@ def short() -> list[Case]:
         for number, failure in enumerate((*FAILURES, *MISMATCHES))
         for turn in range(2 if failure in FAILURES else 1)
     ]
-    return chosen + [Case(difference, "set-up", 2) for difference in ("data", "code")]
+    chosen += [Case(difference, "set-up", 2) for difference in ("data", "code")]
+    crossed = zip(("kill", "loop", "stop", "raise", "unit"), PHASES[1:], strict=True)
+    return chosen + [Case(*kind, 4, tp=2) for kind in crossed]
 
 
 def prepare(folder: Path) -> Path:
@@ -101,6 +107,7 @@ def check(
     """
     command = [launcher or mpirun_path(), "-n", str(case.size), python, "-m", "tests.failures.victim"]
     command += [case.failure, case.phase, str(case.victim), "--config", "tiny.toml"]
+    command += ["--parallel.tp", str(case.tp)]
     command += [f"--watchdog.{BUDGETS.get(case.phase, 'limit')}", str(LIMIT)]
     files = folder / f"{case}.out", folder / f"{case}.err"
     with open(files[0], "wb") as out, open(files[1], "wb") as err:

@@ -28,5 +28,5 @@ def test_the_selection_has_every_failure_and_every_phase():
     chosen = short()
     assert {case.failure for case in chosen} == {*CODES, "kill"} - {"settings", "seed"}
     assert {case.phase for case in chosen} == set(PHASES)
-    assert {case.size for case in chosen} == {2, 3}
+    assert {(case.size, case.tp) for case in chosen} == {(2, 1), (3, 1), (4, 2)}
     assert Case("loop", "save", 3).victim in (1, 2)

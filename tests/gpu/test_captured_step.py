@@ -8,11 +8,13 @@ import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("deterministic")]
@@ -33,17 +35,23 @@ def train(
     changed=False,
     layers=1,
     communicator="auto",
+    shape=None,
     **settings,
 ):
     """[(loss, norm)] of STEPS steps, whose learning rates differ, and the parameters at the end.
 
     captured: the second and the third step are replays of a graph, with tokens in arrays that are filled
-    beforehand; an evaluation comes between them, and then the weights are `changed` by hand.
+    beforehand; an evaluation comes between them, and then the weights are `changed` by hand. shape: ranks
+    along the data and along tp.
     """
-    mesh = init_device_mesh("cuda", communicator=communicator)
+    names = shape and ("dp_shard", "tp")
+    mesh = init_device_mesh("cuda", shape, names, communicator=communicator)
     here = device.current()
     shardrt.manual_seed(7)
     model = GPT(GPTConfig(**CONFIG, n_layer=layers, dropout=dropout))
+    if shape:
+        parallelize_module(model, mesh["tp"], plan_of(model))
+        mesh = mesh["dp_shard"]
     for block in model.blocks:
         if recompute:
             checkpoint(block)

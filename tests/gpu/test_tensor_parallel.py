@@ -11,6 +11,8 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard
 from shardrt.parallel import parallelize_module
+from tests.cuda import small_gpt
+from tests.gpu.test_training import near
 
 pytestmark = pytest.mark.gpu
 
@@ -46,3 +48,10 @@ def test_losses_and_norms_are_those_of_the_cpu(gpu, kind, shards, sequence):
     how = (kind, shards, 2, sequence)
     found, expected = (thread.run(2 * shards, train, name, *how) for name in ("cuda", "cpu"))
     np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("variant", small_gpt.TENSOR)
+def test_what_there_is_beside_it_trains_as_on_the_cpu(gpu, variant):
+    ranks, settings = small_gpt.TENSOR[variant]
+    found, expected = (thread.run(ranks, small_gpt.train, name, **settings) for name in ("cuda", "cpu"))
+    near(found, expected, 3e-2 if "16" in variant else 1e-4)

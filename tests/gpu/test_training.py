@@ -127,7 +127,10 @@ def test_every_feature_trains_as_on_the_cpu(gpu, variant, ranks):
         pytest.skip("a row for each rank, and no more")
     expected = thread.run(ranks, train, "cpu", **settings)
     found = thread.run(ranks, train, "cuda", **settings)
-    limit = 3e-2 if "16" in variant else 1e-4
+    near(found, expected, 3e-2 if "16" in variant else 1e-4)
+
+
+def near(found, expected, limit):
     for (steps, weights), (other_steps, other_weights) in zip(found, expected, strict=True):
         np.testing.assert_allclose(steps, other_steps, rtol=limit)
         for key, values in (other_weights or {}).items():

@@ -6,7 +6,7 @@ import pytest
 from tests.parallel.meshes import MESHES, train
 from tests.ranks import mpirun, run_ranks
 
-NAME, STEPS = "copies 2, dp 2, tp 2", 3
+NAME, STEPS = "copies 2, dp 2, tp 2", 10
 
 
 @pytest.mark.mpi

@@ -4,10 +4,10 @@ python -m tests.softgpu.pairs [--all] [-n JOBS]
 
 Each set of features trains on the GPU in more than one order of streams: with the same bits in each, and near
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
-PyTorch's own 16 bits change of its own float32, twice. `--all`: 1, 2 and 4 ranks, all orders; else 2 ranks
-(4 of two axes) in two orders, and of the sets of two that share an option every sixth. JOBS processes share
-the sets. Tensor and sequence parallelism take twice these ranks. Prints JSON: {what was trained: what was
-wrong}.
+PyTorch's own 16 bits change of its own float32, twice, and the last place of the loss. `--all`: 1, 2 and 4 ranks,
+all orders; else 2 ranks (4 of two axes) in two orders, every other set, and of those of two that share an option
+every eighth. Tensor and sequence parallelism take twice these ranks. JOBS processes share the sets. Prints JSON:
+{what was trained: what was wrong}.
 """
 
 import argparse
@@ -55,6 +55,7 @@ def far(names, found, expected):
     """ "" or how far the GPU is from the CPU."""
     losses, weights = distances(found, expected)
     of_losses, of_weights = (CLOSE, CLOSE) if not pairs.LOW & set(names) else allowed(names)
+    of_losses += last_place(names, np.array(expected[0]).max())
     if losses <= of_losses and weights <= of_weights:
         return ""
     return f"losses off by {losses:.1e} of {of_losses:.1e}, weights by {weights:.1e} of {of_weights:.1e}"
@@ -65,6 +66,14 @@ def distances(found, expected):
     losses = np.abs(np.array(found[0]) - np.array(expected[0])).max()
     apart = sum(np.square(found[1][name] - values).sum() for name, values in expected[1].items())
     return losses, np.sqrt(apart / sum(np.square(values).sum() for values in expected[1].values()))
+
+
+def last_place(names, loss):
+    """By how much two losses differ that are rounded to neighbours; PyTorch's are not rounded (torch_trained)."""
+    if not pairs.LOW & set(names):
+        return 0.0
+    bits = 10 if pairs.LOW & set(names) == {"fp16, scaled"} else 7
+    return 2.0 ** (np.floor(np.log2(loss)) - bits)
 
 
 def allowed(names):
@@ -134,7 +143,8 @@ def refused(names):
 
 def jobs(every):
     """(name, function, arguments) of all there is to do."""
-    for index, names in enumerate([*pairs.TOGETHER, *pairs.ALONE[:: 1 if every else 6]]):
+    chosen = [*pairs.TOGETHER, *pairs.ALONE] if every else [*pairs.TOGETHER[::2], *pairs.ALONE[::8]]
+    for index, names in enumerate(chosen):
         other = MODES[1 + index % (len(MODES) - 1)]
         modes = MODES if every else ("late", other)
         for ranks in sorted({pairs.ranks_for(names, data) for data in ((1, 2, 4) if every else (2,))}):

@@ -12,7 +12,7 @@ from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
 from shardrt.tensor import Tensor
-from tests.cuda.small_gpt import VARIANTS, agree, same_bits, train
+from tests.cuda.small_gpt import TENSOR, VARIANTS, agree, same_bits, train
 from tests.gpu import test_captured_step as capturing
 from tests.softgpu import programs
 
@@ -76,6 +76,18 @@ def test_however_late_streams_are_it_trains_as_the_cpu_and_to_the_same_bits(
         assert streams["reduce"] == {"sum_parts"}
 
 
+@pytest.mark.parametrize("variant", ["tp 2, bfloat16", "dp 2, tp 2, sequence, all on the host"])
+def test_so_does_what_is_cut_along_tp(software, variant):
+    ranks, settings = TENSOR[variant]
+    expected, first = thread.run(ranks, train, "cpu", **settings), None
+    for mode in MODES:
+        software.choose(mode, seed=1)
+        found = thread.run(ranks, train, "cuda", communicator="nccl", **settings)
+        first = first or found
+        agree(found, expected, 6e-2 if "16" in variant else 2e-5)
+        same_bits(found, first)
+
+
 RAISES = {
     "updates in backward": (1, {"in_backward": True, "layers": 3}),
     "activations on the host": (1, {"prepare": offload_activations, "layers": 3}),
@@ -105,6 +117,7 @@ CAPTURED = {
     **{name: (1, settings) for name, settings in capturing.VARIANTS.items()},
     "more pieces of gradients than CuPy joins without an upload": (1, {"layers": 12}),
     "two ranks": (2, {"communicator": "nccl", "dropout": 0.2, "clip": False}),  # the norm goes by the host
+    "two ranks along tp": (2, {"communicator": "nccl", "shape": (1, 2), "dropout": 0.2, "clip": False}),
 }
 
 
