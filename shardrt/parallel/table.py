@@ -35,7 +35,7 @@ Key = tuple[str, int, int]  # what an action makes: F, B (of an I as well) or W,
 
 
 class Action(NamedTuple):
-    """kind: one of the above. stage: its number in the whole pipeline. micro_batch: -1 for the last two kinds.
+    """kind: one of these. stage: its number in the whole pipeline. micro_batch: -1 for UNSHARD, RESHARD.
 
     reduces: gradients of the stage are complete with this action, and are reduced over the data axes.
     """
@@ -103,6 +103,10 @@ class Table:
     def _rank_of(self) -> dict[int, int]:
         return {action.stage: rank for rank, row in enumerate(self.ranks) for action in row}
 
+    @cached_property
+    def _order(self) -> list[tuple[int, int]]:
+        return _order(self)
+
     def rank_of(self, stage: int) -> int:
         """Which rank has a stage. Raises ValueError where none has."""
         if stage not in self._rank_of:
@@ -129,14 +133,11 @@ class Table:
         _check_gathered(self)
         sends, uses = _messages(self)
         _check_links(self, sends, uses)
-        order = _order(self)
+        slots = _slots(self, uses)
         ranks = range(len(self.ranks))
         held = [[(whole.total(), late.total()) for whole, late in self.held(rank)] for rank in ranks]
-        return Facts(
-            tuple(max(whole + late for whole, late in row) for row in held),
-            tuple(max(late for _, late in row) for row in held),
-            _slots(self, order, uses),
-        )
+        activations = tuple(max(whole + late for whole, late in row) for row in held)
+        return Facts(activations, tuple(max(late for _, late in row) for row in held), slots)
 
     def held(self, rank: int) -> Iterator[tuple[Counter[int], Counter[int]]]:
         """After each action of a rank: micro-batches from F to B or I, and from I to W; each by stage."""
@@ -172,7 +173,7 @@ class Table:
         made: dict[Key, Any] = {}  # when it was
         there: dict[Key, Any] = {}  # when it is on the rank of the stage that uses it
         moved: dict[Link, Any] = {}  # when the last message arrived
-        for rank, place in _order(self):
+        for rank, place in self._order:
             action = self.ranks[rank][place]
             needed = [(made if need[1] == action.stage else there)[need] for need in _needs(self, action)]
             start[rank][place] = max([clock[rank], *needed])
@@ -219,16 +220,16 @@ class Table:
         return "".join(",".join(map(str, row)) + "\n" for row in self.ranks)
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Write it as a CSV file, as PyTorch's are. What reduces is not in it: the last B or W of each stage."""
+        """Write it as a CSV file like PyTorch's. What reduces is not in it; the last of a stage does."""
         Path(path).write_text(str(self))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> "Table":
         """Read a CSV file: what `save` or PyTorch's _dump_csv wrote, or a schedule of one's own.
 
-        A line per rank, empty cells for waits. SEND, RECV and REDUCE_GRAD are left out, as their places follow
-        from the other actions. The table is not checked. Raises ValueError with the line and the cell, from 1,
-        for what is no action.
+        A line per rank; cells may be empty. SEND, RECV and REDUCE_GRAD are left out, as their places follow
+        from the other actions. The table is not checked. Raises ValueError with line and cell, from 1, for
+        what is no action.
         """
         rows = []
         for line, cells in enumerate(csv.reader(Path(path).read_text().splitlines()), 1):
@@ -411,7 +412,7 @@ def _name(key: Key) -> str:
 
 
 def _order(table: Table) -> list[tuple[int, int]]:
-    """(rank, place) of all actions, each behind what it needs. Raises ValueError with the circle of a deadlock."""
+    """(rank, place) of all actions, each behind what it needs. Raises ValueError with a deadlock's circle."""
     done: set[Key] = set()
     order: list[tuple[int, int]] = []
     places = [0] * len(table.ranks)
@@ -454,7 +455,7 @@ def _circle(table: Table, needs: dict[int, Key], places: list[int]) -> str:
     return f"the table does not end: {'; '.join(waits)}"
 
 
-def _slots(table: Table, order: list[tuple[int, int]], uses: Messages) -> dict[Link, int]:
+def _slots(table: Table, uses: Messages) -> dict[Link, int]:
     """By link: messages sent and not used, where the receiver does only what the sender waits for.
 
     So far a rank is sure to be, when another has come to an action, as the needs of that action and of those
@@ -465,7 +466,7 @@ def _slots(table: Table, order: list[tuple[int, int]], uses: Messages) -> dict[L
     sent: dict[Key, np.ndarray] = {}
     count: Counter[Link] = Counter()
     slots: dict[Link, int] = defaultdict(int)
-    for rank, place in order:
+    for rank, place in table._order:
         action = table.ranks[rank][place]
         for need in _needs(table, action):
             if table.rank_of(need[1]) != rank:

@@ -1,0 +1,240 @@
+"""The schedules: their tables are PyTorch's, and cost and hold what formulas say."""
+
+from functools import cache
+from types import SimpleNamespace
+
+import pytest
+
+from shardrt.parallel.schedules import SCHEDULES, schedule
+from shardrt.parallel.table import Table
+
+LOOPS = ("Interleaved1F1B", "InterleavedZeroBubble")
+RANKS = range(2, 9)
+
+
+def made(name, ranks, micro_batches, stages):
+    """(p, m, v, table) of all for which there is one."""
+    for p in ranks:
+        for m in micro_batches(p):
+            for v in stages:
+                try:
+                    yield p, m, v, schedule(name, p, m, v)
+                except ValueError:
+                    pass
+
+
+@cache
+def tables_of_formulas(name):
+    """At m from 2p to 4p, with 2 to 4 stages per rank where a schedule takes any number."""
+    stages = range(2, 5) if name in LOOPS else [1, 2]
+    found = [
+        (p, m, v, table, table.check())
+        for p, m, v, table in made(name, RANKS, lambda p: range(2 * p, 4 * p + 1), stages)
+    ]
+    assert {p for p, *_ in found} == {*RANKS}
+    return found
+
+
+def bubble(name, p, v, f, i, w):
+    """Of a step that ends with an update of all ranks; f, i, w: times of a stage, of which a rank has v."""
+    return {
+        "GPipe": (p - 1) * (f + i + w),
+        "1F1B": (p - 1) * (f + i + w),
+        "Interleaved1F1B": (p - 1) * (f + i + w),
+        "ZB-H1": (p - 1) * max(f, f + i - w),
+        "InterleavedZeroBubble": (p - 1) * max(f, f + i - w),
+        "ZBVZeroBubble": (p - 1) * f,  # at f = i = w
+        "DualPipeV": (p - 1) * f,  # at f = i = w, and where pairs run one after the other
+    }[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_every_rank_is_idle_as_long_as_the_formula_says(name):
+    alike = name in ("ZBVZeroBubble", "DualPipeV")
+    for p, m, v, table, _ in tables_of_formulas(name):
+        for costs in [(1, 1, 1)] if alike else [(1, 1, 1), (2, 5, 1), (3, 2, 4)]:
+            replay = table.replay(costs[0], inputs=costs[1], weights=costs[2])
+            assert {*replay.idle} == {replay.bubble} == {bubble(name, p, v, *costs)}, (p, m, v, costs)
+            assert replay.makespan == m * v * sum(costs) + replay.bubble
+
+
+def test_zbv_ranks_never_wait_once_they_began():
+    """So there is no bubble where a rank may update its parameters before others have ended."""
+    for *_, table, _ in tables_of_formulas("ZBVZeroBubble"):
+        replay = table.replay()
+        for start, end in zip(replay.start, replay.end, strict=True):
+            assert start[1:] == end[:-1]
+
+
+def held(name, p, m, v, r):
+    """(activations, late weight gradients) of rank r, in those of one stage."""
+    n = m // (m // p)  # micro-batches of a round: p where m is a multiple of p
+    return {
+        "GPipe": (m, 0),
+        "1F1B": (p - r, 0),
+        "Interleaved1F1B": ((v - 1) * n + 2 * (p - r) - 1, 0),
+        "ZB-H1": (p, r + 1),
+        "InterleavedZeroBubble": ((v - 1) * n + p, r + 1),
+        "ZBVZeroBubble": (2 * p, 2 * r + 1),
+        "DualPipeV": (2 * p + 1, r + 1),
+    }[name]
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_ranks_hold_what_the_formula_says(name):
+    for p, m, v, _, facts in tables_of_formulas(name):
+        expected = [held(name, p, m, v, r) for r in range(p)]
+        assert [*zip(facts.activations, facts.late, strict=True)] == expected, (p, m, v)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tables_of_few_micro_batches_run_too(name):
+    """One rank, one micro-batch, fewer than ranks: where there is a table, it passes the check."""
+    found = [table for *_, table in made(name, range(1, 6), lambda p: range(1, 2 * p), (1, 2, 3))]
+    for table in found:
+        table.check()
+    assert found or name == "DualPipeV"
+
+
+def test_of_the_largest_pipelines():
+    facts = schedule("ZB-H1", 64, 512).check()
+    assert facts.activations == (64,) * 64 and facts.late == (*range(1, 65),)
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        (("2F2B", 2, 4), "there is no schedule '2F2B', only GPipe, 1F1B, "),
+        (("GPipe", 0, 4), "GPipe: 0 ranks; it takes 1 or more"),
+        (("1F1B", 2, 0), "1F1B: 0 micro-batches; it takes 1 or more"),
+        (("Interleaved1F1B", 2, 4, 0), "Interleaved1F1B: 0 stages per rank; it takes 1 or more"),
+        (("1F1B", 2, 4, 2), "1F1B: 2 stages per rank; it takes 1"),
+        (("ZB-H1", 2, 4, 2), "ZB-H1: 2 stages per rank; it takes 1"),
+        (("ZBVZeroBubble", 2, 4, 1), "ZBVZeroBubble: 1 stages per rank; it takes 2"),
+        (
+            ("DualPipeV", 4, 7),
+            "DualPipeV: 7 micro-batches are too few for 8 stages; it takes as many or more",
+        ),
+        (
+            ("Interleaved1F1B", 3, 7, 2),
+            "7 micro-batches do not divide into 2 rounds on 3 ranks; multiples of 3 do",
+        ),
+    ],
+)
+def test_what_can_not_be_made_is_refused_in_a_line(asked, words):
+    with pytest.raises(ValueError) as refused:
+        schedule(*asked)
+    assert words in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_names_are_those_of_the_classes_of_pytorch_as_well():
+    assert schedule("ScheduleInterleaved1F1B", 2, 4, 2) == schedule("interleaved1f1b", 2, 4, 2)
+    assert schedule("DualPipeV", 2, 4) == schedule("DualPipeV", 2, 4, 2)
+
+
+class Steps:
+    """PyTorch's schedules, without processes: their stages are stand-ins, the orders their own."""
+
+    def __init__(self, module):
+        self.module = module
+
+    def orders(self, name, p, m, v):
+        """By rank: (kind, stage, micro-batch). Raises ValueError where PyTorch does."""
+        if name in ("GPipe", "1F1B"):
+            return [self._stepped(name, p, m, rank) for rank in range(p)]
+        order = self.scheduled(name, p, m, v).pipeline_order
+        return [[leaf for action in order[rank] for leaf in self._leaves(action)] for rank in range(p)]
+
+    def scheduled(self, name, p, m, v):
+        stages = [
+            SimpleNamespace(num_stages=p * v, group_size=p, group_rank=0, submod=None) for _ in range(v)
+        ]
+        known = "InterleavedZeroBubble" if name == "ZB-H1" else name
+        return self.module.get_schedule_class(known)(stages, m)
+
+    def _leaves(self, action):
+        for leaf in (action.sub_actions or [action]) if action is not None else []:
+            yield leaf.computation_type.value, leaf.stage_index, leaf.microbatch_index
+
+    def _stepped(self, name, p, m, rank):
+        """What a step calls. (Schedule1F1B.pipeline_order counts the last rank's F from 1 in torch 2.13.)"""
+        called = []
+        stage = SimpleNamespace(
+            num_stages=p,
+            stage_index=rank,
+            is_last=False,
+            forward_one_chunk=lambda i, *_, **__: called.append(("F", rank, i)),
+            backward_one_chunk=lambda i, **_: called.append(("B", rank, i)),
+            perform_reduce_grad=lambda _: None,
+            **{f"get_{way}_{call}_ops": lambda _: [] for way in ("fwd", "bwd") for call in ("recv", "send")},
+        )
+        self.module.get_schedule_class(name)(stage, m)._step_microbatches()
+        return called
+
+
+@pytest.fixture
+def pytorch(monkeypatch):
+    pytest.importorskip("torch")
+    schedules = pytest.importorskip("torch.distributed.pipelining.schedules")
+    monkeypatch.setattr(schedules.PipelineScheduleSingle, "_initialize_stage", lambda *_: None)
+    return Steps(schedules)
+
+
+@pytest.fixture
+def orders_alone(pytorch, monkeypatch):
+    """Without what comes after the order in PyTorch's constructors, which takes seconds: sends, waits."""
+    schedules = pytorch.module
+    monkeypatch.setattr(schedules._PipelineScheduleRuntime, "_prepare_schedule_with_comms", lambda *_: None)
+    zero = schedules.ScheduleInterleavedZeroBubble
+    monkeypatch.setattr(zero, "_add_bubbles_to_actions", lambda self, _: self.pipeline_order)
+    return pytorch
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_tables_equal_those_of_pytorch(name, orders_alone):
+    equal = 0
+    for p in RANKS:
+        for m in range(2, 33):
+            for v in (
+                [1, 2, 3, 4] if name in LOOPS else [1] if name in ("GPipe", "1F1B", "ZB-H1") else [1, 2, 3]
+            ):
+                try:
+                    theirs = orders_alone.orders(name, p, m, v)
+                except ValueError:
+                    if name != "1F1B":  # ours takes fewer micro-batches than ranks
+                        with pytest.raises(ValueError):
+                            schedule(name, p, m, v)
+                    continue
+                table = schedule(name, p, m, v)
+                assert [[action[:3] for action in row] for row in table.ranks] == theirs, (p, m, v)
+                table.check()
+                equal += 1
+    assert equal >= 100
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [*LOOPS, "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize("form", ["compute_only", "compute_comms"])
+def test_files_that_pytorch_writes_are_read(name, form, pytorch, tmp_path):
+    path = tmp_path / "steps.csv"
+    pytorch.scheduled(name, 3, 6, 2)._dump_csv(path, form)
+    table, ours = Table.load(path), schedule(name, 3, 6, 2)
+    compute = tuple(tuple(action for action in row if action.micro_batch >= 0) for row in table.ranks)
+    assert compute == ours.ranks
+    assert (compute != table.ranks) == (form == "compute_comms")  # that has UNSHARD and RESHARD
+    assert table.check() == ours.check()
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("name", [*LOOPS, "ZBVZeroBubble", "DualPipeV"])
+def test_pytorch_reads_files_of_ours(name, pytorch, tmp_path):
+    path = tmp_path / "steps.csv"
+    schedule(name, 3, 6, 2).save(path)
+    theirs = pytorch.scheduled(name, 3, 6, 2)
+    before = pytorch.orders(name, 3, 6, 2)
+    theirs._load_csv(path, "compute_only")  # it checks them, and works out sends and receives
+    after = [
+        [leaf for action in theirs.pipeline_order[r] for leaf in pytorch._leaves(action)] for r in range(3)
+    ]
+    assert after == before
