@@ -1,6 +1,6 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, tensor.
+Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: table, schedules.
 """
 
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel

@@ -62,7 +62,7 @@ def interleaved_zero_bubble(p: int, m: int, v: int = 1) -> Table:
     rows = []
     for r in range(p):
         forwards, inputs, weights = (_rounds(kind, p, m, v, r, each) for kind in "FIW")
-        rows.append(_by_turns((v - 1) * each + p - 1 - r, forwards, inputs, [None] * r + weights))
+        rows.append(_by_turns((v - 1) * each + p - 1 - r, forwards, inputs, [*[None] * r, *weights]))
     return _numbered(m, rows)
 
 

@@ -63,8 +63,8 @@ class Facts:
 
     activations: by rank: micro-batches of its stages between F and B, or F and W. late: those of them between
         I and W.
-    slots: by link: messages that are sent and whose use has not ended. A receiver with so many slots never
-        lets one wait; one slot is enough for the table to end.
+    slots: by link: messages that are sent and whose use has not ended. A receiver with so many slots lets
+        none wait; where it has fewer, the sender keeps the rest, and one is enough for the table to end.
     """
 
     activations: tuple[int, ...]
@@ -135,11 +135,11 @@ class Table:
         _check_links(self, sends, uses)
         slots = _slots(self, uses)
         ranks = range(len(self.ranks))
-        held = [[(whole.total(), late.total()) for whole, late in self.held(rank)] for rank in ranks]
+        held = [[(sum(whole.values()), sum(late.values())) for whole, late in self.held(r)] for r in ranks]
         activations = tuple(max(whole + late for whole, late in row) for row in held)
         return Facts(activations, tuple(max(late for _, late in row) for row in held), slots)
 
-    def held(self, rank: int) -> Iterator[tuple[Counter[int], Counter[int]]]:
+    def held(self, rank: int) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
         """After each action of a rank: micro-batches from F to B or I, and from I to W; each by stage."""
         whole: Counter[int] = Counter()
         late: Counter[int] = Counter()
@@ -147,7 +147,7 @@ class Table:
             parts = PARTS.get(action.kind, "")
             whole[action.stage] += ("F" in parts) - ("I" in parts)
             late[action.stage] += ("I" in parts) - ("W" in parts)
-            yield whole, late
+            yield dict(whole), dict(late)
 
     def replay(
         self,
@@ -188,7 +188,7 @@ class Table:
         return Replay(tuple(map(tuple, start)), tuple(map(tuple, end)), max(clock), idle, min(idle))
 
     def _by_stage(self, cost: Cost) -> Sequence[Any]:
-        costs = cost if isinstance(cost, Sequence) else [cost] * self.stages
+        costs = [*cost] if isinstance(cost, Iterable) else [cost] * self.stages
         if len(costs) != self.stages or any(c < 0 for c in costs):
             raise ValueError(
                 f"replay: a cost is a number from 0, or {self.stages}, one per stage; got {cost}"
@@ -201,7 +201,7 @@ class Table:
         Each action with its micro-batch, and its stage where ranks have several; "." where a rank waits.
         """
         replay = self.replay(forward, backward, inputs, weights)
-        several = self.stages > len(self.ranks)
+        several = any(self.stages_of(rank) != [rank] for rank in range(len(self.ranks)))
         labels = {a: str(a) if several else f"{a.kind}{a.micro_batch}" for row in self.ranks for a in row}
         width = 1 + max(len(label) for action, label in labels.items() if action.kind not in MEMORY)
         lines = []
@@ -212,7 +212,7 @@ class Table:
                     line[start * width : end * width] = (
                         labels[action].ljust((end - start) * width - 1, "-") + " "
                     )
-            lines.append(f"rank {rank}  " + "".join(line).rstrip())
+            lines.append(f"rank {rank:<{len(str(len(self.ranks) - 1))}}  " + "".join(line).rstrip())
         return "\n".join(lines)
 
     def __str__(self) -> str:
@@ -250,7 +250,7 @@ def table_of(rows: Iterable[Iterable[Action]]) -> Table:
     return Table(tuple(map(tuple, ranks)), stages, micro_batches)
 
 
-ACTION = re.compile(r"(\d+)(?:([FBIW])(\d+)|(UNSHARD|RESHARD))")
+ACTION = re.compile(r"(\d{1,6})(?:([FBIW])(\d{1,6})|(UNSHARD|RESHARD))")
 LEFT_OUT = re.compile(r"\d+(?:(?:SEND|RECV)_[FB]\d+|REDUCE_GRAD)|")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 
@@ -309,6 +309,8 @@ def _actions(table: Table) -> Iterator[tuple[int, int, Action]]:
 
 
 def _check_actions(table: Table) -> None:
+    if not table.ranks or not table.micro_batches:
+        raise ValueError(f"the table has {len(table.ranks)} ranks and {table.micro_batches} micro-batches")
     rank_of: dict[int, int] = {}
     for rank, place, action in _actions(table):
         kind, stage, micro_batch, _ = action

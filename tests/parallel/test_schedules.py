@@ -1,12 +1,12 @@
 """The schedules: their tables are PyTorch's, and cost and hold what formulas say."""
 
-from functools import cache
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 
 from shardrt.parallel.schedules import SCHEDULES, schedule
-from shardrt.parallel.table import Table
+from shardrt.parallel.table import Facts, Table
 
 LOOPS = ("Interleaved1F1B", "InterleavedZeroBubble")
 RANKS = range(2, 9)
@@ -23,20 +23,25 @@ def made(name, ranks, micro_batches, stages):
                     pass
 
 
-@cache
-def tables_of_formulas(name):
-    """At m from 2p to 4p, with 2 to 4 stages per rank where a schedule takes any number."""
+class Made(NamedTuple):
+    p: int
+    m: int
+    v: int
+    table: Table
+    facts: Facts
+
+
+@pytest.fixture(scope="module", params=SCHEDULES)
+def tables(request):
+    """(name, those of m from 2p to 4p, with 2 to 4 stages per rank where a schedule takes any number)."""
+    name = request.param
     stages = range(2, 5) if name in LOOPS else [1, 2]
-    found = [
-        (p, m, v, table, table.check())
-        for p, m, v, table in made(name, RANKS, lambda p: range(2 * p, 4 * p + 1), stages)
-    ]
-    assert {p for p, *_ in found} == {*RANKS}
-    return found
+    found = made(name, RANKS, lambda p: range(2 * p, 4 * p + 1), stages)
+    return name, [Made(p, m, v, table, table.check()) for p, m, v, table in found]
 
 
-def bubble(name, p, v, f, i, w):
-    """Of a step that ends with an update of all ranks; f, i, w: times of a stage, of which a rank has v."""
+def bubble(name, p, f, i, w):
+    """Of a step that ends with an update of all ranks; f, i, w: times of a stage, a v-th of a rank's."""
     return {
         "GPipe": (p - 1) * (f + i + w),
         "1F1B": (p - 1) * (f + i + w),
@@ -48,22 +53,25 @@ def bubble(name, p, v, f, i, w):
     }[name]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_every_rank_is_idle_as_long_as_the_formula_says(name):
+def test_every_rank_is_idle_as_long_as_the_formula_says(tables):
+    name, several = tables
     alike = name in ("ZBVZeroBubble", "DualPipeV")
-    for p, m, v, table, _ in tables_of_formulas(name):
+    for p, m, v, table, _ in several:
         for costs in [(1, 1, 1)] if alike else [(1, 1, 1), (2, 5, 1), (3, 2, 4)]:
             replay = table.replay(costs[0], inputs=costs[1], weights=costs[2])
-            assert {*replay.idle} == {replay.bubble} == {bubble(name, p, v, *costs)}, (p, m, v, costs)
+            assert {*replay.idle} == {replay.bubble} == {bubble(name, p, *costs)}, (p, m, v, costs)
             assert replay.makespan == m * v * sum(costs) + replay.bubble
+    assert {each.p for each in several} == {*RANKS}
 
 
-def test_zbv_ranks_never_wait_once_they_began():
+def test_only_ranks_of_zbv_never_wait_once_they_began(tables):
     """So there is no bubble where a rank may update its parameters before others have ended."""
-    for *_, table, _ in tables_of_formulas("ZBVZeroBubble"):
-        replay = table.replay()
-        for start, end in zip(replay.start, replay.end, strict=True):
-            assert start[1:] == end[:-1]
+    name, several = tables
+    replays = (table.replay() for *_, table, _ in several)
+    unbroken = all(
+        start[1:] == end[:-1] for each in replays for start, end in zip(each.start, each.end, strict=True)
+    )
+    assert unbroken == (name == "ZBVZeroBubble")
 
 
 def held(name, p, m, v, r):
@@ -80,9 +88,9 @@ def held(name, p, m, v, r):
     }[name]
 
 
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_ranks_hold_what_the_formula_says(name):
-    for p, m, v, _, facts in tables_of_formulas(name):
+def test_ranks_hold_what_the_formula_says(tables):
+    name, several = tables
+    for p, m, v, _, facts in several:
         expected = [held(name, p, m, v, r) for r in range(p)]
         assert [*zip(facts.activations, facts.late, strict=True)] == expected, (p, m, v)
 

@@ -210,6 +210,7 @@ def test_what_is_held_is_what_ranks_hold_at_worst(name):
     ("text", "words"),
     [
         ("0F0 0B0 / 1F0 1X0", "rank 1, action 1, 1X0: there is no kind 'X', only F, B, I, W, UNSHARD, "),
+        ("0UNSHARD 0RESHARD", "the table has 1 ranks and 0 micro-batches"),
         ("0F0 0B0 / 2F0 2B0", "stage 1 is on no rank"),
         ("0F0 0B0 1F0 / 1B0", "rank 1, action 0, 1B0: stage 1 is on rank 0 already"),
         ("0F0 0B0 /", "rank 1 has no actions"),
@@ -251,6 +252,12 @@ def test_the_last_backward_of_a_stage_reduces_and_no_other(kind, number, does):
     changed = [a._replace(reduces=not a.reduces) if a[:3] == (kind, 0, number) else a for a in row]
     with pytest.raises(ValueError, match=rf"rank 0, action \d, 0{kind}{number}: it {does}; the last B or W "):
         Table((tuple(changed),), 1, 2).check()
+
+
+def test_no_ranks_are_no_table(tmp_path):
+    (tmp_path / "steps.csv").touch()
+    with pytest.raises(ValueError, match="the table has 0 ranks and 0 micro-batches"):
+        Table.load(tmp_path / "steps.csv").check()
 
 
 def test_a_table_says_where_stages_are():
@@ -315,7 +322,9 @@ def test_files_in_the_notation_of_pytorch(tmp_path):
     assert [action.reduces for action in Table.load(path).ranks[0]] == [False] * 5 + [True]
 
 
-@pytest.mark.parametrize("cell", ["0X1", "F0", "0F", "0UNSHARD1", "0F1x", "(0F0;0B0)TOGETHER", "-1F0"])
+@pytest.mark.parametrize(
+    "cell", ["0X1", "F0", "0F", "0UNSHARD1", "0F1x", "(0F0;0B0)TOGETHER", "-1F0", "1" * 7 + "F0"]
+)
 def test_files_with_what_is_no_action_are_refused(cell, tmp_path):
     path = tmp_path / "steps.csv"
     path.write_text(f"0F0,0B0\n1F0,,{cell}\n")
