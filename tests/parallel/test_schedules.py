@@ -105,7 +105,7 @@ def test_tables_of_few_micro_batches_run_too(name):
 
 
 def test_of_the_largest_pipelines():
-    facts = schedule("ZB-H1", 64, 512).check()
+    facts = schedule("ZB-H1", 64, 128).check()
     assert facts.activations == (64,) * 64 and facts.late == (*range(1, 65),)
 
 
@@ -199,11 +199,12 @@ def orders_alone(pytorch, monkeypatch):
 
 
 @pytest.mark.torch
+@pytest.mark.parametrize("numbers", [range(2, 17), pytest.param(range(17, 33), marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_tables_equal_those_of_pytorch(name, orders_alone):
+def test_tables_equal_those_of_pytorch(name, numbers, orders_alone):
     equal = 0
     for p in RANKS:
-        for m in range(2, 33):
+        for m in numbers:
             for v in (
                 [1, 2, 3, 4] if name in LOOPS else [1] if name in ("GPipe", "1F1B", "ZB-H1") else [1, 2, 3]
             ):
@@ -216,9 +217,10 @@ def test_tables_equal_those_of_pytorch(name, orders_alone):
                     continue
                 table = schedule(name, p, m, v)
                 assert [[action[:3] for action in row] for row in table.ranks] == theirs, (p, m, v)
-                table.check()
+                if m < 2 * p:  # those from 2p to 4p are checked above
+                    table.check()
                 equal += 1
-    assert equal >= 100
+    assert equal >= 40
 
 
 @pytest.mark.torch
