@@ -160,7 +160,7 @@ def test_every_call_of_every_communicator_of_a_mesh_is_recorded(tmp_path):
         "broadcast #4 of early, 5 of uint8",
         "all_to_all #5 of early, 3 of float64",
         "barrier #6 of early",
-        "recv #6 of early, 2 of float64, rank 1",
+        "recv from rank 1, 2 of float64, of early",
     ]
     assert done[7].startswith("all_gather #1 of late")
 
@@ -258,10 +258,10 @@ def test_a_name_says_which_ranks_belong_to_a_communicator(ranks, name):
 def test_who_waits_for_a_message_waits_for_its_sender_alone(tmp_path):
     flights = waiting(tmp_path, [[], [("g", 2, False)], [("g", 2, False)]])
     recorder = Recorder(tmp_path, 0, 3)
-    recorder._write(flight.ENTERED, *recorder.facts("g", 2, "recv", "rank 2", None))
+    recorder._write(flight.ENTERED, *recorder.facts("g", 2, "recv", "from rank 2", None))
     flights = read_all(tmp_path)[0]
     assert diagnosis.waits_for(flights[0], flights) == [2]
-    assert diagnosis.blame(flights).endswith("rank 0 waits in recv #2 of g, rank 2")
+    assert diagnosis.blame(flights).endswith("rank 0 waits in recv from rank 2, of g")
 
 
 def test_without_room_for_a_file_it_records_in_memory(tmp_path):

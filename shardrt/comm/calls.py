@@ -13,6 +13,7 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.comm.checks import OPS
 from shardrt.faults.failure import CollectiveMismatch, PeerFailed
+from shardrt.faults.flight import tail
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
 WORDS = 5
@@ -20,6 +21,8 @@ PACKED = 8 * WORDS  # bytes of a packed call
 HEAD = 64  # bytes from a packed call to data that go along with it: data begin on a cache line
 
 _PACKED = Struct(f"={WORDS}q")
+_MESSAGE = Struct("=qq112s")  # count, element type, what it is
+MESSAGE = _MESSAGE.size  # bytes of a packed message, which go before its array
 _COLLECTIVES = ("barrier", "all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "split")
 _ELEMENTS = (*dtypes.CARRIED, *dtypes.LOW)
 _COLLECTIVE_CODES = {name: code << 8 for code, name in enumerate(_COLLECTIVES)}
@@ -113,6 +116,35 @@ def mismatch(number: int, calls: Sequence[Call], names: Names) -> CollectiveMism
     return CollectiveMismatch(
         f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}"
     )
+
+
+def pack_message(array: np.ndarray, what: str) -> bytes:
+    """What is said of an array that goes from one rank to another."""
+    return _MESSAGE.pack(array.size, dtypes.CODES[array.dtype], tail(what, 112))
+
+
+def array_of(packed: bytes) -> np.ndarray:
+    """An array like the one of which this was said."""
+    count, code, _ = _MESSAGE.unpack(packed)
+    return np.empty(count, dtypes.CARRIED[code])
+
+
+def unlike(sent: bytes, expected: bytes, source: int, rank: int) -> CollectiveMismatch:
+    """The error of `rank`, which received another message from rank `source` than it expected."""
+    return CollectiveMismatch(
+        f"rank {source} sent {_message(sent)}; rank {rank} receives {_message(expected)}"
+    )
+
+
+def _message(packed: bytes) -> str:
+    count, code, what = _MESSAGE.unpack(packed)
+    name = what.rstrip(b"\0").decode(errors="replace")
+    return f"{name}, {count} of {dtypes.CARRIED[code]}".removeprefix(", ")
+
+
+def abandoned(rank: int) -> PeerFailed:
+    """The error of a wait for a message that rank `rank` has given up."""
+    return PeerFailed(f"rank {rank} does not wait for messages any more: its links were closed")
 
 
 def left(gone: int, rank: int, collective: str) -> PeerFailed:

@@ -1,24 +1,19 @@
 """Counters that the ranks of a node show each other, and a way to sleep until one of them moves.
 
 Every rank has its own cache lines in shared memory: how far it has come, what it calls, and the data of a
-small call. A waiting rank looks for a moment and then sleeps in the kernel (a futex: "sleep while this word
-has this value"): it takes no core from the ranks that compute and wakes in microseconds. MPI's Win.Sync
-orders the memory.
+small call. A waiting rank looks for a moment and then sleeps in the kernel (futex.py).
 """
 
-import ctypes
-import platform
-import sys
 import weakref
-from functools import cache
 from typing import NamedTuple
 
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm import futex
 from shardrt.comm.calls import HEAD, PACKED, left
 from shardrt.comm.notices import Page, parts_of
-from shardrt.comm.segments import SharedMemoryUnavailable, map_shared
+from shardrt.comm.segments import map_shared
 from shardrt.faults import failure
 
 LITTLE = 1 << 13  # bytes of data that go along, for which there is room in shared memory
@@ -30,12 +25,6 @@ _BOXES = 64, 64 + _BOX
 _LOOKS = 150  # before a rank sleeps; about 20 us
 _NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case a peer has left
 
-# The number of the system call futex(2).
-_FUTEX = {"x86_64": 202, "aarch64": 98, "riscv64": 98, "ppc64le": 221, "s390x": 238}
-_FUTEX_WAIT, _FUTEX_WAKE, _EVERYONE = 0, 1, 0x7FFFFFFF
-_LOW_HALF = 0 if sys.byteorder == "little" else 4  # a futex is 32 bits wide
-
-_libc = ctypes.CDLL(None)
 _open: "weakref.WeakSet[Flags]" = weakref.WeakSet()
 
 
@@ -55,13 +44,11 @@ class Flags:
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         """Collective over `mpi`. Raises SharedMemoryUnavailable where the system is not known."""
-        if sys.platform != "linux" or platform.machine() not in _FUTEX:
-            raise SharedMemoryUnavailable(f"no futex known on {sys.platform} {platform.machine()}")
+        futex.check()
         self.rank = mpi.rank
         self.size = mpi.size
         self.sequence = 0  # of the collectives of this communicator, the latest
-        self._futex = _FUTEX[platform.machine()]
-        self._window = _fence()
+        self._window = futex.fence()
         # Not an MPI window, which only a collective call frees, and which lies in /dev/shm.
         memory = map_shared(mpi, _ROW * mpi.size)
         rows = memoryview(memory)
@@ -129,6 +116,10 @@ class Flags:
         self._publish(_DONE)
         self._wait(_DONE, doing)
 
+    def has_left(self, rank: int) -> bool:
+        """Whether a rank's program has ended."""
+        return bool(self._words[rank * _WORDS + _LEFT])
+
     def leave(self) -> None:
         """Tell the others that this rank's program ends: whoever waits for it would wait forever."""
         self._words[self._own + _LEFT] = 1
@@ -169,39 +160,13 @@ class Flags:
                 return
             if has_left:
                 raise left(rank, self.rank, doing)
-            nap = ctypes.byref(_Time(*divmod(_NAP, 10**9)))
-            self._system(row + column, _FUTEX_WAIT, seen & 0xFFFFFFFF, nap)
+            futex.sleep(self._address + 8 * (row + column), seen, _NAP)
 
     def _wake(self, column: int) -> None:
-        self._system(self._own + column, _FUTEX_WAKE, _EVERYONE)
-
-    def _system(self, word: int, operation: int, value: int, time: object = None) -> None:
-        """futex(2) on a word. Whatever it returns, the caller looks again; the interpreter lock is free."""
-        address = ctypes.c_void_p(self._address + 8 * word + _LOW_HALF)
-        _libc.syscall(ctypes.c_long(self._futex), address, operation, ctypes.c_uint32(value), time, None, 0)
-
-
-@cache
-def _fence() -> MPI.Win:
-    """A window without memory: its Sync orders what this process reads and writes, in any memory."""
-    window = MPI.Win.Create(None, comm=MPI.COMM_SELF)
-    window.Lock_all()
-    return window
-
-
-class _Time(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
+        futex.wake(self._address + 8 * (self._own + column))
 
 
 @failure.at_program_end
 def _leave() -> None:
     for flags in list(_open):
         flags.leave()
-
-
-@failure.after_all_programs
-def _free() -> None:
-    if _fence.cache_info().currsize:
-        window = _fence()
-        window.Unlock_all()
-        window.Free()

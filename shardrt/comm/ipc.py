@@ -88,6 +88,9 @@ class IPCCommunicator(Communicator):
     def reserve(self, on_device: int, on_host: int) -> None:
         self._staged.reserve(on_device, on_host)
 
+    def abandon(self) -> None:
+        self._host.abandon()
+
     def close(self) -> None:
         """Collective. Peers' memory is unmapped by everyone before anyone may free it."""
         self._memory.users -= 1
@@ -173,11 +176,11 @@ class IPCCommunicator(Communicator):
             self._device.copy(output[peer * n : (peer + 1) * n], buffers[peer][own])
         return self._part()
 
-    def _send(self, buffer: Array, peer: int) -> None:
-        self._staged._send(buffer, peer)
+    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+        self._staged._send(buffer, peer, what, direct)
 
-    def _recv(self, buffer: Array, peer: int) -> None:
-        self._staged._recv(buffer, peer)
+    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+        self._staged._recv(buffer, peer, what, direct)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         self._staged._exchange(output, buffer, to, source)

@@ -111,10 +111,14 @@ class _Family:
         self.streams: dict[str, Stream] = {}
 
     def record(self, role: str, ranks: tuple[int, ...]) -> None:
-        """Have a communicator recorded by a name which no other communicator of this run has."""
-        name, made = group_name(role, ranks, self.root.size), self.made[role, ranks]
-        made.recorder = self.recorder
-        made.recorded_as = name if self.number == 1 else f"{name}~{self.number}"
+        """Have a communicator recorded."""
+        made = self.made[role, ranks]
+        made.recorder, made.recorded_as = self.recorder, self.name(role, ranks)
+
+    def name(self, role: str, ranks: tuple[int, ...]) -> str:
+        """What a communicator is called, as no other one of this run."""
+        name = group_name(role, ranks, self.root.size)
+        return name if self.number == 1 else f"{name}~{self.number}"
 
 
 class DeviceMesh:
@@ -288,6 +292,23 @@ class DeviceMesh:
             family.communicators[role, ranks] = family.wrap(made) if family.wrap else made
             family.record(role, ranks)
         return family.communicators[role, ranks]
+
+    def pair(self, source: int, to: int) -> Communicator | None:
+        """A communicator of two ranks, of which `source` is its rank 0; None on the others. Collective.
+
+        Another one at each call, which nobody but the caller uses, records or closes (comm/links.py).
+        """
+        place = {source: 0, to: 1}.get(self.rank)
+        base, family = self._base.split(None if place is None else 0, place or 0), self._family
+        if base is None:
+            return None
+        made = for_device(base, family.device, family.kind, "link", family.reduction)
+        return family.wrap(made) if family.wrap else made
+
+    def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
+        """Who records calls of such a communicator of these ranks, if anybody, and by which name."""
+        world = self.ranks.ravel()
+        return self._family.recorder, self._family.name(role, tuple(int(world[rank]) for rank in ranks))
 
     def record(self, recorder: Recorder | None) -> None:
         """Have the calls of all communicators of this family of meshes, and parts of steps, recorded.

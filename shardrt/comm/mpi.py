@@ -13,18 +13,20 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm.calls import Names, mismatch, pack, unpack
+from shardrt.comm import outbox
+from shardrt.comm.calls import MESSAGE, Names, array_of, mismatch, pack, pack_message, unlike, unpack
 from shardrt.comm.notices import Notices, Page
-from shardrt.comm.outbox import Outbox
 from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
+from shardrt.faults.failure import PeerFailed
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _REMEMBERED = 4096  # calls that stay prepared
-_TAG = 0  # of messages of data; notices have another
+_TAG = 0  # of what a collective moves; notices have 1
+_MESSAGE_TAG = 2  # and 3, of those that are direct
 
 
 class Teller(Protocol):
@@ -60,7 +62,7 @@ class MPICommunicator(Communicator):
         self._patience = Patience(mpi)
         self._teller = teller or Notices(mpi, self._patience)
         self._prepared: dict[Hashable, tuple[Any, bytes, slice | None]] = {}  # calls that were made before
-        self._outbox = Outbox(self.rank, self._patience)
+        self._outbox = outbox.Outbox(self.rank, self._patience)
         self._scratch = np.empty(0, np.uint8)
 
     def split(self, color: int | None, key: int) -> "MPICommunicator | None":
@@ -72,6 +74,9 @@ class MPICommunicator(Communicator):
         self._meet("split", None)
         mpi = self._mpi.Split(MPI.UNDEFINED if color is None else color, key)
         return None if color is None else mpi
+
+    def abandon(self) -> None:
+        self._patience.abandoned = True
 
     def close(self) -> None:
         self._outbox.close()
@@ -206,22 +211,57 @@ class MPICommunicator(Communicator):
                 theirs = output[source * n + start : source * n + stop]
                 self._mpi.Sendrecv(piece, to, _TAG, theirs, source, _TAG)
 
-    def _send(self, buffer: np.ndarray, peer: int) -> None:
+    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
         self._outbox.check()
-        copy = buffer.copy()
-        self._outbox.add([self._mpi.Isend(piece, peer, _TAG) for piece in _pieces(copy)], copy, peer)
+        kept = buffer if direct else buffer.copy()
+        told, sends = self._begin_send(kept, peer, what, _MESSAGE_TAG + direct)
+        if direct:
+            self._finish_send(sends, (told, kept), "send", peer)
+        else:
+            self._outbox.add(sends, (told, kept), peer)
 
-    def _recv(self, buffer: np.ndarray, peer: int) -> None:
+    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
         self._outbox.check()
-        for piece in _pieces(buffer):
-            self._patience.wait(self._mpi.Irecv(piece, peer, _TAG), "recv", peer)
+        told, expected, tag = bytearray(MESSAGE), pack_message(buffer, what), _MESSAGE_TAG + direct
+        self._receive(told, peer, tag)
+        # What is not what was expected is taken all the same, so that its sender can go on and end.
+        target = buffer if told == expected else array_of(told)
+        for piece in _pieces(target):
+            self._receive(piece, peer, tag)
+        if told != expected:
+            raise unlike(
+                told, expected, self._patience.world_rank(peer), self._patience.world_rank(self.rank)
+            )
 
     def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
         self._outbox.check()
-        sends = [self._mpi.Isend(piece, to, _TAG) for piece in _pieces(buffer)]
-        self._recv(output, source)
-        for send in sends:
-            self._patience.wait(send, "exchange", to)
+        told, sends = self._begin_send(buffer, to, "", _MESSAGE_TAG)
+        self._recv(output, source, "", False)
+        self._finish_send(sends, (told, buffer), "exchange", to)
+
+    def _begin_send(
+        self, buffer: np.ndarray, peer: int, what: str, tag: int
+    ) -> tuple[bytes, list[MPI.Request]]:
+        """What is told before the array, and the sends of both, which read the two until they are done."""
+        told = pack_message(buffer, what)
+        first = self._mpi.Isend(told, peer, tag)
+        return told, [first, *(self._mpi.Isend(piece, peer, tag) for piece in _pieces(buffer))]
+
+    def _finish_send(self, sends: list[MPI.Request], memory: Any, doing: str, peer: int) -> None:
+        try:
+            for send in sends:
+                self._patience.wait(send, doing, peer)
+        except PeerFailed:
+            outbox.keep(sends, memory)
+            raise
+
+    def _receive(self, memory: Any, peer: int, tag: int) -> None:
+        request = self._mpi.Irecv(memory, peer, tag)
+        try:
+            self._patience.wait(request, "recv", peer)
+        except PeerFailed:
+            outbox.keep([request], memory)
+            raise
 
     def _barrier(self, what: str) -> None:
         self._meet("barrier", None, 0, what)

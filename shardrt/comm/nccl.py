@@ -32,6 +32,8 @@ class NCCLCommunicator(Communicator):
     serves one stream.
     """
 
+    keeps_host = False
+
     def __init__(self, host: Communicator, device: Device, reduction: str = "nccl") -> None:
         from cupy.cuda import nccl
 
@@ -65,6 +67,10 @@ class NCCLCommunicator(Communicator):
         if on_device > self._scratch.size:
             self._scratch = None  # not both at once
             self._scratch = self._device.buffer(on_device, np.uint8)
+
+    def abandon(self) -> None:
+        self._comm.abort()
+        self._host.abandon()
 
     def close(self) -> None:
         """Collective. Explicit, because NCCL's own clean-up must not run after MPI's."""
@@ -134,17 +140,17 @@ class NCCLCommunicator(Communicator):
     def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
         self._swap(output, buffer)
 
-    def _send(self, buffer: Array, peer: int) -> None:
+    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         self._comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
 
-    def _recv(self, buffer: Array, peer: int) -> None:
+    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         self._comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         self._nccl.groupStart()  # neither waits for the other
         try:
-            self._send(buffer, to)
-            self._recv(output, source)
+            self._send(buffer, to, "", False)
+            self._recv(output, source, "", False)
         finally:
             self._nccl.groupEnd()
 

@@ -17,7 +17,7 @@ from shardrt.faults import failure
 from shardrt.faults.failure import PeerFailed
 
 _open: "weakref.WeakSet[Outbox]" = weakref.WeakSet()
-_abandoned: list[Any] = []  # MPI may still read this memory
+_abandoned: list[Any] = []
 _MOMENT = 0.5  # seconds for the news that a message was taken
 
 
@@ -74,9 +74,14 @@ class Outbox:
                 for request in requests:
                     self._patience.wait(request, "send", peer)
             except PeerFailed as error:
-                _abandoned.append((requests, memory))
+                keep(requests, memory)
                 self._error = error
             self._waiting.popleft()
+
+
+def keep(requests: list[MPI.Request], memory: Any) -> None:
+    """Keep what MPI may still read or write, of messages that nobody waits for any more."""
+    _abandoned.append((requests, memory))
 
 
 @failure.after_all_programs

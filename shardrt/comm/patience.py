@@ -8,7 +8,7 @@ import time
 
 from mpi4py import MPI
 
-from shardrt.comm.calls import left
+from shardrt.comm.calls import abandoned, left
 from shardrt.faults import failure
 
 _SPIN = 2e-5  # seconds of polling before a waiting rank lets others go first
@@ -26,11 +26,17 @@ class Patience:
 
     def __init__(self, mpi: MPI.Intracomm) -> None:
         self._mpi = mpi
+        self.abandoned = False  # nobody waits here any more
+
+    def world_rank(self, rank: int) -> int:
+        """The number, among all ranks, of one of this group."""
+        return MPI.Group.Translate_ranks(self._mpi.Get_group(), [rank], MPI.COMM_WORLD.Get_group())[0]
 
     def wait(self, request: MPI.Request, doing: str, peer: int | None = None) -> None:
         """Poll a request: busily at first, since most peers are only microseconds late, then with pauses.
 
-        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead.
+        Raises PeerFailed if a rank that takes part (`peer`, or any) has ended its program instead, or if this
+        rank has abandoned its messages.
         """
         if request.Test():
             return
@@ -39,6 +45,8 @@ class Patience:
         gone = None
         while not request.Test():
             now = time.perf_counter()
+            if self.abandoned and peer is not None:
+                raise abandoned(self._mpi.rank)
             if now > next_look:
                 if gone is not None:  # since it said so, half a second has passed for what was under way
                     raise left(gone, self._mpi.rank, doing)

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm import checks
-from shardrt.faults.flight import MESSAGES
+from shardrt.faults.flight import MESSAGES, message_from, message_to
 
 _SHORT = 248  # bytes of a message that one collective carries, in rows of 256
 _SMALL = 1 << 16  # bytes of all ranks together up to which an all_reduce sends everything to everyone
@@ -38,6 +38,7 @@ class Communicator(ABC):
     size: int
     reduction = "tree"  # how sums are made; "nccl": as NCCL likes, and 16 bits in 16 bits
     shares_memory = False  # whether allocate(shared=True) is one physical buffer for several ranks
+    keeps_host = True  # whether a call keeps the thread that runs it until it is done
     recorder: Any = None  # a flight.Recorder, told of every call by the name that this communicator has there
     recorded_as = ""
     _call_number = 0
@@ -114,23 +115,30 @@ class Communicator(ABC):
         checks.check_overlap("all_to_all", output, buffer, None)
         self._submit(stream, "all_to_all", "all_to_all", what, buffer, output, buffer, what)
 
-    def send(self, buffer: Any, *, peer: int, stream: Any) -> None:
-        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype.
+    def send(self, buffer: Any, *, peer: int, stream: Any, what: str = "", direct: bool = False) -> None:
+        """Send `buffer` to rank `peer`, which receives an array of the same size and dtype with equal `what`.
 
         It does not wait for the receiver: both ranks of a pair may send first. What has not been taken yet is
-        kept as a copy. (With "nccl" a send does wait: use `exchange`.)
+        kept as a copy. direct=True, on both ends: nothing is kept, and the stream goes on when the receiver
+        has taken it. (With "nccl" a send always waits: where both send first, use `exchange`.)
         """
-        checks.check_call("send", stream)
+        checks.check_call("send", stream, what)
         checks.check_array("send", "buffer", buffer)
         checks.check_rank("send", "peer", peer, self.size, self.rank)
-        self._submit(stream, "send", "send", f"rank {peer}", buffer, buffer, peer)
+        told = message_to(peer, what)
+        self._submit(stream, f"send {what}".rstrip(), "send", told, buffer, buffer, peer, what, direct)
 
-    def recv(self, buffer: Any, *, peer: int, stream: Any) -> None:
-        """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order."""
-        checks.check_call("recv", stream)
+    def recv(self, buffer: Any, *, peer: int, stream: Any, what: str = "", direct: bool = False) -> None:
+        """Receive into `buffer` what rank `peer` sends; messages between two ranks keep their order.
+
+        (Those that are direct and those that are not are two orders.) Where sizes, dtypes or `what` differ
+        from what was sent, this rank gets a CollectiveMismatch that names both; NCCL compares nothing.
+        """
+        checks.check_call("recv", stream, what)
         checks.check_array("recv", "buffer", buffer)
         checks.check_rank("recv", "peer", peer, self.size, self.rank)
-        self._submit(stream, "recv", "recv", f"rank {peer}", buffer, buffer, peer)
+        told = message_from(peer, what)
+        self._submit(stream, f"recv {what}".rstrip(), "recv", told, buffer, buffer, peer, what, direct)
 
     def exchange(self, output: Any, buffer: Any, *, to: int, source: int, stream: Any) -> None:
         """Send `buffer` to rank `to` and receive `output` from rank `source`, at once and without a copy.
@@ -144,7 +152,8 @@ class Communicator(ABC):
         checks.check_overlap("exchange", output, buffer, None)
         checks.check_rank("exchange", "to", to, self.size, self.rank)
         checks.check_rank("exchange", "source", source, self.size, self.rank)
-        self._submit(stream, "exchange", "exchange", f"rank {source}", output, output, buffer, to, source)
+        told = message_from(source, "")
+        self._submit(stream, "exchange", "exchange", told, output, output, buffer, to, source)
 
     def barrier(self, *, stream: Any, what: str = "") -> None:
         """Whatever comes later in `stream` runs after every rank's stream has reached its barrier."""
@@ -216,6 +225,12 @@ class Communicator(ABC):
     def reserve(self, on_device: int, on_host: int) -> None:  # noqa: B027 (most backends need none)
         """Take what `scratch` says now, so that no later call has to. While no call is under way."""
 
+    def abandon(self) -> None:  # noqa: B027 (a world of one waits for nobody)
+        """Whatever waits for a message here, in any stream, now or later, raises PeerFailed. Not collective.
+
+        For a communicator that is not used again: messages may be under way.
+        """
+
     def close(self) -> None:  # noqa: B027 (most backends hold nothing)
         """Give back what the backend holds. Collective; arrays from `allocate` stay valid."""
 
@@ -266,10 +281,10 @@ class Communicator(ABC):
     def _all_to_all(self, output: Any, buffer: Any, what: str) -> None: ...
 
     @abstractmethod
-    def _send(self, buffer: Any, peer: int) -> None: ...
+    def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...
 
     @abstractmethod
-    def _recv(self, buffer: Any, peer: int) -> None: ...
+    def _recv(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...
 
     @abstractmethod
     def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None: ...

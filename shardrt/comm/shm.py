@@ -4,7 +4,8 @@ An all_gather on a buffer from `allocate(shared=True)` only waits until every ra
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
 reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
 along when ranks tell each other what they call. Other arrays of a gather or a sum, activations for example,
-are copied to where the other ranks can read them; the rest goes through MPI.
+are copied to where the other ranks can read them; so are direct messages of two ranks (mailbox.py). The rest
+goes through MPI.
 """
 
 from typing import Any
@@ -14,6 +15,7 @@ from mpi4py import MPI
 
 from shardrt.comm.calls import Names
 from shardrt.comm.flags import Flags
+from shardrt.comm.mailbox import Mailbox
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Place, Segments
@@ -38,9 +40,11 @@ class ShmCommunicator(MPICommunicator):
         self._segments = segments or Segments(mpi)
         # Where this rank puts what the others read. Two by turns: who fills one again has met all since.
         self._stages: list[tuple[np.ndarray, Place]] = []
+        self._mailbox = Mailbox(mpi, self._flags, self._patience) if mpi.size == 2 else None
 
     def close(self) -> None:
         self._stages.clear()
+        self._mailbox = None
         super().close()
 
     def split(self, color: int | None, key: int) -> "ShmCommunicator | None":
@@ -163,6 +167,18 @@ class ShmCommunicator(MPICommunicator):
             peer = (self.rank + step) % self.size
             output[peer * n : (peer + 1) * n] = place.of(peer, buffer)[own]
         return self._flags.part("all_to_all")
+
+    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+        if direct and self._mailbox is not None:
+            self._mailbox.send(buffer, what)
+        else:
+            super()._send(buffer, peer, what, direct)
+
+    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+        if direct and self._mailbox is not None:
+            self._mailbox.receive(buffer, what)
+        else:
+            super()._recv(buffer, peer, what, direct)
 
     def _separate(self, call: str, buffer: np.ndarray) -> Place | None:
         """Where a buffer lies of which each rank has its own. Raises ValueError if they have one together."""

@@ -46,10 +46,10 @@ class SingleCommunicator(Communicator):
     def _all_to_all(self, output: Any, buffer: Any, what: str) -> None:
         output[...] = buffer
 
-    def _send(self, buffer: Any, peer: int) -> None:
+    def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None:
         raise AssertionError("a world of one has no peer")
 
-    def _recv(self, buffer: Any, peer: int) -> None:
+    def _recv(self, buffer: Any, peer: int, what: str, direct: bool) -> None:
         raise AssertionError("a world of one has no peer")
 
     def _exchange(self, output: Any, buffer: Any, to: int, source: int) -> None:

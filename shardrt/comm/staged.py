@@ -46,6 +46,9 @@ class StagedCommunicator(Communicator):
             self._memory = None  # not both at once
             self._memory = self._device.pinned(on_host, np.uint8)
 
+    def abandon(self) -> None:
+        self._host.abandon()
+
     def close(self) -> None:
         self._host.close()
 
@@ -107,14 +110,14 @@ class StagedCommunicator(Communicator):
         self._host._all_to_all(host_output, host_buffer, what)
         self._copy(output, host_output)
 
-    def _send(self, buffer: Array, peer: int) -> None:
+    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         (host,) = self._stage(buffer)
         self._copy(host, buffer)
-        self._host._send(host, peer)
+        self._host._send(host, peer, what, direct)
 
-    def _recv(self, buffer: Array, peer: int) -> None:
+    def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         (host,) = self._stage(buffer)
-        self._host._recv(host, peer)
+        self._host._recv(host, peer, what, direct)
         self._copy(buffer, host)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:

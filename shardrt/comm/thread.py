@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm import world
-from shardrt.comm.calls import Call, Names, describe, encode, mismatch
+from shardrt.comm.calls import Call, Names, abandoned, describe, encode, mismatch, pack_message, unlike
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 from shardrt.faults.failure import CollectiveMismatch, PeerFailed
@@ -96,7 +96,8 @@ class _Group:
         self.calls: list[Call] = [(0, 0, 0, 0, 0)] * self.size
         self.offers: list[Any] = [None] * self.size
         self.rounds = [0] * self.size
-        self.mail: dict[tuple[int, int], queue.SimpleQueue] = {}
+        self.mail: dict[tuple[int, int, str], queue.SimpleQueue] = {}  # by sender, receiver, content
+        self.abandoned: set[int] = set()
         self.enter = threading.Barrier(self.size, action=self._compare)
         self.leave = threading.Barrier(self.size)
         self._mismatch: str | None = None
@@ -107,6 +108,13 @@ class _Group:
         self.leave.abort()
         for box in list(self.mail.values()):
             box.put(_FAILED)
+
+    def abandon(self, rank: int) -> None:
+        """Wake this rank where it waits for a message, or for one to be taken."""
+        self.abandoned.add(rank)
+        for (source, destination, content), box in list(self.mail.items()):
+            if rank == (source if content == "taken" else destination):
+                box.put(_FAILED)
 
     def _compare(self) -> None:
         """Run by one thread when all have entered: every rank must have made the same call."""
@@ -122,6 +130,8 @@ class _Group:
         if self.world.failure is not None:
             failed, error = self.world.failure
             return PeerFailed(f"rank {failed} failed: {error!r}")
+        if rank in self.abandoned:
+            return abandoned(self.members[rank])
         missing = [self.members[r] for r in range(self.size) if self.rounds[r] < self.rounds[rank]]
         call = describe(self.calls[rank], self.world.names)
         return PeerFailed(f"{call}: no sign of ranks {missing} in {_PATIENCE:.0f} s")
@@ -210,32 +220,47 @@ class ThreadCommunicator(Communicator):
             for rank, theirs in enumerate(buffers):
                 output[rank * n : (rank + 1) * n] = theirs[own]
 
-    def _send(self, buffer: np.ndarray, peer: int) -> None:
-        self._box(self.rank, peer).put(buffer.copy())
+    def abandon(self) -> None:
+        self._group.abandon(self.rank)
 
-    def _recv(self, buffer: np.ndarray, peer: int) -> None:
-        box = self._box(
-            peer, self.rank
-        )  # before the check: either wake() finds the box or we see the failure
-        if self._group.world.failure is not None:
-            raise self._group.reason(self.rank)
-        message = box.get()
-        if message is _FAILED:
-            raise self._group.reason(self.rank)
-        if message.dtype != buffer.dtype or message.size != buffer.size:
-            raise CollectiveMismatch(
-                f"rank {peer} sent {message.size} of {message.dtype}, "
-                f"rank {self.rank} receives {buffer.size} of {buffer.dtype}"
-            )
-        buffer[...] = message
+    def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+        told = pack_message(buffer, what)
+        self._box(self.rank, peer, _content(direct)).put((told, buffer if direct else buffer.copy()))
+        if direct:
+            self._take(self.rank, peer, "taken")
+
+    def _recv(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
+        told, message = self._take(peer, self.rank, _content(direct))
+        expected = pack_message(buffer, what)
+        if told == expected:
+            buffer[...] = message
+        if direct:
+            self._box(peer, self.rank, "taken").put(None)
+        if told != expected:
+            members = self._group.members
+            raise unlike(told, expected, members[peer], members[self.rank])
 
     def _exchange(self, output: np.ndarray, buffer: np.ndarray, to: int, source: int) -> None:
-        self._send(buffer, to)
-        self._recv(output, source)
+        self._send(buffer, to, "", False)
+        self._recv(output, source, "", False)
 
-    def _box(self, source: int, destination: int) -> queue.SimpleQueue:
-        return self._group.mail.setdefault((source, destination), queue.SimpleQueue())
+    def _take(self, *box: Any) -> Any:
+        """What comes next in a box. Raises PeerFailed."""
+        waiting = self._box(*box)  # before the check: either wake() finds the box or we see the failure
+        if self._group.world.failure is not None or self.rank in self._group.abandoned:
+            raise self._group.reason(self.rank)
+        taken = waiting.get()
+        if taken is _FAILED:
+            raise self._group.reason(self.rank)
+        return taken
+
+    def _box(self, source: int, destination: int, content: str) -> queue.SimpleQueue:
+        return self._group.mail.setdefault((source, destination, content), queue.SimpleQueue())
 
     def _barrier(self, what: str) -> None:
         with self._meet(None, "barrier", None, 0, what):
             pass
+
+
+def _content(direct: bool) -> str:
+    return "direct" if direct else "copies"

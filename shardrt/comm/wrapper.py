@@ -17,6 +17,7 @@ class Wrapper(Communicator):
         self.size = inner.size
         self.reduction = inner.reduction
         self.shares_memory = inner.shares_memory
+        self.keeps_host = inner.keeps_host
 
     def _before(self, call: str, buffer: Any, stream: Any) -> None:
         """Runs in the caller, before `call` is submitted to `stream`; a barrier has no `buffer`."""
@@ -54,6 +55,9 @@ class Wrapper(Communicator):
 
     def reserve(self, on_device: int, on_host: int) -> None:
         self.inner.reserve(on_device, on_host)
+
+    def abandon(self) -> None:
+        self.inner.abandon()
 
     def close(self) -> None:
         self.inner.close()

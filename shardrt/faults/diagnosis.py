@@ -21,8 +21,8 @@ def waits_for(flight: Flight, flights: Sequence[Flight]) -> list[int]:
     name, number = waiting.communicator, waiting.call
     group = members(name, flight.size)
     if waiting.operation in MESSAGES:
-        peer = int(waiting.unit.removeprefix("rank "))
-        return [group[peer]] if group is not None and peer < len(group) else []
+        peer = waiting.peer(flight.size)
+        return [] if peer is None else [peer]
     return [
         other.rank
         for other in flights

@@ -36,6 +36,7 @@ _ENDED = struct.Struct("<d 232s")  # wall, how
 # Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
 _RECORD = struct.Struct("<Q d d q I I B B B B 24s 52s Q")
 _MOST = 1 << 20  # ranks
+_PEER = re.compile(r"\brank (\d{1,7})$")  # at the end of what is recorded of a message, which is kept
 _BEAT_AT, _ENDED_AT, _RING_AT = 128, 192, 512
 _SIZE = _RING_AT + RECORDS * _RECORD.size
 
@@ -117,9 +118,9 @@ class Recorder:
         """What is recorded of a collective: the `number`-th call of a communicator, for `unit`."""
         names = self._names
         if unit not in names:
-            names[unit] = _tail(unit, 52)
+            names[unit] = tail(unit, 52)
         if communicator not in names:
-            names[communicator] = _tail(communicator, 24)
+            names[communicator] = tail(communicator, 24)
         elements, kind = (0, 0) if array is None else (array.size, dtypes.CODES[array.dtype])
         return names[communicator], number, self._codes[operation], names[unit], elements, kind
 
@@ -212,10 +213,19 @@ class Record:
         if self.state == BEGUN:
             return self.phase
         size = f", {self.elements} of {self.dtype}" if self.elements else ""
+        if self.operation in MESSAGES:
+            peer = self.peer(_MOST)
+            told = self.unit if peer is None else _PEER.sub(f"rank {peer}", self.unit)
+            return f"{self.operation} {told}{size}, of {self.communicator}"
         unit = f", unit {self.unit}" if self.unit else ""
-        if self.operation in MESSAGES:  # it holds the rank, of the communicator, at the other end
-            unit = f", {self.unit}"
         return f"{self.operation} #{self.call} of {self.communicator}{size}{unit}"
+
+    def peer(self, world: int) -> int | None:
+        """The rank, of all that run, at the other end of a message; None where the record does not say."""
+        group, told = members(self.communicator, world), _PEER.search(self.unit)
+        if group is None or told is None or int(told[1]) >= len(group):
+            return None
+        return group[int(told[1])]
 
 
 @dataclass(frozen=True)
@@ -241,10 +251,13 @@ class Flight:
 
     @property
     def open_call(self) -> Record | None:
-        """The collective that this rank is in; of several streams' the one entered first."""
+        """The collective or message that this rank is in; of several streams' collectives the first entered.
+
+        A message is awaited by the program itself, whatever its streams are in (see comm/links.py).
+        """
         last = self.last_calls()
         still = [record for record in last.values() if record.state == ENTERED]
-        return min(still, key=lambda record: record.number, default=None)
+        return min(still, key=lambda record: (record.operation not in MESSAGES, record.number), default=None)
 
     def last_calls(self) -> dict[str, Record]:
         """By communicator, the last record of a collective."""
@@ -292,6 +305,16 @@ def group_name(role: str, ranks: Sequence[int], world: int) -> str:
     return f"{role}[{run.start}:{run.stop}{f':{step}' * (step > 1)}]"
 
 
+def message_to(peer: int, what: str) -> str:
+    """What is recorded of a message to a rank of its communicator."""
+    return f"{what} to rank {peer}".lstrip()
+
+
+def message_from(peer: int, what: str) -> str:
+    """What is recorded of a message from a rank of its communicator."""
+    return f"{what} from rank {peer}".lstrip()
+
+
 def members(name: str, world: int) -> Sequence[int] | None:
     """The ranks of the communicator that is called so; None where its name was too long to say."""
     told = re.search(r"^\w*(?:\[([\d:,]+)\])?(?:~\d+)?$", name)
@@ -299,9 +322,12 @@ def members(name: str, world: int) -> Sequence[int] | None:
         return None
     if not told[1]:
         return range(world)
-    if ":" in told[1]:
-        return range(*map(int, told[1].split(":")))
-    return [int(rank) for rank in told[1].split(",")]
+    try:
+        if ":" in told[1]:
+            return range(*map(int, told[1].split(":")))
+        return [int(rank) for rank in told[1].split(",")]
+    except (ValueError, TypeError):  # no slice: a damaged name
+        return None
 
 
 def read_all(folder: Path) -> tuple[list[Flight], list[str]]:
@@ -348,7 +374,7 @@ def _is_time(seconds: float) -> bool:
     return 0 <= seconds < 1e11  # nan is not
 
 
-def _tail(text: str, size: int) -> bytes:
+def tail(text: str, size: int) -> bytes:
     """The end of a name, which tells it from others."""
     return text.encode()[-size:]
 

@@ -1,0 +1,423 @@
+"""Links of a pipeline: outputs go to the rank of the next stage, and gradients back, in streams of their own.
+
+    links = Links(mesh["pp"], {(0, 1, "F"), (1, 0, "B")}, slots={(0, 1, "F"): 3})
+
+    links.send("F", 1, arrays, key=key, what="F3 of stage 1")  # returns at once, and keeps the arrays
+    links.expect("F", 0, key=key, what="F3 of stage 1")  # ahead of use, in order of use; returns at once
+    received = links.receive("F", 0, what="F3 of stage 1")  # compute may read received.arrays
+    received.free()  # when all that reads them has been given to compute
+    links.finish()  # the end of a step: all is delivered, and nothing is left
+
+A link is (sender, receiver, kind): a communicator of two ranks and a stream on both of them. A send waits for
+its receiver, and so no link is queued behind another. Messages are received into slots of memory, in the order
+in which they are expected, as slots become free. The two ends say the same `what`, and the same `key`: anything
+that tells messages of other shapes apart. At its first message of a key a sender tells the shapes, through the
+host; from then on they are known, and receives are posted as soon as they are expected.
+
+What waits is the program, in `receive` and `finish`: that is what the flight recorder is told, and not that a
+stream waits for a message that nobody needs yet.
+"""
+
+import json
+from collections import deque
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardrt import device as devices
+from shardrt import dtypes
+from shardrt.comm import talk
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.device import Device, Event, Stream
+from shardrt.device.arena import Arena, Slot
+from shardrt.faults.flight import message_from, message_to
+
+Array = Any
+Link = tuple[int, int, str]  # sender and receiver, ranks of the mesh, and kind
+Shape = tuple[tuple[int, ...], str]  # of an array, with its dtype
+
+_ALIGNMENT = 256  # bytes between the arrays of a slot
+_CARRIED = {1: np.uint8, 2: np.uint16, 4: np.int32, 8: np.int64}  # for types that communicators do not know
+
+
+class Links:
+    """The links among `needed` that this rank is an end of.
+
+    mesh: with one axis. slots: how many messages are received and not freed at once, for all links or by link
+    (default 2). poison: slots are filled with NaN when they are freed.
+
+    Collective over the mesh, with the same `needed` on all its ranks. Raises ValueError where they differ.
+    """
+
+    def __init__(
+        self,
+        mesh: DeviceMesh,
+        needed: Iterable[Link],
+        *,
+        slots: int | Mapping[Link, int] = 2,
+        poison: bool = False,
+    ) -> None:
+        links = sorted(set(needed))
+        control = mesh.communicator("control")
+        if differ := talk.agree(control, links):
+            raise ValueError(
+                f"links: ranks {differ} of {mesh!r} need other links than rank 0, which needs {links}"
+            )
+        headers = _Headers(mesh)
+        self._out: dict[tuple[str, int], _Outgoing] = {}
+        self._in: dict[tuple[str, int], _Incoming] = {}
+        for link in links:  # in one order, so that no two ranks wait for each other
+            source, to, kind = link
+            pair = mesh.pair(source, to)
+            if pair is None:
+                continue
+            stream = _stream(mesh.device, pair, f"{kind} {source} to {to}")
+            if mesh.rank == source:
+                self._out[kind, to] = _Outgoing(link, mesh, pair, stream, headers)
+            else:
+                count = slots if isinstance(slots, int) else slots.get(link, 2)
+                self._in[kind, source] = _Incoming(
+                    link, mesh, pair, stream, headers, slots=count, poison=poison
+                )
+
+    def send(
+        self,
+        kind: str,
+        to: int,
+        arrays: Sequence[Array | None],
+        *,
+        key: Hashable = None,
+        what: str,
+        about: Any = None,
+    ) -> None:
+        """Send arrays of the device, contiguous, of any types, and None for what there is not.
+
+        They are kept until they have been delivered, and must not be written any more. about: what the
+        receiver is told with the shapes, at the first message of a key; as JSON has it.
+
+        Raises ValueError for shapes or types that are not those of this key before.
+        """
+        self._out[kind, to].send(arrays, key, what, about)
+
+    def expect(self, kind: str, source: int, *, key: Hashable = None, what: str) -> None:
+        """Have the next message of a link received as soon as there is a slot, in the order of the calls."""
+        self._in[kind, source].expect(key, what)
+
+    def receive(self, kind: str, source: int, *, what: str) -> "Received":
+        """The next expected message, once it has come: the compute stream waits for it.
+
+        Raises RuntimeError where another message comes next, or all slots hold what has not been freed;
+        StreamError, from a CollectiveMismatch, where the sender has sent something else.
+        """
+        return self._in[kind, source].receive(what)
+
+    def finish(self) -> None:
+        """The compute stream waits until what was sent is delivered.
+
+        Raises RuntimeError if anything was expected and not received, or received and not freed.
+        """
+        for incoming in self._in.values():
+            incoming.check_done()
+        for outgoing in self._out.values():
+            outgoing.finish()
+
+    def plan(self, shapes: Mapping[Link, Sequence[Sequence[Shape | None]]]) -> tuple[int, int]:
+        """Bytes that this rank's links take, on the device and pinned on the host, once all has been sent.
+
+        shapes: for each link, those of every message of another key. (Memory that ranks of a node share for
+        their messages is not counted: 4 MiB for each link. Nor are arrays that are kept until delivered.)
+        """
+        on_device = on_host = 0
+        for (source, to, kind), messages in shapes.items():
+            for link in (self._out.get((kind, to)), self._in.get((kind, source))):
+                if link is not None and link.link == (source, to, kind):
+                    taken = link.plan([Layout(tuple(message)) for message in messages])
+                    on_device, on_host = on_device + taken[0], on_host + taken[1]
+        return on_device, on_host
+
+    def close(self) -> None:
+        """Give up what is under way, and use the links no more. Not collective: a rank may have failed."""
+        for link in (*self._out.values(), *self._in.values()):
+            link.communicator.abandon()
+        self._out.clear()
+        self._in.clear()
+
+
+class Received:
+    """A message. arrays: valid until `free`. about: what the sender told with their shapes."""
+
+    __slots__ = ("arrays", "about", "_slot", "_link")
+
+    def __init__(self, arrays: tuple[Array | None, ...], about: Any, slot: Slot, link: "_Incoming") -> None:
+        self.arrays = arrays
+        self.about = about
+        self._slot = slot
+        self._link = link
+
+    def free(self) -> None:
+        """Let the slot be used again, after what the compute stream has been given so far."""
+        slot, self._slot, self.arrays = self._slot, None, ()
+        if slot is not None:
+            self._link.free(slot)
+
+
+class Layout(NamedTuple):
+    """The arrays of a message, and where they lie in a slot."""
+
+    shapes: tuple[Shape | None, ...]
+    about: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        """Of a slot."""
+        return sum(_rounded(_nbytes(shape)) for shape in self.shapes if shape)
+
+    def largest(self) -> int:
+        """Bytes of the largest array."""
+        return max((_nbytes(shape) for shape in self.shapes if shape), default=0)
+
+    def arrays(self, memory: Array) -> tuple[Array | None, ...]:
+        """Views of a slot's memory."""
+        found, start = [], 0
+        for shape in self.shapes:
+            if shape is None:
+                found.append(None)
+                continue
+            nbytes = _nbytes(shape)
+            found.append(memory[start : start + nbytes].view(np.dtype(shape[1])).reshape(shape[0]))
+            start += _rounded(nbytes)
+        return tuple(found)
+
+
+class _Headers:
+    """What senders tell of their messages, once for each key, through the host."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._control = mesh.communicator("control")
+        self._device = mesh.device
+        self._heard: dict[tuple[int, str], deque[Layout]] = {}  # and not asked for yet, by sender and kind
+
+    def tell(self, to: int, kind: str, layout: Layout, what: str) -> None:
+        """Does not wait for the receiver."""
+        data = np.frombuffer(json.dumps([kind, *layout]).encode(), np.uint8)
+        for part in (np.array([data.size], np.int64), data):
+            self._control.send(part, peer=to, stream=self._device.current_stream, what=f"shapes of {what}")
+
+    def hear(self, source: int, kind: str, what: str) -> Layout:
+        """The next that `source` tells of a message of this kind."""
+        while not self._heard.get((source, kind)):
+            size = self._part(source, 1, np.int64, what)[0]
+            told, shapes, about = json.loads(self._part(source, int(size), np.uint8, what).tobytes())
+            layout = Layout(tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes), about)
+            self._heard.setdefault((source, told), deque()).append(layout)
+        return self._heard[source, kind].popleft()
+
+    def _part(self, source: int, count: int, dtype: Any, what: str) -> np.ndarray:
+        part = np.empty(count, dtype)
+        stream = self._device.current_stream
+        self._control.recv(part, peer=source, stream=stream, what=f"shapes of {what}")
+        return part
+
+
+class _End:
+    """This rank's end of a link."""
+
+    def __init__(
+        self, link: Link, mesh: DeviceMesh, communicator: Communicator, stream: Stream, headers: _Headers
+    ) -> None:
+        self.link = link
+        self.communicator = communicator
+        self.layouts: dict[Hashable, Layout] = {}  # of the messages, by key
+        self._mesh = mesh
+        self._stream = stream
+        self._headers = headers
+
+    @property
+    def _compute(self) -> Stream:
+        return self._mesh.device.current_stream
+
+    def _new_event(self) -> Event:
+        """For the link's stream to record."""
+        place = devices.get("cpu") if self.communicator.keeps_host else self._mesh.device
+        return place.new_event()
+
+    def _wait(self, event: Event, call: str, told: str, array: Array | None) -> None:
+        """Make the compute stream wait for this link, and have it recorded."""
+        source, to, kind = self.link
+        recorder, name = self._mesh.recorder_of(kind, source, to)
+        if recorder is None:
+            self._compute.wait(event)
+        else:
+            facts = recorder.facts(name, 0, call, told, array)
+            recorder.around(facts, self._compute.wait, (event,))
+
+
+class _Sent(NamedTuple):
+    arrays: list[Array]  # as they are carried
+    delivered: Event
+    what: str
+
+
+class _Outgoing(_End):
+    """The sender's end."""
+
+    def __init__(self, *ends: Any) -> None:
+        super().__init__(*ends)
+        self._kept: deque[_Sent] = deque()
+
+    def send(self, arrays: Sequence[Array | None], key: Hashable, what: str, about: Any) -> None:
+        layout = Layout(tuple(None if array is None else _shape(array, what) for array in arrays), about)
+        if key not in self.layouts:
+            self._headers.tell(self.link[1], self.link[2], layout, what)
+            self.layouts[key] = layout
+        elif layout.shapes != self.layouts[key].shapes:
+            raise ValueError(
+                f"send {what}: {list(layout.shapes)}, but with this key there was "
+                f"{list(self.layouts[key].shapes)} before"
+            )
+        while self._kept and self._kept[0].delivered.done():
+            self._kept[0].delivered.synchronize()  # raises what has failed
+            self._kept.popleft()
+        written, delivered = self._mesh.device.new_event(), self._new_event()
+        self._compute.record(written)
+        self._stream.wait(written)
+        carried = [_carried(array) for array in arrays if array is not None]
+        for array in carried:
+            self.communicator.send(array, peer=1, stream=self._stream, what=what, direct=True)
+        self._stream.record(delivered)
+        self._kept.append(_Sent(carried, delivered, what))
+
+    def finish(self) -> None:
+        for arrays, delivered, what in self._kept:
+            array = next(iter(arrays), None)
+            self._wait(delivered, "send", message_to(1, what), array)
+        self._kept.clear()
+
+    def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+        return self.communicator.scratch("send", max(map(Layout.largest, layouts), default=0), own=False)
+
+
+class _Incoming(_End):
+    """The receiver's end."""
+
+    def __init__(self, *ends: Any, slots: int, poison: bool) -> None:
+        super().__init__(*ends)
+        self._slots = slots
+        self._poison = poison
+        self._arena: Arena | None = None  # with slots for the largest message so far
+        self._expected: deque[tuple[Hashable, str]] = deque()  # for which there was no slot yet
+        self._posted: deque[tuple[Slot, Layout, str]] = deque()
+        self._held: dict[Slot, str] = {}  # received and not freed
+
+    def expect(self, key: Hashable, what: str) -> None:
+        self._expected.append((key, what))
+        self._post()
+
+    def receive(self, what: str) -> Received:
+        source, _, kind = self.link
+        nearest = (
+            self._posted[0][2] if self._posted else self._expected[0][1] if self._expected else "nothing"
+        )
+        if nearest != what:
+            raise RuntimeError(f"receive {what} from rank {source}: {nearest} was expected next")
+        if not self._posted:
+            key, _ = self._expected[0]
+            if key not in self.layouts:
+                self.layouts[key] = self._headers.hear(source, kind, what)
+            self._post()
+        if not self._posted:
+            raise RuntimeError(
+                f"receive {what} from rank {source}: all {self._slots} slots of this link hold messages that "
+                f"have not been freed ({', '.join(self._held.values())}); give it more slots"
+            )
+        slot, layout, _ = self._posted.popleft()
+        self._held[slot] = what
+        arrays = layout.arrays(slot.array)
+        carried = next((_carried(array) for array in arrays if array is not None), None)
+        self._wait(slot.ready, "recv", message_from(0, what), carried)
+        return Received(arrays, layout.about, slot, self)
+
+    def free(self, slot: Slot) -> None:
+        if self._poison:
+            slot.array.fill(0xFF)  # NaN in every floating-point type
+        self._compute.record(slot.free)
+        del self._held[slot]
+        slot.give_back()
+        self._post()
+
+    def check_done(self) -> None:
+        left = [what for *_, what in (*self._posted, *self._expected)]
+        if left:
+            raise RuntimeError(f"{', '.join(left)} from rank {self.link[0]} expected, and not received")
+        if self._held:
+            held = ", ".join(self._held.values())
+            raise RuntimeError(f"{held} from rank {self.link[0]} received, and not freed")
+
+    def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
+        device, host = self.communicator.scratch(
+            "recv", max(map(Layout.largest, layouts), default=0), own=False
+        )
+        return device + self._slots * max((layout.nbytes for layout in layouts), default=0), host
+
+    def _post(self) -> None:
+        """Have received what is expected, as far as its shapes are known and there are slots."""
+        while self._expected and self._expected[0][0] in self.layouts:
+            layout = self.layouts[self._expected[0][0]]
+            slot = self._slot(layout.nbytes)
+            if slot is None:
+                return
+            _, what = self._expected.popleft()
+            self._stream.wait(slot.free)  # what was received here before has been read
+            for array in layout.arrays(slot.array):
+                if array is not None:
+                    flat = _carried(array)
+                    self.communicator.recv(flat, peer=0, stream=self._stream, what=what, direct=True)
+            self._stream.record(slot.ready)
+            self._posted.append((slot, layout, what))
+
+    def _slot(self, nbytes: int) -> Slot | None:
+        if self._arena is None or self._arena.slots[0].array.size < nbytes:
+            self._arena = None  # not both at once; but slots that are in use stay until they are freed
+            self._arena = self._made(nbytes)
+        return self._arena.acquire()
+
+    def _made(self, nbytes: int) -> Arena:
+        place, (source, _, kind) = self._mesh.device, self.link
+        arena = Arena(place, partial(place.buffer, nbytes, np.uint8), self._slots, name=f"{kind} of {source}")
+        for slot in arena.slots:
+            slot.ready = self._new_event()
+        return arena
+
+
+def _stream(device: Device, communicator: Communicator, name: str) -> Stream:
+    """The stream of a link: a thread where a call keeps whoever makes it until it is done."""
+    if not communicator.keeps_host:
+        return device.new_stream(name)
+    stream = devices.get("cpu").new_stream(name)
+    stream.submit(device.enter)
+    return stream
+
+
+def _rounded(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _nbytes(shape: Shape) -> int:
+    return int(np.prod(shape[0], dtype=np.int64)) * np.dtype(shape[1]).itemsize
+
+
+def _shape(array: Array, what: str) -> Shape:
+    if not array.flags.c_contiguous:
+        raise ValueError(
+            f"send {what}: arrays must be contiguous, got shape {array.shape}, strides {array.strides}"
+        )
+    return tuple(array.shape), dtypes.name_of(array.dtype)
+
+
+def _carried(array: Array) -> Array:
+    """In one dimension, of a type that communicators know."""
+    flat = array.reshape(-1)
+    return flat if flat.dtype in dtypes.CODES else flat.view(_CARRIED[flat.dtype.itemsize])
