@@ -8,19 +8,22 @@
     received.free()  # when all that reads them has been given to compute
     links.finish()  # the end of a step: all is delivered, and nothing is left
 
-A link is (sender, receiver, kind): a communicator of two ranks and a stream on both of them. A send waits for
-its receiver, and so no link is queued behind another. Messages are received into slots of memory, in the order
-in which they are expected, as slots become free. The two ends say the same `what`, and the same `key`: anything
-that tells messages of other shapes apart. At its first message of a key a sender tells the shapes, through the
-host; from then on they are known, and receives are posted as soon as they are expected.
+A link is (sender, receiver, kind): a communicator of two ranks and a stream on both of them. A send waits
+for its receiver, and so no link is queued behind another. Messages are received into slots of memory, in
+the order in which they are expected, as slots get free. The two ends say the same `what`, and the same
+`key`: anything that tells messages of other shapes apart. At its first message of a key a sender tells the
+shapes, through the host; from then on they are known, and receives are posted as soon as they are expected.
+(With NCCL not before `receive`. The host is ahead of the GPU anyway; and as long as the GPU waits for a
+message that the peer sends only later, whatever frees memory or loads a kernel waits too, before this rank
+has sent what the peer needs.)
 
-What waits is the program, in `receive` and `finish`: that is what the flight recorder is told, and not that a
-stream waits for a message that nobody needs yet.
+What waits is the program, in `receive` and `finish`: that is what the flight recorder is told, and not that
+a stream waits for a message that nobody needs yet.
 """
 
 import json
 from collections import deque
-from collections.abc import Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -60,28 +63,20 @@ class Links:
         slots: int | Mapping[Link, int] = 2,
         poison: bool = False,
     ) -> None:
+        self._mesh = mesh
         links = sorted(set(needed))
-        control = mesh.communicator("control")
-        if differ := talk.agree(control, links):
-            raise ValueError(
-                f"links: ranks {differ} of {mesh!r} need other links than rank 0, which needs {links}"
-            )
-        headers = _Headers(mesh)
+        if differ := talk.agree(mesh.communicator("control"), links):
+            raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
         self._out: dict[tuple[str, int], _Outgoing] = {}
         self._in: dict[tuple[str, int], _Incoming] = {}
         for link in links:  # in one order, so that no two ranks wait for each other
             source, to, kind = link
             pair = mesh.pair(source, to)
-            if pair is None:
-                continue
-            stream = _stream(mesh.device, pair, f"{kind} {source} to {to}")
-            if mesh.rank == source:
-                self._out[kind, to] = _Outgoing(link, mesh, pair, stream, headers)
-            else:
+            if pair is not None and mesh.rank == source:
+                self._out[kind, to] = _Outgoing(link, mesh, *pair)
+            elif pair is not None:
                 count = slots if isinstance(slots, int) else slots.get(link, 2)
-                self._in[kind, source] = _Incoming(
-                    link, mesh, pair, stream, headers, slots=count, poison=poison
-                )
+                self._in[kind, source] = _Incoming(link, mesh, *pair, slots=count, poison=poison)
 
     def send(
         self,
@@ -120,7 +115,7 @@ class Links:
         Raises RuntimeError if anything was expected and not received, or received and not freed.
         """
         for incoming in self._in.values():
-            incoming.check_done()
+            incoming.finish()
         for outgoing in self._out.values():
             outgoing.finish()
 
@@ -139,9 +134,12 @@ class Links:
         return on_device, on_host
 
     def close(self) -> None:
-        """Give up what is under way, and use the links no more. Not collective: a rank may have failed."""
-        for link in (*self._out.values(), *self._in.values()):
-            link.communicator.abandon()
+        """Use the links no more, and give up what is under way. Not collective: a rank may have failed."""
+        ends = (*self._out.values(), *self._in.values())
+        if all(end.idle for end in ends):
+            self._mesh.device.current_stream.synchronize()  # what compute waits for has been delivered
+        for end in ends:
+            end.close()
         self._out.clear()
         self._in.clear()
 
@@ -192,48 +190,21 @@ class Layout(NamedTuple):
         return tuple(found)
 
 
-class _Headers:
-    """What senders tell of their messages, once for each key, through the host."""
-
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self._control = mesh.communicator("control")
-        self._device = mesh.device
-        self._heard: dict[tuple[int, str], deque[Layout]] = {}  # and not asked for yet, by sender and kind
-
-    def tell(self, to: int, kind: str, layout: Layout, what: str) -> None:
-        """Does not wait for the receiver."""
-        data = np.frombuffer(json.dumps([kind, *layout]).encode(), np.uint8)
-        for part in (np.array([data.size], np.int64), data):
-            self._control.send(part, peer=to, stream=self._device.current_stream, what=f"shapes of {what}")
-
-    def hear(self, source: int, kind: str, what: str) -> Layout:
-        """The next that `source` tells of a message of this kind."""
-        while not self._heard.get((source, kind)):
-            size = self._part(source, 1, np.int64, what)[0]
-            told, shapes, about = json.loads(self._part(source, int(size), np.uint8, what).tobytes())
-            layout = Layout(tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes), about)
-            self._heard.setdefault((source, told), deque()).append(layout)
-        return self._heard[source, kind].popleft()
-
-    def _part(self, source: int, count: int, dtype: Any, what: str) -> np.ndarray:
-        part = np.empty(count, dtype)
-        stream = self._device.current_stream
-        self._control.recv(part, peer=source, stream=stream, what=f"shapes of {what}")
-        return part
-
-
 class _End:
     """This rank's end of a link."""
 
-    def __init__(
-        self, link: Link, mesh: DeviceMesh, communicator: Communicator, stream: Stream, headers: _Headers
-    ) -> None:
+    def __init__(self, link: Link, mesh: DeviceMesh, communicator: Communicator, host: Communicator) -> None:
         self.link = link
         self.communicator = communicator
         self.layouts: dict[Hashable, Layout] = {}  # of the messages, by key
         self._mesh = mesh
-        self._stream = stream
-        self._headers = headers
+        self._host = host  # what tells them
+        source, to, kind = link
+        self._stream = _stream(mesh.device, communicator, f"{kind} {source} to {to}")
+
+    def close(self) -> None:
+        self.communicator.abandon()
+        self._host.abandon()
 
     @property
     def _compute(self) -> Stream:
@@ -244,15 +215,17 @@ class _End:
         place = devices.get("cpu") if self.communicator.keeps_host else self._mesh.device
         return place.new_event()
 
-    def _wait(self, event: Event, call: str, told: str, array: Array | None) -> None:
-        """Make the compute stream wait for this link, and have it recorded."""
+    def _recorded(
+        self, call: str, what: str, array: Array | None, function: Callable[..., None], *args: Any
+    ) -> None:
+        """Run what makes the program wait for the other end."""
         source, to, kind = self.link
         recorder, name = self._mesh.recorder_of(kind, source, to)
         if recorder is None:
-            self._compute.wait(event)
+            function(*args)
         else:
-            facts = recorder.facts(name, 0, call, told, array)
-            recorder.around(facts, self._compute.wait, (event,))
+            told = message_to(1, what) if call == "send" else message_from(0, what)
+            recorder.around(recorder.facts(name, 0, call, told, array), function, args)
 
 
 class _Sent(NamedTuple):
@@ -271,7 +244,7 @@ class _Outgoing(_End):
     def send(self, arrays: Sequence[Array | None], key: Hashable, what: str, about: Any) -> None:
         layout = Layout(tuple(None if array is None else _shape(array, what) for array in arrays), about)
         if key not in self.layouts:
-            self._headers.tell(self.link[1], self.link[2], layout, what)
+            self._tell(layout, what)
             self.layouts[key] = layout
         elif layout.shapes != self.layouts[key].shapes:
             raise ValueError(
@@ -290,10 +263,19 @@ class _Outgoing(_End):
         self._stream.record(delivered)
         self._kept.append(_Sent(carried, delivered, what))
 
+    @property
+    def idle(self) -> bool:
+        return not self._kept
+
+    def _tell(self, layout: Layout, what: str) -> None:
+        data = np.frombuffer(json.dumps(layout).encode(), np.uint8)
+        for part in (np.array([data.size], np.int64), data):
+            self._host.send(part, peer=1, stream=self._compute, what=f"shapes of {what}")
+
     def finish(self) -> None:
         for arrays, delivered, what in self._kept:
             array = next(iter(arrays), None)
-            self._wait(delivered, "send", message_to(1, what), array)
+            self._recorded("send", what, array, self._compute.wait, delivered)
         self._kept.clear()
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
@@ -308,13 +290,14 @@ class _Incoming(_End):
         self._slots = slots
         self._poison = poison
         self._arena: Arena | None = None  # with slots for the largest message so far
+        self._outgrown: list[Arena] = []  # until the end of a step: to free memory waits for what is posted
         self._expected: deque[tuple[Hashable, str]] = deque()  # for which there was no slot yet
         self._posted: deque[tuple[Slot, Layout, str]] = deque()
         self._held: dict[Slot, str] = {}  # received and not freed
 
     def expect(self, key: Hashable, what: str) -> None:
         self._expected.append((key, what))
-        self._post()
+        self._post_ahead()
 
     def receive(self, what: str) -> Received:
         source, _, kind = self.link
@@ -326,7 +309,7 @@ class _Incoming(_End):
         if not self._posted:
             key, _ = self._expected[0]
             if key not in self.layouts:
-                self.layouts[key] = self._headers.hear(source, kind, what)
+                self.layouts[key] = self._hear(what)
             self._post()
         if not self._posted:
             raise RuntimeError(
@@ -337,8 +320,24 @@ class _Incoming(_End):
         self._held[slot] = what
         arrays = layout.arrays(slot.array)
         carried = next((_carried(array) for array in arrays if array is not None), None)
-        self._wait(slot.ready, "recv", message_from(0, what), carried)
+        self._recorded("recv", what, carried, self._compute.wait, slot.ready)
         return Received(arrays, layout.about, slot, self)
+
+    @property
+    def idle(self) -> bool:
+        return not (self._expected or self._posted or self._held)
+
+    def _hear(self, what: str) -> Layout:
+        """What the sender tells of a message of a new key."""
+        size = np.empty(1, np.int64)
+        self._recorded("recv", f"shapes of {what}", size, self._hear_part, size, what)
+        data = np.empty(size[0], np.uint8)
+        self._hear_part(data, what)
+        shapes, about = json.loads(data.tobytes())
+        return Layout(tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes), about)
+
+    def _hear_part(self, part: np.ndarray, what: str) -> None:
+        self._host.recv(part, peer=0, stream=self._compute, what=f"shapes of {what}")
 
     def free(self, slot: Slot) -> None:
         if self._poison:
@@ -346,15 +345,18 @@ class _Incoming(_End):
         self._compute.record(slot.free)
         del self._held[slot]
         slot.give_back()
-        self._post()
+        self._post_ahead()
 
-    def check_done(self) -> None:
+    def finish(self) -> None:
         left = [what for *_, what in (*self._posted, *self._expected)]
         if left:
             raise RuntimeError(f"{', '.join(left)} from rank {self.link[0]} expected, and not received")
         if self._held:
             held = ", ".join(self._held.values())
             raise RuntimeError(f"{held} from rank {self.link[0]} received, and not freed")
+        for arena in self._outgrown:
+            arena.drop()
+        self._outgrown.clear()
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
         device, host = self.communicator.scratch(
@@ -362,25 +364,33 @@ class _Incoming(_End):
         )
         return device + self._slots * max((layout.nbytes for layout in layouts), default=0), host
 
-    def _post(self) -> None:
-        """Have received what is expected, as far as its shapes are known and there are slots."""
-        while self._expected and self._expected[0][0] in self.layouts:
-            layout = self.layouts[self._expected[0][0]]
-            slot = self._slot(layout.nbytes)
-            if slot is None:
-                return
-            _, what = self._expected.popleft()
-            self._stream.wait(slot.free)  # what was received here before has been read
-            for array in layout.arrays(slot.array):
-                if array is not None:
-                    flat = _carried(array)
-                    self.communicator.recv(flat, peer=0, stream=self._stream, what=what, direct=True)
-            self._stream.record(slot.ready)
-            self._posted.append((slot, layout, what))
+    def _post_ahead(self) -> None:
+        """Post what is expected, as far as its shapes are known and there are slots."""
+        ahead = self.communicator.keeps_host
+        while ahead and self._expected and self._expected[0][0] in self.layouts and self._post():
+            pass
+
+    def _post(self) -> bool:
+        """Have the next expected message received, of known shapes; not if there is no slot."""
+        key, what = self._expected[0]
+        layout = self.layouts[key]
+        slot = self._slot(layout.nbytes)
+        if slot is None:
+            return False
+        self._expected.popleft()
+        self._stream.wait(slot.free)  # what was received here before has been read
+        for array in layout.arrays(slot.array):
+            if array is not None:
+                flat = _carried(array)
+                self.communicator.recv(flat, peer=0, stream=self._stream, what=what, direct=True)
+        self._stream.record(slot.ready)
+        self._posted.append((slot, layout, what))
+        return True
 
     def _slot(self, nbytes: int) -> Slot | None:
         if self._arena is None or self._arena.slots[0].array.size < nbytes:
-            self._arena = None  # not both at once; but slots that are in use stay until they are freed
+            if self._arena is not None:
+                self._outgrown.append(self._arena)
             self._arena = self._made(nbytes)
         return self._arena.acquire()
 

@@ -293,17 +293,17 @@ class DeviceMesh:
             family.record(role, ranks)
         return family.communicators[role, ranks]
 
-    def pair(self, source: int, to: int) -> Communicator | None:
-        """A communicator of two ranks, of which `source` is its rank 0; None on the others. Collective.
+    def pair(self, source: int, to: int) -> tuple[Communicator, Communicator] | None:
+        """Communicators of two ranks, for arrays of the device and of the host; None on the others.
 
-        Another one at each call, which nobody but the caller uses, records or closes (comm/links.py).
+        `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
         """
         place = {source: 0, to: 1}.get(self.rank)
-        base, family = self._base.split(None if place is None else 0, place or 0), self._family
-        if base is None:
+        host, family = self._base.split(None if place is None else 0, place or 0), self._family
+        if host is None:
             return None
-        made = for_device(base, family.device, family.kind, "link", family.reduction)
-        return family.wrap(made) if family.wrap else made
+        made = for_device(host.duplicate(), family.device, family.kind, "link", family.reduction)
+        return (family.wrap(made) if family.wrap else made), host
 
     def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:
         """Who records calls of such a communicator of these ranks, if anybody, and by which name."""

@@ -124,6 +124,15 @@ DIFFERENCES = {
 }
 
 
+MESSAGES = {  # that are sent, and that are expected
+    "what": ((5, "f4", "F3 of stage 2"), (5, "f4", "F2 of stage 2")),
+    "no what": ((5, "f4", ""), (5, "f4", "F2 of stage 2")),
+    "size": ((600_000, "f4", "F3"), (5, "f4", "F3")),
+    "nothing": ((0, "f4", "F3"), (5, "f4", "F3")),
+    "dtype": ((5, "f4", "F3"), (5, "i4", "F3")),
+}
+
+
 class Contract:
     """Subclasses give `run(body, *args)`: call body(communicator, *args) on every rank."""
 
@@ -286,6 +295,55 @@ class Contract:
                 received = np.zeros(count, np.float32)
                 comm.recv(received, peer=left, stream=INLINE)
                 same(received, values(left, count, np.float32, salt))
+
+        self.run(body)
+
+    @pytest.mark.parametrize("count", [0, 5, 1 << 18, 300_001])
+    def test_direct_messages_have_arrived_when_the_sender_goes_on(self, count):
+        """The sender may overwrite what it has sent; 1 << 18 of float32 are a whole piece of a mailbox."""
+
+        def body(comm):
+            if comm.size == 1:
+                return
+            right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+            for salt in range(5):
+                sent = values(comm.rank, count, np.float32, salt)
+                received = np.zeros(count, np.float32)
+                calls = [
+                    lambda sent=sent: comm.send(sent, peer=right, stream=INLINE, what="F3", direct=True),
+                    lambda sent=sent: sent.fill(np.nan),
+                    lambda received=received: comm.recv(
+                        received, peer=left, stream=INLINE, what="F3", direct=True
+                    ),
+                ]
+                for call in calls if comm.rank % 2 == 0 else (calls[2], *calls[:2]):  # not all send first
+                    call()
+                same(received, values(left, count, np.float32, salt))
+
+        self.run(body)
+
+    @pytest.mark.parametrize("direct", [False, True])
+    @pytest.mark.parametrize("difference", MESSAGES)
+    def test_messages_that_differ_from_what_is_expected_are_taken_and_both_ends_named(
+        self, difference, direct
+    ):
+        def body(comm):
+            sent, expected = MESSAGES[difference]
+            if comm.rank == 0 and comm.size > 1:
+                for count, dtype, what in (sent, (7, "u2", "F9")):
+                    array = np.ones(count, dtype)
+                    comm.send(array, peer=1, stream=INLINE, what=what, direct=direct)
+            elif comm.rank == 1:
+                array = np.zeros(*expected[:2])
+                with pytest.raises(CollectiveMismatch) as caught:
+                    comm.recv(array, peer=0, stream=INLINE, what=expected[2], direct=direct)
+                told = [f"{what}, {count} of {np.dtype(dtype)}" for count, dtype, what in (sent, expected)]
+                told = [text.removeprefix(", ") for text in told]
+                assert str(caught.value) == f"rank 0 sent {told[0]}; rank 1 receives {told[1]}"
+                assert not array.any()
+                after = np.zeros(7, np.uint16)  # the next one is found
+                comm.recv(after, peer=0, stream=INLINE, what="F9", direct=direct)
+                assert after.all()
 
         self.run(body)
 

@@ -5,6 +5,7 @@ import sys
 import threading
 import time
 import warnings
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -25,6 +26,8 @@ from shardrt.comm.hierarchical import HierarchicalCommunicator
 from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
+from shardrt.device import StreamError
+from tests import links
 from tests.mpi.contract import INLINE, LITTLE, Contract, digest, own, same, values
 
 SIZE = world.of_mpi().size
@@ -235,6 +238,40 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
 
     def test_is_chosen_on_one_node(self):
         assert type(create("auto")) is (ShmCommunicator if SIZE > 1 else SingleCommunicator)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs a peer")
+class TestLinks:
+    """tests/test_links.py has what threads show as well."""
+
+    @pytest.mark.parametrize("kind", ["mpi", "shm", "auto"])
+    @pytest.mark.parametrize("chunks", [1, 2])
+    def test_the_bits_are_those_of_one_rank(self, kind, chunks):
+        program = links.Program(init_device_mesh("cpu", communicator=kind), chunks=chunks)
+        found = program.run()
+        if program.mesh.rank == 0:
+            links.check(found, chunks * SIZE)
+        program.links.close()
+
+    @pytest.mark.parametrize("kind", ["mpi", "shm"])
+    def test_links_that_are_closed_in_the_middle_of_a_step_wait_no_more(self, kind):
+        def fail(kind, stage, m):
+            if (kind, m) == ("B", 1):
+                raise ValueError("nan")
+
+        mesh = init_device_mesh("cpu", communicator=kind)
+        program = links.Program(mesh, before=fail)
+        with pytest.raises(ValueError, match="nan"):
+            program.run()
+        mesh.communicator("control").barrier(stream=INLINE)  # until then others need what this rank has sent
+        streams = [end._stream for end in (*program.links._in.values(), *program.links._out.values())]
+        program.links.close()
+        for stream in streams:
+            with suppress(StreamError):
+                stream.synchronize()
+        found = links.Program(mesh).run()
+        if mesh.rank == 0:
+            links.check(found, SIZE)
 
 
 def on_nodes(*nodes):
