@@ -266,7 +266,18 @@ def test_ranks_that_all_give_up_in_the_middle_of_a_step_can_begin_anew():
 # Ranks that hang
 
 
-def hung(folder, ranks, stop, chunks=1, also=lambda mesh, recorder: None):
+def told_while(job, folder, expected):
+    """What is said of the ranks of a job that hangs, once it begins as expected, or after 10 seconds."""
+    thread = threading.Thread(target=job)
+    thread.start()
+    told, deadline = "", time.monotonic() + 10
+    while not told.startswith(expected) and time.monotonic() < deadline:  # until all others wait
+        time.sleep(0.01)
+        told = diagnosis.blame(read_all(folder)[0])
+    return told, thread
+
+
+def hung(folder, ranks, stop, expected, chunks=1, also=lambda mesh, recorder: None):
     """The line of blame where a rank hangs in its computation, before the action `stop`.
 
     also: what else is recorded.
@@ -280,20 +291,10 @@ def hung(folder, ranks, stop, chunks=1, also=lambda mesh, recorder: None):
         also(mesh, recorder)
         Program(mesh, chunks=chunks, before=lambda *action: action == stop and gate.wait(20)).step()
 
-    job = threading.Thread(target=run_ranks, args=(ranks, body))
-    job.start()
-    deadline = time.monotonic() + 10
-    try:
-        while time.monotonic() < deadline:  # until all others wait
-            flights, _ = read_all(folder)
-            waiting = [flight for flight in flights if diagnosis.waits_for(flight, flights)]
-            if len(waiting) == ranks - 1:
-                break
-            time.sleep(0.01)
-        return diagnosis.blame(flights)
-    finally:
-        gate.set()
-        job.join()
+    told, job = told_while(lambda: run_ranks(ranks, body), folder, expected)
+    gate.set()
+    job.join()
+    return told
 
 
 WAIT_FOR_1 = (
@@ -335,7 +336,7 @@ WAIT_FOR_1 = (
     ],
 )
 def test_the_rank_that_hangs_is_named_with_action_stage_and_micro_batch(tmp_path, ranks, chunks, stop, blame):
-    assert hung(tmp_path, ranks, stop, chunks).startswith(blame)
+    assert hung(tmp_path, ranks, stop, blame, chunks).startswith(blame)
 
 
 def test_a_rank_that_waits_in_a_stream_as_well_waits_for_what_its_program_needs(tmp_path):
@@ -347,8 +348,8 @@ def test_a_rank_that_waits_in_a_stream_as_well_waits_for_what_its_program_needs(
             number = 7 if mesh.rank == 1 else 6
             recorder._write(state, *recorder.facts("gather[1:3]", number, "all_gather", "blocks.0", None))
 
-    told = hung(tmp_path, 3, ("F", 0, 2), also=gathers)
-    assert told.startswith("rank 0 is behind: rank 1 waits in recv F2 of stage 0 from rank 0")
+    blame = "rank 0 is behind: rank 1 waits in recv F2 of stage 0 from rank 0"
+    assert hung(tmp_path, 3, ("F", 0, 2), blame, also=gathers).startswith(blame)
 
 
 def test_who_waits_at_the_end_of_a_step_for_a_message_to_be_taken_says_so(tmp_path):
@@ -364,12 +365,8 @@ def test_who_waits_at_the_end_of_a_step_for_a_message_to_be_taken_says_so(tmp_pa
             made.receive("F", 0, what="F3 of stage 0").free()
         made.finish()
 
-    job = threading.Thread(target=two, args=(body,))
-    job.start()
-    told, deadline = "", time.monotonic() + 10
-    while "behind" not in told and time.monotonic() < deadline:
-        time.sleep(0.01)
-        told = diagnosis.blame(read_all(tmp_path)[0])
+    blame = "rank 1 is behind: rank 0 waits in send F3 of stage 0 to rank 1, 6 of float32, of F"
+    told, job = told_while(lambda: two(body), tmp_path, blame)
     gate.set()
     job.join()
-    assert told == "rank 1 is behind: rank 0 waits in send F3 of stage 0 to rank 1, 6 of float32, of F"
+    assert told == blame
