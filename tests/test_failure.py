@@ -171,6 +171,17 @@ def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
 
 
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
+def test_a_rank_that_leaves_is_missed_at_the_other_end_of_a_link(communicator):
+    links = "from shardrt.comm.links import Links; links = Links(mesh, {(1, 0, 'F')})\n"
+    links += "if mesh.rank: links.send('F', 0, (numbers,), what='F0'); links.finish(); sys.exit(0)\n"
+    links += "for m in range(2): links.expect('F', 1, what=f'F{m}')\n"
+    links += "for m in range(2): links.receive('F', 1, what=f'F{m}').free()"
+    done, _ = run("pass", communicator, everyone=links)
+    assert done.returncode == 1
+    assert "PeerFailed: rank 1 has left; rank 0 waits for it in recv" in done.stderr
+
+
+@pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_a_message_that_nobody_takes_is_a_failure(communicator):
     send = "comm.send(np.zeros(1 << 20), peer=0, stream=stream); sys.exit(0)"
     done, _ = run(send, communicator, everyone="sys.exit(0)")

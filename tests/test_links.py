@@ -204,6 +204,12 @@ def test_wrong_use_is_told_in_a_line():
     two(body)
 
 
+@pytest.mark.parametrize("link", [(0, 0, "F"), (0, 2, "F"), (-1, 0, "F")])
+def test_a_link_needs_two_ranks_of_the_mesh(link):
+    with pytest.raises(ValueError, match=f"no link 'F' from rank {link[0]} to {link[1]} on DeviceMesh"):
+        run_ranks(2, lambda: Links(init_device_mesh("cpu"), {link}))
+
+
 def test_ranks_that_need_different_links_are_told_at_once():
     def body():
         mesh = init_device_mesh("cpu")

@@ -64,7 +64,10 @@ class Links:
         poison: bool = False,
     ) -> None:
         self._mesh = mesh
-        links = sorted(set(needed))
+        links = sorted({(int(source), int(to), kind) for source, to, kind in needed})
+        for source, to, kind in links:
+            if source == to or not (0 <= source < mesh.size and 0 <= to < mesh.size):
+                raise ValueError(f"links: no link {kind!r} from rank {source} to {to} on {mesh!r}")
         if differ := talk.agree(mesh.communicator("control"), links):
             raise ValueError(f"links: ranks {differ} of {mesh!r} need other links than rank 0; here {links}")
         self._out: dict[tuple[str, int], _Outgoing] = {}
@@ -123,7 +126,7 @@ class Links:
         """Bytes that this rank's links take, on the device and pinned on the host, once all has been sent.
 
         shapes: for each link, those of every message of another key. (Memory that ranks of a node share for
-        their messages is not counted: 4 MiB for each link. Nor are arrays that are kept until delivered.)
+        their messages is not counted: 2 MiB for each link. Nor are arrays that are kept until delivered.)
         """
         on_device = on_host = 0
         for (source, to, kind), messages in shapes.items():

@@ -1,8 +1,13 @@
 """Links on the GPU in software: each way to carry messages, however late streams are."""
 
+from collections import Counter
+
+import numpy as np
 import pytest
 
 from shardrt.comm import init_device_mesh, thread
+from shardrt.comm.links import Links
+from shardrt.device.cuda import CUDADevice
 from tests import links
 from tests.cuda.test_ipc import processes
 from tests.softgpu.scheduler import MODES
@@ -42,3 +47,45 @@ def test_a_chain_of_ranks_trains_to_the_bits_of_one(gpu, software, kind):
     for seed in range(2):
         software.choose("random", seed=seed)
         links.check(run(4, kind), 4)
+
+
+@pytest.mark.parametrize("kind", ["nccl", "staged", "ipc"])
+def test_what_links_take_is_planned_to_the_byte(gpu, software, monkeypatch, kind):
+    software.choose("late")
+    taken = Counter()
+
+    def counted(name):
+        original = getattr(CUDADevice, name)
+
+        def call(*args):
+            array = original(*args)
+            taken[name] += array.nbytes
+            return array
+
+        monkeypatch.setattr(CUDADevice, name, call)
+
+    counted("buffer")
+    counted("pinned")
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator=kind)
+        made, peer = (
+            Links(mesh, {(0, 1, "F"), (1, 0, "B")}, slots={(0, 1, "F"): 3, (1, 0, "B"): 1}),
+            1 - mesh.rank,
+        )
+        sends, receives = ("F", "B") if mesh.rank == 0 else ("B", "F")
+        arrays = [mesh.device.zeros(shape, np.float32) for shape in ((3, 1000), (), (70,))]
+        made.send(sends, peer, arrays, what="x")
+        made.expect(receives, peer, what="x")
+        made.receive(receives, peer, what="x").free()
+        made.finish()
+        mesh.device.current_stream.synchronize()
+        shapes = [(array.shape, "float32") for array in arrays]
+        plan = made.plan({(0, 1, "F"): [shapes], (1, 0, "B"): [shapes]})
+        made.close()
+        return plan
+
+    plans = thread.run(2, rank)
+    assert [sum(plan) for plan in zip(*plans, strict=True)] == [taken["buffer"], taken["pinned"]]
+    assert taken["buffer"] == 4 * (12_032 + 256 + 512)
+    assert taken["pinned"] == (0 if kind == "nccl" else 4 * 12_032)
