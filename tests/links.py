@@ -57,7 +57,8 @@ class Program:
     def __init__(self, mesh, *, chunks=1, count=4, links=None, before=lambda *action: None):
         self.mesh, self.chunks, self.count, self.before = mesh, chunks, count, before
         self.stages = chunks * mesh.size
-        self.links = links or Links(mesh, rings(mesh.size), slots=chunks * count, poison=True)
+        held = mesh.size if chunks == 1 else chunks * count  # and not one more: slots are used again
+        self.links = links or Links(mesh, rings(mesh.size), slots=held, poison=True)
 
     def run(self, steps=2):
         """The gradients of the first stage, on the host: by step and micro-batch; [] on other ranks."""

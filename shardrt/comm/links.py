@@ -208,6 +208,7 @@ class _End:
     def close(self) -> None:
         self.communicator.abandon()
         self._host.abandon()
+        self._stream.close()
 
     @property
     def _compute(self) -> Stream:

@@ -46,10 +46,10 @@ class Patience:
         while not request.Test():
             now = time.perf_counter()
             if self.abandoned and peer is not None:
-                raise abandoned(self._mpi.rank)
+                raise abandoned(self.world_rank(self._mpi.rank))
             if now > next_look:
                 if gone is not None:  # since it said so, half a second has passed for what was under way
-                    raise left(gone, self._mpi.rank, doing)
+                    raise left(self.world_rank(gone), self.world_rank(self._mpi.rank), doing)
                 gone = next((rank for rank in self._departed() if peer in (None, rank)), None)
                 next_look = now + _LOOK
             if now < yielded:

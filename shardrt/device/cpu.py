@@ -127,7 +127,7 @@ class ThreadStream(Stream):
         event.mark.wait()
 
     def close(self) -> None:
-        """Let the thread end when it has run what was submitted."""
+        _open.discard(self)
         self._queue.put(None)
 
     def __del__(self) -> None:

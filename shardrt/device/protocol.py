@@ -56,6 +56,9 @@ class Stream(ABC):
     def synchronize(self) -> None:
         """Return when everything submitted so far has run. Raises StreamError if any of it failed."""
 
+    def close(self) -> None:  # noqa: B027 (only threads have an end)
+        """Let a thread that this stream is end when it has run what was submitted; nothing more is."""
+
 
 class Device(ABC):
     """Arrays and streams of one kind of processor.

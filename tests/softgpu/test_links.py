@@ -49,6 +49,31 @@ def test_a_chain_of_ranks_trains_to_the_bits_of_one(gpu, software, kind):
         links.check(run(4, kind), 4)
 
 
+@pytest.mark.parametrize(("kind", "mode"), HOW)
+def test_a_slot_is_written_again_only_when_what_reads_it_has_run(gpu, software, kind, mode):
+    """All is sent at once, into two slots, and nothing goes back that would hold the sender up."""
+    software.choose(mode, seed=3)
+
+    def rank():
+        mesh = init_device_mesh("cuda", communicator=kind)
+        made, here, found = Links(mesh, {(0, 1, "F")}), mesh.device, []
+        for m in range(6):
+            what = f"F{m}"
+            if mesh.rank == 0:
+                made.send("F", 1, (here.asarray(np.full(1000, m, np.float32)),), what=what)
+            else:
+                made.expect("F", 0, what=what)
+                got = made.receive("F", 0, what=what)
+                found.append(got.arrays[0] * np.float32(2))
+                got.free()
+        made.finish()
+        numbers = [here.to_numpy(each)[[0, -1]].tolist() for each in found]
+        made.close()
+        return numbers
+
+    assert thread.run(2, rank)[1] == [[2 * m, 2 * m] for m in range(6)]
+
+
 @pytest.mark.parametrize("kind", ["nccl", "staged", "ipc"])
 def test_what_links_take_is_planned_to_the_byte(gpu, software, monkeypatch, kind):
     software.choose("late")
