@@ -17,7 +17,7 @@ PIECE = 1 << 20  # bytes: both stay in a cache
 _HEADS = 128  # bytes; the two counters have a cache line each before them
 _DATA = 4096
 _FILLED, _TAKEN = 0, 8  # int64 words from the start of a direction
-_LOOKS = 150  # before a rank sleeps; about 20 us
+_LOOKS = 10  # before a rank sleeps: what it waits for is computed, or a copy
 _NAP = 50_000_000  # nanoseconds until a sleeper looks again unwoken, in case its peer has left
 
 

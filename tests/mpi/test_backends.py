@@ -16,6 +16,7 @@ from shardrt.comm import (
     flags,
     hierarchical,
     init_device_mesh,
+    mailbox,
     mpi,
     notices,
     shm,
@@ -250,6 +251,25 @@ class TestLinks:
         if program.mesh.rank == 0:
             links.check(found, chunks * SIZE)
         program.links.close()
+
+    def test_a_rank_that_sleeps_is_woken_by_a_message_and_by_its_being_taken(self, monkeypatch):
+        monkeypatch.setattr(mailbox, "_NAP", 100 * 10**9)  # without the nap, a wake that is lost takes long
+        monkeypatch.setattr(mailbox, "PIECE", 4096)
+        pair = init_device_mesh("cpu", communicator="shm").pair(0, 1)
+        if pair is None:
+            return
+        made, start = pair[0], time.monotonic()
+        late, received = np.random.default_rng(made.rank), np.zeros(3000, np.float32)
+        for step in range(200):
+            sent = np.full(3000, step + made.rank, np.float32)
+            for turn in range(2):
+                time.sleep(late.choice([0, 1e-5, 2e-4]))
+                if made.rank == turn:
+                    made.send(sent, peer=1 - turn, stream=INLINE, direct=True)
+                else:
+                    made.recv(received, peer=turn, stream=INLINE, direct=True)
+                    assert (received == step + turn).all()
+        assert time.monotonic() - start < mailbox._NAP / 1e9
 
     @pytest.mark.parametrize("kind", ["mpi", "shm"])
     def test_links_that_are_closed_in_the_middle_of_a_step_wait_no_more(self, kind):
