@@ -273,10 +273,10 @@ def test_ranks_that_all_give_up_in_the_middle_of_a_step_can_begin_anew():
 
 
 def told_while(job, folder, expected):
-    """What is said of the ranks of a job that hangs, once it begins as expected, or after 10 seconds."""
+    """What is said of the ranks of a job that hangs, once it begins as expected, or after 30 seconds."""
     thread = threading.Thread(target=job)
     thread.start()
-    told, deadline = "", time.monotonic() + 10
+    told, deadline = "", time.monotonic() + 30
     while not told.startswith(expected) and time.monotonic() < deadline:  # until all others wait
         time.sleep(0.01)
         told = diagnosis.blame(read_all(folder)[0])
@@ -295,7 +295,7 @@ def hung(folder, ranks, stop, expected, chunks=1, also=lambda mesh, recorder: No
         recorder = Recorder(folder, mesh.rank, mesh.size)
         mesh.record(recorder)
         also(mesh, recorder)
-        Program(mesh, chunks=chunks, before=lambda *action: action == stop and gate.wait(20)).step()
+        Program(mesh, chunks=chunks, before=lambda *action: action == stop and gate.wait(60)).step()
 
     told, job = told_while(lambda: run_ranks(ranks, body), folder, expected)
     gate.set()
@@ -366,7 +366,7 @@ def test_who_waits_at_the_end_of_a_step_for_a_message_to_be_taken_says_so(tmp_pa
         if mesh.rank == 0:
             made.send("F", 1, (X,), what="F3 of stage 0")
         else:
-            gate.wait(20)
+            gate.wait(60)
             made.expect("F", 0, what="F3 of stage 0")
             made.receive("F", 0, what="F3 of stage 0").free()
         made.finish()

@@ -127,11 +127,11 @@ class ThreadStream(Stream):
         event.mark.wait()
 
     def close(self) -> None:
-        _open.discard(self)
+        _open.discard(self)  # nobody waits for it at the end of the program
         self._queue.put(None)
 
     def __del__(self) -> None:
-        self.close()
+        self._queue.put(None)
 
 
 def _work(work: queue.SimpleQueue, name: str) -> None:
