@@ -96,7 +96,7 @@ class Links:
         They are kept until they have been delivered, and must not be written any more. about: what the
         receiver is told with the shapes, at the first message of a key; as JSON has it.
 
-        Raises ValueError for shapes or types that are not those of this key before.
+        Raises ValueError where shapes, types or `about` are not those of this key before.
         """
         self._out[kind, to].send(arrays, key, what, about)
 
@@ -250,11 +250,8 @@ class _Outgoing(_End):
         if key not in self.layouts:
             self._tell(layout, what)
             self.layouts[key] = layout
-        elif layout.shapes != self.layouts[key].shapes:
-            raise ValueError(
-                f"send {what}: {list(layout.shapes)}, but with this key there was "
-                f"{list(self.layouts[key].shapes)} before"
-            )
+        elif layout != self.layouts[key]:
+            raise ValueError(f"send {what}: {layout}, but with this key there was {self.layouts[key]} before")
         while self._kept and self._kept[0].delivered.done():
             self._kept[0].delivered.synchronize()  # raises what has failed
             self._kept.popleft()
