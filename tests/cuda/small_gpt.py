@@ -117,7 +117,10 @@ VARIANTS = {
 # With what else tensor parallelism trains, and on how many ranks.
 TENSOR = {
     "tp 2, bfloat16": (2, {"shape": (1, 2), **VARIANTS["bfloat16"]}),
-    "tp 2, sequence, float16, scaled": (2, {"shape": (1, 2), "sequence": True, **VARIANTS["float16, scaled"]}),
+    "tp 2, sequence, float16, scaled": (
+        2,
+        {"shape": (1, 2), "sequence": True, **VARIANTS["float16, scaled"]},
+    ),
     "tp 2, sequence, activations on the host, accumulation": (
         2,
         {"shape": (1, 2), "sequence": True, "prepare": offload_activations, "parts": 2},

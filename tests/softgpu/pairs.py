@@ -4,10 +4,10 @@ python -m tests.softgpu.pairs [--all] [-n JOBS]
 
 Each set of features trains on the GPU in more than one order of streams: with the same bits in each, and near
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
-PyTorch's own 16 bits change of its own float32, twice, and the last place of the loss. `--all`: 1, 2 and 4 ranks,
-all orders; else 2 ranks (4 of two axes) in two orders, every other set, and of those of two that share an option
-every eighth. Tensor and sequence parallelism take twice these ranks. JOBS processes share the sets. Prints JSON:
-{what was trained: what was wrong}.
+PyTorch's own 16 bits change of its own float32, twice, and the last place of the loss. `--all`: 1, 2 and 4
+ranks, all orders; else 2 ranks (4 of two axes) in two orders, every other set, and of those of two that share
+an option every eighth. Tensor and sequence parallelism take twice these ranks. JOBS processes share the sets.
+Prints JSON: {what was trained: what was wrong}.
 """
 
 import argparse
@@ -69,7 +69,7 @@ def distances(found, expected):
 
 
 def last_place(names, loss):
-    """By how much two losses differ that are rounded to neighbours; PyTorch's are not rounded (torch_trained)."""
+    """How far apart losses are that are rounded to neighbours. PyTorch's are not rounded (torch_trained)."""
     if not pairs.LOW & set(names):
         return 0.0
     bits = 10 if pairs.LOW & set(names) == {"fp16, scaled"} else 7
