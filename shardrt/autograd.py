@@ -1,286 +1,83 @@
-"""The tape: Variable, Function, backward, no_grad. Knows no op, no layer, no rank.
+"""Backward: gradients, along the tape that tape.py has recorded, whose names are all here.
 
-A Function object is one call of one op and a node of the graph. Nodes carry a sequence number, and
-backward runs the reachable ones in strictly decreasing order: every consumer of a node is newer than the
-node, so its gradients are complete when its turn comes, and the whole order is known before it starts.
-
-Gradients of parameters accumulate, gradients of activations are written. An op that writes a parameter's
-gradient where it belongs returns WRITTEN for it: the edge then carries order, but no array.
+It runs the reachable nodes in strictly decreasing order of their numbers: every consumer of a node is newer
+than the node, so its gradients are complete when its turn comes, and the whole order is known before it
+starts. With a `Late` what nothing but gradients of parameters needs is put off (late.py).
 """
 
 import threading
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
-from itertools import count
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from shardrt import device
-from shardrt.hooks import Hooks, RemovableHandle
+from shardrt import late as lates
+from shardrt.late import Late, Work
+from shardrt.tape import (
+    WRITTEN,
+    Edge,
+    Function,
+    Keeper,
+    Variable,
+    add_hook,
+    contiguous,
+    describe,
+    enable_grad,
+    is_grad_enabled,
+    keeper,
+    keeping,
+    modules,
+    no_grad,
+    now,
+    on_tape,
+    reachable,
+    recorded_since,
+    set_grad_enabled,
+)
+
+__all__ = [
+    "WRITTEN",
+    "Backward",
+    "Edge",
+    "Function",
+    "Keeper",
+    "Late",
+    "Variable",
+    "add_hook",
+    "backward",
+    "backward_of_piece",
+    "contiguous",
+    "describe",
+    "enable_grad",
+    "is_grad_enabled",
+    "keeper",
+    "keeping",
+    "later",
+    "modules",
+    "no_grad",
+    "now",
+    "on_tape",
+    "reachable",
+    "recorded_since",
+    "running",
+    "set_grad_enabled",
+    "wanted",
+]
 
 Array = Any
 
 
-class _Written:
-    """The token of an edge whose gradient the op itself has put into its place."""
-
-    def __repr__(self) -> str:
-        return "WRITTEN"
-
-
-WRITTEN = _Written()
-
-
 class _State(threading.local):
-    """This thread's tape: ranks that are threads of one process each have their own."""
+    """Of this thread: ranks that are threads of one process each have their own."""
 
     def __init__(self) -> None:
-        self.grad_enabled = True
-        self.newest = 0  # sequence number of the node that this thread recorded last
         self.running: Backward | None = None
-        self.modules: list = []  # the layers whose forward runs now, outermost first
-        self.keeper: Keeper | None = None
 
 
 _state = _State()
-_numbers = count(1)  # one for all threads: a forward that goes on in another thread must go on counting
-
-
-def is_grad_enabled() -> bool:
-    """Whether ops are recorded now."""
-    return _state.grad_enabled
-
-
-@contextmanager
-def set_grad_enabled(enabled: bool) -> Iterator[None]:
-    """Record ops, or not, inside a with block."""
-    before = _state.grad_enabled
-    _state.grad_enabled = enabled
-    try:
-        yield
-    finally:
-        _state.grad_enabled = before
-
-
-def modules() -> list:
-    """The stack of layers whose forward runs now; nn.Module keeps it, nodes remember the innermost."""
-    return _state.modules
-
-
-def no_grad() -> Any:
-    """Record no op inside a with block (also a decorator)."""
-    return set_grad_enabled(False)
-
-
-def enable_grad() -> Any:
-    """Record ops inside a with block, even inside `no_grad` (also a decorator)."""
-    return set_grad_enabled(True)
-
-
-def now() -> int:
-    """A sequence number above those of all nodes so far: what is recorded from now on has a greater one."""
-    return next(_numbers)
-
-
-def recorded_since(number: int) -> bool:
-    """Whether this thread has recorded a node since `now` gave that number."""
-    return _state.newest > number
-
-
-class Keeper(Protocol):
-    """Computes expensive ops in their place: to keep their results, or to take results that were kept."""
-
-    def result_of(self, node: "Function", raw: list) -> Any: ...
-
-
-@contextmanager
-def keeping(keeper: Keeper | None) -> Iterator[None]:
-    """Let `keeper` compute the expensive ops inside a with block (None: as usual)."""
-    before, _state.keeper = _state.keeper, keeper
-    try:
-        yield
-    finally:
-        _state.keeper = before
-
-
-def keeper() -> Keeper | None:
-    """Who computes expensive ops now, if somebody does."""
-    return _state.keeper
-
-
-class Variable:
-    """An array with a place in the graph: what a Tensor is to the tape.
-
-    `node` is the Function that made it (None for a leaf) and `index` which of its outputs it is. A leaf that
-    requires a gradient gets it in `grad`, an array of the shape and dtype of `data`.
-    """
-
-    __slots__ = ("data", "grad", "requires_grad", "node", "index", "__weakref__")
-
-    # The class of op results: the tensor library registers its own (a parameter's ops give plain tensors).
-    result_type: "type[Variable]"
-
-    def __init__(self, data: Array, requires_grad: bool = False) -> None:
-        self.data = data
-        self.grad = None
-        self.requires_grad = requires_grad
-        self.node = None
-        self.index = 0
-
-    @property
-    def is_leaf(self) -> bool:
-        """True if no op made this variable."""
-        return self.node is None
-
-    def value(self) -> Array:
-        """The array that an op reads, and may save for backward."""
-        return self.data
-
-    def lent(self) -> Array:
-        """The array that an op reads by a handle: while it runs, and no longer."""
-        return self.data
-
-    def edge(self) -> "Edge":
-        """Where the gradient of this variable goes, as the graph stands now."""
-        return Edge(self.node, self.index, self if self.node is None else None)
-
-    def gradient_target(self) -> tuple[Array, bool, Any]:
-        """Where an op puts the gradient of this handle: (array, accumulate, token).
-
-        The op writes the array, or adds to it where `accumulate` is True, and returns the token from
-        backward: WRITTEN for a leaf; for the result of another op the array itself, which travels on.
-        """
-        if self.node is not None:
-            fresh = device.current().empty(self.data.shape, self.data.dtype)
-            return fresh, False, fresh
-        if self.grad is not None:
-            return self.grad, True, WRITTEN
-        self.grad = device.current().empty(self.data.shape, self.data.dtype)
-        return self.grad, False, WRITTEN
-
-    def accumulate_gradient(self, gradient: Array) -> None:
-        """Put an array that an op returned for this leaf where its gradient belongs."""
-        target, accumulate, _ = self.gradient_target()
-        if accumulate:
-            target += gradient
-        else:
-            target[...] = gradient
-
-
-Variable.result_type = Variable
-
-
-class Edge:
-    """From a node to where the gradient of one of its inputs goes: another node, a leaf, or both.
-
-    Both: a parameter of a sharded unit. Its gradient has a place of its own, and the unit's Unshard node
-    must run after everything that puts a gradient there.
-    """
-
-    __slots__ = ("node", "index", "leaf")
-
-    def __init__(self, node: "Function | None", index: int, leaf: Variable | None) -> None:
-        self.node = node
-        self.index = index
-        self.leaf = leaf
-
-
-class Function:
-    """One op. A subclass has `forward` and `backward`, both on raw arrays, both calling kernels.
-
-    forward(*args) gets the arguments of `apply` with each Variable replaced by its array, except at the
-    positions in `handles`: parameters arrive as Variables, because their storage comes and goes with the
-    unit that shards them, and are saved as such. It returns an array or a tuple of arrays and may set
-    `self.saved`, the one tuple that backward unpacks. `self.needs[i]` tells whether the gradient of
-    argument i is wanted.
-
-    backward(*dy) gets one gradient per output (None for an output that nothing used) and returns one entry
-    per argument, or just the entry where there is one argument: an array, WRITTEN, or None. It must not
-    write into dy, which other nodes may hold.
-
-    Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
-
-    An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
-    returned after forward, `resume` takes, and leaves the op as forward would have.
-    """
-
-    __slots__ = ("saved", "needs", "edges", "sequence", "outputs", "module", "hooks", "__weakref__")
-
-    saved: tuple[Any, ...]
-    needs: tuple[bool, ...]
-    edges: "tuple[Edge | None, ...]"
-    sequence: int
-    outputs: int
-
-    handles: tuple[int, ...] = ()
-    strided = False
-    expensive = False
-
-    def forward(self, *args: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.forward")
-
-    def keep(self, result: Any) -> tuple[Array, ...]:
-        """Called after forward, of an expensive op: the arrays that only forward can compute."""
-        return (result,)
-
-    def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
-        """In place of forward: set `self.saved`, return the result."""
-        raise NotImplementedError(f"{type(self).__name__}.resume")
-
-    def backward(self, *dy: Any) -> Any:
-        raise NotImplementedError(f"{type(self).__name__}.backward")
-
-    @classmethod
-    def apply(cls, *args: Any) -> Any:
-        """Run the op and record it, if any input requires a gradient. Gives Variable(s) of `result_type`."""
-        node = cls()
-        node.saved = ()
-        enabled, handles = _state.grad_enabled, cls.handles
-        needs, raw = [], []
-        for position, argument in enumerate(args):
-            variable = isinstance(argument, Variable)
-            needs.append(enabled and variable and argument.requires_grad)
-            if variable and position not in handles:
-                argument = argument.value() if cls.strided else contiguous(argument.value())
-            raw.append(argument)
-        node.needs = tuple(needs)
-        recorded = True in needs
-        if recorded:
-            node.edges = tuple([a.edge() if n else None for a, n in zip(args, needs, strict=True)])
-            node.enter_tape()
-        if cls.expensive and _state.keeper is not None:
-            result = _state.keeper.result_of(node, raw)
-        else:
-            result = node.forward(*raw)
-        return node.wrap(result, recorded)
-
-    def enter_tape(self) -> None:
-        """Take the next sequence number."""
-        self.sequence = _state.newest = next(_numbers)
-        self.module = _state.modules[-1] if _state.modules else None
-        self.hooks: Hooks | tuple = ()
-
-    def wrap(self, result: Any, recorded: bool) -> Any:
-        """Variables around the arrays that forward returned."""
-        single = not isinstance(result, tuple)
-        arrays = (result,) if single else result
-        self.outputs = len(arrays)
-        if not recorded:
-            self.saved = ()
-        variables = []
-        for index, array in enumerate(arrays):
-            variable = Variable.result_type(array, recorded)
-            if recorded:
-                variable.node, variable.index = self, index
-            variables.append(variable)
-        return variables[0] if single else tuple(variables)
-
-
-def contiguous(array: Array) -> Array:
-    """`array` itself if it is C-contiguous, else a copy that is."""
-    return array if array.flags.c_contiguous else array.copy()
 
 
 class Backward:
@@ -289,18 +86,29 @@ class Backward:
     A piece of the graph that a node records while it runs has a run of its own, with the other as `outer`:
     it runs the nodes newer than `since`. What it finds for older ones goes to the outer run, whose turn for
     them is to come, so gradients add up in the same order as if the piece had always been there.
+
+    With a `late` it has two halves: in the second one is run what was put off in the first.
     """
 
     def __init__(
-        self, roots: Iterable[Function], retain_graph: bool, since: int = 0, outer: "Backward | None" = None
+        self,
+        roots: Iterable[Function],
+        retain_graph: bool,
+        since: int = 0,
+        outer: "Backward | None" = None,
+        late: Late | None = None,
     ) -> None:
         self.nodes = reachable(roots, since)
         self.position = 0
         self.retain_graph = retain_graph
         self.since = since
         self.outer = outer
+        self.late = late  # of the outermost run, until its second half
+        self.second_half = False  # is to come, or runs, or has run
+        self.busy = False  # one of its halves runs
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
+        self._after_nodes: list = []
         self._at_end: list = []
         self._in_any_case: list = []
         self._hooks: list = []
@@ -318,20 +126,26 @@ class Backward:
         """The run that is inside of no other."""
         return self if self.outer is None else self.outer.outermost
 
+    def after_nodes(self, function: Any) -> None:
+        """Call `function()` once, when the last node of the outermost run has run: no values are needed more.
+
+        What was put off is still to come.
+        """
+        _add_once(self.outermost._after_nodes, function)
+
     def at_end(self, function: Any, hook: bool = False) -> None:
-        """Call `function()` once, when the last node of the outermost run has run; users' hooks last.
+        """Call `function()` once, when all of the outermost run has run; users' hooks last.
 
         Then gradients are reduced, and updates that an optimizer makes during backward are there.
         """
-        functions = self.outermost._hooks if hook else self.outermost._at_end
-        if function not in functions:
-            functions.append(function)
+        _add_once(self.outermost._hooks if hook else self.outermost._at_end, function)
 
     def in_any_case(self, function: Any) -> None:
-        """Call `function()` once, when the outermost run ends or raises an Exception: before users' hooks."""
-        functions = self.outermost._in_any_case
-        if function not in functions:
-            functions.append(function)
+        """Call `function()` once, when this half of the outermost run ends or raises an Exception.
+
+        Before users' hooks.
+        """
+        _add_once(self.outermost._in_any_case, function)
 
     def is_to_come(self, node: Function) -> bool:
         """Whether `node` runs after the present one, in this run or in one around it."""
@@ -349,23 +163,55 @@ class Backward:
 
     def run(self) -> None:
         """Run the nodes. A node whose gradient nobody has produced is passed over."""
-        before, _state.running = _state.running, self
-        try:
+        with self._half():
             for position, node in enumerate(self.nodes):
                 self.position = position
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
-            for functions in (self._at_end, self._in_any_case, self._hooks):
-                for function in functions:  # which may add more
-                    function()
+            _call_all(self._after_nodes)
+            if self.late is None:
+                self._end()
+            else:
+                _call_all(self._in_any_case)
+                self._in_any_case = []
+        if self.late is not None:
+            self.second_half, self.late, late = True, None, self.late
+            late.ready(self)
+
+    def run_late(self, works: Iterator[Work]) -> None:
+        """The second half. Each work is dropped, with its arrays, before the next one begins."""
+        with self._half():
+            for work in works:
+                work.run()
+            self._end()
+
+    def call(self, function: Any, args: tuple) -> None:
+        """Call function(*args), which this run has put off, as a part of it."""
+        before, _state.running = _state.running, self
+        try:
+            function(*args)
+        finally:
+            _state.running = before
+
+    @contextmanager
+    def _half(self) -> Iterator[None]:
+        before, _state.running, self.busy = _state.running, self, True
+        try:
+            with lates.putting_off(self.outermost.late):
+                yield
         except Exception:
             for function in self._in_any_case:
                 with suppress(Exception):  # what was raised first is told
                     function()
             raise
         finally:
-            _state.running = before
+            _state.running, self.busy = before, False
+            self.nodes = []  # what was put off leads here, and must hold no graph
+
+    def _end(self) -> None:
+        for functions in (self._at_end, self._in_any_case, self._hooks):
+            _call_all(functions)
 
     def _run(self, node: Function, received: list) -> None:
         if node.saved is None:
@@ -385,13 +231,58 @@ class Backward:
             node.saved = None
 
 
-def backward(variable: Variable, gradient: Array | None = None, retain_graph: bool = False) -> None:
-    """Add the gradients of `variable` to the `grad` of every leaf it depends on.
+def _add_once(functions: list, function: Any) -> None:
+    if function not in functions:
+        functions.append(function)
 
-    `gradient` has the shape of `variable`; it may be left out for a single element, where it is 1.
 
-    Raises RuntimeError if nothing was recorded, ValueError if the gradient is missing or has a wrong shape.
+def _call_all(functions: list) -> None:
+    for function in functions:  # which may add more
+        function()
+
+
+def backward(
+    variables: Variable | Iterable[Variable],
+    gradients: Array | Iterable[Array | None] | None = None,
+    retain_graph: bool = False,
+    *,
+    late: Late | None = None,
+) -> None:
+    """Add the gradients of a variable, or of several in one run, to the `grad` of all leaves they depend on.
+
+    gradients: one for each variable, of its shape. None for a single element, where it is 1.
+    late: puts off what nothing but gradients of parameters needs, with all that comes after it, until
+    `late.run()`: products for weights, reductions, updates, hooks. Until then the arrays in `gradients` and
+    the inputs of the forward must stay as they are. The gradients are those of a usual backward, to the bit.
+
+    Raises RuntimeError if nothing was recorded, or `late` was given to another backward; ValueError if a
+    gradient is missing or has a wrong shape.
     """
+    if isinstance(variables, Variable):
+        variables, gradients = [variables], [gradients]
+    variables = list(variables)
+    gradients = [None] * len(variables) if gradients is None else list(gradients)
+    if len(gradients) != len(variables):
+        raise ValueError(f"backward: {len(gradients)} gradients for {len(variables)} variables")
+    gradients = [_checked(v, g) for v, g in zip(variables, gradients, strict=True)]
+    if late is not None:
+        late.take()
+    run = Backward({v.node for v in variables if v.node is not None}, retain_graph, late=late)
+    for variable, gradient in zip(variables, gradients, strict=True):
+        if variable.node is None:
+            variable.accumulate_gradient(gradient)
+        else:
+            _deliver(variable.edge(), gradient, run.gradients)
+    try:
+        run.run()
+    except BaseException:
+        if late is not None:
+            late.forget()
+        raise
+
+
+def _checked(variable: Variable, gradient: Array | None) -> Array:
+    """The gradient with which backward begins at `variable`."""
     if not variable.requires_grad:
         raise RuntimeError("backward: this tensor depends on nothing that requires a gradient")
     if gradient is None:
@@ -400,22 +291,20 @@ def backward(variable: Variable, gradient: Array | None = None, retain_graph: bo
         gradient = np.ones_like(variable.data)
     if gradient.shape != variable.data.shape:
         raise ValueError(f"backward: gradient has shape {gradient.shape}, the tensor {variable.data.shape}")
-    if variable.node is None:
-        variable.accumulate_gradient(gradient)
-        return
-    run = Backward([variable.node], retain_graph)
-    _deliver(variable.edge(), gradient, run.gradients)
-    run.run()
+    return gradient
 
 
-def add_hook(variable: Variable, hook: Any) -> RemovableHandle:
-    """Call hook(gradient), an array, when the gradient of `variable`, which an op made, is complete.
+def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
+    """In backward: function(*args, *into), which puts gradients where they belong and gives their tokens.
 
-    What it returns, unless None, goes on in its place.
+    into: the handles whose gradients these are, or None where one is not wanted. If the backward that runs
+    puts things off, so is this, and the tokens are given at once. args: arrays that nobody writes to later.
     """
-    node = variable.node
-    node.hooks = node.hooks or Hooks()
-    return node.hooks.add((variable.index, hook))
+    late = lates.present()
+    if late is None or not late.takes(into):
+        return function(*args, *into)
+    late.put_off(_state.running.outermost, function, args, into)
+    return tuple(None if handle is None else WRITTEN for handle in into)
 
 
 def _hooked(node: Function, hook: Any, gradient: Array) -> Array:
@@ -475,29 +364,6 @@ def running() -> Backward | None:
 def wanted(received: Iterable[Array | None]) -> bool:
     """Whether a gradient came to a node. It may run without, for the order alone, and then frees nothing."""
     return any(dy is not None for dy in received)
-
-
-def on_tape(node: Function) -> bool:
-    """Whether `node` has been recorded."""
-    return hasattr(node, "sequence")
-
-
-def describe(node: Function) -> str:
-    """The op and the module that made it, for error messages."""
-    return type(node).__name__ + (f" of {node.module.name}" if node.module is not None else "")
-
-
-def reachable(roots: Iterable[Function], since: int = 0) -> list[Function]:
-    """The nodes newer than `since` to which edges lead from `roots` along such nodes, newest first."""
-    seen = {root for root in roots if root.sequence > since}
-    stack = list(seen)
-    while stack:
-        for edge in stack.pop().edges:
-            if edge is None or edge.node is None or edge.node in seen or edge.node.sequence <= since:
-                continue
-            seen.add(edge.node)
-            stack.append(edge.node)
-    return sorted(seen, key=lambda node: node.sequence, reverse=True)
 
 
 def _distribute(node: Function, results: Any, gradients: dict[Function, list]) -> None:

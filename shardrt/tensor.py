@@ -85,11 +85,13 @@ class Tensor(Variable):
         """The same array without its past."""
         return Tensor(self.data)
 
-    def backward(self, gradient: Any = None, retain_graph: bool = False) -> None:
+    def backward(
+        self, gradient: Any = None, retain_graph: bool = False, late: autograd.Late | None = None
+    ) -> None:
         """Add the gradients of this tensor to the `grad` of all that it depends on; see autograd.backward."""
         if gradient is not None:
             gradient = _array(_raw(gradient), self.dtype)
-        autograd.backward(self, gradient, retain_graph)
+        autograd.backward(self, gradient, retain_graph, late=late)
 
     def register_hook(self, hook: Callable[[Array], Any]) -> RemovableHandle:
         """Call hook(gradient) in each backward, when the gradient of this tensor is complete.

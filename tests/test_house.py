@@ -22,6 +22,8 @@ ROOMS = [
     ["shardrt.comm"],
     ["shardrt.random"],
     ["shardrt.hooks"],
+    ["shardrt.late"],
+    ["shardrt.tape"],
     ["shardrt.autograd"],
     ["shardrt.pytree"],
     ["shardrt.functional"],

@@ -29,7 +29,7 @@ class Gradients:
         units: list[Unit],
         streams: Streams,
         trained: Trained,
-        make_slots: Callable[[list[Unit]], None],
+        make_slots: Callable[[list[Unit], bool], None],
     ) -> None:
         self._units = units
         self._streams = streams
@@ -40,15 +40,18 @@ class Gradients:
         self._reduced: list[ParameterGroup] = []  # in the present backward
         self._wrote: dict[ParameterGroup, bool] = {}  # of those that had no gradient before it: this rank
 
-    def have_slots(self) -> None:
-        """Slots for full gradients: one for each group once some backward does not reduce, else shared."""
-        accumulates = any(unit.accumulates for unit in self._units)
+    def have_slots(self, of_their_own: bool = False) -> None:
+        """Slots for full gradients: one for each group once some backward does not reduce, else shared.
+
+        of_their_own: a backward puts its reductions off.
+        """
+        accumulates = of_their_own or any(unit.accumulates for unit in self._units)
         changed = self._trained.changed
         if changed:
             self._trained.agree(self._streams)
         if changed or self._accumulates is None or (accumulates and not self._accumulates):
             self._streams.reduce.synchronize()  # nothing reads the slots that go
-            self._make_slots(self._units)
+            self._make_slots(self._units, accumulates)
             self._accumulates = accumulates
             for group in (group for unit in self._units for group in unit.groups):
                 if group.open_gradient is not None:

@@ -234,10 +234,11 @@ class ParameterGroup(Storage):
 
     @property
     def gradient(self) -> Array | None:
+        self.refuse_incomplete(self.parameters)
         if self.open_gradient is not None and autograd.running() is None:
             raise RuntimeError(
                 f"unit {self.label}: its gradients were accumulated under no_sync and not reduced yet; "
-                "run the last backward of a step outside no_sync"
+                "run the last backward of a step, and its late.run(), outside no_sync"
             )
         if self.sum.reductions and not self.sum.complete:
             raise RuntimeError(

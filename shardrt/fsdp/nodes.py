@@ -33,12 +33,18 @@ class Tape:
     itself, so that the memory for it does not grow with their number.
 
     before: called with a unit and the tape when backward comes to a call of it; after: with a unit, when all
-    that uses it has run.
+    that uses its parameters has run; complete: with a unit, when its gradients are, which may be later.
     """
 
-    def __init__(self, before: Callable[[Unit, "Tape"], None], after: Callable[[Unit], None]) -> None:
+    def __init__(
+        self,
+        before: Callable[[Unit, "Tape"], None],
+        after: Callable[[Unit], None],
+        complete: Callable[[Unit], None],
+    ) -> None:
         self.before = before
         self.after = after
+        self.complete = complete
         self._nodes: WeakValueDictionary[Unit, Unshard] = WeakValueDictionary()
 
     def unshard(self, unit: Unit) -> "Unshard":
@@ -54,22 +60,32 @@ class Tape:
 
 
 class Unshard(Function):
-    """Gathered parameters of a unit; backward hands the full gradients to the reduction."""
+    """Gathered parameters of a unit; backward hands the full gradients to the reduction.
 
-    __slots__ = ("unit", "tape")
+    run: the backward that has come to it.
+    """
+
+    __slots__ = ("unit", "tape", "run")
 
     def __init__(self, unit: Unit, tape: Tape) -> None:
         self.unit = unit
         self.tape = tape
+        self.run: autograd.Backward | None = None
         self.saved = self.edges = self.needs = ()
         self.outputs = 0
         self.enter_tape()
         unit.pending.add(self)
 
     def backward(self) -> tuple:
-        self.unit.pending.discard(self)
+        self.run = autograd.running().outermost
         self.tape.forget(self.unit)
         self.tape.after(self.unit)
+        return autograd.later(self._complete)
+
+    def _complete(self) -> tuple:
+        self.unit.pending.discard(self)
+        self.run = None
+        self.tape.complete(self.unit)
         return ()
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import device, random
+from shardrt import autograd, device, random
 from shardrt.autograd import Function
 from shardrt.device.rehearsal import RehearsalDevice
 from shardrt.fsdp.group import OpenGradient, ParameterGroup
@@ -26,7 +26,7 @@ Array = Any
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a step took. no_sync: it accumulated gradients without reducing them."""
+    """What a step took. no_sync: gradients of all units waited to be reduced."""
 
     device_bytes: int
     host_bytes: int
@@ -65,7 +65,7 @@ class Stage:
     def __init__(self, here: RehearsalDevice, units: list[Unit]) -> None:
         self._device = here
         self.forward = self  # as enter, leave and abandon are concerned
-        self.tape = Tape(lambda unit, tape: None, self.after_backward)
+        self.tape = Tape(lambda unit, tape: None, lambda unit: None, self.complete)
         self.no_sync = False
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
@@ -85,7 +85,9 @@ class Stage:
 
     def open_gradient(self, group: ParameterGroup) -> OpenGradient:
         """Gradients that are written nowhere."""
-        self.no_sync |= not group.choices.reduces
+        run = autograd.running()
+        put_off = run is not None and (run.outermost.late is not None or run.outermost.second_half)
+        self.no_sync |= put_off or not group.choices.reduces
         group.open_gradient = OpenGradient(None, dict(enumerate(group.full_views)))
         return group.open_gradient
 
@@ -93,7 +95,7 @@ class Stage:
         """They are not wanted any more."""
         group.open_gradient = None
 
-    def after_backward(self, unit: Unit) -> None:
+    def complete(self, unit: Unit) -> None:
         """All gradients of `unit` would be complete."""
         for group in unit.groups if unit.choices.reduces else ():
             group.open_gradient = None

@@ -2,12 +2,16 @@
 
     forward    enter(k): wait until k is gathered, issue the gather of k+1, compute, leave(k): release k
     backward   before_backward(k): wait until k is gathered, issue k-1, compute,
-               after_backward(k): release k, hand its gradients to the reduce stream
+               after_backward(k): release k; complete(k): hand its gradients to the reduce stream
 
 Compute is a stream, gathers are one, reductions are one, and the last two have a communicator each: in one,
 every gather would queue behind a reduction. Every decision here follows from the order of the program alone,
 never from how far a stream has got, so all ranks issue the same collectives in the same order.
 docs/fsdp.md walks through one step. Backward is here; the other parts are forward, gathers and gradients.
+
+A backward with `late` has two halves, with other forwards and backwards in between: values are needed until
+the first one ends, gradients are complete when the second one does. So there is nothing here of one backward
+alone: what waits to be reduced is in `Unit.pending`, and what it has written in the groups' open gradients.
 """
 
 from collections.abc import Callable, Iterator
@@ -37,7 +41,7 @@ class Schedule:
         units: list[Unit],
         prefetch: int,
         streams: Streams,
-        make_gradient_slots: Callable[[list[Unit]], None],
+        make_gradient_slots: Callable[[list[Unit], bool], None],
     ) -> None:
         self.mesh = mesh
         self.units = units
@@ -53,7 +57,7 @@ class Schedule:
         self.gathers = Gathers(units, prefetch, streams, self.control, self.tell)
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.tell, self._new_tape)
-        self._backward: autograd.Backward | None = None  # that has begun and not ended; it may have raised
+        self._begun: list[autograd.Backward] = []  # whose present half has not ended; it may have raised
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
     def tell(self, point: str, unit: Unit | None = None) -> None:
@@ -62,7 +66,7 @@ class Schedule:
             watch(point, unit)
 
     def _new_tape(self) -> Tape:
-        return Tape(self.before_backward, self.after_backward)
+        return Tape(self.before_backward, self.after_backward, self.complete)
 
     # -- forward
 
@@ -112,11 +116,15 @@ class Schedule:
         self.tell("before backward", unit)
 
     def after_backward(self, unit: Unit) -> None:
-        """All gradients of `unit` are complete: release its parameters, reduce its gradients."""
+        """Backward has used the parameters of `unit`: release them."""
         self._begin_backward()  # where no Regather has: no tensor was found in what forward returned
         self.tell("after backward", unit)
         if unit.gathered and unit not in self.forward.entered:
             self.gathers.finish(unit, unit.state_after(needed=False, done=True))
+
+    def complete(self, unit: Unit) -> None:
+        """All gradients of `unit` are complete: reduce them, if its choice is that now."""
+        self._begin_backward()
         for group in unit.groups:
             if not group.trainable:
                 continue
@@ -127,15 +135,29 @@ class Schedule:
                 self._reduce(unit, group)
 
     def _begin_backward(self) -> None:
+        """Take note of the backward that runs, at the first that its present half has for us."""
         run = autograd.running().outermost
-        if self._backward is run:
+        if run in self._begun:
             return
         self._reset()
-        self._backward = run
+        self._begun.append(run)
         self.tell("backward")
+        if run.second_half:
+            return
+        run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
-        if self.trained.changed:
-            self.gradients.have_slots()
+        autograd.later(self._begin_second_half)
+        if run.late is not None and self.root.choices.micro_batches is not None:
+            raise RuntimeError(
+                "backward(late=...): with set_world_invariant the gradient of each micro-batch has its own "
+                "place in the tree of sums; leave late out"
+            )
+        if run.late is not None or self.trained.changed:
+            self.gradients.have_slots(of_their_own=run.late is not None)
+
+    def _begin_second_half(self) -> tuple:
+        self._begin_backward()
+        return ()
 
     def _upcoming(self) -> Iterator[Unit]:
         """The units to come in backward, one for each call, without those of other models on the tape."""
@@ -146,7 +168,8 @@ class Schedule:
 
     def _comes_again(self, unit: Unit) -> bool:
         """Whether this backward has more to come of `unit`: another forward's part of the loss."""
-        return unit in self._upcoming()
+        run = autograd.running().outermost
+        return any(node.run is run for node in unit.pending) or unit in self._upcoming()
 
     def _reduce(self, unit: Unit, group: ParameterGroup) -> None:
         self.gradients.reduce(group)
@@ -156,24 +179,32 @@ class Schedule:
         if group.on_gradient is not None and group.sum.is_touched() and not self._comes_again(unit):
             self.gradients.tell_optimizer(group)
 
-    def _end_backward(self) -> None:
+    def _end_nodes(self) -> None:
+        """This backward needs no parameters any more."""
         self.gathers.drop_prefetched()
         # Some units were gathered for a node that turned out to need no gradient.
         self.gathers.finish_all(self.forward.entered, also_kept=True)
+        run = autograd.running()
+        if run.late is not None:
+            self._begun.remove(run)
+
+    def _end_backward(self) -> None:
+        """All gradients of this backward are complete."""
+        self.gathers.finish_all(self.forward.entered)  # something that was put off has read a parameter
         for unit in self.units:
             for group in self.gradients.left_out(unit):
                 if group.open_gradient is None:
                     self.gradients.open(group)
                 self._reduce(unit, group)
         self.gradients.end_backward()
-        self._backward = None
+        self._begun.remove(autograd.running())
         self.tell("backward over")
 
     def _reset(self) -> None:
-        """A new pass begins. If the last backward has raised: give every slot back."""
-        if self._backward is None:
+        """A new pass begins. If a backward has raised: give every slot back."""
+        if all(run.busy for run in self._begun):
             return
-        self._backward = None
+        self._begun = []
         self.forward.reset()
         self.tell("backward over")
         for unit in self.units:

@@ -167,7 +167,7 @@ def facts_of(
     )
 
 
-def make_gradient_slots(units: list[Unit]) -> None:
+def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     """Allocate the slots for full gradients of all units of a schedule. Collective.
 
     When the first forward that needs them begins, not before: then it is known whether gradients are
@@ -176,7 +176,7 @@ def make_gradient_slots(units: list[Unit]) -> None:
     """
     _check_world_invariant(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
-    facts = facts_of(units, process_groups_of(units))
+    facts = facts_of(units, process_groups_of(units), no_sync=accumulates)
     specs = buffers.plan(units, layouts, facts)
     anew = [role for role in GRADIENT_ROLES if role == "gradients" or not _fits(role, specs)]
     for group in layouts:

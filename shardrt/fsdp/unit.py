@@ -55,7 +55,7 @@ class Unit:
         self.choices = Choices(float(settings.mesh.size))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
-        self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes whose backward has not run
+        self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes that are not complete yet
         self.schedule: Any = None  # the Schedule, once it is built: that knows units, not they it
         self._build = build
         by_key: dict[GroupKey, list[Parameter]] = {}  # in the order in which keys appear

@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
 from shardrt.functional.shape import squeeze, unsqueeze
@@ -32,18 +33,26 @@ class Conv2d(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, shape, weight, bias, geometry = self.saved
-        conv2d = kernels().conv2d
-        dx = weight_token = bias_token = None
+        dx = None
         if self.needs[0]:
             dx = empty(shape, dy.dtype)
-            conv2d.backward_input(dy, contiguous(weight.lent()), dx, *geometry)
-        if self.needs[1]:
-            dweight, accumulate, weight_token = weight.gradient_target()
-            conv2d.backward_weight(x, dy, dweight, accumulate, *geometry)
-        if self.needs[2]:
-            dbias, accumulate, bias_token = bias.gradient_target()
-            conv2d.backward_bias(dy, dbias, accumulate)
-        return dx, weight_token, bias_token, None, None
+            kernels().conv2d.backward_input(dy, contiguous(weight.lent()), dx, *geometry)
+        into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
+        return dx, *autograd.later(_add_gradients, x, dy, geometry, into=into), None, None
+
+
+def _add_gradients(
+    x: Array | None, dy: Array, geometry: tuple, weight: Variable | None, bias: Variable | None
+) -> tuple:
+    """Of the handles given; their tokens."""
+    weight_token = bias_token = None
+    if weight is not None:
+        dweight, accumulate, weight_token = weight.gradient_target()
+        kernels().conv2d.backward_weight(x, dy, dweight, accumulate, *geometry)
+    if bias is not None:
+        dbias, accumulate, bias_token = bias.gradient_target()
+        kernels().conv2d.backward_bias(dy, dbias, accumulate)
+    return weight_token, bias_token
 
 
 def conv2d(

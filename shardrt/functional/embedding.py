@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING, Any
 
+from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import check_floats, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
@@ -25,11 +26,15 @@ class Embedding(Function):
 
     def backward(self, dy: Array) -> tuple:
         indices, weight = self.saved
-        dweight, accumulate, token = weight.gradient_target()
-        if not accumulate:
-            dweight.fill(0)  # the kernel adds: most rows have no gradient
-        kernels().embedding.backward(flat(indices), rows(dy), dweight)
-        return None, token
+        return None, *autograd.later(_add_rows, indices, dy, into=(weight,))
+
+
+def _add_rows(indices: Array, dy: Array, weight: Variable) -> tuple:
+    dweight, accumulate, token = weight.gradient_target()
+    if not accumulate:
+        dweight.fill(0)  # the kernel adds: most rows have no gradient
+    kernels().embedding.backward(flat(indices), rows(dy), dweight)
+    return (token,)
 
 
 def embedding(indices: Any, weight: "Tensor") -> "Tensor":

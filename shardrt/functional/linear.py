@@ -37,18 +37,8 @@ class Linear(Function):
     def _gradients(self, x: Array | None, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
         """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted."""
         dx = self._input_gradient(weight, dy) if self.needs[0] else None
-        linear, of_weight, of_bias = kernels().linear, None, None
-        if self.needs[1]:
-            *of_weight, weight_token = weight.gradient_target()
-        if self.needs[2] and bias is not None:
-            *of_bias, bias_token = bias.gradient_target()
-        if of_weight and of_bias:
-            linear.backward_parameters(rows(x), rows(dy), *of_weight, *of_bias)
-        elif of_weight:
-            linear.backward_weight(rows(x), rows(dy), *of_weight)
-        elif of_bias:
-            linear.backward_bias(rows(dy), *of_bias)
-        return dx, weight_token if of_weight else None, bias_token if of_bias else None
+        into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
+        return dx, *autograd.later(_add_gradients, x, dy, into=into)
 
     def _input_gradient(self, weight: Variable, dy: Array) -> Array:
         """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
@@ -69,6 +59,22 @@ class Linear(Function):
             return None
         once = sum(edge is not None and edge.node is node for edge in self.edges) == 1
         return node if once and running.feeds_only(node) else None
+
+
+def _add_gradients(x: Array | None, dy: Array, weight: Variable | None, bias: Variable | None) -> tuple:
+    """Of the handles given; their tokens."""
+    linear, of_weight, of_bias = kernels().linear, None, None
+    if weight is not None:
+        *of_weight, weight_token = weight.gradient_target()
+    if bias is not None:
+        *of_bias, bias_token = bias.gradient_target()
+    if of_weight and of_bias:
+        linear.backward_parameters(rows(x), rows(dy), *of_weight, *of_bias)
+    elif of_weight:
+        linear.backward_weight(rows(x), rows(dy), *of_weight)
+    elif of_bias:
+        linear.backward_bias(rows(dy), *of_bias)
+    return weight_token if of_weight else None, bias_token if of_bias else None
 
 
 class LinearGELU(Linear):

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     check_floats,
@@ -105,24 +106,33 @@ class LinearCrossEntropy(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, logits, targets, lse, ignore_index, reduction, count = self.saved
-        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
+        matrix = contiguous(weight.lent())
         scale = flat(dy).astype(np.float64) if reduction == "none" else scale_of(dy, reduction, count)
         entropy = kernels().cross_entropy
         left = entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
-        dx = token = None
+        dx = None
         if self.needs[0]:
             dx = empty_like(x)
-            linear.backward_input(logits, matrix, rows(dx))
+            kernels().linear.backward_input(logits, matrix, rows(dx))
             if left is not None:
                 entropy.scale_rows(rows(dx), left, rows(dx))
-        if self.needs[1]:
-            dweight, accumulate, token = weight.gradient_target()
-            if left is not None:
-                x2, unscaled = empty_like(x2), x2
-                entropy.scale_rows(unscaled, left, x2)
-            linear.backward_weight(x2, logits, dweight, accumulate)
+        into = (weight if self.needs[1] else None,)
+        (token,) = autograd.later(_add_weight_gradient, x, logits, left, into=into)
         self.saved = None  # the logits are gone: a second backward is an error
         return dx, token, None, None, None
+
+
+def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: Variable | None) -> tuple:
+    """Of what made the logits. left: a factor for each row that dlogits lack."""
+    if weight is None:
+        return (None,)
+    x2 = rows(x)
+    dweight, accumulate, token = weight.gradient_target()
+    if left is not None:
+        x2, unscaled = empty_like(x2), x2
+        kernels().cross_entropy.scale_rows(unscaled, left, x2)
+    kernels().linear.backward_weight(x2, dlogits, dweight, accumulate)
+    return (token,)
 
 
 class ChunkedCrossEntropy(Function):

@@ -22,6 +22,7 @@ padded where an all-gather wants equal ones (gather_logits), never the weight.
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import (
@@ -93,11 +94,15 @@ class VocabularyEmbedding(Function):
 
     def backward(self, dy: Array) -> tuple:
         indices, weight, part = self.saved
-        dweight, accumulate, token = weight.gradient_target()
-        if not accumulate:
-            dweight.fill(0)  # the kernel adds: most rows have no gradient
-        kernels().embedding.backward(flat(indices), rows(dy), dweight, part.first)
-        return None, token, None
+        return None, *autograd.later(_add_rows, indices, dy, part, into=(weight,)), None
+
+
+def _add_rows(indices: Array, dy: Array, part: VocabularyPart, weight: Variable) -> tuple:
+    dweight, accumulate, token = weight.gradient_target()
+    if not accumulate:
+        dweight.fill(0)  # the kernel adds: most rows have no gradient
+    kernels().embedding.backward(flat(indices), rows(dy), dweight, part.first)
+    return (token,)
 
 
 def embedding(values: Any, weight: "Tensor", part: VocabularyPart) -> "Tensor":
@@ -218,7 +223,9 @@ class VocabularyLinearCrossEntropy(Function):
         linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
         scale = scale_of(dy, reduction, count)
         dx = empty_like(x) if self.needs[0] else None
-        dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
+        dweight, accumulate, token = None, False, None
+        if self.needs[1] and kept is None:
+            dweight, accumulate, token = weight.gradient_target()
         memory = empty_rows(min(chunk, len(x2)), part.count, x.dtype) if kept is None else kept
         for some, logits in chunks(memory, len(x2)):
             if kept is None:
@@ -235,8 +242,18 @@ class VocabularyLinearCrossEntropy(Function):
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows
         if kept is not None:
+            into = (weight if self.needs[1] else None,)
+            (token,) = autograd.later(_add_weight_gradient, x, kept, into=into)
             self.saved = None  # the logits are gone: a second backward is an error
         return dx, token, None, None, None, None, None
+
+
+def _add_weight_gradient(x: Array, dlogits: Array, weight: Variable | None) -> tuple:
+    if weight is None:
+        return (None,)
+    dweight, accumulate, token = weight.gradient_target()
+    kernels().linear.backward_weight(rows(x), dlogits, dweight, accumulate)
+    return (token,)
 
 
 def linear_cross_entropy(

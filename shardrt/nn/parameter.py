@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd, device, dtypes, random
+from shardrt import autograd, device, dtypes, late, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
@@ -267,6 +267,7 @@ class Parameter(Tensor):
     def gradient_target(self) -> tuple[Array, bool, Any]:
         if self._hooks and autograd.running() is not None:
             autograd.running().at_end(self._call_hooks, hook=True)
+        late.settle(self)
         return self.storage.gradient_target(self)
 
     def register_hook(self, hook: Any) -> RemovableHandle:

@@ -11,10 +11,11 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
-from shardrt import autograd, device
+from shardrt import autograd, device, late
 from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
@@ -130,6 +131,14 @@ class Storage(ABC):
     def gradient(self) -> Array | None:
         """The gradient of `shard`, or None if there is none since the last zero_grad."""
 
+    def refuse_incomplete(self, parameters: Iterable["Parameter"]) -> None:
+        """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
+        if autograd.running() is None and (names := [p.name for p in parameters if late.awaited(p)]):
+            raise RuntimeError(
+                f"the gradient of {names[0]!r} is not complete: a backward with late= has put off what adds "
+                "to it; call late.run() first"
+            )
+
     def complete_gradient(self) -> Array | None:
         """`gradient`, for work that is issued from now on; if it is on the host, for the host to read now."""
         gradient = self.gradient
@@ -189,10 +198,9 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # Where each backward's gradient is summed over ranks (share.PARTIAL): the one that runs, and the sum
-        # of those before.
-        self._run: autograd.Backward | None = None
-        self._added: Array | None = None
+        # Where each backward's gradient is summed over ranks (share.PARTIAL): what those have that have not
+        # ended. What is left of one that has raised would be another gradient on each rank, and goes with it.
+        self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
         if parameter.share is not None:
             self.take_share(parameter.share)
@@ -245,6 +253,7 @@ class LocalStorage(Storage):
 
     @property
     def gradient(self) -> Array | None:
+        self.refuse_incomplete([self._parameter])
         return None if self._gradient is None else self._gradient.reshape(-1)
 
     def range_of(self, parameter: "Parameter") -> tuple[int, int]:
@@ -260,37 +269,36 @@ class LocalStorage(Storage):
         return Edge(None, 0, parameter)
 
     def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
-        if parameter.share is not None and parameter.share.kind == PARTIAL:
-            self._adds_up()
+        run = autograd.running()
+        if run is not None and parameter.share is not None and parameter.share.kind == PARTIAL:
+            return self._partial_target(parameter, run.outermost)
         accumulate = self._gradient is not None
         if not accumulate:
             self._gradient = device.current().empty(parameter.shape, parameter.dtype)
         return self._gradient, accumulate, WRITTEN
 
-    def _adds_up(self) -> None:
-        """The ranks' gradients are summed when the backward that runs ends; earlier ones have been."""
-        run = autograd.running()
-        if run is not None and run.outermost is not self._run:
-            self._discard()
-            self._run, self._added, self._gradient = run.outermost, self._gradient, None
+    def _partial_target(self, parameter: "Parameter", run: autograd.Backward) -> tuple[Array, bool, Any]:
+        """As gradient_target, of this rank's part of what `run` adds; it is summed when that ends."""
+        accumulate = run in self._partial
+        if not accumulate:
+            self._partial[run] = device.current().empty(parameter.shape, parameter.dtype)
             run.at_end(self._sum_over_ranks)
-            run.in_any_case(self._discard)
-
-    def _discard(self) -> None:
-        """If backward has raised: what is not summed would be another gradient on each rank."""
-        if self._run is not None:
-            self._run, self._gradient, self._added = None, self._added, None
+        return self._partial[run], accumulate, WRITTEN
 
     def _sum_over_ranks(self) -> None:
+        gradient = self._partial.pop(autograd.running(), None)
+        if gradient is None:
+            return  # forgotten since
         stream = device.current().current_stream
         communicator = self._parameter.share.mesh.communicator("tensor")
-        communicator.all_reduce(self._gradient.reshape(-1), stream=stream, what=self._parameter.name)
-        if self._added is not None:
-            self._gradient += self._added
-        self._run = self._added = None
+        communicator.all_reduce(gradient.reshape(-1), stream=stream, what=self._parameter.name)
+        if self._gradient is not None:
+            gradient += self._gradient
+        self._gradient = gradient
 
     def zero_grad(self) -> None:
-        self._gradient = self._added = None
+        self._gradient = None
+        self._partial.clear()
 
 
 def shared(storages: Iterable[Storage]) -> bool:

@@ -1,0 +1,447 @@
+"""late.py, and the halves of a backward: the same bits in every order, and nothing held that is not needed."""
+
+import gc
+import importlib
+import pkgutil
+import weakref
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, autograd, device, functional, nn
+from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
+from shardrt.autograd import Function, Late
+from shardrt.comm import single
+from shardrt.device.rehearsal import RehearsalDevice
+from shardrt.functional import vocabulary
+from shardrt.functional.vocabulary import VocabularyPart
+from shardrt.nn.lora import add_lora
+from shardrt.recompute import checkpoint
+from tests.gradcheck import normal
+
+BATCHES = [normal(3, 4, 6, seed=seed).astype(np.float32) for seed in range(3)]
+WORDS = [np.random.default_rng(seed).integers(0, 11, (3, 4)) for seed in range(3)]
+
+
+def parameter(*shape):
+    return nn.Parameter(shape, nn.init.Normal(0.0, 0.5))
+
+
+class Uses(nn.Module):
+    """`forward(self, batch, words)` gives a tensor; the loss is a fixed function of it."""
+
+    def __init__(self, forward, **parameters):
+        super().__init__()
+        self._compute = forward
+        for name, made in parameters.items():
+            setattr(self, name, made)
+
+    def forward(self, batch, words):
+        return self._compute(self, batch, words)
+
+
+PART = VocabularyPart(single.SingleCommunicator(), 11)
+
+
+def image(batch):
+    return F.reshape(batch, (3, 2, 3, 4))
+
+
+def mixed(m, x, words):
+    """One bias of a linear layer, which is late, and of a norm, which is not: the norm's is in between."""
+    x = F.linear(x, m.weight, m.bias)
+    x = F.layer_norm(x, m.scale, m.bias)
+    return F.linear(x, m.weight, m.bias)
+
+
+CASES = {
+    "linear": lambda: Uses(
+        lambda m, x, words: F.linear(F.linear(x, m.w, m.b), m.w), w=parameter(6, 6), b=parameter(6)
+    ),
+    "linear, bias alone": lambda: Uses(
+        lambda m, x, words: frozen(m, F.linear, x), w=parameter(6, 6), b=parameter(6)
+    ),
+    "linear_gelu": lambda: Uses(
+        lambda m, x, words: F.linear(F.linear_gelu(x, m.w, m.b), m.v),
+        w=parameter(7, 6),
+        b=parameter(7),
+        v=parameter(6, 7),
+    ),
+    "a weight that an op has made": lambda: Uses(
+        lambda m, x, words: F.linear(x, m.w * 2.0, m.b), w=parameter(6, 6), b=parameter(6)
+    ),
+    "embedding and head, tied": lambda: Uses(
+        lambda m, x, words: F.linear(F.embedding(words, m.w) + x, m.w), w=parameter(11, 6)
+    ),
+    "conv2d": lambda: Uses(
+        lambda m, x, words: F.conv2d(F.conv2d(image(x), m.w, m.b, padding=1), m.w, m.b),
+        w=parameter(2, 2, 2, 2),
+        b=parameter(2),
+    ),
+    "matmul": lambda: Uses(lambda m, x, words: (x @ m.w) @ m.w * m.b, w=parameter(6, 6), b=parameter(6)),
+    "linear_cross_entropy": lambda: Uses(
+        lambda m, x, words: F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, chunk=0),
+        w=parameter(11, 6),
+    ),
+    "linear_cross_entropy in chunks": lambda: Uses(
+        lambda m, x, words: F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, chunk=5),
+        w=parameter(11, 6),
+    ),
+    "linear_cross_entropy, each": lambda: Uses(
+        lambda m, x, words: F.linear_cross_entropy(x, m.w, words, chunk=0, reduction="none"),
+        w=parameter(11, 6),
+    ),
+    "words of a part": lambda: Uses(
+        lambda m, x, words: vocabulary.linear_cross_entropy(
+            vocabulary.embedding(words, m.w, PART) + x, m.w, words, PART, chunk=0
+        ),
+        w=parameter(11, 6),
+    ),
+    "words of a part, in chunks": lambda: Uses(
+        lambda m, x, words: vocabulary.linear_cross_entropy(
+            vocabulary.embedding(words, m.w, PART) + x, m.w, words, PART, chunk=5
+        ),
+        w=parameter(11, 6),
+    ),
+    "layer_norm": lambda: Uses(
+        lambda m, x, words: F.add_layer_norm(F.layer_norm(x, m.w, m.b), x, m.w, m.b)[1],
+        w=parameter(6),
+        b=parameter(6),
+    ),
+    "rms_norm": lambda: Uses(
+        lambda m, x, words: F.add_rms_norm(F.rms_norm(x, m.w), x, m.w)[1], w=parameter(6)
+    ),
+    "batch_norm": lambda: Uses(
+        lambda m, x, words: F.batch_norm(image(x), m.w, m.b, *np.ones((2, 2), np.float32)),
+        w=parameter(2),
+        b=parameter(2),
+    ),
+    "late and at once": lambda: Uses(mixed, weight=parameter(6, 6), bias=parameter(6), scale=parameter(6)),
+    "late and by an array": lambda: Uses(
+        lambda m, x, words: F.linear(F.linear(x, m.w) * m.w[0] @ m.w, m.w), w=parameter(6, 6)
+    ),
+    "late, and decay in the loss": lambda: Uses(
+        lambda m, x, words: F.linear(x, m.w).mean() + (m.w * m.w).sum(), w=parameter(6, 6)
+    ),
+    "adapters": lambda: add_lora(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2, dropout=0.5),
+}
+
+
+def frozen(m, op, x):
+    m.w.requires_grad = False
+    return op(x, m.w, m.b)
+
+
+def loss_of(model, number):
+    batch, words = Tensor(BATCHES[number]), WORDS[number]
+    y = model(batch) if isinstance(model, nn.Sequential) else model(batch, words)
+    return (y * y * (1.0 + number)).sum()
+
+
+def usual(model, losses):
+    for number in range(3):
+        losses(number).backward()
+
+
+def each_at_its_end(model, losses):
+    for number in range(3):
+        late = Late()
+        losses(number).backward(late=late)
+        late.run()
+
+
+def all_inputs_first(model, losses):
+    lates = [Late() for _ in range(3)]
+    for loss, late in zip([losses(number) for number in range(3)], lates, strict=True):
+        loss.backward(late=late)
+    for late in lates:
+        late.run()
+
+
+def as_a_pipeline(model, losses):
+    """F0 F1 I0 F2 I1 W0 I2 W1 W2."""
+    first, second = losses(0), losses(1)
+    lates = [Late() for _ in range(3)]
+    first.backward(late=lates[0])
+    third = losses(2)
+    second.backward(late=lates[1])
+    lates[0].run()
+    third.backward(late=lates[2])
+    lates[1].run()
+    lates[2].run()
+
+
+def newest_first(model, losses):
+    lates = [Late() for _ in range(3)]
+    for number, late in enumerate(lates):
+        losses(number).backward(late=late)
+    for late in reversed(lates):
+        late.run()
+
+
+def one_as_usual(model, losses):
+    """F0 I0 F1 B1 F2 I2 W2 W0."""
+    lates = [Late(), Late()]
+    losses(0).backward(late=lates[0])
+    losses(1).backward()
+    losses(2).backward(late=lates[1])
+    lates[1].run()
+    lates[0].run()
+
+
+ORDERS = [each_at_its_end, all_inputs_first, as_a_pipeline, newest_first, one_as_usual]
+
+
+def gradients_of(make, way, prepare=None):
+    shardrt.manual_seed(5)
+    model = make()
+    if prepare is not None:
+        prepare(model)
+    way(model, lambda number: loss_of(model, number))
+    return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
+
+
+@pytest.mark.parametrize("make", CASES.values(), ids=CASES)
+def test_every_order_gives_the_bits_of_usual_backwards(make):
+    expected = gradients_of(make, usual)
+    for way in ORDERS:
+        assert_same_bits(gradients_of(make, way), expected)
+
+
+def test_the_cases_have_every_op_that_takes_handles():
+    for module in pkgutil.iter_modules(functional.__path__, functional.__name__ + "."):
+        importlib.import_module(module.name)
+    every, stack = set(), [Function]
+    while stack:
+        below = stack.pop().__subclasses__()
+        stack += below
+        every |= {op for op in below if op.handles and op.__module__.startswith(functional.__name__)}
+    used = set()
+    for make in CASES.values():
+        used |= {type(node) for node in autograd.reachable([loss_of(make(), 0).node])}
+    assert every - used == set()
+
+
+def recompute(policy):
+    return lambda model: checkpoint(model, policy)
+
+
+@pytest.mark.parametrize("prepare", [recompute("full"), recompute("matmul"), offload_activations])
+@pytest.mark.parametrize("case", ["linear", "linear_gelu", "embedding and head, tied", "late and at once"])
+def test_recomputed_and_offloaded_modules_too(case, prepare):
+    expected = gradients_of(CASES[case], usual)
+    for way in ORDERS:
+        assert_same_bits(gradients_of(CASES[case], way, prepare), expected)
+
+
+# -- what waits
+
+
+def layers(count=3, width=6):
+    shardrt.manual_seed(5)
+    return nn.Sequential(*(nn.Linear(width, width, gelu=index < count - 1) for index in range(count)))
+
+
+def test_weights_wait_and_inputs_do_not():
+    model, late = layers(), Late()
+    x = Tensor(BATCHES[0], requires_grad=True)
+    y = model(x)
+    autograd.backward(y, np.ones(y.shape, np.float32), late=late)
+    assert x.grad is not None and not late.done
+    for layer in model:
+        with pytest.raises(RuntimeError, match="has put off what adds to it; call late.run"):
+            _ = layer.weight.grad
+    late.run()
+    assert late.done and all(layer.weight.grad is not None for layer in model)
+
+
+def test_between_the_halves_there_is_what_the_products_need_and_no_more():
+    """Of each layer its input and the gradient of its output; in the end nothing."""
+    here = RehearsalDevice(device.get("cpu"))
+    with device.use(here):
+        model, width, rows = layers(width=96), 96, 200
+        for layer in model:
+            layer.weight.storage.array(), layer.bias.storage.array()
+            layer.weight.gradient_target(), layer.bias.gradient_target()
+        before = here._pool.live_bytes
+        x = Tensor(here.empty((rows, width), np.float32))
+        y, late = model(x), Late()
+        gradient = here.empty(y.shape, np.float32)
+        array = rows * width * 4
+        # The inputs of all layers, what goes into the two GELUs, the result, and its gradient.
+        assert here._pool.live_bytes - before == (3 + 2 + 1 + 1) * array
+        autograd.backward(y, gradient, late=late)
+        del x, y, gradient
+        assert here._pool.live_bytes - before == 2 * 3 * array
+        held = []
+        _note_after_each(late, lambda: held.append((here._pool.live_bytes - before) // array))
+        late.run()
+        assert held == [4, 2, 0]
+
+
+def _note_after_each(late, note):
+    """Call `note` when a piece of work of `late` has run."""
+    in_order = late._in_order
+
+    def noting():
+        for number, work in enumerate(in_order()):
+            if number:
+                note()
+            yield work
+            del work
+        note()
+
+    late_class = type("Noting", (Late,), {"_in_order": lambda self: noting()})
+    late.__class__ = late_class
+
+
+def test_one_that_is_dropped_holds_nothing_and_one_that_has_run_neither():
+    gc.disable()
+    try:
+        for end in (lambda late: late.run(), lambda late: None):
+            model, late = layers(), Late()
+            x = Tensor(BATCHES[0].copy())
+            alive = weakref.ref(x.data)
+            y = model(x)
+            autograd.backward(y, np.ones(y.shape, np.float32), late=late)
+            del x, y
+            assert alive() is not None
+            end(late)
+            del late
+            assert alive() is None
+        assert model[0].weight.grad is None
+    finally:
+        gc.enable()
+
+
+def test_it_is_for_one_backward_and_runs_once():
+    model, late = layers(), Late()
+    with pytest.raises(RuntimeError, match="no backward has ended that it was given to"):
+        late.run()
+    model(Tensor(BATCHES[0])).sum().backward(late=late)
+    with pytest.raises(RuntimeError, match="given to another backward; each needs its own"):
+        model(Tensor(BATCHES[1])).sum().backward(late=late)
+    late.run()
+    with pytest.raises(RuntimeError, match="it has run already"):
+        late.run()
+
+
+def test_a_backward_that_raises_leaves_nothing_to_run():
+    def fail(gradient):
+        raise ZeroDivisionError
+
+    expected = gradients_of(layers, usual)
+    shardrt.manual_seed(5)
+    model, late = layers(), Late()
+    hidden = model[0](Tensor(BATCHES[0].copy()))
+    alive = weakref.ref(hidden.data)
+    hidden.register_hook(fail)
+    with pytest.raises(ZeroDivisionError):
+        model[2](model[1](hidden)).sum().backward(late=late)
+    del hidden
+    with pytest.raises(RuntimeError, match="no backward has ended"):
+        late.run()
+    gc.collect()
+    assert alive() is None
+    model.zero_grad()
+    usual(model, lambda number: loss_of(model, number))
+    assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
+
+
+def test_what_comes_at_the_end_comes_after_the_late_half_and_hooks_last():
+    told = []
+
+    class Ask(Function):
+        __slots__ = ()
+
+        def forward(self, x):
+            return x.copy()
+
+        def backward(self, dy):
+            run = autograd.running()
+            run.after_nodes(lambda: told.append("after nodes"))
+            run.at_end(lambda: told.append("end"))
+            run.in_any_case(lambda: told.append("in any case"))
+            autograd.later(self.put_off)
+            return dy
+
+        def put_off(self):
+            told.append("late")
+            autograd.running().in_any_case(lambda: told.append("in any case, late"))
+            return ()
+
+    model, late = layers(1), Late()
+    model[0].weight.register_post_accumulate_grad_hook(lambda p: told.append("hook"))
+    y = model(Ask.apply(Tensor(BATCHES[0], requires_grad=True)))
+    y.register_hook(lambda gradient: told.append("of a result"))
+    y.sum().backward(late=late)
+    assert told == ["of a result", "after nodes", "in any case"]
+    late.run()
+    assert told[3:] == ["late", "end", "in any case, late", "hook"]
+    assert autograd.running() is None
+
+
+def test_several_roots_are_one_run():
+    def of(separate):
+        model = layers()
+        x = model[0](Tensor(BATCHES[0]))
+        results = [model[1](x), x * 2.0, model[2](x).sum()]
+        gradients = [np.full((3, 4, 6), 2, np.float32), np.ones((3, 4, 6), np.float32), None]
+        if separate:
+            for y, gradient in zip(results, gradients, strict=True):
+                y.backward(gradient, retain_graph=True)
+        else:
+            late = Late()
+            autograd.backward(results, gradients, late=late)
+            late.run()
+        return {name: p.grad for name, p in model.named_parameters()}
+
+    expected, found = of(True), of(False)
+    for name, gradient in expected.items():
+        np.testing.assert_allclose(found[name], gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_several_roots_need_a_gradient_each():
+    model = layers()
+    y = model(Tensor(BATCHES[0]))
+    with pytest.raises(ValueError, match="1 gradients for 2 variables"):
+        autograd.backward([y, y.sum()], [None])
+    with pytest.raises(ValueError, match="gradient is needed for shape"):
+        autograd.backward([y.sum(), y])
+
+
+def test_a_graph_that_is_retained_runs_again():
+    expected, found = layers(), layers()
+    for _ in range(2):
+        expected(Tensor(BATCHES[0])).sum().backward()
+    loss, lates = found(Tensor(BATCHES[0])).sum(), [Late(), Late()]
+    loss.backward(retain_graph=True, late=lates[0])
+    loss.backward(late=lates[1])
+    for late in lates:
+        late.run()
+    for ours, theirs in zip(found.parameters(), expected.parameters(), strict=True):
+        assert np.array_equal(ours.grad, theirs.grad)
+
+
+def test_half_a_backward_that_raises_does_not_count_as_run():
+    model, late = layers(), Late()
+    model(Tensor(BATCHES[0])).sum().backward(late=late)
+
+    def fail(parameter):
+        raise ZeroDivisionError
+
+    model[0].weight.storage.gradient_target = fail
+    with pytest.raises(ZeroDivisionError):
+        late.run()
+    assert not late.done and autograd.running() is None
+    del model[0].weight.storage.gradient_target
+    with pytest.raises(RuntimeError, match="no backward has ended"):
+        late.run()
