@@ -1,0 +1,80 @@
+"""Backwards in two halves beside tensor and sequence parallelism: the same bits, and as many collectives."""
+
+from contextlib import nullcontext
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import autograd
+from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.fsdp import no_sync
+from tests.parallel.nets import AXES, batch_of, build
+from tests.ranks import run_ranks
+
+MICRO_BATCHES = 3
+
+
+def usual(model, losses, reduces):
+    for number in range(MICRO_BATCHES):
+        with reduces(number):
+            losses(number).backward()
+
+
+def as_a_pipeline(model, losses, reduces):
+    """F0 F1 I0 F2 I1 W0 I2 W1 W2."""
+    first, second = losses(0), losses(1)
+    lates = [autograd.Late() for _ in range(MICRO_BATCHES)]
+    first.backward(late=lates[0])
+    third = losses(2)
+    second.backward(late=lates[1])
+    with reduces(0):
+        lates[0].run()
+    third.backward(late=lates[2])
+    for number in (1, 2):
+        with reduces(number):
+            lates[number].run()
+
+
+def gradients(way, kind, axes, sequence, sharded, changes):
+    """Of this rank, and the calls of all communicators."""
+    made = []
+    mesh = init_device_mesh("cpu", axes, AXES, wrap=lambda c: made.append(CountedCommunicator(c)) or made[-1])
+    model = build(kind, mesh, sequence, sharded=sharded, changes=changes)
+    shardrt.manual_seed(3, step=1)
+
+    def reduces(number):
+        last = number == MICRO_BATCHES - 1
+        return nullcontext() if last or not sharded else no_sync(model)
+
+    way(model, lambda number: model(*batch_of(number, mesh)), reduces)
+    calls = {}
+    for communicator in made:
+        for op, count in communicator.calls.items():
+            calls[op] = calls.get(op, 0) + count
+    return {name: np.array(p.grad) for name, p in model.named_parameters()}, calls
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize(
+    ("kind", "axes", "sharded", "changes"),
+    [
+        (
+            "gpt",
+            (1, 1, 2),
+            False,
+            None,
+        ),  # each backward sums what sequence parallelism leaves partial
+        ("gpt", (1, 2, 2), True, None),
+        ("gpt", (1, 2, 2), True, {"loss_chunk": 5}),
+        ("llama", (2, 1, 2), True, None),
+    ],
+)
+def test_the_bits_and_collectives_of_usual_backwards(kind, axes, sequence, sharded, changes):
+    how = (kind, axes, sequence, sharded, changes)
+    expected = run_ranks(int(np.prod(axes)), gradients, usual, *how)
+    found = run_ranks(int(np.prod(axes)), gradients, as_a_pipeline, *how)
+    for (ours, calls), (theirs, expected_calls) in zip(found, expected, strict=True):
+        assert calls == expected_calls
+        for name, gradient in theirs.items():
+            np.testing.assert_array_equal(ours[name], gradient, err_msg=name)
