@@ -297,10 +297,13 @@ def _checked(variable: Variable, gradient: Array | None) -> Array:
 def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     """In backward: function(*args, *into), which puts gradients where they belong and gives their tokens.
 
-    into: the handles whose gradients these are, or None where one is not wanted. If the backward that runs
-    puts things off, so is this, and the tokens are given at once. args: arrays that nobody writes to later.
+    into: the handles whose gradients these are, None for one that is not wanted; if none is, nothing is done.
+    If the backward that runs puts things off, so is this, and the tokens are given at once. args: for the
+    function; arrays among them must stay as they are.
     """
     late = lates.present()
+    if into and not any(handle is not None for handle in into):
+        return into
     if late is None or not late.takes(into):
         return function(*args, *into)
     late.put_off(_state.running.outermost, function, args, into)

@@ -7,7 +7,7 @@ first to which backward came first, however the runs of several backwards are in
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -108,15 +108,12 @@ class Late:
         _state.lates.pop(self._number, None)
 
     def takes(self, into: tuple) -> bool:
-        """Whether what adds to the gradients of these variables can be put off. None is one not wanted.
+        """Whether what adds to the gradients of these variables can be put off.
 
         Not that of the result of an op, whose gradient travels on; nor if some of the same gradient was added
         at once: the next backward does so again, and would first have to run what waits.
         """
-        wanted = [variable for variable in into if variable is not None]
-        if into and not wanted:
-            return False
-        return all(variable.node is None and id(variable) not in self._at_once for variable in wanted)
+        return all(v is None or (v.node is None and id(v) not in self._at_once) for v in into)
 
     def put_off(self, backward: Runner, function: Any, args: tuple, into: tuple) -> None:
         """Have function(*args, *into) called by `run`."""
@@ -178,8 +175,10 @@ def settle(variable: Any) -> None:
                 work.run()
 
 
-def awaited(variable: Any) -> bool:
-    """Whether something that adds to the gradient of `variable` was put off and has not run."""
-    return bool(_state.lates) and any(
-        work.waits for late in list(_state.lates.values()) for work in late.writers(variable)
-    )
+def awaited(variables: Iterable) -> Any:
+    """The first of these variables to whose gradient something is to be added that was put off, or None."""
+    lates = list(_state.lates.values()) if _state.lates else []
+    for variable in variables if lates else ():
+        if any(work.waits for late in lates for work in late.writers(variable)):
+            return variable
+    return None

@@ -57,7 +57,7 @@ def memory_plan(
     optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum; 1.5
     for AdamW with exp_avg_dtype="bfloat16", whose first has half the bytes.
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
-    does counts as well.
+    does counts as well, as do backwards with late= and `unshard`.
 
     `model` may be a part: the units that it is sharded with count as well. Where ranks of a node share the
     memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations.
@@ -68,7 +68,9 @@ def memory_plan(
     layouts = lay_out(units)
     ranks_of = process_groups_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
-    facts = facts_of(units, ranks_of, no_sync=no_sync or (taken is not None and taken.no_sync))
+    held = taken.held if taken is not None else frozenset()
+    no_sync = no_sync or (taken is not None and taken.no_sync)
+    facts = facts_of(units, ranks_of, no_sync=no_sync, held=held)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     with _trained_as_asked(units):

@@ -26,11 +26,12 @@ Array = Any
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a step took. no_sync: gradients of all units waited to be reduced."""
+    """What a step took. no_sync: gradients of all units waited to be reduced. held: by `unshard`."""
 
     device_bytes: int
     host_bytes: int
     no_sync: bool
+    held: frozenset[Unit]
 
 
 def rehearse(
@@ -54,7 +55,7 @@ def rehearse(
                 stack.enter_context(_untouched(parameter))
         stack.enter_context(_buffers_as_they_are(model))
         step()
-        return Rehearsed(here.peak_bytes(), here.host_bytes, stage.no_sync)
+        return Rehearsed(here.peak_bytes(), here.host_bytes, stage.no_sync, frozenset(stage.held))
 
 
 class Stage:
@@ -67,6 +68,7 @@ class Stage:
         self.forward = self  # as enter, leave and abandon are concerned
         self.tape = Tape(lambda unit, tape: None, lambda unit: None, self.complete)
         self.no_sync = False
+        self.held: set[Unit] = set()
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
     def enter(self, unit: Unit) -> None:
@@ -78,6 +80,13 @@ class Stage:
 
     def abandon(self, unit: Unit, depth: int) -> None:
         """Nothing to forget."""
+
+    def hold(self, unit: Unit) -> None:
+        """It has a slot of its own for a while."""
+        self.held.add(unit)
+
+    def let_go(self, unit: Unit) -> None:
+        """Nothing to release."""
 
     def unshard_node(self, group: ParameterGroup) -> Function:
         """The one node of the group's unit."""

@@ -58,6 +58,7 @@ class Schedule:
         self.gradients = Gradients(mesh, units, streams, self.trained, make_gradient_slots)
         self.forward = ForwardPass(self.plan, self.gathers, self.tell, self._new_tape)
         self._begun: list[autograd.Backward] = []  # whose present half has not ended; it may have raised
+        self._resets = 0
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
     def tell(self, point: str, unit: Unit | None = None) -> None:
@@ -146,7 +147,7 @@ class Schedule:
             return
         run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
-        autograd.later(self._begin_second_half)
+        autograd.later(self._begin_second_half, self._resets)
         if run.late is not None and self.root.choices.micro_batches is not None:
             raise RuntimeError(
                 "backward(late=...): with set_world_invariant the gradient of each micro-batch has its own "
@@ -155,8 +156,14 @@ class Schedule:
         if run.late is not None or self.trained.changed:
             self.gradients.have_slots(of_their_own=run.late is not None)
 
-    def _begin_second_half(self) -> tuple:
+    def _begin_second_half(self, resets: int) -> tuple:
+        """resets: as many as there were at the beginning of the first."""
         self._begin_backward()
+        if resets != self._resets:
+            raise RuntimeError(
+                "late.run: another backward has raised since, and the gradients that were there are "
+                "discarded; run forward and backward again"
+            )
         return ()
 
     def _upcoming(self) -> Iterator[Unit]:
@@ -204,7 +211,8 @@ class Schedule:
         """A new pass begins. If a backward has raised: give every slot back."""
         if all(run.busy for run in self._begun):
             return
-        self._begun = []
+        self._begun = [run for run in self._begun if run.busy]
+        self._resets += 1
         self.forward.reset()
         self.tell("backward over")
         for unit in self.units:

@@ -151,7 +151,10 @@ def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
 
 
 def facts_of(
-    units: list[Unit], ranks_of: dict[ParameterGroup, ProcessGroups], no_sync: bool = False
+    units: list[Unit],
+    ranks_of: dict[ParameterGroup, ProcessGroups],
+    no_sync: bool = False,
+    held: frozenset[Unit] = frozenset(),
 ) -> Facts:
     """What the plan of the buffers depends on."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
@@ -164,6 +167,7 @@ def facts_of(
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
         no_sync=no_sync or any(unit.accumulates for unit in units),
+        held=held,
     )
 
 

@@ -122,10 +122,8 @@ class LinearCrossEntropy(Function):
         return dx, token, None, None, None
 
 
-def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: Variable | None) -> tuple:
+def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: Variable) -> tuple:
     """Of what made the logits. left: a factor for each row that dlogits lack."""
-    if weight is None:
-        return (None,)
     x2 = rows(x)
     dweight, accumulate, token = weight.gradient_target()
     if left is not None:

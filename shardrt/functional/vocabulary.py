@@ -248,9 +248,7 @@ class VocabularyLinearCrossEntropy(Function):
         return dx, token, None, None, None, None, None
 
 
-def _add_weight_gradient(x: Array, dlogits: Array, weight: Variable | None) -> tuple:
-    if weight is None:
-        return (None,)
+def _add_weight_gradient(x: Array, dlogits: Array, weight: Variable) -> tuple:
     dweight, accumulate, token = weight.gradient_target()
     kernels().linear.backward_weight(rows(x), dlogits, dweight, accumulate)
     return (token,)

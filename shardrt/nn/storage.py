@@ -133,10 +133,11 @@ class Storage(ABC):
 
     def refuse_incomplete(self, parameters: Iterable["Parameter"]) -> None:
         """Raise RuntimeError, outside of backward, if one has put off what adds to one of these gradients."""
-        if autograd.running() is None and (names := [p.name for p in parameters if late.awaited(p)]):
+        waits = late.awaited(parameters) if autograd.running() is None else None
+        if waits is not None:
             raise RuntimeError(
-                f"the gradient of {names[0]!r} is not complete: a backward with late= has put off what adds "
-                "to it; call late.run() first"
+                f"the gradient of {waits.name!r} is not complete: a backward with late= has put off what "
+                "adds to it; call late.run() first"
             )
 
     def complete_gradient(self) -> Array | None:

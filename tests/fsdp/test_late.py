@@ -307,6 +307,9 @@ def the_first_half_raises(model, losses, optimizer):
     with pytest.raises(ZeroDivisionError):
         losses(1).backward(late=late)
     block.forward = forward
+    losses(2)
+    with pytest.raises(RuntimeError, match="the gradients that were there are discarded"):
+        kept.run()
 
 
 def the_late_half_raises(model, losses, optimizer):
@@ -380,6 +383,21 @@ def planned(strategy):
     return sum(plan.values()) - plan.get("activations", 0), bytes_held(model)
 
 
+def planned_and_held(strategy):
+    """The same with all units gathered for each step."""
+    model, losses = started(strategy=strategy)
+
+    def step():
+        unshard(model)
+        as_a_pipeline(model, losses)
+        reshard(model)
+
+    plan = memory_plan(model, step=step, optimizer_states=0).device
+    for _ in range(2):
+        step()
+    return sum(plan.values()) - plan.get("activations", 0), bytes_held(model)
+
+
 def planned_alone(strategy):
     """The same of one backward in halves, which reduces."""
     model, losses = started(strategy=strategy)
@@ -395,7 +413,7 @@ def planned_alone(strategy):
     return sum(plan.values()) - plan.get("activations", 0), bytes_held(model)
 
 
-@pytest.mark.parametrize("of", [planned, planned_alone])
+@pytest.mark.parametrize("of", [planned, planned_and_held, planned_alone])
 @pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
 def test_the_plan_has_the_full_gradients_of_all_units(strategy, of):
     for plan, held in thread.run(2, of, strategy):

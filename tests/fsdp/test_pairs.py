@@ -20,6 +20,7 @@ import shardrt
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
+from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict, load, save
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import (
@@ -59,6 +60,7 @@ MOVES = {
     "recompute every second": {"recompute": "every second"},
     "offload activations": {"offload_activations": True},
     "in backward": {"in_backward": True},
+    "late": {"late": True},
     "unit of two": {"unit_of_two": True},
     "forward method": {"forward_method": True},
     "save and load": {"save_and_load": True},
@@ -107,6 +109,7 @@ REFUSED = {
         (name, "world-invariant"): (ValueError, "set_world_invariant: unit .* has its gradients on the host")
         for name in ("offload gradients", "offload all", "step on host", "files")
     },
+    ("late", "world-invariant"): (RuntimeError, "with set_world_invariant the gradient of each micro-batch"),
     # Gradients of norms are summed over the parts of the time, which the tree does not know.
     ("world-invariant", "sequence parallel"): (ValueError, "unit .* are summed over another axis as well"),
 }
@@ -280,16 +283,26 @@ def batches(mesh):
 
 
 def backward(model, options, scaler, tokens, targets):
-    """The loss of all micro-batches. The last of them reduces, whatever those before it do."""
+    """The loss of all micro-batches. The last of them reduces, whatever those before it do.
+
+    Late: gradients of weights wait, if nobody reduces them, until the next micro-batch's are waiting too.
+    """
     ways = turns(options)
     added = shardrt.fsdp.units(model)[0].settings.mesh.size if "invariant" in options else 1
-    total = 0.0
+    total, waiting = 0.0, []
     parts = zip(np.array_split(tokens, len(ways)), np.array_split(targets, len(ways)), strict=True)
     for way, (tokens, targets) in zip(ways, parts, strict=True):
         with no_sync(model) if way == "no_sync" else nullcontext():
             logits = model.score(tokens) if "forward_method" in options else model(tokens)
             loss = F.cross_entropy(logits, targets) * (1 / len(ways))
-            scaler.scale(loss * (1 / added)).backward()
+            late = Late() if "late" in options else None
+            scaler.scale(loss * (1 / added)).backward(late=late)
+            for earlier in waiting:
+                with no_sync(model):
+                    earlier.run()
+            waiting = [] if late is None else [late]
+            if waiting and way == "reduce":
+                waiting.pop().run()
         total += float(loss.item())
     return total
 
