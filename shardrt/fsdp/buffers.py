@@ -86,8 +86,8 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     inner = [unit for unit in units if not contains_units(unit, units)]
     passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
-        # The one that computes and those ahead of it; a recomputed module needs all of its units at once. More
-        # are made for units that are held, and one that passes beside them.
+        # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
+        # More are made for units that are held, and one that passes beside them.
         held = sum(group in unit.groups for unit in facts.held for group in members)
         slots = min(max(facts.prefetch + 1, facts.together, held + 1), len(members))
         _share(specs, layouts, members, "gathered", _compute(members[0], facts), slots)
