@@ -43,8 +43,13 @@ class Gradients:
     def have_slots(self, of_their_own: bool = False) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared.
 
-        of_their_own: a backward puts its reductions off.
+        of_their_own: a backward puts its reductions off. Raises RuntimeError then with set_world_invariant.
         """
+        if of_their_own and any(unit.choices.micro_batches is not None for unit in self._units):
+            raise RuntimeError(
+                "backward(late=...): with set_world_invariant the gradient of each micro-batch has its own "
+                "place in the tree of sums; leave late out"
+            )
         accumulates = of_their_own or any(unit.accumulates for unit in self._units)
         changed = self._trained.changed
         if changed:

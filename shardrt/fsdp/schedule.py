@@ -148,11 +148,6 @@ class Schedule:
         run.after_nodes(self._end_nodes)
         run.at_end(self._end_backward)
         autograd.later(self._begin_second_half, self._resets)
-        if run.late is not None and self.root.choices.micro_batches is not None:
-            raise RuntimeError(
-                "backward(late=...): with set_world_invariant the gradient of each micro-batch has its own "
-                "place in the tree of sums; leave late out"
-            )
         if run.late is not None or self.trained.changed:
             self.gradients.have_slots(of_their_own=run.late is not None)
 
