@@ -11,6 +11,7 @@ from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
 from shardrt import device, nn, optim
 from shardrt import functional as F
+from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
@@ -36,13 +37,14 @@ def train(
     layers=1,
     communicator="auto",
     shape=None,
+    late=False,
     **settings,
 ):
     """[(loss, norm)] of STEPS steps, whose learning rates differ, and the parameters at the end.
 
     captured: the second and the third step are replays of a graph, with tokens in arrays that are filled
     beforehand; an evaluation comes between them, and then the weights are `changed` by hand. shape: ranks
-    along the data and along tp.
+    along the data and along tp. late: gradients of weights are put off.
     """
     names = shape and ("dp_shard", "tp")
     mesh = init_device_mesh("cuda", shape, names, communicator=communicator)
@@ -69,8 +71,11 @@ def train(
     texts[:, 0, 2] = -100  # a target that does not count, and not in every row
 
     def step():
+        halves = Late() if late else None
         loss = model(tokens, targets)  # in one op with the head
-        loss.backward()
+        loss.backward(late=halves)
+        if late:
+            halves.run()
         norm = nn.utils.clip_grad_norm_on_device_(model.parameters(), 0.5) if clip else loss
         updates.step()
         updates.zero_grad()
@@ -110,6 +115,7 @@ VARIANTS = {
     "SHARD_OPT, bfloat16": {"strategy": "SHARD_OPT", "mp_policy": BF16},
     "NO_SHARD, bfloat16, changed by hand": {"strategy": "NO_SHARD", "mp_policy": BF16, "changed": True},
     "FULL_SHARD, bfloat16, changed by hand": {"mp_policy": BF16, "changed": True},
+    "FULL_SHARD, gradients of weights put off": {"late": True},
     "SGD; dropout, masks made again": {"optimizer": SGD, "dropout": 0.2, "recompute": True},
 }
 
