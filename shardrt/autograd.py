@@ -301,10 +301,11 @@ def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     If the backward that runs puts things off, so is this, and the tokens are given at once. args: for the
     function; arrays among them must stay as they are.
     """
-    late = lates.present()
-    if into and not any(handle is not None for handle in into):
+    handles, late = [handle for handle in into if handle is not None], lates.present()
+    if into and not handles:
         return into
-    if late is None or not late.takes(into):
+    travels = any(handle.node is not None for handle in handles)  # on, to the op that made it
+    if late is None or travels:
         return function(*args, *into)
     late.put_off(_state.running.outermost, function, args, into)
     return tuple(None if handle is None else WRITTEN for handle in into)

@@ -58,7 +58,7 @@ class Late:
     gradients of their outputs. One that is dropped frees them, and gradients lack what it would have added.
     """
 
-    __slots__ = ("done", "_number", "_backward", "_works", "_writers", "_at_once", "__weakref__")
+    __slots__ = ("done", "_number", "_backward", "_works", "_writers", "__weakref__")
 
     def __init__(self) -> None:
         self.done = False
@@ -66,7 +66,6 @@ class Late:
         self._backward: Runner | None = None  # once it has put off all that it will, until `run`
         self._works: deque[Work] = deque()
         self._writers: dict[int, list[Work]] = {}  # by id of the variable to whose gradient they add
-        self._at_once: set[int] = set()  # ids of the variables to whose gradient this backward has added
 
     def run(self) -> None:
         """Do what was put off, in order, and free its arrays one by one. Gradients are then complete.
@@ -107,14 +106,6 @@ class Late:
         self._writers.clear()
         _state.lates.pop(self._number, None)
 
-    def takes(self, into: tuple) -> bool:
-        """Whether what adds to the gradients of these variables can be put off.
-
-        Not that of the result of an op, whose gradient travels on; nor if some of the same gradient was added
-        at once: the next backward does so again, and would first have to run what waits.
-        """
-        return all(v is None or (v.node is None and id(v) not in self._at_once) for v in into)
-
     def put_off(self, backward: Runner, function: Any, args: tuple, into: tuple) -> None:
         """Have function(*args, *into) called by `run`."""
         work = Work(backward, function, (*args, *into))
@@ -122,10 +113,6 @@ class Late:
         for variable in into:
             if variable is not None:
                 self._writers.setdefault(id(variable), []).append(work)
-
-    def adds_at_once(self, variable: Any) -> None:
-        """This backward adds to a gradient now."""
-        self._at_once.add(id(variable))
 
     def writers(self, variable: Any) -> list[Work]:
         """What adds to the gradient of `variable`."""
@@ -166,9 +153,7 @@ def settle(variable: Any) -> None:
     """
     if not _state.lates:
         return
-    now, late = _state.work, present()
-    if late is not None:
-        late.adds_at_once(variable)
+    now = _state.work
     for late in list(_state.lates.values()):
         for work in late.writers(variable):
             if now is None or work.number < now.number:

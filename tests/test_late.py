@@ -301,9 +301,10 @@ def test_one_that_is_dropped_holds_nothing_and_one_that_has_run_neither():
             x = Tensor(BATCHES[0].copy())
             alive = weakref.ref(x.data)
             y = model(x)
+            node = weakref.ref(y.node)
             autograd.backward(y, np.ones(y.shape, np.float32), late=late)
             del x, y
-            assert alive() is not None
+            assert alive() is not None and node() is None
             end(late)
             del late
             assert alive() is None
