@@ -4,7 +4,9 @@ Reads top to bottom like the figure: embeddings, blocks of attention and MLP wit
 norm, and a head that is the token embedding again. Knows nothing of sharding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import sqrt
 from typing import Any
 
@@ -17,6 +19,7 @@ from .cache import KVCache, LayerCache, extended
 from .head import head
 
 Array = Any
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -133,11 +136,37 @@ class GPT(nn.Module):
         starts: Array = None,
     ) -> Tensor:
         first, last, layers = extended(tokens, cache, len(self.blocks), self.config.block_size)
-        x = self.wte(tokens) + self.wpe(range(first, last))  # (batch, time, n_embd)
-        x = self.dropout(x)
+        x = self.embedded(tokens, range(first, last))  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, layer, starts)
+        return self.headed(x, targets, reduction)
+
+    def embedded(self, tokens: np.ndarray, positions: range) -> Tensor:
+        """What goes into the first block."""
+        return self.dropout(self.wte(tokens) + self.wpe(positions))
+
+    def headed(self, x: Tensor, targets: np.ndarray | None, reduction: str) -> Tensor:
+        """What the model gives, from what comes out of the last block."""
         return head(self.norm(x), self.wte, targets, reduction, self.config.loss_chunk)
+
+    def pieces(self) -> list[nn.Piece]:
+        """The forward, without a cache, for a pipeline."""
+
+        def first(x: None, batch: Batch) -> Tensor:
+            _, positions, _ = extended(batch["tokens"], None, 0, self.config.block_size)
+            return self.embedded(batch["tokens"], range(positions))
+
+        def middle(block: Block, x: Tensor, batch: Batch) -> Tensor:
+            return block(x, starts=batch.get("starts"))
+
+        def last(x: Tensor, batch: Batch) -> Tensor:
+            return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
+
+        return [
+            nn.Piece("embedding", first, (self.wte, self.wpe, self.dropout)),
+            *(nn.Piece(block.name, partial(middle, block), (block,)) for block in self.blocks),
+            nn.Piece("head", last, (self.norm,), tied=(self.wte,)),
+        ]
 
 
 def linear(config: GPTConfig, inputs: int, outputs: int, *, gelu: bool = False) -> nn.Linear:

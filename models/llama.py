@@ -5,7 +5,9 @@ last norm, and a head, which may be the embedding again. Positions are angles by
 turned. Knows nothing of sharding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import pi, sqrt
 from typing import Any
 
@@ -18,6 +20,7 @@ from .cache import KVCache, LayerCache, extended
 from .head import head
 
 Array = Any
+Batch = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -199,8 +202,38 @@ class Llama(nn.Module):
         x = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
             x = block(x, angles, layer, starts)
+        return self.headed(x, targets, reduction)
+
+    def headed(self, x: Tensor, targets: np.ndarray | None, reduction: str) -> Tensor:
+        """What the model gives, from what comes out of the last block."""
         layer = self.embedding if self.config.tied else self.head
         return head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
+
+    def pieces(self) -> list[nn.Piece]:
+        """The forward, without a cache, for a pipeline."""
+
+        def first(x: None, batch: Batch) -> Tensor:
+            extended(batch["tokens"], None, 0, self.config.block_size)
+            return self.embedding(batch["tokens"])
+
+        def middle(block: Block, x: Tensor, batch: Batch) -> Tensor:
+            angles = self._angles.of(0, batch["tokens"].shape[1])
+            return block(x, angles, starts=batch.get("starts"))
+
+        def last(x: Tensor, batch: Batch) -> Tensor:
+            return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
+
+        tied = self.config.tied
+        return [
+            nn.Piece("embedding", first, (self.embedding,)),
+            *(nn.Piece(block.name, partial(middle, block), (block,)) for block in self.blocks),
+            nn.Piece(
+                "head",
+                last,
+                (self.norm,) if tied else (self.norm, self.head),
+                tied=(self.embedding,) if tied else (),
+            ),
+        ]
 
 
 class Angles:

@@ -4,8 +4,11 @@ Reads top to bottom like the figure: a stem, stages of residual blocks, the firs
 image, and a head on the mean of all pixels. Knows nothing of sharding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from math import log, sqrt
+from typing import Any
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
@@ -139,8 +142,28 @@ class RegNet(nn.Module):
         self.head = nn.Linear(inputs, config.classes, init=nn.init.Normal(0.0, 0.01))
 
     def forward(self, images: Tensor) -> Tensor:
-        check_images(images, self.config.channels)
-        x = F.relu(self.stem(images))
+        x = self.stemmed(images)
         for block in self.blocks:
             x = block(x)
+        return self.headed(x)
+
+    def stemmed(self, images: Tensor) -> Tensor:
+        """What goes into the first block."""
+        check_images(images, self.config.channels)
+        return F.relu(self.stem(images))
+
+    def headed(self, x: Tensor) -> Tensor:
+        """The logits, from what comes out of the last block."""
         return self.head(F.global_avg_pool2d(x))
+
+    def pieces(self) -> list[nn.Piece]:
+        """The forward, for a pipeline."""
+        return [
+            nn.Piece("stem", lambda x, batch: self.stemmed(batch["images"]), (self.stem,)),
+            *(nn.Piece(block.name, partial(_called, block), (block,)) for block in self.blocks),
+            nn.Piece("head", lambda x, batch: self.headed(x), (self.head,)),
+        ]
+
+
+def _called(block: Block, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return block(x)

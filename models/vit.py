@@ -4,7 +4,10 @@ Reads top to bottom like the figure: patches and their positions, blocks of atte
 before each, a last norm, and a head on the class token or the mean of the patches. Knows nothing of sharding.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 from shardrt import Tensor, nn
 from shardrt import functional as F
@@ -128,17 +131,39 @@ class ViT(nn.Module):
         self.head = nn.Linear(width, config.classes, init=start)
 
     def forward(self, images: Tensor) -> Tensor:
+        x = self.embedded(images)
+        for block in self.blocks:
+            x = block(x)
+        return self.headed(x)
+
+    def embedded(self, images: Tensor) -> Tensor:
+        """What goes into the first block: (batch, tokens, n_embd)."""
         config = self.config
         check_images(images, config.channels, config.image_size)
         x = self.patches(images)  # (batch, n_embd, rows, columns)
         x = x.reshape(*x.shape[:2], -1).transpose(1, 2)  # (batch, patches, n_embd)
         if self.token is not None:
             x = F.concatenate([F.expand(self.token, (x.shape[0], 1, config.n_embd)), x], axis=1)
-        x = self.dropout(x + self.positions)
-        for block in self.blocks:
-            x = block(x)
+        return self.dropout(x + self.positions)
+
+    def headed(self, x: Tensor) -> Tensor:
+        """The logits, from what comes out of the last block."""
         x = self.norm(x)
         return self.head(x.mean(1) if self.token is None else x[:, 0])
+
+    def pieces(self) -> list[nn.Piece]:
+        """The forward, for a pipeline."""
+        start = (self.patches, self.positions, self.dropout)
+        start = start if self.token is None else (*start, self.token)
+        return [
+            nn.Piece("embedding", lambda x, batch: self.embedded(batch["images"]), start),
+            *(nn.Piece(block.name, partial(_called, block), (block,)) for block in self.blocks),
+            nn.Piece("head", lambda x, batch: self.headed(x), (self.norm, self.head)),
+        ]
+
+
+def _called(block: Block, x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return block(x)
 
 
 def linear(config: ViTConfig, inputs: int, outputs: int) -> nn.Linear:

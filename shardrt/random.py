@@ -63,6 +63,14 @@ def call_begins() -> None:
     _state.new_call = True
 
 
+def begin_call(number: int) -> None:
+    """The call of the model that follows is that number of the step, from 0.
+
+    For a model that is called in parts: each part of a call draws the numbers of that call.
+    """
+    _state.calls = number
+
+
 def next_call() -> None:
     """Go on to the next call of the model, which uses random numbers."""
     _state.calls, _state.new_call, _state.uses = _state.calls + 1, False, {}

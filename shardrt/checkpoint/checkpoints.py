@@ -33,7 +33,8 @@ from shardrt.checkpoint.snapshot import Snapshot
 from shardrt.checkpoint.store import Store, read_manifest
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
-from shardrt.nn.module import Module, ranks_of
+from shardrt.nn.module import Module, ranks_of, speaks_for_stage
+from shardrt.nn.place import along_pipeline
 from shardrt.nn.runs import overlaps
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
@@ -88,6 +89,7 @@ class CheckpointManager:
         self._found: list[tuple[Slice, int]] | None = None  # what the next two are of
         self._saved: list[Piece] = []  # what this rank saves
         self._counted: dict[str, tuple[Slice, int]] = {}
+        self._tells = False  # whether rank 0 does not know the numbers of updates that this rank knows
         self._snapshot: Snapshot | None = None
         self._writer: ThreadStream | None = None  # made once: the start of a thread is waited for
         self._pending: _Save | None = None
@@ -154,12 +156,15 @@ class CheckpointManager:
             self._counted = counted(self._model, self._optimizer)
             self._check_ranks()
             self._saved = list(pieces_of(self._model, self._optimizer, saving=True))
+            in_stages = along_pipeline(self._model.parameters()) is not None
+            self._tells = in_stages and speaks_for_stage(self._model)
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place
         folder = root / f".tmp-{self.store.name(step)}-{tag}"
         steps = {name: int(piece.steps[position]) for name, (piece, position) in self._counted.items()}
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
+        save.told = steps if self._tells else {}
         try:
             pieces = self._copied() if copy else self._saved
         except MemoryError as error:  # told by the next tick: a meeting here would hold up training
@@ -226,13 +231,14 @@ class CheckpointManager:
 
     def _manifest(self, save: "_Save", everyone: list[bytes]) -> Manifest:
         described = [json.loads(data) for data in everyone]
-        files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, _ in described)
-        pieces = tuple(SavedPiece.of(row) for _, rows in described for row in rows)
+        files = tuple(SavedFile(**{**file, "blocks": tuple(file["blocks"])}) for file, *_ in described)
+        pieces = tuple(SavedPiece.of(row) for _, rows, _ in described for row in rows)
+        steps = {name: count for *_, told in (*described, (save.steps,)) for name, count in told.items()}
         parameters = {
             name: SavedParameter(whole_shape(array), rankfile.kind_of(array.dtype))
             for name, array in _named_arrays(self._model)
         }
-        return Manifest(save.step, files, parameters, pieces, save.steps, save.extra)
+        return Manifest(save.step, files, parameters, pieces, steps, save.extra)
 
     def _agree(self, what: str, error: BaseException | None, folder: Path | None = None) -> None:
         """Raise CheckpointError on every rank if any has an error; rank 0 removes what was begun."""
@@ -344,7 +350,8 @@ class _Save:
         self.done = False
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
-        self.described = b""  # this rank's file and what is where in it, for the manifest
+        self.told: dict[str, int] = {}  # of `steps`, those that rank 0 is to be told
+        self.described = b""  # this rank's file, what is where in it, and `told`: for the manifest
         self._writer = writer
 
     def go(self, part: Callable[[], None]) -> None:
@@ -370,7 +377,7 @@ class _Save:
             self.folder.mkdir(parents=True, exist_ok=True)
         path = self.folder / f"rank-{rank:05d}.safetensors"
         file, saved = rankfile.write(disk, path, pieces, rank)
-        self.described = json.dumps([asdict(file), [piece.row for piece in saved]]).encode()
+        self.described = json.dumps([asdict(file), [piece.row for piece in saved], self.told]).encode()
 
     def _do(self, part: Callable[[], None]) -> None:
         try:

@@ -13,12 +13,14 @@ from shardrt import device
 from shardrt.checkpoint.pieces import counted, set_steps
 from shardrt.comm import talk
 from shardrt.comm.first import FromFirst
+from shardrt.comm.protocol import Communicator
 from shardrt.fsdp.full import whole_on_first
 from shardrt.nn.module import Module, everyone, speaks_for_all
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.place import along_pipeline, on_first
 from shardrt.nn.runs import take
 from shardrt.optim.optimizer import Optimizer
-from shardrt.optim.slices import exact_state, kept_state
+from shardrt.optim.slices import Slice, exact_state, kept_state
 
 Array = Any
 
@@ -32,14 +34,19 @@ def get_optimizer_state_dict(model: Module, optimizer: Optimizer) -> dict[str, A
     optimizer has parameters that `model` has not.
     """
     names, first = _names(model, optimizer), speaks_for_all(model)
+    others = _agreed(names, model)
     device.current().wait_here()  # updates may still write the arrays
-    state = {}
-    for name, (piece, position) in counted(model, optimizer).items():
-        if piece.steps[position]:
-            parameter, entry = piece.members[position][0], {"step": int(piece.steps[position])}
-            for own, theirs in optimizer.state_names.items():
-                whole = whole_on_first(parameter, piece.state[own])
-                entry[theirs] = None if whole is None else exact_state(whole)
+    found = {name: at for name, at in counted(model, optimizer).items() if at[0].steps[at[1]]}
+    own = {name: _about(*at) for name, at in found.items() if at[0].members[at[1]][0].counts}
+    parameters, state = dict(model.named_parameters()), {}
+    for rank, about in enumerate([own] if others is None else talk.from_all(others, own)):
+        here = others is None or others.rank == rank
+        for name, (steps, dtypes) in about.items():
+            parameter, entry = parameters[name], {"step": steps}
+            for kind, theirs in optimizer.state_names.items():
+                whole = whole_on_first(parameter, found[name][0].state[kind]) if here else None
+                whole = None if whole is None else exact_state(whole)
+                entry[theirs] = on_first(parameter.place, whole, parameter.whole_shape, dtypes[kind])
             state[name] = entry
     groups = [
         {**group, **optimizer.constants, "params": [names[id(parameter)] for parameter in group["params"]]}
@@ -65,6 +72,7 @@ def set_optimizer_state_dict(
     Raises ValueError, on every rank, for other parameters than the optimizer's, an array that is missing or
     of another shape, or settings that can't be; nothing is changed then.
     """
+    _agreed(_names(model, optimizer), model)
     control = everyone(model, "set_optimizer_state_dict") if broadcast_from_rank0 else None
     about, arrays, error = None, {}, None
     if control is None or control.rank == 0:
@@ -83,10 +91,30 @@ def set_optimizer_state_dict(
         group.update({key: tuple(v) if isinstance(v, list) else v for key, v in settings.items()})
     optimizer.take_in({id(p) for name, p in model.named_parameters() if about["steps"].get(name)})
     set_steps(model, optimizer, about["steps"])
-    for name, (piece, position) in counted(model, optimizer).items():
+    found = counted(model, optimizer)
+    for name in _names(model, optimizer).values():  # all of them: ranks read the same arrays
         for own, theirs in optimizer.state_names.items():
             key = f"{theirs}/{name}"
-            _put(piece.state[own], piece.members[position][0], arrays[key] if key in arrays else None)
+            values = arrays[key] if key in arrays else None
+            if name in found:
+                piece, position = found[name]
+                _put(piece.state[own], piece.members[position][0], values)
+
+
+def _about(piece: Slice, position: int) -> tuple[int, dict[str, str]]:
+    """(how often a member was updated, the types that the whole arrays of its state will have)."""
+    dtypes = {kind: exact_state(np.empty(0, a.dtype)).dtype.name for kind, a in piece.state.items()}
+    return int(piece.steps[position]), dtypes
+
+
+def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
+    """What joins the ranks of a pipeline. Raises ValueError where they have optimizers of other parameters."""
+    others = along_pipeline(model.parameters())
+    if others is not None and talk.agree(others, list(names.values())):
+        raise ValueError(
+            "the optimizer has the parameters of this rank's stages alone; make it with model.parameters()"
+        )
+    return others
 
 
 def _names(model: Module, optimizer: Optimizer) -> dict[int, str]:

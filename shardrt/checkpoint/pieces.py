@@ -13,6 +13,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.nn.module import Module, speaks_for_all
+from shardrt.nn.place import Place
 from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import BITS, Slice, exact_state, kept_state
@@ -68,22 +69,29 @@ def pieces_of(model: Module, optimizer: Optimizer | None, *, saving: bool) -> It
     """The pieces that this rank holds, parameter by parameter, then the buffers; none of them empty.
 
     saving: if several ranks hold copies of a piece, only its owner saves it; of the buffers, only rank 0's
-    are saved.
+    are saved, or those of the first rank of their stage.
     """
     states = {} if optimizer is None else {id(p): s for s in optimizer.slices for p, _ in s.members}
     first = not saving or speaks_for_all(model)
     for name, parameter in model.named_parameters():
         storage, part = parameter.storage, parameter.part
-        if not part or (saving and not storage.owner(first)):
+        if not part or (saving and not (parameter.counts and storage.owner(first))):
             continue
         held, trained = storage.range_of(parameter), id(parameter) in states
         yield Piece(PARAMETER, name, part, storage.shard, *held, trained)
         if trained:
             for kind, state in states[id(parameter)].state.items():
                 yield Piece(kind, name, part, state, *held, trained)
-    if first:
-        for name, buffer in model.named_buffers():
+    for name, buffer, place in placed_buffers(model):
+        if first if place is None or not saving else place.owner and place.speaks:
             yield Piece(PARAMETER, name, run(0, buffer.size), buffer.reshape(-1), 0, buffer.size)
+
+
+def placed_buffers(model: Module) -> Iterator[tuple[str, Array, Place | None]]:
+    """(name, array, which stages of a pipeline have it) of the buffers of a model."""
+    for path, module in model.named_modules():
+        for name, array in module._buffers.items():
+            yield (f"{path}.{name}" if path else name), array, module.place
 
 
 def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]:

@@ -6,12 +6,14 @@ from contextlib import ExitStack
 import numpy as np
 
 from shardrt import device
+from shardrt.checkpoint.pieces import placed_buffers
 from shardrt.comm import talk
 from shardrt.fsdp.full import full_group
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.setup import units_below
-from shardrt.nn.module import Module, ranks_of, speaks_for_all
+from shardrt.nn.module import Module, ranks_of, speaks_for_all, speaks_for_stage
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.place import along_pipeline, on_first
 from shardrt.nn.share import joined
 
 
@@ -26,42 +28,71 @@ def full_state_dict(model: Module) -> dict[str, np.ndarray]:
     for parameter, values in gathered(model):
         state[names[id(parameter)]] = np.array(values)
         del values
+    buffers, speaks = {}, speaks_for_stage(model)
+    for name, array, place in placed_buffers(model) if speaks else ():
+        buffers[name] = on_first(place, np.array(here.to_numpy(array)), array.shape, array.dtype)
     if not speaks_for_all(model):
         return {}
-    buffers = {name: np.array(here.to_numpy(array)) for name, array in model.named_buffers()}
     return {name: state[name] for name in names.values()} | buffers
 
 
 def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     """(parameter, whole host array, valid until the next one), on rank 0 only; a unit is gathered once.
 
-    What is cut over the ranks of an axis besides is put together.
+    What is cut over the ranks of an axis besides is put together. Of a pipeline, what other stages have comes
+    after what those of rank 0 have.
 
     Delete the array before the next one: it is a view that keeps its unit in memory.
     """
-    here = device.current()
-    first = speaks_for_all(model)
+    others = along_pipeline(model.parameters())
+    if others is None:
+        yield from _of_stage(model)
+        return
+    known = {parameter.name: parameter for parameter in model.parameters()}
+    order = [p.name for _, members in _together(model) for p in members if p.counts]
+    everyone = talk.from_all(others, order)
+    if strange := sorted({name for names in everyone for name in names} - known.keys()):
+        raise ValueError(f"{type(model).__name__} has no {strange[0]!r}; give the model, not one of its stages")
+    for parameter, values in _of_stage(model):
+        values = on_first(parameter.place, values, values.shape, values.dtype) if parameter.counts else None
+        if values is not None:
+            yield parameter, values
+        del values
+    for name in (name for names in everyone[1:] for name in names) if speaks_for_all(model) else ():
+        parameter = known[name]
+        yield parameter, on_first(parameter.place, None, parameter.whole_shape, parameter.dtype)
+
+
+def _together(model: Module) -> list[tuple[list[ParameterGroup], list[Parameter]]]:
+    """The parameters of `model` that this rank has, in the order in which they are gathered, unit by unit."""
     wanted = {id(parameter) for parameter in model.parameters()}
     together = {group: unit.groups for unit in units_below(model) for group in unit.groups}
     done: set[ParameterGroup] = set()
+    found = []
     for parameter in model.parameters():
         storage = parameter.storage
-        if not isinstance(storage, ParameterGroup):
-            values = joined(parameter, here.to_numpy(parameter.data))
-            if first:
-                yield parameter, values
-        elif storage not in done:
+        if isinstance(storage, ParameterGroup) and storage not in done:
             groups = together.get(storage, [storage])  # alone where the unit lies above `model`
             done.update(groups)
-            with ExitStack() as stack:
-                for group in groups:
-                    stack.enter_context(full_group(group))
-                for member in [p for group in groups for p in group.parameters]:
-                    if id(member) in wanted and (first or member.share is not None):
-                        values = joined(member, here.to_numpy(member.data))
-                        if first:
-                            yield member, values
-                        del values
+            found.append((groups, [p for group in groups for p in group.parameters if id(p) in wanted]))
+        elif not isinstance(storage, ParameterGroup) and not parameter.absent:
+            found.append(([], [parameter]))
+    return found
+
+
+def _of_stage(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
+    """As gathered, of what this rank's stages have, on the rank that speaks for them."""
+    here, first = device.current(), speaks_for_stage(model)
+    for groups, members in _together(model):
+        with ExitStack() as stack:
+            for group in groups:
+                stack.enter_context(full_group(group))
+            for member in members:
+                if first or member.share is not None or not groups:
+                    values = joined(member, here.to_numpy(member.data))
+                    if first:
+                        yield member, values
+                    del values
 
 
 def failures(model: Module, error: BaseException | None) -> list[str]:

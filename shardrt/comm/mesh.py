@@ -146,6 +146,7 @@ class DeviceMesh:
         self.size = base.size
         self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
         self._parts: dict[Any, DeviceMesh] = {}
+        self._within: tuple[list[int], DeviceMesh] | None = None  # who makes slices along these axes
         if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
             axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
         self._axes = axes
@@ -186,7 +187,7 @@ class DeviceMesh:
     def along(self, axes: Sequence[int]) -> "DeviceMesh":
         """The ranks of `root` that differ from this one along these of its axes alone, at least one.
 
-        Collective over `root` at the first time for several.
+        Collective over `root` at the first time for several, or over what has come apart.
         """
         root, wanted = self.root, tuple(sorted(set(axes)))
         if len(wanted) == 1:
@@ -194,8 +195,26 @@ class DeviceMesh:
         if wanted == tuple(range(len(root.shape))):
             return root
         if wanted not in root._parts:
-            root._parts[wanted] = root._along(wanted)
+            root._parts[wanted] = root._slice(wanted)
         return root._parts[wanted]
+
+    def come_apart(self, axes: Sequence[int]) -> None:
+        """Let ranks of `root` that differ along these of its axes make its other slices without each other.
+
+        They need not make the same ones from now on. Collective over `root`.
+        """
+        root = self.root
+        others = [axis for axis in range(len(root.shape)) if axis not in axes]
+        if axes and len(others) > 1:
+            root._within = others, root.along(others)
+
+    def among(self, places: Sequence[int]) -> "DeviceMesh | None":
+        """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
+        inside = self.rank in places
+        base = self._base.split(0 if inside else None, places.index(self.rank) if inside else 0)
+        if not inside:
+            return None
+        return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
 
     def widened(self, axes: Sequence[int]) -> "DeviceMesh":
         """`along` its own axes and these; itself where it has them already."""
@@ -209,7 +228,8 @@ class DeviceMesh:
     def __getitem__(self, names: str | tuple[str, ...]) -> "DeviceMesh":
         """The ranks that differ from this one only along these axes, in this order; always the same object.
 
-        Of several axes but not all: collective over this mesh at the first time. Raises ValueError.
+        Of several axes but not all: collective over this mesh at the first time, or over what has come apart.
+        Raises ValueError.
         """
         names = (names,) if isinstance(names, str) else tuple(names)
         axes = tuple(self._number(name) for name in names)
@@ -220,7 +240,7 @@ class DeviceMesh:
         if len(axes) == 1:
             return self._axes[axes[0]]
         if axes not in self._parts:
-            self._parts[axes] = self._along(axes)
+            self._parts[axes] = self._slice(axes)
         return self._parts[axes]
 
     def flat(self, *names: str) -> "DeviceMesh":
@@ -265,6 +285,13 @@ class DeviceMesh:
             made = DeviceMesh(self._family, part.ranks.reshape(shape), part._base, names)
             self._parts[how, given] = made
         return self._parts[how, given]
+
+    def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
+        """As _along, made by as few ranks as can."""
+        own, within = self._within or ((), None)
+        if within is None or not {*axes} <= {*own}:
+            return self._along(axes)
+        return within._along(tuple(own.index(axis) for axis in axes))
 
     def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
         """The sub-mesh of this rank along some of the axes. Collective."""

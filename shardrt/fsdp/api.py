@@ -83,6 +83,7 @@ def fully_shard(
         raise ValueError(f"fully_shard: prefetch must be 0 or more, got {prefetch}")
     mesh = default_mesh() if mesh is None else mesh
     _check_axes(mesh)
+    _check_here(modules)
     chosen = ShardingStrategy.parse(strategy, len(mesh.shape), mesh.mesh_dim_names)
     if reshard_after_forward and chosen.rules.keep_after_backward:
         raise ValueError(
@@ -119,6 +120,19 @@ def _check_axes(mesh: DeviceMesh) -> None:
         raise ValueError(f"fully_shard: of the axes of {mesh!r} the first must be that of copies: {take}")
 
 
+def _check_here(modules: list[Module]) -> None:
+    """Raise ValueError for modules that no stage of this rank calls."""
+    for each in modules:
+        if each.stages:
+            raise ValueError("fully_shard: the model has stages; call it on each of them instead")
+        absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
+        if absent is not None:
+            raise ValueError(
+                f"fully_shard: parameter {absent.name!r} is {absent.place.told}; call it on the modules of "
+                "this rank's stages"
+            )
+
+
 def _untaken(
     modules: list[Module], settings: Settings, ignored: Iterable[Module | Parameter]
 ) -> list[tuple[Parameter, GroupKey]]:
@@ -145,7 +159,8 @@ def _untaken(
                     f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
-            key = GroupKey(parameter.requires_grad, own, *types, *_axes(parameter, settings.mesh))
+            tied = parameter.place.stages if parameter.place is not None and parameter.place.tied else ()
+            key = GroupKey(parameter.requires_grad, own, *types, *_axes(parameter, settings.mesh), tied)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:
                 raise ValueError(
@@ -157,7 +172,12 @@ def _untaken(
 
 def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """(those along which it is cut already, those along which its gradients are to be added)."""
-    share = parameter.share
+    share, place = parameter.share, parameter.place
+    if place is not None and (place.mesh.root is not mesh.root or {*place.axes} & {*mesh.axes}):
+        raise ValueError(
+            f"fully_shard: parameter {parameter.name!r} is {place.told} of {place.mesh!r}; shard it along "
+            f"other axes of the same mesh, not {mesh!r}"
+        )
     if share is None:
         return (), ()
     if share.mesh.root is not mesh.root or {*share.axes} & {*mesh.axes}:

@@ -39,9 +39,11 @@ class GroupKey:
     reduce: str  # gradients are sent in
     cut: Axes = ()  # the axes of the mesh along which modules, and these with them, are cut besides
     partial: Axes = ()  # those along which each rank's gradient is a part of a sum
+    tied: tuple[int, ...] = ()  # the stages of a pipeline that have copies, where several do
 
     def __str__(self) -> str:
         kinds = ("cut" * bool(self.cut), "partial" * bool(self.partial), "frozen" * (not self.trainable))
+        kinds = (*kinds, "tied" * bool(self.tied))
         return ", ".join([self.param, *filter(None, kinds)])
 
 

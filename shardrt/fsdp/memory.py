@@ -102,6 +102,8 @@ def _whole(call: str, model: Module) -> list[Unit]:
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
+    if apart and len(model.stages) > 1:
+        raise ValueError(f"{call}: this rank has {len(model.stages)} stages; give it one of them")
     if apart:
         raise ValueError(
             f"{call}: unit {apart[0].label} is not inside {units[0].label}; call fully_shard on the module "

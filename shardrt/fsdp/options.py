@@ -79,6 +79,12 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
         raise ValueError(
             f"set_world_invariant: the statistics of batch norm ({normed}) depend on the number of ranks"
         )
+    tied = next((p.name for p in module.parameters() if p.place is not None and p.place.tied), None)
+    if tied is not None:
+        raise ValueError(
+            f"set_world_invariant: {tied!r} is on two stages, whose gradients are not added by the tree of "
+            "micro-batches; untie it"
+        )
     for unit in units_for("set_world_invariant", module):
         size = unit.settings.mesh.size
         for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):

@@ -17,6 +17,7 @@ from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
+from shardrt.nn.place import along_pipeline
 from shardrt.nn.storage import Storage
 
 Array = Any
@@ -30,9 +31,23 @@ class ReplicasDiffer(RuntimeError):
 def check_replicas(model: Module, optimizer: Any = None) -> None:
     """Compare what ranks hold copies of: the weights of `model`, and `optimizer`'s state of them. Collective.
 
-    Raises ReplicasDiffer on every rank. Where no shard has copies, it does nothing and meets nobody. Else it
-    reads all that this rank holds once, and ranks exchange a few bytes.
+    Raises ReplicasDiffer on every rank. Where no shard has copies, and there is no pipeline, it does nothing
+    and meets nobody. Else it reads all that this rank holds once, and ranks exchange a few bytes. The copies of
+    what two stages of a pipeline use are compared as well.
     """
+    others = along_pipeline(model.parameters())
+    error = None
+    try:
+        _check_stage(model, optimizer)
+    except ReplicasDiffer as differ:
+        error = str(differ)
+    for told in [error] if others is None else talk.from_all(others, error):
+        if told is not None:
+            raise ReplicasDiffer(told)
+
+
+def _check_stage(model: Module, optimizer: Any) -> None:
+    """The same of what this rank's stages hold; raises on all ranks that have them."""
     by_schedule: dict[Schedule, dict[ProcessGroups, list[ParameterGroup]]] = {}
     for unit in units_below(model):
         by_ranks = by_schedule.setdefault(unit.built(), {})
@@ -41,9 +56,29 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
                 by_ranks.setdefault(group.ranks, []).append(group)
     states = {} if optimizer is None else {piece.storage: piece.state for piece in optimizer.slices}
     device.current().wait_here()
+    odd = _unequal_copies(model, states)
     for schedule, by_ranks in by_schedule.items():
         if by_ranks:
             _check(schedule.control, by_ranks, states)
+    if odd:
+        raise ReplicasDiffer(odd)
+
+
+def _unequal_copies(model: Module, states: States) -> str:
+    """What is wrong with parameters that two stages use, as this rank and that of the other see it."""
+    odd = ""
+    for parameter in model.parameters():
+        if parameter.place is not None and parameter.place.copies is not None:
+            start, stop = parameter.storage.range_of(parameter)
+            arrays = {"parameter": parameter.storage.shard, **states.get(parameter.storage, {})}
+            hashes = {kind: _hash(array[start:stop]) for kind, array in arrays.items()}
+            if talk.agree(parameter.place.copies.communicator("control"), hashes):
+                first, last = parameter.place.stages[0], parameter.place.stages[-1]
+                odd = odd or (
+                    f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ between "
+                    f"stages {first} and {last}, which must be equal to the bit"
+                )
+    return odd
 
 
 def _check(

@@ -37,8 +37,8 @@ def unit_of(module: Module) -> Unit | None:
 
 
 def units_below(*modules: Module) -> list[Unit]:
-    """The units of `modules` and below, outer ones first, each once."""
-    found = (unit_of(below) for module in modules for below in module.modules())
+    """The units of `modules` and below, and of stages, outer ones first, each once."""
+    found = (unit_of(below) for module in modules for below in (*module.stages, *module.modules()))
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
@@ -89,7 +89,7 @@ def arranged(unit: Unit) -> list[Unit]:
     module = unit.modules[0]
     while module is not None:
         unit = unit_of(module) or unit
-        module = module.parent
+        module = module.caller
     units = units_below(*unit.modules)
     _check(units)
     _arrange(units)

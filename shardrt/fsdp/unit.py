@@ -110,7 +110,7 @@ class Unit:
     @property
     def label(self) -> str:
         """The unit's name for messages: the path of its modules, "(root)" for the outermost."""
-        return " + ".join(module.name or "(root)" for module in self.modules)
+        return " + ".join(module.label for module in self.modules)
 
     def move(self, state: State) -> None:
         """Change the state. Raises RuntimeError for a change that the schedule must never make."""

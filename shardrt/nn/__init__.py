@@ -24,6 +24,7 @@ from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.pieces import Piece
 from shardrt.nn.vision import (
     AdaptiveAvgPool2d,
     AvgPool2d,
@@ -61,6 +62,7 @@ __all__ = [
     "Parameter",
     "ParameterDict",
     "ParameterList",
+    "Piece",
     "RMSNorm",
     "ReLU",
     "Sequential",

@@ -81,19 +81,21 @@ def merge_lora(model: Module) -> Module:
     """Add every adapter's product to its layer's weight; gives `model` back, which computes the same.
 
     Adapters of a plain model are taken out, and its layers are as they were before add_lora, still frozen.
-    Those of a sharded model stay, with B zero; call it inside `with full_parameters(model, writeback=True)`.
+    Those of a model that is sharded, or has stages, stay, with B zero; where it is sharded, call it inside
+    `with full_parameters(model, writeback=True)`.
     Raises ValueError if there is no adapter, RuntimeError for sharded parameters outside of that.
     """
     layers = _adapted(model)
     if not layers:
         raise ValueError(f"merge_lora: {type(model).__name__} has no adapters; see add_lora")
-    for layer in layers:
+    for layer in (layer for layer in layers if not layer.weight.absent):
         weight, a, b = layer.weight.data, layer.lora_a.data, layer.lora_b.data
         weight += (b @ a) * weight.dtype.type(layer.lora_scale)
         b[...] = 0
         for parameter in (layer.weight, layer.lora_b):
             parameter.storage.modified()
-        if all(isinstance(p.storage, LocalStorage) for p in (layer.lora_a, layer.lora_b)):
+        plain = all(isinstance(p.storage, LocalStorage) for p in (layer.lora_a, layer.lora_b))
+        if plain and layer.weight.place is None:  # else ranks of other stages would keep them
             _take_out(layer)
     return model
 
@@ -116,6 +118,8 @@ def _there(model: Module) -> str:
 def _check(layer: Linear, rank: int) -> None:
     if isinstance(layer, LoRALinear):
         raise ValueError(f"add_lora: {layer.name} has an adapter already")
+    if layer.weight.place is not None:
+        raise ValueError(f"add_lora: {layer.name} has a stage already; call add_lora before pipeline_stages")
     if not isinstance(layer.weight.storage, LocalStorage):
         raise ValueError(f"add_lora: {layer.name} is sharded already; call add_lora before fully_shard")
     if layer.weight.share is not None:

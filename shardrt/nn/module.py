@@ -22,6 +22,7 @@ from shardrt.comm.protocol import Communicator
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn import elsewhere
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.place import Place
 from shardrt.nn.storage import LocalStorage
 from shardrt.tensor import Tensor
 
@@ -53,6 +54,9 @@ class Module:
         state["_attribute"] = ""
         state["training"] = True
         state["_block"] = None
+        state["_stages"] = ()  # weak references: what this rank runs in its place, of a pipeline
+        state["_stage"] = None  # a weak reference: what of a pipeline on this rank calls this module
+        state["_place"]: Place | None = None
         state["_arounds"]: list[Around] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
@@ -115,6 +119,29 @@ class Module:
     def parent(self) -> "Module | None":
         """The module that holds this one, or None for the outermost."""
         return self._parent() if self._parent is not None else None
+
+    @property
+    def caller(self) -> "Module | None":
+        """What calls this one: the module that holds it, or of a pipeline the stage with this in it."""
+        return self.parent if self._stage is None else self._stage()
+
+    @property
+    def stages(self) -> list["Module"]:
+        """What this rank runs in its place, of a pipeline (parallel/stage.py)."""
+        return [stage for stage in (reference() for reference in self._stages) if stage is not None]
+
+    @property
+    def place(self) -> Place | None:
+        """Which ranks of a pipeline run this module; None for a model without stages."""
+        module = self
+        while module is not None and module._place is None:
+            module = module.parent
+        return None if module is None else module._place
+
+    @property
+    def label(self) -> str:
+        """For messages: the path from the outermost module, "(root)" for that one."""
+        return self.name or "(root)"
 
     @property
     def name(self) -> str:
@@ -424,10 +451,18 @@ def speaks_for_all(model: Module) -> bool:
 def ranks_of(model: Module) -> Communicator | None:
     """What joins all ranks that train `model`; None for a model that is neither sharded nor cut."""
     for parameter in model.parameters():
+        if parameter.place is not None:
+            return parameter.place.everyone
         _ = parameter.shard  # there is a communicator once the storage is built
         if parameter.storage.everyone is not None:
             return parameter.storage.everyone
     return None
+
+
+def speaks_for_stage(model: Module) -> bool:
+    """As speaks_for_all, of the ranks that have the stages that this one has."""
+    place = next((parameter.place for parameter in model.parameters()), None)
+    return speaks_for_all(model) if place is None else place.speaks
 
 
 def _warn_of_early_values(placed: "Parameter | Module") -> None:

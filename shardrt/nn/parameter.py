@@ -15,6 +15,7 @@ from shardrt import autograd, device, dtypes, late, random
 from shardrt.autograd import Edge
 from shardrt.hooks import Hooks, RemovableHandle
 from shardrt.nn.init import AsNamed, Initialiser, InitialiserOfRuns
+from shardrt.nn.place import Absent, Place
 from shardrt.nn.runs import Part, spans, take
 from shardrt.nn.share import CUT, Share
 from shardrt.nn.storage import LocalStorage, Storage, read_only
@@ -41,7 +42,10 @@ class Parameter(Tensor):
     let every rank come to it.
     """
 
-    __slots__ = ("init", "seed", "storage", "dtype", "share", "_shape", "_owner", "_attribute", "_hooks")
+    __slots__ = (
+        *("init", "seed", "storage", "dtype", "share", "place"),
+        *("_shape", "_owner", "_attribute", "_hooks"),
+    )
     changed_in_place = True
 
     def __init__(
@@ -62,6 +66,7 @@ class Parameter(Tensor):
         self.node = None
         self.index = 0
         self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
+        self.place: Place | None = None  # which ranks of a pipeline have it; see take_place
         self._owner: weakref.ref[Module] | None = None
         self._attribute = ""
         self._hooks: Hooks | None = None
@@ -149,6 +154,8 @@ class Parameter(Tensor):
         naming it, for a second cut, RuntimeError where there are values, or it is sharded.
         """
         told = f"parameter {self.name!r}"
+        if self.place is not None:
+            raise RuntimeError(f"{told} is {self.place.told}; call parallelize_module before pipeline_stages")
         if self.share is not None and (self.share.kind == CUT or share.mesh is not self.share.mesh):
             raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
         if not isinstance(self.storage, LocalStorage):
@@ -161,6 +168,31 @@ class Parameter(Tensor):
             raise RuntimeError(f"{told} has an optimizer already; call parallelize_module before")
         self.share, self._shape = share, share.shape
         self.storage.take_share(share)
+
+    def take_place(self, place: Place) -> None:
+        """Be where `place` says from now on: on other ranks without values. Once.
+
+        Raises RuntimeError, naming it, where it is sharded or has an optimizer.
+        """
+        if not isinstance(self.storage, LocalStorage) or self.storage.owned:
+            done = "has an optimizer" if isinstance(self.storage, LocalStorage) else "is sharded"
+            raise RuntimeError(
+                f"parameter {self.name!r} {done} already; call pipeline_stages before fully_shard and before "
+                "the optimizer is made"
+            )
+        self.place = place
+        if not place.here:
+            self.storage = Absent(self)
+
+    @property
+    def absent(self) -> bool:
+        """Whether it is used by stages of other ranks alone, and has no values here."""
+        return isinstance(self.storage, Absent)
+
+    @property
+    def counts(self) -> bool:
+        """Whether this rank's stages are where it is counted: not if it is absent, or a copy."""
+        return self.place is None or self.place.owner
 
     @property
     def shard(self) -> Array:
@@ -224,7 +256,7 @@ class Parameter(Tensor):
             self.init.fill(out[place : place + length], self.seed, key, first)
 
     def load(self, values: Any) -> None:
-        """Set this rank's piece from the whole array `values`.
+        """Set this rank's piece, if it has one, from the whole array `values`.
 
         Raises ValueError, naming the parameter, if the shape differs.
         """
@@ -232,6 +264,8 @@ class Parameter(Tensor):
             raise ValueError(
                 f"parameter {self.name!r} has shape {self.whole_shape}, the values {tuple(values.shape)}"
             )
+        if self.absent:
+            return
         start, stop = self.storage.range_of(self)
         shard = self.storage.shard[start:stop]
         piece = np.ascontiguousarray(take(self.part, np.asarray(values)))
@@ -243,6 +277,8 @@ class Parameter(Tensor):
 
         Raises TypeError, naming it, for a sharded parameter.
         """
+        if self.place is not None:
+            raise TypeError(f"parameter {self.name!r} is {self.place.told}, and can't be copied")
         if not isinstance(self.storage, LocalStorage):
             raise TypeError(f"parameter {self.name!r} is sharded and can't be copied; see full_state_dict")
         if self.share is not None:

@@ -67,11 +67,13 @@ class Share:
             found += cut_of(self.part, first, first + length)
         return found
 
-    @property
-    def owner(self) -> bool:
-        """Whether this rank, where it holds all of its share, counts and saves it."""
+    def owner(self, apart: tuple[int, ...] = ()) -> bool:
+        """Whether this rank, where it holds all of its share, counts and saves it.
+
+        apart: the axes of the root mesh along which ranks have other parameters than this one.
+        """
         root = self.mesh.root
-        own = self.axes if self.kind == CUT else ()
+        own = (*apart, *(self.axes if self.kind == CUT else ()))
         return not any(place for axis, place in enumerate(root.coordinate) if axis not in own)
 
     @property

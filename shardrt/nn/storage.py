@@ -212,8 +212,10 @@ class LocalStorage(Storage):
         self.everyone = share.mesh.root.communicator("control")
 
     def owner(self, first: bool) -> bool:
-        share = self._parameter.share
-        return first if share is None else share.owner
+        share, place = self._parameter.share, self._parameter.place
+        if share is not None:
+            return share.owner(() if place is None else place.axes)
+        return first if place is None else place.speaks
 
     @property
     def materialised(self) -> bool:

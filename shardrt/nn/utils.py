@@ -10,6 +10,7 @@ from shardrt import device
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
+from shardrt.nn.place import along_pipeline
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
@@ -48,7 +49,7 @@ def clip_grad_norm_(
         _refuse_mixed("clip_grad_norm_", parameters)
         for storage, _ in pieces:
             storage.refuse_applied("clip_grad_norm_")
-    norm = _norm(pieces, norm_type)
+    norm = _norm(parameters, pieces, norm_type)
     if error_if_nonfinite and not isfinite(norm):
         raise NonfiniteNorm(norm, norm_type)
     factor = max_norm / (norm + 1e-6)
@@ -73,17 +74,22 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     limited, found = not isinf(max_norm), list(_gradient_pieces(parameters))
     if limited:
         _refuse_mixed("clip_grad_norm_on_device_", parameters)
+    copies, others = _copies(parameters), along_pipeline(parameters)
     by_communicator: dict[Communicator | None, list[Array]] = {}
+    everything = []
     for storage, piece in found:
         if limited:
             storage.refuse_applied("clip_grad_norm_on_device_")
-        pieces = by_communicator.setdefault(storage.communicator, [])
         if piece.size:
-            pieces.append(piece)
-    everything = [piece for pieces in by_communicator.values() for piece in pieces]
+            everything.append(piece)
+        if storage not in copies:
+            by_communicator.setdefault(storage.communicator, []).append(piece)
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
     total = sum(_square_sum(*item) for item in by_communicator.items())
+    if others is not None:
+        total = total + here.zeros((1,), np.float64)  # an array, also where there was nothing
+        others.all_reduce(total, op="sum", stream=here.current_stream)
     norm = np.sqrt(total)
     factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
     for piece in everything if limited else ():
@@ -94,6 +100,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
 def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
     """The sum of the squares on all ranks of a communicator: (1,), on the device."""
     here = device.current()
+    pieces = [piece for piece in pieces if piece.size]
     total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
     if communicator is not None:
         communicator.all_reduce(total, op="sum", stream=here.current_stream)
@@ -111,7 +118,8 @@ def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
     Raises ValueError if `norm_type` is not positive, or with set_world_invariant not 1, 2 or infinity.
     """
     _check_norm_type("grad_norm", norm_type)
-    return _norm(list(_gradient_pieces(parameters_in(parameters, "grad_norm"))), norm_type)
+    parameters = parameters_in(parameters, "grad_norm")
+    return _norm(parameters, _gradient_pieces(parameters), norm_type)
 
 
 def clip_grad_value_(parameters: Iterable[Parameter], clip_value: float) -> None:
@@ -133,7 +141,7 @@ def _check_norm_type(function: str, norm_type: float) -> None:
 
 def _refuse_mixed(call: str, parameters: list[Parameter]) -> None:
     """Gradients that nobody reduces differ between ranks, and so would the norm, and the clipped rest."""
-    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    trained = [parameter for parameter in parameters if parameter.requires_grad and not parameter.absent]
     alone = [parameter for parameter in trained if isinstance(parameter.storage, LocalStorage)]
     if alone and shared(parameter.storage for parameter in trained):
         raise ValueError(
@@ -142,16 +150,22 @@ def _refuse_mixed(call: str, parameters: list[Parameter]) -> None:
         )
 
 
-def _norm(pieces: list[tuple[Storage, np.ndarray]], norm_type: float) -> float:
+def _norm(
+    parameters: list[Parameter], pieces: Iterable[tuple[Storage, np.ndarray]], norm_type: float
+) -> float:
+    copies, others = _copies(parameters), along_pipeline(parameters)
     by_communicator: Pieces = {}
     for storage, piece in pieces:
-        by_communicator.setdefault(storage.communicator, []).append(piece)
+        if storage not in copies:
+            by_communicator.setdefault(storage.communicator, []).append(piece)
     if isinf(norm_type):
-        return _largest(by_communicator)
-    if any(storage.exact_norm for storage, _ in pieces):
-        return _exact_norm(by_communicator, norm_type)
+        return _largest(by_communicator, others)
+    if any(parameter.storage.exact_norm for parameter in parameters):
+        return _exact_norm(by_communicator, others, norm_type)
     told = _told(by_communicator, lambda some: _power_sums(some, norm_type))
     values = [value for item in told.items() for value in _everyones_sums(*item)]
+    if others is not None:
+        values = _everyones_sums(others, np.array(values))
     total = _rounded_sum(values)
     return sqrt(total) if norm_type == 2 else float(np.float64(total) ** (1 / norm_type))
 
@@ -177,7 +191,12 @@ def _told(
     return {communicator: np.concatenate(parts) for communicator, parts in told.items()}
 
 
-def _exact_norm(by_communicator: Pieces, norm_type: float) -> float:
+def _copies(parameters: list[Parameter]) -> set[Storage]:
+    """The storages of what ranks of another stage count: of copies alone (fsdp.group.GroupKey.tied)."""
+    return {parameter.storage for parameter in parameters if not parameter.counts}
+
+
+def _exact_norm(by_communicator: Pieces, others: Communicator | None, norm_type: float) -> float:
     if norm_type not in (1, 2):
         raise ValueError(
             f"norm_type: with set_world_invariant, which makes norms exact, it must be 1, 2 or infinity; got "
@@ -189,6 +208,8 @@ def _exact_norm(by_communicator: Pieces, norm_type: float) -> float:
         if communicator is not None:
             communicator.all_reduce(part.reshape(-1), op="sum", stream=device.current().current_stream)
         table += part
+    if others is not None:
+        others.all_reduce(table.reshape(-1), op="sum", stream=device.current().current_stream)
     return norm_of(table, int(norm_type))
 
 
@@ -238,13 +259,15 @@ def _rounded_sum(values: list[float]) -> float:
         return inf
 
 
-def _largest(by_communicator: Pieces) -> float:
+def _largest(by_communicator: Pieces, others: Communicator | None) -> float:
     largest = np.zeros(1, np.float64)
     for communicator, values in _told(by_communicator, _largest_of).items():
         value = values.max(0)
         if communicator is not None:
             communicator.all_reduce(value, op="max", stream=device.current().current_stream)
         np.maximum(largest, value, out=largest)  # nan wins, unlike in Python's max
+    if others is not None:
+        others.all_reduce(largest, op="max", stream=device.current().current_stream)
     return float(largest[0])
 
 
@@ -262,7 +285,7 @@ def _gradient_pieces(parameters: Iterable[Parameter]) -> Iterable[tuple[Storage,
     ranges: dict[Storage, list[tuple[int, int]]] = {}
     for parameter in parameters:
         held = parameter.storage.range_of(parameter)
-        if parameter.requires_grad:
+        if parameter.requires_grad and not parameter.absent:
             ranges.setdefault(parameter.storage, []).append(held)
     for storage, pieces in ranges.items():
         gradient = storage.complete_gradient()

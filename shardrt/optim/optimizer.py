@@ -61,6 +61,7 @@ class Optimizer:
     its group has then; step() only waits. Not together with anything that needs all gradients before the
     first update: clipping, GradScaler. Plain parameters are updated in step().
 
+    Parameters that are absent (nn/place.py) are left to the ranks that have them.
     A parameter that is frozen has no state until it is trained. A subclass that `rounds` writes "rounded" of
     an Update as well, where it is there.
 
@@ -164,7 +165,8 @@ class Optimizer:
     def _add(self, given: list[dict]) -> None:
         groups = [self.checked(group) for group in given]
         members = members_of([*self.param_groups, *groups])
-        new = [member for member in members if member[1] >= len(self.param_groups)]
+        # What ranks of other stages have, they update.
+        new = [m for m in members if m[1] >= len(self.param_groups) and not m[0].absent]
         self._take_in([member for member in new if member[0].requires_grad])
         self._waiting += [member for member in new if not member[0].requires_grad]
         self.param_groups += groups

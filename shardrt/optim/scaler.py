@@ -11,6 +11,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm.protocol import Communicator
+from shardrt.nn.place import along_pipeline
 from shardrt.nn.utils import merged
 from shardrt.optim.optimizer import Optimizer, Slice
 from shardrt.tensor import Tensor
@@ -100,7 +101,7 @@ class GradScaler:
         optimizer.take_in()
         factor = _float32(1.0 / self._scale)
         found = max((_unscale(piece, factor) for piece in optimizer.slices), default=_NO_GRADIENT)
-        self._progress[optimizer] = _Progress(_agreed(optimizer.slices, found))
+        self._progress[optimizer] = _Progress(_agreed(optimizer, found))
 
     def step(self, optimizer: Optimizer) -> None:
         """`unscale_`, if it was not called, then optimizer.step(), unless a gradient was infinite or nan.
@@ -216,14 +217,15 @@ def _unscale(piece: Slice, factor: float) -> float:
     return _FINITE if all(finite) else _OVERFLOW
 
 
-def _agreed(slices: list[Slice], found: float) -> float:
+def _agreed(optimizer: Optimizer, found: float) -> float:
     """The worst that any rank has found; each communicator passes on what those before it said."""
-    communicators: dict[Communicator, None] = dict.fromkeys(
-        piece.storage.communicator for piece in slices if piece.storage.communicator is not None
-    )
+    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    own = [piece.storage.communicator for piece in optimizer.slices]
+    communicators: dict[Communicator | None, None] = dict.fromkeys([*own, along_pipeline(given)])
     value = np.array([found])
     for communicator in communicators:
-        communicator.all_reduce(value, op="max", stream=device.current().current_stream)
+        if communicator is not None:
+            communicator.all_reduce(value, op="max", stream=device.current().current_stream)
     return float(value[0])
 
 

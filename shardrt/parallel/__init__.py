@@ -1,8 +1,9 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: table, schedules.
+Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, stage, table, schedules.
 """
 
+from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardrt.parallel.tensor import parallelize_module
 from shardrt.parallel.vocabulary import VocabParallel
@@ -11,6 +12,9 @@ __all__ = [
     "ColwiseParallel",
     "RowwiseParallel",
     "SequenceParallel",
+    "Stage",
     "VocabParallel",
     "parallelize_module",
+    "pipeline_stages",
+    "sum_tied",
 ]

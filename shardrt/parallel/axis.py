@@ -19,12 +19,22 @@ from shardrt.tensor import Tensor
 TIME = -2
 
 
+def batch_part(root: DeviceMesh, same: tuple[int, ...]) -> int:
+    """This rank's number along all axes of the root mesh but `same`, along which ranks have the same batch."""
+    number = 0
+    for axis in range(len(root.shape)):
+        if axis not in same:
+            number = number * root.shape[axis] + root.coordinate[axis]
+    return number
+
+
 class Axis:
     """mesh: of one axis. sequence: whether activations between modules are cut along time, for backward."""
 
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
         self.mesh = mesh
         self.sequence = sequence
+        self.apart: tuple[int, ...] = ()  # axes of the root mesh along which ranks have the same batch as well
         self._decided: bool | None = None  # whether they are in the call of the model that runs
 
     @property
@@ -66,12 +76,8 @@ class Axis:
 
     @property
     def batch_part(self) -> int:
-        """Which part of the batch this rank has: its number along all other axes of the root mesh."""
-        root, number = self.mesh.root, 0
-        for axis in range(len(root.shape)):
-            if axis not in self.mesh.axes:
-                number = number * root.shape[axis] + root.coordinate[axis]
-        return number
+        """Which part of the batch this rank has."""
+        return batch_part(self.mesh.root, (*self.mesh.axes, *self.apart))
 
     def whole_block(self) -> random.Block:
         """Which block this rank has of an activation that is not cut along time: its part of the batch."""

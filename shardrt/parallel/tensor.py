@@ -30,12 +30,14 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     Raises ValueError for a path that names no module, a module that is named twice, a model that has a plan
     already, a parameter that is tied to a module that is not cut, sizes or heads that the ranks do not
     divide, a mesh of several axes, ranks that have another model, seed or plan; TypeError for a module that a
-    style does not fit; RuntimeError for a parameter that is sharded, or has values or an optimizer.
+    style does not fit; RuntimeError for a parameter that is sharded, has values or an optimizer, or a stage.
     """
     if not isinstance(model, Module):
         raise TypeError(f"parallelize_module: model must be a shardrt.nn.Module, got {type(model).__name__}")
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(f"parallelize_module: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if any(parameter.place is not None for parameter in model.parameters()):
+        raise RuntimeError("parallelize_module: the model has stages; call it before pipeline_stages")
     if model.parent is not None:
         raise ValueError(f"parallelize_module: call it on the outermost module, not on {model.name!r} alone")
     if len(mesh.shape) > 1:

@@ -1,0 +1,48 @@
+"""Piece: a part of a model's forward, for a pipeline (parallel/stage.py).
+
+A model gives its pieces in order by a method `pieces()`. Called one after the other, each with what the one
+before it gave, they are its forward.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+
+Uses = tuple[Module | Parameter, ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """`run(x, batch)` -> x, with the modules and parameters that it uses.
+
+    x: a tensor, or a nest of them (pytree.py): what lies between two pieces; None for the first. batch: the
+    arguments of the model's forward by name, the same for all pieces. uses: those that no other piece uses.
+    tied: those that an earlier one uses as well, such as an embedding that is also the head. What a piece
+    does not name it must not use: it may be absent.
+    """
+
+    name: str
+    run: Callable[[Any, Mapping[str, Any]], Any]
+    uses: Uses
+    tied: Uses = ()
+
+    def modules(self) -> list[Module]:
+        """The modules named, without those in them."""
+        return [item for item in (*self.uses, *self.tied) if isinstance(item, Module)]
+
+    def parameters(self) -> list[Parameter]:
+        """All parameters that it uses, each once."""
+        return _parameters((*self.uses, *self.tied))
+
+    def tied_parameters(self) -> list[Parameter]:
+        """Those that an earlier piece uses as well."""
+        return _parameters(self.tied)
+
+
+def _parameters(items: Uses) -> list[Parameter]:
+    """All parameters there, each once."""
+    found = (p for item in items for p in (item.parameters() if isinstance(item, Module) else [item]))
+    return list({id(parameter): parameter for parameter in found}.values())

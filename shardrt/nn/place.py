@@ -1,0 +1,150 @@
+"""Place: which ranks of a pipeline have a parameter.
+
+Every rank of a pipeline has the whole tree of modules, with its names. Of what only other ranks' stages use
+it has no values: such a parameter is absent. What two stages use is on the ranks of both, as two copies, and
+belongs to the first.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.runs import Part
+from shardrt.nn.storage import Storage
+
+if TYPE_CHECKING:
+    from shardrt.nn.parameter import Parameter
+
+Array = Any
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """The stages that use something, in ascending order, and the rank of each on the one axis of `mesh`.
+
+    copies: of what two ranks have, these two; None elsewhere, and on other ranks.
+    """
+
+    mesh: DeviceMesh
+    stages: tuple[int, ...]
+    ranks: tuple[int, ...]
+    copies: DeviceMesh | None = None
+
+    @property
+    def here(self) -> bool:
+        """Whether this rank has it."""
+        return self.mesh.rank in self.ranks
+
+    @property
+    def owner(self) -> bool:
+        """Whether it counts, and is saved, on this rank's part of the pipeline: it does on one."""
+        return self.mesh.rank == self.ranks[0]
+
+    @property
+    def tied(self) -> bool:
+        """Whether several stages use it."""
+        return len(self.stages) > 1
+
+    @property
+    def axes(self) -> tuple[int, ...]:
+        """The axes of the root mesh along which ranks have other stages."""
+        return self.mesh.axes
+
+    @property
+    def speaks(self) -> bool:
+        """Whether this rank speaks for all that have the stages that it has."""
+        root = self.mesh.root
+        return not any(place for axis, place in enumerate(root.coordinate) if axis not in self.axes)
+
+    @property
+    def control(self) -> Communicator:
+        """Over the ranks that have the other stages beside this one's, for what hosts tell each other."""
+        return self.mesh.communicator("control")
+
+    @property
+    def everyone(self) -> Communicator:
+        """Over all ranks that train the model."""
+        return self.mesh.root.communicator("control")
+
+    @property
+    def told(self) -> str:
+        """For messages: the stage that has it, and the rank that this one would ask."""
+        return f"on stage {self.stages[0]}, rank {int(self.mesh.ranks[self.ranks[0]])}"
+
+
+def along_pipeline(parameters: "Iterable[Parameter]") -> Communicator | None:
+    """Place.control, of a model with stages; None for other parameters."""
+    return next((p.place.control for p in parameters if p.place is not None), None)
+
+
+def on_first(
+    place: Place | None, values: np.ndarray | None, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray | None:
+    """On rank 0, `values` of the rank that speaks for the owner; None elsewhere.
+
+    Collective over the ranks that speak for their stages. values: a host array, or None on other ranks.
+    """
+    if place is None or not place.speaks:
+        return values if place is None else None
+    owner, rank = place.ranks[0], place.mesh.rank
+    if rank == owner == 0:
+        return values
+    here, wanted = device.current(), np.zeros(1, np.uint8)
+    stream, control = here.current_stream, place.control
+    if 0 in shape:
+        return None if rank else np.empty(shape, dtype)
+    if rank == owner:
+        control.recv(wanted, peer=0, stream=stream)  # else a fast rank's arrays would pile up
+        control.send(np.ascontiguousarray(values).reshape(-1), peer=0, stream=stream)
+        here.wait_here()  # it has been read
+    if rank != 0:
+        return None
+    found = np.empty(shape, dtype)
+    control.send(wanted, peer=owner, stream=stream)
+    control.recv(found.reshape(-1), peer=owner, stream=stream)
+    here.wait_here()
+    return found
+
+
+class Absent(Storage):
+    """In place of the values of a parameter that other ranks have."""
+
+    def __init__(self, parameter: "Parameter") -> None:
+        self._parameter = parameter
+
+    def owner(self, first: bool) -> bool:
+        return False
+
+    @property
+    def shard(self) -> Array:
+        return device.current().empty((0,), self._parameter.dtype)
+
+    @property
+    def gradient(self) -> None:
+        return None
+
+    def range_of(self, parameter: "Parameter") -> tuple[int, int]:
+        return 0, 0
+
+    def part_of(self, parameter: "Parameter") -> Part:
+        return ()
+
+    def full(self, parameter: "Parameter") -> NoReturn:
+        raise RuntimeError(f"parameter {parameter.name!r} is {parameter.place.told}")
+
+    def assign(self, parameter: "Parameter", values: Any) -> NoReturn:
+        self.full(parameter)
+
+    def edge(self, parameter: "Parameter") -> NoReturn:
+        self.full(parameter)
+
+    def gradient_target(self, parameter: "Parameter") -> NoReturn:
+        self.full(parameter)
+
+    def zero_grad(self) -> None:
+        pass

@@ -1,0 +1,308 @@
+"""pipeline_stages: cuts a model into the stages of a pipeline, of which each rank along an axis has some.
+
+Every rank builds the whole model, which allocates nothing, and keeps what its stages use, with its names: so
+initial values, masks of dropout and checkpoints are those of the whole. What it does not have is absent
+(nn/place.py). Ranks of different stages make their units, and gather and reduce them, without each other.
+"""
+
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from shardrt import device, random
+from shardrt.comm import talk
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
+from shardrt.nn.containers import ModuleList
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.pieces import Piece
+from shardrt.nn.place import Place
+from shardrt.nn.share import whole_size
+from shardrt.parallel.around import Deciding
+from shardrt.parallel.axis import batch_part
+from shardrt.parallel.cut import balanced, loop, vee
+from shardrt.parallel.times import piece_times
+
+PLACEMENTS = {"loop": loop, "V": vee}
+
+
+class Stage(Module):
+    """Some pieces of a model, one after the other. It holds their modules, under their names in the model.
+
+    stage(x, batch) is what the pieces make of x, which the stage before gave (None for the first stage).
+    batch: the arguments of the model's forward by name. number=k: this is the model's call k of the step,
+    from 0, as a micro-batch is; then dropout draws what it draws where the model is called as one.
+    fully_shard, wrap and what else is said of a model's units may be said of a stage.
+
+    `number` of `count` stages, `first`, `last`; `pieces`; `blocks`, of the model's ModuleLists.
+    """
+
+    def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
+        super().__init__()
+        object.__setattr__(self, "model", model)  # not below this: it would have all of it
+        self.number, self.count, self.pieces = number, count, list(pieces)
+        self.blocks: list[Module] = []
+        for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
+            self._take(item)
+        for around in model._arounds:
+            self.run_inside(around)
+
+    @property
+    def first(self) -> bool:
+        """Whether the pipeline begins with it."""
+        return self.number == 0
+
+    @property
+    def last(self) -> bool:
+        """Whether the pipeline ends with it."""
+        return self.number == self.count - 1
+
+    @property
+    def label(self) -> str:
+        return f"stage {self.number}"
+
+    @property
+    def batch_block(self) -> random.Block | None:
+        return self.model.batch_block
+
+    def __call__(self, x: Any, batch: Mapping[str, Any], *, number: int | None = None) -> Any:
+        if number is not None:
+            random.begin_call(number)
+        return super().__call__(x, batch)
+
+    def forward(self, x: Any, batch: Mapping[str, Any]) -> Any:
+        for piece in self.pieces:
+            x = piece.run(x, batch)
+        return x
+
+    def __deepcopy__(self, memo: dict) -> "Stage":
+        raise TypeError(f"copy.deepcopy: {self.label} belongs to a model that lies on several ranks")
+
+    def _take(self, item: Module | Parameter) -> None:
+        """Hold it where the model does, below modules that do nothing."""
+        *above, own = item.name.split(".")
+        holder: Module = self
+        for name in above:
+            holder = holder._modules.setdefault(name, Module())
+        if isinstance(item, Parameter):
+            holder._parameters[own] = item
+            return
+        holder._modules[own] = item
+        object.__setattr__(item, "_stage", weakref.ref(self))
+        if isinstance(item.parent, ModuleList):
+            self.blocks.append(item)
+
+
+def pipeline_stages(
+    model: Module,
+    mesh: DeviceMesh,
+    *,
+    stages: int | Sequence[int | str] | None = None,
+    placement: Any = "loop",
+    costs: str | Sequence[float] = "parameters",
+    batch: Mapping[str, Any] | None = None,
+) -> list[Stage]:
+    """Cut `model` into stages along the one axis of `mesh`, a slice such as mesh["pp"]; gives this rank's.
+
+    The model gives its pieces by a method pieces() (nn.Piece); a stage is some neighbours of them. Call it
+    after parallelize_module and add_lora, and before fully_shard, which each rank then calls for its own
+    stages and their blocks, over other axes of the same mesh. The model stays the one that optimizers,
+    clipping, checkpoints and files are given: model.parameters() are all, on every rank. Collective.
+
+    stages: how many, one for each rank if None; or where each but the first begins, names or numbers of
+        pieces: ["blocks.2", "blocks.4"].
+    placement: the rank of each stage: "loop" (0, 1, 0, 1), "V" (0, 1, 1, 0), a list, a mapping from stage to
+        rank, or what has a method rank_of(stage).
+    costs: of each piece, by which the stages are balanced: "parameters", how many it has; numbers; or "time",
+        measured now, on rank 0, with `batch`, a micro-batch: the arguments of the model's forward by name.
+
+    Raises TypeError for what is no Module or DeviceMesh and a model without pieces(); ValueError for more
+    stages than pieces, a stage without pieces, a rank without a stage, costs that do not fit, parameters in no
+    piece, or in two stages though no piece says that they are tied, a mesh of several axes, ranks that have
+    another model, seed or cut; RuntimeError for a model that is sharded, has an optimizer, or stages already.
+    """
+    pieces = _pieces(model, mesh)
+    begins = _begins(model, mesh, pieces, stages, costs, batch)
+    ranks = _ranks(placement, len(begins), mesh.size)
+    used = _used(model, pieces, begins, ranks)
+    root = mesh.root
+    _check_same_on_all_ranks(root.communicator("control"), model, begins, ranks)
+    mesh.communicator("control")
+    root.come_apart(mesh.axes)
+    places = _places(mesh, ranks, used)
+    for parameter in model.parameters():
+        parameter.take_place(places[used[id(parameter)]])
+    own = []
+    for number, (start, stop) in enumerate(zip(begins, [*begins[1:], len(pieces)], strict=True)):
+        for module in (module for piece in pieces[start:stop] for module in piece.modules()):
+            if module._place is None:
+                object.__setattr__(module, "_place", places[number,])
+        if ranks[number] == mesh.rank:
+            own.append(Stage(model, number, len(begins), pieces[start:stop]))
+    object.__setattr__(model, "_stages", tuple(map(weakref.ref, own)))
+    _place_batch(model, mesh)
+    return own
+
+
+def sum_tied(model: Module) -> None:
+    """Add up the gradients of each parameter that two stages use, on the ranks of both.
+
+    Once in a step, after all its backwards and before clipping and the update: from then on the copies have
+    the same bits. Collective over the ranks of these stages that hold the same shard; nothing where no
+    parameter is tied. The sum is that of the first stage plus that of the last. Both stages must shard it
+    alike. Raises RuntimeError for a parameter that is trained and has no gradient.
+    """
+    tied = [p for p in model.parameters() if p.place is not None and p.place.copies is not None]
+    for storage, parameter in {p.storage: p for p in tied if p.requires_grad}.items():
+        storage.refuse_applied("sum_tied")
+        gradient = storage.complete_gradient()
+        if gradient is None:
+            raise RuntimeError(f"sum_tied: {parameter.name!r} has no gradient; run backward of all stages first")
+        here = device.of(gradient) is device.current()
+        communicator = parameter.place.copies.communicator("tied" if here else "control")
+        held = ", ".join(f"{runs.first} to {runs.stop}" for runs in parameter.part[:2])
+        what = f"{parameter.name}, elements {held}"  # ranks compare it: they must hold the same
+        communicator.all_reduce(gradient, op="sum", stream=device.current().current_stream, what=what)
+
+
+def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
+    if not isinstance(model, Module):
+        raise TypeError(f"pipeline_stages: model must be a shardrt.nn.Module, got {type(model).__name__}")
+    if not isinstance(mesh, DeviceMesh):
+        raise TypeError(f"pipeline_stages: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+    if len(mesh.shape) > 1:
+        raise ValueError(f'pipeline_stages: mesh must have one axis, as mesh["pp"]; got {mesh!r}')
+    if model.parent is not None:
+        raise ValueError(f"pipeline_stages: call it on the outermost module, not on {model.name!r} alone")
+    if any(parameter.place is not None for parameter in model.parameters()):
+        raise RuntimeError("pipeline_stages: the model has stages already")
+    give = getattr(type(model), "pieces", None)
+    if give is None:
+        raise TypeError(
+            f"pipeline_stages: {type(model).__name__} has no method pieces(), which gives its nn.Pieces in order"
+        )
+    return list(give(model))
+
+
+def _begins(
+    model: Module,
+    mesh: DeviceMesh,
+    pieces: list[Piece],
+    stages: int | Sequence[int | str] | None,
+    costs: str | Sequence[float],
+    batch: Mapping[str, Any] | None,
+) -> list[int]:
+    """The number of the first piece of each stage."""
+    names = [piece.name for piece in pieces]
+    stages = mesh.size if stages is None else stages
+    if not isinstance(stages, int):
+        return _by_hand(names, stages)
+    if not 1 <= stages <= len(pieces):
+        raise ValueError(f"pipeline_stages: {stages} stages can't be made of {len(pieces)} pieces")
+    if costs == "parameters":
+        costs = [sum(map(whole_size, piece.parameters())) for piece in pieces]
+    elif costs == "time":
+        if batch is None:
+            raise ValueError("pipeline_stages: costs='time' is measured with a micro-batch; give it as batch")
+        costs = talk.from_first(mesh.root.communicator("control"), piece_times(model, batch))
+    elif isinstance(costs, str):
+        raise ValueError(f"pipeline_stages: costs must be 'parameters', 'time' or numbers, got {costs!r}")
+    costs = [float(cost) for cost in costs]
+    if len(costs) != len(pieces):
+        raise ValueError(
+            f"pipeline_stages: there are {len(costs)} costs for {len(pieces)} pieces: {', '.join(names)}"
+        )
+    if not all(0 <= cost < float("inf") for cost in costs):
+        raise ValueError(f"pipeline_stages: costs must be numbers that are not negative, got {costs}")
+    return balanced(costs, stages)
+
+
+def _by_hand(names: list[str], cuts: Sequence[int | str]) -> list[int]:
+    begins = [0]
+    for cut in cuts:
+        if cut not in names and not (isinstance(cut, int) and 0 <= cut < len(names)):
+            raise ValueError(f"pipeline_stages: {cut!r} is none of the {len(names)} pieces {', '.join(names)}")
+        begins.append(names.index(cut) if cut in names else cut)
+        if begins[-1] <= begins[-2]:
+            raise ValueError(
+                f"pipeline_stages: stage {len(begins) - 2} would have no piece: it begins with "
+                f"{names[begins[-2]]!r} and the next with {names[begins[-1]]!r}"
+            )
+    return begins
+
+
+def _ranks(placement: Any, stages: int, size: int) -> list[int]:
+    """The rank of each stage."""
+    if isinstance(placement, str):
+        if placement not in PLACEMENTS:
+            known = ", ".join(map(repr, PLACEMENTS))
+            raise ValueError(f"pipeline_stages: placement {placement!r} is unknown; known are {known}")
+        placement = PLACEMENTS[placement](stages, size)
+    rank_of: Callable[[int], int] = getattr(placement, "rank_of", None) or placement.__getitem__
+    try:
+        ranks = [int(rank_of(stage)) for stage in range(stages)]
+    except LookupError:
+        raise ValueError(f"pipeline_stages: placement must give the rank of each of {stages} stages") from None
+    if wrong := [rank for rank in ranks if not 0 <= rank < size]:
+        raise ValueError(f"pipeline_stages: placement names rank {wrong[0]}, and the axis has {size}")
+    if idle := [rank for rank in range(size) if rank not in ranks]:
+        raise ValueError(f"pipeline_stages: rank {idle[0]} of the axis has none of the {stages} stages")
+    return ranks
+
+
+def _used(
+    model: Module, pieces: list[Piece], begins: list[int], ranks: list[int]
+) -> dict[int, tuple[int, ...]]:
+    """id of a parameter -> the stages that use it, checked."""
+    used: dict[int, tuple[int, ...]] = {}
+    for number, piece in enumerate(pieces):
+        stage = sum(begin <= number for begin in begins) - 1
+        tied = {id(parameter) for parameter in piece.tied_parameters()}
+        for parameter in piece.parameters():
+            before, told = used.get(id(parameter), ()), f"pipeline_stages: parameter {parameter.name!r}"
+            used[id(parameter)] = stages = before if stage in before else (*before, stage)
+            if len(stages) > 1 and id(parameter) not in tied:
+                raise ValueError(
+                    f"{told} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does not "
+                    "name it as tied"
+                )
+            if len(stages) > 2 or (len(stages) > 1 and ranks[stages[0]] == ranks[stage]):
+                on = f"stages {', '.join(map(str, stages))}"
+                raise ValueError(
+                    f"{told} is tied between {on}; it can be between two, on different ranks: untie it, or "
+                    "place or cut the stages otherwise"
+                )
+    for name, parameter in model.named_parameters():
+        if id(parameter) not in used:
+            raise ValueError(f"pipeline_stages: parameter {name!r} is in no piece of {type(model).__name__}")
+    return used
+
+
+def _check_same_on_all_ranks(control: Communicator, model: Module, begins: list[int], ranks: list[int]) -> None:
+    """Raise ValueError for ranks whose stages would be parts of no model."""
+    described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
+    if differing := talk.agree(control, (described, begins, ranks)):
+        raise ValueError(f"pipeline_stages: ranks {differing} have another model, seed or cut than rank 0")
+
+
+def _places(
+    mesh: DeviceMesh, ranks: list[int], used: dict[int, tuple[int, ...]]
+) -> dict[tuple[int, ...], Place]:
+    """For each stage, and those that have something in common, who has it. Collective over `mesh`."""
+    alone = {(stage,): Place(mesh, (stage,), (rank,)) for stage, rank in enumerate(ranks)}
+    tied = {}
+    for stages in sorted({stages for stages in used.values() if len(stages) > 1}):
+        pair = tuple(ranks[stage] for stage in stages)
+        tied[stages] = Place(mesh, stages, pair, mesh.among(pair))
+    return alone | tied
+
+
+def _place_batch(model: Module, mesh: DeviceMesh) -> None:
+    """Let dropout know that ranks of all stages have the same part of the batch."""
+    deciding = model.around(Deciding)
+    if deciding is not None:
+        deciding.axis.apart = mesh.axes
+    else:
+        model.set_batch_block(partial(random.Block, batch_part(mesh.root, mesh.axes)))
