@@ -108,7 +108,7 @@ def _about(piece: Slice, position: int) -> tuple[int, dict[str, str]]:
 
 
 def _agreed(names: dict[int, str], model: Module) -> Communicator | None:
-    """What joins the ranks of a pipeline. Raises ValueError where they have optimizers of other parameters."""
+    """What joins the ranks of a pipeline. Raises ValueError where their optimizers differ in parameters."""
     others = along_pipeline(model.parameters())
     if others is not None and talk.agree(others, list(names.values())):
         raise ValueError(

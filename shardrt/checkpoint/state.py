@@ -52,7 +52,9 @@ def gathered(model: Module) -> Iterator[tuple[Parameter, np.ndarray]]:
     order = [p.name for _, members in _together(model) for p in members if p.counts]
     everyone = talk.from_all(others, order)
     if strange := sorted({name for names in everyone for name in names} - known.keys()):
-        raise ValueError(f"{type(model).__name__} has no {strange[0]!r}; give the model, not one of its stages")
+        raise ValueError(
+            f"{type(model).__name__} has no {strange[0]!r}; give the model, not one of its stages"
+        )
     for parameter, values in _of_stage(model):
         values = on_first(parameter.place, values, values.shape, values.dtype) if parameter.counts else None
         if values is not None:

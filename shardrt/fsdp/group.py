@@ -274,6 +274,7 @@ class ParameterGroup(Storage):
             self.runtime.readers_done(self)
 
     def modified(self, rounded: bool = False) -> None:
+        super().modified(rounded)
         self.rounded_is_new = self.rounded_is_new and rounded
         self.runtime.shards_written(self)
 

@@ -32,7 +32,7 @@ def check_replicas(model: Module, optimizer: Any = None) -> None:
     """Compare what ranks hold copies of: the weights of `model`, and `optimizer`'s state of them. Collective.
 
     Raises ReplicasDiffer on every rank. Where no shard has copies, and there is no pipeline, it does nothing
-    and meets nobody. Else it reads all that this rank holds once, and ranks exchange a few bytes. The copies of
+    and meets nobody. Else it reads all that this rank holds once, and ranks exchange a few bytes. Copies of
     what two stages of a pipeline use are compared as well.
     """
     others = along_pipeline(model.parameters())
@@ -75,8 +75,8 @@ def _unequal_copies(model: Module, states: States) -> str:
             if talk.agree(parameter.place.copies.communicator("control"), hashes):
                 first, last = parameter.place.stages[0], parameter.place.stages[-1]
                 odd = odd or (
-                    f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ between "
-                    f"stages {first} and {last}, which must be equal to the bit"
+                    f"copies of parameter {parameter.name!r}, or of the optimizer's state of it, differ "
+                    f"between stages {first} and {last}, which must be equal to the bit"
                 )
     return odd
 

@@ -26,7 +26,7 @@ class Piece:
 
     name: str
     run: Callable[[Any, Mapping[str, Any]], Any]
-    uses: Uses
+    uses: Uses = ()
     tied: Uses = ()
 
     def modules(self) -> list[Module]:

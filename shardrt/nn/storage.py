@@ -74,6 +74,7 @@ class Storage(ABC):
     owners: list = []  # (weak reference to an optimizer, ids of the parameters that it updates)  # noqa: RUF012
     ignored = False  # fully_shard was told to leave it whole, and reduced by nobody
     exact_norm = False  # norms of the gradient are computed in integers
+    writes = 0  # how often the shard was written
     applied = False  # an update in backward has used the gradient: the optimizer sets it, zero_grad ends it
 
     def owner(self, first: bool) -> bool:
@@ -106,11 +107,12 @@ class Storage(ABC):
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
 
-    def modified(self, rounded: bool = False) -> None:  # noqa: B027 (most storages keep no copy)
+    def modified(self, rounded: bool = False) -> None:
         """The shard has been written, on every rank: by an optimizer or a load. Copies of it are stale.
 
         rounded: the same elements of `rounded`, if there is one, have been written as well.
         """
+        self.writes += 1
 
     def may_write_rounded(self) -> bool:
         """Whether an update may write `rounded`: it is there, and no backward is to come that reads it."""

@@ -1,6 +1,7 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, stage, table, schedules.
+Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, twin, stage,
+table, schedules.
 """
 
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied

@@ -20,7 +20,7 @@ TIME = -2
 
 
 def batch_part(root: DeviceMesh, same: tuple[int, ...]) -> int:
-    """This rank's number along all axes of the root mesh but `same`, along which ranks have the same batch."""
+    """This rank's number along the axes of the root mesh but `same`, whose ranks have the same batch."""
     number = 0
     for axis in range(len(root.shape)):
         if axis not in same:
@@ -34,7 +34,7 @@ class Axis:
     def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
         self.mesh = mesh
         self.sequence = sequence
-        self.apart: tuple[int, ...] = ()  # axes of the root mesh along which ranks have the same batch as well
+        self.apart: tuple[int, ...] = ()  # further axes of the root mesh whose ranks have the same batch
         self._decided: bool | None = None  # whether they are in the call of the model that runs
 
     @property

@@ -24,6 +24,7 @@ from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import batch_part
 from shardrt.parallel.cut import balanced, loop, vee
 from shardrt.parallel.times import piece_times
+from shardrt.parallel.twin import Twin, gradient_of, with_twins
 
 PLACEMENTS = {"loop": loop, "V": vee}
 
@@ -43,6 +44,7 @@ class Stage(Module):
         super().__init__()
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
+        self.twins: list[Twin] = []  # of what an earlier stage of this rank uses as well
         self.blocks: list[Module] = []
         for item in {id(item): item for piece in pieces for item in (*piece.uses, *piece.tied)}.values():
             self._take(item)
@@ -70,6 +72,8 @@ class Stage(Module):
     def __call__(self, x: Any, batch: Mapping[str, Any], *, number: int | None = None) -> Any:
         if number is not None:
             random.begin_call(number)
+        for twin in self.twins:
+            twin.refresh()
         return super().__call__(x, batch)
 
     def forward(self, x: Any, batch: Mapping[str, Any]) -> Any:
@@ -119,14 +123,15 @@ def pipeline_stages(
         measured now, on rank 0, with `batch`, a micro-batch: the arguments of the model's forward by name.
 
     Raises TypeError for what is no Module or DeviceMesh and a model without pieces(); ValueError for more
-    stages than pieces, a stage without pieces, a rank without a stage, costs that do not fit, parameters in no
-    piece, or in two stages though no piece says that they are tied, a mesh of several axes, ranks that have
-    another model, seed or cut; RuntimeError for a model that is sharded, has an optimizer, or stages already.
+    stages than pieces, a stage without pieces, a rank without a stage, costs that do not fit, a parameter
+    that is in no piece, or in two stages though no piece says that it is tied, a mesh of several axes, ranks
+    that have another model, seed or cut; RuntimeError for a model that is sharded, has an optimizer, or
+    stages already.
     """
     pieces = _pieces(model, mesh)
     begins = _begins(model, mesh, pieces, stages, costs, batch)
     ranks = _ranks(placement, len(begins), mesh.size)
-    used = _used(model, pieces, begins, ranks)
+    used = _used(model, pieces, begins)
     root = mesh.root
     _check_same_on_all_ranks(root.communicator("control"), model, begins, ranks)
     mesh.communicator("control")
@@ -140,7 +145,10 @@ def pipeline_stages(
             if module._place is None:
                 object.__setattr__(module, "_place", places[number,])
         if ranks[number] == mesh.rank:
-            own.append(Stage(model, number, len(begins), pieces[start:stop]))
+            again = _again(pieces[start:stop], number, ranks)
+            seen = with_twins(model, again).pieces() if again else pieces
+            own.append(Stage(model, number, len(begins), seen[start:stop]))
+            own[-1].twins = again
     object.__setattr__(model, "_stages", tuple(map(weakref.ref, own)))
     _place_batch(model, mesh)
     return own
@@ -154,12 +162,11 @@ def sum_tied(model: Module) -> None:
     parameter is tied. The sum is that of the first stage plus that of the last. Both stages must shard it
     alike. Raises RuntimeError for a parameter that is trained and has no gradient.
     """
+    for twin in (twin for stage in model.stages for twin in stage.twins if twin.own.requires_grad):
+        twin.add_gradient()
     tied = [p for p in model.parameters() if p.place is not None and p.place.copies is not None]
-    for storage, parameter in {p.storage: p for p in tied if p.requires_grad}.items():
-        storage.refuse_applied("sum_tied")
-        gradient = storage.complete_gradient()
-        if gradient is None:
-            raise RuntimeError(f"sum_tied: {parameter.name!r} has no gradient; run backward of all stages first")
+    for parameter in {p.storage: p for p in tied if p.requires_grad}.values():
+        gradient = gradient_of(parameter)
         here = device.of(gradient) is device.current()
         communicator = parameter.place.copies.communicator("tied" if here else "control")
         held = ", ".join(f"{runs.first} to {runs.stop}" for runs in parameter.part[:2])
@@ -181,7 +188,7 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
     give = getattr(type(model), "pieces", None)
     if give is None:
         raise TypeError(
-            f"pipeline_stages: {type(model).__name__} has no method pieces(), which gives its nn.Pieces in order"
+            f"pipeline_stages: {type(model).__name__} has no method pieces(), which gives its nn.Pieces"
         )
     return list(give(model))
 
@@ -223,7 +230,9 @@ def _by_hand(names: list[str], cuts: Sequence[int | str]) -> list[int]:
     begins = [0]
     for cut in cuts:
         if cut not in names and not (isinstance(cut, int) and 0 <= cut < len(names)):
-            raise ValueError(f"pipeline_stages: {cut!r} is none of the {len(names)} pieces {', '.join(names)}")
+            raise ValueError(
+                f"pipeline_stages: {cut!r} is none of the {len(names)} pieces {', '.join(names)}"
+            )
         begins.append(names.index(cut) if cut in names else cut)
         if begins[-1] <= begins[-2]:
             raise ValueError(
@@ -244,7 +253,9 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
     try:
         ranks = [int(rank_of(stage)) for stage in range(stages)]
     except LookupError:
-        raise ValueError(f"pipeline_stages: placement must give the rank of each of {stages} stages") from None
+        raise ValueError(
+            f"pipeline_stages: placement must give the rank of each of {stages} stages"
+        ) from None
     if wrong := [rank for rank in ranks if not 0 <= rank < size]:
         raise ValueError(f"pipeline_stages: placement names rank {wrong[0]}, and the axis has {size}")
     if idle := [rank for rank in range(size) if rank not in ranks]:
@@ -252,9 +263,7 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
     return ranks
 
 
-def _used(
-    model: Module, pieces: list[Piece], begins: list[int], ranks: list[int]
-) -> dict[int, tuple[int, ...]]:
+def _used(model: Module, pieces: list[Piece], begins: list[int]) -> dict[int, tuple[int, ...]]:
     """id of a parameter -> the stages that use it, checked."""
     used: dict[int, tuple[int, ...]] = {}
     for number, piece in enumerate(pieces):
@@ -268,19 +277,18 @@ def _used(
                     f"{told} is used on stages {before[-1]} and {stage}, and piece {piece.name!r} does not "
                     "name it as tied"
                 )
-            if len(stages) > 2 or (len(stages) > 1 and ranks[stages[0]] == ranks[stage]):
-                on = f"stages {', '.join(map(str, stages))}"
-                raise ValueError(
-                    f"{told} is tied between {on}; it can be between two, on different ranks: untie it, or "
-                    "place or cut the stages otherwise"
-                )
+            if len(stages) > 2:
+                on = ", ".join(map(str, stages))
+                raise ValueError(f"{told} is tied between stages {on}; it can be between two")
     for name, parameter in model.named_parameters():
         if id(parameter) not in used:
             raise ValueError(f"pipeline_stages: parameter {name!r} is in no piece of {type(model).__name__}")
     return used
 
 
-def _check_same_on_all_ranks(control: Communicator, model: Module, begins: list[int], ranks: list[int]) -> None:
+def _check_same_on_all_ranks(
+    control: Communicator, model: Module, begins: list[int], ranks: list[int]
+) -> None:
     """Raise ValueError for ranks whose stages would be parts of no model."""
     described = [(p.name, p.whole_shape, p.seed, p.requires_grad) for p in model.parameters()]
     if differing := talk.agree(control, (described, begins, ranks)):
@@ -295,8 +303,14 @@ def _places(
     tied = {}
     for stages in sorted({stages for stages in used.values() if len(stages) > 1}):
         pair = tuple(ranks[stage] for stage in stages)
-        tied[stages] = Place(mesh, stages, pair, mesh.among(pair))
+        tied[stages] = Place(mesh, stages, pair, mesh.among(pair) if len({*pair}) > 1 else None)
     return alone | tied
+
+
+def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[Twin]:
+    """Twins for what an earlier stage on the same rank as stage `number`, of these pieces, uses as well."""
+    tied = {id(p): p for piece in pieces for p in piece.tied_parameters()}.values()
+    return [Twin(p) for p in tied if p.place.stages[0] < number and p.place.ranks[0] == ranks[number]]
 
 
 def _place_batch(model: Module, mesh: DeviceMesh) -> None:

@@ -1,4 +1,4 @@
-"""Twelve meshes of 1 to 8 ranks, and models that are cut and sharded on any of them.
+"""Twelve meshes of 1 to 8 ranks, four with stages beside, and models that are spread over any of them.
 
 mpirun -n N python -m tests.parallel.meshes NET MESH STEPS FILE trains; rank 0 writes what it has to FILE.npz.
 """
@@ -18,7 +18,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard
 from shardrt.nn.runs import put
-from shardrt.parallel import parallelize_module
+from shardrt.parallel import parallelize_module, pipeline_stages
 
 BATCH, TIME, VOCAB = 12, 8, 13
 
@@ -32,15 +32,16 @@ class Mesh:
     tp: int = 1
     sequence: bool = False
     strategy: str | None = None
+    pp: int = 1
 
     @property
     def ranks(self) -> int:
-        return self.copies * self.shards * self.tp
+        return self.pp * self.copies * self.shards * self.tp
 
     @property
     def sizes(self) -> dict[str, int]:
         """By name, without axes of one rank."""
-        axes = {"dp_replicate": self.copies, "dp_shard": self.shards, "tp": self.tp}
+        axes = {"pp": self.pp, "dp_replicate": self.copies, "dp_shard": self.shards, "tp": self.tp}
         return {name: size for name, size in axes.items() if size > 1} or {"dp_shard": 1}
 
 
@@ -57,6 +58,12 @@ MESHES = {
     "dp 2, tp 4": Mesh(shards=2, tp=4),
     "copies 2, tp 2": Mesh(copies=2, tp=2, sequence=True, strategy="NO_SHARD"),
     "dp 3, tp 2": Mesh(shards=3, tp=2, strategy="SHARD_GRAD_OP"),
+}
+STAGED = {
+    "pp 2": Mesh(pp=2),
+    "pp 4, dp 2": Mesh(pp=4, shards=2),
+    "pp 2, tp 2": Mesh(pp=2, tp=2, sequence=True),
+    "pp 2, copies 2, dp 2": Mesh(pp=2, copies=2, shards=2),
 }
 
 
@@ -84,15 +91,21 @@ NETS = {"gpt": gpt, "llama": llama}
 
 
 def spread(model: nn.Module, on: Mesh):
-    """Cut and shard a new model; gives the mesh, and the part of it that has the data, or None."""
+    """Cut and shard a new model; gives the mesh, and the part of it that has the data, or None.
+
+    model.own: this rank's stages, where there are any.
+    """
     sizes = on.sizes
     mesh = init_device_mesh("cpu", tuple(sizes.values()), mesh_dim_names=tuple(sizes))
     if on.tp > 1:
         parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=on.sequence))
-    names = tuple(name for name in sizes if name != "tp")
+    wholes = [model]
+    if on.pp > 1:
+        wholes = model.own = pipeline_stages(model, mesh["pp"])
+    names = tuple(name for name in sizes if name not in ("pp", "tp"))
     data = mesh[names] if names else None
     if data is not None:
-        for module in (*model.blocks, model):
+        for module in (module for whole in wholes for module in (*whole.blocks, whole)):
             fully_shard(module, mesh=data, strategy=on.strategy)
     return mesh, data
 

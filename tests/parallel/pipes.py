@@ -17,8 +17,11 @@ def sharded(stages, data, **how):
     return stages
 
 
-def run(stages, pipe, batches, rank_of=None):
-    """Forward and backward of micro-batches: their losses where the last stage is, else []."""
+def run(stages, pipe, batches, rank_of=None, loss=lambda y: y):
+    """Forward and backward of micro-batches: their losses where the last stage is, else [].
+
+    rank_of: of each stage; in a loop if None. loss: of what the last stage gives.
+    """
     own = {stage.number: stage for stage in stages}
     count = stages[0].count
     rank_of = rank_of or [number % pipe.size for number in range(count)]
@@ -29,14 +32,16 @@ def run(stages, pipe, batches, rank_of=None):
             x = moved(pipe, rank_of[at - 1], rank_of[at], x) if at else None
             if at in own:
                 entered = Tensor(x, requires_grad=True) if at else None
-                kept[at] = entered, own[at](entered, batch, number=number)
-                x = kept[at][1].data
+                y = own[at](entered, batch, number=number)
+                kept[at] = entered, y if at < count - 1 else loss(y)
+                x = y.data
         losses += [kept[count - 1][1].item()] if count - 1 in own else []
         dy = None
         for at in reversed(range(count)):
             if at in own:
                 entered, y = kept.pop(at)
-                y.backward(dy)
+                if y.requires_grad:
+                    y.backward(dy)
                 dy = entered.grad if at else None
             dy = moved(pipe, rank_of[at], rank_of[at - 1], dy) if at else None
     return losses

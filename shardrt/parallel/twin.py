@@ -1,0 +1,99 @@
+"""Twins: what two stages on one rank use, as two parameters: one for each, so that gradients add up for each.
+
+The twin is what the later stage uses. It has a gradient of its own and, where stages are sharded, a shard of
+its own, which is copied from the owner's when that was written. Nobody else knows it: optimizers, norms and
+checkpoints have the owner.
+"""
+
+from collections.abc import Collection
+from typing import Any
+
+from shardrt import device
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import Part
+from shardrt.nn.storage import LocalStorage
+
+Array = Any
+
+
+class Alias(LocalStorage):
+    """The values of another parameter that is not sharded, with a gradient of its own."""
+
+    def __init__(self, parameter: Parameter, of: LocalStorage) -> None:
+        super().__init__(parameter)
+        self._of = of
+
+    @property
+    def materialised(self) -> bool:
+        return self._of.materialised
+
+    def array(self) -> Array:
+        return self._of.array()
+
+    def give(self, part: Part, out: Array) -> None:
+        self._of.give(part, out)
+
+
+class Twin:
+    """A parameter `own`, and its twin `parameter`."""
+
+    def __init__(self, own: Parameter) -> None:
+        self.own = own
+        self.parameter = Parameter(own.shape, own.init, requires_grad=own.requires_grad, dtype=own.dtype)
+        self.parameter.seed, self.parameter.place, self.parameter.share = own.seed, own.place, own.share
+        self.parameter.storage = Alias(self.parameter, own.storage)
+        self._writes = 0  # to the owner's shard, that the twin's knows of
+
+    def refresh(self) -> None:
+        """Have the twin's values those of its owner. Collective over the ranks of the stages.
+
+        Raises ValueError where they are not sharded alike.
+        """
+        own, twin = self.own, self.parameter
+        twin.requires_grad = own.requires_grad
+        plain = [isinstance(each.storage, LocalStorage) for each in (own, twin)]
+        if all(plain):
+            return
+        if any(plain) or own.part != twin.part:
+            first, last = own.place.stages
+            raise ValueError(f"parameter {own.name!r} must be sharded alike on stages {first} and {last}")
+        if own.storage.writes != self._writes:
+            self._writes = own.storage.writes
+            with twin.writing() as shard:
+                device.of(shard).copy(shard, own.shard)
+
+    def add_gradient(self) -> None:
+        """Add what the twin has to the owner's gradient, and forget it. RuntimeError if one has none."""
+        gradient, more = gradient_of(self.own), gradient_of(self.parameter)
+        gradient += more
+        self.parameter.storage.zero_grad()
+
+
+def with_twins(module: Module, twins: Collection[Twin]) -> Module:
+    """`module` with twins in the place of their owners; what has none in it is the same.
+
+    Another object, that nobody is the parent of, with the same name.
+    """
+    by_owner = {id(twin.own): twin.parameter for twin in twins}
+    parameters = {name: by_owner.get(id(p), p) for name, p in module._parameters.items()}
+    modules = {name: with_twins(child, twins) for name, child in module._modules.items()}
+    before = {**module._parameters, **module._modules}
+    if all(before[name] is held for name, held in (parameters | modules).items()):
+        return module
+    other = object.__new__(type(module))
+    other.__dict__.update(module.__dict__, _parameters=parameters, _modules=modules, **parameters, **modules)
+    other.__dict__["_arounds"] = list(module._arounds)
+    for name, parameter in parameters.items():
+        if parameter is not before[name]:
+            parameter.belongs_to(other, name)
+    return other
+
+
+def gradient_of(tied: Parameter) -> Array:
+    """That of all micro-batches of a step, to be added to another. RuntimeError where there is none."""
+    tied.storage.refuse_applied("sum_tied")
+    gradient = tied.storage.complete_gradient()
+    if gradient is None:
+        raise RuntimeError(f"sum_tied: {tied.name!r} has no gradient; run backward of all stages first")
+    return gradient
