@@ -150,8 +150,22 @@ def pipeline_stages(
             own.append(Stage(model, number, len(begins), seen[start:stop]))
             own[-1].twins = again
     object.__setattr__(model, "_stages", tuple(map(weakref.ref, own)))
+    if len(begins) > 1:
+        model.run_inside(_Refusing())
     _place_batch(model, mesh)
     return own
+
+
+class _Refusing:
+    """Around the forward of a model that has stages."""
+
+    order, every_entry = 4, False
+
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError(
+            f"{type(module).__name__} has stages, of which this rank runs "
+            f"{', '.join(str(stage.number) for stage in module.stages)}: call these, one after the other"
+        )
 
 
 def sum_tied(model: Module) -> None:
