@@ -133,7 +133,7 @@ def _add_optimizer(
     """What the optimizer keeps for the units, and the slots through which it updates what is on the host."""
     slot = 0
     for group, layout in layouts.items():
-        if group.trainable:
+        if group.trainable and group.parameters[0].updated:
             itemsize = group.parameters[0].dtype.itemsize
             on_host = group.placement.optimizer_state
             _add(host if on_host else device, "optimizer state", int(states * layout.shard_size * itemsize))

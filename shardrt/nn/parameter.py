@@ -195,6 +195,11 @@ class Parameter(Tensor):
         return self.place is None or self.place.owner
 
     @property
+    def updated(self) -> bool:
+        """Whether optimizers on this rank update it: not if it is absent, or a twin."""
+        return self.place is None or (self.place.here and not self.place.twin)
+
+    @property
     def shard(self) -> Array:
         """What this rank holds of it: a 1-D view (possibly empty) of its storage, to be read."""
         start, stop = self.storage.range_of(self)

@@ -27,13 +27,15 @@ Array = Any
 class Place:
     """The stages that use something, in ascending order, and the rank of each on the one axis of `mesh`.
 
-    copies: of what two ranks have, these two; None elsewhere, and on other ranks.
+    copies: of what two ranks have, these two; None elsewhere, and on other ranks. twin: it is what the later
+    of two stages on one rank uses (parallel/twin.py).
     """
 
     mesh: DeviceMesh
     stages: tuple[int, ...]
     ranks: tuple[int, ...]
     copies: DeviceMesh | None = None
+    twin: bool = False
 
     @property
     def here(self) -> bool:
@@ -43,7 +45,7 @@ class Place:
     @property
     def owner(self) -> bool:
         """Whether it counts, and is saved, on this rank's part of the pipeline: it does on one."""
-        return self.mesh.rank == self.ranks[0]
+        return self.mesh.rank == self.ranks[0] and not self.twin
 
     @property
     def tied(self) -> bool:

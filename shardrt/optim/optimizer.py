@@ -166,7 +166,7 @@ class Optimizer:
         groups = [self.checked(group) for group in given]
         members = members_of([*self.param_groups, *groups])
         # What ranks of other stages have, they update.
-        new = [m for m in members if m[1] >= len(self.param_groups) and not m[0].absent]
+        new = [m for m in members if m[1] >= len(self.param_groups) and m[0].updated]
         self._take_in([member for member in new if member[0].requires_grad])
         self._waiting += [member for member in new if not member[0].requires_grad]
         self.param_groups += groups

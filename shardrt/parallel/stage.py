@@ -263,10 +263,10 @@ def _ranks(placement: Any, stages: int, size: int) -> list[int]:
             known = ", ".join(map(repr, PLACEMENTS))
             raise ValueError(f"pipeline_stages: placement {placement!r} is unknown; known are {known}")
         placement = PLACEMENTS[placement](stages, size)
-    rank_of: Callable[[int], int] = getattr(placement, "rank_of", None) or placement.__getitem__
+    rank_of = getattr(placement, "rank_of", None) or getattr(placement, "__getitem__", None)
     try:
         ranks = [int(rank_of(stage)) for stage in range(stages)]
-    except LookupError:
+    except (LookupError, TypeError):
         raise ValueError(
             f"pipeline_stages: placement must give the rank of each of {stages} stages"
         ) from None

@@ -6,6 +6,7 @@ checkpoints have the owner.
 """
 
 from collections.abc import Collection
+from dataclasses import replace
 from typing import Any
 
 from shardrt import device
@@ -41,7 +42,8 @@ class Twin:
     def __init__(self, own: Parameter) -> None:
         self.own = own
         self.parameter = Parameter(own.shape, own.init, requires_grad=own.requires_grad, dtype=own.dtype)
-        self.parameter.seed, self.parameter.place, self.parameter.share = own.seed, own.place, own.share
+        self.parameter.seed, self.parameter.share = own.seed, own.share
+        self.parameter.place = replace(own.place, twin=True)
         self.parameter.storage = Alias(self.parameter, own.storage)
         self._writes = 0  # to the owner's shard, that the twin's knows of
 

@@ -18,6 +18,7 @@ from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import (
+    CPUOffloadPolicy,
     ReplicasDiffer,
     check_replicas,
     explain,
@@ -25,7 +26,9 @@ from shardrt.fsdp import (
     memory_plan,
     set_world_invariant,
     units,
+    wrap,
 )
+from shardrt.fsdp.wrap import by_class
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
 from shardrt.parallel.cut import balanced
@@ -98,7 +101,7 @@ def close(found, expected, rtol=1e-6):
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def trained(make, pp=1, copies=1, shards=1, tp=1, steps=2, rank_of=None, **how):
+def trained(make, pp=1, copies=1, shards=1, tp=1, steps=2, rank_of=None, sharding=None, invariant=0, **how):
     """(losses of the steps, norms, weights) of this rank; without a pipeline where pp is 0."""
     mesh = init_device_mesh("cpu", (max(pp, 1), copies, shards, tp), mesh_dim_names=NAMES)
     shardrt.manual_seed(3)
@@ -107,16 +110,18 @@ def trained(make, pp=1, copies=1, shards=1, tp=1, steps=2, rank_of=None, **how):
         parallelize_module(model, mesh["tp"], plan_of(model))
     data = mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
     if pp:
-        stages = pipes.sharded(pipeline_stages(model, mesh["pp"], **how), data)
+        stages = pipes.sharded(pipeline_stages(model, mesh["pp"], **how), data, **(sharding or {}))
     else:
         for module in (*model.blocks, model):
             fully_shard(module, mesh=data)
+    if invariant:
+        set_world_invariant(model, invariant)
     begun = full_state_dict(model)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses, norms = [], []
     for step in range(steps):
         shardrt.manual_seed(3, step)
-        batches = text(copies * shards, data.rank, step)
+        batches = text(data.size, data.rank, step, invariant // data.size or 2)
         if pp:
             losses += pipes.run(stages, mesh["pp"], batches, rank_of)
             sum_tied(model)
@@ -161,19 +166,37 @@ def test_a_rank_may_have_several_stages_in_any_order():
         same(found[0][3], expected[3])
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-def test_tied_weights_learn_on_two_stages_what_they_learn_on_one(tp):
-    """And on both of them the same, to the bit, wherever else the model is cut."""
-    expected = run_ranks(tp, trained, gpt, 0, tp=tp)[0]
-    two = run_ranks(2 * tp, trained, gpt, 2, tp=tp)
-    three = run_ranks(3 * tp, trained, gpt, 3, tp=tp)
-    there_and_back = {"stages": 4, "placement": "V", "rank_of": [0, 1, 1, 0]}
-    vee = run_ranks(2 * tp, trained, gpt, 2, tp=tp, **there_and_back)
+BESIDE = {"alone": {}, "tp 2": {"tp": 2}, "dp 2": {"shards": 2}}
+
+
+@pytest.mark.parametrize("axes", BESIDE)
+def test_tied_weights_learn_on_two_stages_what_they_learn_on_one(axes):
+    """And on both of them the same, to the bit, however it is placed, and if both are on one rank."""
+    sizes = BESIDE[axes]
+    ranks = max([1, *sizes.values()])
+    expected = run_ranks(ranks, trained, gpt, 0, **sizes)[0]
+    two = run_ranks(2 * ranks, trained, gpt, 2, **sizes)
     same(two[0][2], expected[2])
     close(two[0][3], expected[3])
-    assert two[0][1] == three[0][1] == vee[0][1] == pytest.approx(expected[1], rel=1e-6)
-    same(three[0][3], two[0][3])
-    same(vee[0][3], two[0][3])
+    assert two[0][1] == pytest.approx(expected[1], rel=1e-6)
+    offloaded = {"offload_policy": CPUOffloadPolicy()}
+    for pp, rank_of, sharding in (
+        (3, [0, 1, 2], {}),
+        (2, [0, 1, 1, 0], {}),
+        (2, [0, 1, 1, 0], offloaded),
+        (1, [0, 0], {}),
+    ):
+        how = {"stages": len(rank_of), "placement": rank_of, "rank_of": rank_of, "sharding": sharding}
+        found = run_ranks(pp * ranks, trained, gpt, pp, **sizes, **how)
+        assert found[0][1] == two[0][1]
+        same(found[0][3], two[0][3])
+
+
+def test_with_exact_sums_stages_have_the_bits_of_one_rank():
+    expected = run_ranks(1, trained, llama, 0, invariant=4)[0]
+    found = run_ranks(4, trained, llama, 2, shards=2, invariant=4)
+    assert [rank[1] for rank in found] == [expected[1]] * 4
+    same(found[0][3], expected[3])
 
 
 def own_of(model, mesh, **how):
@@ -200,6 +223,7 @@ def test_what_other_ranks_have_is_absent_and_says_where_it_is():
         absent = [p for p in model.parameters() if p.absent]
         here = [p for stage in stages for p in stage.parameters()]
         assert {id(p) for p in (*absent, *here)} == {id(p) for p in model.parameters()}
+        assert all(p.name == name for stage in stages for name, p in stage.named_parameters())
         assert all(p.shard.size == 0 and p.grad is None and p.part == () for p in absent)
         optimizer = optim.AdamW(model.parameters())
         assert sum(state.size for piece in optimizer.slices for state in piece.state.values()) < 3 * sum(
@@ -359,6 +383,19 @@ def test_ranks_of_other_stages_need_not_come_when_units_are_made():
         return [unit.schedule.mesh.size for unit in made]
 
     assert run_ranks(8, body) == [[4, 4, 4]] * 8
+
+
+def test_units_of_a_stage_can_be_picked():
+    def body():
+        shardrt.manual_seed(3)
+        model, mesh = llama(), mesh_of(2)
+        (stage,) = pipeline_stages(model, mesh["pp"])
+        wrap(stage, by_class(type(model.blocks[0])), mesh=mesh["dp_shard"])
+        return [unit.label for unit in units(stage)], [unit.label for unit in units(model)]
+
+    first, last = run_ranks(2, body)
+    assert first == (["stage 0", "blocks.0", "blocks.1"],) * 2
+    assert last == (["stage 1", "blocks.2", "blocks.3"],) * 2
 
 
 def brute(costs, parts):
