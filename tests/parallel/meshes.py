@@ -18,7 +18,8 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard
 from shardrt.nn.runs import put
-from shardrt.parallel import parallelize_module, pipeline_stages
+from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
+from tests.parallel import pipes
 
 BATCH, TIME, VOCAB = 12, 8, 13
 
@@ -127,12 +128,25 @@ def whole_gradients(model):
     found = {}
     for name, parameter in model.named_parameters():
         whole = np.zeros(parameter.whole_shape, parameter.dtype)
-        put(parameter.part, whole, parameter.grad.reshape(-1))
-        communicator = parameter.storage.communicator
-        if communicator is not None:
+        communicators = [] if parameter.place is None else [parameter.place.control]
+        if parameter.counts:
+            put(parameter.part, whole, parameter.grad.reshape(-1))
+            communicators.append(parameter.storage.communicator)
+        for communicator in filter(None, communicators):
             communicator.all_reduce(whole.reshape(-1), stream=device.current().current_stream)
         found[name] = whole
     return found
+
+
+def learn(model, mesh, tokens, targets):
+    """Forward and backward; the loss, on ranks of the last stage, and 0 on others."""
+    if "pp" not in mesh.mesh_dim_names:
+        loss = model(tokens, targets)
+        loss.backward()
+        return loss.item()
+    losses = pipes.run(model.own, mesh["pp"], [{"tokens": tokens, "targets": targets}])
+    sum_tied(model)
+    return sum(losses)
 
 
 def adamw(model):
@@ -147,9 +161,7 @@ def train(net, on: Mesh, steps):
     optimizer, losses = adamw(model), []
     for step in range(steps):
         tokens, targets = batch(step)
-        loss = model(own(tokens, data), own(targets, data))
-        loss.backward()
-        losses.append(loss.item())
+        losses.append(learn(model, mesh, own(tokens, data), own(targets, data)))
         gradients = whole_gradients(model)
         optimizer.step()
         optimizer.zero_grad()
@@ -162,5 +174,5 @@ def train(net, on: Mesh, steps):
 
 if __name__ == "__main__":
     net, name, steps, path = sys.argv[1:]
-    if found := train(net, MESHES[name], int(steps)):
+    if found := train(net, (MESHES | STAGED)[name], int(steps)):
         np.savez(path, **found)

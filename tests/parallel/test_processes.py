@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from tests.parallel.meshes import MESHES, train
+from tests.parallel.meshes import MESHES, STAGED, train
 from tests.ranks import mpirun, run_ranks
 
 NAME, STEPS = "copies 2, dp 2, tp 2", 10
@@ -26,3 +26,16 @@ def test_eight_processes_have_the_bits_of_eight_threads_and_train_as_one_rank(tm
         if name != "losses" and not name.endswith("qkv.bias"):
             off = np.linalg.norm(threads[name] - values)
             assert off < 1e-5 * np.linalg.norm(values), name
+
+
+@pytest.mark.mpi
+def test_stages_on_eight_processes_have_the_bits_of_eight_threads(tmp_path):
+    name = "pp 2, copies 2, dp 2"
+    done = mpirun(8, ["-m", "tests.parallel.meshes", "gpt", name, str(STEPS), str(tmp_path / "processes")])
+    assert done.returncode == 0, done.stderr
+    processes = dict(np.load(tmp_path / "processes.npz"))
+    threads, *_ = run_ranks(8, train, "gpt", STAGED[name], STEPS)
+    assert processes.keys() == threads.keys()
+    for key, values in threads.items():
+        np.testing.assert_array_equal(processes[key], values, err_msg=key)
+    assert (threads["losses"][:4] == 0).all() and (threads["losses"][4:] > 0).all()

@@ -15,9 +15,7 @@ from shardrt.checkpoint import (
 from shardrt.checkpoint.pieces import counted
 from shardrt.nn.runs import take
 from shardrt.nn.utils import clip_grad_norm_on_device_, grad_norm
-from shardrt.parallel import sum_tied
-from tests.parallel import pipes
-from tests.parallel.meshes import MESHES, NETS, STAGED, Mesh, adamw, batch, own, spread
+from tests.parallel.meshes import MESHES, NETS, STAGED, Mesh, adamw, batch, learn, own, spread
 from tests.parallel.test_meshes import NORMS, assert_equal, canonical, give_gradients, held, second_life
 from tests.ranks import run_ranks
 
@@ -33,11 +31,7 @@ def first_life(net, on, folder):
     optimizer = adamw(model)
     begun = full_state_dict(model)
     tokens, targets = (own(rows, data) for rows in batch())
-    if on.pp > 1:
-        pipes.run(model.own, mesh["pp"], [{"tokens": tokens, "targets": targets}])
-        sum_tied(model)
-    else:
-        model(tokens, targets).backward()
+    learn(model, mesh, tokens, targets)
     give_gradients(model)
     norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
     norms.append(clip_grad_norm_on_device_(model.parameters(), np.inf).item())
