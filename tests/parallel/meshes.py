@@ -128,10 +128,11 @@ def whole_gradients(model):
     found = {}
     for name, parameter in model.named_parameters():
         whole = np.zeros(parameter.whole_shape, parameter.dtype)
-        communicators = [] if parameter.place is None else [parameter.place.control]
+        communicators = []
         if parameter.counts:
             put(parameter.part, whole, parameter.grad.reshape(-1))
             communicators.append(parameter.storage.communicator)
+        communicators += [] if parameter.place is None else [parameter.place.control]
         for communicator in filter(None, communicators):
             communicator.all_reduce(whole.reshape(-1), stream=device.current().current_stream)
         found[name] = whole
