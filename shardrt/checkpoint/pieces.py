@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.nn.module import Module, speaks_for_all
+from shardrt.nn.module import Module, place_of, speaks_for_all
 from shardrt.nn.place import Place
 from shardrt.nn.runs import Part, run
 from shardrt.optim.optimizer import Optimizer
@@ -91,7 +91,7 @@ def placed_buffers(model: Module) -> Iterator[tuple[str, Array, Place | None]]:
     """(name, array, which stages of a pipeline have it) of the buffers of a model."""
     for path, module in model.named_modules():
         for name, array in module._buffers.items():
-            yield (f"{path}.{name}" if path else name), array, module.place
+            yield (f"{path}.{name}" if path else name), array, place_of(module)
 
 
 def counted(model: Module, optimizer: Optimizer) -> dict[str, tuple[Slice, int]]:

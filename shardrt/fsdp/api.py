@@ -16,7 +16,7 @@ from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Settings
 from shardrt.fsdp.setup import build, unit_of
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import CUT, PARTIAL
 from shardrt.nn.storage import HostPlacement, LocalStorage
@@ -123,7 +123,7 @@ def _check_axes(mesh: DeviceMesh) -> None:
 def _check_here(modules: list[Module]) -> None:
     """Raise ValueError for modules that no stage of this rank calls."""
     for each in modules:
-        if each.stages:
+        if stages_of(each):
             raise ValueError("fully_shard: the model has stages; call it on each of them instead")
         absent = next((parameter for parameter in each.parameters() if parameter.absent), None)
         if absent is not None:

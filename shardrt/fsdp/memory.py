@@ -11,7 +11,7 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.rehearsal import rehearse
 from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, process_groups_of, units_for
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
 from shardrt.optim.offload import SLOTS, slot_bytes
 
@@ -102,8 +102,8 @@ def _whole(call: str, model: Module) -> list[Unit]:
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
     apart = [unit for unit in found if unit not in units]
-    if apart and len(model.stages) > 1:
-        raise ValueError(f"{call}: this rank has {len(model.stages)} stages; give it one of them")
+    if apart and len(stages_of(model)) > 1:
+        raise ValueError(f"{call}: this rank has {len(stages_of(model))} stages; give it one of them")
     if apart:
         raise ValueError(
             f"{call}: unit {apart[0].label} is not inside {units[0].label}; call fully_shard on the module "

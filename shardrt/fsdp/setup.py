@@ -24,7 +24,7 @@ from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, caller_of, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.storage import LocalStorage, Rounded
 from shardrt.recompute import Recomputation
@@ -38,7 +38,7 @@ def unit_of(module: Module) -> Unit | None:
 
 def units_below(*modules: Module) -> list[Unit]:
     """The units of `modules` and below, and of stages, outer ones first, each once."""
-    found = (unit_of(below) for module in modules for below in (*module.stages, *module.modules()))
+    found = (unit_of(below) for module in modules for below in (*stages_of(module), *module.modules()))
     return list(dict.fromkeys(unit for unit in found if unit is not None))
 
 
@@ -89,7 +89,7 @@ def arranged(unit: Unit) -> list[Unit]:
     module = unit.modules[0]
     while module is not None:
         unit = unit_of(module) or unit
-        module = module.caller
+        module = caller_of(module)
     units = units_below(*unit.modules)
     _check(units)
     _arrange(units)

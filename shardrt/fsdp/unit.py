@@ -12,7 +12,7 @@ from typing import Any
 from shardrt.autograd import Function
 from shardrt.fsdp.group import GroupKey, ParameterGroup
 from shardrt.fsdp.policy import Choices, Settings
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, label_of
 from shardrt.nn.parameter import Parameter
 
 
@@ -110,7 +110,7 @@ class Unit:
     @property
     def label(self) -> str:
         """The unit's name for messages: the path of its modules, "(root)" for the outermost."""
-        return " + ".join(module.label for module in self.modules)
+        return " + ".join(map(label_of, self.modules))
 
     def move(self, state: State) -> None:
         """Change the state. Raises RuntimeError for a change that the schedule must never make."""

@@ -54,9 +54,10 @@ class Module:
         state["_attribute"] = ""
         state["training"] = True
         state["_block"] = None
-        state["_stages"] = ()  # weak references: what this rank runs in its place, of a pipeline
-        state["_stage"] = None  # a weak reference: what of a pipeline on this rank calls this module
-        state["_place"]: Place | None = None
+        state["_pp_stages"] = ()  # weak references to what this rank runs instead of it: see stages_of
+        state["_pp_stage"] = None  # a weak reference: see caller_of
+        state["_pp_place"]: Place | None = None
+        state["_pp_label"] = ""
         state["_arounds"]: list[Around] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
@@ -119,29 +120,6 @@ class Module:
     def parent(self) -> "Module | None":
         """The module that holds this one, or None for the outermost."""
         return self._parent() if self._parent is not None else None
-
-    @property
-    def caller(self) -> "Module | None":
-        """What calls this one: the module that holds it, or of a pipeline the stage with this in it."""
-        return self.parent if self._stage is None else self._stage()
-
-    @property
-    def stages(self) -> list["Module"]:
-        """What this rank runs in its place, of a pipeline (parallel/stage.py)."""
-        return [stage for stage in (reference() for reference in self._stages) if stage is not None]
-
-    @property
-    def place(self) -> Place | None:
-        """Which ranks of a pipeline run this module; None for a model without stages."""
-        module = self
-        while module is not None and module._place is None:
-            module = module.parent
-        return None if module is None else module._place
-
-    @property
-    def label(self) -> str:
-        """For messages: the path from the outermost module, "(root)" for that one."""
-        return self.name or "(root)"
 
     @property
     def name(self) -> str:
@@ -457,6 +435,28 @@ def ranks_of(model: Module) -> Communicator | None:
         if parameter.storage.everyone is not None:
             return parameter.storage.everyone
     return None
+
+
+def label_of(module: Module) -> str:
+    """For messages: the path from the outermost module; for that one "(root)", or which stage it is."""
+    return module.name or module._pp_label or "(root)"
+
+
+def stages_of(module: Module) -> list[Module]:
+    """What this rank runs instead of it, of a pipeline (parallel/stage.py)."""
+    return [stage for stage in (reference() for reference in module._pp_stages) if stage is not None]
+
+
+def caller_of(module: Module) -> Module | None:
+    """What calls this one: the module that holds it, or of a pipeline the stage with this in it."""
+    return module.parent if module._pp_stage is None else module._pp_stage()
+
+
+def place_of(module: Module) -> Place | None:
+    """Which ranks of a pipeline run this module; None for a model without stages."""
+    while module is not None and module._pp_place is None:
+        module = module.parent
+    return None if module is None else module._pp_place
 
 
 def speaks_for_stage(model: Module) -> bool:

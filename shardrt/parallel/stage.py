@@ -15,7 +15,7 @@ from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, label_of, stages_of
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
 from shardrt.nn.place import Place
@@ -42,6 +42,7 @@ class Stage(Module):
 
     def __init__(self, model: Module, number: int, count: int, pieces: Sequence[Piece]) -> None:
         super().__init__()
+        object.__setattr__(self, "_pp_label", f"stage {number}")
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.twins: list[Twin] = []  # of what an earlier stage of this rank uses as well
@@ -63,7 +64,8 @@ class Stage(Module):
 
     @property
     def label(self) -> str:
-        return f"stage {self.number}"
+        """For messages."""
+        return label_of(self)
 
     @property
     def batch_block(self) -> random.Block | None:
@@ -94,7 +96,7 @@ class Stage(Module):
             holder._parameters[own] = item
             return
         holder._modules[own] = item
-        object.__setattr__(item, "_stage", weakref.ref(self))
+        object.__setattr__(item, "_pp_stage", weakref.ref(self))
         if isinstance(item.parent, ModuleList):
             self.blocks.append(item)
 
@@ -142,14 +144,14 @@ def pipeline_stages(
     own = []
     for number, (start, stop) in enumerate(zip(begins, [*begins[1:], len(pieces)], strict=True)):
         for module in (module for piece in pieces[start:stop] for module in piece.modules()):
-            if module._place is None:
-                object.__setattr__(module, "_place", places[number,])
+            if module._pp_place is None:
+                object.__setattr__(module, "_pp_place", places[number,])
         if ranks[number] == mesh.rank:
             again = _again(pieces[start:stop], number, ranks)
             seen = with_twins(model, again).pieces() if again else pieces
             own.append(Stage(model, number, len(begins), seen[start:stop]))
             own[-1].twins = again
-    object.__setattr__(model, "_stages", tuple(map(weakref.ref, own)))
+    object.__setattr__(model, "_pp_stages", tuple(map(weakref.ref, own)))
     if len(begins) > 1:
         model.run_inside(_Refusing())
     _place_batch(model, mesh)
@@ -164,7 +166,7 @@ class _Refusing:
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
         raise RuntimeError(
             f"{type(module).__name__} has stages, of which this rank runs "
-            f"{', '.join(str(stage.number) for stage in module.stages)}: call these, one after the other"
+            f"{', '.join(str(stage.number) for stage in stages_of(module))}: call these, one after the other"
         )
 
 
@@ -176,7 +178,7 @@ def sum_tied(model: Module) -> None:
     parameter is tied. The sum is that of the first stage plus that of the last. Both stages must shard it
     alike. Raises RuntimeError for a parameter that is trained and has no gradient.
     """
-    for twin in (twin for stage in model.stages for twin in stage.twins if twin.own.requires_grad):
+    for twin in (twin for stage in stages_of(model) for twin in stage.twins if twin.own.requires_grad):
         twin.add_gradient()
     tied = [p for p in model.parameters() if p.place is not None and p.place.copies is not None]
     for parameter in {p.storage: p for p in tied if p.requires_grad}.values():

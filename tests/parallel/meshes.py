@@ -1,4 +1,4 @@
-"""Twelve meshes of 1 to 8 ranks, four with stages beside, and models that are spread over any of them.
+"""Twelve meshes of 1 to 8 ranks, five with stages beside, and models that are spread over any of them.
 
 mpirun -n N python -m tests.parallel.meshes NET MESH STEPS FILE trains; rank 0 writes what it has to FILE.npz.
 """
@@ -62,6 +62,7 @@ MESHES = {
 }
 STAGED = {
     "pp 2": Mesh(pp=2),
+    "pp 2, dp 2": Mesh(pp=2, shards=2),
     "pp 4, dp 2": Mesh(pp=4, shards=2),
     "pp 2, tp 2": Mesh(pp=2, tp=2, sequence=True),
     "pp 2, copies 2, dp 2": Mesh(pp=2, copies=2, shards=2),

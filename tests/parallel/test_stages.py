@@ -577,3 +577,11 @@ def test_the_same_bits_at_every_number_of_ranks_are_refused_for_tied_stages():
 
     run_ranks(2, body, gpt)
     run_ranks(2, body, llama)
+
+
+def test_a_model_may_have_names_of_its_own_for_what_a_pipeline_has():
+    """No name that a module of a user's may well have is taken."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name in ("stages", "stage", "place", "pieces", "blocks", "label", "number", "model", "first", "last"):
+        setattr(model, name, nn.Linear(2, 2))
+    assert len(list(model.parameters())) == 22
