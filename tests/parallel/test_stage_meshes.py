@@ -36,7 +36,9 @@ def first_life(net, on, folder):
     norms = [grad_norm(model.parameters(), norm_type) for norm_type in NORMS]
     norms.append(clip_grad_norm_on_device_(model.parameters(), np.inf).item())
     optimizer.step()
-    CheckpointManager(folder / "run", model, optimizer, mesh).save(1)
+    checkpoints = CheckpointManager(folder / "run", model, optimizer, mesh)
+    checkpoints.start(1)
+    checkpoints.settle()
     checkpoint.save(folder / "weights", model, step=1)
     save_pretrained(model, folder / "published")
     saved = full_state_dict(model), get_optimizer_state_dict(model, optimizer)

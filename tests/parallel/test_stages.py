@@ -22,10 +22,16 @@ from shardrt.fsdp import (
     ReplicasDiffer,
     check_replicas,
     explain,
+    full_gradients,
+    full_parameters,
     fully_shard,
     memory_plan,
+    no_sync,
+    reshard,
+    set_gradient_divide_factor,
     set_world_invariant,
     units,
+    unshard,
     wrap,
 )
 from shardrt.fsdp.wrap import by_class
@@ -98,16 +104,28 @@ def close(found, expected, rtol=1e-6):
         assert np.linalg.norm(found[name] - values) <= rtol * np.linalg.norm(values) + 1e-9, name
 
 
+STEPS = 2
 NAMES = ("pp", "dp_replicate", "dp_shard", "tp")
 
 
-def trained(make, pp=1, copies=1, shards=1, tp=1, steps=2, rank_of=None, sharding=None, invariant=0, **how):
+def trained(
+    make,
+    pp=1,
+    copies=1,
+    shards=1,
+    tp=1,
+    sequence=False,
+    rank_of=None,
+    sharding=None,
+    invariant=0,
+    **how,
+):
     """(losses of the steps, norms, weights) of this rank; without a pipeline where pp is 0."""
     mesh = init_device_mesh("cpu", (max(pp, 1), copies, shards, tp), mesh_dim_names=NAMES)
     shardrt.manual_seed(3)
     model = make()
     if tp > 1:
-        parallelize_module(model, mesh["tp"], plan_of(model))
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
     data = mesh["dp_replicate", "dp_shard"] if copies > 1 else mesh["dp_shard"]
     if pp:
         stages = pipes.sharded(pipeline_stages(model, mesh["pp"], **how), data, **(sharding or {}))
@@ -119,7 +137,7 @@ def trained(make, pp=1, copies=1, shards=1, tp=1, steps=2, rank_of=None, shardin
     begun = full_state_dict(model)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2, eps=1e-3)
     losses, norms = [], []
-    for step in range(steps):
+    for step in range(STEPS):
         shardrt.manual_seed(3, step)
         batches = text(data.size, data.rank, step, invariant // data.size or 2)
         if pp:
@@ -166,7 +184,7 @@ def test_a_rank_may_have_several_stages_in_any_order():
         same(found[0][3], expected[3])
 
 
-BESIDE = {"alone": {}, "tp 2": {"tp": 2}, "dp 2": {"shards": 2}}
+BESIDE = {"alone": {}, "tp 2": {"tp": 2}, "sp 2": {"tp": 2, "sequence": True}, "dp 2": {"shards": 2}}
 
 
 @pytest.mark.parametrize("axes", BESIDE)
@@ -364,6 +382,40 @@ def test_a_plan_of_memory_counts_the_parameters_of_the_stages_of_a_rank():
     (whole,) = run_ranks(1, lambda: memory_plan(fully_shard(llama(), mesh=mesh_of(1)["dp_shard"])).device)
     both = first["optimizer state"] + last["optimizer state"]
     assert whole["optimizer state"] <= both <= 1.1 * whole["optimizer state"]
+
+
+def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
+    def told(model, mesh, stages):
+        set_gradient_divide_factor(model, 2.0)
+        unshard(model)
+        shapes = [model.get_parameter(name).data.shape for name, _ in stages[0].named_parameters()]
+        reshard(model)
+        with no_sync(model):
+            pipes.run(stages, mesh["pp"], text(1, 0))
+        pipes.run(stages, mesh["pp"], text(1, 0))
+        names = {name for name, gradient in full_gradients(model) if gradient is not None}
+        with full_parameters(model, writeback=True):
+            for p in stages[0].parameters():
+                p.data[...] = 3.0
+        factors = {unit.choices.divide_factor for unit in units(model)}
+        return len(shapes), names, factors, full_state_dict(model)
+
+    found = on_two(told)
+    weights = found[0][3]
+    assert all((values == 3).all() for values in weights.values())
+    assert found[0][1] | found[1][1] == weights.keys() and not found[0][1] & found[1][1]
+    assert all(count == len(names) and factors == {2.0} for count, names, factors, _ in found)
+
+
+def test_a_plan_for_several_stages_asks_for_one():
+    def body():
+        model, mesh = llama(), mesh_of(2)
+        stages = own_of(model, mesh, stages=4)
+        with pytest.raises(ValueError, match="this rank has 2 stages; give it one of them"):
+            memory_plan(model)
+        return [memory_plan(stage).device["optimizer state"] > 0 for stage in stages]
+
+    assert run_ranks(2, body) == [[True, True]] * 2
 
 
 def test_ranks_of_other_stages_need_not_come_when_units_are_made():
