@@ -74,9 +74,16 @@ class Stage(Module):
     def __call__(self, x: Any, batch: Mapping[str, Any], *, number: int | None = None) -> Any:
         if number is not None:
             random.begin_call(number)
+        self.refresh()
+        return super().__call__(x, batch)
+
+    def refresh(self) -> None:
+        """Have what an earlier stage of this rank uses as well as that has it now: each call begins so.
+
+        Also before something gathers it. Collective over the ranks of this stage where it was written.
+        """
         for twin in self.twins:
             twin.refresh()
-        return super().__call__(x, batch)
 
     def forward(self, x: Any, batch: Mapping[str, Any]) -> Any:
         for piece in self.pieces:

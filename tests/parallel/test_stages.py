@@ -15,7 +15,7 @@ from models.regnet import RegNet
 from models.vit import SIZES as VITS
 from models.vit import ViT
 from shardrt import nn, optim
-from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict
+from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import (
     CPUOffloadPolicy,
@@ -343,17 +343,24 @@ def test_a_stage_that_is_frozen_counts_in_no_norm_and_has_no_state():
     assert unchanged == {n for n in before if n.startswith(("embedding", "blocks.0", "blocks.1"))}
 
 
-def test_statistics_of_batch_norm_are_those_of_the_stages_that_have_them():
-    def body(pp):
+def test_statistics_of_batch_norm_are_those_of_the_stages_that_have_them(tmp_path):
+    """In state dicts, and in a checkpoint that a model in one piece takes up."""
+
+    def body(pp, saves):
         shardrt.manual_seed(3)
-        model, batches = RegNet(REGNETS["regnety-digits"]), [images(), images()]
-        mesh = mesh_of(pp)
+        model, mesh = RegNet(REGNETS["regnety-digits"]), mesh_of(pp)
         stages = pipeline_stages(model, mesh["pp"])
-        pipes.run(stages, mesh["pp"], batches, loss=lambda y: y.sum())
+        checkpoints = CheckpointManager(tmp_path, model, optim.SGD(model.parameters(), lr=1.0), mesh)
+        if saves:
+            pipes.run(stages, mesh["pp"], [images(), images()], loss=lambda y: y.sum())
+            checkpoints.save(1)
+        else:
+            checkpoints.restore()
         return full_state_dict(model)
 
-    (expected,), (found, _) = run_ranks(1, body, 1), run_ranks(2, body, 2)
-    same(found, expected)
+    (expected,) = run_ranks(1, body, 1, saves=True)
+    for pp, saves in ((2, True), (1, False), (2, False)):
+        same(run_ranks(pp, body, pp, saves)[0], expected)
 
 
 def test_adapters_are_trained_in_stages_and_merged_where_they_are():
@@ -405,6 +412,19 @@ def test_what_is_said_of_units_of_the_model_holds_for_those_of_its_stages():
     assert all((values == 3).all() for values in weights.values())
     assert found[0][1] | found[1][1] == weights.keys() and not found[0][1] & found[1][1]
     assert all(count == len(names) and factors == {2.0} for count, names, factors, _ in found)
+
+
+def test_a_plan_has_the_optimizers_state_once_of_what_two_stages_of_a_rank_use():
+    def body():
+        model, mesh = gpt(), mesh_of(1)
+        stages = own_of(model, mesh, stages=2)
+        plans = [memory_plan(stage).device for stage in stages]
+        optimizer = optim.AdamW([p for stage in stages for p in stage.parameters()])
+        kept = sum(state.nbytes for piece in optimizer.slices for state in piece.state.values())
+        assert kept == sum(plan["optimizer state"] for plan in plans)
+        return [len(stage.twins) for stage in stages]
+
+    assert run_ranks(1, body) == [[0, 1]]
 
 
 def test_a_plan_for_several_stages_asks_for_one():
