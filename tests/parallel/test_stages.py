@@ -38,6 +38,7 @@ from shardrt.fsdp.wrap import by_class
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module, pipeline_stages, sum_tied
 from shardrt.parallel.cut import balanced
+from shardrt.parallel.schedules import schedule
 from shardrt.parallel.times import piece_times
 from tests.parallel import pipes
 from tests.ranks import run_ranks
@@ -177,7 +178,13 @@ def test_a_pipeline_trains_to_the_bits_of_the_model_in_one_piece(axes):
 
 def test_a_rank_may_have_several_stages_in_any_order():
     expected = run_ranks(1, trained, llama, 0)[0]
-    for placement, rank_of in (("loop", [0, 1, 0, 1]), ("V", [0, 1, 1, 0]), ({0: 1, 1: 1, 2: 0}, [1, 1, 0])):
+    table = schedule("ZBVZeroBubble", 2, 4)
+    for placement, rank_of in (
+        ("loop", [0, 1, 0, 1]),
+        ("V", [0, 1, 1, 0]),
+        (table, [table.rank_of(stage) for stage in range(table.stages)]),
+        ({0: 1, 1: 1, 2: 0}, [1, 1, 0]),
+    ):
         how = {"stages": len(rank_of), "placement": placement, "rank_of": rank_of}
         found = run_ranks(2, trained, llama, 2, **how)
         assert found[0][1] == found[1][1] == expected[1]
