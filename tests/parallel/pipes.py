@@ -51,10 +51,10 @@ def moved(pipe, source, target, array):
     """An array from one rank of the axis on another; None elsewhere."""
     if source == target:
         return array
-    control, here = pipe.communicator("test"), device.current()
+    control, here = pipe.communicator("control"), device.current()
     if pipe.rank == source:
         control.send(np.array([*array.shape, *[0] * (4 - array.ndim)], np.int64), **to(target))
-        control.send(np.ascontiguousarray(array).reshape(-1), **to(target))
+        control.send(np.ascontiguousarray(here.to_numpy(array)).reshape(-1), **to(target))
         here.wait_here()
     if pipe.rank != target:
         return None
@@ -64,7 +64,7 @@ def moved(pipe, source, target, array):
     found = np.empty([size for size in shape.tolist() if size], np.float32)
     control.recv(found.reshape(-1), **to(source))
     here.wait_here()
-    return found
+    return here.asarray(found)
 
 
 def to(peer):
