@@ -1,0 +1,104 @@
+"""Carrier: brings what a stage gives to the stage beside it, on another rank by a link, or on this one."""
+
+from collections.abc import Hashable, Iterable
+from typing import Any
+
+import numpy as np
+
+from shardrt import device, pytree
+from shardrt.autograd import Variable
+from shardrt.comm.links import Links
+from shardrt.parallel.table import Table
+from shardrt.tensor import Tensor
+
+Array = Any
+Arrays = tuple[Array | None, ...]
+
+
+class Carrier:
+    """What goes on from stage to stage of one rank's pipeline: kind "F", and back: "B".
+
+    A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
+    all messages of its `key` have.
+    """
+
+    def __init__(self, links: Links, table: Table, rank: int) -> None:
+        self._links, self._table, self._rank = links, table, rank
+        self._here: dict[tuple[str, int, int], tuple[Arrays, bool]] = {}  # between two stages of this rank
+
+    def send(
+        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool = True
+    ) -> None:
+        """Send from `stage` to the next one, or of kind "B" to the one before. single: not a tuple of one."""
+        to = self._table.rank_of(stage + _STEP[kind])
+        if to == self._rank:
+            self._here[kind, stage, micro_batch] = arrays, single
+        else:
+            told = _told(kind, stage, micro_batch)
+            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=single)
+
+    def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
+        """That message of `stage` will be received here, after those that are expected already."""
+        source = self._table.rank_of(stage)
+        if source != self._rank:
+            told = _told(kind, stage, micro_batch)
+            self._links.expect(kind, source, key=(kind, stage, key), what=told)
+
+    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, bool]:
+        """What `stage` has sent, and whether it is single. The arrays are the caller's.
+
+        They are copies: a slot of the link is for the next message, while backward may need these for long.
+        """
+        source = self._table.rank_of(stage)
+        if source == self._rank:
+            return self._here.pop((kind, stage, micro_batch))
+        received = self._links.receive(kind, source, what=_told(kind, stage, micro_batch))
+        arrays, single = tuple(map(_copy, received.arrays)), received.about
+        received.free()
+        return arrays, single
+
+    def finish(self) -> None:
+        """All that was sent has been delivered when compute goes on."""
+        self._links.finish()
+
+
+_STEP = {"F": 1, "B": -1}
+
+
+def _told(kind: str, stage: int, micro_batch: int) -> str:
+    return f"{kind}{micro_batch} of stage {stage}"
+
+
+def _copy(array: Array | None) -> Array | None:
+    if array is None:
+        return None
+    here = device.current()
+    own = here.empty(array.shape, array.dtype)
+    here.copy(own, array)
+    return own
+
+
+def flat(output: Any, stage: str) -> tuple[list[Tensor], bool]:
+    """(the tensors that a stage gives, whether it is one alone). Raises TypeError for anything else."""
+    tensors = [output] if isinstance(output, Tensor) else output
+    if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
+        raise TypeError(
+            f"{stage} gives {type(output).__name__} to the next; it can be a tensor, or a tuple of them"
+        )
+    return list(tensors), tensors is not output
+
+
+def shapes_of(tree: Any) -> Hashable:
+    """Shapes and types of the arrays and tensors in what a micro-batch is, however deep."""
+    found: list[tuple] = []
+
+    def seen(array: Any) -> Any:
+        found.append((tuple(array.shape), str(array.dtype)))
+        return array
+
+    pytree.replaced(tree, seen, (Variable, np.ndarray, *_device_arrays()))
+    return tuple(found)
+
+
+def _device_arrays() -> Iterable[type]:
+    return (type(device.current().empty((0,), np.float32)),)

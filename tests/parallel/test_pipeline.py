@@ -1,0 +1,153 @@
+"""Every schedule, and no pipeline at all, give the same bits; on any mesh they train as one rank."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import fully_shard, no_sync, set_gradient_divide_factor
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import parallelize_module
+from shardrt.parallel.pipeline import Pipeline
+from tests.parallel.nets import TIME, VOCAB, make, plan_of
+
+STEPS, MICRO_BATCHES, ROWS = 2, 4, 8
+STAGES = {  # per rank
+    "GPipe": 1,
+    "1F1B": 1,
+    "ZB-H1": 1,
+    "Interleaved1F1B": 2,
+    "InterleavedZeroBubble": 2,
+    "ZBVZeroBubble": 2,
+    "DualPipeV": 2,
+}
+
+
+def loss_of(model, batch):
+    tokens, targets = batch
+    return model(tokens, targets, reduction="sum") * (1 / (ROWS * TIME))
+
+
+def batches_of(step, data):
+    rows = np.random.default_rng(step).integers(0, VOCAB, (ROWS, TIME + 1))
+    rows = np.split(rows, data.size)[data.rank]
+    return [(part[:, :-1], part[:, 1:]) for part in np.split(rows, MICRO_BATCHES)]
+
+
+def alone(kind, shards, **changes):
+    """Accumulated over the same micro-batches, on one rank or several that are sharded."""
+    mesh = init_device_mesh("cpu")
+    model = make(kind, n_layer=4, **changes)
+    if shards:
+        for module in (*model.blocks, model):
+            fully_shard(module, mesh=mesh)
+        set_gradient_divide_factor(model, 1.0)
+
+    def step(batches):
+        losses = []
+        for number, batch in enumerate(batches, start=1):
+            if shards and number < len(batches):
+                with no_sync(model):
+                    loss = loss_of(model, batch)
+                    loss.backward()
+            else:
+                loss = loss_of(model, batch)
+                loss.backward()
+            losses.append(loss.item())
+        return losses
+
+    return steps(model, step, mesh)
+
+
+def piped(kind, axes, schedule, sequence=False, **changes):
+    """axes: pp, dp_shard, tp."""
+    mesh = init_device_mesh("cpu", axes, ("pp", "dp_shard", "tp"))
+    model = make(kind, n_layer=4, **changes)
+    if axes[2] > 1:
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+    pipeline = Pipeline(
+        model, mesh["pp"], schedule=schedule, micro_batches=MICRO_BATCHES, stages_per_rank=STAGES[schedule]
+    )
+    if axes[1] > 1:
+        for stage in pipeline.stages:
+            for module in (*stage.blocks, stage):
+                fully_shard(module, mesh=mesh["dp_shard"])
+            set_gradient_divide_factor(stage, 1.0)
+
+    def step(batches):
+        losses = []
+
+        def loss(model, batch):
+            found = loss_of(model, batch)
+            losses.append(found.item())
+            return found
+
+        pipeline.step(loss, batches)
+        return losses
+
+    return steps(model, step, mesh["dp_shard"])
+
+
+def steps(model, step, data):
+    optimizer, told = optim.AdamW(model.parameters(), lr=1e-2), {"losses": [], "norms": []}
+    for number in range(STEPS):
+        shardrt.manual_seed(3, step=number)
+        told["losses"].append(step(batches_of(number, data)))
+        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told | {"final": full_state_dict(model)}
+
+
+def trained(function, ranks, *args, **changes):
+    """Rank 0's weights, all ranks' norms, and losses of whoever has them."""
+    found = thread.run(ranks, function, *args, **changes)
+    losses = [told["losses"] for told in found if any(told["losses"])]
+    norms = [told["norms"] for told in found]
+    assert norms == [norms[0]] * len(norms)
+    return losses, norms[0], found[0]["final"]
+
+
+def same_bits(found, expected):
+    assert found[0] == expected[0]
+    assert found[1] == expected[1]
+    assert found[2].keys() == expected[2].keys()
+    for name, values in expected[2].items():
+        np.testing.assert_array_equal(found[2][name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+@pytest.mark.parametrize("schedule", STAGES)
+def test_every_schedule_has_the_bits_of_no_pipeline(schedule, ranks):
+    if ranks * STAGES[schedule] > 6:
+        pytest.skip("six pieces")
+    if schedule == "DualPipeV" and ranks * 2 > MICRO_BATCHES:
+        pytest.skip("too few micro-batches")
+    expected = trained(alone, 1, "llama", False, tied=False)
+    same_bits(trained(piped, ranks, "llama", (ranks, 1, 1), schedule, tied=False), expected)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1", "Interleaved1F1B", "DualPipeV"])
+def test_beside_sharding(schedule):
+    expected = trained(alone, 2, "llama", True, tied=False)
+    found = trained(piped, 4, "llama", (2, 2, 1), schedule, tied=False)
+    same_bits(found, expected)
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_three_axes(schedule, sequence):
+    first = trained(piped, 8, "llama", (2, 2, 2), "1F1B", sequence, tied=False)
+    same_bits(trained(piped, 8, "llama", (2, 2, 2), schedule, sequence, tied=False), first)
+
+
+def test_tied_weights_are_one():
+    first = trained(piped, 2, "gpt", (2, 1, 1), "1F1B")
+    for schedule in ("GPipe", "ZB-H1", "Interleaved1F1B"):
+        same_bits(trained(piped, 2, "gpt", (2, 1, 1), schedule), first)
+    same_bits(trained(piped, 4, "gpt", (4, 1, 1), "ZB-H1"), first)
+    losses, norms, final = trained(alone, 1, "gpt", False)
+    np.testing.assert_allclose(first[0], losses, rtol=1e-6)
+    np.testing.assert_allclose(first[1], norms, rtol=1e-6)
