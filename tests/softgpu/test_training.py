@@ -14,6 +14,7 @@ from shardrt.device.cuda import CUDAStream
 from shardrt.tensor import Tensor
 from tests.cuda.small_gpt import TENSOR, VARIANTS, agree, same_bits, train
 from tests.gpu import test_captured_step as capturing
+from tests.gpu import test_pipeline as piping
 from tests.softgpu import programs
 
 cupy = pytest.importorskip("cupy")
@@ -86,6 +87,19 @@ def test_so_does_what_is_cut_along_tp(software, variant):
         first = first or found
         agree(found, expected, 6e-2 if "16" in variant else 2e-5)
         same_bits(found, first)
+
+
+@pytest.mark.parametrize(("schedule", "shards"), [("1F1B", 2), ("ZB-H1", 1)])
+def test_pipelines_train_to_the_same_bits_however_late_links_are(software, schedule, shards):
+    how, first = (2 * shards, piping.train, "cuda", schedule, shards), None
+    for mode in MODES:
+        software.choose(mode, seed=1)
+        found = thread.run(*how, communicator="nccl")
+        first = first or found
+        assert found == first
+    np.testing.assert_allclose(
+        np.hstack(found), np.hstack(thread.run(2 * shards, piping.train, "cpu", schedule, shards)), atol=1e-4
+    )
 
 
 RAISES = {
