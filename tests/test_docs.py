@@ -130,6 +130,7 @@ def test_the_commands_of_the_documents_say_how_they_are_used(name, wrong, capsys
 
 FEATURES = (
     "strategies",
+    "pipeline",
     "tensor_parallel",
     "wrapping",
     "mixed_precision",

@@ -106,10 +106,12 @@ def _arrange(units: list[Unit]) -> None:
         )
         rules = unit.settings.strategy.rules
         asked = unit.settings.reshard_after_forward
-        # By default the outermost unit stays gathered from forward to backward, which needs it at once.
-        kept = rules.keep_after_forward or unit is units[0]
+        # By default the outermost unit stays gathered from forward to backward, which needs it at once, and
+        # those of a pipeline's stage until the optimizer has changed them: all micro-batches need them.
+        staged = asked is None and any(parameter.place is not None for parameter in unit.parameters)
+        kept = rules.keep_after_forward or unit is units[0] or staged
         unit.reshard_after_forward = not kept if asked is None else asked
-        unit.reshard_after_backward = not rules.keep_after_backward
+        unit.reshard_after_backward = not (rules.keep_after_backward or staged)
 
 
 def prefetch_of(units: list[Unit]) -> int:

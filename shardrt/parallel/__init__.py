@@ -1,9 +1,10 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
 Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, twin, stage,
-table, schedules.
+table, schedules, carrier, pipeline.
 """
 
+from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardrt.parallel.tensor import parallelize_module
@@ -11,6 +12,7 @@ from shardrt.parallel.vocabulary import VocabParallel
 
 __all__ = [
     "ColwiseParallel",
+    "Pipeline",
     "RowwiseParallel",
     "SequenceParallel",
     "Stage",
