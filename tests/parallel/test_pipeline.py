@@ -143,7 +143,7 @@ def test_three_axes(schedule, sequence):
 
 def test_tied_weights_are_one():
     first = trained(piped, 2, "gpt", (2, 1, 1), "1F1B")
-    for schedule in ("GPipe", "ZB-H1", "Interleaved1F1B"):
+    for schedule in ("GPipe", "ZB-H1", "Interleaved1F1B", "ZBVZeroBubble", "DualPipeV"):
         same_bits(trained(piped, 2, "gpt", (2, 1, 1), schedule), first)
     same_bits(trained(piped, 4, "gpt", (4, 1, 1), "ZB-H1"), first)
     losses, norms, final = trained(alone, 1, "gpt", False)
