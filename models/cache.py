@@ -1,5 +1,6 @@
 """Keys and values of the tokens that a model has read: each new token then costs one row, not all again."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -56,6 +57,15 @@ def extended(
     if last > block_size:
         raise ValueError(f"tokens: at most block_size = {block_size} at a time, got {last}")
     return first, last, caches
+
+
+def layer_of(batch: Mapping[str, Any], number: int) -> "LayerCache | None":
+    """The cache of a layer, where a model's arguments by name have one.
+
+    Of a pipeline, the rank with the first stage counts tokens in KVCache, and each layer in its own cache.
+    """
+    cache = batch.get("cache")
+    return None if cache is None else cache.layers[number]
 
 
 class LayerCache:

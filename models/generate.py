@@ -148,11 +148,12 @@ def continued(
     text = np.asarray(tokens, np.int64)
     start = text.shape[1]
     cache = KVCache(len(model.blocks), min(block_size, start + count))
-    ended = np.zeros((len(text), 1), bool)
+    ended, read = np.zeros((len(text), 1), bool), 0
     with no_grad():
         for _ in range(count):
             if text.shape[1] <= block_size:
-                logits = model(text[:, cache.length :], cache=cache)
+                logits = model(text[:, read:], cache=cache)
+                read = text.shape[1]
             else:
                 logits = model(text[:, -block_size:])
             last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)

@@ -15,7 +15,7 @@ import numpy as np
 from shardrt import Tensor, nn
 from shardrt import functional as F
 
-from .cache import KVCache, LayerCache, extended
+from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
 Array = Any
@@ -150,21 +150,21 @@ class GPT(nn.Module):
         return head(self.norm(x), self.wte, targets, reduction, self.config.loss_chunk)
 
     def pieces(self) -> list[nn.Piece]:
-        """The forward, without a cache, for a pipeline."""
+        """The forward, for a pipeline."""
 
         def first(x: None, batch: Batch) -> Tensor:
-            _, positions, _ = extended(batch["tokens"], None, 0, self.config.block_size)
-            return self.embedded(batch["tokens"], range(positions))
+            start, stop, _ = extended(batch["tokens"], batch.get("cache"), 0, self.config.block_size)
+            return self.embedded(batch["tokens"], range(start, stop))
 
-        def middle(block: Block, x: Tensor, batch: Batch) -> Tensor:
-            return block(x, starts=batch.get("starts"))
+        def middle(number: int, x: Tensor, batch: Batch) -> Tensor:
+            return self.blocks[number](x, layer_of(batch, number), batch.get("starts"))
 
         def last(x: Tensor, batch: Batch) -> Tensor:
             return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
 
         return [
             nn.Piece("embedding", first, (self.wte, self.wpe, self.dropout)),
-            *(nn.Piece(block.name, partial(middle, block), (block,)) for block in self.blocks),
+            *(nn.Piece(block.name, partial(middle, i), (block,)) for i, block in enumerate(self.blocks)),
             nn.Piece("head", last, (self.norm,), tied=(self.wte,)),
         ]
 

@@ -16,7 +16,7 @@ import numpy as np
 from shardrt import Tensor, device, nn
 from shardrt import functional as F
 
-from .cache import KVCache, LayerCache, extended
+from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
 Array = Any
@@ -210,15 +210,17 @@ class Llama(nn.Module):
         return head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
 
     def pieces(self) -> list[nn.Piece]:
-        """The forward, without a cache, for a pipeline."""
+        """The forward, for a pipeline."""
 
         def first(x: None, batch: Batch) -> Tensor:
-            extended(batch["tokens"], None, 0, self.config.block_size)
+            extended(batch["tokens"], batch.get("cache"), 0, self.config.block_size)
             return self.embedding(batch["tokens"])
 
-        def middle(block: Block, x: Tensor, batch: Batch) -> Tensor:
-            angles = self._angles.of(0, batch["tokens"].shape[1])
-            return block(x, angles, starts=batch.get("starts"))
+        def middle(number: int, x: Tensor, batch: Batch) -> Tensor:
+            layer = layer_of(batch, number)
+            start = 0 if layer is None else layer.length
+            angles = self._angles.of(start, start + batch["tokens"].shape[1])
+            return self.blocks[number](x, angles, layer, batch.get("starts"))
 
         def last(x: Tensor, batch: Batch) -> Tensor:
             return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
@@ -226,7 +228,7 @@ class Llama(nn.Module):
         tied = self.config.tied
         return [
             nn.Piece("embedding", first, (self.embedding,)),
-            *(nn.Piece(block.name, partial(middle, block), (block,)) for block in self.blocks),
+            *(nn.Piece(block.name, partial(middle, i), (block,)) for i, block in enumerate(self.blocks)),
             nn.Piece(
                 "head",
                 last,

@@ -5,9 +5,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardrt.comm.protocol import Communicator
 from shardrt.fsdp import buffers
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.rehearsal import rehearse
 from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, process_groups_of, units_for
 from shardrt.fsdp.unit import Unit
@@ -59,30 +61,30 @@ def memory_plan(
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
     does counts as well, as do backwards with late= and `unshard`.
 
-    `model` may be a part: the units that it is sharded with count as well. Where ranks of a node share the
+    `model` may be a part: the units that it is sharded with count as well. A model with stages is planned for
+    those of this rank, without what links between ranks take (parallel/memory.py). Where ranks of a node share the
     memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as activations.
     Raises ValueError if `model` has no unit, or several without one around them all, and whatever the first
     forward would raise.
     """
-    units = _whole("memory_plan", model)
+    wholes = [_whole("memory_plan", part) for part in stages_of(model) or [model]]
+    units = [unit for whole in wholes for unit in whole]
     layouts = lay_out(units)
     ranks_of = process_groups_of(units)  # collective: before what may fail on one rank alone
     taken = rehearse(model, units, layouts, step) if step is not None else None
     held = taken.held if taken is not None else frozenset()
-    no_sync = no_sync or (taken is not None and taken.no_sync)
-    facts = facts_of(units, ranks_of, no_sync=no_sync, held=held)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
+    scratch: dict[Communicator, tuple[int, int]] = {}  # which stages have in common
     with _trained_as_asked(units):
-        specs = buffers.plan(units, layouts, facts)
-        makers = {
-            spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
-            for group, roles in specs.items()
-            for role, spec in roles.items()
-        }
-        for spec, maker in makers.items():
-            _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes(maker))
-        for on_device, on_host in buffers.scratch(layouts, ranks_of, facts).values():
+        for whole in wholes:
+            waits = taken is not None and not taken.waiting.isdisjoint(whole)
+            facts = facts_of(whole, ranks_of, no_sync=no_sync or waits, held=held & {*whole})
+            own = {group: layouts[group] for unit in whole for group in unit.groups}
+            _add_buffers(device, host, buffers.plan(whole, own, facts), ranks_of)
+            for communicator, needed in buffers.scratch(own, ranks_of, facts).items():
+                scratch[communicator] = tuple(map(max, needed, scratch.get(communicator, (0, 0))))
+        for on_device, on_host in scratch.values():
             _add(device, "scratch of communicators", on_device)
             _add(host, "scratch of communicators", on_host)
         _add_optimizer(device, host, layouts, optimizer_states)
@@ -95,6 +97,22 @@ def memory_plan(
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
     return MemoryPlan(device, host)
+
+
+def _add_buffers(
+    device: dict[str, int],
+    host: dict[str, int],
+    specs: buffers.Specs,
+    ranks_of: dict[ParameterGroup, ProcessGroups],
+) -> None:
+    """What the units' buffers take, each once."""
+    makers = {
+        spec: None if spec.host else buffers.maker_of(role, ranks_of[group])
+        for group, roles in specs.items()
+        for role, spec in roles.items()
+    }
+    for spec, maker in makers.items():
+        _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes(maker))
 
 
 def _whole(call: str, model: Module) -> list[Unit]:

@@ -26,11 +26,11 @@ Array = Any
 
 @dataclass(frozen=True)
 class Rehearsed:
-    """What a step took. no_sync: gradients of all units waited to be reduced. held: by `unshard`."""
+    """What a step took. waiting: units whose gradients waited to be reduced. held: by `unshard`."""
 
     device_bytes: int
     host_bytes: int
-    no_sync: bool
+    waiting: frozenset[Unit]
     held: frozenset[Unit]
 
 
@@ -55,7 +55,7 @@ def rehearse(
                 stack.enter_context(_untouched(parameter))
         stack.enter_context(_buffers_as_they_are(model))
         step()
-        return Rehearsed(here.peak_bytes(), here.host_bytes, stage.no_sync, frozenset(stage.held))
+        return Rehearsed(here.peak_bytes(), here.host_bytes, frozenset(stage.waiting), frozenset(stage.held))
 
 
 class Stage:
@@ -67,7 +67,7 @@ class Stage:
         self._device = here
         self.forward = self  # as enter, leave and abandon are concerned
         self.tape = Tape(lambda unit, tape: None, lambda unit: None, self.complete)
-        self.no_sync = False
+        self.waiting: set[Unit] = set()
         self.held: set[Unit] = set()
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
@@ -96,7 +96,8 @@ class Stage:
         """Gradients that are written nowhere."""
         run = autograd.running()
         put_off = run is not None and (run.outermost.late is not None or run.outermost.second_half)
-        self.no_sync |= put_off or not group.choices.reduces
+        if put_off or not group.choices.reduces:
+            self.waiting.add(self._unit_of[group])
         group.open_gradient = OpenGradient(None, dict(enumerate(group.full_views)))
         return group.open_gradient
 

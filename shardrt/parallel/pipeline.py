@@ -76,7 +76,7 @@ class Pipeline:
             costs=costs,
             batch=batch,
         )
-        self._links = Links(mesh, self.facts.slots, slots=self.facts.slots)
+        self.links = Links(mesh, self.facts.slots, slots=self.facts.slots)
         self._arguments = inspect.signature(model.forward)
 
     def stage(self, number: int) -> Stage:
@@ -103,9 +103,9 @@ class Pipeline:
             raise ValueError(f"Pipeline.step: {told}")
         self._check_sums()
         try:
-            _Step(self, loss, batches).run()
+            Step(self, loss, batches).run()
         except BaseException:
-            self._links.close()  # or others would wait for what this rank does not send any more
+            self.links.close()  # or others would wait for what this rank does not send any more
             raise
         sum_tied(self.model)
 
@@ -141,7 +141,7 @@ class Pipeline:
 
     def carrier(self) -> Carrier:
         """For one step, or one forward."""
-        return Carrier(self._links, self.table, self.mesh.rank)
+        return Carrier(self.links, self.table, self.mesh.rank)
 
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """The arguments of a call of the model, by name."""
@@ -160,14 +160,24 @@ class Pipeline:
         return Tensor(array)
 
 
-class _Step:
-    """One step on this rank: its row of the table, and what is in flight in each stage."""
+class Step:
+    """One step on this rank: its row of the table, and what is in flight in each stage.
 
-    def __init__(self, pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> None:
+    row, carrier: others, to rehearse it (memory.py).
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        loss: Loss,
+        batches: Sequence[Any],
+        row: Sequence[Action] | None = None,
+        carrier: Any = None,
+    ) -> None:
         self._pipeline, self._loss, self._batches = pipeline, loss, batches
-        self._row = pipeline.table.ranks[pipeline.mesh.rank]
+        self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._keys = [shapes_of(batch) for batch in batches]
-        self._carrier = pipeline.carrier()
+        self._carrier = carrier or pipeline.carrier()
         self._calls = random.calls()  # of the model in this step, before
         # By stage and micro-batch, from F to B or I:
         self._inputs: dict[tuple[int, int], StageInput] = {}

@@ -17,10 +17,10 @@ def data_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names] if names else mesh
 
 
-def counts(mesh: DeviceMesh) -> bool:
+def counts(mesh: DeviceMesh, *, but: str = "") -> bool:
     """Whether sums over all ranks are to count what this one made of its part of the batch.
 
-    Of the ranks that compute one part together, one does.
+    Of the ranks that compute one part together, one does. but: an axis along which only one has made any.
     """
     along = zip(mesh.mesh_dim_names or (), mesh.coordinate, strict=False)
-    return not any(place for name, place in along if name not in DATA)
+    return not any(place for name, place in along if name not in (*DATA, but))

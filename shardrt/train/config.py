@@ -21,6 +21,7 @@ from shardrt.nn.layers import LayerNorm, RMSNorm
 from shardrt.nn.lora import add_lora
 from shardrt.nn.module import Module
 from shardrt.optim import warmup_cosine, warmup_linear, warmup_stable_decay
+from shardrt.parallel.schedules import SCHEDULES
 from shardrt.recompute import checkpoint_blocks
 from shardrt.untrusted import read_regular
 
@@ -134,15 +135,39 @@ class FSDPConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How many ranks compute one part of a batch together, each with a part of the model's layers."""
+    """How many ranks compute one part of a batch together, each with a part of the model."""
 
     tp: int = 1  # tensor parallelism: heads, hidden units and vocabulary are cut over so many ranks
     sequence: bool = False  # with it, what lies between the layers is cut along time: less memory
+    pp: int = 1  # pipeline parallelism: so many ranks have some of the layers each
+    # Order of the pipeline's work: GPipe, 1F1B, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBVZeroBubble,
+    # DualPipeV, or a file.csv with a table of one's own. It changes no bit.
+    schedule: str = "1F1B"
+    stages_per_rank: int = 0  # parts of the model on a rank of the pipeline; 0: 1, or 2 where one is no use
+    micro_batches: int = 0  # another name of micro_batches; with neither, a pipeline takes 2 for each rank
 
     def __post_init__(self) -> None:
-        _at_least("parallel.tp", self.tp, 1)
+        for name, least in (("tp", 1), ("pp", 1), ("stages_per_rank", 0), ("micro_batches", 0)):
+            _at_least(f"parallel.{name}", getattr(self, name), least)
         if self.sequence and self.tp == 1:
             raise ValueError("parallel.sequence needs parallel.tp above 1")
+        if self.schedule_file is None and self.schedule_name not in _SCHEDULES:
+            raise ValueError(
+                f"parallel.schedule must be one of {', '.join(SCHEDULES)}, or a file.csv, got {self.schedule!r}"
+            )
+
+    @property
+    def schedule_file(self) -> Path | None:
+        """The file that has the table, if the schedule is one."""
+        return Path(self.schedule) if self.schedule.endswith(".csv") else None
+
+    @property
+    def schedule_name(self) -> str:
+        """In small letters, without the "Schedule" of PyTorch's classes."""
+        return self.schedule.lower().removeprefix("schedule")
+
+
+_SCHEDULES = [name.lower() for name in SCHEDULES]
 
 
 class Precision(Enum):

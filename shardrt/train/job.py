@@ -23,8 +23,9 @@ from shardrt.fsdp import (
 )
 from shardrt.nn.share import whole_size
 from shardrt.parallel import parallelize_module
+from shardrt.parallel.memory import pipeline_plan
 from shardrt.train import config as settings
-from shardrt.train import loop, tensorboard
+from shardrt.train import loop, pipelines, tensorboard
 from shardrt.train.axes import data_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.lock import LOCK
@@ -49,6 +50,11 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     began = time.perf_counter()
     with one_line(DIFFERS, mesh):
         check_same(mesh, {"settings": settings.plain(recipe), **versions()})
+    with one_line(USAGE, mesh):
+        recipe = pipelines.settled(recipe, mesh.size)
+        table = pipelines.written(recipe)
+    with one_line(DIFFERS, mesh):
+        check_same(mesh, {"parallel.schedule": str(table), "micro_batches": recipe.micro_batches})
     with one_line(USAGE, mesh):
         mesh = with_axes(recipe, mesh)
     watch.record(mesh)
@@ -129,11 +135,14 @@ def with_axes(recipe: Recipe, mesh: DeviceMesh) -> DeviceMesh:
 
 
 def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
-    """The task's model with its units and one for the rest. Nothing of it is in memory yet."""
-    data, tp = data_of(mesh), recipe.parallel.tp
+    """The task's model with its units and one for the rest, of a pipeline those of this rank's stages.
+
+    Nothing of it is in memory yet.
+    """
+    data, tp, together = data_of(mesh), recipe.parallel.tp, recipe.parallel.tp * recipe.parallel.pp
     if recipe.batch_size % recipe.parts(data.size):
         parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
-        groups = f"{data.size} groups of {tp} ranks" if tp > 1 else f"{data.size} ranks"
+        groups = f"{data.size} groups of {together} ranks" if together > 1 else f"{data.size} ranks"
         raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {groups}{parts}")
     random.manual_seed(recipe.seed)
     model = task.model(data)
@@ -142,6 +151,15 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
         parallelize_module(model, mesh["tp"], task.plan(model, sequence=recipe.parallel.sequence))
     units = task.units(model)
     recipe.memory.prepare(units)
+    piped = recipe.parallel.pp > 1
+    for top in pipelines.cut(recipe, mesh, model, data.size).stages if piped else [model]:
+        below = {id(module) for module in top.modules()}
+        shard(recipe, data, top, [unit for unit in units if id(unit) in below], top is model or top.last)
+    return model
+
+
+def shard(recipe: Recipe, data: DeviceMesh, top: nn.Module, units: list[nn.Module], outermost: bool) -> None:
+    """Make `top`, a model or a stage, a unit, and each of the units in it. outermost: it gives the loss."""
     chosen = {
         "mesh": data,
         "strategy": recipe.fsdp.strategy,
@@ -150,11 +168,10 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     }
     for unit in units:
         fully_shard(unit, mp_policy=recipe.precision.policy(outermost=False), **chosen)
-    fully_shard(model, mp_policy=recipe.precision.policy(outermost=True), **chosen)
-    set_gradient_divide_factor(model, 1.0)  # the loss is divided by what all ranks have instead
+    fully_shard(top, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
+    set_gradient_divide_factor(top, 1.0)  # the loss is divided by what all ranks have instead
     if recipe.invariant:
-        set_world_invariant(model, recipe.micro_batches)
-    return model
+        set_world_invariant(top, recipe.micro_batches)
 
 
 def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
@@ -171,6 +188,10 @@ def planned_memory(
     """The memory that training will take, from a rehearsal of one step's micro-batches."""
     unscaled = optim.GradScaler(enabled=False)
     states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
+    pipeline = pipelines.pipeline_of(model)
+    if pipeline is not None:
+        shares = pipelines.Shares(task, unscaled, count=1)
+        return pipeline_plan(pipeline, shares, batches, optimizer_states=states)
     return memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
     )
@@ -282,9 +303,11 @@ _HARMLESS = (
 
 def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
-    data, tp = ranks // recipe.parallel.tp, recipe.parallel.tp
+    pp, tp = recipe.parallel.pp, recipe.parallel.tp
+    data = ranks // (pp * tp)
     told = f"{recipe.fsdp.strategy.name} over {data} rank{'s' * (data > 1)}"
-    return told + f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
+    told += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
+    return told + f" x pp {pp}" * (pp > 1)
 
 
 def introduce(job: Job, plan: MemoryPlan) -> None:

@@ -20,6 +20,7 @@ from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
+from shardrt.train.pipelines import Shares, pipeline_of
 from shardrt.train.prefetch import Prefetched
 from shardrt.train.progress import Stopwatch, evaluation_line, step_line
 from shardrt.train.recipe import Recipe
@@ -115,9 +116,14 @@ def backward(
     """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
-    add up to that of one large batch, however it is cut.
+    add up to that of one large batch, however it is cut. Of a pipeline, the rank with the last stage has them.
     """
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
+    pipeline = pipeline_of(model)
+    if pipeline is not None:
+        shares = Shares(task, scaler, count)
+        pipeline.step(shares, batches)
+        return shares.losses
     each = recipe.reduce_each or recipe.invariant
     losses = []
     for number, batch in enumerate(batches, start=1):
@@ -181,7 +187,7 @@ def first_of(job: "Job", found: list[str]) -> str:
 
 def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
-    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh) else [])
+    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
@@ -199,7 +205,9 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
     """Say and write figures on `limit` held-out samples, or all, if there are any; ranks share them."""
     job.watch.phase("eval")
     recipe, mesh, task, data = job.recipe, job.mesh, job.task, data_of(job.mesh)
-    share = recipe.batch_size // (recipe.parts(data.size) if recipe.invariant else data.size)
+    # Through a pipeline as in training: messages of that size have their memory.
+    in_parts = recipe.invariant or pipeline_of(job.model) is not None
+    share = recipe.batch_size // (recipe.parts(data.size) if in_parts else data.size)
     found: list[dict[str, tuple[float, float]]] = []
     total = -(-task.held_out_samples(limit) // (share * data.size))
     job.model.eval()

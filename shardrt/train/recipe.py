@@ -47,6 +47,7 @@ class Recipe:
         "batch_size": 2**20,
         "threads": 2**12,
         "model__n_layer": 2**14,
+        "parallel__stages_per_rank": 2**10,
         "sample__length": 2**20,
     }
 
@@ -65,6 +66,7 @@ class Recipe:
         if self.report.trace and self.report.traced[-1] > self.steps:
             raise ValueError(f"report.trace is {self.report.trace}, but the run has {self.steps} steps")
         self._check_reductions()
+        self._check_pipeline()
         settings.check_numbers(self, **self.MOST)
 
     def _check_reductions(self) -> None:
@@ -87,6 +89,15 @@ class Recipe:
                 raise ValueError("optimizer.in_backward updates before the loss scale is known to be right")
             if self.reduce_each:
                 raise ValueError("optimizer.in_backward needs one reduction per step: leave reduce_each off")
+
+    def _check_pipeline(self) -> None:
+        other = self.parallel.micro_batches
+        if other and self.micro_batches not in (1, other):
+            raise ValueError(
+                f"micro_batches is {self.micro_batches} and parallel.micro_batches {other}: they are one number"
+            )
+        if self.parallel.pp > 1 and self.reduce_each:
+            raise ValueError("reduce_each: a pipeline reduces once per step, so leave it off")
 
     def task(self) -> Task:
         """What this recipe trains. Reads data. Raises ValueError, OSError for what is wrong with it."""
@@ -116,13 +127,16 @@ class Recipe:
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh's axes, and the ranks along each. Raises ValueError where they can't share `ranks`."""
-        tp, copies = self.parallel.tp, self.fsdp.copies
-        if ranks % tp:
-            raise ValueError(f"parallel.tp {tp} cannot share {ranks} rank{'s' * (ranks > 1)} equally")
-        if ranks // tp % copies:
-            groups = f"{ranks // tp} groups of {tp}" if tp > 1 else f"{ranks}"
+        pp, tp, copies = self.parallel.pp, self.parallel.tp, self.fsdp.copies
+        sizes = {"parallel.pp": pp, "parallel.tp": tp}
+        if ranks % (pp * tp):
+            named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
+            raise ValueError(f"{named} cannot share {ranks} rank{'s' * (ranks > 1)} equally")
+        data = ranks // (pp * tp)
+        if data % copies:
+            groups = f"{data} groups of {pp * tp}" if pp * tp > 1 else f"{ranks}"
             raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
-        found = {"dp_replicate": copies, "dp_shard": ranks // tp // copies, "tp": tp}
+        found = {"pp": pp, "dp_replicate": copies, "dp_shard": data // copies, "tp": tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
 
     def parts(self, ranks: int) -> int:

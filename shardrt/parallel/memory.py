@@ -1,0 +1,144 @@
+"""What a rank of a pipeline will need, before the first step: units of its stages, what is in flight, links.
+
+A rehearsal computes nothing (fsdp/rehearsal.py), so what other ranks would send need only have the right
+shapes. The stages tell each other those first, one after the other; then each rank runs its row of the table.
+"""
+
+from collections import deque
+from collections.abc import Hashable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.comm import talk
+from shardrt.fsdp.memory import MemoryPlan, memory_plan
+from shardrt.fsdp.rehearsal import rehearse
+from shardrt.fsdp.setup import arranged, lay_out, units_for
+from shardrt.parallel.carrier import Arrays, Carrier, shapes_of
+from shardrt.parallel.pipeline import Loss, Pipeline, Step
+from shardrt.parallel.table import Action, Link
+
+Shape = tuple[tuple[int, ...], str]
+Message = tuple[tuple[Shape | None, ...], bool]  # and whether it is single
+Messages = dict[tuple[str, int, Hashable], Message]  # by kind, the stage that sends, and key
+
+
+def pipeline_plan(
+    pipeline: Pipeline, loss: Loss, batches: Sequence[Any], *, optimizer_states: float = 2
+) -> MemoryPlan:
+    """Bytes that training takes on this rank, as memory_plan says; "links": slots for what others send.
+
+    loss, batches: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as memory_plan
+    does, and on all ranks of the pipeline what a stage's first forward would raise.
+    """
+    messages = _messages(pipeline, loss, batches)
+    links = _Links(messages)
+
+    def step() -> None:
+        carrier = Carrier(links, pipeline.table, pipeline.mesh.rank)
+        Step(pipeline, loss, batches, carrier=carrier).run()
+
+    plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
+    on_device, on_host = pipeline.links.plan(_by_link(pipeline, messages))
+    more = [{"links": nbytes} if nbytes else {} for nbytes in (on_device, on_host)]
+    return MemoryPlan(plan.device | more[0], plan.host | more[1])
+
+
+def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Messages:
+    """What stages send, of batches of all shapes that there are. Collective."""
+    keys: dict[Hashable, int] = {}
+    for number, batch in enumerate(batches):
+        keys.setdefault(shapes_of(batch), number)
+    control, messages = pipeline.mesh.communicator("control"), {}
+    for stage in range(pipeline.table.stages - 1):
+        told, raised = None, None
+        if pipeline.table.rank_of(stage) == pipeline.mesh.rank:
+            try:
+                row = [Action("F", stage, number) for number in keys.values()]
+                told = _sent(pipeline, loss, batches, row, messages)
+            except (ValueError, OSError) as error:
+                raised = error
+        everyone = talk.from_all(control, [told, raised and str(raised)])
+        told, wrong = everyone[pipeline.table.rank_of(stage)]
+        if raised is not None:
+            raise raised
+        if wrong is not None:
+            raise ValueError(wrong)
+        for key, (shapes, single) in zip(keys, told, strict=True):
+            there = tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes)
+            messages["F", stage, key] = there, single
+            back = tuple(s if s and dtypes.floating(np.dtype(s[1])) else None for s in there)
+            messages["B", stage + 1, key] = back, True
+    return messages
+
+
+def _sent(
+    pipeline: Pipeline, loss: Loss, batches: Sequence[Any], row: list[Action], messages: Messages
+) -> list[Message]:
+    """What a stage of this rank sends in these forwards, without computing it."""
+    stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
+    units = arranged(units_for("pipeline_plan", stage)[0])
+    rehearse(stage, units, lay_out(units), lambda: Step(pipeline, loss, batches, row, carrier).run())
+    return carrier.sent
+
+
+def _by_link(pipeline: Pipeline, messages: Messages) -> dict[Link, list[tuple[Shape | None, ...]]]:
+    """The shapes of all messages that go over each link."""
+    found: dict[Link, list] = {}
+    rank_of = pipeline.table.rank_of
+    for (kind, stage, _), (shapes, _) in messages.items():
+        source, to = rank_of(stage), rank_of(stage + (1 if kind == "F" else -1))
+        if source != to:
+            found.setdefault(Link(source, to, kind), []).append(shapes)
+    return found
+
+
+def _arrays(shapes: tuple[Shape | None, ...]) -> Arrays:
+    """Arrays of these shapes that nobody has written, in memory that does not count."""
+    return tuple(None if shape is None else np.empty(shape[0], np.dtype(shape[1])) for shape in shapes)
+
+
+class _Shapes:
+    """In place of a Carrier: brings what has the shapes of messages that are known, and notes what is sent."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._keys: dict[tuple[str, int, int], Hashable] = {}
+        self.sent: list[Message] = []
+
+    def send(self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool) -> None:
+        shapes = [None if array is None else (array.shape, dtypes.name_of(array.dtype)) for array in arrays]
+        self.sent.append((tuple(shapes), single))
+
+    def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
+        self._keys[kind, stage, micro_batch] = key
+
+    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, bool]:
+        shapes, single = self._messages[kind, stage, self._keys[kind, stage, micro_batch]]
+        return _arrays(shapes), single
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+class _Links:
+    """In place of Links: what is sent goes nowhere, what is received has the right shapes."""
+
+    def __init__(self, messages: Messages) -> None:
+        self._messages = messages
+        self._expected: dict[tuple[str, int], deque[Message]] = {}
+
+    def send(self, kind: str, to: int, arrays: Arrays, *, key: Hashable, what: str, about: Any) -> None:
+        """It is kept until delivered, which takes no time here."""
+
+    def expect(self, kind: str, source: int, *, key: Hashable, what: str) -> None:
+        self._expected.setdefault((kind, source), deque()).append(self._messages[key])
+
+    def receive(self, kind: str, source: int, *, what: str) -> SimpleNamespace:
+        shapes, single = self._expected[kind, source].popleft()
+        return SimpleNamespace(arrays=_arrays(shapes), about=single, free=lambda: None)
+
+    def finish(self) -> None:
+        """Nothing is under way."""

@@ -1,0 +1,45 @@
+"""A model with stages, called as a whole: `model(...)` without gradients goes through all of them.
+
+For evaluation and generation, which know no pipeline.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from shardrt import autograd
+from shardrt.nn.module import Module
+from shardrt.parallel.pipeline import Pipeline
+
+
+class Piped:
+    """Around the forward of a model with stages, in place of it. Collective over the ranks of all stages.
+
+    Raises RuntimeError where gradients are recorded.
+    """
+
+    order, every_entry = 4, False  # outside of all, which the stages have as well
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self.pipeline = pipeline
+
+    def __deepcopy__(self, memo: dict) -> "Piped":
+        raise TypeError("copy.deepcopy: the model has stages on several ranks and can't be copied")
+
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if autograd.is_grad_enabled():
+            raise RuntimeError(
+                "the model has stages on several ranks: train it with Pipeline.step, or call it inside "
+                "`with no_grad()`"
+            )
+        return self.pipeline(*args, **kwargs)
+
+
+def call_in_stages(pipeline: Pipeline) -> None:
+    """Let its model be called as a whole."""
+    pipeline.model.run_inside(Piped(pipeline))
+
+
+def pipeline_of(model: Module) -> Pipeline | None:
+    """That through which `model` is called; None for a model without stages."""
+    piped = model.around(Piped)
+    return None if piped is None else piped.pipeline

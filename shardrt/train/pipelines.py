@@ -1,0 +1,142 @@
+"""The pipeline of a run: the number of its micro-batches, its table, and its losses."""
+
+import csv
+from dataclasses import replace
+from typing import Any
+
+from shardrt import optim
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.nn.module import Module
+from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel.schedules import schedule
+from shardrt.parallel.table import Table
+from shardrt.parallel.whole import call_in_stages, pipeline_of
+from shardrt.tensor import Tensor
+from shardrt.train.recipe import Recipe
+from shardrt.train.tasks import Task
+from shardrt.untrusted import read_regular
+
+__all__ = ["Shares", "cut", "facts_of", "pipeline_of", "settled", "written"]
+
+_LARGEST = 1 << 24  # bytes of a file with a table
+_TWO_STAGES = ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+def settled(recipe: Recipe, ranks: int) -> Recipe:
+    """With the number of micro-batches that parallel.micro_batches, the table or the pipeline's size say.
+
+    Raises ValueError for ranks that can't be shared, and a table for other numbers; OSError.
+    """
+    data, chosen = ranks // recipe.parallel.pp // recipe.parallel.tp, recipe.parallel
+    recipe.axes(ranks)
+    given = chosen.micro_batches or (recipe.micro_batches if recipe.micro_batches > 1 else 0)
+    if chosen.pp > 1 and not given:
+        table = written(recipe)
+        each = 2 * chosen.pp if table is None else table.micro_batches
+        given = each * data if recipe.invariant else each
+    return replace(recipe, micro_batches=given or 1)
+
+
+def written(recipe: Recipe) -> Table | None:
+    """The table in the file that parallel.schedule names; None for the name of a schedule, and no pipeline.
+
+    Raises ValueError in one line, OSError.
+    """
+    path = recipe.parallel.schedule_file
+    if path is None or recipe.parallel.pp == 1:
+        return None
+    read_regular(path, _LARGEST)
+    try:
+        return Table.load(path)
+    except csv.Error as error:
+        raise ValueError(f"{path}: {error}") from None
+
+
+def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pipeline:
+    """The pipeline of `model`, which goes through it from now on. Collective.
+
+    Raises ValueError in the words of the command line for what can't be.
+    """
+    chosen = recipe.parallel
+    table = written(recipe) or _made(recipe, model, data_ranks)
+    each = recipe.parts(data_ranks) // data_ranks
+    told = f"parallel.schedule {chosen.schedule}"
+    if len(table.ranks) != chosen.pp:
+        raise ValueError(f"{told} is a table of {len(table.ranks)} ranks, parallel.pp is {chosen.pp}")
+    if table.micro_batches != each:
+        raise ValueError(f"{told} is a table of {table.micro_batches} micro-batches, a rank has {each}")
+    if chosen.stages_per_rank and table.stages != chosen.stages_per_rank * chosen.pp:
+        raise ValueError(
+            f"{told} is a table of {table.stages} stages, not of {chosen.stages_per_rank} for each of "
+            f"{chosen.pp} ranks"
+        )
+    _check_pieces(model, table.stages)
+    try:
+        table.check()
+    except ValueError as error:
+        raise ValueError(f"{told}: {error}") from None
+    if recipe.invariant and any(action.kind == "W" for row in table.ranks for action in row):
+        raise ValueError(
+            f"deterministic = 'world-invariant' reduces each micro-batch at once, and {told} puts weight "
+            "gradients off; take GPipe, 1F1B or Interleaved1F1B"
+        )
+    pipeline = Pipeline(model, mesh["pp"], schedule=table)
+    tied = next((p.name for p in model.parameters() if p.place is not None and p.place.tied), None)
+    if recipe.optimizer.in_backward and tied is not None:
+        raise ValueError(
+            f"optimizer.in_backward would update {tied!r} before its gradients of two stages are added; leave "
+            "it off, or untie it"
+        )
+    call_in_stages(pipeline)
+    return pipeline
+
+
+def _made(recipe: Recipe, model: Module, data_ranks: int) -> Table:
+    """The table of the schedule that has been named."""
+    chosen, each = recipe.parallel, recipe.parts(data_ranks) // data_ranks
+    stages = chosen.stages_per_rank or 1 + (chosen.schedule_name in _TWO_STAGES)
+    _check_pieces(model, stages * chosen.pp)  # first: a table of far too many takes long to make
+    try:
+        return schedule(chosen.schedule, chosen.pp, each, stages)
+    except ValueError as error:
+        raise ValueError(f"parallel.schedule: {error}") from None
+
+
+def _check_pieces(model: Module, stages: int) -> None:
+    kind = type(model).__name__
+    if not hasattr(model, "pieces"):
+        raise ValueError(f"parallel.pp: a {kind} has no pieces() that stages could be made of")
+    names = [piece.name for piece in model.pieces()]
+    if stages > len(names):
+        raise ValueError(
+            f"parallel.pp: {stages} stages can't be made of the {len(names)} pieces of a {kind}: "
+            f"{names[0]}, {len(names) - 2} blocks and {names[-1]}"
+        )
+
+
+def facts_of(pipeline: Pipeline) -> dict[str, Any]:
+    """What the log keeps: numbers of the table, and which pieces each rank has."""
+    table = pipeline.table
+    return {
+        "stages": table.stages,
+        "micro_batches": table.micro_batches,
+        "bubble": float(table.replay().bubble / table.replay().makespan),
+    }
+
+
+class Shares:
+    """The loss function of a step: of each micro-batch its share of the mean loss."""
+
+    def __init__(self, task: Task, scaler: optim.GradScaler, count: int) -> None:
+        self._task, self._scaler, self._factor = task, scaler, 1 / max(1, count)
+        self._found: list[Tensor] = []
+
+    def __call__(self, model: Any, batch: Any) -> Tensor:
+        loss = self._task.loss(model, batch) * self._factor
+        self._found.append(Tensor(loss.data))  # without what led to it
+        return self._scaler.scale(loss)
+
+    @property
+    def losses(self) -> list[float]:
+        """Those that this rank has computed."""
+        return [float(loss) for loss in self._found]
