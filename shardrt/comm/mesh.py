@@ -350,10 +350,10 @@ class DeviceMesh:
         for role, ranks in family.made:
             family.record(role, ranks)
 
-    def part(self, phase: str) -> None:
-        """Note that a part of a step begins, "forward" or "backward"."""
+    def part(self, phase: str, action: str = "") -> None:
+        """Note that a part of a step begins, "forward" or "backward"; of a pipeline, which action."""
         if self._family.recorder is not None:
-            self._family.recorder.part(phase)
+            self._family.recorder.part(phase, action)
 
     def stream(self, role: str) -> Stream:
         """The stream in which the communicators for `role` are used, by all models on this family of meshes.

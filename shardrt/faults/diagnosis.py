@@ -62,7 +62,7 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
     """Where a rank stands. now: monotonic time on this host while the run goes on; None if it is over."""
     last, inside = flight.last, flight.open_call
     reference = last.monotonic if now is None else now
-    where = f"step {last.step}, {last.phase}"
+    where = f"step {last.step}, {flight.place}"
     if inside is None:
         calls = flight.last_calls().values()
         done = max(calls, key=lambda record: record.number, default=None)

@@ -92,17 +92,20 @@ class Recorder:
         if before is not None:
             before.unlink(missing_ok=True)
 
-    def mark(self, phase: str, step: int | None = None) -> None:
-        """A phase of the program begins, of step `step` if that is a new one."""
+    def mark(self, phase: str, step: int | None = None, action: str = "") -> None:
+        """A phase of the program begins, of step `step` if that is a new one; or an action in it."""
         if step is not None:
             self.step = step
         self.phase, self._phase_code = phase, PHASES.index(phase)
-        self._write(BEGUN, b"", 0, 0, b"", 0, 0)
+        self._write(BEGUN, b"", 0, 0, tail(action, 52), 0, 0)
 
-    def part(self, phase: str) -> None:
-        """A part of a step begins. Evaluations and set-ups have forwards, too: they stay what they are."""
-        if self.phase in _IN_STEP and self.phase != phase:
-            self.mark(phase)
+    def part(self, phase: str, action: str = "") -> None:
+        """A part of a step begins. Evaluations and set-ups have forwards, too: they stay what they are.
+
+        action: of a pipeline, what of it, "F3 of stage 1".
+        """
+        if self.phase in _IN_STEP and (action or self.phase != phase):
+            self.mark(phase, action=action)
 
     def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
         """Run a collective between a record that it was entered and one that it is done; gives its result."""
@@ -211,7 +214,7 @@ class Record:
     def __str__(self) -> str:
         """all_gather #41 of gather, 1024 of float32, unit blocks.3"""
         if self.state == BEGUN:
-            return self.phase
+            return f"{self.phase}, {self.unit}" if self.unit else self.phase
         size = f", {self.elements} of {self.dtype}" if self.elements else ""
         if self.operation in MESSAGES:
             peer = self.peer(_MOST)
@@ -258,6 +261,12 @@ class Flight:
         last = self.last_calls()
         still = [record for record in last.values() if record.state == ENTERED]
         return min(still, key=lambda record: (record.operation not in MESSAGES, record.number), default=None)
+
+    @property
+    def place(self) -> str:
+        """The phase, and of a pipeline the action in it: "backward, B3 of stage 1"."""
+        begun = next((record for record in reversed(self.records) if record.state == BEGUN), None)
+        return self.last.phase if begun is None else str(begun)
 
     def last_calls(self) -> dict[str, Record]:
         """By communicator, the last record of a collective."""

@@ -34,14 +34,14 @@ class Carrier:
         if to == self._rank:
             self._here[kind, stage, micro_batch] = arrays, single
         else:
-            told = _told(kind, stage, micro_batch)
+            told = action_told(kind, stage, micro_batch)
             self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=single)
 
     def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
         """That message of `stage` will be received here, after those that are expected already."""
         source = self._table.rank_of(stage)
         if source != self._rank:
-            told = _told(kind, stage, micro_batch)
+            told = action_told(kind, stage, micro_batch)
             self._links.expect(kind, source, key=(kind, stage, key), what=told)
 
     def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, bool]:
@@ -52,7 +52,7 @@ class Carrier:
         source = self._table.rank_of(stage)
         if source == self._rank:
             return self._here.pop((kind, stage, micro_batch))
-        received = self._links.receive(kind, source, what=_told(kind, stage, micro_batch))
+        received = self._links.receive(kind, source, what=action_told(kind, stage, micro_batch))
         arrays, single = tuple(map(_copy, received.arrays)), received.about
         received.free()
         return arrays, single
@@ -65,8 +65,9 @@ class Carrier:
 _STEP = {"F": 1, "B": -1}
 
 
-def _told(kind: str, stage: int, micro_batch: int) -> str:
-    return f"{kind}{micro_batch} of stage {stage}"
+def action_told(kind: str, stage: int, micro_batch: int) -> str:
+    """For messages and traces."""
+    return f"{kind}{'' if micro_batch < 0 else micro_batch} of stage {stage}"
 
 
 def _copy(array: Array | None) -> Array | None:

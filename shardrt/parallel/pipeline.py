@@ -24,7 +24,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.parallel.carrier import Carrier, flat, shapes_of
+from shardrt.parallel.carrier import Carrier, action_told, flat, shapes_of
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.table import Action, Table
@@ -201,7 +201,9 @@ class Step:
             elif kind in ("B", "I") and stage < last:
                 self._carrier.expect("B", stage + 1, micro_batch, self._keys[micro_batch])
         for action in self._row:
-            with timeline.span("compute", str(action)):
+            told = action_told(action.kind, action.stage, action.micro_batch)
+            self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", told)
+            with timeline.span("compute", told):
                 self._does[action.kind](self._pipeline.stage(action.stage), action.micro_batch, action)
         self._carrier.finish()
         random.begin_call(self._calls + len(self._batches))

@@ -1,6 +1,6 @@
-"""Kills of the launcher, its helper, or ranks, and a resume: `python -m tests.failures.launcher --runs 72`.
+"""Kills of the launcher, its helper, or ranks, and a resume: `python -m tests.failures.launcher --runs 80`.
 
-Each run is one of nine recipes and one of eight kills, at a step of its own. The ranks must be gone within
+Each run is one of ten recipes and one of eight kills, at a step of its own. The ranks must be gone within
 5 seconds, and the resumed run must end with the losses, evaluations and weights of one that nobody killed.
 """
 
@@ -44,6 +44,7 @@ RECIPES = {
     "bf16": ["--precision.param", "bfloat16", "--precision.reduce", "bfloat16"],
     "hybrid": ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2"],
     "tensor": ["--parallel.tp", "2", "--parallel.sequence", "True"],
+    "pipeline": ["--parallel.pp", "2", "--parallel.schedule", "ZB-H1", "--micro-batches", "4"],
     "world_invariant": ["--deterministic", "world-invariant", "--micro-batches", "4"],
 }
 KILL, STOP, TERM = signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM
@@ -75,7 +76,7 @@ class Run:
 
 
 def runs() -> Iterator[Run]:
-    """Every kill of every recipe, so that the first nine have all of both."""
+    """Every kill of every recipe, so that the first ten have all of both."""
     draw = random.Random(0)
     recipes, kills = list(RECIPES), list(KILLS)
     for turn in range(len(kills)):

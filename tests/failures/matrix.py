@@ -30,6 +30,7 @@ MESSAGES = {
     **dict.fromkeys(MISMATCHES, r"CollectiveMismatch: ranks differ in collective .*rank {} called"),
     **dict.fromkeys(DIFFERENCES, r"^error: ranks differ: .*on rank {}"),
 }
+_OF_STAGE = r"behind: ranks? [\d,]+ waits? in .*recv [FB]\d+ of stage \d from rank \d"
 _FIRST_WORDS = r"^(?:hang: |error: |rank \d of \d (?:failed|is out of memory|called|was interrupted))"
 
 
@@ -41,6 +42,7 @@ class Case:
     phase: str
     size: int
     tp: int = 1  # the others of the ranks go along the data
+    pp: int = 1
 
     @property
     def victim(self) -> int:
@@ -52,21 +54,33 @@ class Case:
         return grace + (LIMIT if self.failure in ("stop", "loop") else 0.0)
 
     def __str__(self) -> str:
-        return f"{self.failure}-{self.phase}-{self.size}" + f"-tp{self.tp}" * (self.tp > 1)
+        axes = f"-tp{self.tp}" * (self.tp > 1) + f"-pp{self.pp}" * (self.pp > 1)
+        return f"{self.failure}-{self.phase}-{self.size}{axes}"
+
+    @property
+    def in_action(self) -> bool:
+        """Whether a rank hangs while the others wait for what an action of its stage gives."""
+        return self.pp > 1 and self.failure in ("stop", "loop") and self.phase in ("forward", "backward")
 
 
 def cases(sizes: tuple[int, ...]) -> list[Case]:
-    """All of them; of an even number of ranks with two along tp, too."""
+    """All of them; of an even number of ranks with two along tp, and along pp, too."""
     kinds = [(failure, phase) for failure in (*FAILURES, *MISMATCHES) for phase in PHASES]
     kinds += [(difference, "set-up") for difference in DIFFERENCES]
     meshes = [(size, tp) for size in sizes for tp in (1, 2) if size % tp == 0]
-    return [Case(*kind, *mesh) for mesh in meshes for kind in kinds]
+    staged = [(size, 1, 2) for size in sizes if size % 2 == 0]
+    # Ranks of several stages come to a collective of all between their actions alone.
+    within = [kind for kind in kinds if kind[0] not in MISMATCHES or kind[1] not in ("forward", "backward")]
+    return [Case(*kind, *mesh) for mesh in meshes for kind in kinds] + [
+        Case(*kind, *mesh) for mesh in staged for kind in within
+    ]
 
 
 def short() -> list[Case]:
     """A selection, at 2 and 3 ranks: each failure in two phases, each mismatch in one, some differences.
 
-    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang, raise and mismatch.
+    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang, raise and mismatch. And
+    in stages: the same of the first stage's ranks and the last's.
 
     (tests/train/test_stop.py has those in settings, of which the seed is one.)
     """
@@ -77,7 +91,9 @@ def short() -> list[Case]:
     ]
     chosen += [Case(difference, "set-up", 2) for difference in ("data", "code")]
     crossed = zip(("kill", "loop", "stop", "raise", "unit"), PHASES[1:], strict=True)
-    return chosen + [Case(*kind, 4, tp=2) for kind in crossed]
+    chosen += [Case(*kind, 4, tp=2) for kind in crossed]
+    staged = (("stop", "forward"), ("loop", "backward"), ("kill", "backward"), ("raise", "forward"))
+    return chosen + [Case(*kind, 2 + 2 * (number % 2), pp=2) for number, kind in enumerate(staged)]
 
 
 def prepare(folder: Path) -> Path:
@@ -107,7 +123,8 @@ def check(
     """
     command = [launcher or mpirun_path(), "-n", str(case.size), python, "-m", "tests.failures.victim"]
     command += [case.failure, case.phase, str(case.victim), "--config", "tiny.toml"]
-    command += ["--parallel.tp", str(case.tp)]
+    command += ["--parallel.tp", str(case.tp), "--parallel.pp", str(case.pp)]
+    command += ["--parallel.micro-batches", "3"] if case.pp > 1 else []
     command += [f"--watchdog.{BUDGETS.get(case.phase, 'limit')}", str(LIMIT)]
     files = folder / f"{case}.out", folder / f"{case}.err"
     with open(files[0], "wb") as out, open(files[1], "wb") as err:
@@ -136,6 +153,10 @@ def check(
         assert code == CODES[case.failure], told
         assert re.search(MESSAGES[case.failure].format(case.victim), err, re.M), told
         assert len(re.findall(_FIRST_WORDS, err, re.M)) == 1, told
+        if case.in_action:
+            assert re.search(_OF_STAGE, err, re.M), told
+            letters = "F" if case.phase == "forward" else "BIW"
+            assert re.search(rf"^  rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M), told
     else:
         assert code not in (0, None), told  # the launcher's own, and its message
         assert not re.search(_FIRST_WORDS, err, re.M), told

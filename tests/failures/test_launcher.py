@@ -65,5 +65,5 @@ def test_a_program_without_a_loop_ends_when_its_launcher_is_gone(tmp_path, kill)
 def test_the_runs_have_every_kill_of_every_recipe():
     chosen = list(runs())
     assert {(run.recipe, run.kill) for run in chosen} == {(r, k) for r in RECIPES for k in KILLS}
-    assert len(chosen) == len(RECIPES) * len(KILLS) == 72
+    assert len(chosen) == len(RECIPES) * len(KILLS) == 80
     assert {run.kill for run in chosen[:8]} == set(KILLS)

@@ -9,6 +9,7 @@ import resource
 import signal
 import sys
 import time
+from functools import wraps
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +22,7 @@ from shardrt.comm import world as worlds
 from shardrt.faults import diagnosis
 from shardrt.faults.flight import read_all
 from shardrt.fsdp.schedule import Schedule
+from shardrt.parallel import Stage
 from shardrt.train import job, loop
 
 STEP = 4
@@ -110,6 +112,7 @@ class Trap:
         """Spring it before a function."""
         original = getattr(owner, name)
 
+        @wraps(original)
         def function(*args, **kwargs):
             if only(*args):
                 self.spring()
@@ -139,14 +142,21 @@ def prepare(failure: str, phase: str, victim: int) -> None:
     loop.backward = backward_of_step
     if phase == "forward":
         trap.before(GPT, "forward", lambda model, *how: model.training)
+        trap.before(Stage, "forward", lambda stage, *how: stage.model.training)
     elif phase == "backward":
-        trap.before(Schedule, "after_backward", lambda schedule, unit: unit.label == "blocks.1")
+        trap.before(Schedule, "after_backward", lambda schedule, unit: unit.label == last_block(schedule))
     elif phase == "optimizer":
         trap.before(loop, "update")
     elif phase == "save":
         trap.before(CheckpointManager, "_begin")
     elif phase == "eval":
         trap.before(GPT, "forward", lambda model, *how: not model.training)
+        trap.before(Stage, "forward", lambda stage, *how: not stage.model.training)
+
+
+def last_block(schedule: Schedule) -> str:
+    """The last that this rank has: of the model, or of its stage."""
+    return [unit.label for unit in schedule.units if unit.label.startswith("blocks")][-1]
 
 
 def differ(what: str, arguments: list[str]) -> list[str]:

@@ -15,7 +15,7 @@ from tests.train.test_command import arguments, furnish, records
 from tests.train.test_parallel import check_alike, curves, weights
 
 STEPS = 3
-COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0", "--model.dropout", "0.1")
+COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0", *("--model.dropout", "0.1"))
 PP = ("--parallel.pp", "2", "--parallel.micro-batches", "4")
 RUNS = {
     "data": (1, ("--micro-batches", "4")),
