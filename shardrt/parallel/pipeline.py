@@ -176,6 +176,7 @@ class Step:
     ) -> None:
         self._pipeline, self._loss, self._batches = pipeline, loss, batches
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
+        self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
         self._keys = [shapes_of(batch) for batch in batches]
         self._carrier = carrier or pipeline.carrier()
         self._calls = random.calls()  # of the model in this step, before
@@ -212,7 +213,8 @@ class Step:
         inputs = None if stage.first else self._received(stage, micro_batch)
         begun = _Begun(self._pipeline, stage, inputs, self._calls + micro_batch)
         try:
-            outputs = [self._loss(begun, self._batches[micro_batch])]
+            with self._reducing(stage, action):
+                outputs = [self._loss(begun, self._batches[micro_batch])]
             if not begun.called:
                 raise RuntimeError("Pipeline.step: the loss function has not called the model")
         except _GoesOn as gone:
@@ -254,9 +256,13 @@ class Step:
             self._late.pop((stage.number, micro_batch)).run()
 
     def _reducing(self, stage: Stage, action: Action) -> AbstractContextManager:
-        """Gradients are reduced with the last action of the stage that adds to them; in a tree, with each."""
+        """Gradients are reduced with the last action of the stage that adds to them; in a tree, with each.
+
+        Forwards are told that backwards will not reduce, and so make memory for all gradients at once.
+        """
         units = units_below(stage)
-        each = action.reduces or any(unit.choices.micro_batches is not None for unit in units)
+        once = action.kind == "F" and self._once
+        each = action.reduces or once or any(unit.choices.micro_batches is not None for unit in units)
         return nullcontext() if each or not units else fsdp.no_sync(stage)
 
 

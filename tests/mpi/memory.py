@@ -16,6 +16,7 @@ import numpy as np
 
 import shardrt
 from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import activation_offload, device, nn, optim
 from shardrt import functional as F
@@ -34,6 +35,8 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.parallel import parallelize_module
+from shardrt.parallel.memory import pipeline_plan
+from shardrt.parallel.pipeline import Pipeline
 from shardrt.recompute import checkpoint
 from tests.combinations import pairwise
 
@@ -58,6 +61,7 @@ SAVINGS = {
     "offload": offload_activations,
     "both": lambda block: offload_activations(checkpoint(block)),
 }
+MICRO_BATCHES = 4  # of a pipeline
 TURNS = 4  # of a step that is added up by a tree
 TOKENS = np.random.default_rng(0).integers(0, 256, (4, 64))
 
@@ -174,6 +178,11 @@ def check(counted, mesh, accumulation="none", **choices):
     counted.reset()
     plan = memory_plan(model, step=lambda: backward_of(model, accumulation))
     counted.reset()  # what the plan itself took is gone
+    return measured(counted, plan, model, lambda: backward_of(model, accumulation))
+
+
+def measured(counted, plan, model, backward):
+    """Train, and compare with the plan."""
     gc.collect()
     for streams in activation_offload._state.__dict__.get("streams", {}).values():
         streams.pool = activation_offload.HostPool(streams.device)  # without what cases before this one took
@@ -182,16 +191,47 @@ def check(counted, mesh, accumulation="none", **choices):
     here.reset_peak()
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
     for _ in range(2):
-        backward_of(model, accumulation)
+        backward()
         optimizer.step()
         optimizer.zero_grad()
     planned = dict(plan.device)
     activations = planned.pop("activations")
     assert counted.device == sum(planned.values()), (counted.device, str(plan))
     assert counted.host == plan.host_bytes, (counted.host, str(plan))
-    measured = here.peak_bytes() - before
-    assert abs(measured - activations) <= 0.05 * measured, (measured, activations)
-    return measured / activations
+    taken = here.peak_bytes() - before
+    assert abs(taken - activations) <= 0.05 * taken, (taken, activations)
+    return taken / activations
+
+
+def in_stages(mesh, schedule, per_rank=1, accumulation=MICRO_BATCHES, **choices):
+    """A Llama on the ranks of a pipeline, and what runs a step of it."""
+    options = {
+        "strategy": "FULL_SHARD",
+        "offload_policy": OFFLOADS[choices.get("offload", "on the device")],
+        "mp_policy": PRECISIONS[choices.get("precision", "float32")],
+        "mesh": mesh["dp_shard"],
+    }
+    shardrt.manual_seed(1)
+    model = Llama(LlamaConfig(6, 2, 2, 64, 128, 64, 512, tied=choices.get("tied", False)))
+    for block in model.blocks:
+        SAVINGS[choices.get("saving", "nothing")](block)
+    pipeline = Pipeline(
+        model, mesh["pp"], schedule=schedule, micro_batches=accumulation, stages_per_rank=per_rank
+    )
+    for stage in pipeline.stages:
+        for module in (*stage.blocks, stage):
+            fully_shard(module, **options)
+    return pipeline
+
+
+def check_stages(counted, mesh, schedule, **choices):
+    pipeline = in_stages(mesh, schedule, **choices)
+    batches = np.split(np.tile(TOKENS, (2, 1)), pipeline.table.micro_batches)
+    loss = lambda model, tokens: model(tokens, tokens)  # noqa: E731
+    counted.reset()
+    plan = pipeline_plan(pipeline, loss, batches)
+    counted.reset()
+    return measured(counted, plan, pipeline.model, lambda: pipeline.step(loss, batches))
 
 
 def any_two(strategies, choose):
