@@ -108,7 +108,9 @@ class _Shapes:
         self._keys: dict[tuple[str, int, int], Hashable] = {}
         self.sent: list[Message] = []
 
-    def send(self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool) -> None:
+    def send(
+        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool
+    ) -> None:
         shapes = [None if array is None else (array.shape, dtypes.name_of(array.dtype)) for array in arrays]
         self.sent.append((tuple(shapes), single))
 

@@ -14,7 +14,7 @@ from string import Template
 from typing import Any
 
 from shardrt.tools import trace
-from shardrt.tools.runs import BadRun, Run, read_run
+from shardrt.tools.runs import BadRun, Run, pipeline_told, read_run
 from shardrt.train import charts
 from shardrt.untrusted import printable, say
 
@@ -99,6 +99,8 @@ def _summary(run: Run) -> Iterable[tuple[str, str]]:
     axes = about.get("axes", {})
     named = f" ({', '.join(f'{name} {size}' for name, size in axes.items())})" * (len(axes) > 1)
     yield "ranks", f"{about.get('ranks', '')}{named}"
+    if piped := about.get("pipeline"):
+        yield "pipeline", pipeline_told(piped)
     yield "state", f"{'done' if run.end else run.doctor['verdict']}"
     if "began" in about:
         yield "began", time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(about["began"]))
@@ -163,8 +165,27 @@ def _time(run: Run) -> list[str]:
         charts.bars(f"Step {number}, the compute stream", rows, unit="ms", colours=trace.PART_COLOURS),
         charts.bars(f"Step {number}, the other streams", beside, unit="ms"),
         "</div>",
+        *_pipeline(run, number),
         f'<div class="wide">{trace.picture(run.events, 0, number)}</div>',
     ]
+
+
+def _pipeline(run: Run, step: int) -> list[str]:
+    """A picture of all ranks' actions, and how long they were idle."""
+    if not trace.has_actions(run.events):
+        return []
+    parts = [f'<div class="wide">{trace.pipeline_picture(run.events, step)}</div>']
+    if run.table is not None:
+        rows = [
+            (f"rank {rank}", f"idle for {idle:.1f} of {whole:.1f} ms; {replayed:.1f} ms in the replay")
+            for rank, whole, idle, replayed in trace.idle(run.events, step, run.table)
+        ]
+        note = (
+            "Idle is what lies in no action from the first of all ranks to the last, and what actions wait. "
+            "The replay runs the table with the measured times of its actions, and with nothing else."
+        )
+        parts += [_table(rows), f'<p class="note">{note}</p>']
+    return parts
 
 
 def _ranks(run: Run) -> list[str]:

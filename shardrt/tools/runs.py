@@ -3,19 +3,22 @@
 The files may be damaged, or another's: what is not as a run writes it is refused here.
 """
 
+import csv
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from shardrt.parallel.table import Table
 from shardrt.tools import autopsy
-from shardrt.train.metrics import METRICS
+from shardrt.train.metrics import METRICS, PIPELINE
 from shardrt.train.trace import TRACE
 from shardrt.untrusted import natural, number, printable, read_regular, strict_json
 
 LARGEST = 1 << 30  # bytes of a metrics.jsonl, or a trace
 _LARGEST_CONFIG = 1 << 24
+_LARGEST_TABLE = 1 << 20
 _MOST_RANKS = 1 << 24
 _TRACED = re.compile("step [0-9]{1,15}")
 
@@ -26,7 +29,7 @@ class BadRun(ValueError):
 
 @dataclass(frozen=True)
 class Run:
-    """A run's records, sorted by kind, its settings, its trace and what the doctor says."""
+    """A run's records, sorted by kind, its settings, its trace, its pipeline and what the doctor says."""
 
     path: Path
     about: dict[str, Any]
@@ -36,6 +39,7 @@ class Run:
     config: str
     events: list[dict[str, Any]]
     doctor: dict[str, Any]
+    table: Table | None = None
 
     @property
     def unit(self) -> str:
@@ -64,6 +68,26 @@ def read_run(path: Path) -> Run:
         read_regular(config, _LARGEST_CONFIG).decode(errors="replace") if config.exists() else "",
         read_trace(path / TRACE) if (path / TRACE).exists() else [],
         autopsy.examine(path),
+        read_table(path / PIPELINE) if (path / PIPELINE).exists() else None,
+    )
+
+
+def read_table(path: Path) -> Table:
+    """The table of a pipeline. Raises BadRun, Refused, OSError."""
+    read_regular(path, _LARGEST_TABLE)
+    try:
+        table = Table.load(path)
+        table.check()
+    except (ValueError, csv.Error) as error:
+        raise BadRun(f"{path}: {error}") from None
+    return table
+
+
+def pipeline_told(facts: dict[str, Any]) -> str:
+    """A pipeline in a line."""
+    return (
+        f"{printable(facts['schedule'])}, {len(facts['stages'])} stages, {facts['micro_batches']} "
+        f"micro-batches, idle for {100 * facts['bubble']:.0f} % where forward takes half of backward"
     )
 
 
@@ -114,6 +138,12 @@ def _is_table(value: Any) -> bool:
     return isinstance(value, dict)
 
 
+def _is_pipeline(value: Any) -> bool:
+    told = isinstance(value, dict) and isinstance(value.get("schedule"), str)
+    numbers = told and natural(value.get("micro_batches")) and number(value.get("bubble"), 1)
+    return bool(numbers and isinstance(value.get("stages"), list) and all(map(_is_text, value["stages"])))
+
+
 def _is_table_of_numbers(value: Any) -> bool:
     return isinstance(value, dict) and all(map(number, value.values()))
 
@@ -125,6 +155,7 @@ _FIELDS: dict[str, dict[str, Callable[[Any], bool]]] = {  # what is read of othe
         **dict.fromkeys(("parameters", "trained_parameters", "memory_mb_before"), number),
         **dict.fromkeys(("device_bytes", "host_bytes", "axes"), _is_table_of_numbers),
         "environment": _is_table,
+        "pipeline": _is_pipeline,
         "began": lambda value: number(value, 1e11),
     },
     "end": {"seconds": number},

@@ -1,9 +1,11 @@
 """`python -m shardrt trace RUN`: one traced step of one rank as an SVG; and where the time of steps went."""
 
 import argparse
+import re
 from pathlib import Path
 from typing import Any
 
+from shardrt.parallel.table import Table
 from shardrt.tools.runs import BadRun, read_trace, traced_step
 from shardrt.train import charts
 from shardrt.train.screen import Screen
@@ -28,7 +30,19 @@ _PARTS |= {"wait": "waiting for streams", "step": "other"}
 COLLECTIVES = "collectives in compute"
 # The parts of a step in the colours of the spans.
 PART_COLOURS = {part: COLOURS.get(phase, "#9d755d") for phase, part in _PARTS.items()}
-PART_COLOURS |= {"data": "#b279a2", COLLECTIVES: COLOURS["all_reduce"]}
+PART_COLOURS |= {"weight gradients": "#54a24b", "data": "#b279a2", COLLECTIVES: COLOURS["all_reduce"]}
+
+
+# An action of a pipeline: its kind, micro-batch and stage. Its parts of a step, and colours of even and odd turns.
+ACTION = re.compile(r"([FBIW])(\d{1,9}) of stage (\d{1,9})")
+_ACTION_PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
+ACTION_COLOURS = {
+    "F": ("#4c78a8", "#9ecae9"),
+    "B": ("#72b7b2", "#b5dcd9"),
+    "I": ("#f58518", "#ffbf79"),
+    "W": ("#54a24b", "#88d27a"),
+}
+_ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "of weights"}
 
 
 def add_to(commands: Any) -> None:
@@ -37,7 +51,7 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("trace", help=told, description=told)
     parser.add_argument("path", metavar="RUN", type=Path, help="a run's folder, or a trace.json")
     parser.add_argument("--step", type=int, metavar="N", help="which step (the last one that was traced)")
-    parser.add_argument("--rank", type=int, default=0, metavar="R", help="of which rank (0)")
+    parser.add_argument("--rank", type=int, metavar="R", help="of which rank (0; of a pipeline all)")
     parser.add_argument("--output", "-o", type=Path, metavar="FILE", help="where to (RUN/schedule.svg)")
     parser.set_defaults(run=draw)
 
@@ -48,22 +62,26 @@ def draw(options: argparse.Namespace) -> int:
     path = folder / TRACE if folder == options.path else options.path
     if not path.exists() and (folder / "metrics.jsonl").exists():
         raise BadRun(f"{path} is not there: no step was traced; train with --report.trace FIRST:LAST")
-    events = read_trace(path)
-    steps = steps_of(events, options.rank)
+    events, rank = read_trace(path), options.rank or 0
+    steps = steps_of(events, rank)
     if not steps:
-        raise BadRun(f"{options.path}: no step of rank {options.rank} in the trace")
+        raise BadRun(f"{options.path}: no step of rank {rank} in the trace")
     number = max(steps) if options.step is None else options.step
     if number not in steps:
         raise BadRun(f"{options.path}: step {number} is not in the trace, but {', '.join(map(str, steps))}")
     output = options.output or folder / "schedule.svg"
     try:
-        drawn = printable(picture(events, options.rank, number), lines=True)
+        whole = options.rank is None and has_actions(events)
+        drawn = pipeline_picture(events, number) if whole else picture(events, rank, number)
+        drawn = printable(drawn, lines=True)
     except ValueError as error:  # names that matplotlib takes for formulas, and are none
         raise BadRun(f"{options.path}: can't be drawn ({error})") from None
     output.write_text(drawn, encoding="utf-8")
-    parts = split(events, options.rank, number)
-    told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
-    Screen().explain(f"step {number}, rank {options.rank}: {sum(parts.values()):.1f} ms = {told}")
+    for each in ranks_of(events) if whole else [rank]:
+        if number in steps_of(events, each):
+            parts = split(events, each, number)
+            told = ", ".join(f"{name} {ms:.1f}" for name, ms in parts.items())
+            Screen().explain(f"step {number}, rank {each}: {sum(parts.values()):.1f} ms = {told}")
     say(f"wrote {output}")
     return 0
 
@@ -108,13 +126,19 @@ def split(events: list[Event], rank: int, step: int) -> dict[str, float]:
     for event in spans_in(events, rank, step)["compute"]:
         while around and around[-1][0] <= event["ts"]:
             around.pop()
-        part = _PARTS.get(event["name"].partition(" ")[0], COLLECTIVES)
+        part = _part(event["name"])
         parts[part] = parts.get(part, 0.0) + event["dur"] / 1e3
         if around:
             parts[around[-1][1]] -= event["dur"] / 1e3
         around.append((event["ts"] + event["dur"], part))
-    order = [*dict.fromkeys(_PARTS.values()), COLLECTIVES]
+    order = dict.fromkeys([*_PARTS.values(), "weight gradients", COLLECTIVES])
     return {part: parts[part] for part in order if part in parts}
+
+
+def _part(name: str) -> str:
+    """The part of a step that a span of the compute stream belongs to."""
+    action = ACTION.fullmatch(name)
+    return _ACTION_PARTS[action[1]] if action else _PARTS.get(name.partition(" ")[0], COLLECTIVES)
 
 
 def busy(events: list[Event], rank: int, step: int) -> dict[str, float]:
@@ -151,3 +175,84 @@ def picture(events: list[Event], rank: int, step: int) -> str:
 
 
 _FIRST = ("gather", "compute", "reduce")
+
+
+def has_actions(events: list[Event]) -> bool:
+    """Whether a trace is of a pipeline."""
+    return any(event["ph"] == "X" and ACTION.fullmatch(event["name"]) for event in events)
+
+
+def actions_in(events: list[Event], rank: int, step: int) -> list[tuple[re.Match, Event, float]]:
+    """A rank's actions of a step: kind, micro-batch and stage; the span; milliseconds of waits in it."""
+    found: list[tuple[re.Match, Event, float]] = []
+    for event in spans_in(events, rank, step)["compute"]:
+        action = ACTION.fullmatch(event["name"])
+        if action:
+            found.append((action, event, 0.0))
+        elif event["name"] == "wait" and found and event["ts"] < found[-1][1]["ts"] + found[-1][1]["dur"]:
+            found[-1] = (*found[-1][:2], found[-1][2] + event["dur"] / 1e3)
+    return found
+
+
+def pipeline_picture(events: list[Event], step: int) -> str:
+    """One step of a pipeline, for a page: a row for each rank, its actions, and grey where they wait."""
+    ranks = [rank for rank in ranks_of(events) if step in steps_of(events, rank)]
+    begin = min(steps_of(events, rank)[step]["ts"] for rank in ranks)
+    rows, legend = {}, {}
+    for rank in ranks:
+        own = actions_in(events, rank, step)
+        turns = sorted({int(action[3]) for action, _, _ in own})
+        bars = []
+        for action, event, _ in own:
+            kind, micro_batch, stage = action[1], action[2], int(action[3])
+            colour = ACTION_COLOURS[kind][turns.index(stage) % 2]
+            legend.setdefault(_ACTION_NAMES[kind], ACTION_COLOURS[kind][0])
+            label = f"{kind}{micro_batch}" if len(turns) == 1 else f"{stage}{kind}{micro_batch}"
+            bars.append(_bar(event, begin, label, colour))
+        inside = [(event["ts"], event["ts"] + event["dur"]) for _, event, _ in own]
+        for event in spans_in(events, rank, step)["compute"]:
+            if event["name"] == "wait" and any(a <= event["ts"] < b for a, b in inside):
+                bars.append(_bar(event, begin, "", COLOURS["wait"]))
+                legend.setdefault("wait", COLOURS["wait"])
+            elif event["name"] == "optimizer":
+                bars.append(_bar(event, begin, "optimizer", COLOURS["optimizer"]))
+        rows[f"rank {rank}"] = bars
+    order = [name for name in (*_ACTION_NAMES.values(), "wait") if name in legend]
+    told = f"step {step}, {len(ranks)} ranks"
+    return charts.schedule(
+        told, rows, {name: legend[name] for name in order}, axis="milliseconds of one step"
+    )
+
+
+def _bar(event: Event, begin: float, label: str, colour: str) -> charts.Bar:
+    start, ms = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
+    return charts.Bar(start, start + ms, label, colour, f"{event['name']}: {ms:.2f} ms", faint=False)
+
+
+def idle(events: list[Event], step: int, table: Table) -> list[tuple[int, float, float, float]]:
+    """(rank, ms from the first action of all to the last, ms idle, ms idle in the replay), of a pipeline.
+
+    Idle is what is in no action, and waits in actions. The replay has the mean times of F, B, I and W of each
+    stage, as they were measured, and nothing else. Raises ValueError for a table of another run.
+    """
+    ranks = [rank for rank in ranks_of(events) if step in steps_of(events, rank)]
+    own = {rank: actions_in(events, rank, step) for rank in ranks}
+    own = {rank: actions for rank, actions in own.items() if actions}
+    times: dict[tuple[str, int], list[float]] = {}
+    for action, event, waits in (each for actions in own.values() for each in actions):
+        times.setdefault((action[1], int(action[3])), []).append(event["dur"] / 1e3 - waits)
+    mean = {key: sum(each) / len(each) for key, each in times.items()}
+    costs = {kind: [mean.get((kind, stage), 0.0) for stage in range(table.stages)] for kind in "FBIW"}
+    replay = table.replay(costs["F"], costs["B"], costs["I"], costs["W"])
+    begin = min(actions[0][1]["ts"] for actions in own.values())
+    end = max(event["ts"] + event["dur"] for actions in own.values() for _, event, _ in actions)
+    whole = (end - begin) / 1e3
+    return [
+        (
+            rank,
+            whole,
+            whole - sum(event["dur"] / 1e3 - waits for _, event, waits in actions),
+            replay.idle[table.rank_of(int(actions[0][0][3]))],
+        )
+        for rank, actions in own.items()
+    ]

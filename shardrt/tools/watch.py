@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from shardrt.tools import autopsy
-from shardrt.tools.runs import LARGEST, BadRun, parsed
+from shardrt.tools.runs import LARGEST, BadRun, parsed, pipeline_told
 from shardrt.train.metrics import METRICS
 from shardrt.train.progress import evaluation_line, step_line
 from shardrt.train.screen import Screen
@@ -139,7 +139,8 @@ class Teller:
             self._steps, self._unit = record["steps"], record["unit"]
             size = f"{record['parameters'] / 1e6:.2f} M parameters"
             ranks = f"{record['ranks']} rank{'s' * (record['ranks'] != 1)}"
-            return f"{record['architecture']}, {size}, {ranks}, {self._steps} steps"
+            piped = f"\n{pipeline_told(record['pipeline'])}" if "pipeline" in record else ""
+            return f"{record['architecture']}, {size}, {ranks}, {self._steps} steps{piped}"
         if kind == "step":
             return step_line(finite, self._steps, self._unit, self.screen.width)
         if kind == "evaluation":

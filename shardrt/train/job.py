@@ -29,7 +29,7 @@ from shardrt.train import loop, pipelines, tensorboard
 from shardrt.train.axes import data_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.lock import LOCK
-from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, resumed_run_directory
+from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
@@ -87,6 +87,8 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
     with one_line(DATA, mesh):
         if run.directory:
             settings.dump(recipe, run.directory / "config.toml")
+            if (pipeline := pipelines.pipeline_of(model)) is not None:
+                pipeline.table.save(run.directory / PIPELINE)
         if recipe.resume:
             run.rewind(first, finished=first >= recipe.steps)
     introduce(job, plan)
@@ -321,9 +323,14 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
         f"shardrt {own_version()}: {first}, {parameters / 1e6:.2f} M parameters{adapters}, "
         f"{over_axes(recipe, mesh.size)}"
     )
+    pipeline, facts, memory = pipelines.pipeline_of(model), {}, str(plan)
+    if pipeline is not None:
+        piped = pipelines.described(recipe, mesh, pipeline, plan)
+        plan, memory, facts = piped.plan, piped.memory, {"pipeline": piped.facts}
+        more += piped.lines
     for line in more:
         run.screen.explain(line)
-    run.say(f"memory as planned, per rank:\n{plan}")
+    run.say(f"memory as planned, per rank:\n{memory}")
     run.say(f"run: {run.directory}")
     run.write(
         "run",
@@ -336,6 +343,7 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
             "ranks": mesh.size,
             "axes": recipe.axes(mesh.size),
             "unit": task.unit,
+            **facts,
             **job.origin["data"],
             "device_bytes": plan.device,
             "host_bytes": plan.host,

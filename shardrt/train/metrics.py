@@ -26,6 +26,7 @@ from shardrt.untrusted import strict_json
 
 RUNS = Path("runs")
 METRICS = "metrics.jsonl"
+PIPELINE = "pipeline.csv"  # the table of a run in stages
 BITS = 1 / log(2)  # bits in a nat
 
 

@@ -1,11 +1,14 @@
 """The pipeline of a run: the number of its micro-batches, its table, and its losses."""
 
 import csv
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from shardrt import optim
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.talk import from_all
+from shardrt.fsdp.memory import MemoryPlan
+from shardrt.fsdp.memory import table as columns
 from shardrt.nn.module import Module
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule
@@ -16,8 +19,9 @@ from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
 from shardrt.untrusted import read_regular
 
-__all__ = ["Shares", "cut", "facts_of", "pipeline_of", "settled", "written"]
+__all__ = ["Shares", "cut", "described", "pipeline_of", "settled", "written"]
 
+_COLUMNS = 8  # of a table on the screen
 _LARGEST = 1 << 24  # bytes of a file with a table
 _TWO_STAGES = ("interleaved1f1b", "interleavedzerobubble", "zbvzerobubble", "dualpipev")
 
@@ -114,14 +118,57 @@ def _check_pieces(model: Module, stages: int) -> None:
         )
 
 
-def facts_of(pipeline: Pipeline) -> dict[str, Any]:
-    """What the log keeps: numbers of the table, and which pieces each rank has."""
-    table = pipeline.table
-    return {
-        "stages": table.stages,
+@dataclass(frozen=True)
+class Described:
+    """What is told of a pipeline, on every rank. plan: of the rank that takes most memory."""
+
+    facts: dict[str, Any]  # for the log
+    lines: list[str]
+    plan: MemoryPlan
+    memory: str
+
+
+def described(recipe: Recipe, mesh: DeviceMesh, pipeline: Pipeline, plan: MemoryPlan) -> Described:
+    """Collective. plan: of this rank."""
+    own = {s.number: f"{s.pieces[0].name} to {s.pieces[-1].name}" for s in pipeline.stages}
+    everyone = from_all(mesh.communicator("control"), [own, plan.device, plan.host])
+    together = len(everyone) // len(pipeline.table.ranks)  # the first axis is that of the pipeline
+    plans, pieces = {}, {}
+    for rank in range(len(pipeline.table.ranks)):
+        ranks = everyone[rank * together : (rank + 1) * together]
+        plans[rank] = max((MemoryPlan(*told[1:]) for told in ranks), key=_bytes)
+        pieces |= {int(stage): name for stage, name in ranks[0][0].items()}
+    table, replay = pipeline.table, pipeline.table.replay()
+    facts = {
+        "schedule": recipe.parallel.schedule,
+        "stages": [pieces[stage] for stage in range(table.stages)],
         "micro_batches": table.micro_batches,
-        "bubble": float(table.replay().bubble / table.replay().makespan),
+        "bubble": replay.bubble / replay.makespan,
     }
+    lines = [
+        f"{facts['schedule']}: {table.micro_batches} micro-batches through {table.stages} stages, idle for "
+        f"{100 * facts['bubble']:.0f} % where forward takes half of backward: {' | '.join(facts['stages'])}"
+    ]
+    most = max(plans.values(), key=_bytes)
+    shown = plans if len(plans) <= _COLUMNS else {r: plan for r, plan in plans.items() if plan is most}
+    heads = [f"stage{'s' * (len(s) > 1)} {','.join(map(str, s))}" for s in map(table.stages_of, shown)]
+    return Described(facts, lines, most, _memory(heads, list(shown.values())))
+
+
+def _bytes(plan: MemoryPlan) -> int:
+    return plan.device_bytes + plan.host_bytes
+
+
+def _memory(heads: list[str], plans: list[MemoryPlan]) -> str:
+    """A table of megabytes, with a column for each plan."""
+    rows = []
+    for place in ("device", "host"):
+        each = [getattr(plan, place) for plan in plans]
+        for what in dict.fromkeys(what for categories in each for what in categories):
+            rows.append((place, what, *(f"{c.get(what, 0) / 1e6:.1f}" for c in each)))
+        if any(each):
+            rows.append((place, "together", *(f"{sum(c.values()) / 1e6:.1f}" for c in each)))
+    return columns(("place", "what", *heads), rows)
 
 
 class Shares:

@@ -156,7 +156,9 @@ def check(
         if case.in_action:
             assert re.search(_OF_STAGE, err, re.M), told
             letters = "F" if case.phase == "forward" else "BIW"
-            assert re.search(rf"^  rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M), told
+            assert re.search(
+                rf"^  rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M
+            ), told
     else:
         assert code not in (0, None), told  # the launcher's own, and its message
         assert not re.search(_FIRST_WORDS, err, re.M), told

@@ -1,25 +1,73 @@
 """Runs with `--parallel.pp` are the runs without: same samples, losses, checkpoints and text."""
 
 import re
-from itertools import pairwise
-from json import loads
+from argparse import Namespace
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from models import train
-from shardrt.comm import thread
+from models.language import LlamaRecipe
+from models.llama import LlamaConfig
+from shardrt.comm import init_device_mesh, thread
+from shardrt.parallel.schedules import schedule
+from shardrt.parallel.table import Table
+from shardrt.tools import report, watch
+from shardrt.tools import trace as drawing
+from shardrt.tools.runs import read_run
+from shardrt.train import config as settings
 from shardrt.train import job as jobs
+from shardrt.train import loop, pipelines
 from shardrt.train.errors import USAGE, one_line
-from tests.train.test_command import arguments, furnish, records
+from tests.ranks import run_ranks
+from tests.train.test_command import TINY, arguments, furnish, records, start
 from tests.train.test_parallel import check_alike, curves, weights
 
 STEPS = 3
-COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0", *("--model.dropout", "0.1"))
-PP = ("--parallel.pp", "2", "--parallel.micro-batches", "4")
-RUNS = {
-    "data": (1, ("--micro-batches", "4")),
-    "1F1B": (2, PP),
+COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0")
+DROPOUT = ("--model.dropout", "0.1")
+PARTS = ("--micro-batches", "4")
+PP = ("--parallel.pp", "2", *PARTS)
+LLAMA = ("--config", "llama.toml")
+ON_HOST = (
+    *("--memory.offload-parameters", "--memory.offload-gradients", "--memory.offload-optimizer"),
+    *("--memory.recompute", "full", "--memory.offload-activations"),
+)
+RUNS = {  # name: ranks, options
+    "data": (1, (*PARTS, *DROPOUT)),
+    "pipeline": (2, (*PP, *DROPOUT)),
+}
+# What changes no bit of "pipeline".
+SAME = {
+    "late gradients": (2, ("--parallel.schedule", "ZB-H1")),
+    "two stages per rank": (2, ("--parallel.schedule", "interleaved1f1b")),
+    "a table from a file": (2, ("--parallel.schedule", "own.csv", "--micro-batches", "1")),
+    "four ranks": (4, ("--parallel.pp", "4", "--parallel.schedule", "GPipe")),
+    "less memory": (2, ("--parallel.schedule", "ScheduleZB-H1", *ON_HOST)),
+}
+# What does as much as without a pipeline: ranks along the data, options, how close losses are.
+LIKEWISE = {
+    "data beside it": (2, DROPOUT, 2e-6),
+    "copies": (
+        2,
+        ("--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2", "--fsdp.check-copies", "1"),
+        2e-6,
+    ),
+    "adapters": (1, ("--lora.rank", "2", "--export"), 2e-6),
+    "float16": (1, ("--precision.param", "float16"), 2e-5),
+    "updates in backward": (
+        1,
+        (
+            *LLAMA,
+            "--optimizer.clip-norm",
+            "inf",
+            "--optimizer.in-backward",
+            "--parallel.schedule",
+            "DualPipeV",
+        ),
+        2e-6,
+    ),
 }
 
 
@@ -27,6 +75,10 @@ RUNS = {
 def folder(tmp_path_factory):
     """A folder with the runs in it that several tests look at."""
     folder = furnish(tmp_path_factory.mktemp("pipeline"))
+    shape = LlamaConfig(2, 2, 1, 16, 32, 16, 256, tied=False)
+    common = {"steps": STEPS, "report": TINY.report, "sample": TINY.sample}
+    settings.dump(LlamaRecipe("llama", model=shape, **common), folder / "llama.toml")
+    schedule("ZB-H1", 2, 4).save(folder / "own.csv")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         for name, (ranks, options) in RUNS.items():
@@ -45,7 +97,268 @@ def run(ranks, name, *options):
     thread.run(ranks, jobs.launch, config)
 
 
+def same_bits(folder, name, other):
+    assert all(map(np.array_equal, curves(folder, name), curves(folder, other)))
+    ours, theirs = weights(folder, name), weights(folder, other)
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
+
 def test_a_run_in_stages_is_the_run_in_one(folder):
-    check_alike(folder, "1F1B", "data", 2e-6)
-    (ours,), (theirs,) = (records(folder, run, "end") for run in ("1F1B", "data"))
+    assert len(curves(folder, "data")[0]) == STEPS
+    check_alike(folder, "pipeline", "data", 2e-6)
+    (ours,), (theirs,) = (records(folder, run, "end") for run in ("pipeline", "data"))
     assert ours["sample"] == theirs["sample"]
+    ours, theirs = weights(folder, "pipeline"), weights(folder, "data")
+    for key, values in theirs.items():
+        np.testing.assert_allclose(ours[key], values, atol=2e-5, err_msg=key)
+
+
+def test_the_record_describes_the_pipeline_and_the_rank_that_takes_most(folder, capsys):
+    (about,) = records(folder, "pipeline", "run")
+    assert about["axes"] == {"pp": 2, "dp_shard": 1}
+    assert about["pipeline"] == {
+        "schedule": "1F1B",
+        "stages": ["embedding to blocks.0", "blocks.1 to head"],
+        "micro_batches": 4,
+        "bubble": 0.2,
+    }
+    assert about["device_bytes"]["links"] > 0
+    assert about["parameters"] == records(folder, "data", "run")[0]["parameters"]
+    assert Table.load(folder / "runs" / "pipeline" / "pipeline.csv") == schedule("1F1B", 2, 4)
+    watch.watch(Namespace(path=folder / "runs" / "pipeline", once=True))
+    assert "1F1B, 2 stages, 4 micro-batches, idle for 20 %" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("what", SAME)
+def test_what_changes_no_bit(folder, what):
+    ranks, options = SAME[what]
+    run(ranks, what, *RUNS["pipeline"][1], *options)
+    same_bits(folder, what, "pipeline")
+
+
+@pytest.mark.parametrize("what", LIKEWISE)
+def test_what_does_as_without_a_pipeline(folder, what):
+    ranks, options, rtol = LIKEWISE[what]
+    alone = [word for word in options if word not in ("--parallel.schedule", "DualPipeV")]
+    run(ranks, f"{what}, alone", *PARTS, *alone)
+    run(2 * ranks, what, *PP, *options)
+    ours, theirs = curves(folder, what), curves(folder, f"{what}, alone")
+    np.testing.assert_allclose(ours[0][:, 0], theirs[0][:, 0], rtol=rtol)
+    np.testing.assert_allclose(ours[1], theirs[1], rtol=rtol)
+    if what == "adapters":  # they are merged into what is exported
+        ours, theirs = (weights(folder, name, "pretrained") for name in (what, f"{what}, alone"))
+        for key, values in theirs.items():
+            np.testing.assert_allclose(ours[key], values, atol=1e-6, err_msg=key)
+
+
+def test_three_axes(folder):
+    run(2, "data of two", *PARTS)
+    run(8, "three axes", *PP, "--parallel.tp", "2", "--parallel.sequence")
+    check_alike(folder, "three axes", "data of two", 2e-6)
+
+
+def test_bits_depend_neither_on_stages_nor_on_parts_of_the_data(folder):
+    how = (*LLAMA, "--deterministic", "world-invariant", "--micro-batches", "4")
+    run(1, "invariant", *how)
+    run(4, "invariant, in stages", *how, "--parallel.pp", "2")
+    same_bits(folder, "invariant, in stages", "invariant")
+
+
+def test_a_run_moves_from_pipeline_to_pipeline(folder):
+    every = ("--checkpoint.every", "1", "--resume", "auto", *DROPOUT)
+    moves = [(2, PP), (1, PARTS), (4, (*PP, "--parallel.pp", "4", "--parallel.schedule", "ZB-H1"))]
+    for step, (ranks, options) in enumerate(moves, start=1):
+        run(ranks, "moved", *every[2:] if step > 1 else DROPOUT, *every[:2], *options, "--steps", str(step))
+    assert [record["axes"].get("pp") for record in records(folder, "moved", "run")] == [2, None, 4]
+    np.testing.assert_allclose(curves(folder, "moved")[0], curves(folder, "data")[0], rtol=2e-6)
+
+
+def test_images_are_classified_alike(folder):
+    pytest.importorskip("sklearn")
+    quick = settings.ReportConfig(log_interval=1, eval_interval=2, eval_samples=16, final_samples=16)
+    for kind, layers in (("vit", ("--model.n-layer", "1")), ("regnet", ())):
+        recipe = train.parse(["--architecture", kind, "--steps", "2", *layers])
+        recipe = replace(recipe, report=quick, micro_batches=2, batch_size=16)
+        for name, pp in ((kind, 1), (f"{kind} in stages", 2)):
+            parallel = settings.ParallelConfig(pp=pp)
+            thread.run(pp, jobs.launch, replace(recipe, name=name, parallel=parallel))
+        check_alike(folder, f"{kind} in stages", kind, 1e-5)
+
+
+@pytest.mark.mpi
+def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
+    how = arguments("--name", "processes", *COMMON, *RUNS["pipeline"][1], "--report.trace", "3")
+    done = start("models.train", *how, ranks=2, cwd=folder)
+    assert done.returncode == 0, done.stderr
+    said = " ".join(done.stdout.split())
+    assert "FULL_SHARD over 1 rank x pp 2" in said
+    assert "place what stage 0 stage 1 device sharded parameters" in said
+    same_bits(folder, "processes", "pipeline")
+    path = folder / "runs" / "processes"
+    kept = read_run(path)
+    for rank, row in enumerate(kept.table.ranks):
+        traced = drawing.actions_in(kept.events, rank, 3)
+        told = [(action[1], int(action[3]), int(action[2])) for action, _, _ in traced]
+        assert told == [action[:3] for action in row]
+        parts = drawing.split(kept.events, rank, 3)
+        assert {"forward", "backward", "optimizer"} <= parts.keys()
+    streams = {event["cat"] for event in kept.events if event["ph"] == "X"}
+    assert {"F 0 to 1", "B 1 to 0"} <= streams
+    for _, whole, idle, replayed in drawing.idle(kept.events, 3, kept.table):
+        assert 0 < replayed < whole and 0 < idle < whole
+    assert report.report(Namespace(path=path, output=None)) == 0
+    page = (path / "report.html").read_text()
+    assert "1F1B, 2 stages" in page and "ms in the replay" in page and "F3 of stage 1" in page
+    assert drawing.draw(Namespace(path=path, rank=None, step=None, output=None)) == 0
+    assert "step 3, rank 1" in capsys.readouterr().out
+
+
+def settled(ranks, *options):
+    return pipelines.settled(train.parse(arguments(*options)), ranks)
+
+
+def test_a_pipeline_has_the_micro_batches_of_either_name_or_two_for_each_rank(folder):
+    assert settled(2, "--parallel.pp", "2").micro_batches == 4
+    assert settled(8, "--parallel.pp", "2", "--deterministic", "world-invariant").micro_batches == 16
+    assert settled(2, "--parallel.pp", "2", "--parallel.micro-batches", "1").micro_batches == 1
+    assert (
+        settled(2, *PP).micro_batches == settled(2, *PP, "--parallel.micro-batches", "4").micro_batches == 4
+    )
+    assert settled(1, "--parallel.micro-batches", "3").micro_batches == 3
+    schedule("1F1B", 2, 6).save("six.csv")
+    assert settled(2, "--parallel.pp", "2", "--parallel.schedule", "six.csv").micro_batches == 6
+    assert settled(1).micro_batches == 1
+
+
+WAITS = "0F0,0F1,0B1,0B0\n1F0,1F1,1B0,1B1\n"
+CIRCLE = "0F0,0B0,0F1,0B1\n1F0,1F1,1B0,1B1\n"
+BAD = {
+    "ranks that it does not divide": (3, PP, "parallel.pp 2 cannot share 3 ranks equally"),
+    "two axes": (
+        6,
+        (*PP, "--parallel.tp", "2"),
+        "parallel.pp 2 x parallel.tp 2 cannot share 6 ranks equally",
+    ),
+    "copies beside it": (
+        4,
+        (*PP, "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "4"),
+        "fsdp.copies 4 cannot share 2 groups of 2 ranks equally",
+    ),
+    "more stages than pieces": (
+        2,
+        (*PP, "--parallel.schedule", "Interleaved1F1B", "--parallel.stages-per-rank", "3"),
+        "6 stages can't be made of the 4 pieces of a GPT",
+    ),
+    "a batch": (2, ("--parallel.pp", "2", "--micro-batches", "3"), "batch_size 4 cannot be shared equally"),
+    "too few micro-batches": (
+        2,
+        (*LLAMA, "--parallel.pp", "2", "--micro-batches", "2", "--parallel.schedule", "DualPipeV"),
+        "parallel.schedule: DualPipeV: 2 micro-batches are too few for 4 stages",
+    ),
+    "stages per rank": (
+        2,
+        (*PP, "--parallel.stages-per-rank", "2"),
+        "parallel.schedule: 1F1B: 2 stages per rank",
+    ),
+    "an unknown schedule": (
+        2,
+        (*PP, "--parallel.schedule", "2F2B"),
+        "parallel.schedule must be one of GPipe, 1F1B",
+    ),
+    "no file": (2, (*PP, "--parallel.schedule", "none.csv"), "none.csv"),
+    "no table": (
+        2,
+        (*PP, "--parallel.schedule", "poem.csv"),
+        "poem.csv, line 1, cell 1: 'Shall I' is no action",
+    ),
+    "an order that is none": (
+        2,
+        ("--parallel.pp", "2", "--parallel.schedule", "waits.csv"),
+        "parallel.schedule waits.csv: rank 0, action 2, 0B1: I of stage 0 is next for micro-batch 0",
+    ),
+    "a deadlock": (
+        2,
+        ("--parallel.pp", "2", "--parallel.schedule", "circle.csv"),
+        "parallel.schedule circle.csv: the table does not end: rank 0, action 1, 0B0, waits for rank 1",
+    ),
+    "a table for others": (
+        4,
+        ("--parallel.pp", "4", "--parallel.schedule", "own.csv"),
+        "parallel.schedule own.csv is a table of 2 ranks, parallel.pp is 4",
+    ),
+    "a table of other micro-batches": (
+        2,
+        ("--parallel.pp", "2", "--parallel.schedule", "own.csv", "--micro-batches", "2"),
+        "parallel.schedule own.csv is a table of 4 micro-batches, a rank has 2",
+    ),
+    "a table of other stages": (
+        2,
+        (*PP, "--parallel.schedule", "own.csv", "--parallel.stages-per-rank", "2"),
+        "own.csv is a table of 2 stages, not of 2 for each of 2 ranks",
+    ),
+    "two numbers": (
+        2,
+        (*PP, "--parallel.micro-batches", "2"),
+        "micro_batches is 4 and parallel.micro_batches 2: they are one number",
+    ),
+    "a tied embedding as a V": (
+        2,
+        (*PP, "--parallel.schedule", "ZBVZeroBubble"),
+        "'wte.weight' is tied between",
+    ),
+    "updates before a sum": (
+        2,
+        (*PP, "--optimizer.clip-norm", "inf", "--optimizer.in-backward"),
+        "optimizer.in_backward would update 'wte.weight' before its gradients of two stages are added",
+    ),
+    "the tree of a tied embedding": (
+        2,
+        (*PP, "--deterministic", "world-invariant"),
+        "'wte.weight' is on two stages",
+    ),
+    "late gradients in a tree": (
+        2,
+        (*LLAMA, *PP, "--parallel.schedule", "ZB-H1", "--deterministic", "world-invariant"),
+        "take GPipe, 1F1B or Interleaved1F1B",
+    ),
+    "many reductions": (2, (*PP, "--reduce-each"), "reduce_each: a pipeline reduces once per step"),
+    "none": (2, ("--parallel.pp", "0"), "parallel.pp must be at least 1, got 0"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_can_be_no_pipeline_is_told_in_the_words_of_the_command(folder, what):
+    for name, text in (("waits", WAITS), ("circle", CIRCLE), ("poem", "Shall I, compare thee\n")):
+        (folder / f"{name}.csv").write_text(text)
+    ranks, options, told = BAD[what]
+    with pytest.raises((ValueError, FileNotFoundError), match=re.escape(told)):
+        run_ranks(ranks, set_up, train.parse(arguments(*options)))
+
+
+def set_up(recipe):
+    """What a run does before it writes anything; the command makes a line of an error (test_command.py)."""
+    mesh = init_device_mesh()
+    recipe = pipelines.settled(recipe, mesh.size)
+    mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
+    model = jobs.sharded_model(recipe, mesh, task)
+    jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
+
+
+def test_a_model_without_pieces_is_told(folder, monkeypatch):
+    recipe = train.parse(arguments(*PP))
+    monkeypatch.delattr("models.gpt.GPT.pieces")
+    with pytest.raises(ValueError, match="parallel.pp: a GPT has no pieces"):
+        run_ranks(2, set_up, recipe)
+
+
+def test_a_stage_that_refuses_its_input_is_told_on_all_ranks(folder, monkeypatch):
+    """While memory is planned, in the first stage alone."""
+    monkeypatch.setattr("models.gpt.extended", lambda *how: (_ for _ in ()).throw(ValueError("too long")))
+    told = run_ranks(2, message_of, train.parse(arguments(*PP)))
+    assert told == ["too long", "too long"]
+
+
+def message_of(recipe):
+    with pytest.raises(ValueError) as caught:
+        set_up(recipe)
+    return str(caught.value)
