@@ -2,6 +2,7 @@
 
 import argparse
 import re
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +43,7 @@ ACTION_COLOURS = {
     "I": ("#f58518", "#ffbf79"),
     "W": ("#54a24b", "#88d27a"),
 }
-_ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "of weights"}
+_ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
 def add_to(commands: Any) -> None:
@@ -182,51 +183,75 @@ def has_actions(events: list[Event]) -> bool:
     return any(event["ph"] == "X" and ACTION.fullmatch(event["name"]) for event in events)
 
 
-def actions_in(events: list[Event], rank: int, step: int) -> list[tuple[re.Match, Event, float]]:
-    """A rank's actions of a step: kind, micro-batch and stage; the span; milliseconds of waits in it."""
-    found: list[tuple[re.Match, Event, float]] = []
-    for event in spans_in(events, rank, step)["compute"]:
-        action = ACTION.fullmatch(event["name"])
+@dataclass
+class Acted:
+    """An action of a rank in a step: its times, and those of its waits, in ms from the step's begin."""
+
+    kind: str
+    micro_batch: int
+    stage: int
+    start: float
+    stop: float
+    waits: list[tuple[float, float]]
+
+    @property
+    def busy(self) -> float:
+        """Milliseconds for which it did not wait."""
+        return self.stop - self.start - sum(stop - start for start, stop in self.waits)
+
+    def parts(self) -> list[tuple[float, float]]:
+        """When it did not wait."""
+        edges = [self.start, *(edge for wait in self.waits for edge in wait), self.stop]
+        return [(start, stop) for start, stop in zip(edges[::2], edges[1::2], strict=True) if stop > start]
+
+
+def actions_in(events: list[Event], rank: int, step: int, begin: float | None = None) -> list[Acted]:
+    """A rank's actions of a step, in order. begin: of time, in us; that of the rank's step if None."""
+    found: list[Acted] = []
+    spans = spans_in(events, rank, step)["compute"]
+    begin = spans[0]["ts"] if begin is None else begin
+    for event in spans:
+        start = (event["ts"] - begin) / 1e3
+        stop, action = start + event["dur"] / 1e3, ACTION.fullmatch(event["name"])
         if action:
-            found.append((action, event, 0.0))
-        elif event["name"] == "wait" and found and event["ts"] < found[-1][1]["ts"] + found[-1][1]["dur"]:
-            found[-1] = (*found[-1][:2], found[-1][2] + event["dur"] / 1e3)
+            found.append(Acted(action[1], int(action[2]), int(action[3]), start, stop, []))
+        elif event["name"] == "wait" and found and start < found[-1].stop:
+            found[-1].waits.append((start, min(stop, found[-1].stop)))
     return found
+
+
+def _actions(events: list[Event], step: int) -> dict[int, list[Acted]]:
+    """By rank, its actions of a step; all in the time of the first that began."""
+    began = {
+        rank: steps_of(events, rank)[step]["ts"]
+        for rank in ranks_of(events)
+        if step in steps_of(events, rank)
+    }
+    found = {rank: actions_in(events, rank, step, min(began.values())) for rank in began}
+    return {rank: actions for rank, actions in found.items() if actions}
 
 
 def pipeline_picture(events: list[Event], step: int) -> str:
     """One step of a pipeline, for a page: a row for each rank, its actions, and grey where they wait."""
-    ranks = [rank for rank in ranks_of(events) if step in steps_of(events, rank)]
-    begin = min(steps_of(events, rank)[step]["ts"] for rank in ranks)
-    rows, legend = {}, {}
-    for rank in ranks:
-        own = actions_in(events, rank, step)
-        turns = sorted({int(action[3]) for action, _, _ in own})
-        bars = []
-        for action, event, _ in own:
-            kind, micro_batch, stage = action[1], action[2], int(action[3])
-            colour = ACTION_COLOURS[kind][turns.index(stage) % 2]
-            legend.setdefault(_ACTION_NAMES[kind], ACTION_COLOURS[kind][0])
-            label = f"{kind}{micro_batch}" if len(turns) == 1 else f"{stage}{kind}{micro_batch}"
-            bars.append(_bar(event, begin, label, colour))
-        inside = [(event["ts"], event["ts"] + event["dur"]) for _, event, _ in own]
-        for event in spans_in(events, rank, step)["compute"]:
-            if event["name"] == "wait" and any(a <= event["ts"] < b for a, b in inside):
-                bars.append(_bar(event, begin, "", COLOURS["wait"]))
-                legend.setdefault("wait", COLOURS["wait"])
-            elif event["name"] == "optimizer":
-                bars.append(_bar(event, begin, "optimizer", COLOURS["optimizer"]))
+    rows, legend = {}, {"wait": COLOURS["wait"]}
+    for rank, own in _actions(events, step).items():
+        turns, bars = sorted({acted.stage for acted in own}), []
+        for acted in own:
+            colours = ACTION_COLOURS[acted.kind]
+            legend.setdefault(_ACTION_NAMES[acted.kind], colours[0])
+            label = f"{acted.kind}{acted.micro_batch}"
+            told = f"{label} of stage {acted.stage}: {acted.busy:.2f} ms"
+            label, parts = f"{acted.stage if len(turns) > 1 else ''}{label}", acted.parts()
+            longest = max(parts, key=lambda part: part[1] - part[0], default=None)
+            for part in parts:
+                colour = colours[turns.index(acted.stage) % 2]
+                bars.append(charts.Bar(*part, label if part is longest else "", colour, told))
+            for start, stop in acted.waits:
+                waited = f"wait in {told.partition(':')[0]}: {stop - start:.2f} ms"
+                bars.append(charts.Bar(start, stop, "", COLOURS["wait"], waited))
         rows[f"rank {rank}"] = bars
-    order = [name for name in (*_ACTION_NAMES.values(), "wait") if name in legend]
-    told = f"step {step}, {len(ranks)} ranks"
-    return charts.schedule(
-        told, rows, {name: legend[name] for name in order}, axis="milliseconds of one step"
-    )
-
-
-def _bar(event: Event, begin: float, label: str, colour: str) -> charts.Bar:
-    start, ms = (event["ts"] - begin) / 1e3, event["dur"] / 1e3
-    return charts.Bar(start, start + ms, label, colour, f"{event['name']}: {ms:.2f} ms", faint=False)
+    legend = {name: legend[name] for name in (*_ACTION_NAMES.values(), "wait") if name in legend}
+    return charts.schedule(f"step {step}, {len(rows)} ranks", rows, legend, axis="milliseconds of one step")
 
 
 def idle(events: list[Event], step: int, table: Table) -> list[tuple[int, float, float, float]]:
@@ -235,24 +260,20 @@ def idle(events: list[Event], step: int, table: Table) -> list[tuple[int, float,
     Idle is what is in no action, and waits in actions. The replay has the mean times of F, B, I and W of each
     stage, as they were measured, and nothing else. Raises ValueError for a table of another run.
     """
-    ranks = [rank for rank in ranks_of(events) if step in steps_of(events, rank)]
-    own = {rank: actions_in(events, rank, step) for rank in ranks}
-    own = {rank: actions for rank, actions in own.items() if actions}
-    times: dict[tuple[str, int], list[float]] = {}
-    for action, event, waits in (each for actions in own.values() for each in actions):
-        times.setdefault((action[1], int(action[3])), []).append(event["dur"] / 1e3 - waits)
+    own, times = _actions(events, step), {}
+    for acted in (acted for actions in own.values() for acted in actions):
+        times.setdefault((acted.kind, acted.stage), []).append(acted.busy)
     mean = {key: sum(each) / len(each) for key, each in times.items()}
-    costs = {kind: [mean.get((kind, stage), 0.0) for stage in range(table.stages)] for kind in "FBIW"}
-    replay = table.replay(costs["F"], costs["B"], costs["I"], costs["W"])
-    begin = min(actions[0][1]["ts"] for actions in own.values())
-    end = max(event["ts"] + event["dur"] for actions in own.values() for _, event, _ in actions)
-    whole = (end - begin) / 1e3
+    costs = [[mean.get((kind, stage), 0.0) for stage in range(table.stages)] for kind in "FBIW"]
+    replay = table.replay(*costs)
+    begin = min(actions[0].start for actions in own.values())
+    whole = max(acted.stop for actions in own.values() for acted in actions) - begin
     return [
         (
             rank,
             whole,
-            whole - sum(event["dur"] / 1e3 - waits for _, event, waits in actions),
-            replay.idle[table.rank_of(int(actions[0][0][3]))],
+            whole - sum(acted.busy for acted in actions),
+            replay.idle[table.rank_of(actions[0].stage)],
         )
         for rank, actions in own.items()
     ]

@@ -168,7 +168,7 @@ def _memory(heads: list[str], plans: list[MemoryPlan]) -> str:
             rows.append((place, what, *(f"{c.get(what, 0) / 1e6:.1f}" for c in each)))
         if any(each):
             rows.append((place, "together", *(f"{sum(c.values()) / 1e6:.1f}" for c in each)))
-    return columns(("place", "what", *heads), rows)
+    return columns(("place", "what, in MB", *heads), rows)
 
 
 class Shares:

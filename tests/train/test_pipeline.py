@@ -192,13 +192,13 @@ def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "FULL_SHARD over 1 rank x pp 2" in said
-    assert "place what stage 0 stage 1 device sharded parameters" in said
+    assert "place what, in MB stage 0 stage 1 device sharded parameters" in said
     same_bits(folder, "processes", "pipeline")
     path = folder / "runs" / "processes"
     kept = read_run(path)
     for rank, row in enumerate(kept.table.ranks):
         traced = drawing.actions_in(kept.events, rank, 3)
-        told = [(action[1], int(action[3]), int(action[2])) for action, _, _ in traced]
+        told = [(acted.kind, acted.stage, acted.micro_batch) for acted in traced]
         assert told == [action[:3] for action in row]
         parts = drawing.split(kept.events, rank, 3)
         assert {"forward", "backward", "optimizer"} <= parts.keys()
