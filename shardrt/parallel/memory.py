@@ -101,7 +101,7 @@ def _arrays(shapes: tuple[Shape | None, ...]) -> Arrays:
 
 
 class _Shapes:
-    """In place of a Carrier: brings what has the shapes of messages that are known, and notes what is sent."""
+    """In place of a Carrier: brings arrays of the known messages' shapes, and notes what is sent."""
 
     def __init__(self, messages: Messages) -> None:
         self._messages = messages

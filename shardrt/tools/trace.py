@@ -34,7 +34,7 @@ PART_COLOURS = {part: COLOURS.get(phase, "#9d755d") for phase, part in _PARTS.it
 PART_COLOURS |= {"weight gradients": "#54a24b", "data": "#b279a2", COLLECTIVES: COLOURS["all_reduce"]}
 
 
-# An action of a pipeline: its kind, micro-batch and stage. Its parts of a step, and colours of even and odd turns.
+# An action of a pipeline: kind, micro-batch and stage. Colours: of a rank's stages by turns.
 ACTION = re.compile(r"([FBIW])(\d{1,9}) of stage (\d{1,9})")
 _ACTION_PARTS = {"F": "forward", "B": "backward", "I": "backward", "W": "weight gradients"}
 ACTION_COLOURS = {

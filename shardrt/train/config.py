@@ -153,7 +153,8 @@ class ParallelConfig:
             raise ValueError("parallel.sequence needs parallel.tp above 1")
         if self.schedule_file is None and self.schedule_name not in _SCHEDULES:
             raise ValueError(
-                f"parallel.schedule must be one of {', '.join(SCHEDULES)}, or a file.csv, got {self.schedule!r}"
+                f"parallel.schedule must be one of {', '.join(SCHEDULES)}, or a file.csv, got "
+                f"{self.schedule!r}"
             )
 
     @property

@@ -116,7 +116,7 @@ def backward(
     """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
-    add up to that of one large batch, however it is cut. Of a pipeline, the rank with the last stage has them.
+    add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
     """
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
     pipeline = pipeline_of(model)

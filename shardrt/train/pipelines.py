@@ -88,8 +88,8 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
     tied = next((p.name for p in model.parameters() if p.place is not None and p.place.tied), None)
     if recipe.optimizer.in_backward and tied is not None:
         raise ValueError(
-            f"optimizer.in_backward would update {tied!r} before its gradients of two stages are added; leave "
-            "it off, or untie it"
+            f"optimizer.in_backward would update {tied!r} before its gradients of two stages are added; "
+            "leave it off, or untie it"
         )
     call_in_stages(pipeline)
     return pipeline

@@ -94,7 +94,8 @@ class Recipe:
         other = self.parallel.micro_batches
         if other and self.micro_batches not in (1, other):
             raise ValueError(
-                f"micro_batches is {self.micro_batches} and parallel.micro_batches {other}: they are one number"
+                f"micro_batches is {self.micro_batches} and parallel.micro_batches {other}: they are one "
+                "number"
             )
         if self.parallel.pp > 1 and self.reduce_each:
             raise ValueError("reduce_each: a pipeline reduces once per step, so leave it off")
