@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from shardrt import device, pytree
-from shardrt.autograd import Variable
+from shardrt.autograd import Variable, is_grad_enabled
 from shardrt.comm.links import Links
 from shardrt.parallel.table import Table
 from shardrt.tensor import Tensor
@@ -87,6 +87,11 @@ def flat(output: Any, stage: str) -> tuple[list[Tensor], bool]:
             f"{stage} gives {type(output).__name__} to the next; it can be a tensor, or a tuple of them"
         )
     return list(tensors), tensors is not output
+
+
+def key_of(batch: Any) -> Hashable:
+    """What tells messages of one micro-batch from those of others: shapes, and whether it is for training."""
+    return is_grad_enabled(), shapes_of(batch)
 
 
 def shapes_of(tree: Any) -> Hashable:

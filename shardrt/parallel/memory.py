@@ -16,7 +16,7 @@ from shardrt.comm import talk
 from shardrt.fsdp.memory import MemoryPlan, memory_plan
 from shardrt.fsdp.rehearsal import rehearse
 from shardrt.fsdp.setup import arranged, lay_out, units_for
-from shardrt.parallel.carrier import Arrays, Carrier, shapes_of
+from shardrt.parallel.carrier import Arrays, Carrier, key_of
 from shardrt.parallel.pipeline import Loss, Pipeline, Step
 from shardrt.parallel.table import Action, Link
 
@@ -50,7 +50,7 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
     """What stages send, of batches of all shapes that there are. Collective."""
     keys: dict[Hashable, int] = {}
     for number, batch in enumerate(batches):
-        keys.setdefault(shapes_of(batch), number)
+        keys.setdefault(key_of(batch), number)
     control, messages = pipeline.mesh.communicator("control"), {}
     for stage in range(pipeline.table.stages - 1):
         told, raised = None, None

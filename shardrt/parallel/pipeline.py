@@ -24,7 +24,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.parallel.carrier import Carrier, action_told, flat, shapes_of
+from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, shapes_of
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.table import Action, Table
@@ -177,7 +177,7 @@ class Step:
         self._pipeline, self._loss, self._batches = pipeline, loss, batches
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
-        self._keys = [shapes_of(batch) for batch in batches]
+        self._keys = [key_of(batch) for batch in batches]
         self._carrier = carrier or pipeline.carrier()
         self._calls = random.calls()  # of the model in this step, before
         # By stage and micro-batch, from F to B or I:

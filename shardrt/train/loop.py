@@ -4,6 +4,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing, nullcontext
+from itertools import islice
 from math import ceil, fsum, isfinite
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +21,7 @@ from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
-from shardrt.train.pipelines import Shares, pipeline_of
+from shardrt.train.pipelines import Shares, measured, pipeline_of
 from shardrt.train.prefetch import Prefetched
 from shardrt.train.progress import Stopwatch, evaluation_line, step_line
 from shardrt.train.recipe import Recipe
@@ -206,22 +207,27 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
     """Say and write figures on `limit` held-out samples, or all, if there are any; ranks share them."""
     job.watch.phase("eval")
     recipe, mesh, task, data = job.recipe, job.mesh, job.task, data_of(job.mesh)
-    # Through a pipeline as in training: messages of that size have their memory.
-    in_parts = recipe.invariant or pipeline_of(job.model) is not None
+    pipeline = pipeline_of(job.model)
+    # Through a pipeline as in training: for messages of that size there is memory.
+    in_parts = recipe.invariant or pipeline is not None
     share = recipe.batch_size // (recipe.parts(data.size) if in_parts else data.size)
     found: list[dict[str, tuple[float, float]]] = []
     total = -(-task.held_out_samples(limit) // (share * data.size))
     job.model.eval()
     with no_grad():
-        for batch in read(task.held_out(share, limit, data.rank, data.size)):
+        batches = read(task.held_out(share, limit, data.rank, data.size))
+        while some := list(islice(batches, pipeline.table.micro_batches if pipeline else 1)):
             job.run.screen.show("evaluating, batches", len(found), total, lines=True)
-            found.append(task.measure(job.model, batch))
+            found += measured(pipeline, task, some) if pipeline else [task.measure(job.model, some[0])]
     job.model.train()
     if not found:
         return
+    names = list(found[0])
+    if pipeline:  # only the rank of the last stage has them
+        names = next(filter(None, from_all(mesh.communicator("control"), names)))
     figures = {}
-    for name in found[0]:
-        own = [each[name] for each in found] if counts(mesh) else []
+    for name in names:
+        own = [each[name] for each in found if each] if counts(mesh, but="pp") else []
         (count,) = over_ranks(mesh, "sum", fsum(each for _, each in own))
         figures[name] = exact_sum(mesh, [value for value, _ in own]) / max(1, count)
     record = {"step": done} | task.evaluation(figures)

@@ -1,6 +1,7 @@
 """The pipeline of a run: the number of its micro-batches, its table, and its losses."""
 
 import csv
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -10,16 +11,16 @@ from shardrt.comm.talk import from_all
 from shardrt.fsdp.memory import MemoryPlan
 from shardrt.fsdp.memory import table as columns
 from shardrt.nn.module import Module
-from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel.pipeline import Pipeline, Step
 from shardrt.parallel.schedules import schedule
-from shardrt.parallel.table import Table
+from shardrt.parallel.table import Action, Table
 from shardrt.parallel.whole import call_in_stages, pipeline_of
 from shardrt.tensor import Tensor
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
 from shardrt.untrusted import read_regular
 
-__all__ = ["Shares", "cut", "described", "pipeline_of", "settled", "written"]
+__all__ = ["Shares", "cut", "described", "measured", "pipeline_of", "settled", "written"]
 
 _COLUMNS = 8  # of a table on the screen
 _LARGEST = 1 << 24  # bytes of a file with a table
@@ -169,6 +170,25 @@ def _memory(heads: list[str], plans: list[MemoryPlan]) -> str:
         if any(each):
             rows.append((place, "together", *(f"{sum(c.values()) / 1e6:.1f}" for c in each)))
     return columns(("place", "what, in MB", *heads), rows)
+
+
+def measured(pipeline: Pipeline, task: Task, batches: Sequence[Any]) -> list[dict[str, tuple[float, float]]]:
+    """The figures of some held-out batches, one behind the other; {} for each but on the last stage's rank.
+
+    Collective over the ranks of all stages.
+    """
+    row = [Action("F", stage.number, n) for stage in pipeline.stages for n in range(len(batches))]
+    found: list[dict[str, tuple[float, float]]] = []
+
+    def measure(model: Any, batch: Any) -> None:
+        found.append(task.measure(model, batch))  # which goes no further before the last stage
+
+    try:
+        Step(pipeline, measure, batches, row).run()
+    except BaseException:
+        pipeline.links.close()
+        raise
+    return found or [{} for _ in batches]
 
 
 class Shares:
