@@ -127,6 +127,28 @@ def test_parts_of_a_step_do_not_hide_an_evaluation(tmp_path):
         assert recorder.phase == phase
 
 
+def test_the_action_of_a_pipeline_is_named_until_the_next_one_or_the_end_of_the_step(tmp_path):
+    recorder = Recorder(tmp_path, 0, 2)
+    array = np.zeros(3, np.float32)
+
+    def place():
+        return read(tmp_path / "rank-0.bin").place
+
+    recorder.mark("data", 3)
+    recorder.part("forward", "F3 of stage 1")
+    recorder.part("forward")  # of the units in it
+    recorder.around(recorder.facts("F", 1, "recv", "F3 of stage 0 from rank 1", array), id, (0,))
+    assert place() == "forward, F3 of stage 1"
+    (line,) = diagnosis.table(read_all(tmp_path)[0], None)
+    assert line.startswith("rank 0  step 3, forward, F3 of stage 1: last done recv F3 of stage 0 from rank 1")
+    recorder.part("forward", "F4 of stage 1")
+    assert place() == "forward, F4 of stage 1"
+    recorder.part("backward", "I3 of stage 1")
+    assert place() == "backward, I3 of stage 1"
+    recorder.mark("optimizer")
+    assert place() == "optimizer"
+
+
 def recorded(folder):
     """Every call of every kind, on 3 ranks."""
     mesh = init_device_mesh()

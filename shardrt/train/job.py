@@ -144,7 +144,8 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     data, tp, together = data_of(mesh), recipe.parallel.tp, recipe.parallel.tp * recipe.parallel.pp
     if recipe.batch_size % recipe.parts(data.size):
         parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
-        groups = f"{data.size} groups of {together} ranks" if together > 1 else f"{data.size} ranks"
+        groups = f"{data.size} group{'s' * (data.size > 1)} of {together} ranks"
+        groups = groups if together > 1 else f"{data.size} ranks"
         raise ValueError(f"batch_size {recipe.batch_size} cannot be shared equally by {groups}{parts}")
     random.manual_seed(recipe.seed)
     model = task.model(data)

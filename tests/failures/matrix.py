@@ -70,7 +70,8 @@ def cases(sizes: tuple[int, ...]) -> list[Case]:
     meshes = [(size, tp) for size in sizes for tp in (1, 2) if size % tp == 0]
     staged = [(size, 1, 2) for size in sizes if size % 2 == 0]
     # Ranks of several stages come to a collective of all between their actions alone.
-    within = [kind for kind in kinds if kind[0] not in MISMATCHES or kind[1] not in ("forward", "backward")]
+    acting = ("forward", "backward", "eval")
+    within = [kind for kind in kinds if kind[0] not in MISMATCHES or kind[1] not in acting]
     return [Case(*kind, *mesh) for mesh in meshes for kind in kinds] + [
         Case(*kind, *mesh) for mesh in staged for kind in within
     ]

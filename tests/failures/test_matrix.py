@@ -28,5 +28,6 @@ def test_the_selection_has_every_failure_and_every_phase():
     chosen = short()
     assert {case.failure for case in chosen} == {*CODES, "kill"} - {"settings", "seed"}
     assert {case.phase for case in chosen} == set(PHASES)
-    assert {(case.size, case.tp) for case in chosen} == {(2, 1), (3, 1), (4, 2)}
+    meshes = {(case.size, case.tp, case.pp) for case in chosen}
+    assert meshes == {(2, 1, 1), (3, 1, 1), (4, 2, 1), (2, 1, 2), (4, 1, 2)}
     assert Case("loop", "save", 3).victim in (1, 2)

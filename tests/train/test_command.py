@@ -69,6 +69,17 @@ BAD_INPUT = {
         USAGE,
         "parallel.tp 4 cannot share 2 ranks",
     ),
+    "stages that the ranks cannot share": (
+        ["--parallel.pp", "4"],
+        USAGE,
+        "parallel.pp 4 cannot share 2 ranks",
+    ),
+    "a schedule that the micro-batches do not fit": (
+        ["--parallel.pp", "2", "--micro-batches", "3"],
+        USAGE,
+        "batch_size 4 cannot be shared equally by 1 group of 2 ranks and 3 micro-batches",
+    ),
+    "an unknown schedule": (["--parallel.schedule", "2F2B"], USAGE, "parallel.schedule must be one of GPipe"),
     "an unknown strategy": (["--fsdp.strategy", "HALF"], USAGE, "FULL_SHARD"),
     "an unknown option": (["--stepps", "3"], USAGE, "--stepps"),
     "a missing configuration": (["--config", "none.toml"], USAGE, "none.toml: No such file"),
