@@ -5,7 +5,8 @@ shapes. The stages tell each other those first, one after the other; then each r
 """
 
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -33,17 +34,31 @@ def pipeline_plan(
     loss, batches: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as memory_plan
     does, and on all ranks of the pipeline what a stage's first forward would raise.
     """
-    messages = _messages(pipeline, loss, batches)
-    links = _Links(messages)
+    with _without_twins(pipeline):
+        messages = _messages(pipeline, loss, batches)
+        links = _Links(messages)
 
-    def step() -> None:
-        carrier = Carrier(links, pipeline.table, pipeline.mesh.rank)
-        Step(pipeline, loss, batches, carrier=carrier).run()
+        def step() -> None:
+            carrier = Carrier(links, pipeline.table, pipeline.mesh.rank)
+            Step(pipeline, loss, batches, carrier=carrier).run()
 
-    plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
+        plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
     on_device, on_host = pipeline.links.plan(_by_link(pipeline, messages))
     more = [{"links": nbytes} if nbytes else {} for nbytes in (on_device, on_host)]
     return MemoryPlan(plan.device | more[0], plan.host | more[1])
+
+
+@contextmanager
+def _without_twins(pipeline: Pipeline) -> Iterator[None]:
+    """Inside a with block, stages do not copy values that are not there."""
+    before = [(stage, stage.twins) for stage in pipeline.stages]
+    for stage, _ in before:
+        stage.twins = []
+    try:
+        yield
+    finally:
+        for stage, twins in before:
+            stage.twins = twins
 
 
 def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Messages:

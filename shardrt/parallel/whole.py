@@ -17,7 +17,7 @@ class Piped:
     Raises RuntimeError where gradients are recorded.
     """
 
-    order, every_entry = 4, False  # outside of all, which the stages have as well
+    order, every_entry = 5, False  # outside of all: what the stages have as well, and what refuses a call
 
     def __init__(self, pipeline: Pipeline) -> None:
         self.pipeline = pipeline
