@@ -434,15 +434,19 @@ def test_a_plan_has_the_optimizers_state_once_of_what_two_stages_of_a_rank_use()
     assert run_ranks(1, body) == [[0, 1]]
 
 
-def test_a_plan_for_several_stages_asks_for_one():
+def test_a_plan_of_a_model_is_that_of_all_stages_of_the_rank():
     def body():
         model, mesh = llama(), mesh_of(2)
         stages = own_of(model, mesh, stages=4)
         with pytest.raises(ValueError, match="this rank has 2 stages; give it one of them"):
-            memory_plan(model)
-        return [memory_plan(stage).device["optimizer state"] > 0 for stage in stages]
+            explain(model)
+        each, whole = [memory_plan(stage).device for stage in stages], memory_plan(model).device
+        assert all(plan["optimizer state"] for plan in each)
+        # Scratch of communicators is taken once.
+        names = whole.keys() - {"scratch of communicators"}
+        return all(whole[name] == sum(plan.get(name, 0) for plan in each) for name in names)
 
-    assert run_ranks(2, body) == [[True, True]] * 2
+    assert run_ranks(2, body) == [True, True]
 
 
 def test_ranks_of_other_stages_need_not_come_when_units_are_made():
