@@ -165,6 +165,18 @@ def test_bits_depend_neither_on_stages_nor_on_parts_of_the_data(folder):
     same_bits(folder, "invariant, in stages", "invariant")
 
 
+def test_a_run_that_is_resumed_ends_with_the_same_bits(folder):
+    how = (*RUNS["pipeline"][1], "--checkpoint.every", "1")
+    run(2, "resumed", *how, "--steps", "1")
+    run(2, "resumed", *how, "--resume", "auto", "--parallel.schedule", "ZB-H1")
+    ours, theirs = curves(folder, "resumed"), curves(folder, "pipeline")
+    assert np.array_equal(ours[0], theirs[0]) and np.array_equal(
+        ours[1][1:], theirs[1]
+    )  # one at its first end
+    ours, theirs = weights(folder, "resumed"), weights(folder, "pipeline")
+    assert ours.keys() == theirs.keys() and all(np.array_equal(ours[key], theirs[key]) for key in ours)
+
+
 def test_a_run_moves_from_pipeline_to_pipeline(folder):
     every = ("--checkpoint.every", "1", "--resume", "auto", *DROPOUT)
     moves = [(2, PP), (1, PARTS), (4, (*PP, "--parallel.pp", "4", "--parallel.schedule", "ZB-H1"))]
@@ -206,12 +218,45 @@ def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
     streams = {event["cat"] for event in kept.events if event["ph"] == "X"}
     assert {"F 0 to 1", "B 1 to 0"} <= streams
     for _, whole, idle, replayed in drawing.idle(kept.events, 3, kept.table):
-        assert 0 < replayed < whole and 0 < idle < whole
+        assert 0 <= replayed < whole and 0 <= idle < whole
     assert report.report(Namespace(path=path, output=None)) == 0
     page = (path / "report.html").read_text()
     assert "1F1B, 2 stages" in page and "ms in the replay" in page and "F3 of stage 1" in page
     assert drawing.draw(Namespace(path=path, rank=None, step=None, output=None)) == 0
     assert "step 3, rank 1" in capsys.readouterr().out
+
+
+def test_ranks_are_idle_outside_of_actions_and_where_those_wait():
+    """Of a step that runs as the table's replay: half of each gap is a wait in the action behind it."""
+    table = schedule("ZB-H1", 3, 4)
+    replay, events = table.replay(10, 0, 20, 30), []
+    for rank, row in enumerate(table.ranks):
+        events.append(span(rank, "step 7", -5, 1000))
+        before = 0
+        for action, begin, stop in zip(row, replay.start[rank], replay.end[rank], strict=True):
+            waits = (begin - before) / 2
+            told = f"{action.kind}{action.micro_batch} of stage {action.stage}"
+            events.append(span(rank, told, begin - waits, stop))
+            events += [span(rank, "wait", begin - waits, begin)] if waits else []
+            before = stop
+    assert drawing.idle(events, 7, table) == [
+        (rank, replay.makespan, pytest.approx(idle), pytest.approx(idle))
+        for rank, idle in enumerate(replay.idle)
+    ]
+    assert drawing.split(events, 0, 7)["weight gradients"] == pytest.approx(4 * 30)
+    picture = drawing.pipeline_picture(events, 7)
+    assert "I3 of stage 2: 20.00 ms" in picture and "wait in F0 of stage 1: 5.00 ms" in picture
+
+
+def span(rank, name, begin, stop):
+    return {
+        "name": name,
+        "cat": "compute",
+        "ph": "X",
+        "pid": rank,
+        "ts": 1e3 * begin,
+        "dur": 1e3 * (stop - begin),
+    }
 
 
 def settled(ranks, *options):
