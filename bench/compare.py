@@ -6,6 +6,7 @@ the CPU; on a GPU beside PyTorch: `python -m bench.gpu`.
 
     python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
     python -m bench.compare --strategy TP --against tp --beside FULL_SHARD,TP_SP
+    python -m bench.compare --strategy PP_1F1B --against pp-1f1b,pp-zb --beside PP_ZB-H1,FULL_SHARD,TP
 """
 
 import argparse
@@ -79,6 +80,7 @@ def arguments() -> argparse.ArgumentParser:
         prog="python -m bench.compare", description="Times shardrt beside PyTorch, by turns, on the CPU."
     )
     w.add_shape(parser)
+    w.add_micro_batches(parser)
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     known = ", ".join(_SHARDING)
     parser.add_argument(
@@ -148,7 +150,7 @@ def entrants(options: argparse.Namespace) -> list[Contestant]:
 def compare(contestants: list[Contestant], workload: w.Job, options: argparse.Namespace) -> list[list[dict]]:
     """The figures by round and contestant."""
     with tempfile.TemporaryDirectory(prefix="bench-") as weights:
-        common = [*workload.arguments(), "--weights", weights]
+        common = [*workload.arguments(), "--weights", weights, "--micro-batches", str(options.micro_batches)]
         ranks.mpirun(["-m", "bench.step", *workload.arguments(), "--save", weights], 1)
         # Once untimed: compiles what is not in the caches yet.
         contestants[0].run([*common, "--steps", "1", "--warmup", "0"], options.ranks)

@@ -1,5 +1,6 @@
 """Where the time of a step went, from what the streams recorded (shardrt.device.timeline)."""
 
+import re
 from bisect import bisect_left
 from collections.abc import Iterable
 
@@ -11,6 +12,7 @@ EXPOSED = ("waits for gathers", "waits for reductions", "other waits", "collecti
 PARTS = (*COMPUTE, *EXPOSED, "optimizer", "other")
 STREAMS = ("gather", "reduce")  # what they do beside the step is told apart
 _WAITS = {"gather": "waits for gathers", "reduce": "waits for reductions"}
+_FORWARD = re.compile(r"\d+F\d+")  # of a stage for a micro-batch, in the order of a pipeline's table
 _COLLECTIVES = ("all_gather", "reduce_scatter", "all_reduce", "broadcast", "all_to_all", "barrier", "delay")
 
 
@@ -19,7 +21,8 @@ def parts(stamps: Stamps, recorded: Recording) -> dict[str, float]:
 
     Forward, backward and optimizer count without what the compute thread waited in them for another stream,
     and without the collectives that it ran itself (of clipping, of the ranks' agreeing): both are exposed
-    communication. "other": reading the loss.
+    communication. "other": reading the loss. A pipeline's forwards are among its backwards; what a stage
+    waits for others, the bubble included, are "other waits".
     """
     ends = {
         "forward": stamps.forward,
@@ -32,6 +35,10 @@ def parts(stamps: Stamps, recorded: Recording) -> dict[str, float]:
     for phase, end in ends.items():
         found[phase] = end - begin
         begin = end
+    forwards = [s for s in recorded.spans if s.stream == "compute" and _FORWARD.fullmatch(s.label)]
+    for span in forwards:
+        found["forward"] += span.stop - span.start
+        found["backward"] -= span.stop - span.start
     sources = _Sources(recorded.passed)
     for span in recorded.spans:
         kind = span.label.partition(" ")[0]
@@ -39,6 +46,7 @@ def parts(stamps: Stamps, recorded: Recording) -> dict[str, float]:
             continue
         part = _WAITS.get(sources.of(span), "other waits") if kind == "wait" else "collectives"
         phase = next((phase for phase, end in ends.items() if span.start < end), "other")
+        phase = "forward" if any(f.start <= span.start < f.stop for f in forwards) else phase
         found[part] += span.stop - span.start
         found[phase] -= span.stop - span.start
     return found

@@ -26,8 +26,8 @@ from bench import hidden, ranks
 from bench import workload as w
 from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
-from bench.traffic import Counter, expected, expected_of_tensor
-from bench.training import TENSOR, UNSHARDED, Training, gathered
+from bench.traffic import Counter, expected, expected_of_stage, expected_of_tensor
+from bench.training import PIPELINE, TENSOR, UNSHARDED, Training, gathered
 from shardrt.comm import init_device_mesh, world
 from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
@@ -43,10 +43,14 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     parser.add_argument(
         "--strategy",
-        choices=[*STRATEGIES, *TENSOR, UNSHARDED, "all"],
+        choices=[*STRATEGIES, *TENSOR, *PIPELINE, UNSHARDED, "all"],
         default="FULL_SHARD",
         help="NONE: not sharded at all; every rank then trains a model of its own. TP: modules cut over all "
-        "ranks, which train on the batches of all; TP_SP: the sequence as well",
+        "ranks, which train on the batches of all; TP_SP: the sequence as well. PP_1F1B, PP_ZB-H1: stages "
+        "on all ranks, and all batches in micro-batches",
+    )
+    parser.add_argument(
+        "--costs", choices=("parameters", "time"), default="parameters", help="of stages (parameters)"
     )
     parser.add_argument("--ranks", type=w.positive, metavar="N", help="start so many, where mpirun does not")
     parser.add_argument("--prefetch", type=w.natural, default=1, metavar="N", help="units gathered ahead (1)")
@@ -80,7 +84,8 @@ def main() -> None:
         delays = hidden.Delays()
         wrap = counter if options.inject is None else delays
         mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=wrap)
-        how = {"prefetch": options.prefetch, "clip": options.clip, "loss_chunk": options.loss_chunk}
+        names = ("prefetch", "clip", "loss_chunk", "micro_batches", "costs")
+        how = {name: getattr(options, name) for name in names}
         training = Training(workload, mesh, options.strategy, **how)
     if options.inject is not None:
         alone = Training(workload, mesh, UNSHARDED, clip=options.clip, loss_chunk=options.loss_chunk)
@@ -166,6 +171,8 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
         steps.append((stamps.seconds, parts(stamps, recorded), busy(recorded.spans)))
     traffic = (counter.bytes - before) / options.steps
     losses = list(training.losses)
+    if training.pipeline is not None:  # but for the last stage's rank they are 0
+        losses = gathered(losses, mesh).sum(0).tolist()
     last = training.batch(options.warmup + options.steps)
     with f.proportional_peak() as sampled:
         training.step(*last)
@@ -201,8 +208,11 @@ def formula(strategy: str, training: Training) -> float:
     """Bytes that a rank should receive in a step."""
     if strategy == UNSHARDED:
         return 0.0
+    ranks = training.mesh.size
+    if strategy in PIPELINE:
+        rows = ranks * training.workload.stream
+        return expected_of_stage(training.model, rows, ends=min(1, ranks - 1))
     if strategy in TENSOR:
-        ranks = training.mesh.size
         return expected_of_tensor(training.model, ranks, ranks * training.workload.count, TENSOR[strategy])
     return expected(training.model)
 
@@ -242,6 +252,7 @@ def about(options: argparse.Namespace, training: Training) -> dict:
             "warmup": options.warmup,
             "clip": options.clip,
             "loss_chunk": options.loss_chunk,
+            **stages(training),
         },
         "versions": {
             "shardrt": shardrt.__version__,
@@ -249,6 +260,14 @@ def about(options: argparse.Namespace, training: Training) -> dict:
             "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}",
         },
     }
+
+
+def stages(training: Training) -> dict:
+    """Of a pipeline: its micro-batches, and how many pieces of the model rank 0 has."""
+    if training.pipeline is None:
+        return {"micro_batches": 1}
+    own = sum(len(stage.pieces) for stage in training.pipeline.stages)
+    return {"micro_batches": training.pipeline.table.micro_batches, "pieces_of_rank_0": own}
 
 
 def lines(result: dict, workload: w.Job) -> list[str]:

@@ -1,6 +1,6 @@
 """Bytes that a rank receives in a step, and sends: counted at the communicators, and by the formula.
 
-The formulas are those of docs/strategies.md, with each unit's padding, and docs/tensor_parallel.md.
+The formulas are those of docs/strategies.md, with each unit's padding, docs/tensor_parallel.md, and of stages.
 """
 
 from math import prod
@@ -23,8 +23,10 @@ class Counter:
 
     @property
     def bytes(self) -> int:
-        """Received from other ranks so far; as many were sent."""
-        return sum(sum(made.bytes.values()) for made in self._made)
+        """Received from other ranks so far; as many were sent, but by the ends of a pipeline."""
+        return sum(
+            nbytes for made in self._made for call, nbytes in made.bytes.items() if call != "send"
+        )
 
 
 def expected(model: nn.Module) -> float:
@@ -51,3 +53,13 @@ def expected_of_tensor(model: nn.Module, ranks: int, rows: int, sequence: bool) 
         partial = [p for p in model.parameters() if p.share is not None and p.share.kind == PARTIAL]
         total += 2 * part * 4 * sum(prod(parameter.shape) for parameter in partial)
     return total
+
+
+def expected_of_stage(model: nn.Module, rows: int, *, ends: int) -> float:
+    """Bytes for a rank with one stage of a model, and a step of so many rows of its residual stream.
+
+    ends: 1 for the first stage and the last, 2 between; from each a rank gets as much as the stream has.
+    Tied parameters are summed by two ranks.
+    """
+    tied = {id(p): p for p in model.parameters() if p.place is not None and p.place.copies is not None}
+    return 4.0 * (ends * rows * model.config.n_embd + sum(prod(p.whole_shape) for p in tied.values()))

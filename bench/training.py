@@ -17,9 +17,12 @@ from shardrt import functional as F
 from shardrt.comm import DeviceMesh
 from shardrt.fsdp import fully_shard
 from shardrt.parallel import parallelize_module
+from shardrt.parallel.pipeline import Pipeline
 
 UNSHARDED = "NONE"
 TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too
+SCHEDULES = ("GPipe", "1F1B", "ZB-H1")  # those with one stage on each rank
+PIPELINE = {f"PP_{schedule}": schedule for schedule in SCHEDULES}
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Training:
     """A model and its optimizer; begins with the same weights wherever the workload is the same.
 
     strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own; or
-    one of TENSOR.
+    one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages are cut.
     """
 
     def __init__(
@@ -55,12 +58,17 @@ class Training:
         clip: float | None = None,
         loss_chunk: int = 0,
         model: nn.Module | None = None,
+        micro_batches: int = 8,
+        costs: str = "parameters",
     ) -> None:
         shardrt.manual_seed(0)
         self.workload, self.mesh, self.clip = workload, mesh, clip
         self.model = model_of(workload, loss_chunk) if model is None else model
         self.strategy = strategy
-        if strategy in TENSOR:
+        self.pipeline: Pipeline | None = None
+        if strategy in PIPELINE:
+            self.pipeline = pipeline_of(self.model, workload, mesh, PIPELINE[strategy], micro_batches, costs)
+        elif strategy in TENSOR:
             parallelize_module(self.model, mesh, plan_of(self.model, sequence_parallel=TENSOR[strategy]))
         elif strategy != UNSHARDED:
             for unit in (*self.model.blocks, self.model):
@@ -69,8 +77,8 @@ class Training:
         self.losses: list[float] = []
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """What this rank trains on: its own part, or that of all ranks where modules are cut."""
-        if self.strategy in TENSOR:
+        """What this rank trains on: its own part, or that of all ranks where these share a model."""
+        if self.strategy in TENSOR or self.strategy in PIPELINE:
             return self.workload.batch_of_all(step, self.mesh.size)
         return self.workload.batch_of(step, self.mesh.rank)
 
@@ -80,17 +88,60 @@ class Training:
             parameters = self.model.parameters()
             self.optimizer = optim.AdamW(parameters, lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY)
         begin = time.perf_counter()
-        loss = loss_of(self.model, inputs, targets)
-        forward = time.perf_counter()
-        loss.backward()
+        if self.pipeline is not None:
+            forward, told = begin, piped(self.pipeline, inputs, targets)
+        else:
+            loss = loss_of(self.model, inputs, targets)
+            forward, told = time.perf_counter(), [loss]
+            loss.backward()
         backward = time.perf_counter()
         if self.clip is not None:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         self.optimizer.step()
         self.optimizer.zero_grad()
         updated = time.perf_counter()
-        self.losses.append(loss.item())
+        self.losses.append(sum(each.item() for each in told))
         return Stamps(begin, forward, backward, updated, time.perf_counter())
+
+
+def pipeline_of(
+    model: nn.Module, workload: w.Job, mesh: DeviceMesh, schedule: str, micro_batches: int, costs: str
+) -> Pipeline:
+    """Stages of `model` on the ranks of `mesh`. Raises ValueError where its batches don't divide."""
+    rows = mesh.size * workload.batch
+    if rows % micro_batches:
+        raise ValueError(f"--micro-batches {micro_batches} can't share the {rows} rows of {mesh.size} ranks")
+    one = batches_of(*workload.batch_of_all(0, mesh.size), micro_batches)[0]
+    return Pipeline(
+        model,
+        mesh,
+        schedule=schedule,
+        micro_batches=micro_batches,
+        costs=costs,
+        batch=named(model, *one),
+    )
+
+
+def batches_of(inputs: np.ndarray, targets: np.ndarray, count: int) -> list[tuple[np.ndarray, np.ndarray]]:
+    """So many micro-batches."""
+    return list(zip(np.split(inputs, count), np.split(targets, count), strict=True))
+
+
+def piped(pipeline: Pipeline, inputs: np.ndarray, targets: np.ndarray) -> list[Tensor]:
+    """Gradients of the mean loss; gives its parts, one of each micro-batch, where the last stage is."""
+    count, found = pipeline.table.micro_batches, []
+
+    def loss(model: nn.Module, batch: tuple[np.ndarray, np.ndarray]) -> Tensor:
+        found.append(loss_of(model, *batch) * (1 / count))
+        return found[-1]
+
+    pipeline.step(loss, batches_of(inputs, targets, count))
+    return [each.detach() for each in found]
+
+
+def named(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> dict[str, np.ndarray]:
+    """The arguments of `model` by name."""
+    return {"images": inputs} if isinstance(model, ViT) else {"tokens": inputs, "targets": targets}
 
 
 def model_of(workload: w.Job, loss_chunk: int = 0) -> nn.Module:
@@ -124,9 +175,14 @@ def model_of(workload: w.Job, loss_chunk: int = 0) -> nn.Module:
 
 def loss_of(model: nn.Module, inputs: np.ndarray, targets: np.ndarray) -> Tensor:
     """The mean cross-entropy."""
-    if isinstance(model, ViT):
-        return F.cross_entropy(model(inputs), targets, inplace=True)
+    if isinstance(getattr(model, "config", None), ViTConfig):  # a stage's model says its config, too
+        return loss_from(model, model(inputs), targets)
     return model(inputs, targets)
+
+
+def loss_from(model: nn.Module, output: Tensor, targets: np.ndarray) -> Tensor:
+    """The mean cross-entropy of what a model gives that has been called with targets where it takes them."""
+    return F.cross_entropy(output, targets, inplace=True) if isinstance(model.config, ViTConfig) else output
 
 
 def gathered(values: Iterable[float], mesh: DeviceMesh) -> np.ndarray:

@@ -31,6 +31,11 @@ class Job:
         raise NotImplementedError
 
     @property
+    def stream(self) -> int:
+        """Rows of the residual stream in a rank's batch."""
+        return self.count
+
+    @property
     def flops(self) -> float:
         raise NotImplementedError
 
@@ -132,6 +137,10 @@ class ViTWorkload(Job):
         return self.batch
 
     @property
+    def stream(self) -> int:
+        return self.batch * ((self.image // self.patch) ** 2 + 1)
+
+    @property
     def flops(self) -> float:
         patches = (self.image // self.patch) ** 2
         block = 4 * self.dim**2 + 2 * self.dim * self.hidden + 2 * self.dim * (patches + 1)
@@ -164,9 +173,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=positive, default=20, metavar="N", help="timed steps (20)")
     parser.add_argument("--warmup", type=natural, default=2, metavar="N", help="steps before those (2)")
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip the global gradient norm to this")
+    add_micro_batches(parser)
     parser.add_argument("--weights", metavar="DIR", help="start from DIR/model.safetensors")
     parser.add_argument("--json", action="store_true", help="print only the last line, one JSON object")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE", help="write the JSON object there, too")
+
+
+def add_micro_batches(parser: argparse.ArgumentParser) -> None:
+    """Add --micro-batches."""
+    parser.add_argument(
+        "--micro-batches", type=positive, default=8, metavar="M", help="of a pipeline's step, all ranks' (8)"
+    )
 
 
 def add_shape(parser: argparse.ArgumentParser) -> None:

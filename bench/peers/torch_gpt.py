@@ -54,6 +54,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
+    BEGIN, END = ("wte", "wpe"), ("norm", "wte")  # what is used before the blocks, and behind them
+
     def __init__(
         self,
         *,
@@ -79,8 +81,16 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if residual else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        return self.end(self.middle(self.begin(tokens)))
+
+    def begin(self, tokens: Tensor) -> Tensor:
         positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = F.dropout(self.wte(tokens) + self.wpe(positions), self.dropout, self.training)
+        return F.dropout(self.wte(tokens) + self.wpe(positions), self.dropout, self.training)
+
+    def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.wte.weight)

@@ -57,6 +57,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
+    BEGIN, END = ("embedding",), ("norm", "embedding")  # what is used before the blocks, and behind them
+
     def __init__(
         self,
         *,
@@ -83,8 +85,16 @@ class Llama(nn.Module):
         self.register_buffer("sin", turns.sin().repeat(1, 2), persistent=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.embedding(tokens)
+        return self.end(self.middle(self.begin(tokens)))
+
+    def begin(self, tokens: Tensor) -> Tensor:
+        return self.embedding(tokens)
+
+    def middle(self, x: Tensor) -> Tensor:
+        cos, sin = self.cos[: x.shape[1]], self.sin[: x.shape[1]]
         for block in self.blocks:
             x = block(x, cos, sin)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embedding.weight)

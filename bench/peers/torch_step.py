@@ -1,4 +1,4 @@
-"""Times PyTorch's training step: FSDP2, FSDP1, DDP, TP or a single process, on gloo, with fused AdamW.
+"""Times PyTorch's training step: FSDP2, FSDP1, DDP, TP, PP or one process, on gloo, with fused AdamW.
 
 Starts one process per rank, one thread each. The last line is one JSON object, as bench.step prints it.
 
@@ -10,6 +10,7 @@ import os
 import sys
 import time
 from contextlib import nullcontext
+from dataclasses import replace
 from statistics import fmean
 
 from bench import figures as f
@@ -23,11 +24,14 @@ STRATEGIES = {
     "ddp": "DDP",
     "tp": "TP",  # parallelize_module, on the batches of all ranks, with loss_parallel
     "tp-sp": "TP SP",  # with SequenceParallel
+    "pp-1f1b": "PP 1F1B",  # torch.distributed.pipelining, on the batches of all ranks
+    "pp-zb": "PP ZB-H1",  # ScheduleInterleavedZeroBubble with one stage per rank
     "single": "one process",
 }
 
 
 TENSOR = ("tp", "tp-sp")
+PIPELINE = {"pp-1f1b": "1F1B", "pp-zb": "ZB-H1"}
 
 
 def main() -> None:
@@ -38,6 +42,8 @@ def main() -> None:
     options = parser.parse_args()
     if options.strategy == "single" and options.ranks > 1:
         parser.error("--strategy single runs on one rank; the others on several")
+    if options.strategy in PIPELINE and options.clip is not None:
+        parser.error("--clip: a pipeline's norm is over all stages, which PyTorch leaves to its users")
     try:
         w.workload_of(options)
     except ValueError as error:
@@ -62,11 +68,17 @@ def run(options: argparse.Namespace) -> None:
         groups_of(model, options), lr=w.LEARNING_RATE, weight_decay=w.WEIGHT_DECAY, fused=True
     )
 
-    def train(inputs, targets):
+    def gradients(inputs, targets):
+        if options.strategy in PIPELINE:
+            return model.step(inputs, targets)
         with loss_of_parts(options):
             logits = model(inputs)
             loss = torch.nn.functional.cross_entropy(logits.flatten(0, -2).float(), targets.flatten())
             loss.backward()
+        return loss
+
+    def train(inputs, targets):
+        loss = gradients(inputs, targets)
         if options.clip is not None:
             clip(model, options)
         optimizer.step()
@@ -74,11 +86,8 @@ def run(options: argparse.Namespace) -> None:
         return loss.item()
 
     def batch(step):
-        given = (
-            workload.batch_of_all(step, world_size)
-            if options.strategy in TENSOR
-            else workload.batch_of(step, rank)
-        )
+        together = options.strategy in TENSOR or options.strategy in PIPELINE
+        given = workload.batch_of_all(step, world_size) if together else workload.batch_of(step, rank)
         return (torch.from_numpy(array) for array in given)
 
     seconds, losses, processor = [], [], []
@@ -95,12 +104,15 @@ def run(options: argparse.Namespace) -> None:
     own = f.RankFigures(seconds[options.warmup :], used, losses, f.process_peak_mb(), max(sampled))
     ranks = [None] * world_size
     dist.all_gather_object(ranks, own)
+    if options.strategy in PIPELINE:  # the last stage has the losses
+        ranks = [replace(each, losses=ranks[-1].losses) for each in ranks]
     if rank == 0:
         settings = {
             "strategy": options.strategy,
             "threads_per_rank": torch.get_num_threads(),
             "warmup": options.warmup,
             "clip": options.clip,
+            "micro_batches": options.micro_batches if options.strategy in PIPELINE else 1,
             "LD_PRELOAD": os.environ.get("LD_PRELOAD", ""),
         }
         result = f.figures(
@@ -137,6 +149,10 @@ def build(workload: w.Job, options: argparse.Namespace):
 
         mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
         return cut(model, mesh, sequence=options.strategy == "tp-sp", loss_parallel=True), parameters
+    if options.strategy in PIPELINE:
+        from bench.peers.torch_pipeline import Pipeline
+
+        return Pipeline(model, PIPELINE[options.strategy], options.micro_batches), parameters
     if options.strategy == "ddp":
         return torch.nn.parallel.DistributedDataParallel(model), parameters
     if options.strategy == "fsdp1":

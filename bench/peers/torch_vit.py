@@ -49,6 +49,8 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
+    BEGIN, END = ("patches", "token", "positions"), ("norm", "head")  # used before the blocks, and behind them
+
     def __init__(
         self, *, layers: int, heads: int, width: int, hidden: int, image: int, patch: int, classes: int
     ) -> None:
@@ -66,8 +68,16 @@ class ViT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, images: Tensor) -> Tensor:
+        return self.end(self.middle(self.begin(images)))
+
+    def begin(self, images: Tensor) -> Tensor:
         x = self.patches(images).flatten(2).transpose(1, 2)
-        x = torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
+        return torch.cat([self.token.expand(x.shape[0], -1, -1), x], dim=1) + self.positions
+
+    def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
             x = block(x)
+        return x
+
+    def end(self, x: Tensor) -> Tensor:
         return self.head(self.norm(x)[:, 0])
