@@ -213,7 +213,8 @@ def entry(own: Contestant, first: Contestant, mesh: DeviceMesh) -> dict:
     table, size = own.table, mesh.size
     begins, ends = gathered(own.begins, mesh).min(0), gathered(own.ends, mesh).max(0)
     seconds, firsts = gathered(own.seconds, mesh).max(0), gathered(first.seconds, mesh).max(0)
-    idle = ends - begins - gathered(own.computed, mesh)  # (ranks, rounds)
+    computed = gathered(own.computed, mesh)  # (ranks, rounds)
+    idle = ends - begins - computed
     losses = gathered(own.training.losses, mesh).sum(0).tolist()  # 0 where the last stage is not
     pieces = np.zeros(table.stages)
     pieces[[stage.number for stage in own.training.pipeline.stages]] = [
@@ -227,6 +228,7 @@ def entry(own: Contestant, first: Contestant, mesh: DeviceMesh) -> dict:
         "ratio": round(statistics.median(seconds / firsts), 4),
         "ratios": (seconds / firsts).round(4).tolist(),
         "table_ms": ms(statistics.median(ends - begins)),
+        "computed_ms": ms(np.median(computed, axis=1)),
         "idle_ms": ms(np.median(idle, axis=1)),
     }
     for name, measured in (("alone", own.alone), ("in_step", own.in_step)):

@@ -86,11 +86,9 @@ class Pipeline(nn.Module):
             dist.all_reduce(weight.grad, group=self.ends)
         return torch.stack(losses).mean() if losses else torch.zeros(())
 
-    def named_gradients(self) -> dict[str, Tensor]:
-        """Of this rank's stages, by the names of the whole model."""
-        return {
-            name: parameter.grad for stage in self.stages for name, parameter in stage.model.named_parameters()
-        }
+    def named(self) -> dict[str, nn.Parameter]:
+        """Parameters of this rank's stages, by their names in the whole model."""
+        return {name: p for stage in self.stages for name, p in stage.model.named_parameters()}
 
 
 def loss_of(logits: Tensor, targets: Tensor) -> Tensor:

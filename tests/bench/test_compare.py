@@ -36,8 +36,11 @@ CASES = {
     "fsdp2-bf16": (LLAMA, 1e-6, compare.LOW_TOLERANCE),
     "tp": (replace(TINY, vocab=18), 0, 1e-6),
     "tp-sp": (replace(LLAMA, vocab=18), 0, 1e-6),
+    "pp-1f1b": (replace(TINY, layers=2), 0, 1e-6),
+    "pp-zb": (replace(VIT, layers=2), 0, 1e-6),
 }
-STRATEGIES = {"tp": "TP", "tp-sp": "TP_SP"}  # ours beside these
+# Ours beside these.
+STRATEGIES = {"tp": "TP", "tp-sp": "TP_SP", "pp-1f1b": "PP_1F1B", "pp-zb": "PP_ZB-H1"}
 # The commands' own main, with the words of one case after the other.
 OURS = """
 import json, sys
@@ -65,7 +68,8 @@ def figures_of_both(tmp_path_factory):
     for job, _, _ in CASES.values():
         weights = tmp_path_factory.mktemp("weights")
         save(weights, model_of(job))
-        words.append([str(_free_port()), *job.arguments(), "--weights", str(weights), *STEPS])
+        beside = ["--weights", str(weights), "--micro-batches", "2", *STEPS]
+        words.append([str(_free_port()), *job.arguments(), *beside])
     named = [
         [*each, "--strategy", STRATEGIES.get(p, "FULL_SHARD")] for each, p in zip(words, CASES, strict=True)
     ]

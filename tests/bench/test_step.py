@@ -107,6 +107,19 @@ def test_parts_are_the_step_and_each_wait_has_its_source():
     assert busy(spans) == pytest.approx({"gather": 1.4, "reduce": 1.4})
 
 
+def test_forwards_among_the_backwards_of_a_pipeline_are_told_apart():
+    spans = [
+        Span("compute", "wait", 1.5, 2.0),  # in a forward of stage 1
+        Span("compute", "1F0", 1.0, 3.0),
+        Span("compute", "wait", 3.0, 3.25),
+        Span("compute", "1B0", 3.0, 6.0),
+        Span("F 0 to 1", "recv", 0.0, 1.75),
+    ]
+    found = parts(Stamps(0.5, 0.5, 6.5, 7.0, 7.0), Recording(spans, []))
+    told = {"forward": 1.5, "backward": 3.75, "other waits": 0.75, "optimizer": 0.5}
+    assert found == pytest.approx(dict.fromkeys(PARTS, 0.0) | told)
+
+
 def test_a_step_without_mpirun_ends_with_one_json_line():
     told = figures_of(python("-m", "bench.step", *TINY.arguments(), *STEPS[:-1]))
     check(told, ranks=1)
