@@ -13,7 +13,7 @@ gradients off. So the ratio is what late gradients cost.
     python -m bench.pipeline --ranks 2 --schedules 1F1B --costs parameters,time
 """
 
-import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+import shardrt  # noqa: F401  isort: skip  before NumPy: it sets the threads of BLAS
 
 import argparse
 import re
@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import product
 
 import numpy as np
 
@@ -29,7 +30,7 @@ from bench import figures as f
 from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser, check_known, words
-from bench.training import SCHEDULES, Training, gathered, loss_from, named
+from bench.training import SCHEDULES, Training, batches_of, gathered, loss_from, named
 from shardrt import Tensor, autograd, random
 from shardrt.autograd import Late
 from shardrt.comm import DeviceMesh, init_device_mesh, world
@@ -156,19 +157,18 @@ def actions(spans: list[timeline.Span]) -> Iterator[tuple[int, str, float, float
     for span in compute:
         found = _ACTION.fullmatch(span.label)
         if found:
-            inside = (w.stop - w.start for w in waits if span.start <= w.start < span.stop)
+            inside = (wait.stop - wait.start for wait in waits if span.start <= wait.start < span.stop)
             yield int(found[1]), found[2], span.stop - span.start - sum(inside), span.stop
 
 
 def alone(training: Training, inputs: np.ndarray, targets: np.ndarray) -> list[tuple[int, str, float]]:
     """(stage, kind, seconds) of this rank's stages, run without the others. Gradients are dropped."""
-    pipeline, found = training.pipeline, []
-    count = pipeline.table.micro_batches
+    found = []
+    batches = [*enumerate(batches_of(inputs, targets, training.pipeline.table.micro_batches))]
     with random.at(random.state()):
-        for stage in pipeline.stages:
-            for number in range(2 * count):
-                rows = slice(number % count * len(inputs) // count, (number % count + 1) * len(inputs) // count)
-                times = once(training, stage, inputs[rows], targets[rows], number % count, late=number < count)
+        for stage, late in product(training.pipeline.stages, (True, False)):
+            for number, batch in batches:
+                times = once(training, stage, *batch, number, late)
                 found += [(stage.number, kind, seconds) for kind, seconds in times.items()]
     training.optimizer.zero_grad()
     return found
@@ -201,10 +201,7 @@ def medians(table: Table, times: Iterable[tuple[int, str, float]]) -> np.ndarray
     for stage, kind, seconds in times:
         by.setdefault((stage, kind), []).append(seconds)
     return np.array(
-        [
-            [statistics.median(by.get((stage, kind), [0.0])) for kind in PARTS]
-            for stage in range(table.stages)
-        ]
+        [[statistics.median(by.get((stage, kind), [0.0])) for kind in PARTS] for stage in range(table.stages)]
     )
 
 

@@ -1,6 +1,7 @@
 """Bytes that a rank receives in a step, and sends: counted at the communicators, and by the formula.
 
-The formulas are those of docs/strategies.md, with each unit's padding, docs/tensor_parallel.md, and of stages.
+The formulas are those of docs/strategies.md, with each unit's padding, and docs/tensor_parallel.md; and of
+a pipeline's stages.
 """
 
 from math import prod
@@ -24,9 +25,7 @@ class Counter:
     @property
     def bytes(self) -> int:
         """Received from other ranks so far; as many were sent, but by the ends of a pipeline."""
-        return sum(
-            nbytes for made in self._made for call, nbytes in made.bytes.items() if call != "send"
-        )
+        return sum(nbytes for made in self._made for call, nbytes in made.bytes.items() if call != "send")
 
 
 def expected(model: nn.Module) -> float:

@@ -54,7 +54,8 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    BEGIN, END = ("wte", "wpe"), ("norm", "wte")  # what is used before the blocks, and behind them
+    BEGIN = "wte", "wpe"  # what is used before the blocks
+    END = "norm", "wte"  # and behind them
 
     def __init__(
         self,

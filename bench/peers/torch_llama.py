@@ -57,7 +57,8 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    BEGIN, END = ("embedding",), ("norm", "embedding")  # what is used before the blocks, and behind them
+    BEGIN = ("embedding",)  # what is used before the blocks
+    END = "norm", "embedding"  # and behind them
 
     def __init__(
         self,

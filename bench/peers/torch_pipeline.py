@@ -66,7 +66,7 @@ class Pipeline(nn.Module):
             if stage.first or stage.last
             for name in sorted({*whole.BEGIN} & {*whole.END})
         ]
-        self.ends = dist.new_group([0, size - 1]) if size > 1 else None  # ranks of the first stage and the last
+        self.ends = dist.new_group([0, size - 1])  # ranks of the first stage and the last
 
     @property
     def first(self) -> bool:

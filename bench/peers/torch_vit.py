@@ -49,7 +49,8 @@ class Block(nn.Module):
 
 
 class ViT(nn.Module):
-    BEGIN, END = ("patches", "token", "positions"), ("norm", "head")  # used before the blocks, and behind them
+    BEGIN = "patches", "token", "positions"  # what is used before the blocks
+    END = "norm", "head"  # and behind them
 
     def __init__(
         self, *, layers: int, heads: int, width: int, hidden: int, image: int, patch: int, classes: int

@@ -1,4 +1,4 @@
-"""bench.pipeline: what is idle and what is computed, beside the replay of what was measured; how it refuses."""
+"""bench.pipeline: what is idle and what is computed, beside the replay of the table; how it refuses."""
 
 import json
 from dataclasses import replace

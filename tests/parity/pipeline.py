@@ -1,8 +1,8 @@
 """What both sides of test_pipeline.py do, in numbers and names; knows neither shardrt nor PyTorch."""
 
 from bench.workload import LlamaWorkload, ViTWorkload, Workload
-from tests.parity.tensor import save_weights  # noqa: F401
 from tests.parity.features import OPTIMIZERS, STEPS  # noqa: F401  the same for all parity
+from tests.parity.tensor import save_weights  # noqa: F401
 
 MICRO_BATCHES, RANKS = 4, 2
 JOBS = {

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from bench.peers.launch import launch, one_thread
-from bench.training import batches_of, model_of, piped
+from bench.training import model_of, piped
 from shardrt import optim
 from shardrt.comm import init_device_mesh
 from shardrt.parallel.pipeline import Pipeline
