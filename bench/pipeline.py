@@ -68,6 +68,7 @@ class Contestant:
     begins: list[float] = field(default_factory=list)  # of the clock that all ranks share
     ends: list[float] = field(default_factory=list)  # of the last action
     seconds: list[float] = field(default_factory=list)  # of the whole step, optimizer and all
+    processor: list[float] = field(default_factory=list)  # of the whole step, all threads
     computed: list[float] = field(default_factory=list)
     in_step: list[np.ndarray] = field(default_factory=list)  # medians, (stages, PARTS); 0: of other ranks
     alone: list[np.ndarray] = field(default_factory=list)
@@ -136,7 +137,9 @@ def race(contestants: list[Contestant], mesh: DeviceMesh, warmup: int, rounds: i
             batch = each.training.batch(number)
             gathered([0.0], mesh)  # all ranks begin together
             with timeline.record_all() as recorded:
+                used = time.process_time()
                 stamps = each.training.step(*batch)
+                used = time.process_time() - used
             gathered([0.0], mesh)
             apart = alone(each.training, *batch)
             if number < warmup:
@@ -145,6 +148,7 @@ def race(contestants: list[Contestant], mesh: DeviceMesh, warmup: int, rounds: i
             each.begins.append(stamps.begin)
             each.ends.append(max(stop for *_, stop in done))
             each.seconds.append(stamps.seconds)
+            each.processor.append(used)
             each.computed.append(sum(busy for *_, busy, _ in done))
             each.in_step.append(medians(each.table, ((stage, kind, busy) for stage, kind, busy, _ in done)))
             each.alone.append(medians(each.table, apart))
@@ -210,6 +214,7 @@ def entry(own: Contestant, first: Contestant, mesh: DeviceMesh) -> dict:
     table, size = own.table, mesh.size
     begins, ends = gathered(own.begins, mesh).min(0), gathered(own.ends, mesh).max(0)
     seconds, firsts = gathered(own.seconds, mesh).max(0), gathered(first.seconds, mesh).max(0)
+    used, useds = gathered(own.processor, mesh).sum(0), gathered(first.processor, mesh).sum(0)
     computed = gathered(own.computed, mesh)  # (ranks, rounds)
     idle = ends - begins - computed
     losses = gathered(own.training.losses, mesh).sum(0).tolist()  # 0 where the last stage is not
@@ -224,6 +229,8 @@ def entry(own: Contestant, first: Contestant, mesh: DeviceMesh) -> dict:
         "step_ms": ms(seconds),
         "ratio": round(statistics.median(seconds / firsts), 4),
         "ratios": (seconds / firsts).round(4).tolist(),
+        "processor_ms": ms(statistics.median(used) / mesh.size),
+        "processor_ratio": round(statistics.median(used / useds), 4),
         "table_ms": ms(statistics.median(ends - begins)),
         "computed_ms": ms(np.median(computed, axis=1)),
         "idle_ms": ms(np.median(idle, axis=1)),
@@ -263,7 +270,7 @@ def lines(result: dict, workload: w.Job) -> list[str]:
     told = [
         f"{workload}; {result['world_size']} ranks, {result['settings']['micro_batches']} micro-batches",
         f"{'ms':<22}{'step':>9}{'table':>9}{'replay':>9}  idle by rank; over the replay's with F, I, W "
-        f"alone, in the step; step over {first}'s",
+        f"alone, in the step; step over {first}'s, processors' likewise",
     ]
     for each in result["pipelines"]:
         where = each["alone"], each["in_step"]
@@ -272,7 +279,7 @@ def lines(result: dict, workload: w.Job) -> list[str]:
         told.append(
             f"{each['pipeline']:<22}{each['step_ms_median']:9.1f}{each['table_ms']:9.1f}"
             f"{each['alone']['table_ms']:9.1f}  {idle}; {over}; {each['ratio']:.3f} "
-            f"({min(each['ratios']):.3f} to {max(each['ratios']):.3f})"
+            f"({min(each['ratios']):.3f} to {max(each['ratios']):.3f}), {each['processor_ratio']:.3f}"
         )
         for name in ("alone", "in_step"):
             times = ", ".join(f"{action} {value:.2f}" for action, value in each[name]["actions_ms"].items())
