@@ -18,6 +18,7 @@ from shardrt import device, nn, no_grad
 from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard
+from shardrt.parallel import Pipeline
 from shardrt.train import config as settings
 from shardrt.train import options
 from shardrt.train.data import VOCABULARY
@@ -98,7 +99,7 @@ class TokenisedText:
 
 
 def generate(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     config: settings.SampleConfig,
     text: Text,
     *,
@@ -120,16 +121,17 @@ def generate(
         return [draw(logits[0, : text.size], config.temperature, config.top_k, random.random())]
 
     prompt = text.encode(config.prompt)
-    model.eval()
+    net = model.model if isinstance(model, Pipeline) else model
+    net.eval()
     ends = () if config.past_end else text.ends
     made = continued(model, prompt[None], config.length, choose, block_size=block_size, ends=ends)
-    model.train()
+    net.train()
     made = made[:, :-1] if made.size and made[0, -1] in ends else made
     return text.decode(np.concatenate([prompt, made[0]]))
 
 
 def continued(
-    model: nn.Module,
+    model: nn.Module | Pipeline,
     tokens: np.ndarray,
     count: int,
     choose: Callable[[np.ndarray], Sequence[int] | np.ndarray],
@@ -142,18 +144,18 @@ def continued(
     ends: tokens behind which a sequence ends. It is filled up with the one that ended it, and there are fewer
     than `count` once all have ended.
 
-    model: a GPT or a Llama, sharded or not, in evaluation mode. choose: the next token of each sequence from
-    logits (batch, vocab) on the host, the same on every rank; `greedy` is one such function.
+    model: a GPT or a Llama, sharded or not, or its Pipeline, in evaluation mode. choose: the next token of
+    each sequence from logits (batch, vocab) on the host, the same on every rank; `greedy` is one.
     """
     text = np.asarray(tokens, np.int64)
-    start = text.shape[1]
-    cache = KVCache(len(model.blocks), min(block_size, start + count))
-    ended, read = np.zeros((len(text), 1), bool), 0
+    start, read = text.shape[1], 0
+    layers = len((model.model if isinstance(model, Pipeline) else model).blocks)
+    cache = KVCache(layers, min(block_size, start + count))
+    ended = np.zeros((len(text), 1), bool)
     with no_grad():
         for _ in range(count):
             if text.shape[1] <= block_size:
-                logits = model(text[:, read:], cache=cache)
-                read = text.shape[1]
+                logits, read = model(text[:, read:], cache=cache), text.shape[1]
             else:
                 logits = model(text[:, -block_size:])
             last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)

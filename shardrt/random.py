@@ -37,6 +37,7 @@ class _State(threading.local):
         self.new_call = True  # the next use is the first of a call
         self.uses: dict[str, int] = {}  # in the latest call, by name of the module
         self.micro_batch: int | None = None
+        self.turn: int | None = None
         self.rewound = False
 
 
@@ -112,6 +113,16 @@ def calls() -> int:
 def micro_batch() -> int | None:
     """Which micro-batch of the step is computed; None where the ranks' parts are in the order of ranks."""
     return _state.micro_batch
+
+
+def turn() -> int | None:
+    """Which of this rank's micro-batches is computed, if that is not to be seen from what is done."""
+    return _state.turn
+
+
+def begin_turn(number: int | None) -> None:
+    """What follows is of that one, from 0: forwards of several come before the backward of the first."""
+    _state.turn = number
 
 
 def begin_micro_batch(number: int, calls: int) -> None:

@@ -193,6 +193,9 @@ def register_forward_method(module: Module, name: str) -> None:
 
     Raises ValueError if `module` is not a unit, AttributeError if it has no such method.
     """
+    if stages_of(module):
+        told = f"{type(module).__name__} has stages, which a pipeline runs by forward alone"
+        raise ValueError(f"register_forward_method: {told}")
     if unit_of(module) is None:
         raise ValueError(
             f"register_forward_method: {type(module).__name__} is not a unit; call fully_shard first"

@@ -14,7 +14,7 @@ from shardrt import functional as F
 from shardrt.autograd import Variable
 from shardrt.fsdp.nodes import own_array
 from shardrt.fsdp.unit import Unit
-from shardrt.nn.module import Module
+from shardrt.nn.module import Module, inner_ends
 from shardrt.pytree import exchanged, replaced, tensors
 
 
@@ -40,12 +40,15 @@ class UnitBoundary:
         """Gather, run forward, release. Arguments and output are cast where the policy says so."""
         schedule = self.unit.built()
         depth = schedule.forward.depth
+        enters, leaves = inner_ends(module)
         try:
             schedule.enter(self.unit)
             if self._input is not None:
-                args, kwargs = replaced((args, kwargs), self._input, (Variable, np.ndarray))
+                given = args[enters:], kwargs
+                given, kwargs = replaced(given, self._input, (Variable, np.ndarray))
+                args = *args[:enters], *given
             output = forward(*args, **kwargs)
-            if self._output is not None:
+            if self._output is not None and not leaves:
                 output = replaced(output, self._output)
             output = replaced(output, partial(own_array, self.unit), np.ndarray)
             found = tensors(output)

@@ -49,10 +49,11 @@ class MicroBatches:
         self._mesh = mesh
         self._units = units
         self._begun = False  # one whose backward has not ended
+        self._before = 0  # those that were complete when this step of a pipeline began
         self._calls = 0  # uses of random numbers before the first of the step
 
     def __call__(self, point: str, unit: Unit | None) -> None:
-        if point == "recording" and not self._begun:
+        if point == "recording" and (not self._begun or random.turn() is not None):
             self._begin()
             self._begun = True
         elif point == "backward over" and self._begun:
@@ -63,6 +64,9 @@ class MicroBatches:
         groups = [group for unit in self._units for group in unit.groups if group.trainable]
         done = {group.sum.reductions for group in groups} or {0}
         done_before, each, size = max(done), self._units[0].choices.micro_batches, self._mesh.size
+        if random.turn() is not None:  # of a pipeline: backwards lag behind
+            self._before = done_before if random.turn() == 0 else self._before
+            done_before = self._before + random.turn()
         if len(done) > 1 or done_before >= each:
             more = f"this would be one more than {each}" if len(done) == 1 else "it was called for some only"
             raise RuntimeError(

@@ -58,6 +58,7 @@ class Module:
         state["_pp_stage"] = None  # a weak reference: see caller_of
         state["_pp_place"]: Place | None = None
         state["_pp_label"] = ""
+        state["_pp_inner"] = False, False  # see inner_ends
         state["_arounds"]: list[Around] = []  # innermost first
         state["_forward_pre_hooks"] = Hooks()
         state["_forward_hooks"] = Hooks()
@@ -440,6 +441,11 @@ def ranks_of(model: Module) -> Communicator | None:
 def label_of(module: Module) -> str:
     """For messages: the path from the outermost module; for that one "(root)", or which stage it is."""
     return module.name or module._pp_label or "(root)"
+
+
+def inner_ends(module: Module) -> tuple[bool, bool]:
+    """Whether its first argument, and what it gives, lie inside of a model: of a stage, between two."""
+    return module._pp_inner
 
 
 def stages_of(module: Module) -> list[Module]:

@@ -18,7 +18,7 @@ Uses = tuple[Module | Parameter, ...]
 class Piece:
     """`run(x, batch)` -> x, with the modules and parameters that it uses.
 
-    x: a tensor, or a nest of them (pytree.py): what lies between two pieces; None for the first. batch: the
+    x: what lies between two pieces, a tensor, or tuples, lists, dicts of them; None for the first. batch: the
     arguments of the model's forward by name, the same for all pieces. uses: those that no other piece uses.
     tied: those that an earlier one uses as well, such as an embedding that is also the head. What a piece
     does not name it must not use: it may be absent.

@@ -85,13 +85,14 @@ class GradScaler:
     def unscale_(self, optimizer: Optimizer) -> None:
         """Divide the gradients of `optimizer` by the scale; one pass, which finds out whether all are finite.
 
-        One all-reduce of one number per communicator: every rank knows the same. Call it on every rank.
+        One all-reduce of one number per communicator, two in a pipeline: every rank knows the same. Call it
+        on every rank.
 
         Raises RuntimeError if `scale` was never called, or this was, or `step` was, since `update`.
         """
         if not self._enabled:
             return
-        self._check_scaled("unscale_")
+        self._check_scaled("unscale_", optimizer)
         if optimizer in self._progress:
             before = {_UNSCALED: "unscale_() was called for", _STEPPED: "step() was called for"}
             raise RuntimeError(
@@ -101,7 +102,9 @@ class GradScaler:
         optimizer.take_in()
         factor = _float32(1.0 / self._scale)
         found = max((_unscale(piece, factor) for piece in optimizer.slices), default=_NO_GRADIENT)
-        self._progress[optimizer] = _Progress(_agreed(optimizer, found))
+        found, self._has_scaled = _agreed(optimizer, found, self._has_scaled)
+        self._check_scaled("unscale_")
+        self._progress[optimizer] = _Progress(found)
 
     def step(self, optimizer: Optimizer) -> None:
         """`unscale_`, if it was not called, then optimizer.step(), unless a gradient was infinite or nan.
@@ -110,7 +113,7 @@ class GradScaler:
         """
         if not self._enabled:
             return optimizer.step()
-        self._check_scaled("step")
+        self._check_scaled("step", optimizer)
         if optimizer not in self._progress:
             self.unscale_(optimizer)
         progress = self._progress[optimizer]
@@ -185,8 +188,9 @@ class GradScaler:
         self._scale, self._growth_tracker = _float32(scale), tracker
         self.growth_factor, self.backoff_factor, self.growth_interval = growth, backoff, interval
 
-    def _check_scaled(self, method: str) -> None:
-        if not self._has_scaled:
+    def _check_scaled(self, method: str, optimizer: Optimizer | None = None) -> None:
+        """optimizer: given, a pipeline's may pass: of its ranks the last alone see the loss; see _agreed."""
+        if not self._has_scaled and (optimizer is None or _others(optimizer) is None):
             raise RuntimeError(f"GradScaler.{method}: call scale(loss) first, and backward on the result")
 
 
@@ -217,16 +221,21 @@ def _unscale(piece: Slice, factor: float) -> float:
     return _FINITE if all(finite) else _OVERFLOW
 
 
-def _agreed(optimizer: Optimizer, found: float) -> float:
-    """The worst that any rank has found; each communicator passes on what those before it said."""
-    given = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+def _others(optimizer: Optimizer) -> Communicator | None:
+    """What joins the ranks of all stages of a pipeline; None for other parameters."""
+    return along_pipeline(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _agreed(optimizer: Optimizer, found: float, scaled: bool) -> tuple[float, bool]:
+    """The worst that any rank has found, and whether any has scaled; each passes on what it was told."""
     own = [piece.storage.communicator for piece in optimizer.slices]
-    communicators: dict[Communicator | None, None] = dict.fromkeys([*own, along_pipeline(given)])
-    value = np.array([found])
+    others = _others(optimizer)
+    communicators: dict[Communicator | None, None] = dict.fromkeys([*own, others])
+    value = np.array([found] if others is None else [found, scaled])
     for communicator in communicators:
         if communicator is not None:
             communicator.all_reduce(value, op="max", stream=device.current().current_stream)
-    return float(value[0])
+    return float(value[0]), scaled or bool(value[-1] and others is not None)
 
 
 def _float32(value: float) -> float:

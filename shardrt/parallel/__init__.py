@@ -1,7 +1,7 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
 Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, twin, stage,
-table, schedules, carrier, pipeline, memory, whole.
+table, schedules, carrier, whole, pipeline, memory.
 """
 
 from shardrt.parallel.pipeline import Pipeline

@@ -1,6 +1,6 @@
 """Carrier: brings what a stage gives to the stage beside it, on another rank by a link, or on this one."""
 
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from typing import Any
 
 import numpy as np
@@ -24,18 +24,18 @@ class Carrier:
 
     def __init__(self, links: Links, table: Table, rank: int) -> None:
         self._links, self._table, self._rank = links, table, rank
-        self._here: dict[tuple[str, int, int], tuple[Arrays, bool]] = {}  # between two stages of this rank
+        self._here: dict[tuple[str, int, int], tuple[Arrays, Any]] = {}  # between two stages of this rank
 
     def send(
-        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool = True
+        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, form: Any = None
     ) -> None:
-        """Send from `stage` to the next one, or of kind "B" to the one before. single: not a tuple of one."""
+        """Send from `stage` to the next one, or of kind "B" to the one before. form: see `flat`."""
         to = self._table.rank_of(stage + _STEP[kind])
         if to == self._rank:
-            self._here[kind, stage, micro_batch] = arrays, single
+            self._here[kind, stage, micro_batch] = arrays, form
         else:
             told = action_told(kind, stage, micro_batch)
-            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=single)
+            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=form)
 
     def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
         """That message of `stage` will be received here, after those that are expected already."""
@@ -44,8 +44,8 @@ class Carrier:
             told = action_told(kind, stage, micro_batch)
             self._links.expect(kind, source, key=(kind, stage, key), what=told)
 
-    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, bool]:
-        """What `stage` has sent, and whether it is single. The arrays are the caller's.
+    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
+        """What `stage` has sent, and its form. The arrays are the caller's.
 
         They are copies: a slot of the link is for the next message, while backward may need these for long.
         """
@@ -53,9 +53,9 @@ class Carrier:
         if source == self._rank:
             return self._here.pop((kind, stage, micro_batch))
         received = self._links.receive(kind, source, what=action_told(kind, stage, micro_batch))
-        arrays, single = tuple(map(_copy, received.arrays)), received.about
+        arrays, form = tuple(map(_copy, received.arrays)), received.about
         received.free()
-        return arrays, single
+        return arrays, form
 
     def finish(self) -> None:
         """All that was sent has been delivered when compute goes on."""
@@ -79,14 +79,38 @@ def _copy(array: Array | None) -> Array | None:
     return own
 
 
-def flat(output: Any, stage: str) -> tuple[list[Tensor], bool]:
-    """(the tensors that a stage gives, whether it is one alone). Raises TypeError for anything else."""
-    tensors = [output] if isinstance(output, Tensor) else output
-    if not isinstance(tensors, tuple | list) or not all(isinstance(each, Tensor) for each in tensors):
+def flat(output: Any, stage: str) -> tuple[list[Tensor], Any]:
+    """(the tensors that a stage gives, how they lie in it: as JSON has it, for `nested`).
+
+    They may lie in tuples, lists and dicts of strings, with None among them. Raises TypeError for others.
+    """
+    if output is None:
+        return [], None
+    if isinstance(output, Tensor):
+        return [output], "tensor"
+    items = output.values() if type(output) is dict else output
+    named = type(output) is not dict or all(isinstance(key, str) for key in output)
+    if type(output) not in (tuple, list, dict) or not named:
         raise TypeError(
-            f"{stage} gives {type(output).__name__} to the next; it can be a tensor, or a tuple of them"
+            f"{stage} gives {type(output).__name__} to the next; it can be a tensor, or tuples, lists and "
+            "dicts of strings that hold tensors"
         )
-    return list(tensors), tensors is not output
+    below = [flat(item, stage) for item in items]
+    forms = [form for _, form in below]
+    form = dict(zip(output, forms, strict=True)) if type(output) is dict else forms
+    return [tensor for tensors, _ in below for tensor in tensors], [type(output).__name__, form]
+
+
+def nested(tensors: Iterator[Tensor], form: Any) -> Any:
+    """What a stage gives, from its tensors in order."""
+    if form is None:
+        return None
+    if form == "tensor":
+        return next(tensors)
+    kind, items = form
+    if kind == "dict":
+        return {key: nested(tensors, item) for key, item in items.items()}
+    return {"tuple": tuple, "list": list}[kind](nested(tensors, item) for item in items)
 
 
 def key_of(batch: Any) -> Hashable:

@@ -22,7 +22,7 @@ from shardrt.parallel.pipeline import Loss, Pipeline, Step
 from shardrt.parallel.table import Action, Link
 
 Shape = tuple[tuple[int, ...], str]
-Message = tuple[tuple[Shape | None, ...], bool]  # and whether it is single
+Message = tuple[tuple[Shape | None, ...], Any]  # and how its arrays lie
 Messages = dict[tuple[str, int, Hashable], Message]  # by kind, the stage that sends, and key
 
 
@@ -81,9 +81,9 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
             raise raised
         if wrong is not None:
             raise ValueError(wrong)
-        for key, (shapes, single) in zip(keys, told, strict=True):
+        for key, (shapes, form) in zip(keys, told, strict=True):
             there = tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes)
-            messages["F", stage, key] = there, single
+            messages["F", stage, key] = there, form
             back = tuple(s if s and dtypes.floating(np.dtype(s[1])) else None for s in there)
             messages["B", stage + 1, key] = back, True
     return messages
@@ -124,17 +124,17 @@ class _Shapes:
         self.sent: list[Message] = []
 
     def send(
-        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, single: bool
+        self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, form: Any = None
     ) -> None:
         shapes = [None if array is None else (array.shape, dtypes.name_of(array.dtype)) for array in arrays]
-        self.sent.append((tuple(shapes), single))
+        self.sent.append((tuple(shapes), form))
 
     def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
         self._keys[kind, stage, micro_batch] = key
 
-    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, bool]:
-        shapes, single = self._messages[kind, stage, self._keys[kind, stage, micro_batch]]
-        return _arrays(shapes), single
+    def receive(self, kind: str, stage: int, micro_batch: int) -> tuple[Arrays, Any]:
+        shapes, form = self._messages[kind, stage, self._keys[kind, stage, micro_batch]]
+        return _arrays(shapes), form
 
     def finish(self) -> None:
         """Nothing is under way."""
@@ -154,8 +154,8 @@ class _Links:
         self._expected.setdefault((kind, source), deque()).append(self._messages[key])
 
     def receive(self, kind: str, source: int, *, what: str) -> SimpleNamespace:
-        shapes, single = self._expected[kind, source].popleft()
-        return SimpleNamespace(arrays=_arrays(shapes), about=single, free=lambda: None)
+        shapes, form = self._expected[kind, source].popleft()
+        return SimpleNamespace(arrays=_arrays(shapes), about=form, free=lambda: None)
 
     def finish(self) -> None:
         """Nothing is under way."""

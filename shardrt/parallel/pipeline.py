@@ -24,10 +24,11 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, shapes_of
+from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested, shapes_of
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.table import Action, Table
+from shardrt.parallel.whole import Piped
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -45,7 +46,8 @@ class Pipeline:
     Shard the stages afterwards, blocks first: fully_shard(stage, mesh=mesh["dp_shard"]). Their units are
     gathered once in a step and reduced once, unless the table has UNSHARD and RESHARD.
 
-    Collective. Raises ValueError for a model that can't be cut so, and for a table that does not end.
+    Collective. Raises ValueError for a model that can't be cut so, and for a table that does not end, is for
+    other numbers than those given beside it, or is another one on other ranks.
     """
 
     def __init__(
@@ -60,11 +62,17 @@ class Pipeline:
         costs: str | Sequence[float] = "parameters",
         batch: Any = None,
     ) -> None:
+        if not isinstance(mesh, DeviceMesh):
+            raise TypeError(f"Pipeline: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        if isinstance(schedule, str):
+            count = mesh.size if micro_batches is None else micro_batches
+            schedule = schedule_of(schedule, mesh.size, count, stages_per_rank)
         if not isinstance(schedule, Table):
-            schedule = schedule_of(schedule, mesh.size, micro_batches or mesh.size, stages_per_rank)
-        if len(schedule.ranks) != mesh.size:
-            raise ValueError(f"Pipeline: the table has {len(schedule.ranks)} ranks, {mesh!r} has {mesh.size}")
+            raise TypeError(f"Pipeline: schedule must be a name or a Table, got {type(schedule).__name__}")
         self.facts = schedule.check()
+        _check_table(schedule, mesh, micro_batches, stages_per_rank, cuts)
+        if differing := talk.agree(mesh.communicator("control"), str(schedule)):
+            raise ValueError(f"Pipeline: ranks {differing} of {mesh!r} have another table than rank 0")
         self.model = model
         self.mesh = mesh
         self.table = schedule
@@ -77,6 +85,10 @@ class Pipeline:
             batch=batch,
         )
         self.links = Links(mesh, self.facts.slots, slots=self.facts.slots)
+        self._failed = self._summed = False  # a step has raised; gradients of an earlier one may be there
+        self._alike = False  # all stages are known to be sharded, or none
+        model.run_inside(Piped(self))
+        self._arounds = list(model._arounds)  # which the stages have
         self._arguments = inspect.signature(model.forward)
 
     def stage(self, number: int) -> Stage:
@@ -95,45 +107,102 @@ class Pipeline:
         with something that is called like the model. Before the last stage it ends with that call: the next
         stage goes on from there. What follows the call runs on the last stage alone.
 
+        Several steps before an update add up; inside of no_sync(model) nothing is reduced until the last.
+
         Collective over the ranks of all stages, which have as many batches, of the same shapes. Raises
-        ValueError for another number than the table's.
+        ValueError for another number than the table's, and where some stages are sharded alone; RuntimeError
+        for a model with hooks of its own, and where an earlier step has raised.
         """
+        batches = list(batches)
         if len(batches) != self.table.micro_batches:
             told = f"the table has {self.table.micro_batches} micro-batches, got {len(batches)}"
             raise ValueError(f"Pipeline.step: {told}")
+        self._check()
         self._check_sums()
+        self._keep_one_copy()
         try:
             Step(self, loss, batches).run()
         except BaseException:
             self.links.close()  # or others would wait for what this rank does not send any more
+            self._failed = True
             raise
-        sum_tied(self.model)
+        tied = (p for p in self.model.parameters() if p.place is not None and p.place.tied)
+        if device.current() is not self.mesh.device:
+            return  # a rehearsal (fsdp.memory_plan), which has no gradients
+        if all(parameter.storage.reduced for parameter in tied):
+            sum_tied(self.model)
+            self._summed = True
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without a backward: what the last stage gives, on every rank. Collective."""
+        self._check()
         carrier, key, x = self.carrier(), ("whole", shapes_of((args, kwargs))), None
         batch = self.named(args, kwargs)
-        own = [stage for stage in self.stages if not stage.first]
-        for stage in own:
+        for stage in (stage for stage in self.stages if not stage.first):
             carrier.expect("F", stage.number - 1, 0, key)
+        calls = used = random.calls()
         with autograd.no_grad():
             for stage in self.stages:
                 x = None
                 if not stage.first:
-                    arrays, single = carrier.receive("F", stage.number - 1, 0)
-                    x = Tensor(arrays[0]) if single else tuple(map(Tensor, arrays))
-                x = stage(x, batch)
+                    arrays, form = carrier.receive("F", stage.number - 1, 0)
+                    x = nested(map(Tensor, arrays), form)
+                x = stage(x, batch, number=calls)
+                used = max(used, random.calls())
                 if not stage.last:
-                    tensors, single = flat(x, stage.label)
-                    carrier.send("F", stage.number, 0, tuple(t.data for t in tensors), key, single)
+                    tensors, form = flat(x, stage.label)
+                    arrays = tuple(autograd.contiguous(tensor.data) for tensor in tensors)
+                    carrier.send("F", stage.number, 0, arrays, key, form)
         carrier.finish()
+        random.begin_call(max(talk.from_all(self.mesh.communicator("control"), used)))
         return self._everywhere(x if self.last else None)
+
+    def _keep_one_copy(self) -> None:
+        """Of an earlier step's gradients that are summed already, one copy goes into the next sum."""
+        trained = (p for p in self.model.parameters() if p.requires_grad and p.place is not None)
+        others = {p.storage for p in trained if p.place.copies is not None and not p.place.owner}
+        for storage in others if self._summed else ():
+            gradient = storage.complete_gradient()
+            if gradient is not None:
+                gradient.fill(0)
+        self._summed = False
+
+    def _check(self) -> None:
+        """Raise RuntimeError where forwards can't run, or would leave something out."""
+        if self._failed and self.mesh.size > 1:
+            raise RuntimeError(
+                "Pipeline: an earlier step has raised on this rank, and others wait for what it has not "
+                "sent; let all ranks end, and resume from a checkpoint"
+            )
+        if self.model._forward_hooks or self.model._forward_pre_hooks:
+            raise RuntimeError(
+                f"Pipeline: {type(self.model).__name__} has forward hooks, which no stage would call; "
+                "register them on its modules"
+            )
+        if self.model._arounds != self._arounds:
+            raise RuntimeError(
+                f"Pipeline: {type(self.model).__name__} is recomputed or offloaded as a whole, of which "
+                "stages know only what was said before they were made; say it of the stages"
+            )
+        if not self._alike:
+            self._check_alike()
+
+    def _check_alike(self) -> None:
+        """Raise ValueError where nobody would reduce the gradients of some stages."""
+        trained = [stage for stage in self.stages if any(p.requires_grad for p in stage.parameters())]
+        alone = [stage.number for stage in trained if not units_below(stage)]
+        told = talk.from_all(self.mesh.communicator("control"), [alone, len(alone) < len(trained)])
+        alone = sorted(number for numbers, _ in told for number in numbers)
+        if alone and any(sharded for _, sharded in told):
+            raise ValueError(
+                f"Pipeline: stage {alone[0]} is not sharded, and others are; call fully_shard on each stage"
+            )
+        self._alike = True
 
     def _check_sums(self) -> None:
         """Raise ValueError for late gradients where each micro-batch's have a place in a tree."""
-        units = [unit for stage in self.stages for unit in units_below(stage)]
         late = any(action.kind == "W" for row in self.table.ranks for action in row)
-        if late and any(unit.choices.micro_batches is not None for unit in units):
+        if late and _by_tree(self.model):
             raise ValueError(
                 "Pipeline: with set_world_invariant each micro-batch is reduced by itself, and this table "
                 "puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"
@@ -144,8 +213,11 @@ class Pipeline:
         return Carrier(self.links, self.table, self.mesh.rank)
 
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
-        """The arguments of a call of the model, by name."""
-        return self._arguments.bind(*args, **kwargs).arguments
+        """The arguments of a call of the model, by name. Raises TypeError for what forward does not take."""
+        try:
+            return self._arguments.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{type(self.model).__name__}.forward: {error}") from None
 
     def _everywhere(self, output: Tensor | None) -> Tensor:
         """A tensor that the rank of the last stage has, on all ranks."""
@@ -158,6 +230,25 @@ class Pipeline:
             here.copy(array, output.data)
         control.broadcast(array.reshape(-1), root=root, stream=here.current_stream, what="output")
         return Tensor(array)
+
+
+def _check_table(
+    table: Table,
+    mesh: DeviceMesh,
+    micro_batches: int | None,
+    stages_per_rank: int | None,
+    cuts: Sequence[int | str] | None,
+) -> None:
+    """Raise ValueError for a table that is for other numbers than those given."""
+    given = {
+        f"{mesh!r} has": ("ranks", len(table.ranks), mesh.size),
+        "micro_batches says": ("micro-batches", table.micro_batches, micro_batches),
+        "stages_per_rank makes": ("stages", table.stages, stages_per_rank and stages_per_rank * mesh.size),
+        "cuts make": ("stages", table.stages, None if cuts is None else len(cuts) + 1),
+    }
+    for says, (what, found, wanted) in given.items():
+        if wanted not in (None, found):
+            raise ValueError(f"Pipeline: the table has {found} {what}, {says} {wanted}")
 
 
 class Step:
@@ -180,6 +271,8 @@ class Step:
         self._keys = [key_of(batch) for batch in batches]
         self._carrier = carrier or pipeline.carrier()
         self._calls = random.calls()  # of the model in this step, before
+        # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
+        self._calls_of_each = 0 if _by_tree(pipeline.model) else 1
         # By stage and micro-batch, from F to B or I:
         self._inputs: dict[tuple[int, int], StageInput] = {}
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -189,8 +282,8 @@ class Step:
             "B": self._backward,
             "I": self._input_gradients,
             "W": self._weight_gradients,
-            "UNSHARD": lambda stage, micro_batch, action: fsdp.unshard(stage),
-            "RESHARD": lambda stage, micro_batch, action: fsdp.reshard(stage),
+            "UNSHARD": lambda stage, micro_batch, action: units_below(stage) and fsdp.unshard(stage),
+            "RESHARD": lambda stage, micro_batch, action: units_below(stage) and fsdp.reshard(stage),
         }
 
     def run(self) -> None:
@@ -201,38 +294,42 @@ class Step:
                 self._carrier.expect("F", stage - 1, micro_batch, self._keys[micro_batch])
             elif kind in ("B", "I") and stage < last:
                 self._carrier.expect("B", stage + 1, micro_batch, self._keys[micro_batch])
-        for action in self._row:
-            told = action_told(action.kind, action.stage, action.micro_batch)
-            self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", told)
-            with timeline.span("compute", told):
-                self._does[action.kind](self._pipeline.stage(action.stage), action.micro_batch, action)
+        try:
+            for action in self._row:
+                told = action_told(action.kind, action.stage, action.micro_batch)
+                self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", told)
+                with timeline.span("compute", told):
+                    self._does[action.kind](self._pipeline.stage(action.stage), action.micro_batch, action)
+        finally:
+            random.begin_turn(None)
         self._carrier.finish()
-        random.begin_call(self._calls + len(self._batches))
+        random.begin_call(self._calls + (self._calls_of_each * len(self._batches) or 1))
 
     def _forward(self, stage: Stage, micro_batch: int, action: Action) -> None:
         inputs = None if stage.first else self._received(stage, micro_batch)
-        begun = _Begun(self._pipeline, stage, inputs, self._calls + micro_batch)
+        random.begin_turn(micro_batch)
+        number = self._calls + self._calls_of_each * micro_batch
+        begun = _Begun(self._pipeline, stage, inputs, number)
         try:
             with self._reducing(stage, action):
                 outputs = [self._loss(begun, self._batches[micro_batch])]
-            if not begun.called:
-                raise RuntimeError("Pipeline.step: the loss function has not called the model")
+            begun.check(outputs[0])
         except _GoesOn as gone:
-            outputs, single = flat(gone.output, stage.label)
+            outputs, form = flat(gone.output, stage.label)
             arrays = tuple(autograd.contiguous(tensor.data) for tensor in outputs)
-            self._carrier.send("F", stage.number, micro_batch, arrays, self._keys[micro_batch], single)
+            self._carrier.send("F", stage.number, micro_batch, arrays, self._keys[micro_batch], form)
         self._outputs[stage.number, micro_batch] = outputs
 
     def _received(self, stage: Stage, micro_batch: int) -> Any:
         """What the stage before gives, on the tape."""
-        arrays, single = self._carrier.receive("F", stage.number - 1, micro_batch)
+        arrays, form = self._carrier.receive("F", stage.number - 1, micro_batch)
         key = self._keys[micro_batch]
 
         def deliver(gradients: tuple[Array, ...]) -> None:
             self._carrier.send("B", stage.number, micro_batch, gradients, key)
 
         tensors, self._inputs[stage.number, micro_batch] = StageInput.around(arrays, deliver)
-        return tensors[0] if single else tensors
+        return nested(iter(tensors), form)
 
     def _backward(self, stage: Stage, micro_batch: int, action: Action, late: Late | None = None) -> None:
         outputs = self._outputs.pop((stage.number, micro_batch))
@@ -244,26 +341,32 @@ class Step:
         if outputs:
             with self._reducing(stage, action):
                 autograd.backward(outputs, gradients, late=late)
+            if late is not None:
+                self._late[stage.number, micro_batch] = late
         if not stage.first:
             self._inputs.pop((stage.number, micro_batch)).deliver()
 
     def _input_gradients(self, stage: Stage, micro_batch: int, action: Action) -> None:
-        late = self._late[stage.number, micro_batch] = Late()
-        self._backward(stage, micro_batch, action, late)
+        self._backward(stage, micro_batch, action, Late())
 
     def _weight_gradients(self, stage: Stage, micro_batch: int, action: Action) -> None:
+        late = self._late.pop((stage.number, micro_batch), None)
         with self._reducing(stage, action):
-            self._late.pop((stage.number, micro_batch)).run()
+            if late is not None:  # something of the stage is trained
+                late.run()
 
     def _reducing(self, stage: Stage, action: Action) -> AbstractContextManager:
         """Gradients are reduced with the last action of the stage that adds to them; in a tree, with each.
 
         Forwards are told that backwards will not reduce, and so make memory for all gradients at once.
         """
-        units = units_below(stage)
-        once = action.kind == "F" and self._once
-        each = action.reduces or once or any(unit.choices.micro_batches is not None for unit in units)
-        return nullcontext() if each or not units else fsdp.no_sync(stage)
+        each = action.reduces or (action.kind == "F" and self._once) or _by_tree(stage)
+        return nullcontext() if each or not units_below(stage) else fsdp.no_sync(stage)
+
+
+def _by_tree(module: Module) -> bool:
+    """Whether gradients of micro-batches are added by one tree (fsdp.set_world_invariant)."""
+    return any(unit.choices.micro_batches is not None for unit in units_below(module))
 
 
 class StageInput(Function):
@@ -282,27 +385,27 @@ class StageInput(Function):
         node = cls()
         node._deliver = deliver
         node.saved = node.edges = node.needs = ()
+        node._shapes = [(a.shape, a.dtype) if dtypes.floating(a.dtype) else None for a in arrays]
         node.enter_tape()
-        tensors = node.wrap(arrays, True)
-        node._shapes = [(t.shape, t.dtype) if dtypes.floating(t.dtype) else None for t in tensors]
-        pairs = zip(tensors, node._shapes, strict=True)
-        return tuple(tensor if shape else Tensor(tensor.data) for tensor, shape in pairs), node
+        floats = (array for array, shape in zip(arrays, node._shapes, strict=True) if shape)
+        wrapped = iter(node.wrap(tuple(floats), True))
+        pairs = zip(arrays, node._shapes, strict=True)
+        return tuple(next(wrapped) if shape else Tensor(array) for array, shape in pairs), node
 
     def backward(self, *dy: Array | None) -> tuple:
         self.deliver(dy)
         return ()
 
     def deliver(self, gradients: tuple[Array | None, ...] = ()) -> None:
-        """Send them, if none have been sent; zeros where nothing used an array."""
+        """Send them, if none have been sent; zeros where nothing used an array. gradients: of the floats."""
         send, self._deliver = self._deliver, None
-        if send is None:
-            return
-        here = device.current()
-        given = gradients or (None,) * len(self._shapes)
-        pairs = zip(given, self._shapes, strict=True)
-        send(
-            tuple(here.zeros(*shape) if gradient is None and shape else gradient for gradient, shape in pairs)
-        )
+        if send is not None:
+            given = iter(gradients)
+            send(tuple(shape and _or_zeros(next(given, None), shape) for shape in self._shapes))
+
+
+def _or_zeros(gradient: Array | None, shape: tuple) -> Array:
+    return device.current().zeros(*shape) if gradient is None else gradient
 
 
 class _GoesOn(BaseException):
@@ -331,6 +434,21 @@ class _Begun:
         if not self._stage.last:
             raise _GoesOn(output)
         return output
+
+    def check(self, loss: Any) -> None:
+        """Raise RuntimeError or TypeError unless the loss function was right to end, and to give `loss`."""
+        if not self.called:
+            raise RuntimeError("Pipeline.step: the loss function has not called the model")
+        if not self._stage.last:
+            raise RuntimeError(
+                "Pipeline.step: the loss function has caught what ends it before the last stage, where it "
+                "calls the model; let it pass: `except Exception` does"
+            )
+        if not autograd.is_grad_enabled():
+            return  # figures of an evaluation, whatever they are
+        if not isinstance(loss, Tensor) or loss.data.size != 1:
+            got = list(loss.shape) if isinstance(loss, Tensor) else type(loss).__name__
+            raise TypeError(f"Pipeline.step: the loss function must give a tensor of one number, got {got}")
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._pipeline.model, name)

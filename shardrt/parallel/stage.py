@@ -44,6 +44,7 @@ class Stage(Module):
         super().__init__()
         object.__setattr__(self, "_pp_label", f"stage {number}")
         object.__setattr__(self, "model", model)  # not below this: it would have all of it
+        object.__setattr__(self, "_pp_inner", (True, number < count - 1))
         self.number, self.count, self.pieces = number, count, list(pieces)
         self.twins: list[Twin] = []  # of what an earlier stage of this rank uses as well
         self.blocks: list[Module] = []

@@ -8,7 +8,6 @@ from typing import Any
 
 from shardrt import autograd
 from shardrt.nn.module import Module
-from shardrt.parallel.pipeline import Pipeline
 
 
 class Piped:
@@ -19,7 +18,7 @@ class Piped:
 
     order, every_entry = 5, False  # outside of all: what the stages have as well, and what refuses a call
 
-    def __init__(self, pipeline: Pipeline) -> None:
+    def __init__(self, pipeline: Any) -> None:
         self.pipeline = pipeline
 
     def __deepcopy__(self, memo: dict) -> "Piped":
@@ -34,12 +33,7 @@ class Piped:
         return self.pipeline(*args, **kwargs)
 
 
-def call_in_stages(pipeline: Pipeline) -> None:
-    """Let its model be called as a whole."""
-    pipeline.model.run_inside(Piped(pipeline))
-
-
-def pipeline_of(model: Module) -> Pipeline | None:
-    """That through which `model` is called; None for a model without stages."""
+def pipeline_of(model: Module) -> Any:
+    """The Pipeline through which `model` is called; None for a model without stages."""
     piped = model.around(Piped)
     return None if piped is None else piped.pipeline

@@ -14,7 +14,7 @@ from shardrt.nn.module import Module
 from shardrt.parallel.pipeline import Pipeline, Step
 from shardrt.parallel.schedules import schedule
 from shardrt.parallel.table import Action, Table
-from shardrt.parallel.whole import call_in_stages, pipeline_of
+from shardrt.parallel.whole import pipeline_of
 from shardrt.tensor import Tensor
 from shardrt.train.recipe import Recipe
 from shardrt.train.tasks import Task
@@ -92,7 +92,6 @@ def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pip
             f"optimizer.in_backward would update {tied!r} before its gradients of two stages are added; "
             "leave it off, or untie it"
         )
-    call_in_stages(pipeline)
     return pipeline
 
 

@@ -5,12 +5,13 @@ trainings: whoever looks into one that fails leaves features out of its set. Tho
 (strategies, offload, recomputation, ...) must not change a bit: a set gives what is left when they are taken
 away, on FULL_SHARD and on NO_SHARD, where nothing is cut, and nearly the same losses on one rank with the
 whole batch. Tensor and sequence parallelism, on an axis of two more ranks, sum in another order: a set with
-one of them gives its own bits whatever moves, and nearly the losses and weights of the set without it.
+one of them gives its own bits whatever moves, and nearly the losses and weights of the set without it. So
+does one with a pipeline, of two stages that have a weight in common.
 """
 
 import warnings
 from contextlib import nullcontext
-from functools import cache
+from functools import cache, partial
 from itertools import combinations
 
 import numpy as np
@@ -22,7 +23,7 @@ from shardrt import nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.autograd import Late
 from shardrt.checkpoint import full_state_dict, load, save
-from shardrt.comm import init_device_mesh, thread
+from shardrt.comm import init_device_mesh, talk, thread
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -34,6 +35,7 @@ from shardrt.fsdp import (
 from shardrt.nn.utils import clip_grad_norm_, clip_grad_value_
 from shardrt.parallel import (
     ColwiseParallel,
+    Pipeline,
     RowwiseParallel,
     SequenceParallel,
     VocabParallel,
@@ -82,12 +84,14 @@ NUMBERS = {
     "dropout": {"dropout": 0.3},
     "tensor parallel": {"parallel": "tensor"},
     "sequence parallel": {"parallel": "sequence"},
+    "pipeline": {"pipeline": True},
 }
 FEATURES = MOVES | NUMBERS
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
 MASKS = {"world-invariant", "accumulate", "dropout"}  # together: a micro-batch has its own masks on any rank
 LOW = {"bf16", "fp16, scaled", "bf16 output"}
-PARALLEL = {"tensor parallel", "sequence parallel"}
+CUT = {"tensor parallel", "sequence parallel"}
+PARALLEL = CUT | {"pipeline"}
 
 APPLIED = "the optimizer has in_backward=True and has applied these gradients already"
 REFUSED = {
@@ -112,6 +116,11 @@ REFUSED = {
     ("late", "world-invariant"): (RuntimeError, "with set_world_invariant the gradient of each micro-batch"),
     # Gradients of norms are summed over the parts of the time, which the tree does not know.
     ("world-invariant", "sequence parallel"): (ValueError, "unit .* are summed over another axis as well"),
+    # The head is tied to the embedding, and what two stages use is added up when both have all of it.
+    ("world-invariant", "pipeline"): (ValueError, "set_world_invariant: 'embed.weight' is on two stages"),
+    ("in backward", "pipeline"): (RuntimeError, f"sum_tied: {APPLIED}"),
+    # A pipeline calls forward.
+    ("forward method", "pipeline"): (ValueError, "register_forward_method: Net has stages"),
 }
 
 
@@ -142,6 +151,9 @@ class Net(nn.Module):
         x = self.embed(tokens)
         for index, block in enumerate(self.blocks):
             x = block(x) if index != self.left_out else x
+        return self.headed(x)
+
+    def headed(self, x):
         # On a GPU units may give out 16 bits that others do not compute in (bf16 output), as in PyTorch.
         x = self.norm(F.cast(x, self.norm.weight.data.dtype.name))
         head = self.embed.weight
@@ -150,6 +162,17 @@ class Net(nn.Module):
 
     def score(self, tokens):
         return self.forward(tokens)
+
+    def pieces(self):
+        def block(number, x, batch):
+            return self.blocks[number](x) if number != self.left_out else x
+
+        blocks = (nn.Piece(b.name, partial(block, number), (b,)) for number, b in enumerate(self.blocks))
+        return [
+            nn.Piece("embed", lambda x, batch: self.embed(batch["tokens"]), (self.embed,)),
+            *blocks,
+            nn.Piece("head", lambda x, batch: self.headed(x), (self.norm,), tied=(self.embed,)),
+        ]
 
 
 def plan_for(options):
@@ -197,23 +220,27 @@ def of_unit(options, index, directory):
 
 
 def mesh_for(options, device):
-    """Of all ranks: an axis for the data, or two of a hybrid, and one for what is cut in other ways."""
+    """Of all ranks: an axis for the data, or two of a hybrid, and others for what is cut in other ways."""
     two_axes = any(name.startswith("HYBRID") for name in options.get("strategy", []))
-    if "parallel" not in options:
+    others = {name: 2 for name, option in (("pp", "pipeline"), ("tp", "parallel")) if option in options}
+    if not others:
         return init_device_mesh(device, (2, 2) if two_axes else None)
-    data = (2, 2) if two_axes else (init_device_mesh(device).size // 2,)
-    return init_device_mesh(device, (*data, 2), ("dp_replicate", "dp_shard", "tp")[-1 - len(data) :])
+    shards = 2 if two_axes else init_device_mesh(device).size // 2 ** len(others)
+    sizes = {"pp": 0, "dp_replicate": 2 * two_axes, "dp_shard": shards, "tp": 0} | others
+    sizes = {name: size for name, size in sizes.items() if size}
+    return init_device_mesh(device, tuple(sizes.values()), tuple(sizes))
 
 
 def data_of(mesh):
-    """Its axes of the data: ranks of "tp" have the same rows."""
+    """Its axes of the data: ranks of "pp" and "tp" have the same rows."""
     names = mesh.mesh_dim_names
-    return mesh if names is None else mesh[names[:-1]]
+    return mesh if names is None else mesh[tuple(name for name in names if name.startswith("dp"))]
 
 
 def build(options, mesh, directory):
+    """(model, its Pipeline or None)."""
     shardrt.manual_seed(3)
-    model = Net(*options.get("dropout", [0.0]))
+    model, pipeline = Net(*options.get("dropout", [0.0])), None
     if "parallel" in options:
         parallelize_module(model, mesh["tp"], plan_for(options))
     if "frozen" in options:
@@ -222,18 +249,30 @@ def build(options, mesh, directory):
     recompute(model.blocks, options.get("recompute", []))
     for block in model.blocks if "offload_activations" in options else ():
         offload_activations(block)
-    data, parts = data_of(mesh), list(model.blocks)
-    if "unit_of_two" in options:
-        parts[:2] = [parts[:2]]
-    for index, part in enumerate(parts):
-        fully_shard(part, mesh=data, **of_unit(options, index, directory))
-    ignored = [model.norm] if "ignored" in options else []
-    fully_shard(model, mesh=data, ignored=ignored, **of_unit(options, len(parts), directory))
+    if "pipeline" in options:
+        # One micro-batch where each has masks of its own: then they are those of the whole batch.
+        count = 1 if "dropout" in options else 2
+        schedule = "ZB-H1" if "late" in options else "1F1B"
+        pipeline = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=count)
+    shard(options, model, pipeline.stages if pipeline else [model], data_of(mesh), directory)
     if "forward_method" in options:
         register_forward_method(model, "score")
     if "invariant" in options:
-        set_world_invariant(model, data.size * len(turns(options)))
-    return model
+        set_world_invariant(model, data_of(mesh).size * len(turns(options)))
+    return model, pipeline
+
+
+def shard(options, model, wholes, data, directory):
+    """Units of the blocks, and of what is around them, that this rank has."""
+    parts = [[block] for block in model.blocks]
+    if "unit_of_two" in options:
+        parts[:2] = [parts[0] + parts[1]]
+    for index, part in enumerate(parts):
+        if not any(parameter.absent for block in part for parameter in block.parameters()):
+            fully_shard(part, mesh=data, **of_unit(options, index, directory))
+    ignored = [model.norm] if "ignored" in options else []
+    for whole in wholes:
+        fully_shard(whole, mesh=data, ignored=ignored, **of_unit(options, len(parts), directory))
 
 
 def recompute(blocks, policies):
@@ -251,7 +290,8 @@ def train(names, directory=None, strategy=None, device="cpu"):
     options = options_of(names) | ({"strategy": [strategy]} if strategy else {})
     mesh = mesh_for(options, device)
     data = data_of(mesh)
-    model = build(options, mesh, directory)
+    model, pipeline = build(options, mesh, directory)
+    run = backward if pipeline is None else partial(by_stages, pipeline)
     kind = optim.SGD if "sgd" in options else optim.AdamW
     settings = {"momentum": 0.9, "lr": 0.1} if "sgd" in options else {"lr": 1e-2}
     optimizer = kind(model.parameters(), in_backward="in_backward" in options, **settings)
@@ -260,7 +300,7 @@ def train(names, directory=None, strategy=None, device="cpu"):
     for step, (tokens, targets) in enumerate(batches(data)):
         if "unused" in options:  # at first all are used; then one rank leaves one out, then all do
             model.left_out = {1: 1 if data.rank % 2 else None, 2: 2}.get(step)
-        losses.append(backward(model, options, scaler, tokens, targets))
+        losses.append(run(model, options, scaler, tokens, targets))
         average_ignored(model, data, options)
         scaler.unscale_(optimizer)
         for norm in options.get("clip_norm", ()):
@@ -307,6 +347,24 @@ def backward(model, options, scaler, tokens, targets):
     return total
 
 
+def by_stages(pipeline, model, options, scaler, tokens, targets):
+    """The same by steps of a pipeline, each of some micro-batches."""
+    ways, count, told = turns(options), pipeline.table.micro_batches, []
+
+    def loss_of(model, batch):
+        tokens, targets, weight = batch
+        loss = F.cross_entropy(model(tokens), targets) * weight
+        told.append(float(loss.item()))
+        return scaler.scale(loss)
+
+    rows = list(zip(np.array_split(tokens, len(ways)), np.array_split(targets, len(ways)), strict=True))
+    for way, (own, wanted) in zip(ways, rows, strict=True):
+        parts = zip(np.array_split(own, count), np.array_split(wanted, count), strict=True)
+        with no_sync(model) if way == "no_sync" else nullcontext():
+            pipeline.step(loss_of, [(x, y, len(x) / (len(own) * len(ways))) for x, y in parts])
+    return sum(sum(talk.from_all(pipeline.mesh.communicator("control"), told), []))
+
+
 def turns(options):
     """What becomes of the gradients of each micro-batch."""
     return [way for values in options.get("micro_batches", ()) for way in values] + ["reduce"]
@@ -315,6 +373,8 @@ def turns(options):
 def average_ignored(model, mesh, options):
     """Nobody reduces the gradients of what is ignored, so whoever trains it must."""
     for parameter in model.norm.parameters() if "ignored" in options else ():
+        if parameter.absent:
+            continue
         gradient = parameter.grad
         mesh.communicator("control").all_reduce(gradient, stream=mesh.device.current_stream)
         gradient /= mesh.size
@@ -351,11 +411,13 @@ def same_bits(found, expected):
         assert np.array_equal(found[1][name], values), name
 
 
-def nearly_the_same(cut, uncut, low):
-    """Two ranks with the same rows have the same losses, nearly those of one that has the modules whole."""
-    of_losses, of_weights = (3e-2, 1e-3) if low else (1e-5, 1e-5)
-    assert cut[0][::2] == cut[0][1::2]
-    assert np.allclose(cut[0][::2], uncut[0], rtol=0, atol=of_losses)
+def nearly_the_same(cut, uncut, names):
+    """Ranks with the same rows have the same losses, nearly those of one that has the modules whole."""
+    of_losses, of_weights = (3e-2, 1e-3) if LOW & set(names) else (1e-5, 1e-5)
+    others = [2 if kinds & set(names) else 1 for kinds in ({"pipeline"}, CUT)]
+    losses = np.reshape(cut[0], (others[0], -1, others[1], len(cut[0][0])))
+    assert np.array_equal(losses, np.broadcast_to(losses[:1, :, :1], losses.shape))
+    assert np.allclose(losses[0, :, 0], uncut[0], rtol=0, atol=of_losses)
     assert cut[1].keys() == uncut[1].keys()
     for name, values in uncut[1].items():
         np.testing.assert_allclose(cut[1][name], values, rtol=0, atol=of_weights, err_msg=name)
@@ -396,9 +458,9 @@ def with_each(name, others):
 
 
 def ranks_for(names, data=2):
-    """`data` ranks, or four of hybrids; twice as many where modules are cut in two."""
+    """`data` ranks, or four of hybrids; twice as many where modules, or the model, are cut in two."""
     data = 4 if any(name.startswith("HYBRID") for name in names) else data
-    return data * (2 if PARALLEL & set(names) else 1)
+    return data * (2 if CUT & set(names) else 1) * (2 if "pipeline" in names else 1)
 
 
 PAIRS = list(combinations(FEATURES, 2))
@@ -432,7 +494,8 @@ def test_all_of_these_go_together(names, tmp_path):
         whole = reference(1, uncut)[0][0]
         assert np.allclose(np.mean(found[0], axis=0), whole, rtol=0, atol=tolerance)
     if uncut != change:
-        nearly_the_same(found, reference(ranks // 2, uncut), LOW & set(names))
+        data = ranks // ranks_for(PARALLEL & set(names), 1)
+        nearly_the_same(found, reference(data, uncut), names)
 
 
 @pytest.mark.parametrize("name", NUMBERS)

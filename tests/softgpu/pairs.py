@@ -6,8 +6,8 @@ Each set of features trains on the GPU in more than one order of streams: with t
 the CPU's numbers. Of 16 bits the CPU has the storage and not the arithmetic, so there the measure is what
 PyTorch's own 16 bits change of its own float32, twice, and the last place of the loss. `--all`: 1, 2 and 4
 ranks, all orders; else 2 ranks (4 of two axes) in two orders, every other set, and of those of two that share
-an option every eighth. Tensor and sequence parallelism take twice these ranks. JOBS processes share the sets.
-Prints JSON: {what was trained: what was wrong}.
+an option every eighth. Tensor parallelism and a pipeline take twice these ranks each. JOBS processes share
+the sets. Prints JSON: {what was trained: what was wrong}.
 """
 
 import argparse
@@ -99,7 +99,7 @@ def torch_trained(kind, sgd):
 
     def fresh():
         mesh = init_device_mesh("cpu")
-        return pairs.full_state_dict(pairs.build({}, mesh, None)), pairs.batches(mesh)
+        return pairs.full_state_dict(pairs.build({}, mesh, None)[0]), pairs.batches(mesh)
 
     state, batches = thread.run(1, fresh)[0]
     masters = {name: torch.tensor(np.array(values), requires_grad=True) for name, values in state.items()}

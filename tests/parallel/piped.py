@@ -1,0 +1,227 @@
+"""Small models on pipelines, and in one piece with the same calls."""
+
+from contextlib import nullcontext
+from functools import cache
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
+from models.vit import ViT, ViTConfig
+from shardrt import functional as F
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import (
+    fully_shard,
+    no_sync,
+    set_gradient_divide_factor,
+)
+from shardrt.fsdp.setup import units_below
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel.pipeline import Pipeline
+from tests.ranks import run_ranks
+
+VOCAB, TIME, MICRO_BATCHES, ROWS = 11, 4, 4, 16
+SMALL = {"n_layer": 2, "n_head": 2, "n_embd": 8, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.3}
+NAMES = ("pp", "dp_replicate", "dp_shard")
+
+
+def llama():
+    return Llama(LlamaConfig(n_kv_head=1, n_hidden=12, tied=False, **SMALL))
+
+
+def gpt(dropout=0.2):
+    return GPT(GPTConfig(dropout=dropout, **SMALL))
+
+
+def vit(dropout=0.2):
+    sizes = {"image_size": 4, "patch_size": 2, "channels": 1, "classes": 5, "init_std": 0.3}
+    return ViT(ViTConfig(n_layer=2, n_head=2, n_embd=8, n_hidden=12, dropout=dropout, **sizes))
+
+
+def long_llama():
+    sizes = {"n_layer": 2, "n_head": 2, "n_embd": 32, "block_size": 64, "vocab_size": VOCAB}
+    return Llama(LlamaConfig(n_kv_head=1, n_hidden=64, tied=False, **sizes))
+
+
+class Nests(nn.Module):
+    """Its pieces pass on nests of tensors: for the next one, for nobody, for one far behind; and integers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+        self.head = nn.Linear(6, VOCAB)
+
+    def forward(self, tokens):
+        x = None
+        for piece in self.pieces():
+            x = piece.run(x, {"tokens": tokens})
+        return x
+
+    def pieces(self):
+        def first(x, batch):
+            x, tokens = self.embedding(batch["tokens"]), shardrt.Tensor(batch["tokens"])
+            others = [x * 2, shardrt.Tensor(np.ones(3, bool)), None]
+            return {"x": x.transpose(1, 2), "others": (others, x.mean()), "tokens": tokens}
+
+        def second(x, batch):
+            (_, _, nothing), beside = x["others"]
+            assert nothing is None
+            return F.relu(self.blocks[0](x["x"].transpose(1, 2))), x["tokens"], beside
+
+        def third(x, batch):
+            x, tokens, beside = x
+            return self.blocks[1](x * (tokens.numpy()[..., None] > 2)), beside
+
+        uses = (self.embedding, *self.blocks, self.head)
+        runs = (first, second, third, lambda x, batch: self.head(x[0]) + x[1])
+        return [nn.Piece(str(n), run, (use,)) for n, (run, use) in enumerate(zip(runs, uses, strict=True))]
+
+
+class Batch(NamedTuple):
+    tokens: Any
+    targets: Any
+
+
+def pictures():
+    random = np.random.default_rng(0)
+    return random.random((8, 1, 4, 4), np.float32), random.integers(0, 5, 8)
+
+
+def picture_loss(model, batch):
+    images, labels = batch
+    return F.cross_entropy(model(shardrt.Tensor(images)), labels, reduction="sum") * (1 / 8)
+
+
+def batches_of(step, data):
+    rows = np.random.default_rng(step).integers(0, VOCAB, (ROWS, TIME + 1))
+    parts = np.split(np.split(rows, data.size)[data.rank], MICRO_BATCHES)
+    return [{"tokens": part[:, :-1], "targets": part[:, 1:], "reduction": "sum"} for part in parts]
+
+
+def loss_of(model, batch):
+    return model(**batch) * (1 / (ROWS * TIME))
+
+
+class Whole:
+    """In one piece, with the calls of a Pipeline: gradients are accumulated, and reduced with the last."""
+
+    def __init__(self, model):
+        self.model, self.stages = model, [model]
+
+    def step(self, loss, batches):
+        sharded = bool(units_below(self.model))
+        for number, batch in enumerate(batches, start=1):
+            with no_sync(self.model) if sharded and number < len(batches) else nullcontext():
+                loss(self.model, batch).backward()
+
+
+def build(
+    axes,
+    schedule,
+    make=llama,
+    first=None,
+    before=None,
+    cuts=None,
+    micro_batches=MICRO_BATCHES,
+    sharded=True,
+    ignored=False,
+    prepare=None,
+    **how,
+):
+    """(pipeline, mesh of the data), on axes pp, dp_replicate, dp_shard; in one piece where schedule is None.
+
+    first: called with the model before it is cut, before: with each block, prepare: with the model at last.
+    """
+    mesh = init_device_mesh("cpu", axes, NAMES)
+    data = mesh["dp_replicate", "dp_shard"] if axes[1] > 1 else mesh["dp_shard"]
+    shardrt.manual_seed(3)
+    model = make()
+    if first is not None:
+        first(model)
+    for block in model.blocks if before is not None else ():
+        before(block)
+    pipeline = Whole(model)
+    if schedule is not None:
+        each = 2 if "Interleaved" in str(schedule) else None
+        pipeline = Pipeline(
+            model,
+            mesh["pp"],
+            schedule=schedule,
+            micro_batches=micro_batches,
+            stages_per_rank=each,
+            cuts=cuts,
+        )
+    for stage in pipeline.stages if sharded else ():
+        for module in (*stage.blocks, stage):
+            norms = [block.norm1 for block in stage.blocks] if ignored else []
+            fully_shard(module, mesh=data, ignored=norms, **how)
+        set_gradient_divide_factor(stage, 1.0)
+    if prepare is not None:
+        prepare(model)
+    return pipeline, data
+
+
+def update(model, optimizer, scaler):
+    scaler.unscale_(optimizer)
+    norm = clip_grad_norm_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    return norm
+
+
+def train(axes, schedule, steps=2, update=update, optimizer=optim.AdamW, lr=1e-2, scale=None, **how):
+    """{"losses", "norms", "scale", "final"} of this rank."""
+    pipeline, data = build(axes, schedule, **how)
+    model = pipeline.model
+    optimizer = optimizer(model.parameters(), lr=lr)
+    scaler = optim.GradScaler(init_scale=scale or 1.0, enabled=scale is not None)
+    told = {"losses": [], "norms": []}
+
+    def loss(model, batch):
+        found = loss_of(model, batch)
+        told["losses"].append(found.item())
+        return scaler.scale(found)
+
+    for step in range(steps):
+        shardrt.manual_seed(3, step=step)
+        pipeline.step(loss, batches_of(step, data))
+        told["norms"].append(update(model, optimizer, scaler))
+        optimizer.zero_grad()
+    return told | {"scale": scaler.get_scale(), "final": full_state_dict(model)}
+
+
+@cache
+def trained(axes, schedule, **how):
+    ranks = run_ranks(int(np.prod(axes)), train, axes, schedule, **how)
+    for what in ("norms", "scale"):
+        assert [told[what] for told in ranks] == [ranks[0][what]] * len(ranks)
+    assert not any(told["final"] for told in ranks[1:])
+    return ranks[0] | {"losses": [told["losses"] for told in ranks if told["losses"]]}
+
+
+def same_bits(found, expected):
+    for what in ("losses", "norms", "scale"):
+        assert found[what] == expected[what], what
+    assert found["final"].keys() == expected["final"].keys()
+    for name, values in expected["final"].items():
+        np.testing.assert_array_equal(found["final"][name], values, err_msg=name)
+
+
+def run(axes, schedule, function, **how):
+    """What function(pipeline, mesh of the data) gives, by rank."""
+    return run_ranks(int(np.prod(axes)), lambda: function(*build(axes, schedule, **how)))
+
+
+def like_one_piece(function, *schedules, axes=(2, 1, 1), how=None, **others):
+    """What all ranks of pipelines give is what the model in one piece gives."""
+    how = how or {}
+    expected = run((1, *axes[1:]), None, function, **how)[0]
+    for schedule in schedules:
+        for found in run(axes, schedule, function, **how):
+            np.testing.assert_equal(found, expected)
+    return expected

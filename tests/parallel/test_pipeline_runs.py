@@ -1,0 +1,328 @@
+"""What a program does around steps of a pipeline: evaluation, files, checkpoints, tables, other models."""
+
+import gc
+from collections import Counter
+from contextlib import nullcontext
+from functools import partial
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.cache import KVCache
+from models.generate import continued, greedy
+from models.hub import load_pretrained, save_pretrained
+from shardrt import device, no_grad, optim
+from shardrt import functional as F
+from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import (
+    memory_plan,
+    no_sync,
+    set_world_invariant,
+    units,
+)
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel.pipeline import Pipeline
+from shardrt.parallel.schedules import schedule as table_of_name
+from shardrt.parallel.table import Table
+from tests.parallel.piped import (
+    MICRO_BATCHES,
+    NAMES,
+    TIME,
+    VOCAB,
+    Batch,
+    Nests,
+    Whole,
+    batches_of,
+    build,
+    gpt,
+    like_one_piece,
+    llama,
+    long_llama,
+    loss_of,
+    picture_loss,
+    pictures,
+    run,
+    same_bits,
+    trained,
+    vit,
+)
+from tests.ranks import run_ranks
+
+
+@pytest.mark.parametrize("whole", [True, False], ids=["reduced each time", "no_sync"])
+@pytest.mark.parametrize("make", [llama, gpt])
+def test_two_steps_before_an_update_add_up(make, whole):
+    def norms(pipeline, data):
+        optimizer, found = optim.AdamW(pipeline.model.parameters(), lr=1e-2), []
+        for step in range(2):
+            shardrt.manual_seed(3, step)
+            with nullcontext() if whole else no_sync(pipeline.model):
+                pipeline.step(loss_of, batches_of(step, data))
+            pipeline.step(loss_of, batches_of(step + 10, data))
+            found.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
+            optimizer.step()
+            optimizer.zero_grad()
+        return found
+
+    if make is llama:
+        like_one_piece(norms, "1F1B", "ZB-H1", axes=(2, 1, 2))
+    else:  # tied weights: the sum has another order
+        expected = run((1, 1, 2), None, norms, make=gpt)[0]
+        for found in run((2, 1, 2), "1F1B", norms, make=gpt):
+            np.testing.assert_allclose(found, expected, rtol=1e-6)
+
+
+def test_batches_may_be_of_any_kind_and_of_any_shapes():
+    """Other shapes in the same step, and in the next."""
+
+    def norms(pipeline, data):
+        found = []
+        for step, kind in enumerate((dict, list, Batch, shardrt.Tensor)):
+            batches = []
+            for number in range(MICRO_BATCHES):
+                shape = 1 + (number + step) % 3, TIME - number % 2
+                rows = np.random.default_rng([step, number]).integers(0, VOCAB, (shape[0], shape[1] + 1))
+                batches.append(Batch(rows[:, :-1], rows[:, 1:]))
+            ways = {dict: Batch._asdict, list: list, Batch: Batch._make}
+            batches = [ways[kind](b) if kind in ways else Batch(*map(kind, b)) for b in batches]
+            pipeline.step(lambda model, b: model(**b) if isinstance(b, dict) else model(*b), batches)
+            found.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
+        return found
+
+    like_one_piece(norms, "GPipe", "ZB-H1", "Interleaved1F1B")
+
+
+def test_evaluation_gives_every_rank_what_the_model_gives():
+    """Also while dropout acts, and then the step after it draws what it draws after such a forward."""
+
+    def outputs(pipeline, data):
+        model, (images, labels) = pipeline.model, pictures()
+        call, found = model if isinstance(pipeline, Whole) else pipeline, []
+        for training in (True, False):
+            shardrt.manual_seed(3, step=5)
+            model.train(training)
+            with no_grad():
+                found.append(call(shardrt.Tensor(images)).numpy())
+                found.append(call(images=shardrt.Tensor(images[:3])).numpy())
+            model.train()
+            pipeline.step(picture_loss, list(zip(np.split(images, 4), np.split(labels, 4), strict=True)))
+            found.append(clip_grad_norm_(model.parameters(), np.inf))
+        return found
+
+    like_one_piece(outputs, "1F1B", "Interleaved1F1B", how={"make": vit})
+
+
+@pytest.mark.parametrize("make", [llama, gpt])
+def test_generation_keeps_what_was_read_on_each_stage(make):
+    def written(pipeline, data):
+        pipeline.model.eval()
+        call = pipeline.model if isinstance(pipeline, Whole) else pipeline
+        beyond = continued(call, np.array([[1, 2], [3, 4]]), 5, greedy, block_size=TIME)  # the window moves
+        with no_grad():
+            cache = KVCache(2, TIME)
+            return [beyond, *(call(np.array([t]), cache=cache).numpy() for t in ([1, 2, 3], [4]))]
+
+    like_one_piece(written, "1F1B", "Interleaved1F1B", axes=(2, 1, 2), how={"make": make})
+
+
+def test_hooks_are_called_as_in_one_piece():
+    def calls(pipeline, data):
+        model, found = pipeline.model, []
+
+        def sees_a_tensor(module, args, output):
+            output = output * 1
+            output.register_hook(lambda gradient: found.append(("tensor", float(np.abs(gradient).sum()))))
+            return output
+
+        model.blocks[1].register_forward_hook(sees_a_tensor)
+        for name, parameter in model.named_parameters():
+            told = partial(lambda name, p: found.append((name, float(np.abs(p.grad).sum()))), name)
+            parameter.register_post_accumulate_grad_hook(told)
+        for number, block in enumerate(model.blocks):
+            told = partial(lambda number, *args: found.append((f"block {number}", len(args))), number)
+            block.register_forward_pre_hook(told)
+            block.register_forward_hook(told)
+        pipeline.step(loss_of, batches_of(0, data))
+        return found
+
+    expected = Counter(run((1, 1, 1), None, calls)[0])
+    for schedule in ("1F1B", "ZB-H1"):
+        assert Counter(sum(run((2, 1, 1), schedule, calls), [])) == expected
+
+
+def invariant(axes, schedule):
+    """(norms, weights) with a tree over the eight micro-batches of all ranks."""
+    pipeline, data = build(axes, schedule, make=vit, micro_batches=8 // axes[2])
+    set_world_invariant(pipeline.model, 8)
+    optimizer, norms = optim.AdamW(pipeline.model.parameters(), lr=1e-2), []
+    images, labels = pictures()
+    for step in range(2):
+        shardrt.manual_seed(3, step=step)
+        batches = [(images[row : row + 1], labels[row : row + 1]) for row in range(data.rank, 8, data.size)]
+        if schedule is None:
+            for batch in batches:
+                picture_loss(pipeline.model, batch).backward()
+        else:
+            pipeline.step(picture_loss, batches)
+        norms.append(clip_grad_norm_(pipeline.model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, full_state_dict(pipeline.model)
+
+
+def test_world_invariant_bits_do_not_depend_on_any_ranks():
+    norms, final = run_ranks(1, invariant, (1, 1, 1), None)[0]
+    for schedule, shards in (("GPipe", 1), ("1F1B", 2), ("Interleaved1F1B", 2)):
+        ranks = run_ranks(2 * shards, invariant, (2, 1, shards), schedule)
+        assert [rank[0] for rank in ranks] == [norms] * len(ranks)
+        np.testing.assert_equal(ranks[0][1], final)
+
+
+RUNS = {"none": ((1, 1, 1), None), "1F1B": ((2, 1, 1), "1F1B"), "v": ((2, 1, 1), "ZBVZeroBubble")}
+RUNS |= {"interleaved": ((2, 1, 1), "Interleaved1F1B"), "three": ((3, 1, 1), "ZB-H1")}
+
+
+def continued_run(folder, axes, schedule, begin, end):
+    pipeline, data = build(axes, schedule)
+    model = pipeline.model
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    manager = CheckpointManager(folder, model, optimizer, data.root)
+    if begin:
+        manager.restore()
+    for step in range(begin, end):
+        pipeline.step(loss_of, batches_of(step, data))
+        optimizer.step()
+        optimizer.zero_grad()
+    if not begin:
+        manager.save(end)
+    return full_state_dict(model)
+
+
+def test_a_run_goes_on_with_any_other_stages(tmp_path):
+    expected = run_ranks(1, continued_run, tmp_path / "whole", (1, 1, 1), None, 0, 4)[0]
+    for (name, (axes, schedule)), after in zip(RUNS.items(), [*list(RUNS)[1:], "none"], strict=True):
+        folder, (other, then) = tmp_path / name, RUNS[after]
+        run_ranks(int(np.prod(axes)), continued_run, folder, axes, schedule, 0, 2)
+        found = run_ranks(int(np.prod(other)), continued_run, folder, other, then, 2, 4)[0]
+        np.testing.assert_equal(found, expected, err_msg=f"{name}, then {after}")
+
+
+def test_files_are_those_of_the_model_in_one_piece(tmp_path):
+    def written(axes, schedule, name, read=None):
+        make = gpt if read is None else partial(load_pretrained, tmp_path / read / "hf")
+        pipeline, _ = build(axes, schedule, make=make)
+        if read is not None:
+            load(tmp_path / read, pipeline.model)
+        save(tmp_path / name, pipeline.model)
+        save_pretrained(pipeline.model, tmp_path / name / "hf")
+
+    run_ranks(1, written, (1, 1, 1), None, "whole")
+    run_ranks(4, written, (2, 1, 2), "1F1B", "piped", "whole")
+    run_ranks(1, written, (1, 1, 1), None, "again", "piped")
+    for file in ("model.safetensors", "hf/model.safetensors"):
+        first, *others = ((tmp_path / name / file).read_bytes() for name in ("whole", "piped", "again"))
+        assert others == [first] * 2
+
+
+def test_a_table_of_ones_own_gathers_and_releases_where_it_says(tmp_path):
+    """Rows of PyTorch's notation; a stage that is not sharded has nothing to gather."""
+    rows = [line.split(",") for line in str(table_of_name("1F1B", 2, MICRO_BATCHES)).splitlines()]
+    rows = [
+        [f"{r}UNSHARD", row[0], f"{r}RESHARD", f"{r}UNSHARD", *row[1:], f"{r}RESHARD"]
+        for r, row in enumerate(rows)
+    ]
+    (tmp_path / "mine.csv").write_text("\n".join(map(",".join, rows)))
+    table = Table.load(tmp_path / "mine.csv")
+
+    def states(pipeline, data):
+        pipeline.step(loss_of, batches_of(0, data))
+        return {unit.state.name for stage in pipeline.stages for unit in units(stage)}
+
+    assert run((2, 1, 2), "1F1B", states) == [{"KEPT"}] * 4
+    assert run((2, 1, 2), table, states) == [{"SHARDED"}] * 4
+    same_bits(trained((2, 1, 2), table), trained((1, 1, 2), None))
+    same_bits(trained((2, 1, 1), table, sharded=False), trained((1, 1, 1), None, sharded=False))
+
+
+def test_nests_of_tensors_go_from_stage_to_stage():
+    def found(pipeline, data):
+        batches = batches_of(0, data)
+        pipeline.step(lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"]), batches)
+        with no_grad():
+            call = pipeline.model if isinstance(pipeline, Whole) else pipeline
+            logits = call(batches[0]["tokens"]).numpy()
+        return clip_grad_norm_(pipeline.model.parameters(), 1.0), logits
+
+    like_one_piece(found, "1F1B", "Interleaved1F1B", "ZBVZeroBubble", how={"make": Nests})
+    like_one_piece(found, "ZB-H1", axes=(4, 1, 1), how={"make": Nests})
+
+
+def test_a_memory_plan_rehearses_a_step_of_the_stages():
+    """Untied and tied; and leaves the step that follows as it was."""
+
+    def norm(pipeline, data, plans=True):
+        if plans:
+            told = memory_plan(pipeline.model, step=lambda: pipeline.step(loss_of, batches_of(0, data)))
+            own = 4 * sum(p.size for p in pipeline.model.parameters() if not p.absent)
+            assert own <= told.device["sharded parameters"] <= 1.1 * own
+        pipeline.step(loss_of, batches_of(0, data))
+        return clip_grad_norm_(pipeline.model.parameters(), 1.0)
+
+    for make in (llama, gpt):
+        first = run((2, 1, 1), "ZB-H1", partial(norm, plans=False), make=make)
+        assert run((2, 1, 1), "ZB-H1", norm, make=make) == first
+
+
+def test_three_ranks_and_uneven_cuts():
+    expected = trained((1, 1, 1), None, sharded=False)
+    same_bits(trained((3, 1, 1), "ZB-H1", sharded=False), expected)
+    same_bits(trained((2, 1, 1), "1F1B", sharded=False, cuts=(3,)), expected)
+    same_bits(trained((2, 1, 1), "1F1B", sharded=False, cuts=("blocks.0",)), expected)
+
+
+def test_two_models_on_one_mesh_do_not_disturb_each_other():
+    def norms(first, second):
+        mesh = init_device_mesh("cpu", (2, 1, 1), NAMES)
+        pipelines = []
+        for number in range(2):
+            shardrt.manual_seed(3 + number)
+            kind = ("1F1B", "ZB-H1")[number]
+            pipelines.append(Pipeline(llama(), mesh["pp"], schedule=kind, micro_batches=4))
+        for pipeline in pipelines[first:second]:
+            pipeline.step(loss_of, batches_of(0, mesh["dp_shard"]))
+        return [clip_grad_norm_(p.model.parameters(), 1.0) for p in pipelines[first:second]]
+
+    both = run_ranks(2, norms, 0, 2)
+    assert both == [x + y for x, y in zip(run_ranks(2, norms, 0, 1), run_ranks(2, norms, 1, 2), strict=True)]
+
+
+def test_steps_hold_no_more_than_one_and_1f1b_less_than_gpipe():
+    def bytes_of_steps(pipeline, data):
+        """(held after each step, at most in it) on the device that both ranks are on."""
+        rows = np.random.default_rng(0).integers(0, VOCAB, (8, 4, 65))
+        batches = [{"tokens": part[:, :-1], "targets": part[:, 1:], "reduction": "sum"} for part in rows]
+        control, here, found = data.root.communicator("control"), device.current(), []
+        for _ in range(3):
+            control.barrier(stream=here.current_stream)
+            here.reset_peak()
+            control.barrier(stream=here.current_stream)
+            pipeline.step(loss_of, batches)
+            control.barrier(stream=here.current_stream)
+            most = here.peak_bytes()
+            control.barrier(stream=here.current_stream)
+            gc.collect()
+            here.reset_peak()
+            found.append((here.peak_bytes(), most))
+        return found
+
+    found = {
+        schedule: run((2, 1, 1), schedule, bytes_of_steps, make=long_llama, sharded=False, micro_batches=8)
+        for schedule in ("GPipe", "1F1B", "ZB-H1")
+    }
+
+    for ranks, _ in found.values():
+        assert ranks[2][0] <= ranks[1][0]
+    most = {schedule: max(most for _, most in ranks[0]) for schedule, ranks in found.items()}
+    assert most["1F1B"] < 0.5 * most["GPipe"]
