@@ -41,7 +41,7 @@ from shardrt.train.errors import USAGE, one_line
 
 COSTS = ("parameters", "time")
 PARTS = "FBIW"
-_ACTION = re.compile(r"(\d+)([FBIW])\d+")
+_ACTION = re.compile(r"([FBIW])\d+ of stage (\d+)")
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -162,7 +162,7 @@ def actions(spans: list[timeline.Span]) -> Iterator[tuple[int, str, float, float
         found = _ACTION.fullmatch(span.label)
         if found:
             inside = (wait.stop - wait.start for wait in waits if span.start <= wait.start < span.stop)
-            yield int(found[1]), found[2], span.stop - span.start - sum(inside), span.stop
+            yield int(found[2]), found[1], span.stop - span.start - sum(inside), span.stop
 
 
 def alone(training: Training, inputs: np.ndarray, targets: np.ndarray) -> list[tuple[int, str, float]]:

@@ -20,8 +20,8 @@ WORDS = [*JOB.arguments(), "--micro-batches", "4", "--steps", "1", "--warmup", "
 def test_waits_are_not_computed():
     spans = [
         Span("compute", "wait", 1.5, 2.0),
-        Span("compute", "1F0", 1.0, 3.0),
-        Span("compute", "0W11", 3.0, 3.5),
+        Span("compute", "F0 of stage 1", 1.0, 3.0),
+        Span("compute", "W11 of stage 0", 3.0, 3.5),
         Span("compute", "wait", 4.0, 4.5),  # for what was sent, behind all actions
         Span("F 0 to 1", "wait", 1.0, 2.0),
     ]

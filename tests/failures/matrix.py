@@ -80,8 +80,8 @@ def cases(sizes: tuple[int, ...]) -> list[Case]:
 def short() -> list[Case]:
     """A selection, at 2 and 3 ranks: each failure in two phases, each mismatch in one, some differences.
 
-    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang, raise and mismatch. And
-    in stages: the same of the first stage's ranks and the last's.
+    And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang and mismatch. And in
+    stages: ranks of the first and of the last that are killed, hang and raise.
 
     (tests/train/test_stop.py has those in settings, of which the seed is one.)
     """
@@ -91,7 +91,7 @@ def short() -> list[Case]:
         for turn in range(2 if failure in FAILURES else 1)
     ]
     chosen += [Case(difference, "set-up", 2) for difference in ("data", "code")]
-    crossed = zip(("kill", "loop", "stop", "raise", "unit"), PHASES[1:], strict=True)
+    crossed = (("kill", "forward"), ("loop", "backward"), ("unit", "optimizer"))
     chosen += [Case(*kind, 4, tp=2) for kind in crossed]
     staged = (("stop", "forward"), ("loop", "backward"), ("kill", "backward"), ("raise", "forward"))
     return chosen + [Case(*kind, 2 + 2 * (number % 2), pp=2) for number, kind in enumerate(staged)]

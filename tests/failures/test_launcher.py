@@ -32,7 +32,7 @@ time.sleep(1000)
 
 def _limit() -> float:
     """Seconds until no rank is left: those for which a launcher may be stopped, and some jobs' time."""
-    return guard._STOPPED + 3 * whole_job(2)
+    return guard._STOPPED + 5 * whole_job(2)
 
 
 def test_a_run_whose_launcher_is_gone_saves_and_goes_on_to_the_same_bits(tmp_path):
