@@ -78,7 +78,7 @@ def cases(sizes: tuple[int, ...]) -> list[Case]:
 
 
 def short() -> list[Case]:
-    """A selection, at 2 and 3 ranks: each failure in two phases, each mismatch in one, some differences.
+    """A selection, at 2 and 3 ranks: each failure and each mismatch in one phase, some differences.
 
     And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang and mismatch. And in
     stages: ranks of the first and of the last that are killed, hang and raise.
@@ -86,9 +86,8 @@ def short() -> list[Case]:
     (tests/train/test_stop.py has those in settings, of which the seed is one.)
     """
     chosen = [
-        Case(failure, PHASES[(number + 4 * turn) % len(PHASES)], 2 + (number + turn) % 2)
+        Case(failure, PHASES[number % len(PHASES)], 2 + number % 2)
         for number, failure in enumerate((*FAILURES, *MISMATCHES))
-        for turn in range(2 if failure in FAILURES else 1)
     ]
     chosen += [Case(difference, "set-up", 2) for difference in ("data", "code")]
     crossed = (("kill", "forward"), ("loop", "backward"), ("unit", "optimizer"))
