@@ -53,7 +53,7 @@ def rehearse(
         for parameter in model.parameters():
             if isinstance(parameter.storage, LocalStorage):
                 stack.enter_context(_untouched(parameter))
-        stack.enter_context(_buffers_as_they_are(model))
+        stack.enter_context(buffers_as_they_are(model))
         step()
         return Rehearsed(here.peak_bytes(), here.host_bytes, frozenset(stage.waiting), frozenset(stage.held))
 
@@ -133,7 +133,7 @@ def _on(stage: Stage, unit: Unit, layouts: dict[ParameterGroup, Layout]) -> Iter
 
 
 @contextmanager
-def _buffers_as_they_are(model: Module) -> Iterator[None]:
+def buffers_as_they_are(model: Module) -> Iterator[None]:
     """What a with block writes to the model's buffers, running statistics say, is undone."""
     before = [(array, array.copy()) for _, array in model.named_buffers()]
     try:

@@ -30,7 +30,7 @@ class Carrier:
         self, kind: str, stage: int, micro_batch: int, arrays: Arrays, key: Hashable, form: Any = None
     ) -> None:
         """Send from `stage` to the next one, or of kind "B" to the one before. form: see `flat`."""
-        to = self._table.rank_of(stage + _STEP[kind])
+        to = self._table.rank_of(stage + STEP[kind])
         if to == self._rank:
             self._here[kind, stage, micro_batch] = arrays, form
         else:
@@ -62,7 +62,7 @@ class Carrier:
         self._links.finish()
 
 
-_STEP = {"F": 1, "B": -1}
+STEP = {"F": 1, "B": -1}  # from the stage that sends a message to the one that receives it
 
 
 def action_told(kind: str, stage: int, micro_batch: int) -> str:

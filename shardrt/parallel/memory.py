@@ -17,7 +17,7 @@ from shardrt.comm import talk
 from shardrt.fsdp.memory import MemoryPlan, memory_plan
 from shardrt.fsdp.rehearsal import rehearse
 from shardrt.fsdp.setup import arranged, lay_out, units_for
-from shardrt.parallel.carrier import Arrays, Carrier, key_of
+from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
 from shardrt.parallel.pipeline import Loss, Pipeline, Step
 from shardrt.parallel.table import Action, Link
 
@@ -85,7 +85,7 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
             there = tuple(shape and (tuple(shape[0]), shape[1]) for shape in shapes)
             messages["F", stage, key] = there, form
             back = tuple(s if s and dtypes.floating(np.dtype(s[1])) else None for s in there)
-            messages["B", stage + 1, key] = back, True
+            messages["B", stage + 1, key] = back, None
     return messages
 
 
@@ -104,7 +104,7 @@ def _by_link(pipeline: Pipeline, messages: Messages) -> dict[Link, list[tuple[Sh
     found: dict[Link, list] = {}
     rank_of = pipeline.table.rank_of
     for (kind, stage, _), (shapes, _) in messages.items():
-        source, to = rank_of(stage), rank_of(stage + (1 if kind == "F" else -1))
+        source, to = rank_of(stage), rank_of(stage + STEP[kind])
         if source != to:
             found.setdefault(Link(source, to, kind), []).append(shapes)
     return found

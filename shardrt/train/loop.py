@@ -122,7 +122,6 @@ def backward(
     count = task.count(range(step * recipe.batch_size, (step + 1) * recipe.batch_size))
     pipeline = pipeline_of(model)
     if pipeline is not None:
-        scaler.scale([])  # where the last stage is elsewhere, it has nothing to scale
         shares = Shares(task, scaler, count)
         pipeline.step(shares, batches)
         return shares.losses
