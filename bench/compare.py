@@ -6,7 +6,7 @@ the CPU; on a GPU beside PyTorch: `python -m bench.gpu`.
 
     python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
     python -m bench.compare --strategy TP --against tp --beside FULL_SHARD,TP_SP
-    python -m bench.compare --strategy PP_1F1B --against pp-1f1b,pp-zb --beside PP_ZB-H1,FULL_SHARD,TP
+    python -m bench.compare --strategy PP_1F1B --against pp-1f1b,pp-zb,pp-zbv --beside PP_ZBVZeroBubble
 """
 
 import argparse

@@ -46,7 +46,7 @@ def arguments() -> argparse.ArgumentParser:
         choices=[*STRATEGIES, *TENSOR, *PIPELINE, UNSHARDED, "all"],
         default="FULL_SHARD",
         help="NONE: not sharded at all; every rank then trains a model of its own. TP: modules cut over all "
-        "ranks, which train on the batches of all; TP_SP: the sequence as well. PP_1F1B, PP_ZB-H1: stages "
+        "ranks, which train on the batches of all; TP_SP: the sequence as well. PP_1F1B, PP_ZB-H1 ..: stages "
         "on all ranks, and all batches in micro-batches",
     )
     parser.add_argument(

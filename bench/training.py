@@ -21,7 +21,7 @@ from shardrt.parallel.pipeline import Pipeline
 
 UNSHARDED = "NONE"
 TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too
-SCHEDULES = ("GPipe", "1F1B", "ZB-H1")  # those with one stage on each rank
+SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV")  # the last two have two stages per rank
 PIPELINE = {f"PP_{schedule}": schedule for schedule in SCHEDULES}
 
 

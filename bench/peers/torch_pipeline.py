@@ -15,6 +15,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleInterleaved1F1B,
     ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 
@@ -22,7 +23,9 @@ SCHEDULES = {
     "1F1B": Schedule1F1B,
     "Interleaved1F1B": ScheduleInterleaved1F1B,
     "ZB-H1": ScheduleInterleavedZeroBubble,  # which is that with one stage per rank
+    "ZBVZeroBubble": ScheduleZBVZeroBubble,
 }
+STAGES = {"ZBVZeroBubble": 2}  # per rank, as a V: r and 2p - 1 - r; others: 1, or in a loop
 
 
 class Stage(nn.Module):
@@ -48,11 +51,13 @@ class Stage(nn.Module):
 class Pipeline(nn.Module):
     """This rank's stages, and the schedule that runs them."""
 
-    def __init__(self, whole: nn.Module, schedule: str, micro_batches: int, stages_per_rank: int = 1) -> None:
+    def __init__(
+        self, whole: nn.Module, schedule: str, micro_batches: int, stages_per_rank: int | None = None
+    ) -> None:
         super().__init__()
-        kind, size = SCHEDULES[schedule], dist.get_world_size()
-        count = size * stages_per_rank
-        own = range(dist.get_rank(), count, size)
+        kind, size, rank = SCHEDULES[schedule], dist.get_world_size(), dist.get_rank()
+        count = size * (stages_per_rank or STAGES.get(schedule, 1))
+        own = (rank, count - 1 - rank) if schedule in STAGES else range(rank, count, size)
         self.stages = nn.ModuleList(Stage(whole, number, count) for number in own)
         stages = [
             PipelineStage(stage, number, count, torch.device("cpu"))
@@ -66,15 +71,16 @@ class Pipeline(nn.Module):
             if stage.first or stage.last
             for name in sorted({*whole.BEGIN} & {*whole.END})
         ]
-        self.ends = dist.new_group([0, size - 1])  # ranks of the first stage and the last
+        ends = [0] if schedule in STAGES else [0, size - 1]  # ranks of the first stage and the last
+        self.ends = dist.new_group(ends)
 
     @property
     def first(self) -> bool:
-        return self.stages[0].first
+        return any(stage.first for stage in self.stages)
 
     @property
     def last(self) -> bool:
-        return self.stages[-1].last
+        return any(stage.last for stage in self.stages)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor:
         """Gradients of the mean loss of all micro-batches; gives it on the rank of the last stage, else 0."""
@@ -82,8 +88,11 @@ class Pipeline(nn.Module):
         given = [inputs] if self.first else []
         target = targets if self.last else None
         self.schedule.step(*given, target=target, losses=losses, return_outputs=False)
-        for weight in self.tied:
-            dist.all_reduce(weight.grad, group=self.ends)
+        if self.tied:
+            total = torch.stack([weight.grad for weight in self.tied]).sum(0)
+            dist.all_reduce(total, group=self.ends)
+            for weight in self.tied:
+                weight.grad.copy_(total)
         return torch.stack(losses).mean() if losses else torch.zeros(())
 
     def named(self) -> dict[str, nn.Parameter]:

@@ -26,12 +26,13 @@ STRATEGIES = {
     "tp-sp": "TP SP",  # with SequenceParallel
     "pp-1f1b": "PP 1F1B",  # torch.distributed.pipelining, on the batches of all ranks
     "pp-zb": "PP ZB-H1",  # ScheduleInterleavedZeroBubble with one stage per rank
+    "pp-zbv": "PP ZBV",  # ScheduleZBVZeroBubble
     "single": "one process",
 }
 
 
 TENSOR = ("tp", "tp-sp")
-PIPELINE = {"pp-1f1b": "1F1B", "pp-zb": "ZB-H1"}
+PIPELINE = {"pp-1f1b": "1F1B", "pp-zb": "ZB-H1", "pp-zbv": "ZBVZeroBubble"}
 
 
 def main() -> None:
@@ -104,8 +105,9 @@ def run(options: argparse.Namespace) -> None:
     own = f.RankFigures(seconds[options.warmup :], used, losses, f.process_peak_mb(), max(sampled))
     ranks = [None] * world_size
     dist.all_gather_object(ranks, own)
-    if options.strategy in PIPELINE:  # the last stage has the losses
-        ranks = [replace(each, losses=ranks[-1].losses) for each in ranks]
+    if options.strategy in PIPELINE:  # the last stage has the losses, others 0
+        told = max((each.losses for each in ranks), key=any)
+        ranks = [replace(each, losses=told) for each in ranks]
     if rank == 0:
         settings = {
             "strategy": options.strategy,

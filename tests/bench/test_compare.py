@@ -38,9 +38,16 @@ CASES = {
     "tp-sp": (replace(LLAMA, vocab=18), 0, 1e-6),
     "pp-1f1b": (replace(TINY, layers=2), 0, 1e-6),
     "pp-zb": (replace(VIT, layers=2), 0, 1e-6),
+    "pp-zbv": (replace(TINY, layers=4), 0, 1e-6),
 }
 # Ours beside these.
-STRATEGIES = {"tp": "TP", "tp-sp": "TP_SP", "pp-1f1b": "PP_1F1B", "pp-zb": "PP_ZB-H1"}
+STRATEGIES = {
+    "tp": "TP",
+    "tp-sp": "TP_SP",
+    "pp-1f1b": "PP_1F1B",
+    "pp-zb": "PP_ZB-H1",
+    "pp-zbv": "PP_ZBVZeroBubble",
+}
 # The commands' own main, with the words of one case after the other.
 OURS = """
 import json, sys
