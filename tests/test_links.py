@@ -4,6 +4,7 @@ import gc
 import random
 import threading
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -103,6 +104,32 @@ def test_links_hold_after_many_steps_what_they_hold_after_one_and_what_they_plan
     each = 48128  # 40 x 300 x 4, up to whole 256 bytes
     assert plans == [(4 * each, 0), (3 * (each + 256), 0)]
     assert held["first"][:2] == (plans[0][0], 0)
+
+
+@pytest.mark.parametrize("receiver", ["prompt", "late"])
+def test_what_a_send_keeps_depends_on_the_calls_and_on_no_clock(receiver):
+    def body(mesh, made):
+        control, stream = mesh.communicator("control"), mesh.device.current_stream
+        for m in range(5):
+            if mesh.rank == 1:
+                made.expect("F", 0, what=f"F{m}")
+        refs, alive = [], []
+        for m in range(5):
+            if mesh.rank == 0:
+                array = X + m
+                refs.append(weakref.ref(array))
+                made.send("F", 1, (array,), what=f"F{m}", keep=(1, 2, 3, 3, 2)[m])
+                del array
+                alive.append([ref() is not None for ref in refs])
+            else:
+                time.sleep(0.01 if receiver == "late" else 0)
+                made.receive("F", 0, what=f"F{m}").free()
+            if receiver == "prompt":
+                control.barrier(stream=stream)
+        made.finish()
+        return [sum(each) for each in alive], [ref() for ref in refs]
+
+    assert two(body)[0] == ([1, 2, 3, 3, 2], [None] * 5)
 
 
 def test_larger_messages_take_larger_slots_and_the_old_ones_go():

@@ -9,6 +9,8 @@ from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
 
+LEAVES_SCALE = False  # whether rows are still to be multiplied by `scale` behind backward_in_place
+
 
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
     """losses = lse - logits[target], 0 where ignored; lse = log of the sum of exponentials.
@@ -61,10 +63,10 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
 
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
-) -> Array | None:
-    """What forward_in_place has left becomes the gradient; gives what its rows are still to be multiplied by.
+) -> None:
+    """What forward_in_place has left becomes the gradient.
 
-    scale: float64, one number, one for each row, or None for 1. None where nothing is left of it.
+    scale: float64, one number, one for each row, or None for 1; see LEAVES_SCALE.
     """
     of_rows = scale is not None and scale.ndim == 1
     backward(logits, targets, lse, logits, None if of_rows else scale, ignore_index)

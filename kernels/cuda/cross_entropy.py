@@ -7,6 +7,9 @@ from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
 
+# Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
+# made of, and those that come of them, are far narrower.
+LEAVES_SCALE = True
 _SHARED = 99 << 10  # bytes of shared memory that a block may have on every GPU since Ampere
 _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another: more threads for each
 
@@ -76,13 +79,11 @@ def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, i
 
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
-) -> Array | None:
-    """What forward_in_place has left becomes the gradient; gives what its rows are still to be multiplied by.
+) -> None:
+    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE.
 
-    scale: float64, one number, one for each row, or None for 1. None where nothing is left of it. Here all of
-    it is: the rows that the logits were made of, and those that come of them, are far narrower.
+    scale: float64, one number, one for each row, or None for 1.
     """
-    return scale
 
 
 def scale_rows(x: Array, factor: Array, out: Array) -> None:

@@ -2,7 +2,7 @@
 
     links = Links(mesh["pp"], {(0, 1, "F"), (1, 0, "B")}, slots={(0, 1, "F"): 3})
 
-    links.send("F", 1, arrays, key=key, what="F3 of stage 1")  # returns at once, and keeps the arrays
+    links.send("F", 1, arrays, key=key, what="F3 of stage 1", keep=2)  # returns at once, keeps the arrays
     links.expect("F", 0, key=key, what="F3 of stage 1")  # ahead of use, in order of use; returns at once
     received = links.receive("F", 0, what="F3 of stage 1")  # compute may read received.arrays
     received.free()  # when all that reads them has been given to compute
@@ -90,15 +90,19 @@ class Links:
         key: Hashable = None,
         what: str,
         about: Any = None,
+        keep: int | None = None,
     ) -> None:
         """Send arrays of the device, contiguous, of any types, and None for what there is not.
 
-        They are kept until they have been delivered, and must not be written any more. about: what the
-        receiver is told with the shapes, at the first message of a key; as JSON has it.
+        They are kept, and must not be written any more. keep: how many messages of the link are kept from now
+        on, with this one; the compute stream waits until those before them have been delivered. Of which the
+        caller knows that they have: so what is kept depends on the calls and on no clock. None: all are kept
+        until `finish`. about: what the receiver is told with the shapes, at the first message of a key; as
+        JSON has it.
 
         Raises ValueError where shapes, types or `about` are not those of this key before.
         """
-        self._out[kind, to].send(arrays, key, what, about)
+        self._out[kind, to].send(arrays, key, what, about, keep)
 
     def expect(self, kind: str, source: int, *, key: Hashable = None, what: str) -> None:
         """Have the next message of a link received as soon as there is a slot, in the order of the calls."""
@@ -126,7 +130,7 @@ class Links:
         """Bytes that this rank's links take, on the device and pinned on the host, once all has been sent.
 
         shapes: for each link, those of every message of another key. (Memory that ranks of a node share for
-        their messages is not counted: 2 MiB for each link. Nor are arrays that are kept until delivered.)
+        their messages is not counted: 2 MiB for each link. Nor are arrays that `send` keeps.)
         """
         on_device = on_host = 0
         for (source, to, kind), messages in shapes.items():
@@ -245,16 +249,20 @@ class _Outgoing(_End):
         super().__init__(*ends)
         self._kept: deque[_Sent] = deque()
 
-    def send(self, arrays: Sequence[Array | None], key: Hashable, what: str, about: Any) -> None:
+    def send(
+        self, arrays: Sequence[Array | None], key: Hashable, what: str, about: Any, keep: int | None
+    ) -> None:
         layout = Layout(tuple(None if array is None else _shape(array, what) for array in arrays), about)
         if key not in self.layouts:
             self._tell(layout, what)
             self.layouts[key] = layout
         elif layout != self.layouts[key]:
             raise ValueError(f"send {what}: {layout}, but with this key there was {self.layouts[key]} before")
-        while self._kept and self._kept[0].delivered.done():
-            self._kept[0].delivered.synchronize()  # raises what has failed
-            self._kept.popleft()
+        for sent in self._kept:
+            if sent.delivered.done():
+                sent.delivered.synchronize()  # raises what has failed
+        while keep is not None and len(self._kept) >= keep:
+            self._let_go()
         written, delivered = self._mesh.device.new_event(), self._new_event()
         self._compute.record(written)
         self._stream.wait(written)
@@ -274,10 +282,14 @@ class _Outgoing(_End):
             self._host.send(part, peer=1, stream=self._compute, what=f"shapes of {what}")
 
     def finish(self) -> None:
-        for arrays, delivered, what in self._kept:
-            array = next(iter(arrays), None)
-            self._recorded("send", what, array, self._compute.wait, delivered)
-        self._kept.clear()
+        while self._kept:
+            self._let_go()
+
+    def _let_go(self) -> None:
+        """Of the oldest message, once it is delivered."""
+        arrays, delivered, what = self._kept[0]
+        self._recorded("send", what, next(iter(arrays), None), self._compute.wait, delivered)
+        self._kept.popleft()
 
     def plan(self, layouts: Sequence[Layout]) -> tuple[int, int]:
         return self.communicator.scratch("send", max(map(Layout.largest, layouts), default=0), own=False)

@@ -234,6 +234,7 @@ class ThreadCommunicator(Communicator):
         expected = pack_message(buffer, what)
         if told == expected:
             buffer[...] = message
+        del message  # a sender that goes on may let go of it
         if direct:
             self._box(peer, self.rank, "taken").put(None)
         if told != expected:

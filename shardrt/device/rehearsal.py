@@ -5,8 +5,7 @@ step that will hold many GB costs address space only. What NumPy itself computes
 transformer spends its time in) it does compute, on what happens to be there.
 """
 
-from collections.abc import Callable
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -25,7 +24,7 @@ class RehearsalDevice(Device):
         self.host_bytes = 0  # of pinned arrays
         self._real = real
         self._pool = Pool()
-        self._kernels = _Idle()
+        self._kernels = _Idle(real)
 
     @property
     def kernels(self) -> ModuleType:
@@ -85,15 +84,21 @@ class RehearsalDevice(Device):
 
 
 class _Idle:
-    """A package of kernels, each of which does nothing and finds 0."""
+    """A package of kernels, each of which does nothing and finds 0; with the constants of those of `real`."""
 
-    def __getattr__(self, name: str) -> SimpleNamespace:
-        return _IdleModule()
+    def __init__(self, real: Device) -> None:
+        self._real = real
+
+    def __getattr__(self, module: str) -> "_IdleModule":
+        return _IdleModule(self._real, module)
 
 
 class _IdleModule:
-    def __getattr__(self, name: str) -> Callable:
-        return _nothing
+    def __init__(self, real: Device, module: str) -> None:
+        self._real, self._module = real, module
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(getattr(self._real.kernels, self._module), name) if name.isupper() else _nothing
 
 
 def _nothing(*args: Any, **kwargs: Any) -> float:

@@ -109,7 +109,8 @@ class LinearCrossEntropy(Function):
         matrix = contiguous(weight.lent())
         scale = flat(dy).astype(np.float64) if reduction == "none" else scale_of(dy, reduction, count)
         entropy = kernels().cross_entropy
-        left = entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
+        entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
+        left = scale if entropy.LEAVES_SCALE else None
         dx = None
         if self.needs[0]:
             dx = empty_like(x)

@@ -1,6 +1,6 @@
 """Carrier: brings what a stage gives to the stage beside it, on another rank by a link, or on this one."""
 
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -8,7 +8,7 @@ import numpy as np
 from shardrt import device, pytree
 from shardrt.autograd import Variable, is_grad_enabled
 from shardrt.comm.links import Links
-from shardrt.parallel.table import Table
+from shardrt.parallel.table import Link, Table
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -19,11 +19,15 @@ class Carrier:
     """What goes on from stage to stage of one rank's pipeline: kind "F", and back: "B".
 
     A message is known by kind, the stage that sends it, and the micro-batch. Its arrays have the shapes that
-    all messages of its `key` have.
+    all messages of its `key` have. kept: Facts.kept, where the table's own actions send; without, all that
+    is sent is kept until `finish`.
     """
 
-    def __init__(self, links: Links, table: Table, rank: int) -> None:
+    def __init__(
+        self, links: Links, table: Table, rank: int, kept: Mapping[Link, Sequence[int]] | None = None
+    ) -> None:
         self._links, self._table, self._rank = links, table, rank
+        self._kept = {link: iter(counts) for link, counts in (kept or {}).items()}
         self._here: dict[tuple[str, int, int], tuple[Arrays, Any]] = {}  # between two stages of this rank
 
     def send(
@@ -34,8 +38,11 @@ class Carrier:
         if to == self._rank:
             self._here[kind, stage, micro_batch] = arrays, form
         else:
-            told = action_told(kind, stage, micro_batch)
-            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=form)
+            told, keep = action_told(kind, stage, micro_batch), self._keep(Link(self._rank, to, kind))
+            self._links.send(kind, to, arrays, key=(kind, stage, key), what=told, about=form, keep=keep)
+
+    def _keep(self, link: Link) -> int | None:
+        return next(self._kept[link]) if link in self._kept else None
 
     def expect(self, kind: str, stage: int, micro_batch: int, key: Hashable) -> None:
         """That message of `stage` will be received here, after those that are expected already."""

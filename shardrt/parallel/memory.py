@@ -31,6 +31,8 @@ def pipeline_plan(
 ) -> MemoryPlan:
     """Bytes that training takes on this rank, as memory_plan says; "links": slots for what others send.
 
+    Its own messages are activations until the table proves that they have been used (Facts.kept).
+
     loss, batches: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as memory_plan
     does, and on all ranks of the pipeline what a stage's first forward would raise.
     """
@@ -39,7 +41,7 @@ def pipeline_plan(
         links = _Links(messages)
 
         def step() -> None:
-            carrier = Carrier(links, pipeline.table, pipeline.mesh.rank)
+            carrier = Carrier(links, pipeline.table, pipeline.mesh.rank, pipeline.facts.kept)
             Step(pipeline, loss, batches, carrier=carrier).run()
 
         plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
@@ -146,9 +148,16 @@ class _Links:
     def __init__(self, messages: Messages) -> None:
         self._messages = messages
         self._expected: dict[tuple[str, int], deque[Message]] = {}
+        self._kept: dict[tuple[str, int], deque[Arrays]] = {}
 
-    def send(self, kind: str, to: int, arrays: Arrays, *, key: Hashable, what: str, about: Any) -> None:
-        """It is kept until delivered, which takes no time here."""
+    def send(
+        self, kind: str, to: int, arrays: Arrays, *, key: Hashable, what: str, about: Any, keep: int
+    ) -> None:
+        """As many messages of the link as Links keeps are kept here."""
+        kept = self._kept.setdefault((kind, to), deque())
+        while len(kept) >= keep:
+            kept.popleft()
+        kept.append(arrays)
 
     def expect(self, kind: str, source: int, *, key: Hashable, what: str) -> None:
         self._expected.setdefault((kind, source), deque()).append(self._messages[key])
@@ -158,4 +167,5 @@ class _Links:
         return SimpleNamespace(arrays=_arrays(shapes), about=form, free=lambda: None)
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """All is delivered."""
+        self._kept.clear()

@@ -10,7 +10,7 @@ Each stage has its micro-batches in ascending order, so all tables give the same
 """
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -27,7 +27,7 @@ from shardrt.nn.module import Module
 from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested, shapes_of
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
-from shardrt.parallel.table import Action, Table
+from shardrt.parallel.table import Action, Link, Table
 from shardrt.parallel.whole import Piped
 from shardrt.tensor import Tensor
 
@@ -208,9 +208,9 @@ class Pipeline:
                 "puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"
             )
 
-    def carrier(self) -> Carrier:
-        """For one step, or one forward."""
-        return Carrier(self.links, self.table, self.mesh.rank)
+    def carrier(self, kept: Mapping[Link, Sequence[int]] | None = None) -> Carrier:
+        """For one step, or one forward. kept: see Carrier."""
+        return Carrier(self.links, self.table, self.mesh.rank, kept)
 
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """The arguments of a call of the model, by name. Raises TypeError for what forward does not take."""
@@ -269,7 +269,7 @@ class Step:
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
         self._keys = [key_of(batch) for batch in batches]
-        self._carrier = carrier or pipeline.carrier()
+        self._carrier = carrier or pipeline.carrier(pipeline.facts.kept if row is None else None)
         self._calls = random.calls()  # of the model in this step, before
         # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
         self._calls_of_each = 0 if _by_tree(pipeline.model) else 1

@@ -63,13 +63,22 @@ class Facts:
 
     activations: by rank: micro-batches of its stages between F and B, or F and W. late: those of them between
         I and W.
-    slots: by link: messages that are sent and whose use has not ended. A receiver with so many slots lets
-        none wait; where it has fewer, the sender keeps the rest, and one is enough for the table to end.
+    kept: by link, for each message in order: those sent so far, with itself, whose use may not have ended.
+        The sender knows of all before them that they have been used.
     """
 
     activations: tuple[int, ...]
     late: tuple[int, ...]
-    slots: Mapping[Link, int]
+    kept: Mapping[Link, tuple[int, ...]]
+
+    @property
+    def slots(self) -> dict[Link, int]:
+        """By link: messages that are sent and whose use has not ended.
+
+        A receiver with so many slots lets none wait; where it has fewer, the sender keeps the rest, and one
+        is enough for the table to end.
+        """
+        return {link: max(counts) for link, counts in self.kept.items()}
 
 
 @dataclass(frozen=True)
@@ -133,11 +142,11 @@ class Table:
         _check_gathered(self)
         sends, uses = _messages(self)
         _check_links(self, sends, uses)
-        slots = _slots(self, uses)
+        kept = _kept(self, uses)
         ranks = range(len(self.ranks))
         held = [[(sum(whole.values()), sum(late.values())) for whole, late in self.held(r)] for r in ranks]
         activations = tuple(max(whole + late for whole, late in row) for row in held)
-        return Facts(activations, tuple(max(late for _, late in row) for row in held), slots)
+        return Facts(activations, tuple(max(late for _, late in row) for row in held), kept)
 
     def held(self, rank: int) -> Iterator[tuple[dict[int, int], dict[int, int]]]:
         """After each action of a rank: micro-batches from F to B or I, and from I to W; each by stage."""
@@ -457,8 +466,8 @@ def _circle(table: Table, needs: dict[int, Key], places: list[int]) -> str:
     return f"the table does not end: {'; '.join(waits)}"
 
 
-def _slots(table: Table, uses: Messages) -> dict[Link, int]:
-    """By link: messages sent and not used, where the receiver does only what the sender waits for.
+def _kept(table: Table, uses: Messages) -> dict[Link, tuple[int, ...]]:
+    """By link, at each send: messages sent and not used, where receivers do only what the sender waits for.
 
     So far a rank is sure to be, when another has come to an action, as the needs of that action and of those
     before it say, near and far (the vector clocks of Fidge and Mattern).
@@ -466,8 +475,7 @@ def _slots(table: Table, uses: Messages) -> dict[Link, int]:
     used = {link: [place for place, _ in messages] for link, messages in uses.items()}
     clocks = np.zeros((len(table.ranks), len(table.ranks)), np.int64)  # [rank, other]: actions of other
     sent: dict[Key, np.ndarray] = {}
-    count: Counter[Link] = Counter()
-    slots: dict[Link, int] = defaultdict(int)
+    kept: dict[Link, list[int]] = defaultdict(list)
     for rank, place in table._order:
         action = table.ranks[rank][place]
         for need in _needs(table, action):
@@ -477,7 +485,6 @@ def _slots(table: Table, uses: Messages) -> dict[Link, int]:
         link = _link(table, rank, action)
         if link is not None:
             sent[_made(action)] = clocks[rank].copy()
-            count[link] += 1
             over = bisect_left(used[link], clocks[rank, link.receiver])
-            slots[link] = max(slots[link], count[link] - over)
-    return dict(slots)
+            kept[link].append(len(kept[link]) + 1 - over)
+    return {link: tuple(counts) for link, counts in kept.items()}

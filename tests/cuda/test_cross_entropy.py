@@ -167,7 +167,7 @@ def test_in_place_forward_leaves_the_gradient_but_for_the_scale(
         expected = exact_forward(logits, targets)
         slope = exact_backward(logits, targets, expected[1], 1.0)
         cuda.forward_in_place(logits, targets, losses, lse, IGNORE)
-        assert cuda.backward_in_place(logits, targets, lse, np.array(0.25), IGNORE) == 0.25
+        cuda.backward_in_place(logits, targets, lse, np.array(0.25), IGNORE)
         assert emulated.launches == ["in_place_held" if held else "in_place_any"]
         if shape[1] > 1:
             assert_close(losses, expected[0])

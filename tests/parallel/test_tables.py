@@ -38,7 +38,7 @@ class Simulated:
         self.rows = [deque(row) for row in table.ranks]
         self.owner = {action.stage: rank for rank, row in enumerate(table.ranks) for action in row}
         self.queues = defaultdict(deque)  # link -> messages that nobody has used
-        self.longest = Counter()
+        self.waiting = defaultdict(list)  # link -> how many there were after each send
         self.here = set()  # what is on the rank that needs it
         self.ran = defaultdict(list)  # (stage, kind) -> micro-batches
         self.activations, self.most = ([0] * len(table.ranks) for _ in range(2))
@@ -87,7 +87,7 @@ class Simulated:
             if after is not None and self.owner[after] != rank:
                 link = Link(rank, self.owner[after], sort)
                 self.queues[link].append((stage, i))
-                self.longest[link] = max(self.longest[link], len(self.queues[link]))
+                self.waiting[link].append(len(self.queues[link]))
         self.activations[rank] += {"F": 1, "I": 0}.get(kind, -1)
         self.most[rank] = max(self.most[rank], self.activations[rank])
 
@@ -192,18 +192,19 @@ def _as_simulated(changed):
 
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_held_is_what_ranks_hold_at_worst(name):
-    """Slots: those that are filled if the receiver runs only where no other rank can."""
+    """Messages: those that are under way if the receiver runs only where no other rank can."""
     whole = CASES[name]
     facts = whole.check()
-    for link, slots in facts.slots.items():
+    for link, kept in facts.kept.items():
         last = Simulated(whole, lambda able, last=link.receiver: min(able, key=lambda rank: rank == last))
-        assert last.longest[link] == slots
+        assert tuple(last.waiting[link]) == kept and facts.slots[link] == max(kept)
     chance = random.Random(name)
     for _ in range(20):
         run = Simulated(whole, chance.choice)
         assert run.legal and tuple(run.most) == facts.activations
-        assert run.longest.keys() == facts.slots.keys()
-        assert all(run.longest[link] <= slots for link, slots in facts.slots.items())
+        assert run.waiting.keys() == facts.kept.keys()
+        for link, kept in facts.kept.items():
+            assert all(count <= most for count, most in zip(run.waiting[link], kept, strict=True))
 
 
 @pytest.mark.parametrize(
