@@ -21,6 +21,7 @@ from shardrt.late import Work
 from shardrt.nn.lora import add_lora
 from shardrt.recompute import checkpoint
 from tests.gradcheck import normal
+from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, usual
 
 BATCHES = [normal(3, 4, 6, seed=seed).astype(np.float32) for seed in range(3)]
 WORDS = [np.random.default_rng(seed).integers(0, 11, (3, 4)) for seed in range(3)]
@@ -141,40 +142,7 @@ def loss_of(model, number):
     return (y * y * (1.0 + number)).sum()
 
 
-def usual(model, losses):
-    for number in range(3):
-        losses(number).backward()
-
-
-def each_at_its_end(model, losses):
-    for number in range(3):
-        late = Late()
-        losses(number).backward(late=late)
-        late.run()
-
-
-def all_inputs_first(model, losses):
-    lates = [Late() for _ in range(3)]
-    for loss, late in zip([losses(number) for number in range(3)], lates, strict=True):
-        loss.backward(late=late)
-    for late in lates:
-        late.run()
-
-
-def as_a_pipeline(model, losses):
-    """F0 F1 I0 F2 I1 W0 I2 W1 W2."""
-    first, second = losses(0), losses(1)
-    lates = [Late() for _ in range(3)]
-    first.backward(late=lates[0])
-    third = losses(2)
-    second.backward(late=lates[1])
-    lates[0].run()
-    third.backward(late=lates[2])
-    lates[1].run()
-    lates[2].run()
-
-
-def newest_first(model, losses):
+def newest_first(losses):
     lates = [Late() for _ in range(3)]
     for number, late in enumerate(lates):
         losses(number).backward(late=late)
@@ -182,7 +150,7 @@ def newest_first(model, losses):
         late.run()
 
 
-def one_as_usual(model, losses):
+def one_as_usual(losses):
     """F0 I0 F1 B1 F2 I2 W2 W0."""
     lates = [Late(), Late()]
     losses(0).backward(late=lates[0])
@@ -200,7 +168,7 @@ def gradients_of(make, way, prepare=None):
     model = make()
     if prepare is not None:
         prepare(model)
-    way(model, lambda number: loss_of(model, number))
+    way(lambda number: loss_of(model, number))
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
@@ -343,7 +311,7 @@ def test_a_backward_that_raises_leaves_nothing_to_run():
     gc.collect()
     assert alive() is None
     model.zero_grad()
-    usual(model, lambda number: loss_of(model, number))
+    usual(lambda number: loss_of(model, number))
     assert_same_bits({name: p.grad for name, p in model.named_parameters()}, expected)
 
 

@@ -41,52 +41,10 @@ from tests.fsdp.nets import (
     loss_of,
     shard,
 )
+from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, reducing_last, usual
 
 BATCHES = batches(3)
 COUNTED = ("all_gather", "reduce_scatter", "all_reduce")
-
-
-def reducing_last(model, number):
-    return no_sync(model) if number < 2 else nullcontext()
-
-
-def usual(model, losses):
-    for number in range(3):
-        with reducing_last(model, number):
-            losses(number).backward()
-
-
-def each_at_its_end(model, losses):
-    for number in range(3):
-        late = Late()
-        losses(number).backward(late=late)
-        with reducing_last(model, number):
-            late.run()
-
-
-def as_a_pipeline(model, losses):
-    """F0 F1 I0 F2 I1 W0 I2 W1 W2. What `no_sync` says counts when a late half runs."""
-    first, second = losses(0), losses(1)
-    lates = [Late() for _ in range(3)]
-    first.backward(late=lates[0])
-    third = losses(2)
-    second.backward(late=lates[1])
-    with no_sync(model):
-        lates[0].run()
-    third.backward(late=lates[2])
-    with no_sync(model):
-        lates[1].run()
-    lates[2].run()
-
-
-def all_inputs_first(model, losses):
-    lates = [Late() for _ in range(3)]
-    for loss, late in zip([losses(number) for number in range(3)], lates, strict=True):
-        with no_sync(model):
-            loss.backward(late=late)
-    for number, late in enumerate(lates):
-        with reducing_last(model, number):
-            late.run()
 
 
 ORDERS = [each_at_its_end, as_a_pipeline, all_inputs_first]
@@ -113,7 +71,7 @@ def trained(way, make=Net, held=False, prepare=None, after=None, shape=None, in_
         before = [sum(c.calls[op] for c in made) for op in COUNTED]
         if held:
             unshard(model)
-        way(model, losses)
+        way(losses, reducing_last(model))
         if held:
             reshard(model)
         calls = [sum(c.calls[op] for c in made) - n for op, n in zip(COUNTED, before, strict=True)]
@@ -281,7 +239,7 @@ def after_trouble(trouble):
     if trouble is not None:
         trouble(model, losses, optimizer)
         optimizer.zero_grad()
-    usual(model, losses)
+    usual(losses, reducing_last(model))
     taken = {
         id(g.arenas[role]): g.arenas[role].in_use for u in units(model) for g in u.groups for role in g.arenas
     }
@@ -377,9 +335,10 @@ def test_a_world_invariant_model_refuses_it():
 def planned(strategy):
     """The bytes of the units by the plan of a step as a pipeline, and after such steps."""
     model, losses = started(strategy=strategy)
-    plan = memory_plan(model, step=lambda: as_a_pipeline(model, losses), optimizer_states=0).device
+    step = partial(as_a_pipeline, losses, reducing_last(model))
+    plan = memory_plan(model, step=step, optimizer_states=0).device
     for _ in range(2):
-        as_a_pipeline(model, losses)
+        step()
     return sum(plan.values()) - plan.get("activations", 0), bytes_held(model)
 
 
@@ -389,7 +348,7 @@ def planned_and_held(strategy):
 
     def step():
         unshard(model)
-        as_a_pipeline(model, losses)
+        as_a_pipeline(losses, reducing_last(model))
         reshard(model)
 
     plan = memory_plan(model, step=step, optimizer_states=0).device
@@ -432,7 +391,7 @@ def test_the_plan_of_activations_is_the_most_that_a_late_step_holds():
         fully_shard(model)
 
         def step(model=model, way=way):
-            way(model, lambda number: model(tokens, tokens))
+            way(lambda number: model(tokens, tokens), reducing_last(model))
 
         plan = memory_plan(model, step=step).device["activations"]
         step()

@@ -1,39 +1,13 @@
 """Backwards in two halves beside tensor and sequence parallelism: the same bits, and as many collectives."""
 
-from contextlib import nullcontext
-
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import autograd
 from shardrt.comm import CountedCommunicator, init_device_mesh
-from shardrt.fsdp import no_sync
+from tests.late import always, as_a_pipeline, reducing_last, usual
 from tests.parallel.nets import AXES, batch_of, build
 from tests.ranks import run_ranks
-
-MICRO_BATCHES = 3
-
-
-def usual(model, losses, reduces):
-    for number in range(MICRO_BATCHES):
-        with reduces(number):
-            losses(number).backward()
-
-
-def as_a_pipeline(model, losses, reduces):
-    """F0 F1 I0 F2 I1 W0 I2 W1 W2."""
-    first, second = losses(0), losses(1)
-    lates = [autograd.Late() for _ in range(MICRO_BATCHES)]
-    first.backward(late=lates[0])
-    third = losses(2)
-    second.backward(late=lates[1])
-    with reduces(0):
-        lates[0].run()
-    third.backward(late=lates[2])
-    for number in (1, 2):
-        with reduces(number):
-            lates[number].run()
 
 
 def gradients(way, kind, axes, sequence, sharded, changes):
@@ -43,11 +17,7 @@ def gradients(way, kind, axes, sequence, sharded, changes):
     model = build(kind, mesh, sequence, sharded=sharded, changes=changes)
     shardrt.manual_seed(3, step=1)
 
-    def reduces(number):
-        last = number == MICRO_BATCHES - 1
-        return nullcontext() if last or not sharded else no_sync(model)
-
-    way(model, lambda number: model(*batch_of(number, mesh)), reduces)
+    way(lambda number: model(*batch_of(number, mesh)), reducing_last(model) if sharded else always)
     calls = {}
     for communicator in made:
         for op, count in communicator.calls.items():

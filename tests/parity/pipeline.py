@@ -2,7 +2,6 @@
 
 from bench.workload import LlamaWorkload, ViTWorkload, Workload
 from tests.parity.features import OPTIMIZERS, STEPS  # noqa: F401  the same for all parity
-from tests.parity.tensor import save_weights  # noqa: F401
 
 MICRO_BATCHES, RANKS = 4, 2
 JOBS = {

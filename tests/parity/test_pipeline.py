@@ -1,37 +1,25 @@
 """Pipelines beside PyTorch: one process that accumulates, and torch.distributed.pipelining; 10 steps."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 
-from bench.peers.launch import launch, one_thread
 from bench.training import model_of, piped
-from shardrt import optim
 from shardrt.comm import init_device_mesh
 from shardrt.parallel.pipeline import Pipeline
 from tests.parity import pipeline
+from tests.parity.beside import OPTIMIZERS, begun, of_torch
 from tests.parity.job import Notes, part
 from tests.parity.test_features import assert_agrees
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.torch
 
-OPTIMIZERS = {"sgd": optim.SGD, "adamw": optim.AdamW}
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """(folder, what PyTorch made of all jobs)."""
-    if find_spec("torch") is None:
-        pytest.skip("no PyTorch")
-    folder = tmp_path_factory.mktemp("pipeline")
-    for name, job in pipeline.JOBS.items():
-        shapes = {key: parameter.shape for key, parameter in model_of(job).named_parameters()}
-        pipeline.save_weights(folder / f"{name}.npz", shapes)
-    launch(["-m", "tests.parity.pipeline_torch", str(folder)], pipeline.RANKS, one_thread(), timeout=240)
-    with np.load(folder / "torch.npz") as file:
-        return folder, {name: file[name] for name in file}
+    folder = begun(tmp_path_factory.mktemp("pipeline"), pipeline.JOBS)
+    return folder, of_torch("pipeline_torch", folder, pipeline.RANKS)
 
 
 def train(folder, name, schedule):

@@ -1,43 +1,28 @@
 """Tensor and sequence parallelism beside PyTorch's parallelize_module: 10 steps, and one rank's."""
 
-from importlib.util import find_spec
-
 import numpy as np
 import pytest
 
-from bench.peers.launch import launch, one_thread
 from bench.training import model_of
 from models.plans import plan_of
-from shardrt import optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.parallel import parallelize_module
 from tests.parallel.meshes import whole_gradients
 from tests.parity import tensor
+from tests.parity.beside import OPTIMIZERS, begun, of_torch
 from tests.parity.job import Notes, part
 from tests.parity.test_features import assert_agrees
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.torch
 
-OPTIMIZERS = {"sgd": optim.SGD, "adamw": optim.AdamW}
-
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory):
     """(folder, ranks -> what PyTorch made of all jobs on so many)."""
-    if find_spec("torch") is None:
-        pytest.skip("no PyTorch")
-    folder = tmp_path_factory.mktemp("tensor")
-    for name, job in tensor.JOBS.items():
-        shapes = {key: parameter.shape for key, parameter in model_of(job).named_parameters()}
-        tensor.save_weights(folder / f"{name}.npz", shapes)
-    theirs = {}
-    for ranks in (2, 4):
-        launch(["-m", "tests.parity.tensor_torch", str(folder)], ranks, one_thread(), timeout=240)
-        with np.load(folder / f"torch-{ranks}.npz") as file:
-            theirs[ranks] = {name: file[name] for name in file}
-    return folder, theirs
+    folder = begun(tmp_path_factory.mktemp("tensor"), tensor.JOBS)
+    return folder, {n: of_torch("tensor_torch", folder, n, f"torch-{n}.npz") for n in (2, 4)}
 
 
 def train(folder, name, sequence):

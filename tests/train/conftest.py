@@ -15,3 +15,9 @@ def plain_runs():
         patch.setattr(job, "product_flops", lambda: 1e10)
         patch.setattr(metrics, "plot_losses", lambda records, path: None)
         yield
+
+
+@pytest.fixture
+def here(folder, monkeypatch):
+    """Tests run in the folder of the module's runs."""
+    monkeypatch.chdir(folder)

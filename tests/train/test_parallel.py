@@ -3,11 +3,11 @@
 import re
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from json import loads
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from models import train
 from models.generate import of_folder
@@ -17,12 +17,17 @@ from shardrt.nn.share import SAME
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop
-from shardrt.train.errors import COPIES, USAGE, one_line
+from shardrt.train.errors import COPIES
 from tests.ranks import run_ranks
+from tests.train import runs
+from tests.train.runs import check_alike, curves, weights
 from tests.train.test_command import arguments, furnish, records, start
+
+pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 4
 COMMON = ("--steps", str(STEPS), "--model.dropout", "0.1", "--sample.temperature", "0")
+run = partial(runs.run, COMMON)
 TP = ("--parallel.tp", "2")
 SEQUENCE = (*TP, "--parallel.sequence", "True")
 RUNS = {  # name: ranks, options
@@ -60,33 +65,6 @@ def folder(tmp_path_factory):
         for name, (ranks, options) in RUNS.items():
             run(ranks, name, *options)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-
-
-def run(ranks, name, *options):
-    with one_line(USAGE):
-        config = train.parse(arguments("--name", name, *COMMON, *options))
-    thread.run(ranks, jobs.launch, config)
-
-
-def curves(folder, name):
-    """(losses and norms of steps, held-out losses)."""
-    steps = [(r["loss"], r["norm"]) for r in records(folder, name, "step")]
-    return np.array(steps), np.array([r["held_out_loss"] for r in records(folder, name, "evaluation")])
-
-
-def weights(folder, name, file="checkpoint"):
-    return load_file(folder / "runs" / name / file / "model.safetensors")
-
-
-def check_alike(folder, name, other, rtol):
-    """Runs with the same numbers, to rounding."""
-    for ours, theirs in zip(curves(folder, name), curves(folder, other), strict=True):
-        np.testing.assert_allclose(ours, theirs, rtol=rtol)
 
 
 @pytest.mark.parametrize("name", ["tensor", "both", "sequence"])

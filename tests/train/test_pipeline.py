@@ -3,6 +3,7 @@
 import re
 from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -19,13 +20,16 @@ from shardrt.tools.runs import read_run
 from shardrt.train import config as settings
 from shardrt.train import job as jobs
 from shardrt.train import loop, pipelines
-from shardrt.train.errors import USAGE, one_line
 from tests.ranks import run_ranks
+from tests.train import runs
+from tests.train.runs import check_alike, curves, weights
 from tests.train.test_command import TINY, arguments, furnish, records, start
-from tests.train.test_parallel import check_alike, curves, weights
+
+pytestmark = pytest.mark.usefixtures("here")
 
 STEPS = 3
 COMMON = ("--steps", str(STEPS), "--batch-size", "8", "--sample.temperature", "0")
+run = partial(runs.run, COMMON)
 DROPOUT = ("--model.dropout", "0.1")
 PARTS = ("--micro-batches", "4")
 PP = ("--parallel.pp", "2", *PARTS)
@@ -85,17 +89,6 @@ def folder(tmp_path_factory):
         for name, (ranks, options) in RUNS.items():
             run(ranks, name, *options)
     return folder
-
-
-@pytest.fixture(autouse=True)
-def here(folder, monkeypatch):
-    monkeypatch.chdir(folder)
-
-
-def run(ranks, name, *options):
-    with one_line(USAGE):
-        config = train.parse(arguments("--name", name, *COMMON, *options))
-    thread.run(ranks, jobs.launch, config)
 
 
 def same_bits(folder, name, other):

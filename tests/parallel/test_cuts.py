@@ -1,0 +1,208 @@
+"""How a model is cut into stages: by what they cost, by hand, and what is refused."""
+
+import copy
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.regnet import SIZES as REGNETS
+from models.regnet import RegNet
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict, get_optimizer_state_dict
+from shardrt.fsdp import fully_shard, set_world_invariant
+from shardrt.parallel import parallelize_module, pipeline_stages
+from shardrt.parallel.cut import balanced
+from shardrt.parallel.times import piece_times
+from tests.parallel.staged import gpt, images, llama, mesh_of, on_two, own_of, same, text
+from tests.ranks import run_ranks
+
+
+def brute(costs, parts):
+    """(largest, sum of squares) of the best of all cuts."""
+    cuts = combinations(range(1, len(costs)), parts - 1)
+    sums = ([sum(costs[a:b]) for a, b in pairwise((0, *cut, len(costs)))] for cut in cuts)
+    return min((max(found), sum(each * each for each in found)) for found in sums)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 5, 8])
+def test_the_largest_stage_is_as_small_as_can_be(parts):
+    generator = np.random.default_rng(parts)
+    for _ in range(20):
+        costs = generator.integers(0, 9, 8).tolist()
+        begins = balanced(costs, parts)
+        found = [sum(costs[a:b]) for a, b in pairwise((*begins, len(costs)))]
+        assert (max(found), sum(each * each for each in found)) == brute(costs, parts)
+        assert len(begins) == parts and begins == sorted(set(begins)) and begins[0] == 0
+
+
+def test_stages_are_cut_by_what_they_cost():
+    def names(**how):
+        shardrt.manual_seed(3)
+        mesh = mesh_of(2)
+        stages = pipeline_stages(llama(2), mesh["pp"], **how)
+        return [piece.name for stage in stages for piece in stage.pieces], [s.number for s in stages]
+
+    told = run_ranks(2, names, costs=[0, 1, 1, 9])
+    assert told == [(["embedding", "blocks.0", "blocks.1"], [0]), (["head"], [1])]
+    assert run_ranks(2, names, stages=["blocks.0"]) == run_ranks(2, names, stages=[1])
+    timed = run_ranks(2, names, costs="time", batch=text(1, 0)[0])
+    assert sum((rank[0] for rank in timed), []) == ["embedding", "blocks.0", "blocks.1", "head"]
+
+
+def test_measuring_costs_leaves_the_model_as_it_was():
+    shardrt.manual_seed(3)
+    model = RegNet(REGNETS["regnety-digits"])
+    expected = {name: np.array(array) for name, array in model.named_buffers()}
+    assert min(piece_times(model, images())) > 0
+    same(dict(model.named_buffers()), expected)
+    assert not any(p.storage.materialised for p in model.parameters())
+
+
+class Own(nn.Module):
+    """Two layers, whose pieces are as a test says."""
+
+    def __init__(self, pieces):
+        super().__init__()
+        self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2)
+        self.given = pieces
+
+    def pieces(self):
+        return [nn.Piece(name, lambda x, batch: x, *uses) for name, *uses in self.given(self)]
+
+
+def tied(model):
+    model.b.weight = model.a.weight
+    return [("a", (model.a,)), ("b", (model.b,))]
+
+
+def thrice(model):
+    return [("a", (model.a, model.b)), ("b", (), (model.a,)), ("c", (), (model.a,))]
+
+
+REFUSED = {
+    "more stages": (llama, {"stages": 7}, "7 stages can't be made of 6 pieces"),
+    "no stage": (llama, {"stages": 0}, "0 stages can't be made of 6 pieces"),
+    "empty": (llama, {"stages": ["blocks.1", "blocks.1"]}, "stage 1 would have no piece"),
+    "empty first": (llama, {"stages": [0]}, "stage 0 would have no piece"),
+    "no piece": (llama, {"stages": ["blocks.9"]}, "'blocks.9' is none of the 6 pieces embedding, blocks.0"),
+    "costs": (llama, {"costs": [1.0] * 5}, "there are 5 costs for 6 pieces"),
+    "negative": (llama, {"costs": [1.0] * 5 + [-1.0]}, "must be numbers that are not negative"),
+    "no number": (llama, {"costs": [1.0] * 5 + [np.nan]}, "must be numbers that are not negative"),
+    "no cost": (llama, {"costs": "bytes"}, "'parameters', 'time' or numbers, got 'bytes'"),
+    "no batch": (llama, {"costs": "time"}, "measured with a micro-batch"),
+    "placement": (llama, {"placement": "W"}, "placement 'W' is unknown; known are 'loop', 'V'"),
+    "short": (llama, {"placement": [0]}, "must give the rank of each of 2 stages"),
+    "far": (llama, {"placement": [0, 2]}, "names rank 2, and the axis has 2"),
+    "idle": (llama, {"placement": [0, 0]}, "rank 1 of the axis has none of the 2 stages"),
+    "no pieces": (lambda: nn.Linear(2, 2), {}, "Linear has no method pieces()"),
+    "not said": (
+        lambda: Own(tied),
+        {},
+        "'a.weight' is used on stages 0 and 1, and piece 'b' does not name it",
+    ),
+    "thrice": (lambda: Own(thrice), {"stages": 3}, "'a.weight' is tied between stages 0, 1, 2"),
+    "left out": (lambda: Own(lambda m: [("a", (m.a,)), ("c", ())]), {}, "'b.weight' is in no piece of Own"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_refused_by_one_line_on_every_rank(name):
+    make, how, expected = REFUSED[name]
+
+    def body():
+        with pytest.raises((ValueError, TypeError)) as raised:
+            pipeline_stages(make(), mesh_of(2)["pp"], **how)
+        return str(raised.value)
+
+    told = set(run_ranks(2, body))
+    assert len(told) == 1 and expected in (line := told.pop()) and "\n" not in line
+    assert line.startswith("pipeline_stages: ")
+
+
+LATE = {
+    "sharded": (
+        lambda m, mesh: fully_shard(m, mesh=mesh["dp_shard"]),
+        "'embedding.weight' is sharded already",
+    ),
+    "owned": (
+        lambda m, mesh: m.__dict__.update(o=optim.SGD(m.parameters(), lr=1.0)),
+        "has an optimizer already",
+    ),
+    "twice": (lambda m, mesh: m.__dict__.update(s=pipeline_stages(m, mesh["pp"])), "has stages already"),
+}
+
+
+@pytest.mark.parametrize("name", LATE)
+def test_stages_are_made_first(name):
+    before, expected = LATE[name]
+
+    def body():
+        model, mesh = llama(), mesh_of(2)
+        before(model, mesh)
+        with pytest.raises(RuntimeError, match=expected):
+            pipeline_stages(model, mesh["pp"])
+
+    run_ranks(2, body)
+
+
+def test_what_does_not_know_of_stages_says_so():
+    def refused(model, mesh, stages):
+        for attempt, expected in (
+            (lambda: fully_shard(model, mesh=mesh["dp_shard"]), "the model has stages; call it on each"),
+            (lambda: fully_shard(model.blocks, mesh=mesh["dp_shard"]), "the modules of this rank's stages"),
+            (lambda: parallelize_module(model, mesh["dp_shard"], {}), "call it before pipeline_stages"),
+            (lambda: nn.add_lora(model, 2), "call add_lora before pipeline_stages"),
+            (lambda: full_state_dict(stages[0]), "give the model, not one of its stages"),
+            (lambda: copy.deepcopy(model), "can't be copied"),
+            (lambda: model(**text(1, 0)[0]), f"Llama has stages, of which this rank runs {mesh.rank}:"),
+        ):
+            with pytest.raises((ValueError, RuntimeError, TypeError), match=expected):
+                attempt()
+
+    on_two(refused)
+
+
+def test_an_optimizer_of_the_stages_alone_has_no_whole_state():
+    def refused(model, mesh, stages):
+        optimizer = optim.SGD(stages[0].parameters(), lr=1.0)
+        with pytest.raises(ValueError, match="of this rank's stages alone; make it with model.parameters"):
+            get_optimizer_state_dict(model, optimizer)
+
+    on_two(refused)
+
+
+def test_ranks_with_other_seeds_or_cuts_are_told():
+    def body(other):
+        mesh = mesh_of(2)
+        shardrt.manual_seed(mesh.rank if other == "seed" else 0)
+        model = llama()
+        with pytest.raises(ValueError, match="ranks .1. have another model, seed or cut than rank 0"):
+            pipeline_stages(model, mesh["pp"], stages=[1 + (other == "cut" and mesh.rank)])
+
+    run_ranks(2, body, "seed")
+    run_ranks(2, body, "cut")
+
+
+def test_the_same_bits_at_every_number_of_ranks_are_refused_for_tied_stages():
+    def body(make):
+        mesh, model = mesh_of(2), make()
+        stages = own_of(model, mesh)
+        for part in (model, *stages):
+            if make is gpt:
+                with pytest.raises(ValueError, match="'wte.weight' is on two stages"):
+                    set_world_invariant(part, 2)
+            else:
+                set_world_invariant(part, 2)
+
+    run_ranks(2, body, gpt)
+    run_ranks(2, body, llama)
+
+
+def test_a_model_may_have_names_of_its_own_for_what_a_pipeline_has():
+    """No name that a module of a user's may well have is taken."""
+    model = nn.Sequential(nn.Linear(2, 2))
+    for name in ("stages", "stage", "place", "pieces", "blocks", "label", "number", "model", "first", "last"):
+        setattr(model, name, nn.Linear(2, 2))
+    assert len(list(model.parameters())) == 22
