@@ -120,9 +120,12 @@ def nested(tensors: Iterator[Tensor], form: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](nested(tensors, item) for item in items)
 
 
-def key_of(batch: Any) -> Hashable:
-    """What tells messages of one micro-batch from those of others: shapes, and whether it is for training."""
-    return is_grad_enabled(), shapes_of(batch)
+def key_of(batch: Any, kind: str = "step") -> Hashable:
+    """What tells messages of one micro-batch from those of others: shapes, and whether it is for training.
+
+    kind: of what is run, where batches of the same shapes may be used otherwise.
+    """
+    return kind, is_grad_enabled(), shapes_of(batch)
 
 
 def shapes_of(tree: Any) -> Hashable:

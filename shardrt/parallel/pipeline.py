@@ -24,7 +24,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
-from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested, shapes_of
+from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.table import Action, Link, Table
@@ -136,26 +136,19 @@ class Pipeline:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The model's forward, without a backward: what the last stage gives, on every rank. Collective."""
         self._check()
-        carrier, key, x = self.carrier(), ("whole", shapes_of((args, kwargs))), None
-        batch = self.named(args, kwargs)
-        for stage in (stage for stage in self.stages if not stage.first):
-            carrier.expect("F", stage.number - 1, 0, key)
-        calls = used = random.calls()
+        self.named(args, kwargs)
+        output: list[Tensor] = []
+
+        def forward(model: Any, batch: Any) -> Tensor:
+            output.append(model(*args, **kwargs))  # the last stage's: before, the call does not come back
+            return output[0]
+
+        row = [Action("F", stage.number, 0) for stage in self.stages]
         with autograd.no_grad():
-            for stage in self.stages:
-                x = None
-                if not stage.first:
-                    arrays, form = carrier.receive("F", stage.number - 1, 0)
-                    x = nested(map(Tensor, arrays), form)
-                x = stage(x, batch, number=calls)
-                used = max(used, random.calls())
-                if not stage.last:
-                    tensors, form = flat(x, stage.label)
-                    arrays = tuple(autograd.contiguous(tensor.data) for tensor in tensors)
-                    carrier.send("F", stage.number, 0, arrays, key, form)
-        carrier.finish()
-        random.begin_call(max(talk.from_all(self.mesh.communicator("control"), used)))
-        return self._everywhere(x if self.last else None)
+            step = Step(self, forward, [(args, kwargs)], row, kind="whole")
+            step.run()
+        random.begin_call(max(talk.from_all(self.mesh.communicator("control"), step.used)))
+        return self._everywhere(output[0] if output else None)
 
     def _keep_one_copy(self) -> None:
         """Of an earlier step's gradients that are summed already, one copy goes into the next sum."""
@@ -254,7 +247,8 @@ def _check_table(
 class Step:
     """One step on this rank: its row of the table, and what is in flight in each stage.
 
-    row, carrier: others, to rehearse it (memory.py).
+    row, carrier: others, to rehearse it (memory.py), or for forwards alone. kind: see key_of. used: calls of
+    the model that have used random numbers, as far as this rank knows.
     """
 
     def __init__(
@@ -264,13 +258,14 @@ class Step:
         batches: Sequence[Any],
         row: Sequence[Action] | None = None,
         carrier: Any = None,
+        kind: str = "step",
     ) -> None:
         self._pipeline, self._loss, self._batches = pipeline, loss, batches
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
-        self._keys = [key_of(batch) for batch in batches]
+        self._keys = [key_of(batch, kind) for batch in batches]
         self._carrier = carrier or pipeline.carrier(pipeline.facts.kept if row is None else None)
-        self._calls = random.calls()  # of the model in this step, before
+        self._calls = self.used = random.calls()  # of the model in this step, before
         # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
         self._calls_of_each = 0 if _by_tree(pipeline.model) else 1
         # By stage and micro-batch, from F to B or I:
@@ -319,6 +314,7 @@ class Step:
             arrays = tuple(autograd.contiguous(tensor.data) for tensor in outputs)
             self._carrier.send("F", stage.number, micro_batch, arrays, self._keys[micro_batch], form)
         self._outputs[stage.number, micro_batch] = outputs
+        self.used = max(self.used, random.calls())
 
     def _received(self, stage: Stage, micro_batch: int) -> Any:
         """What the stage before gives, on the tape."""
