@@ -2,7 +2,7 @@
 
 import argparse
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,7 @@ ACTION_COLOURS = {
     "I": ("#f58518", "#ffbf79"),
     "W": ("#54a24b", "#88d27a"),
 }
+_PIXELS = 850  # of a step's picture
 _ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
 
@@ -232,16 +233,24 @@ def _actions(events: list[Event], step: int) -> dict[int, list[Acted]]:
 
 
 def pipeline_picture(events: list[Event], step: int) -> str:
-    """One step of a pipeline, for a page: a row for each rank, its actions, and grey where they wait."""
-    rows, legend = {}, {"wait": COLOURS["wait"]}
-    for rank, own in _actions(events, step).items():
+    """One step of a pipeline, for a page: a row for each rank, its actions, and grey where they wait.
+
+    A bar has its action's kind and micro-batch; of a rank's stages each second one is paler. Waits that are
+    shorter than a pixel belong to their action.
+    """
+    rows, legend, pale = {}, {"wait": COLOURS["wait"]}, ""
+    ranks = _actions(events, step)
+    pixel = max((acted.stop for own in ranks.values() for acted in own), default=0.0) / _PIXELS
+    for rank, own in ranks.items():
         turns, bars = sorted({acted.stage for acted in own}), []
+        pale = "; paler: a rank's second stage" if len(turns) > 1 else pale
         for acted in own:
+            acted = replace(acted, waits=[wait for wait in acted.waits if wait[1] - wait[0] >= pixel])
             colours = ACTION_COLOURS[acted.kind]
             legend.setdefault(_ACTION_NAMES[acted.kind], colours[0])
             label = f"{acted.kind}{acted.micro_batch}"
             told = f"{label} of stage {acted.stage}: {acted.busy:.2f} ms"
-            label, parts = f"{acted.stage if len(turns) > 1 else ''}{label}", acted.parts()
+            parts = acted.parts()
             longest = max(parts, key=lambda part: part[1] - part[0], default=None)
             for part in parts:
                 colour = colours[turns.index(acted.stage) % 2]
@@ -251,7 +260,8 @@ def pipeline_picture(events: list[Event], step: int) -> str:
                 bars.append(charts.Bar(start, stop, "", COLOURS["wait"], waited))
         rows[f"rank {rank}"] = bars
     legend = {name: legend[name] for name in (*_ACTION_NAMES.values(), "wait") if name in legend}
-    return charts.schedule(f"step {step}, {len(rows)} ranks", rows, legend, axis="milliseconds of one step")
+    axis = f"milliseconds of one step; F0 is the forward of micro-batch 0{pale}"
+    return charts.schedule(f"step {step}, {len(rows)} ranks", rows, legend, axis=axis)
 
 
 def idle(events: list[Event], step: int, table: Table) -> list[tuple[int, float, float, float]]:

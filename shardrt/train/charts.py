@@ -152,12 +152,13 @@ def schedule(
             long = bar.stop - bar.start
             edge = 0.5 if long * pixels > 3 and not bar.faint else 0
             drawn = {"facecolor": bar.colour, "edgecolor": "white", "linewidth": edge}
-            drawn |= {"alpha": 0.25 if bar.faint else 1, "gid": f"tip{len(told)}"}
+            drawn |= {"alpha": 0.25 if bar.faint else 1, "gid": f"tip{len(told)}", "clip_on": False}
             axes.add_patch(Rectangle((bar.start, row - 0.4), max(long, 0.3 / pixels), 0.8, **drawn))
             told.append(bar.title or bar.label)
             label = bar.label.rpartition(".")[2] if short else bar.label
             if not bar.faint and _fits(label, long * pixels):
-                axes.text(bar.start + long / 2, row, label, ha="center", va="center", color="white")
+                middle = bar.start + long / 2
+                axes.text(middle, row, label, ha="center", va="center", color=_ink(bar.colour))
     axes.set(xlabel=axis, xlim=(0, stop), ylim=(-0.5, len(rows) - 0.5))
     _finish(axes, list(rows), legend)
     return svg(axes, told, title)
@@ -175,6 +176,8 @@ def svg(axes: "Axes", told: Sequence[str] = (), title: str = "") -> str:
     text = made.getvalue()
     text = text[text.index("<svg") :].replace(">", f' role="img"><title>{escape(title)}</title>', 1)
     text = re.sub(r' id="[\w.]+_\d+"', "", text)  # the next chart in the page has the same
+    text = re.sub(r' transform="rotate\(-0 [^"]*"', "", text)
+    text = re.sub(r' (?:d|x|y)="[^"<>]*"', lambda one: re.sub(r"(\.\d\d)\d+", r"\1", one[0]), text)
     return re.sub(r' id="tip(\d+)">', lambda one: f"><title>{escape(told[int(one[1])])}</title>", text)
 
 
@@ -192,6 +195,15 @@ def thinned(one: Series) -> tuple[np.ndarray, np.ndarray]:
         kept |= {int(stretch[place]) for place in (*ends, gaps.argmax())}
     places = sorted(kept)
     return xs[places], ys[places]
+
+
+def _ink(colour: str) -> str:
+    """Of a label on this colour: white where it can be read, by a contrast of 3 (WCAG 2.2)."""
+    from matplotlib.colors import to_rgb
+
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in to_rgb(colour)]
+    light = float(np.dot(linear, (0.2126, 0.7152, 0.0722)))
+    return "white" if 1.05 / (light + 0.05) >= 3 else "#222222"
 
 
 def _fits(label: str, wide: float) -> bool:

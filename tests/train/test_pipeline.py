@@ -239,6 +239,21 @@ def test_ranks_are_idle_outside_of_actions_and_where_those_wait():
     assert drawing.split(events, 0, 7)["weight gradients"] == pytest.approx(4 * 30)
     picture = drawing.pipeline_picture(events, 7)
     assert "I3 of stage 2: 20.00 ms" in picture and "wait in F0 of stage 1: 5.00 ms" in picture
+    assert "paler" not in picture
+
+
+def test_a_picture_of_a_pipeline_says_what_its_bars_are():
+    """Of two stages on a rank, with a wait that is too short to be seen and one that is not."""
+    events = [span(0, "step 1", 0, 100), span(0, "F0 of stage 0", 0, 40), span(0, "F0 of stage 1", 40, 100)]
+    events += [span(0, "wait", 10, 10.01), span(0, "wait", 60, 70)]
+    picture = drawing.pipeline_picture(events, 1)
+    assert "F0 is the forward of micro-batch 0; paler: a rank's second stage" in picture
+    assert re.findall("<title>([^<]* of stage [^<]*)<", picture) == [
+        "F0 of stage 0: 40.00 ms",
+        *["F0 of stage 1: 50.00 ms"] * 2,
+        "wait in F0 of stage 1: 10.00 ms",
+    ]
+    assert re.findall("fill: (#[0-9a-f]{6})[^>]*>F0<", picture) == ["#ffffff", "#222222"]
 
 
 def span(rank, name, begin, stop):
