@@ -10,11 +10,11 @@ which each rank has the micro-batch whose number is set here.
 
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
-State = tuple[int, int, int, bool, dict[str, int], int | None]
+State = tuple[int, int, int, bool, dict[str, int], int | None, dict[str, int]]
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,7 @@ class _State(threading.local):
         self.calls = 0  # of the model in the step, that have used random numbers
         self.new_call = True  # the next use is the first of a call
         self.uses: dict[str, int] = {}  # in the latest call, by name of the module
+        self.elsewhere: dict[str, int] = {}  # in the parts of the next call that other ranks have computed
         self.micro_batch: int | None = None
         self.turn: int | None = None
         self.rewound = False
@@ -51,7 +52,7 @@ def manual_seed(seed: int, step: int = 0) -> None:
     """
     if seed < 0 or step < 0:
         raise ValueError(f"manual_seed: seed and step must not be negative, got {seed} and {step}")
-    restore((seed, step, 0, True, {}, None))
+    restore((seed, step, 0, True, {}, None, {}))
 
 
 def initial_seed() -> int:
@@ -64,17 +65,23 @@ def call_begins() -> None:
     _state.new_call = True
 
 
-def begin_call(number: int) -> None:
+def begin_call(number: int, uses: Mapping[str, int] | None = None) -> None:
     """The call of the model that follows is that number of the step, from 0.
 
-    For a model that is called in parts: each part of a call draws the numbers of that call.
+    For a model that is called in parts: each part of a call draws the numbers of that call. uses: those of
+    modules in the parts before, by name.
     """
-    _state.calls = number
+    _state.calls, _state.elsewhere = number, dict(uses or {})
+
+
+def uses() -> dict[str, int]:
+    """How often modules have used random numbers in this call, in the parts before as well, by name."""
+    return dict(_state.elsewhere if _state.new_call else _state.uses)
 
 
 def next_call() -> None:
     """Go on to the next call of the model, which uses random numbers."""
-    _state.calls, _state.new_call, _state.uses = _state.calls + 1, False, {}
+    _state.calls, _state.new_call, _state.uses = _state.calls + 1, False, dict(_state.elsewhere)
 
 
 def draw(module: str | None) -> tuple[int, int, int]:
@@ -96,8 +103,8 @@ def upcoming() -> tuple[int, int]:
 
 def restore(earlier: State) -> None:
     """Go on from where this thread stood when `state()` was `earlier`."""
-    _state.seed, _state.step, _state.calls, _state.new_call, uses, _state.micro_batch = earlier
-    _state.uses = dict(uses)
+    _state.seed, _state.step, _state.calls, _state.new_call, uses, _state.micro_batch, elsewhere = earlier
+    _state.uses, _state.elsewhere = dict(uses), elsewhere
 
 
 def rewound() -> bool:
@@ -138,7 +145,8 @@ def end_micro_batch() -> None:
 def state() -> State:
     """Where this thread stands, for `restore` and `at`."""
     here = _state
-    return here.seed, here.step, here.calls, here.new_call, dict(here.uses), here.micro_batch
+    uses = dict(here.uses)
+    return here.seed, here.step, here.calls, here.new_call, uses, here.micro_batch, here.elsewhere
 
 
 @contextmanager

@@ -18,6 +18,7 @@ from shardrt.comm import (
     PeerFailed,
     create,
     init_device_mesh,
+    thread,
     world,
 )
 from shardrt.comm.single import SingleCommunicator
@@ -115,6 +116,19 @@ def test_a_failure_in_a_rank_wakes_streams_of_the_others():
         stream.synchronize()
 
     with pytest.raises(RuntimeError, match="first"):
+        run_ranks(2, body)
+
+
+def test_who_waits_for_a_message_that_nobody_sends_is_told_whose(monkeypatch):
+    """A rank may have caught its error, and be at something else."""
+    monkeypatch.setattr(thread, "_PATIENCE", 0.1)
+
+    def body():
+        comm = create()
+        if comm.rank == 1:
+            comm.recv(np.empty(1), peer=0, stream=INLINE)
+
+    with pytest.raises(PeerFailed, match=r"a message of rank 0: no sign of it in 0 s"):
         run_ranks(2, body)
 
 

@@ -245,12 +245,18 @@ class ThreadCommunicator(Communicator):
         self._send(buffer, to, "", False)
         self._recv(output, source, "", False)
 
-    def _take(self, *box: Any) -> Any:
+    def _take(self, source: int, destination: int, content: str) -> Any:
         """What comes next in a box. Raises PeerFailed."""
-        waiting = self._box(*box)  # before the check: either wake() finds the box or we see the failure
+        waiting = self._box(
+            source, destination, content
+        )  # before the check: either wake() finds the box or we see the failure
         if self._group.world.failure is not None or self.rank in self._group.abandoned:
             raise self._group.reason(self.rank)
-        taken = waiting.get()
+        try:
+            taken = waiting.get(timeout=_PATIENCE)
+        except queue.Empty:
+            peer = self._group.members[destination if content == "taken" else source]
+            raise PeerFailed(f"a message of rank {peer}: no sign of it in {_PATIENCE:.0f} s") from None
         if taken is _FAILED:
             raise self._group.reason(self.rank)
         return taken

@@ -67,7 +67,7 @@ def memory_plan(
     activations. Raises ValueError if `model` has no unit, or several without one around them all, and
     whatever the first forward would raise.
     """
-    wholes = [_whole("memory_plan", part) for part in stages_of(model) or [model]]
+    wholes = [whole_of("memory_plan", part) for part in stages_of(model) or [model]]
     units = [unit for whole in wholes for unit in whole]
     layouts = lay_out(units)
     ranks_of = process_groups_of(units)  # collective: before what may fail on one rank alone
@@ -115,7 +115,7 @@ def _add_buffers(
         _add(host if spec.host else device, buffers.ROLES[spec.role], spec.nbytes(maker))
 
 
-def _whole(call: str, model: Module) -> list[Unit]:
+def whole_of(call: str, model: Module) -> list[Unit]:
     """All units that train with those of `model`. Raises ValueError unless there is one around them all."""
     found = units_for(call, model)
     units = found[0].schedule.units if found[0].schedule is not None else arranged(found[0])
@@ -166,7 +166,7 @@ def explain(model: Module) -> str:
     the present plan, which is the order of declaration until the first forward has recorded another. Raises
     ValueError if `model` has no unit.
     """
-    units = _whole("explain", model)
+    units = whole_of("explain", model)
     layouts = lay_out(units)
     planned = units[0].schedule.plan.order if units[0].schedule is not None else units
     order = {unit: place for place, unit in reversed(list(enumerate(planned)))}

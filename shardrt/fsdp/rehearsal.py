@@ -11,12 +11,12 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, random
+from shardrt import autograd, device, random, recompute
 from shardrt.autograd import Function
 from shardrt.device.rehearsal import RehearsalDevice
 from shardrt.fsdp.group import OpenGradient, ParameterGroup
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.nodes import Tape
+from shardrt.fsdp.nodes import Regather, Tape, mark, recorded
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module
 from shardrt.nn.storage import LocalStorage
@@ -61,25 +61,38 @@ def rehearse(
 class Stage:
     """In place of a schedule: says yes to everything."""
 
-    depth = 0  # it counts nothing
-
     def __init__(self, here: RehearsalDevice, units: list[Unit]) -> None:
         self._device = here
         self.forward = self  # as enter, leave and abandon are concerned
-        self.tape = Tape(lambda unit, tape: None, lambda unit: None, self.complete)
+        self.tape = self._new_tape()
+        self._entered: list[Function | None] = []  # the nodes of units entered, which nothing else may hold
         self.waiting: set[Unit] = set()
         self.held: set[Unit] = set()
         self._unit_of = {group: unit for unit in units for group in unit.groups}
 
+    @property
+    def depth(self) -> int:
+        """How many units are entered now, one inside the other."""
+        return len(self._entered)
+
+    def _new_tape(self) -> Tape:
+        return Tape(lambda unit, tape: setattr(self, "tape", tape), lambda unit: None, self.complete)
+
     def enter(self, unit: Unit) -> None:
-        """The parameters are there."""
+        """The parameters are there. A forward has a tape of its own: several may be in flight."""
+        if self.depth == 0 and recompute.again() is None:
+            self.tape = self._new_tape()
+        self._entered.append(self.tape.unshard(unit) if autograd.is_grad_enabled() else None)
 
     def leave(self, unit: Unit, module: Module, outputs: list) -> list:
-        """Nothing to release."""
+        """Nothing to release. Backward comes to the unit's node also where all in it is recomputed."""
+        outputs = mark(unit, outputs, [Regather(unit, self.tape)] if recorded(unit, outputs) else [])
+        self._entered.pop()
         return outputs
 
     def abandon(self, unit: Unit, depth: int) -> None:
-        """Nothing to forget."""
+        """Something raised in `unit`: go back to the depth that was before."""
+        del self._entered[depth:]
 
     def hold(self, unit: Unit) -> None:
         """It has a slot of its own for a while."""

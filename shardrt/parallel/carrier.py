@@ -8,6 +8,7 @@ import numpy as np
 from shardrt import device, pytree
 from shardrt.autograd import Variable, is_grad_enabled
 from shardrt.comm.links import Links
+from shardrt.nn.module import Module
 from shardrt.parallel.table import Link, Table
 from shardrt.tensor import Tensor
 
@@ -120,12 +121,12 @@ def nested(tensors: Iterator[Tensor], form: Any) -> Any:
     return {"tuple": tuple, "list": list}[kind](nested(tensors, item) for item in items)
 
 
-def key_of(batch: Any, kind: str = "step") -> Hashable:
+def key_of(model: Module, batch: Any, kind: str = "step") -> Hashable:
     """What tells messages of one micro-batch from those of others: shapes, and whether it is for training.
 
     kind: of what is run, where batches of the same shapes may be used otherwise.
     """
-    return kind, is_grad_enabled(), shapes_of(batch)
+    return kind, is_grad_enabled(), model.training, shapes_of(batch)
 
 
 def shapes_of(tree: Any) -> Hashable:

@@ -14,9 +14,9 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.comm import talk
-from shardrt.fsdp.memory import MemoryPlan, memory_plan
+from shardrt.fsdp.memory import MemoryPlan, memory_plan, whole_of
 from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import arranged, lay_out, units_for
+from shardrt.fsdp.setup import lay_out
 from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
 from shardrt.parallel.pipeline import Loss, Pipeline, Step
 from shardrt.parallel.table import Action, Link
@@ -36,6 +36,10 @@ def pipeline_plan(
     loss, batches: those of Pipeline.step. Collective, over the ranks of all stages too. Raises as memory_plan
     does, and on all ranks of the pipeline what a stage's first forward would raise.
     """
+    if not isinstance(pipeline, Pipeline) or not callable(loss):
+        told = f"{type(pipeline).__name__} and {type(loss).__name__}"
+        raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {told}")
+    batches = pipeline.batches("pipeline_plan", batches)
     with _without_twins(pipeline):
         messages = _messages(pipeline, loss, batches)
         links = _Links(messages)
@@ -67,7 +71,7 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
     """What stages send, of batches of all shapes that there are. Collective."""
     keys: dict[Hashable, int] = {}
     for number, batch in enumerate(batches):
-        keys.setdefault(key_of(batch), number)
+        keys.setdefault(key_of(pipeline.model, batch), number)
     control, messages = pipeline.mesh.communicator("control"), {}
     for stage in range(pipeline.table.stages - 1):
         told, raised = None, None
@@ -96,7 +100,7 @@ def _sent(
 ) -> list[Message]:
     """What a stage of this rank sends in these forwards, without computing it."""
     stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
-    units = arranged(units_for("pipeline_plan", stage)[0])
+    units = whole_of("pipeline_plan", stage)
     rehearse(stage, units, lay_out(units), lambda: Step(pipeline, loss, batches, row, carrier).run())
     return carrier.sent
 

@@ -10,8 +10,8 @@ Each stage has its micro-batches in ascending order, so all tables give the same
 """
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -24,9 +24,10 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.setup import units_below
 from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
 from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested
 from shardrt.parallel.schedules import schedule as schedule_of
-from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
+from shardrt.parallel.stage import Stage, listed, pipeline_stages, sum_tied
 from shardrt.parallel.table import Action, Link, Table
 from shardrt.parallel.whole import Piped
 from shardrt.tensor import Tensor
@@ -64,6 +65,8 @@ class Pipeline:
     ) -> None:
         if not isinstance(mesh, DeviceMesh):
             raise TypeError(f"Pipeline: mesh must be a DeviceMesh, got {type(mesh).__name__}")
+        if cuts is not None:
+            cuts = listed("Pipeline: cuts must be pieces", cuts)
         if isinstance(schedule, str):
             count = mesh.size if micro_batches is None else micro_batches
             schedule = schedule_of(schedule, mesh.size, count, stages_per_rank)
@@ -90,6 +93,9 @@ class Pipeline:
         model.run_inside(Piped(self))
         self._arounds = list(model._arounds)  # which the stages have
         self._arguments = inspect.signature(model.forward)
+        pieces = model.pieces()
+        tied = {name for piece in pieces for name in _names(piece.tied)}
+        self._of_one_piece = {name for piece in pieces for name in _names(piece.uses)} - tied
 
     def stage(self, number: int) -> Stage:
         """One of this rank's stages, by its number in the whole pipeline."""
@@ -113,19 +119,14 @@ class Pipeline:
         ValueError for another number than the table's, and where some stages are sharded alone; RuntimeError
         for a model with hooks of its own, and where an earlier step has raised.
         """
-        batches = list(batches)
-        if len(batches) != self.table.micro_batches:
-            told = f"the table has {self.table.micro_batches} micro-batches, got {len(batches)}"
-            raise ValueError(f"Pipeline.step: {told}")
+        if not callable(loss):
+            raise TypeError(f"Pipeline.step: loss must be a function, got {type(loss).__name__}")
+        batches = self.batches("Pipeline.step", batches)
         self._check()
         self._check_sums()
         self._keep_one_copy()
-        try:
+        with self.using_links():
             Step(self, loss, batches).run()
-        except BaseException:
-            self.links.close()  # or others would wait for what this rank does not send any more
-            self._failed = True
-            raise
         tied = (p for p in self.model.parameters() if p.place is not None and p.place.tied)
         if device.current() is not self.mesh.device:
             return  # a rehearsal (fsdp.memory_plan), which has no gradients
@@ -144,11 +145,29 @@ class Pipeline:
             return output[0]
 
         row = [Action("F", stage.number, 0) for stage in self.stages]
-        with autograd.no_grad():
+        with self.using_links(), autograd.no_grad():
             step = Step(self, forward, [(args, kwargs)], row, kind="whole")
             step.run()
         random.begin_call(max(talk.from_all(self.mesh.communicator("control"), step.used)))
         return self._everywhere(output[0] if output else None)
+
+    @contextmanager
+    def using_links(self) -> Iterator[None]:
+        """Give the links up where a with block raises: others must not wait for what is not sent any more."""
+        try:
+            yield
+        except BaseException:
+            self.links.close()
+            self._failed = True
+            raise
+
+    def batches(self, call: str, batches: Sequence[Any]) -> list[Any]:
+        """The micro-batches of a step. Raises, naming the call, for another number of them, or no list."""
+        batches = listed(f"{call}: batches must be a list of micro-batches", batches)
+        if len(batches) != self.table.micro_batches:
+            told = f"the table has {self.table.micro_batches} micro-batches, got {len(batches)}"
+            raise ValueError(f"{call}: {told}")
+        return batches
 
     def _keep_one_copy(self) -> None:
         """Of an earlier step's gradients that are summed already, one copy goes into the next sum."""
@@ -200,6 +219,10 @@ class Pipeline:
                 "Pipeline: with set_world_invariant each micro-batch is reduced by itself, and this table "
                 "puts weight gradients off; take GPipe, 1F1B or Interleaved1F1B"
             )
+
+    def drawn(self) -> dict[str, int]:
+        """How often modules that other stages may call, too, have drawn random numbers in this call."""
+        return {name: count for name, count in random.uses().items() if name not in self._of_one_piece}
 
     def carrier(self, kept: Mapping[Link, Sequence[int]] | None = None) -> Carrier:
         """For one step, or one forward. kept: see Carrier."""
@@ -263,11 +286,13 @@ class Step:
         self._pipeline, self._loss, self._batches = pipeline, loss, batches
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
-        self._keys = [key_of(batch, kind) for batch in batches]
+        self._keys = [key_of(pipeline.model, batch, kind) for batch in batches]
         self._carrier = carrier or pipeline.carrier(pipeline.facts.kept if row is None else None)
         self._calls = self.used = random.calls()  # of the model in this step, before
         # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
-        self._calls_of_each = 0 if _by_tree(pipeline.model) else 1
+        self._tree = _by_tree(pipeline.model)
+        self._calls_of_each = 0 if self._tree else 1
+        self._sharded = {stage.number for stage in pipeline.stages if units_below(stage)}
         # By stage and micro-batch, from F to B or I:
         self._inputs: dict[tuple[int, int], StageInput] = {}
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
@@ -277,8 +302,8 @@ class Step:
             "B": self._backward,
             "I": self._input_gradients,
             "W": self._weight_gradients,
-            "UNSHARD": lambda stage, micro_batch, action: units_below(stage) and fsdp.unshard(stage),
-            "RESHARD": lambda stage, micro_batch, action: units_below(stage) and fsdp.reshard(stage),
+            "UNSHARD": lambda stage, *_: stage.number in self._sharded and fsdp.unshard(stage),
+            "RESHARD": lambda stage, *_: stage.number in self._sharded and fsdp.reshard(stage),
         }
 
     def run(self) -> None:
@@ -301,10 +326,10 @@ class Step:
         random.begin_call(self._calls + (self._calls_of_each * len(self._batches) or 1))
 
     def _forward(self, stage: Stage, micro_batch: int, action: Action) -> None:
-        inputs = None if stage.first else self._received(stage, micro_batch)
+        inputs, drawn = (None, None) if stage.first else self._received(stage, micro_batch)
         random.begin_turn(micro_batch)
         number = self._calls + self._calls_of_each * micro_batch
-        begun = _Begun(self._pipeline, stage, inputs, number)
+        begun = _Begun(self._pipeline, stage, inputs, number, drawn)
         try:
             with self._reducing(stage, action):
                 outputs = [self._loss(begun, self._batches[micro_batch])]
@@ -312,20 +337,21 @@ class Step:
         except _GoesOn as gone:
             outputs, form = flat(gone.output, stage.label)
             arrays = tuple(autograd.contiguous(tensor.data) for tensor in outputs)
-            self._carrier.send("F", stage.number, micro_batch, arrays, self._keys[micro_batch], form)
+            told = [form, self._pipeline.drawn()]
+            self._carrier.send("F", stage.number, micro_batch, arrays, self._keys[micro_batch], told)
         self._outputs[stage.number, micro_batch] = outputs
         self.used = max(self.used, random.calls())
 
-    def _received(self, stage: Stage, micro_batch: int) -> Any:
-        """What the stage before gives, on the tape."""
-        arrays, form = self._carrier.receive("F", stage.number - 1, micro_batch)
+    def _received(self, stage: Stage, micro_batch: int) -> tuple[Any, dict[str, int]]:
+        """What the stage before gives, on the tape; and what it tells of random numbers."""
+        arrays, (form, drawn) = self._carrier.receive("F", stage.number - 1, micro_batch)
         key = self._keys[micro_batch]
 
         def deliver(gradients: tuple[Array, ...]) -> None:
             self._carrier.send("B", stage.number, micro_batch, gradients, key)
 
         tensors, self._inputs[stage.number, micro_batch] = StageInput.around(arrays, deliver)
-        return nested(iter(tensors), form)
+        return nested(iter(tensors), form), drawn
 
     def _backward(self, stage: Stage, micro_batch: int, action: Action, late: Late | None = None) -> None:
         outputs = self._outputs.pop((stage.number, micro_batch))
@@ -356,8 +382,13 @@ class Step:
 
         Forwards are told that backwards will not reduce, and so make memory for all gradients at once.
         """
-        each = action.reduces or (action.kind == "F" and self._once) or _by_tree(stage)
-        return nullcontext() if each or not units_below(stage) else fsdp.no_sync(stage)
+        each = action.reduces or (action.kind == "F" and self._once) or self._tree
+        return nullcontext() if each or stage.number not in self._sharded else fsdp.no_sync(stage)
+
+
+def _names(items: Iterable[Module | Parameter]) -> list[str]:
+    """Of all modules there."""
+    return [module.name for item in items if isinstance(item, Module) for module in item.modules()]
 
 
 def _by_tree(module: Module) -> bool:
@@ -415,8 +446,11 @@ class _GoesOn(BaseException):
 class _Begun:
     """What a loss function calls like the model: a stage, with what the stage before has sent."""
 
-    def __init__(self, pipeline: Pipeline, stage: Stage, inputs: Any, number: int) -> None:
-        self._pipeline, self._stage, self._inputs, self._number = pipeline, stage, inputs, number
+    def __init__(
+        self, pipeline: Pipeline, stage: Stage, inputs: Any, number: int, drawn: dict[str, int] | None
+    ) -> None:
+        self._pipeline, self._stage, self._inputs = pipeline, stage, inputs
+        self._number, self._drawn = number, drawn
         self.called = False
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -426,7 +460,7 @@ class _Begun:
             )
         self.called = True
         batch = self._pipeline.named(args, kwargs)
-        output = self._stage(self._inputs, batch, number=self._number)
+        output = self._stage(self._inputs, batch, number=self._number, uses=self._drawn)
         if not self._stage.last:
             raise _GoesOn(output)
         return output

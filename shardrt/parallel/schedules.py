@@ -11,10 +11,13 @@ follow. The orders are those of PyTorch (torch/distributed/pipelining/schedules.
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from itertools import zip_longest
+from numbers import Integral
 
 from shardrt.parallel.table import PARTS, Action, Table, table_of
 
 Order = list[tuple[str, int]]  # kind and stage
+
+_LARGEST = 10**6  # forwards in a table: some seconds to make
 
 
 def gpipe(p: int, m: int, v: int = 1) -> Table:
@@ -128,8 +131,10 @@ def schedule(name: str, p: int, m: int, v: int | None = None) -> Table:
     """The table of a schedule by PyTorch's name, "1F1B" or "Schedule1F1B", in letters of either case.
 
     p: ranks. m: micro-batches. v: stages per rank; None: 2 for a V, else 1. Raises ValueError for names that
-    there are not, and for numbers that the schedule can't be made of.
+    there are not, and for numbers that the schedule can't be made of; TypeError for other things.
     """
+    if not isinstance(name, str):
+        raise TypeError(f"schedule: name must be a string, got {type(name).__name__}")
     names = {known.lower(): known for known in SCHEDULES}
     known = names.get(name.lower().removeprefix("schedule"))
     if known is None:
@@ -139,8 +144,15 @@ def schedule(name: str, p: int, m: int, v: int | None = None) -> Table:
 
 def _fits(name: str, p: int, m: int, v: int, stages: int | None = None) -> None:
     for word, number in (("ranks", p), ("micro-batches", m), ("stages per rank", v)):
+        if not isinstance(number, Integral):
+            raise TypeError(f"{name}: the number of {word} must be an integer, got {number!r}")
         if number < 1:
             raise ValueError(f"{name}: {number} {word}; it takes 1 or more")
+    if int(p) * int(m) * int(v) > _LARGEST:
+        raise ValueError(
+            f"{name}: {p} ranks, {m} micro-batches and {v} stages per rank are too large a table; their "
+            f"product can be {_LARGEST}"
+        )
     if stages is not None and v != stages:
         raise ValueError(f"{name}: {v} stages per rank; it takes {stages}")
 

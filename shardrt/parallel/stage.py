@@ -5,9 +5,11 @@ initial values, masks of dropout and checkpoints are those of the whole. What it
 (nn/place.py). Ranks of different stages make their units, and gather and reduce them, without each other.
 """
 
+import inspect
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 from shardrt import device, random
@@ -34,7 +36,8 @@ class Stage(Module):
 
     stage(x, batch) is what the pieces make of x, which the stage before gave (None for the first stage).
     batch: the arguments of the model's forward by name. number=k: this is the model's call k of the step,
-    from 0, as a micro-batch is; then dropout draws what it draws where the model is called as one.
+    from 0, as a micro-batch is; then dropout draws what it draws where the model is called as one. uses=: how
+    often modules that several stages call have drawn in the stages before (random.uses).
     fully_shard, wrap and what else is said of a model's units may be said of a stage.
 
     `number` of `count` stages, `first`, `last`; `pieces`; `blocks`, of the model's ModuleLists.
@@ -72,9 +75,16 @@ class Stage(Module):
     def batch_block(self) -> random.Block | None:
         return self.model.batch_block
 
-    def __call__(self, x: Any, batch: Mapping[str, Any], *, number: int | None = None) -> Any:
+    def __call__(
+        self,
+        x: Any,
+        batch: Mapping[str, Any],
+        *,
+        number: int | None = None,
+        uses: Mapping[str, int] | None = None,
+    ) -> Any:
         if number is not None:
-            random.begin_call(number)
+            random.begin_call(number, uses)
         self.refresh()
         return super().__call__(x, batch)
 
@@ -228,8 +238,8 @@ def _begins(
     """The number of the first piece of each stage."""
     names = [piece.name for piece in pieces]
     stages = mesh.size if stages is None else stages
-    if not isinstance(stages, int):
-        return _by_hand(names, stages)
+    if not isinstance(stages, Integral):
+        return _by_hand(names, listed("pipeline_stages: stages must be a number, or pieces", stages))
     if not 1 <= stages <= len(pieces):
         raise ValueError(f"pipeline_stages: {stages} stages can't be made of {len(pieces)} pieces")
     if costs == "parameters":
@@ -237,9 +247,13 @@ def _begins(
     elif costs == "time":
         if batch is None:
             raise ValueError("pipeline_stages: costs='time' is measured with a micro-batch; give it as batch")
+        _check_batch(model, batch)
         costs = talk.from_first(mesh.root.communicator("control"), piece_times(model, batch))
     elif isinstance(costs, str):
         raise ValueError(f"pipeline_stages: costs must be 'parameters', 'time' or numbers, got {costs!r}")
+    costs = listed("pipeline_stages: costs must be 'parameters', 'time' or numbers", costs)
+    if not all(isinstance(cost, Real) for cost in costs):
+        raise TypeError(f"pipeline_stages: costs must be numbers, got {costs}")
     costs = [float(cost) for cost in costs]
     if len(costs) != len(pieces):
         raise ValueError(
@@ -248,6 +262,24 @@ def _begins(
     if not all(0 <= cost < float("inf") for cost in costs):
         raise ValueError(f"pipeline_stages: costs must be numbers that are not negative, got {costs}")
     return balanced(costs, stages)
+
+
+def listed(must: str, value: Any) -> list:
+    """What is in a list or another collection. Raises TypeError, in these words, for what is none."""
+    if isinstance(value, str | bytes) or not isinstance(value, Iterable):
+        raise TypeError(f"{must}, got {value!r:.60}")
+    return list(value)
+
+
+def _check_batch(model: Module, batch: Any) -> None:
+    """Raise TypeError for what are not the arguments of a model's forward by name."""
+    if not isinstance(batch, Mapping):
+        told = type(batch).__name__
+        raise TypeError(f"pipeline_stages: batch must be the arguments of forward by name, got {told}")
+    try:
+        inspect.signature(model.forward).bind(**batch)
+    except TypeError as error:
+        raise TypeError(f"pipeline_stages: batch: {type(model).__name__}.forward: {error}") from None
 
 
 def _by_hand(names: list[str], cuts: Sequence[int | str]) -> list[int]:

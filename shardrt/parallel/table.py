@@ -21,6 +21,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Integral, Number
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -134,8 +135,10 @@ class Table:
         stage with UNSHARD or RESHARD computes only between the two. On each link the order of sends is the
         order of uses. No rank waits for ever.
 
-        Raises ValueError with the rank, the action and its place in the row, from 0, for what fails first.
+        Raises ValueError with the rank, the action and its place in the row, from 0, for what fails first;
+        TypeError for what is not made of Actions and integers.
         """
+        _check_types(self)
         _check_actions(self)
         _check_once(self)
         _check_reductions(self)
@@ -198,7 +201,8 @@ class Table:
 
     def _by_stage(self, cost: Cost) -> Sequence[Any]:
         costs = [*cost] if isinstance(cost, Iterable) else [cost] * self.stages
-        if len(costs) != self.stages or any(c < 0 for c in costs):
+        numbers = all(isinstance(c, Number) for c in costs)
+        if len(costs) != self.stages or not numbers or not all(c >= 0 for c in costs):
             raise ValueError(
                 f"replay: a cost is a number from 0, or {self.stages}, one per stage; got {cost}"
             )
@@ -238,10 +242,14 @@ class Table:
 
         A line per rank; cells may be empty. SEND, RECV and REDUCE_GRAD are left out, as their places follow
         from the other actions. The table is not checked. Raises ValueError with line and cell, from 1, for
-        what is no action.
+        what is no action, and for a file that is no text.
         """
         rows = []
-        for line, cells in enumerate(csv.reader(Path(path).read_text().splitlines()), 1):
+        try:
+            lines = [*csv.reader(Path(path).read_text(encoding="utf-8").splitlines())]
+        except (csv.Error, UnicodeDecodeError) as error:
+            raise ValueError(f"{os.fspath(path)} is no table: {error}") from None
+        for line, cells in enumerate(lines, 1):
             if cells:
                 rows.append(_read(cells, f"{os.fspath(path)}, line {line}"))
         return table_of(rows)
@@ -315,6 +323,20 @@ def _actions(table: Table) -> Iterator[tuple[int, int, Action]]:
     for rank, row in enumerate(table.ranks):
         for place, action in enumerate(row):
             yield rank, place, action
+
+
+def _check_types(table: Table) -> None:
+    rows = table.ranks if isinstance(table.ranks, tuple | list) else [None]
+    if not all(isinstance(row, tuple | list) and all(isinstance(a, Action) for a in row) for row in rows):
+        raise TypeError("the table's ranks must be tuples of Actions")
+    numbers = {"stages": table.stages, "micro_batches": table.micro_batches}
+    for what, number in numbers.items():
+        if not isinstance(number, Integral):
+            raise TypeError(f"the table's {what} must be an integer, got {number!r}")
+    for rank, place, action in _actions(table):
+        if not (isinstance(action.stage, Integral) and isinstance(action.micro_batch, Integral)):
+            at = f"rank {rank}, action {place}"
+            raise TypeError(f"{at}: stage and micro-batch must be integers, got {action[1:3]!r}")
 
 
 def _check_actions(table: Table) -> None:

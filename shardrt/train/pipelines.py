@@ -1,6 +1,5 @@
 """The pipeline of a run: the number of its micro-batches, its table, and its losses."""
 
-import csv
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -51,10 +50,7 @@ def written(recipe: Recipe) -> Table | None:
     if path is None or recipe.parallel.pp == 1:
         return None
     read_regular(path, _LARGEST)
-    try:
-        return Table.load(path)
-    except csv.Error as error:
-        raise ValueError(f"{path}: {error}") from None
+    return Table.load(path)
 
 
 def cut(recipe: Recipe, mesh: DeviceMesh, model: Module, data_ranks: int) -> Pipeline:
@@ -182,11 +178,8 @@ def measured(pipeline: Pipeline, task: Task, batches: Sequence[Any]) -> list[dic
     def measure(model: Any, batch: Any) -> None:
         found.append(task.measure(model, batch))  # which goes no further before the last stage
 
-    try:
+    with pipeline.using_links():
         Step(pipeline, measure, batches, row).run()
-    except BaseException:
-        pipeline.links.close()
-        raise
     return found or [{} for _ in batches]
 
 

@@ -123,6 +123,38 @@ def test_accumulation_in_the_step_is_seen():
     assert found.device["full gradients"] == asked.device["full gradients"] > each.device["full gradients"]
 
 
+@pytest.mark.parametrize("units", ["one", "blocks"])
+def test_forwards_in_flight_are_recomputed_in_a_plan(units):
+    """As they are in a pipeline: one backward comes between the forwards of others."""
+
+    class Stack(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+        def forward(self, x):
+            for block in self.blocks:
+                x = F.relu(block(x))
+            return x.sum()
+
+    model = Stack()
+    checkpoint_blocks(list(model.blocks)[1:])
+    for block in model.blocks if units == "blocks" else ():
+        fully_shard(block)
+    fully_shard(model)
+
+    def step():
+        first, second = model(Tensor(np.ones((2, 8), np.float32))), model(Tensor(np.ones((3, 8), np.float32)))
+        first.backward()
+        third = model(Tensor(np.ones((2, 8), np.float32)))
+        for late in (second, third):
+            late.backward()
+
+    memory_plan(model, step=step)
+    step()
+    assert memory_plan(model, step=step).device == memory_plan(model, step=step).device
+
+
 def test_ignored_parameters_are_in_the_plan():
     net = Net()
     fully_shard(net, mesh=init_device_mesh("auto"), ignored=[net.blocks[0]])

@@ -12,8 +12,10 @@ from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, set_world_invariant
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import parallelize_module
+from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
-from shardrt.parallel.table import Table
+from shardrt.parallel.schedules import schedule
+from shardrt.parallel.table import Action, Table
 from shardrt.recompute import checkpoint
 from tests.parallel.piped import Nests, batches_of, build, gpt, llama, loss_of
 from tests.ranks import run_ranks
@@ -308,6 +310,52 @@ def test_what_are_no_models_and_meshes():
             Pipeline(llama(), mesh)
 
     run_ranks(2, attempts)
+
+
+NONSENSE = [  # what is called with it, and the words of the one line
+    (lambda p: schedule(None, 2, 4), "schedule: name must be a string, got NoneType"),
+    (lambda p: schedule("1F1B", 2.0, 4), "1F1B: the number of ranks must be an integer, got 2.0"),
+    (lambda p: schedule("GPipe", 2, "4"), "GPipe: the number of micro-batches must be an integer, got '4'"),
+    (lambda p: schedule("1F1B", 2, 10**9), "1F1B: 2 ranks, 1000000000 micro-batches .* too large a table"),
+    (lambda p: Table(None, 2, 2).check(), "the table's ranks must be tuples of Actions"),
+    (lambda p: Table(((("F", 0, 0, False),),), 1, 1).check(), "the table's ranks must be tuples of Actions"),
+    (lambda p: Table(p.table.ranks, "2", 2).check(), "the table's stages must be an integer, got '2'"),
+    (
+        lambda p: Table(((Action("F", "a", 0),),), 1, 1).check(),
+        "rank 0, action 0: stage and micro-batch must",
+    ),
+    (lambda p: p.table.replay("x"), "a cost is a number from 0, or 2, one per stage; got x"),
+    (lambda p: p.table.replay(float("nan")), "a cost is a number from 0"),
+    (lambda p: piped(cuts=2), "Pipeline: cuts must be pieces, got 2"),
+    (lambda p: piped(cuts="blocks.1"), "Pipeline: cuts must be pieces, got 'blocks.1'"),
+    (lambda p: piped(costs=None), "costs must be 'parameters', 'time' or numbers, got None"),
+    (lambda p: piped(costs=["1"] * 4), "costs must be numbers, got ['1', "),
+    (lambda p: piped(costs="time", batch=[1]), "batch must be the arguments of forward by name, got list"),
+    (lambda p: piped(costs="time", batch={}), "batch: Llama.forward: missing a required argument: 'tokens'"),
+    (lambda p: p.step(None, []), "Pipeline.step: loss must be a function, got NoneType"),
+    (lambda p: p.step(loss_of, None), "Pipeline.step: batches must be a list of micro-batches, got None"),
+    (
+        lambda p: pipeline_plan(p.model, loss_of, []),
+        "it takes a Pipeline and a function, got Llama and funct",
+    ),
+]
+
+
+def test_nonsense_is_told_in_a_line_that_names_it(tmp_path):
+    def attempts():
+        pipeline, wrong = piped(), []
+        for number, (call, words) in enumerate(NONSENSE):
+            with pytest.raises((TypeError, ValueError)) as raised:
+                call(pipeline)
+            told = str(raised.value)
+            if "\n" in told or not re.search(words.replace("[", r"\["), told):
+                wrong.append((number, words, told))
+        return wrong
+
+    assert run_ranks(2, attempts) == [[], []]
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe")
+    with pytest.raises(ValueError, match=r"binary\.csv is no table: .*can't decode"):
+        Table.load(tmp_path / "binary.csv")
 
 
 def test_a_step_after_one_that_has_raised():

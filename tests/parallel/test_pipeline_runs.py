@@ -12,10 +12,11 @@ import shardrt
 from models.cache import KVCache
 from models.generate import continued, greedy
 from models.hub import load_pretrained, save_pretrained
-from shardrt import device, no_grad, optim
+from shardrt import device, nn, no_grad, optim
 from shardrt import functional as F
 from shardrt.checkpoint import CheckpointManager, full_state_dict, load, save
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, thread
+from shardrt.faults.failure import PeerFailed
 from shardrt.fsdp import (
     memory_plan,
     no_sync,
@@ -23,9 +24,11 @@ from shardrt.fsdp import (
     units,
 )
 from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule as table_of_name
 from shardrt.parallel.table import Table
+from shardrt.recompute import checkpoint_blocks
 from tests.parallel.piped import (
     MICRO_BATCHES,
     NAMES,
@@ -257,6 +260,84 @@ def test_nests_of_tensors_go_from_stage_to_stage():
 
     like_one_piece(found, "1F1B", "Interleaved1F1B", "ZBVZeroBubble", how={"make": Nests})
     like_one_piece(found, "ZB-H1", axes=(4, 1, 1), how={"make": Nests})
+
+
+class Drops(nn.Module):
+    """One dropout for all of its layers, and one function that all call, of no module at all."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
+        self.dropout = nn.Dropout(0.3)
+        self.head = nn.Linear(6, VOCAB)
+
+    def forward(self, tokens):
+        x = None
+        for piece in self.pieces():
+            x = piece.run(x, {"tokens": tokens})
+        return x
+
+    def pieces(self):
+        def block(number, x, batch):
+            x = self.dropout(F.relu(self.blocks[number](x)))
+            return x if number == 1 else F.dropout(x, 0.3, self.training)
+
+        return [
+            nn.Piece("first", lambda x, batch: self.embedding(batch["tokens"]), (self.embedding,)),
+            *(nn.Piece(layer.name, partial(block, n), (layer,)) for n, layer in enumerate(self.blocks)),
+            nn.Piece("last", lambda x, batch: self.head(x), (self.head,)),
+        ]
+
+
+def test_one_dropout_of_several_stages_draws_masks_of_its_own_in_each():
+    def found(pipeline, data):
+        model, call, logits = pipeline.model, pipeline, []
+        if isinstance(pipeline, Whole):
+            call = model
+        batches = batches_of(0, data)
+        for training in (True, False, True):
+            model.train(training)
+            pipeline.step(lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"]), batches)
+            with no_grad():
+                logits.append(call(batches[0]["tokens"]).numpy())
+            shardrt.manual_seed(3, step=len(logits))  # an evaluation draws nothing, and is no call
+        return clip_grad_norm_(model.parameters(), 1.0), logits
+
+    like_one_piece(found, "1F1B", "Interleaved1F1B", how={"make": Drops})
+    like_one_piece(
+        found, "ZB-H1", how={"make": Drops, "first": lambda model: checkpoint_blocks(model.blocks)}
+    )
+
+
+def test_a_plan_is_made_before_and_after_steps_and_of_as_many_batches():
+    def plans(pipeline, data):
+        loss = partial(loss_of)
+        before = pipeline_plan(pipeline, loss, batches_of(0, data))
+        pipeline.step(loss, batches_of(0, data))
+        with pytest.raises(ValueError, match="pipeline_plan: the table has 4 micro-batches, got 3"):
+            pipeline_plan(pipeline, loss, batches_of(0, data)[:3])
+        return before == pipeline_plan(pipeline, loss, batches_of(0, data))
+
+    assert all(run((2, 1, 1), "1F1B", plans))
+
+
+def test_a_forward_that_raises_on_one_rank_ends_on_the_others(monkeypatch):
+    """Also where that rank catches it, and goes on to what the others do not come to."""
+
+    def attempt(pipeline, data):
+        tokens = batches_of(0, data)[0]["tokens"]
+        pipeline(tokens)
+        monkeypatch.setattr(thread, "_PATIENCE", 1.0)
+        if pipeline.last:
+            pipeline.stages[-1].pieces[-1] = nn.Piece("head", lambda x, batch: 1 / 0)
+        with pytest.raises((ZeroDivisionError, PeerFailed)) as raised:
+            pipeline(tokens)
+        with pytest.raises(RuntimeError, match="an earlier step has raised on this rank"):
+            pipeline.step(loss_of, batches_of(0, data))
+        return raised.type
+
+    assert run((2, 1, 1), "1F1B", attempt) == [PeerFailed, ZeroDivisionError]
 
 
 def test_a_memory_plan_rehearses_a_step_of_the_stages():
