@@ -112,6 +112,7 @@ def generate(
     Fewer where the text ends before, unless config.past_end.
     told: called with the number of tokens so far.
     Leaves the model in training mode. The text is a function of the weights, the settings and the seed.
+    Raises ValueError where logits are not finite.
     """
     random, done = np.random.Generator(np.random.Philox(seed)), iter(range(config.length))
 
@@ -173,7 +174,12 @@ def greedy(logits: np.ndarray) -> np.ndarray:
 
 
 def draw(logits: np.ndarray, temperature: float, top_k: int, uniform: float) -> int:
-    """The token that a uniform number in [0, 1) picks from softmax(logits / temperature) over the top_k."""
+    """The token that a uniform number in [0, 1) picks from softmax(logits / temperature) over the top_k.
+
+    Raises ValueError for logits that are nan or infinite; -inf is a token that is never picked.
+    """
+    if not np.isfinite(logits.max()):  # nan if one is
+        raise ValueError("the model's logits are not finite numbers, so no token follows")
     order = np.argsort(-logits, kind="stable")[: top_k or None]
     if temperature == 0:
         return int(order[0])

@@ -5,7 +5,7 @@ import pytest
 
 import shardrt
 from models.cache import KVCache
-from models.generate import ByteText, continued, generate, greedy
+from models.generate import ByteText, continued, draw, generate, greedy
 from models.gpt import GPT, GPTConfig
 from models.gpt import Block as GPTBlock
 from models.llama import Block as LlamaBlock
@@ -105,3 +105,13 @@ def test_what_a_cache_cannot_do_is_an_error():
         model(PROMPT, cache=cache)
         with pytest.raises(ValueError, match="one token at a time after the first call, got 2"):
             model(PROMPT[:, :2], cache=cache)
+
+
+@pytest.mark.parametrize("temperature", [0, 1.0])
+def test_logits_that_are_no_numbers_are_told_and_those_of_masked_tokens_are_none(temperature):
+    logits = np.array([0.0, -np.inf, -np.inf], np.float32)
+    assert draw(logits, temperature, 0, 0.999) == 0
+    for wrong in (np.nan, np.inf):
+        logits[1] = wrong
+        with pytest.raises(ValueError, match="the model's logits are not finite numbers"):
+            draw(logits, temperature, 0, 0.5)
