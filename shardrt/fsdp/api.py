@@ -159,7 +159,7 @@ def _untaken(
                     f"float32: make it that, with mp_policy=MixedPrecisionPolicy(param_dtype={own!r})"
                 )
             types = settings.precision.types_of(below, own)
-            tied = parameter.place.stages if parameter.place is not None and parameter.place.tied else ()
+            tied = parameter.name if parameter.place is not None and parameter.place.tied else ""
             key = GroupKey(parameter.requires_grad, own, *types, *_axes(parameter, settings.mesh), tied)
             known = found.setdefault(id(parameter), (parameter, key))
             if known[1] != key:

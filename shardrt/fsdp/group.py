@@ -39,11 +39,13 @@ class GroupKey:
     reduce: str  # gradients are sent in
     cut: Axes = ()  # the axes of the mesh along which modules, and these with them, are cut besides
     partial: Axes = ()  # those along which each rank's gradient is a part of a sum
-    tied: tuple[int, ...] = ()  # the stages of a pipeline that have copies, where several do
+    # The name of a parameter that two stages of a pipeline have: alone in its buffer, since stages name what
+    # they have in another order, and sums and copies of the two go from shard to shard.
+    tied: str = ""
 
     def __str__(self) -> str:
         kinds = ("cut" * bool(self.cut), "partial" * bool(self.partial), "frozen" * (not self.trainable))
-        kinds = (*kinds, "tied" * bool(self.tied))
+        kinds = (*kinds, self.tied and f"tied {self.tied}")
         return ", ".join([self.param, *filter(None, kinds)])
 
 

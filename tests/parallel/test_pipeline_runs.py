@@ -310,6 +310,50 @@ def test_one_dropout_of_several_stages_draws_masks_of_its_own_in_each():
     )
 
 
+class TwiceTied(nn.Module):
+    """The words and a layer, which the second half uses in the other order."""
+
+    def __init__(self):
+        super().__init__()
+        self.words = nn.Embedding(VOCAB, 6)
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(2))
+
+    def forward(self, tokens):
+        x = None
+        for piece in self.pieces():
+            x = piece.run(x, {"tokens": tokens})
+        return x
+
+    def pieces(self):
+        first, second = self.blocks
+        return [
+            nn.Piece("words", lambda x, batch: self.words(batch["tokens"]), (self.words,)),
+            nn.Piece("first", lambda x, batch: F.relu(first(x)), (first,)),
+            nn.Piece("second", lambda x, batch: F.relu(second(first(x))), (second,), tied=(first,)),
+            nn.Piece("head", lambda x, batch: x @ self.words.weight.transpose(0, 1), tied=(self.words,)),
+        ]
+
+
+@pytest.mark.parametrize("shards", [1, 2])
+def test_stages_may_have_what_is_tied_in_another_order(shards):
+    def final(pipeline, data):
+        optimizer = optim.SGD(pipeline.model.parameters(), lr=0.1)
+        loss = lambda model, b: F.cross_entropy(model(b["tokens"]), b["targets"])  # noqa: E731
+        for step in range(2):
+            pipeline.step(loss, batches_of(step, data))
+            norm = clip_grad_norm_(pipeline.model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+        return norm, full_state_dict(pipeline.model)
+
+    expected = run((1, 1, shards), None, final, make=TwiceTied)[0]
+    for schedule, cuts in (("ZB-H1", (2,)), ("ZBVZeroBubble", (1, 2, 3))):
+        norm, found = run((2, 1, shards), schedule, final, make=TwiceTied, cuts=cuts)[0]
+        assert norm == pytest.approx(expected[0], rel=1e-6)
+        for name, values in expected[1].items():
+            np.testing.assert_allclose(found[name], values, rtol=0, atol=1e-6, err_msg=name)
+
+
 def test_a_plan_is_made_before_and_after_steps_and_of_as_many_batches():
     def plans(pipeline, data):
         loss = partial(loss_of)
