@@ -97,6 +97,22 @@ def test_batches_may_be_of_any_kind_and_of_any_shapes():
     like_one_piece(norms, "GPipe", "ZB-H1", "Interleaved1F1B")
 
 
+@pytest.mark.parametrize(("ranks", "schedule"), [(1, "ZB-H1"), (2, "ZBVZeroBubble"), (4, "1F1B")])
+def test_images_are_learned_with_the_bits_of_one_piece(ranks, schedule):
+    def learned(pipeline, data):
+        optimizer = optim.AdamW(pipeline.model.parameters(), lr=1e-2)
+        images, labels = pictures()
+        for step in range(2):
+            shardrt.manual_seed(3, step=step)
+            pipeline.step(picture_loss, list(zip(np.split(images, 4), np.split(labels, 4), strict=True)))
+            optimizer.step()
+            optimizer.zero_grad()
+        return full_state_dict(pipeline.model)
+
+    expected = run((1, 1, 1), None, learned, make=vit)[0]
+    np.testing.assert_equal(run((ranks, 1, 1), schedule, learned, make=vit)[0], expected)
+
+
 def test_evaluation_gives_every_rank_what_the_model_gives():
     """Also while dropout acts, and then the step after it draws what it draws after such a forward."""
 

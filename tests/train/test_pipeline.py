@@ -149,6 +149,11 @@ def test_three_axes(folder):
     run(2, "data of two", *PARTS)
     run(8, "three axes", *PP, "--parallel.tp", "2", "--parallel.sequence")
     check_alike(folder, "three axes", "data of two", 2e-6)
+    llama = train.load(folder / "llama.toml")
+    settings.dump(replace(llama, model=replace(llama.model, n_kv_head=2)), folder / "wide.toml")
+    run(2, "Llama of two", *PARTS, "--config", "wide.toml")
+    run(8, "Llama on three axes", *PP, "--config", "wide.toml", "--parallel.tp", "2")
+    check_alike(folder, "Llama on three axes", "Llama of two", 2e-6)
 
 
 def test_bits_depend_neither_on_stages_nor_on_parts_of_the_data(folder):
