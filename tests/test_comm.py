@@ -192,6 +192,24 @@ def test_results_come_by_rank_and_the_world_ends_with_the_run():
             "output has 3 elements, so buffer needs 3; it has 2",
             lambda c: of_kind(c, "bfloat16", output=np.zeros(3, np.float32)),
         ),
+        (ValueError, "received and sent are given both, or none", lambda c: by_counts(c, None, [2])),
+        (
+            ValueError,
+            r"sent is \(1,\): .*each of the 1 ranks.* the 2 elements of buffer",
+            lambda c: by_counts(c, [2], [1]),
+        ),
+        (
+            ValueError,
+            r"received is \(3,\): .*add up to the 2 elements of output",
+            lambda c: by_counts(c, [3], [2]),
+        ),
+        (
+            ValueError,
+            r"sent is \(1, 1\): it must be a count for each of the 1",
+            lambda c: by_counts(c, [2], [1, 1]),
+        ),
+        (ValueError, r"sent is \(-1, 3\)", lambda c: by_counts(c, [2], [-1, 3])),
+        (TypeError, "'float' object cannot be interpreted as an integer", lambda c: by_counts(c, [2], [2.0])),
         (TypeError, "what must be a name, got 3", lambda c: c.barrier(stream=INLINE, what=3)),
     ],
 )
@@ -205,6 +223,10 @@ def of_kind(comm, kind, *, output=None, buffer=None):
     comm.reduce_scatter(
         output, np.zeros(2, np.uint16) if buffer is None else buffer, kind=kind, stream=INLINE
     )
+
+
+def by_counts(comm, received, sent):
+    comm.all_to_all(np.zeros(2), np.zeros(2), received=received, sent=sent, stream=INLINE)
 
 
 def test_a_buffer_that_does_not_divide_is_refused_by_all():
@@ -223,6 +245,8 @@ def test_output_may_lie_in_buffer_only_as_the_own_slice():
             comm.reduce_scatter(buffer[1:3], buffer, stream=INLINE)
         with pytest.raises(ValueError, match="overlaps buffer"):
             comm.all_to_all(buffer, buffer, stream=INLINE)
+        with pytest.raises(ValueError, match="overlaps buffer"):
+            comm.all_to_all(buffer[1:3], buffer[:2], received=[1, 1], sent=[1, 1], stream=INLINE)
         bits = np.zeros(8, np.uint16)
         with pytest.raises(ValueError, match="overlaps buffer; give it memory of its own"):
             comm.reduce_scatter(bits.view(np.float32), bits, kind="bfloat16", stream=INLINE)
@@ -259,6 +283,20 @@ def test_counted_bytes_of_a_16_bit_reduction_are_half():
         return comm.bytes["reduce_scatter"]
 
     assert run_ranks(2, body) == [10 * 2] * 2
+
+
+def test_counted_bytes_of_counts_per_peer_are_what_comes_from_others():
+    def body():
+        comm = CountedCommunicator(create())
+        received = [2 * s + comm.rank for s in range(3)]
+        sent = [2 * comm.rank + r for r in range(3)]
+        comm.all_to_all(
+            np.zeros(sum(received)), np.zeros(sum(sent)), received=received, sent=sent, stream=INLINE
+        )
+        return comm.calls, comm.bytes["all_to_all"]
+
+    counted = [sum(2 * s + r for s in range(3) if s != r) for r in range(3)]
+    assert run_ranks(3, body) == [({"all_to_all": 1}, 8 * count) for count in counted]
 
 
 @pytest.mark.serial

@@ -162,6 +162,15 @@ def recorded(folder):
         comm.all_reduce(np.zeros(5, "i4"), stream=stream)
         comm.broadcast(np.zeros(5, "u1"), root=0, stream=stream)
         comm.all_to_all(np.zeros(size), np.zeros(size), stream=stream)
+        rows = [mesh.rank] * size
+        comm.all_to_all(
+            np.zeros(sum(range(size))),
+            np.zeros(sum(rows)),
+            received=range(size),
+            sent=rows,
+            stream=stream,
+            what="c",
+        )
         comm.barrier(stream=stream)
         if mesh.rank < 2:
             (comm.send if mesh.rank else comm.recv)(np.zeros(2), peer=1 - mesh.rank, stream=stream)
@@ -171,20 +180,21 @@ def recorded(folder):
 
 
 def test_every_call_of_every_communicator_of_a_mesh_is_recorded(tmp_path):
-    assert run_ranks(3, recorded, tmp_path) == [29, 29, 25]
+    assert run_ranks(3, recorded, tmp_path) == [33, 33, 29]
     flights, told = read_all(tmp_path)
     assert not told
     done = [str(record) for record in flights[0].records if record.state == flight.DONE]
-    assert done[:7] == [
+    assert done[:8] == [
         "all_gather #1 of early, 3 of float32, unit a",
         "reduce_scatter #2 of early, 3 of float64, unit b",
         "all_reduce #3 of early, 5 of int32",
         "broadcast #4 of early, 5 of uint8",
         "all_to_all #5 of early, 3 of float64",
-        "barrier #6 of early",
+        "all_to_all #6 of early, unit c",
+        "barrier #7 of early",
         "recv from rank 1, 2 of float64, of early",
     ]
-    assert done[7].startswith("all_gather #1 of late")
+    assert done[8].startswith("all_gather #1 of late")
 
 
 def waiting(folder, calls):

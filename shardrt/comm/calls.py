@@ -67,8 +67,9 @@ def encode(
 ) -> Call:
     """A call as words.
 
-    detail: an op or a root. kind: what the bits of a uint16 array are, if summed. memory: where an array lies
-    that ranks share (segments.Place.word).
+    detail: an op, a root, or whether an all_to_all has counts per peer, which ranks tell each other beside
+    the call (counts.py): then `array` is empty. kind: what the bits of a uint16 array are, if summed.
+    memory: where an array lies that ranks share (segments.Place.word).
     """
     first, name = _COLLECTIVE_CODES[collective], names.code(what)
     if array is None:
@@ -92,7 +93,9 @@ def describe(call: Call, names: Names, memory: bool = False) -> str:
     """A call as its caller would write it: all_gather(1024 of float32, unit blocks.3)."""
     collective = _COLLECTIVES[call[0] >> 8]
     facts = []
-    if collective not in ("barrier", "split"):
+    if collective == "all_to_all" and call[2]:
+        facts.append(f"counts per peer of {_ELEMENTS[call[0] & 255]}")
+    elif collective not in ("barrier", "split"):
         facts.append(f"{call[1]} of {_ELEMENTS[call[0] & 255]}")
     if collective in ("reduce_scatter", "all_reduce"):
         facts.append(OPS[call[2]])

@@ -1,5 +1,7 @@
 """What the arguments of a collective must be: each check names the call, the argument and what was given."""
 
+from collections.abc import Sequence
+from operator import index
 from typing import Any
 
 import numpy as np
@@ -76,6 +78,38 @@ def check_count(call: str, output: Any, buffer: Any, count: int) -> None:
         raise ValueError(
             f"{call}: output has {output.size} elements, so buffer needs {count}; it has {buffer.size}"
         )
+
+
+def check_counts(
+    call: str, output: Any, buffer: Any, received: Sequence[int], sent: Sequence[int], group: Any
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Counts per peer as whole numbers that add up to the elements of the arrays."""
+    if received is None or sent is None:
+        raise ValueError(f"{call}: received and sent are given both, or none of them for equal parts")
+    given = []
+    for name, counts, of, array in (
+        ("received", received, "output", output),
+        ("sent", sent, "buffer", buffer),
+    ):
+        counts = tuple(map(index, counts))
+        if len(counts) != group.size or min(counts) < 0 or sum(counts) != array.size:
+            raise ValueError(
+                f"{call}: {name} is {_shown(counts)}: it must be a count for each of the {group.size} ranks, "
+                f"which add up to the {array.size} elements of {of}"
+            )
+        given.append(counts)
+    received, sent = given
+    if received[group.rank] != sent[group.rank]:
+        raise ValueError(
+            f"{call}: rank {group.rank} sends {sent[group.rank]} elements to itself, and receives "
+            f"{received[group.rank]} of them"
+        )
+    return received, sent
+
+
+def _shown(counts: tuple[int, ...]) -> str:
+    """Counts as a message prints them: not hundreds."""
+    return str(counts) if len(counts) <= 16 else f"{str(counts[:16])[:-1]}, ...)"
 
 
 def check_sums(call: str, buffer: Any, op: str, scale: float) -> None:

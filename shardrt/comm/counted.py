@@ -10,7 +10,8 @@ from shardrt.comm.wrapper import Wrapper
 class CountedCommunicator(Wrapper):
     """`calls[name]` and `bytes[name]` per collective; bytes are what this rank receives from others.
 
-    Where a collective is symmetric (all but broadcast, send, recv, exchange) it sends as much. A backend
+    Where a collective is symmetric (all but broadcast, send, recv, exchange, and an all_to_all with counts
+    per peer) it sends as much. A backend
     that shares memory moves less: the formula, not the machine, is counted.
     """
 
@@ -27,10 +28,14 @@ class CountedCommunicator(Wrapper):
     def _wrap(self, inner: Communicator) -> "CountedCommunicator":
         return CountedCommunicator(inner)
 
-    def _before(self, call: str, buffer: Any, stream: Any) -> None:
+    def _submit(self, stream: Any, label: str, call: str, what: str, array: Any, *args: Any) -> None:
         self.calls[call] += 1
-        if buffer is not None:
-            self.bytes[call] += wire_bytes(call, buffer.nbytes, self.size)
+        received = args[2] if call == "all_to_all" else None
+        if received is not None:
+            self.bytes[call] += (sum(received) - received[self.rank]) * array.itemsize
+        elif array is not None:
+            self.bytes[call] += wire_bytes(call, array.nbytes, self.size)
+        self.inner._submit(stream, label, call, what, array, *args)
 
 
 def wire_bytes(call: str, nbytes: int, size: int) -> int:

@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.comm import counts
 from shardrt.comm.calls import WORDS, Names, encode, mismatch
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -105,26 +106,28 @@ class IPCCommunicator(Communicator):
         return self._host._talk(data)
 
     def _meet(self, collective: str, buffer: Array, detail: int | str, what: str, kind: str = "") -> list:
-        """Every rank's counterpart of `buffer`, written and not yet changed; [] where a rank can't share it.
+        """Every rank's counterpart of `buffer`, written and not yet changed; [] if a rank can't share it."""
+        places = self._places(collective, buffer, buffer, detail, what, kind)
+        return [self._memory.at(rank, place, buffer.size, buffer.dtype) for rank, place in enumerate(places)]
+
+    def _places(self, collective: str, buffer: Array, *facts: Any) -> list[int]:
+        """Where every rank's `buffer` lies, for `_Memory.at`; [] where a rank can't share it.
 
         Returns when the streams of all ranks have come to this call. Raises CollectiveMismatch, on all ranks,
-        where they are in different calls.
+        where their calls or `facts` (see calls.encode) differ.
         """
         self._device.wait_here()  # peers read what this stream was given to write before
         self._sequence += 1
         calls = np.zeros((self.size, WORDS), np.int64)
-        calls[self.rank] = encode(
-            self._names, collective, buffer, detail, what, kind, self._memory.place(buffer)
-        )
+        calls[self.rank] = encode(self._names, collective, *facts)
+        calls[self.rank, _MEMORY] = self._memory.place(buffer)
         self._host._all_gather(calls.reshape(-1), "")
         places = calls[:, _MEMORY].tolist()
         calls[:, _MEMORY] = 0  # ranks may use buffers of different places
         said = [tuple(call) for call in calls.tolist()]
         if said.count(said[0]) < self.size:
             raise mismatch(self._sequence, said, self._names)
-        if not all(places):
-            return []
-        return [self._memory.at(rank, place, buffer) for rank, place in enumerate(places)]
+        return places if all(places) else []
 
     def _part(self) -> None:
         """Return when no rank reads the memory of another for this call any more."""
@@ -166,15 +169,29 @@ class IPCCommunicator(Communicator):
             self._device.copy(buffer, buffers[root])
         return self._part()
 
-    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
-        buffers = self._meet("all_to_all", buffer, 0, what)
-        if not buffers:
-            return self._staged._all_to_all(output, buffer, what)
-        n = buffer.size // self.size
-        own = slice(self.rank * n, (self.rank + 1) * n)
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+        facts = (buffer, 0) if sent is None else (buffer[:0], 1)
+        places = self._places("all_to_all", buffer, *facts, what)
+        if not places:
+            return self._staged._all_to_all(output, buffer, received, sent, what)
+        if sent is None:
+            received = counts.equal(buffer.size, self.size)
+            table = [received] * self.size
+        else:
+            table = self._told_counts(received, sent, what)
+        mine = counts.slices(received)
         for peer in (*self._from_each(), self.rank):
-            self._device.copy(output[peer * n : (peer + 1) * n], buffers[peer][own])
+            if received[peer]:
+                theirs = self._memory.at(peer, places[peer], sum(table[peer]), buffer.dtype)
+                self._device.copy(output[mine[peer]], theirs[counts.slices(table[peer])[self.rank]])
         return self._part()
+
+    def _told_counts(self, received: Any, sent: Any, what: str) -> list[list[int]]:
+        """Every rank's counts per peer (see counts.compared)."""
+        rows = np.zeros((self.size, 2 * self.size + 1), np.int64)
+        rows[self.rank] = counts.row(received, sent)
+        self._host._all_gather(rows.reshape(-1), "")
+        return counts.compared(rows, self._sequence, what)
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         self._staged._send(buffer, peer, what, direct)
@@ -228,10 +245,10 @@ class _Memory:
         inside = offset + array.nbytes <= self._parts[allocation][0].size
         return (allocation + 1) << 44 | offset if inside else 0
 
-    def at(self, rank: int, place: int, like: Array) -> Array:
-        """The array at a rank's place, as long as `like` and of its type."""
+    def at(self, rank: int, place: int, size: int, dtype: Any) -> Array:
+        """The array of `size` elements at a rank's place."""
         allocation, offset = (place >> 44) - 1, place & (1 << 44) - 1
-        return self._parts[allocation][rank][offset : offset + like.nbytes].view(like.dtype)
+        return self._parts[allocation][rank][offset : offset + size * dtype.itemsize].view(dtype)
 
     def unmap(self) -> None:
         """Give back what is mapped of others. Own memory stays: others may have it mapped still."""

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 from mpi4py import MPI
 
-from shardrt.comm import outbox
+from shardrt.comm import counts, outbox
 from shardrt.comm.calls import MESSAGE, Names, array_of, mismatch, pack, pack_message, unlike, unpack
 from shardrt.comm.notices import Notices, Page
 from shardrt.comm.patience import Patience
@@ -196,20 +196,40 @@ class MPICommunicator(Communicator):
         for start in range(0, buffer.size, _MESSAGE):
             self._mpi.Bcast(buffer[start : start + _MESSAGE], root)
 
-    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
-        n = buffer.size // self.size
-        everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
-        if everyone:
-            for rank, theirs in enumerate(everyone):
-                output[rank * n : (rank + 1) * n] = theirs
-            return
-        for step in range(self.size):
+    def _all_to_all(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        received: tuple[int, ...] | None,
+        sent: tuple[int, ...] | None,
+        what: str,
+    ) -> None:
+        if sent is None:
+            everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
+            if everyone:
+                for part, theirs in zip(output.reshape(self.size, -1), everyone, strict=True):
+                    part[:] = theirs
+                return
+            received = sent = counts.equal(buffer.size, self.size)
+        else:
+            self._tell_counts(buffer, counts.row(received, sent), what)
+        given = [buffer[part] for part in counts.slices(sent)]
+        wanted = [output[part] for part in counts.slices(received)]
+        requests = []
+        for step in range(1, self.size):
             to, source = (self.rank + step) % self.size, (self.rank - step) % self.size
-            for start in range(0, n, _MESSAGE):
-                stop = min(start + _MESSAGE, n)
-                piece = buffer[to * n + start : to * n + stop]
-                theirs = output[source * n + start : source * n + stop]
-                self._mpi.Sendrecv(piece, to, _TAG, theirs, source, _TAG)
+            requests += [self._mpi.Irecv(piece, source, _TAG) for piece in _pieces(wanted[source])]
+            requests += [self._mpi.Isend(piece, to, _TAG) for piece in _pieces(given[to])]
+        wanted[self.rank][:] = given[self.rank]
+        MPI.Request.Waitall(requests)
+
+    def _tell_counts(self, buffer: np.ndarray, row: np.ndarray, what: str) -> tuple[Any, list[list[int]]]:
+        """Every rank's row (see counts.row), and what each sends to each; when all have come to this call."""
+        rows = self._meet("all_to_all", buffer[:0], 1, what, data=row)
+        if not rows:  # of many ranks nothing goes along
+            rows = np.empty((self.size, row.size), np.int64)
+            self._mpi.Allgather(row, rows)
+        return rows, counts.compared(rows, self._teller.sequence, what)
 
     def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
         self._outbox.check()

@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.comm import counts
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 from shardrt.device import Device
@@ -103,7 +104,7 @@ class NCCLCommunicator(Communicator):
         own = buffer[self.rank * n : (self.rank + 1) * n]
         if self._by_tree(op, buffer) or (accumulate and own.data.ptr == output.data.ptr):
             received = self._space(buffer)
-            self._swap(received, buffer)
+            self._swap(received, buffer, None, None)
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
             combine(output, parts, scale, accumulate, op, kind)
             return
@@ -137,8 +138,8 @@ class NCCLCommunicator(Communicator):
         place = buffer.data.ptr
         self._comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
 
-    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
-        self._swap(output, buffer)
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
+        self._swap(output, buffer, received, sent)
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         self._comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
@@ -159,15 +160,19 @@ class NCCLCommunicator(Communicator):
         place = one.data.ptr
         self._comm.allReduce(place, place, 1, _TYPES["int32"], self._nccl.NCCL_SUM, self._stream)
 
-    def _swap(self, output: Array, buffer: Array) -> None:
-        """Slice r of `output` becomes slice `rank` of rank r's `buffer`."""
-        n, kind = buffer.size // self.size, _TYPES[buffer.dtype.name]
-        step = n * buffer.itemsize
+    def _swap(self, output: Array, buffer: Array, received: Any, sent: Any) -> None:
+        """Slice r of `output` becomes slice `rank` of rank r's `buffer`, in one group; nothing goes for 0."""
+        kind, calls = _TYPES[buffer.dtype.name], []
+        for call, array, given in ((self._comm.send, buffer, sent), (self._comm.recv, output, received)):
+            parts = counts.slices(given or counts.equal(array.size, self.size))
+            calls += [(call, array, peer, part) for peer, part in enumerate(parts)]
         self._nccl.groupStart()
         try:
-            for peer in range(self.size):
-                self._comm.send(buffer.data.ptr + peer * step, n, kind, peer, self._stream)
-                self._comm.recv(output.data.ptr + peer * step, n, kind, peer, self._stream)
+            for call, array, peer, part in calls:
+                n = part.stop - part.start
+                if n:
+                    place = array.data.ptr + part.start * array.itemsize
+                    call(place, n, kind, peer, self._stream)
         finally:
             self._nccl.groupEnd()
 

@@ -6,7 +6,7 @@ model, a unit or a mean over ranks; counting and delays are wrappers (wrapper.py
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -104,16 +104,35 @@ class Communicator(ABC):
         checks.check_rank("broadcast", "root", root, self.size)
         self._submit(stream, "broadcast", "broadcast", what, buffer, buffer, root, what)
 
-    def all_to_all(self, output: Any, buffer: Any, *, stream: Any, what: str = "") -> None:
-        """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,)."""
+    def all_to_all(
+        self,
+        output: Any,
+        buffer: Any,
+        *,
+        received: Sequence[int] | None = None,
+        sent: Sequence[int] | None = None,
+        stream: Any,
+        what: str = "",
+    ) -> None:
+        """Slice r of this rank's `output` becomes slice `rank` of rank r's `buffer`; both are (size * n,).
+
+        With counts per peer, which all ranks give or none: the first sent[0] elements of `buffer` go to rank
+        0, the next sent[1] to rank 1; the first received[0] of `output` come from rank 0. Any may be 0, and
+        other ranks' counts differ. Where a rank sends another number than its peer expects, all ranks get a
+        CollectiveMismatch that names both, and nothing is moved; NCCL compares nothing.
+        """
         checks.check_call("all_to_all", stream, what)
         checks.check_array("all_to_all", "output", output)
         checks.check_array("all_to_all", "buffer", buffer)
         checks.check_same("all_to_all", output, buffer)
-        checks.check_count("all_to_all", output, buffer, output.size)
-        checks.check_divisible("all_to_all", "buffer", buffer, self.size)
+        if received is None and sent is None:
+            checks.check_count("all_to_all", output, buffer, output.size)
+            checks.check_divisible("all_to_all", "buffer", buffer, self.size)
+        else:
+            received, sent = checks.check_counts("all_to_all", output, buffer, received, sent, self)
         checks.check_overlap("all_to_all", output, buffer, None)
-        self._submit(stream, "all_to_all", "all_to_all", what, buffer, output, buffer, what)
+        label, args = f"all_to_all {what}".rstrip(), (output, buffer, received, sent, what)
+        self._submit(stream, label, "all_to_all", what, buffer, *args)
 
     def send(self, buffer: Any, *, peer: int, stream: Any, what: str = "", direct: bool = False) -> None:
         """Send `buffer` to rank `peer`, which receives an array of the same size and dtype with equal `what`.
@@ -278,7 +297,14 @@ class Communicator(ABC):
     def _broadcast(self, buffer: Any, root: int, what: str) -> None: ...
 
     @abstractmethod
-    def _all_to_all(self, output: Any, buffer: Any, what: str) -> None: ...
+    def _all_to_all(
+        self,
+        output: Any,
+        buffer: Any,
+        received: tuple[int, ...] | None,
+        sent: tuple[int, ...] | None,
+        what: str,
+    ) -> None: ...
 
     @abstractmethod
     def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None: ...

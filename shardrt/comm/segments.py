@@ -17,6 +17,7 @@ from mpi4py import MPI
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
+_OFFSET = 44  # bits of a word that say where in its segment a place lies
 
 
 class SharedMemoryUnavailable(RuntimeError):
@@ -49,7 +50,16 @@ class Place(NamedTuple):
     @property
     def word(self) -> int:
         """The place as one integer, the same on all ranks that made the same allocation."""
-        return (self.segment.number + 1) << 44 | self.offset
+        return (self.segment.number + 1) << _OFFSET | self.offset
+
+    def beside(self, word: int) -> bool:
+        """Whether a place with this word is in the same segment."""
+        return word >> _OFFSET == self.word >> _OFFSET
+
+    def at(self, word: int, rank: int, size: int, dtype: np.dtype) -> np.ndarray:
+        """`size` elements at a place beside this one in the region of `rank`."""
+        offset = word & (1 << _OFFSET) - 1
+        return self.segment.region(rank)[offset : offset + size * dtype.itemsize].view(dtype)
 
     def of(self, rank: int, like: np.ndarray) -> np.ndarray:
         """The counterpart of `like` in the region of `rank`."""

@@ -3,9 +3,9 @@
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
 reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
-along when ranks tell each other what they call. Other arrays of a gather or a sum, activations for example,
-are copied to where the other ranks can read them; so are direct messages of two ranks (mailbox.py). The rest
-goes through MPI.
+along when ranks tell each other what they call. Other arrays, activations for example, are copied to where
+the other ranks can read them, piece by piece; so are direct messages of two ranks (mailbox.py). The rest goes
+through MPI.
 """
 
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm import counts
 from shardrt.comm.calls import Names
 from shardrt.comm.flags import Flags
 from shardrt.comm.mailbox import Mailbox
@@ -137,17 +138,21 @@ class ShmCommunicator(MPICommunicator):
 
     def _staged(self, own: np.ndarray, *call: Any) -> list[np.ndarray]:
         """What every rank gives, to be read before the next call; `call` is what `_meet` compares."""
-        if not self._stages:
-            self._meet(*call)  # all will make room
-            segments = Segments(self._mpi)
-            made = [segments.allocate(self._mpi, _STAGED, np.uint8, False) for _ in range(2)]
-            self._stages = [(memory, segments.find(memory)) for memory in made]
+        self._make_stages(*call)
         self._stages.reverse()
         memory, place = self._stages[0]
         mine = memory[: own.nbytes].view(own.dtype)
         mine.reshape(own.shape)[...] = own
         self._meet(*call)
         return [place.of(rank, mine) for rank in range(self.size)]
+
+    def _make_stages(self, *call: Any) -> None:
+        """Collective the first time; `call` is what `_meet` compares."""
+        if not self._stages:
+            self._meet(*call)
+            segments = Segments(self._mpi)
+            made = [segments.allocate(self._mpi, _STAGED, np.uint8, False) for _ in range(2)]
+            self._stages = [(memory, segments.find(memory)) for memory in made]
 
     def _broadcast(self, buffer: np.ndarray, root: int, what: str) -> None:
         place = self._segments.find(buffer)
@@ -156,17 +161,100 @@ class ShmCommunicator(MPICommunicator):
         else:  # what root wrote is already here
             self._meet("broadcast", buffer, root, what, "", place.word)
 
-    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
+    def _all_to_all(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        received: tuple[int, ...] | None,
+        sent: tuple[int, ...] | None,
+        what: str,
+    ) -> None:
         place = self._separate("all_to_all", buffer)
-        if place is None or self._flags.fits(buffer.nbytes, True):
-            return super()._all_to_all(output, buffer, what)
+        if sent is not None:
+            return self._all_to_all_by_counts(output, buffer, place, received, sent, what)
+        if self._flags.fits(buffer.nbytes, True):
+            return super()._all_to_all(output, buffer, None, None, what)
+        sent = counts.equal(buffer.size, self.size)
+        table = [sent] * self.size
+        if place is None:
+            call = "all_to_all", buffer, 0, what
+            self._make_stages(*call)
+            return self._take_turns(output, buffer, table, sent, call)
         self._meet("all_to_all", buffer, 0, what, "", place.word)
-        n = buffer.size // self.size
-        own = slice(self.rank * n, (self.rank + 1) * n)
-        for step in range(self.size):  # each rank begins with another peer
-            peer = (self.rank + step) % self.size
-            output[peer * n : (peer + 1) * n] = place.of(peer, buffer)[own]
-        return self._flags.part("all_to_all")
+        return self._take(output, [place.of(peer, buffer) for peer in range(self.size)], table, sent)
+
+    def _all_to_all_by_counts(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        place: Place | None,
+        received: tuple[int, ...],
+        sent: tuple[int, ...],
+        what: str,
+    ) -> None:
+        """Straight from the peers' buffers where all are of one allocation, else by turns."""
+        call = "all_to_all", buffer[:0], 2, what
+        self._make_stages(*call)
+        if place is None:  # the first piece waits for nobody: ranks meet once for both
+            self._put(buffer, sent, 0)
+        word = 0 if place is None else place.word
+        rows, table = self._tell_counts(buffer, counts.row(received, sent, word), what)
+        words = [int(row[-1]) for row in rows]
+        if place is not None and all(map(place.beside, words)):
+            sizes = [sum(by) for by in table]
+            theirs = [place.at(words[r], r, sizes[r], buffer.dtype) for r in range(self.size)]
+            return self._take(output, theirs, table, received)
+        if any(words):  # some have not put theirs
+            if place is not None:
+                self._put(buffer, sent, 0)
+            self._meet(*call)
+        return self._take_turns(output, buffer, table, received, call, first=False)
+
+    def _take(
+        self, output: np.ndarray, buffers: list[np.ndarray], table: Any, received: tuple[int, ...]
+    ) -> None:
+        """This rank's part of each rank's buffer; each begins with another peer."""
+        parts = counts.slices(received)
+        for peer in (*range(self.rank, self.size), *range(self.rank)):
+            output[parts[peer]] = buffers[peer][counts.slices(table[peer])[self.rank]]
+        self._flags.part("all_to_all")
+
+    def _take_turns(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        table: Any,
+        received: tuple[int, ...],
+        call: tuple,
+        first: bool = True,
+    ) -> None:
+        """Ranks put what they send piece by piece to where the others read, until all have put everything.
+
+        table: what each sends to each. first=False: the first pieces are there.
+        """
+        queues = [counts.Queue(rank, sent) for rank, sent in enumerate(table)]
+        parts, sent = counts.slices(received), table[self.rank]
+        each = _STAGED // buffer.itemsize
+        for start in range(0, max(queue.size for queue in queues), each):
+            if start or first:
+                self._put(buffer, sent, start)
+                self._meet(*call)
+            memory, place = self._stages[0]
+            for peer in (*range(self.rank + 1, self.size), *range(self.rank)):
+                window = queues[peer].window(self.rank, start, start + each)
+                if window is not None:
+                    output[parts[peer]][window[0]] = place.of(peer, memory).view(buffer.dtype)[window[1]]
+        output[parts[self.rank]] = buffer[counts.slices(sent)[self.rank]]
+
+    def _put(self, buffer: np.ndarray, sent: Any, start: int) -> None:
+        """Fill the next stage with what this rank sends to others, from element `start` of the queue on."""
+        self._stages.reverse()
+        stage = self._stages[0][0].view(buffer.dtype)
+        queue, parts = counts.Queue(self.rank, sent), counts.slices(sent)
+        for peer in range(self.size):
+            window = queue.window(peer, start, start + stage.size) if peer != self.rank else None
+            if window is not None:
+                stage[window[1]] = buffer[parts[peer]][window[0]]
 
     def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
         if direct and self._mailbox is not None:

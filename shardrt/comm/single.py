@@ -43,7 +43,7 @@ class SingleCommunicator(Communicator):
     def _broadcast(self, buffer: Any, root: int, what: str) -> None:
         pass
 
-    def _all_to_all(self, output: Any, buffer: Any, what: str) -> None:
+    def _all_to_all(self, output: Any, buffer: Any, received: Any, sent: Any, what: str) -> None:
         output[...] = buffer
 
     def _send(self, buffer: Any, peer: int, what: str, direct: bool) -> None:

@@ -104,10 +104,10 @@ class StagedCommunicator(Communicator):
         self._host._broadcast(host, root, what)
         self._copy(buffer, host)
 
-    def _all_to_all(self, output: Array, buffer: Array, what: str) -> None:
+    def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
         host_output, host_buffer = self._stage(output, buffer)
         self._copy(host_buffer, buffer)
-        self._host._all_to_all(host_output, host_buffer, what)
+        self._host._all_to_all(host_output, host_buffer, received, sent, what)
         self._copy(output, host_output)
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.comm import world
+from shardrt.comm import counts, world
 from shardrt.comm.calls import Call, Names, abandoned, describe, encode, mismatch, pack_message, unlike
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -213,12 +213,28 @@ class ThreadCommunicator(Communicator):
             if self.rank != root:
                 buffer[...] = buffers[root]
 
-    def _all_to_all(self, output: np.ndarray, buffer: np.ndarray, what: str) -> None:
-        n = buffer.size // self.size
-        own = slice(self.rank * n, (self.rank + 1) * n)
-        with self._meet(buffer, "all_to_all", buffer, 0, what) as buffers:
-            for rank, theirs in enumerate(buffers):
-                output[rank * n : (rank + 1) * n] = theirs[own]
+    def _all_to_all(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        received: tuple[int, ...] | None,
+        sent: tuple[int, ...] | None,
+        what: str,
+    ) -> None:
+        facts = (buffer, 0) if sent is None else (buffer[:0], 1)
+        received, sent = (given or counts.equal(buffer.size, self.size) for given in (received, sent))
+        row = counts.row(received, sent)
+        differ = None
+        with self._meet((buffer, row), "all_to_all", *facts, what) as offers:
+            try:
+                table = counts.compared([theirs for _, theirs in offers], self._group.rounds[self.rank], what)
+            except CollectiveMismatch as error:
+                differ = error  # all ranks have it: nobody needs to be woken
+            else:
+                for part, by, (theirs, _) in zip(counts.slices(received), table, offers, strict=True):
+                    output[part] = theirs[counts.slices(by)[self.rank]]
+        if differ is not None:
+            raise differ
 
     def abandon(self) -> None:
         self._group.abandon(self.rank)

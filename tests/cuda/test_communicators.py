@@ -10,9 +10,9 @@ from bench.collectives.measure import wrong_elements
 from bench.collectives.ops import OPS as BENCH_OPS
 from bench.collectives.ops import Case, rounded
 from shardrt import device
-from shardrt.comm import create, init_device_mesh, thread
+from shardrt.comm import CollectiveMismatch, create, init_device_mesh, thread
 from tests.cuda.test_ipc import processes
-from tests.mpi.contract import added, packed, tree, values
+from tests.mpi.contract import PATTERNS, added, packed, tree, values
 
 __all__ = ["processes"]  # threads pass for them, which ipc wants; and each call is done at once
 
@@ -117,6 +117,43 @@ def test_broadcast_all_to_all_and_messages(gpu, kind, size):
         comm.barrier(stream=stream)
 
     on_ranks(size, kind, body)
+
+
+@SIZES
+@PATTERN
+def test_all_to_all_by_counts_per_peer(gpu, kind, size):
+    def body(comm, here, stream):
+        memory = comm.allocate(5000, "float32", shared=False)
+        for pattern in (PATTERNS[name] for name in ("uneven", "empty", "all to one", "one to all")):
+            sent = [pattern(comm.rank, r, size) for r in range(size)]
+            received = [pattern(s, comm.rank, size) for s in range(size)]
+            mine = values(comm.rank, sum(sent), "float32")
+            parts = []
+            for s in range(size):
+                start = sum(pattern(s, r, size) for r in range(comm.rank))
+                parts.append(values(s, start + received[s], "float32", part=slice(start, None)))
+            for buffer in (here.asarray(mine), memory[comm.rank :][: mine.size]):
+                here.copy(buffer, mine)
+                output = here.asarray(np.full(sum(received), 7, np.float32))
+                comm.all_to_all(output, buffer, received=received, sent=sent, stream=stream)
+                np.testing.assert_array_equal(here.to_numpy(output), np.concatenate(parts))
+
+    on_ranks(size, kind, body)
+
+
+@pytest.mark.parametrize("kind", ["staged", "ipc"])
+@pytest.mark.parametrize("allocated", [False, True])
+def test_counts_that_ranks_do_not_agree_on_are_told(gpu, kind, allocated):
+    def body(comm, here, stream):
+        memory = comm.allocate(9, "float32", shared=False)
+        sent = [4, 3 + comm.rank]
+        buffer = memory[: sum(sent)] if allocated else here.zeros((sum(sent),), np.float32)
+        output = here.zeros((8,), np.float32)
+        with pytest.raises(CollectiveMismatch, match="rank 0 sends 3 elements to rank 1, which expects 4$"):
+            comm.all_to_all(output, buffer, received=[4, 4], sent=sent, stream=stream)
+            stream.synchronize()
+
+    on_ranks(2, kind, body)
 
 
 @PATTERN

@@ -79,6 +79,39 @@ def same(actual, expected):
     np.testing.assert_array_equal(actual.view(np.uint8), expected.view(np.uint8))
 
 
+# Elements that rank s of n sends to rank r; the last three in more than one piece on some backend.
+PATTERNS = {
+    "balanced": lambda s, r, n: 700,
+    "uneven": lambda s, r, n: (3 * s + 5 * r) % 7,
+    "empty": lambda s, r, n: 0,
+    "to itself": lambda s, r, n: 9 * (s == r),
+    "all to one": lambda s, r, n: (1000 + s) * (r == n - 1),
+    "one to all": lambda s, r, n: (1000 + r) * (s == 0),
+    "ring": lambda s, r, n: 270_001 * ((s + 1) % n == r),
+    "skewed": lambda s, r, n: 300_001 if r == 0 else 11 * s + r,
+    "skewed by one": lambda s, r, n: (290_000 if r == n - 1 else 30_000) if s == 0 else 0,
+}
+
+
+def exchange(comm, pattern, dtype, memory=None, salt=0):
+    """An all_to_all by counts, `pattern(s, r)` from rank s to rank r, and whether it is right.
+
+    memory: of this rank, for what it sends.
+    """
+    sent = [pattern(comm.rank, r) for r in range(comm.size)]
+    received = [pattern(s, comm.rank) for s in range(comm.size)]
+    mine = values(comm.rank, sum(sent), dtype, salt)
+    buffer = mine.copy() if memory is None else memory[: mine.size]
+    buffer[:] = mine
+    output = np.full(sum(received), 77, dtype)
+    comm.all_to_all(output, buffer, received=received, sent=sent, stream=INLINE)
+    same(buffer, mine)
+    buffer[:] = 88  # at once: nobody reads it any more
+    for s, part in enumerate(np.split(output, np.cumsum(received)[:-1])):
+        start = sum(pattern(s, r) for r in range(comm.rank))
+        same(part, values(s, start + part.size, dtype, salt, slice(start, None)))
+
+
 CALLS = {  # as an error prints them
     "all_gather(840 of float32, unit blocks.3)": lambda comm: comm.all_gather(
         np.zeros(840, np.float32), stream=INLINE, what="blocks.3"
@@ -91,6 +124,7 @@ CALLS = {  # as an error prints them
     "all_gather(84000 of float32)": lambda comm: comm.all_gather(np.zeros(84000, np.float32), stream=INLINE),
     "all_gather(840 of float64)": lambda comm: comm.all_gather(np.zeros(840), stream=INLINE),
     "all_to_all(840 of float64)": lambda comm: comm.all_to_all(np.ones(840), np.ones(840), stream=INLINE),
+    "all_to_all(counts per peer of float64)": lambda comm: exchange(comm, lambda s, r: 840, np.float64),
     "all_reduce(840 of float64, sum)": lambda comm: comm.all_reduce(np.zeros(840), stream=INLINE),
     "all_reduce(840 of float64, max)": lambda comm: comm.all_reduce(np.zeros(840), op="max", stream=INLINE),
     "broadcast(840 of float64, root 0)": lambda comm: comm.broadcast(np.zeros(840), root=0, stream=INLINE),
@@ -117,6 +151,7 @@ DIFFERENCES = {
     "dtype": ("all_gather(840 of float32)", "all_gather(840 of float64)"),
     "order": ("reduce_scatter(840 of float32, sum)", "all_gather(840 of float32)"),
     "call": ("all_to_all(840 of float64)", "broadcast(840 of float64, root 0)"),
+    "counts": ("all_to_all(840 of float64)", "all_to_all(counts per peer of float64)"),
     "op": ("all_reduce(840 of float64, sum)", "all_reduce(840 of float64, max)"),
     "root": ("broadcast(840 of float64, root 0)", "broadcast(840 of float64, root 1)"),
     "kind": ("reduce_scatter(840 of bfloat16, sum)", "reduce_scatter(840 of float16, sum)"),
@@ -231,6 +266,8 @@ class Contract:
                 comm.all_to_all(exchanged, buffer, stream=INLINE)
                 buffer[:] = np.nan
                 assert (exchanged.reshape(comm.size, n).T == step + np.arange(comm.size)).all()
+                if step < 5:
+                    exchange(comm, lambda s, r: 19_000 * (r == 0) + r, np.float32, buffer, step)
 
         self.run(body)
 
@@ -277,6 +314,56 @@ class Contract:
                 comm.all_to_all(output, buffer, stream=INLINE)
                 same(output, np.concatenate(expected))
                 same(buffer, values(comm.rank, count, dtype))
+
+        self.run(body)
+
+    @pytest.mark.parametrize("pattern", PATTERNS)
+    def test_all_to_all_by_counts_per_peer(self, pattern):
+        def body(comm):
+            def counts(s, r):
+                return PATTERNS[pattern](s, r, comm.size)
+
+            exchange(comm, counts, np.float32)
+            most = max(sum(counts(s, r) for r in range(comm.size)) for s in range(comm.size))
+            memory = comm.allocate(most + comm.size, np.float32, shared=False)
+            for salt in range(3):
+                exchange(comm, counts, np.float32, memory[comm.rank :], salt)
+            exchange(comm, counts, np.float32, memory if comm.rank else None)
+
+        self.run(body)
+
+    @pytest.mark.parametrize("dtype", CARRIED)
+    def test_all_to_all_by_counts_carries_every_type(self, dtype):
+        def body(comm):
+            exchange(comm, lambda s, r: 500 * s + r, dtype)
+            exchange(comm, lambda s, r: 70_001 * (s != r), dtype)
+
+        self.run(body)
+
+    @pytest.mark.parametrize("much", [1, 100_000])
+    def test_counts_that_ranks_do_not_agree_on_are_told_to_all_and_nothing_moves(self, much):
+        def body(comm):
+            twin, size = comm.duplicate(), comm.size
+            if size == 1:
+                with pytest.raises(ValueError, match="rank 0 sends 2 elements to itself, and receives 1"):
+                    twin.all_to_all(np.ones(1), np.ones(2), received=[1], sent=[2], stream=INLINE)
+                return
+            sent, received = [much] * size, [much] * size
+            if twin.rank == 1:
+                sent[0] += 4
+            output = np.zeros(sum(received))
+            with pytest.raises(CollectiveMismatch) as caught:
+                twin.all_to_all(
+                    output, np.ones(sum(sent)), received=received, sent=sent, stream=INLINE, what="dispatch"
+                )
+            assert re.fullmatch(
+                r"ranks differ in collective \d of this communicator, all_to_all\(unit dispatch\): "
+                f"rank 1 sends {much + 4} elements to rank 0, which expects {much}",
+                str(caught.value),
+            )
+            assert not output.any()
+            exchange(twin, lambda s, r: much + s, np.float64)  # and it can be used again
+            twin.close()
 
         self.run(body)
 

@@ -27,7 +27,7 @@ from shardrt.comm.mpi import MPICommunicator
 from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
 from tests import links
-from tests.mpi.contract import INLINE, LITTLE, Contract, digest, own, same, values
+from tests.mpi.contract import INLINE, LITTLE, Contract, digest, exchange, own, same, values
 
 SIZE = world.of_mpi().size
 
@@ -113,6 +113,7 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         same(output, 2 * mine)
         made.all_to_all(exchanged, buffer, stream=INLINE)
         same(exchanged, np.tile(mine, 2))
+        exchange(made, lambda s, r: 2501 if (s, r) == (0, 1) else 1001 * s, np.float32)
         if made.rank == 0:
             made.send(everything, peer=1, stream=INLINE)
         else:
@@ -135,6 +136,7 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         monkeypatch.setattr(notices, "_FEW", 0)
         many = self.make()
         assert digest(many) == digest(few)
+        exchange(many, lambda s, r: 5 * s + r, np.float32)
         if SIZE > 1:
             with pytest.raises(CollectiveMismatch, match="rank 1 called barrier"):
                 many.barrier(stream=INLINE, what="late" if many.rank == 1 else "")
@@ -175,6 +177,7 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
             part = np.empty(count // SIZE, np.float32)
             made.reduce_scatter(part, gathered.reshape(-1), stream=INLINE)
             gathered[:] = np.nan
+            exchange(made, lambda s, r, step=step: 4_000 * (step % 5) * s + 7 * r, np.float32, salt=step)  # noqa: B023
             assert (part == SIZE * (step + made.rank)).all()
         made.close()
 
