@@ -12,6 +12,7 @@ directions (copy_to and reduce_from are f and g of Shoeybi et al., Megatron-LM, 
     scatter_to         I -> V   own part        / all-gather
     reduce_scatter_to  P -> V   reduce-scatter  / all-gather
     all_to_all         V -> V   all-to-all      / all-to-all
+    all_to_all_rows    V -> V   all-to-all      / all-to-all    (with counts per peer)
     exchange           V -> V   to and from     / from and to
 
 The loss is the sum of the ranks' losses where values are R or V, and one loss, which all ranks have, where
@@ -19,10 +20,13 @@ they are I. With gather in the place of gather_same, gradients are too large by 
 
 Traces, flight files and messages name the op, and the module whose forward called it, beside the collective.
 
-Every rank of `communicator` calls an op, in the same order, with arrays of one shape and type; and `x`
-requires a gradient on all of them or on none, since backward is collective as well.
+Every rank of `communicator` calls an op, in the same order, with arrays of one shape and type, but for the
+rows of all_to_all_rows; and `x` requires a gradient on all of them or on none, as backward is collective too.
 """
 
+from collections.abc import Sequence
+from math import prod
+from operator import index
 from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd, device, dtypes
@@ -35,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "all_to_all",
+    "all_to_all_rows",
     "copy_to",
     "exchange",
     "gather",
@@ -153,14 +158,10 @@ class AllToAll(Function):
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        parts = _parts(x, communicator.size, axis)
-        received = empty_like(parts)
-        stream = device.current().current_stream
-        communicator.all_to_all(_bits(received), _bits(parts), stream=stream, what="all_to_all")
-        return _joined(received, axis)
+        return exchanged(x, communicator, axis, named("all_to_all"))
 
     def backward(self, dy: Array) -> tuple:
-        return self.forward(dy, *self.saved), None, None
+        return exchanged(dy, *self.saved, named("all_to_all", self.module)), None, None
 
 
 def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
@@ -170,6 +171,33 @@ def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tenso
     """
     x = tensor(x)
     return AllToAll.apply(x, communicator, _divided("all_to_all", x, communicator, axis))
+
+
+class AllToAllRows(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array, communicator: Communicator, sent: tuple, received: tuple) -> Array:
+        self.saved = (communicator, received, sent)
+        return exchanged_rows(x, communicator, sent, received, named("all_to_all_rows"))
+
+    def backward(self, dy: Array) -> tuple:
+        dx = exchanged_rows(dy, *self.saved, named("all_to_all_rows", self.module))
+        return dx, None, None, None
+
+
+def all_to_all_rows(
+    x: "Tensor", communicator: Communicator, sent: Sequence[int], received: Sequence[int]
+) -> "Tensor":
+    """The first sent[0] rows of `x` go to rank 0, the next sent[1] to rank 1; received[r] come from rank r.
+
+    Rows are along the first axis. Any count may be 0, and all of them: the result is then empty, and has a
+    gradient all the same. It is what `all_to_all_single` with splits is in PyTorch. The gradient goes the
+    other way round.
+    Raises ValueError for what are not counts of the rows of `x` for each rank. Where a rank sends another
+    number than its peer expects, all ranks get a CollectiveMismatch; NCCL compares nothing.
+    """
+    x = tensor(x)
+    return AllToAllRows.apply(x, communicator, *_counted(x, communicator, sent, received))
 
 
 class Exchange(Function):
@@ -242,6 +270,32 @@ def sum_scattered(x: Array, communicator: Communicator, axis: int = 0, what: str
     return total.astype(x.dtype, copy=False)
 
 
+def exchanged(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
+    """The ranks' parts along `axis` that are for this one, each rank's in order."""
+    parts = _parts(x, communicator.size, axis)
+    received = empty_like(parts)
+    stream = device.current().current_stream
+    communicator.all_to_all(_bits(received), _bits(parts), stream=stream, what=what)
+    return _joined(received, axis)
+
+
+def exchanged_rows(
+    x: Array, communicator: Communicator, sent: Sequence[int], received: Sequence[int], what: str = ""
+) -> Array:
+    """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there."""
+    width = prod(x.shape[1:])
+    y = empty((sum(received), *x.shape[1:]), x.dtype)
+    communicator.all_to_all(
+        _bits(y),
+        _bits(autograd.contiguous(x)),
+        received=[rows * width for rows in received],
+        sent=[rows * width for rows in sent],
+        stream=device.current().current_stream,
+        what=what,
+    )
+    return y
+
+
 def own_part(x: Array, communicator: Communicator, axis: int = 0) -> Array:
     """A copy of this rank's part of an array that all ranks have."""
     count = x.shape[axis] // communicator.size
@@ -283,3 +337,16 @@ def _divided(op: str, x: Any, communicator: Communicator, axis: int) -> int:
             f"{op}: axis {axis} of x {x.shape} can't be cut into {communicator.size} equal parts"
         )
     return axis
+
+
+def _counted(x: Any, communicator: Communicator, sent: Sequence[int], received: Sequence[int]) -> tuple:
+    """Counts of rows as tuples."""
+    sent, received = (tuple(map(index, counts)) for counts in (sent, received))
+    rows = x.shape[0] if x.ndim else None
+    for name, counts, total in (("sent", sent, rows), ("received", received, sum(received))):
+        if len(counts) != communicator.size or min(counts) < 0 or sum(counts) != total:
+            raise ValueError(
+                f"all_to_all_rows: {name} is {counts}: it must be a count for each of the "
+                f"{communicator.size} ranks; those of sent add up to the rows of x {x.shape}"
+            )
+    return sent, received

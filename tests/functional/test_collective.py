@@ -25,6 +25,25 @@ def turn(x, comm):
     return C.exchange(x, comm, to=(comm.rank + 1) % comm.size, source=(comm.rank - 1) % comm.size)
 
 
+def counts(size):
+    """[s][r]: rows of 2 * size that rank s sends to rank r: of more than two ranks some receive none."""
+    table = np.zeros((size, size), int)
+    table[:, 0] = range(size)
+    table[:, -1] += 2 * size - np.arange(size)
+    return table
+
+
+def by_counts(x, comm):
+    table = counts(comm.size)
+    return C.all_to_all_rows(x, comm, table[comm.rank], table[:, comm.rank])
+
+
+def by_counts_at_once(torch, xs):
+    table = counts(len(xs)).tolist()
+    cut = [torch.split(x, row) for x, row in zip(xs, table, strict=True)]
+    return [torch.cat(column) for column in zip(*cut, strict=True)]
+
+
 # Each op: kinds of its input and output, itself, and all ranks' results at once from all ranks' inputs, where
 # `t` is PyTorch. A value of kind I is one tensor, which stands on every rank.
 OPS = {
@@ -40,6 +59,7 @@ OPS = {
         C.all_to_all,
         lambda t, xs, a: [t.cat([t.chunk(x, len(xs), a)[r] for x in xs], a) for r in range(len(xs))],
     ),
+    "all_to_all_rows": ("V", "V", lambda x, c, a: by_counts(x, c), lambda t, xs, a: by_counts_at_once(t, xs)),
     "exchange": ("V", "V", lambda x, c, a: turn(x, c), lambda t, xs, a: [xs[-1], *xs[:-1]]),
     "send and receive": (
         "V",
@@ -141,6 +161,45 @@ def test_calls_and_bytes_are_those_of_the_formulas(name, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_rows_by_counts_move_those_of_others_there_and_back(size):
+    def body():
+        comm, table = CountedCommunicator(create()), counts(size)
+        x = Tensor(np.ones((2 * size, 5), np.float32), requires_grad=True)
+        y = by_counts(x, comm)
+        own = table[comm.rank, comm.rank]
+        assert comm.bytes == {"all_to_all": (table[:, comm.rank].sum() - own) * 5 * 4}
+        comm.reset()
+        y.backward(np.ones(y.shape, np.float32))
+        assert comm.bytes == {"all_to_all": (table[comm.rank].sum() - own) * 5 * 4}
+        assert comm.calls == {"all_to_all": 1}
+
+    run_ranks(size, body)
+
+
+@pytest.mark.parametrize("table", [[[0, 0, 0]] * 3, [[0, 4, 0]] * 3, [[1, 0, 2], [0, 0, 0], [3, 1, 0]]])
+def test_rows_to_where_they_are_used_and_back_have_the_slope_of_the_sum_of_losses(table):
+    """With ranks that send none, receive none, or neither: an empty array goes through an op of its own."""
+    table, step = np.array(table), 1e-6
+
+    def loss_of(x, comm):
+        sent, received = table[comm.rank], table[:, comm.rank]
+        there = (C.all_to_all_rows(x * x, comm, sent, received) * (comm.rank + 2)).exp()
+        return (C.all_to_all_rows(there, comm, received, sent) * x).sum()
+
+    def body():
+        comm = create()
+        x, along = (normal(table[comm.rank].sum(), 2, 3, seed=s + comm.rank) / 4 for s in (0, 9))
+        given = Tensor(x, requires_grad=True)
+        loss_of(given, comm).backward()
+        shifted = [loss_of(Tensor(x + sign * step * along), comm).item() for sign in (1, -1)]
+        return (given.grad * along).sum(), (shifted[0] - shifted[1]) / (2 * step)
+
+    found = np.array(run_ranks(3, body)).sum(axis=0)
+    assert found[0] == pytest.approx(found[1], rel=1e-7, abs=1e-12)
+    assert (found[0] != 0) == table.any()
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_sums_of_16_bits_move_twice_their_bytes_and_the_rest_just_these(size):
     """Summed in 32, so that the ranks' order does not show."""
 
@@ -230,6 +289,12 @@ def test_integers_are_gathered_too():
             lambda c: C.all_to_all(normal(2, 3), c, -1),
             r"all_to_all: axis 1 of x \(2, 3\) can't be cut into 2",
         ),
+        (
+            lambda c: C.all_to_all_rows(normal(4, 3), c, [1, 2], [1, 2]),
+            r"all_to_all_rows: sent is \(1, 2\): .*each of the 2 ranks; .* the rows of x \(4, 3\)",
+        ),
+        (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2]), r"received is \(2,\)"),
+        (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2, -1]), r"received is \(2, -1\)"),
         (lambda c: C.gather(normal(2, 3), c, 2), r"gather: axis 2 is not one of x \(2, 3\)"),
         (
             lambda c: C.exchange(normal(2), c, to=2, source=None),

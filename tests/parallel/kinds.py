@@ -67,13 +67,14 @@ COLLECTIVES = {  # what each takes -> the kind of what it gives
     "ScatterTo": ({"x": "I"}, V()),
     "ReduceScatterTo": ({"x": "P"}, V()),
     "AllToAll": ({"x": "V"}, V()),
+    "AllToAllRows": ({"x": "V"}, V()),
     "Exchange": ({"x": "V"}, V()),
     "VocabularyEmbedding": ({"indices": "C", "weight": "V"}, P),
     "VocabularyCrossEntropy": ({"logits": "V", "targets": "C"}, I),
     "VocabularyLinearCrossEntropy": ({"x": "R", "weight": "V", "targets": "C"}, I),
     "GatherLogits": ({"logits": "V"}, I),
 }
-AMONG_SOME = {"AllToAll", "Gather"}  # over a part of the axis: from own to own
+AMONG_SOME = {"AllToAll", "AllToAllRows", "Gather"}  # over a part of the axis: from own to own
 SHAPES = {"Expand", "GetItem", "Permute", "Reshape", "Split"}
 LINEAR = SHAPES | {"Convert", "CumSum", "MeanPool2d", "Neg", "Round", "Sum"}  # in their one tensor
 SUMS = {"Add", "Concatenate", "Sub"}  # linear in all of them together

@@ -289,8 +289,16 @@ def test_among_some_ranks_of_the_axis_own_stays_own():
         pair = tp.fold("head", 2, over="tp", rest="heads")["head"].communicator("tensor")
         return getattr(collective, op)(own, pair)
 
+    def rows(x, mesh):
+        tp = mesh["tp"]
+        own = collective.scatter_to(x, tp.communicator("tensor"))
+        pair = tp.fold("head", 2, over="tp", rest="heads")["head"].communicator("tensor")
+        to_the_other = ((0, 1), (1, 0))[pair.rank]
+        return collective.all_to_all_rows(own, pair, to_the_other, to_the_other)
+
     op = "gather"
     assert on_mesh(body, 8) == [V(), V()]
+    assert on_mesh(rows, 8) == [V(), V()]
     op = "gather_same"
     with pytest.raises(KindError, match="^GatherSame: x is V; it is among some ranks of the axis"):
         on_mesh(body, 8)
