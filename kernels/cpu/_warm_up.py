@@ -22,6 +22,7 @@ from shardrt.kernels.cpu import (
     reduce,
     rms_norm,
     rotary,
+    route,
     sgd,
     softmax,
     swiglu,
@@ -55,6 +56,15 @@ def warm_up() -> None:
     philox.normal(row, 1, 2, 0, 0.0, 1.0)
     dropout.forward(row, bias, 0.5, 1, 2, 0)
     linear.backward_bias(x, row, False)
+    chosen, copies = np.zeros((2, 2), np.int64), np.zeros(4, np.int64)
+    route.top_k(x, chosen)
+    route.take(x, chosen, np.empty((2, 2), np.float32))
+    route.put(np.ones((2, 2), np.float32), chosen, y)
+    route.order(chosen, None, 0, chosen.copy(), copies, np.empty((2, 4), np.int64))
+    for weights in (None, np.ones((2, 2), np.float32)):
+        route.spread(x, weights, copies, 2, np.empty((4, 4), np.float32))
+        route.collect(x, weights, chosen, y)
+    route.weights_backward(x, y, chosen, np.empty((2, 2), np.float32))
     bits = np.zeros(4, np.uint16)
     for kind in ("bfloat16", "float16"):
         cast.round_to(row, bias, kind)

@@ -24,6 +24,7 @@ class MixedPrecisionPolicy:
     cast_forward_inputs: cast floating inputs of the unit's forward to param_dtype; without a param_dtype
     those of 16 bits to float32, where the unit's parameters are.
     full_precision: classes of modules within the unit whose own parameters stay float32: (nn.LayerNorm,).
+    Those of a nn.Router do in any case.
 
     Parameters of float64 and of integers stay what they are: gathered, computed in and reduced as they are.
     Inputs of a unit that has such parameters alone are not cast.
@@ -48,7 +49,7 @@ class MixedPrecisionPolicy:
 
     def types_of(self, module: Module, own: str) -> tuple[str, str]:
         """(param, reduce) types for the parameters that `module` itself holds, of type `own`."""
-        if not dtypes.casts(own) or isinstance(module, self.full_precision):
+        if not dtypes.casts(own) or isinstance(module, self.full_precision) or module.full_precision:
             return own, own
         param = self.param_dtype or own
         return param, self.reduce_dtype or param

@@ -55,11 +55,11 @@ def dropout(x: "Tensor", p: float = 0.5, training: bool = True) -> "Tensor":
         raise ValueError(f"dropout: p must be in [0, 1), got {p}")
     if not training or p == 0:
         return x
-    seed, call, place = _key()
-    return Dropout.apply(x, p, seed, call, _part(x.shape), place)
+    seed, call, place = key_of_use()
+    return Dropout.apply(x, p, seed, call, part_of_batch(x.shape), place)
 
 
-def _part(shape: tuple[int, ...]) -> Part:
+def part_of_batch(shape: tuple[int, ...]) -> Part:
     """Which elements of the tensor of the whole batch a tensor of this shape has."""
     running = autograd.modules()
     block = running[-1].batch_block if running else None
@@ -74,7 +74,7 @@ def _part(shape: tuple[int, ...]) -> Part:
     return part * rows * stride + block.index * length, stride, rows
 
 
-def _key() -> tuple[int, int, Array | None]:
+def key_of_use() -> tuple[int, int, Array | None]:
     """(seed, call, place) of the next mask, as the kernel takes them.
 
     In a captured graph `call` counts from the first call of the model in the graph, which is asked for before

@@ -23,6 +23,16 @@ from shardrt.nn.containers import ModuleDict, ModuleList, ParameterDict, Paramet
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import add_lora, lora_parameters, merge_lora
 from shardrt.nn.module import Module
+from shardrt.nn.moe import (
+    Experts,
+    MoE,
+    Router,
+    Routing,
+    Top2Gate,
+    TopKRouter,
+    expert_load,
+    update_expert_bias,
+)
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
 from shardrt.nn.vision import (
@@ -46,6 +56,7 @@ __all__ = [
     "Dropout",
     "ELU",
     "Embedding",
+    "Experts",
     "Flatten",
     "GELU",
     "GroupNorm",
@@ -56,6 +67,7 @@ __all__ = [
     "LogSoftmax",
     "MSELoss",
     "MaxPool2d",
+    "MoE",
     "Module",
     "ModuleDict",
     "ModuleList",
@@ -65,17 +77,23 @@ __all__ = [
     "Piece",
     "RMSNorm",
     "ReLU",
+    "Router",
+    "Routing",
     "Sequential",
     "SiLU",
     "Sigmoid",
     "Softmax",
     "Softplus",
     "Tanh",
+    "Top2Gate",
+    "TopKRouter",
     "add_lora",
+    "expert_load",
     "init",
     "lora_parameters",
     "merge_lora",
     "synchronise_batch_norm",
+    "update_expert_bias",
     "utils",
 ]
 

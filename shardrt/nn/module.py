@@ -45,6 +45,8 @@ class Around(Protocol):
 class Module:
     """Base of all layers. Assign Parameters and Modules as attributes; define `forward`."""
 
+    full_precision = False  # True of a class: mixed precision leaves its own parameters what they are
+
     def __init__(self) -> None:
         state = self.__dict__
         state["_parameters"] = {}
