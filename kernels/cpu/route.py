@@ -17,7 +17,7 @@ Array = Any
 def top_k(scores: Array, experts: Array) -> None:
     """The k largest of each row, ties to the lowest: scores (tokens, count) -> experts int64 (tokens, k).
 
-    In ascending order.
+    In ascending order. What is not a number counts as -infinity.
     """
     run_rows(_top_k, experts.shape[0], scores.size * experts.shape[1], scores, experts)
 
@@ -94,12 +94,13 @@ def _top_k(start, stop, scores, experts):
     for row in range(start, stop):
         free[:] = True
         for _ in range(k):
-            best = -1
+            best, highest = -1, scores.dtype.type(0)
             for i in range(count):
-                if not free[i]:
-                    continue
-                if best < 0 or not scores[row, best] >= scores[row, i]:
-                    best = i
+                value = scores[row, i]
+                if value != value:
+                    value = scores.dtype.type(-np.inf)
+                if free[i] and (best < 0 or value > highest):
+                    best, highest = i, value
             free[best] = False
         j = 0
         for i in range(count):

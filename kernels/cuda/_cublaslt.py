@@ -58,13 +58,24 @@ class CublasLt:
         self._plans: dict[tuple, Plan | None] = {}  # None: there is no such product
         self._chooser = Chooser(Kept(lambda: (stage.gpu, self._library.version)))
 
-    def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        accumulate: bool,
+        bias: Array | None = None,
+        varied: bool = False,
+    ) -> None:
         """out = a b (+ bias along the last axis) (+ out); 2-D, or 3-D as a batch.
 
         a and b may be transposed or strided, the last axis of out is dense. Sums are made in float32, or
-        float64; out and bias may have a type of their own. Raises ValueError for strides it can't read.
+        float64; out and bias may have a type of their own. varied: by the first candidate, which is not
+        measured beside others. Raises ValueError for strides it can't read.
         """
-        if not self._multiply(PLAIN if bias is None else BIAS, a, b, out, accumulate, bias, None, None):
+        kind = PLAIN if bias is None else BIAS
+        if not self._multiply(kind, a, b, out, accumulate, bias, None, None, varied):
             raise NoSuchProduct("cublasLt computes this product by none of the algorithms that it proposed")
 
     def gemm_gelu(
@@ -103,6 +114,7 @@ class CublasLt:
         vector: Array | None,
         matrix: Array | None,
         apart: Apart | None,
+        varied: bool = False,
     ) -> bool:
         """False, with nothing done, if it is better done apart, or cublasLt can't do it."""
         at_a, at_b, at_out = address(a), address(b), address(out)
@@ -123,7 +135,7 @@ class CublasLt:
             plan = self._plan(key, a, b, out, vector, matrix, places, optional=apart is not None)
         if plan is None:
             return False
-        if determinism.are_deterministic_algorithms_enabled():
+        if varied or determinism.are_deterministic_algorithms_enabled():
             return plan.run_first(self._stage, places)
         if plan.choice is None:
             self._choose(plan, places, out, apart)

@@ -69,9 +69,18 @@ class CuPyBackend:
         """From CuPy's pool, which gives memory out again in the order of the stream."""
         return cupy.ndarray(shape, dtype)
 
-    def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        accumulate: bool,
+        bias: Array | None = None,
+        varied: bool = False,
+    ) -> None:
         """By cublasLt."""
-        self._cublas_lt.gemm(a, b, out, accumulate=accumulate, bias=bias)
+        self._cublas_lt.gemm(a, b, out, accumulate=accumulate, bias=bias, varied=varied)
 
     def gemm_gelu(
         self, a: Array, b: Array, bias: Array | None, inner: Array, out: Array, apart: Apart

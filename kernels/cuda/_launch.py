@@ -39,10 +39,20 @@ class Backend(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory that lives until the kernels launched so far have used it."""
 
-    def gemm(self, a: Array, b: Array, out: Array, *, accumulate: bool, bias: Array | None = None) -> None:
+    def gemm(
+        self,
+        a: Array,
+        b: Array,
+        out: Array,
+        *,
+        accumulate: bool,
+        bias: Array | None = None,
+        varied: bool = False,
+    ) -> None:
         """out = a b (+ bias along the last axis) (+ out), summed in float32 or float64; 2-D or a batch.
 
         a and b have a dense axis among the last two, out a dense last one; out may be more exact than they.
+        varied: there are so many sizes of such products that the best way for each is not looked for.
         """
 
     def gemm_gelu(

@@ -39,7 +39,7 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
     if not count or not dweight.size:
         return
     gradient = {"GRADIENT": type_name(dweight.dtype)}
-    ids, rows = _sorted(indices, int(first), vocab, dy.dtype, gradient)
+    ids, rows = in_order(indices, int(first), vocab, dy.dtype, gradient)
     blocks = -(-count // _ROWS)
     partials = empty((blocks, 2, width), accumulator(dy.dtype))
     columns = 16 // min(dy.dtype.itemsize, dweight.dtype.itemsize)
@@ -62,14 +62,15 @@ def flops(rows: int, width: int) -> int:
     return rows * width
 
 
-def _sorted(
-    indices: Array, first: int, vocab: int, element: Any, defines: dict[str, str]
+def in_order(
+    indices: Array, first: int, vocab: int, element: Any = np.float32, defines: dict[str, str] | None = None
 ) -> tuple[Array, Array]:
     """(indices - first in ascending order, which of them each is), both uint32; equal ones stay in order.
 
-    element, defines: of the module that sums, so that no other is compiled.
+    Those outside of [first, first + vocab) are `vocab`, behind all. element, defines: of the module that sums,
+    so that no other is compiled.
     """
-    count = indices.size
+    count, defines = indices.size, defines or {}
     tiles = -(-count // _TILE)
     counts = empty((tiles, 256), np.int32)
     source, ids, rows = indices, None, None

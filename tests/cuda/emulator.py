@@ -83,7 +83,7 @@ class Emulator:
     def prepare(self, wanted):
         """Each is compiled when it is first launched."""
 
-    def gemm(self, a, b, out, *, accumulate, bias=None):
+    def gemm(self, a, b, out, *, accumulate, bias=None, varied=False):
         assert a.dtype == b.dtype and out.dtype in (a.dtype, np.float32)
         exact = np.float64 if a.dtype == np.float64 else np.float32
         result = np.matmul(a.astype(exact), b.astype(exact))

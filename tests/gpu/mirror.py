@@ -24,7 +24,7 @@ class Mirror(Emulator):
         self._real.launch(file, defines, function, grid, threads, tuple(map(there, args)), shared)
         there.bring_back()
 
-    def gemm(self, a, b, out, *, accumulate, bias=None):
+    def gemm(self, a, b, out, *, accumulate, bias=None, varied=False):
         there = _There()
         arrays = there(a), there(b), there(out)
         self._real.gemm(*arrays, accumulate=accumulate, bias=None if bias is None else there(bias))
