@@ -83,6 +83,12 @@ CASES = {
         b=parameter(2),
     ),
     "matmul": lambda: Uses(lambda m, x, words: (x @ m.w) @ m.w * m.b, w=parameter(6, 6), b=parameter(6)),
+    "experts": lambda: Uses(
+        lambda m, x, words: F.grouped_linear(
+            F.grouped_linear(F.reshape(x, (-1, 6)), m.w, (5, 0, 6)), m.w, (1, 10, 1)
+        ),
+        w=parameter(3, 6, 6),
+    ),
     "linear_cross_entropy": lambda: Uses(
         lambda m, x, words: F.linear_cross_entropy(F.embedding(words, m.w) + x, m.w, words, chunk=0),
         w=parameter(11, 6),
@@ -204,7 +210,9 @@ def recompute(policy):
 
 
 @pytest.mark.parametrize("prepare", [recompute("full"), recompute("matmul"), offload_activations])
-@pytest.mark.parametrize("case", ["linear", "linear_gelu", "embedding and head, tied", "late and at once"])
+@pytest.mark.parametrize(
+    "case", ["linear", "linear_gelu", "embedding and head, tied", "late and at once", "experts"]
+)
 def test_recomputed_and_offloaded_modules_too(case, prepare):
     expected = gradients_of(CASES[case], usual)
     for way in ORDERS:

@@ -67,8 +67,8 @@ def in_order(
 ) -> tuple[Array, Array]:
     """(indices - first in ascending order, which of them each is), both uint32; equal ones stay in order.
 
-    Those outside of [first, first + vocab) are `vocab`, behind all. element, defines: of the module that sums,
-    so that no other is compiled.
+    Those outside of [first, first + vocab) are `vocab`, behind all. element, defines: of the module that
+    sums, so that no other is compiled.
     """
     count, defines = indices.size, defines or {}
     tiles = -(-count // _TILE)

@@ -206,18 +206,17 @@ def expert_order(
 
     Raises ValueError for a capacity without a priority, or below 0.
     """
-    here = device.current()
-    if capacity is not None and (priority is None or capacity < 0):
-        raise ValueError(f"expert_order: capacity={capacity} needs to be at least 0, and a priority")
+    if capacity is not None and priority is None:
+        raise ValueError("expert_order: a capacity needs a priority, (tokens, k)")
+    if capacity is not None and capacity < 0:
+        raise ValueError(f"expert_order: capacity must be at least 0, got {capacity}")
     rows = experts.size if capacity is None else min(experts.size, count * capacity)
     places, copies = empty(experts.shape, np.int64), empty(rows, np.int64)
     counts = empty((2, count), np.int64)
-    if capacity is None:
-        priority, capacity = None, 0
-    else:
-        priority = contiguous(tensor(priority).data)
-    kernels().route.order(experts, priority, capacity, places, copies, counts)
-    before, after = here.to_numpy(counts).copy()
+    by = None if capacity is None else contiguous(tensor(priority).data)
+    kernels().route.order(experts, by, capacity or 0, places, copies, counts)
+    even = np.diff(rows * np.arange(count + 1) // count)  # a rehearsal's
+    before, after = device.current().read(counts, np.stack([even, even])).copy()
     return ExpertOrder(places, copies, after, before)
 
 
@@ -263,6 +262,10 @@ def grouped_linear(x: "Tensor", weight: "Tensor", counts: Sequence[int] | np.nda
         raise ValueError(
             "grouped_linear: x must be (rows, inputs), weight (groups, outputs, inputs), counts (groups,), "
             f"got {x.shape}, {weight.shape} and {len(counts)} counts"
+        )
+    if min(counts) < 0 or np.sum(counts) > x.shape[0]:
+        raise ValueError(
+            f"grouped_linear: counts must not be negative, and sum to {x.shape[0]} at most, got {counts}"
         )
     check_floats("grouped_linear", x=x, weight=weight)
     return GroupedLinear.apply(x, weight, tuple(map(int, counts)))
@@ -316,7 +319,7 @@ def top2_gate(logits: "Tensor", noisy: bool) -> "tuple[Tensor, ExpertOrder, Tens
     kernels().route.top_k(contiguous(logits.data), first)
     is_first = empty(logits.shape, logits.dtype)
     kernels().route.put(_filled(first.shape, 1, logits.dtype), first, is_first)
-    ranked = logits.data + _gumbel(logits.shape, logits.dtype) if noisy else logits.data
+    ranked = logits.data + gumbel(logits.shape, logits.dtype) if noisy else logits.data
     kernels().route.top_k(chosen(is_first > 0, -np.inf, ranked, logits.shape, logits.dtype), second)
     experts = empty((tokens, 2), np.int64)
     np.minimum(first, second, out=experts[:, :1])
@@ -329,7 +332,7 @@ def top2_gate(logits: "Tensor", noisy: bool) -> "tuple[Tensor, ExpertOrder, Tens
     return weights, order, loss
 
 
-def _gumbel(shape: tuple[int, int], dtype: Any) -> Array:
+def gumbel(shape: tuple[int, int], dtype: Any) -> Array:
     """-log(-log(u)) of uniform numbers above 0."""
     u = empty(shape, dtype)
     seed, call, _ = key_of_use()

@@ -216,6 +216,9 @@ class MoE(Module):
 
     def __init__(self, router: Module, experts: Module, shared: Module | None = None) -> None:
         super().__init__()
+        counts = [getattr(module, "n_experts", None) for module in (router, experts)]
+        if None not in counts and counts[0] != counts[1]:
+            raise ValueError(f"MoE: the router has {counts[0]} experts, there are {counts[1]}")
         self.router, self.experts, self.shared = router, experts, shared
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:

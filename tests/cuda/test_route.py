@@ -65,7 +65,9 @@ def experts_of(kind, tokens, count, k):
 
 def ordered(kernels, array, experts, count, priority, capacity):
     rows = experts.size if priority is None else min(experts.size, count * capacity)
-    places, copies, counts = (array(np.full(s, -7), dtype=np.int64) for s in (experts.shape, rows, (2, count)))
+    places, copies, counts = (
+        array(np.full(s, -7), dtype=np.int64) for s in (experts.shape, rows, (2, count))
+    )
     kernels.order(experts, priority, capacity, places, copies, counts)
     return places, copies, counts
 

@@ -1,0 +1,355 @@
+"""nn/moe.py: the layer beside PyTorch, its promises of equal bits and memory, its load, its errors."""
+
+import copy
+from functools import partial
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, device, nn, optim
+from shardrt import functional as F
+from shardrt.autograd import Late
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, units
+from shardrt.recompute import checkpoint
+from tests.gradcheck import check_direction, leaf, normal
+
+WIDTH, HIDDEN, COUNT, K = 6, 5, 4, 2
+ROUTERS = {
+    "mixtral": partial(nn.TopKRouter, per_token=K),
+    "olmoe": partial(nn.TopKRouter, per_token=K, renormalise=False, z_loss=1e-3),
+    "deepseek": partial(
+        nn.TopKRouter, per_token=3, score="sigmoid", expert_bias=True, scale=2.5, balance_loss=0.0
+    ),
+    "capacity": partial(nn.TopKRouter, per_token=K, capacity_factor=0.75),
+    "pooled": partial(nn.TopKRouter, per_token=K, score="softmax_of_chosen", pooled=True),
+    "all of them": partial(nn.TopKRouter, per_token=COUNT),
+    "top2gate": nn.Top2Gate,
+}
+
+
+class Shared(nn.Module):
+    """What every token goes through besides."""
+
+    def __init__(self, dtype):
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=dtype)
+
+    def forward(self, x):
+        return F.silu(self.layer(x))
+
+
+def moe(router="mixtral", activation="swiglu", shared=False, dtype=np.float32, seed=1):
+    shardrt.manual_seed(seed)
+    layer = nn.MoE(
+        ROUTERS[router](WIDTH, COUNT, dtype=dtype),
+        nn.Experts(COUNT, WIDTH, HIDDEN, activation=activation, dtype=dtype),
+        Shared(dtype) if shared else None,
+    )
+    return layer
+
+
+class Stack(nn.Module):
+    """Two blocks that pass the balance loss on."""
+
+    def __init__(self, router="mixtral", **how):
+        super().__init__()
+        self.blocks = nn.ModuleList(moe(router, **how) for _ in range(2))
+
+    def forward(self, x):
+        total = None
+        for block in self.blocks:
+            y, loss = block(x)
+            x, total = x + y, loss if total is None else total + loss
+        return x, total
+
+
+def batch(number=0, tokens=12, dtype=np.float32):
+    return Tensor(normal(2, tokens // 2, WIDTH, seed=number).astype(dtype))
+
+
+def loss_of(model, number=0):
+    shardrt.manual_seed(3)
+    y, balance = model(batch(number))
+    return (y * y).sum() + balance.sum()
+
+
+def gradients(model):
+    return {name: p.grad.copy() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def assert_same_bits(found, expected):
+    assert found.keys() == expected.keys() and expected
+    for name, gradient in expected.items():
+        np.testing.assert_array_equal(found[name], gradient, err_msg=name)
+
+
+# -- what it computes
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("activation", ["swiglu", "gelu", "gelu_tanh", "silu", "relu"])
+def test_gradients(router, activation):
+    layer = moe(router, activation, shared=router == "mixtral", dtype=np.float64)
+    parameters = list(layer.parameters())
+
+    def run(x, *_):
+        shardrt.manual_seed(3)
+        return layer(x)
+
+    for parameter in parameters:
+        _ = parameter.data
+    check_direction(run, leaf(normal(2, 6, WIDTH)), *parameters)
+
+
+def reference(torch, layer, x):
+    """Mixtral's block, an expert at a time; (output, loss), and the leaves by name."""
+    leaves = {name: torch.tensor(p.data, requires_grad=True) for name, p in layer.named_parameters()}
+    scores = torch.softmax(x @ leaves["router.weight"].T, -1)
+    weights, chosen = scores.topk(K, -1)
+    weights = weights / weights.sum(-1, keepdim=True)
+    y = torch.zeros_like(x)
+    for expert in range(COUNT):
+        token, place = torch.where(chosen == expert)
+        gate, up = (x[token] @ leaves["experts.up"][expert].T).chunk(2, -1)
+        hidden = (torch.nn.functional.silu(gate) * up) @ leaves["experts.down"][expert].T
+        y = y.index_add(0, token, hidden * weights[token, place, None])
+    counts = torch.bincount(chosen.reshape(-1), minlength=COUNT)
+    return y, COUNT / (K * len(x) ** 2) * (counts * scores.sum(0)).sum(), leaves
+
+
+def even(layer):
+    """Tokens as they come."""
+
+
+def skewed(layer):
+    """All tokens to experts 1 and 3, none to the others."""
+    layer.router.weight.data[:] = 0
+    layer.router.weight.data[1::2] = 3
+    layer.router.weight.data[3] += 1
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("prepare", [even, skewed])
+@pytest.mark.parametrize("tokens", [1, 40])
+def test_values_and_gradients_are_those_of_pytorch(prepare, tokens):
+    torch = pytest.importorskip("torch")
+    layer = moe()
+    prepare(layer)
+    values = np.abs(normal(tokens, WIDTH)).astype(np.float32)
+    x, theirs = Tensor(values, requires_grad=True), torch.tensor(values, requires_grad=True)
+    y, loss = layer(x)
+    expected, balance, leaves = reference(torch, layer, theirs)
+    ((y * y).sum() + loss).backward()
+    ((expected * expected).sum() + balance).backward()
+    np.testing.assert_allclose(y.data, expected.detach(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(loss.item(), balance.item(), rtol=1e-5)
+    np.testing.assert_allclose(x.grad, theirs.grad, rtol=1e-5, atol=1e-5)
+    for name, gradient in gradients(layer).items():
+        np.testing.assert_allclose(gradient, leaves[name].grad, rtol=1e-5, atol=1e-5, err_msg=name)
+    if prepare is skewed:
+        assert nn.expert_load(layer)["router"].tolist() == [0, tokens, 0, tokens]
+
+
+def test_with_all_experts_and_equal_weights_it_is_their_mean():
+    layer = moe("all of them")
+    layer.router.weight.data[:] = 0
+    x = batch().data.reshape(-1, WIDTH)
+    y, loss = layer(x)
+    pairs = zip(layer.experts.up.data, layer.experts.down.data, strict=True)
+    each = [F.linear(F.swiglu(F.linear(x, up)), down).data for up, down in pairs]
+    np.testing.assert_allclose(y.data, np.mean(each, 0), rtol=1e-5, atol=1e-6)
+    assert loss.item() == pytest.approx(1)
+
+
+def test_what_is_dropped_keeps_the_shared_expert_and_no_more():
+    layer = moe("capacity", shared=True)
+    skewed(layer)
+    x = Tensor(np.ones((16, WIDTH), np.float32))  # capacity 6
+    y, plain = layer(x)[0].data, layer.shared(x).data
+    assert (y[:6] != plain[:6]).all() and (y[6:] == plain[6:]).all()
+    assert nn.expert_load(layer)["router"].tolist() == [0, 16, 0, 16]
+
+
+def test_no_loss_is_a_zero_that_can_be_passed_on():
+    layer = moe("deepseek")
+    loss = layer(batch())[1]
+    assert loss.shape == () and loss.item() == 0 and not loss.requires_grad
+
+
+# -- the same bits
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_late_gradients_are_the_same_bits(router):
+    plain, late = Stack(router), Stack(router)
+    for number in range(2):
+        loss_of(plain, number).backward()
+    lates = [Late(), Late()]
+    for number, each in enumerate(lates):
+        loss_of(late, number).backward(late=each)
+    for each in lates:
+        each.run()
+    assert_same_bits(gradients(late), gradients(plain))
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+@pytest.mark.parametrize("policy", ["full", "matmul"])
+def test_recomputation_is_the_same_bits_and_counts_once(router, policy):
+    plain, again = Stack(router), Stack(router)
+    for block in again.blocks:
+        checkpoint(block, policy)
+    for model in (plain, again):
+        loss_of(model).backward()
+    assert_same_bits(gradients(again), gradients(plain))
+    assert all(load.sum() for load in nn.expert_load(plain).values())
+    for name, load in nn.expert_load(plain).items():
+        np.testing.assert_array_equal(nn.expert_load(again)[name], load)
+
+
+def trained(strategy, precision=None):
+    """Losses, weights and expert biases of three steps, this rank's half of the tokens."""
+    shardrt.manual_seed(5)
+    model, mesh = Stack("deepseek"), init_device_mesh("auto")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, strategy=strategy, mp_policy=precision)
+    fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=precision)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for step in range(3):
+        y, _ = model(batch(10 * step + mesh.rank))
+        loss = (y * y).sum()
+        loss.backward()
+        optimizer.step()
+        nn.update_expert_bias(model, rate=0.01)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    kinds = {p.name: g.key.param for u in units(model) for g in u.groups for p in g.parameters}
+    return losses, [router.expert_bias for router in routers(model)], kinds
+
+
+def routers(model):
+    return [module for module in model.modules() if isinstance(module, nn.Router)]
+
+
+def test_strategies_give_the_same_bits_and_ranks_the_same_bias():
+    full, copied = (thread.run(2, trained, strategy) for strategy in ("FULL_SHARD", "NO_SHARD"))
+    for (losses, biases, _), (others, theirs, _) in zip(full, copied, strict=True):
+        assert losses == others
+        for one, other, first in zip(biases, theirs, full[0][1], strict=True):
+            np.testing.assert_array_equal(one, other)
+            np.testing.assert_array_equal(one, first)
+    assert np.abs(full[0][1]).max() > 0.01
+
+
+def test_mixed_precision_leaves_the_router_in_float32():
+    losses, _, kinds = thread.run(2, trained, "FULL_SHARD", MixedPrecisionPolicy("bfloat16"))[0]
+    assert {name for name, kind in kinds.items() if kind == "float32"} == {
+        "blocks.0.router.weight",
+        "blocks.1.router.weight",
+    }
+    assert all(np.isfinite(losses))
+
+
+# -- load and bias
+
+
+def test_the_load_is_that_of_training_since_the_last_update():
+    layer = moe("deepseek")
+    layer(batch())
+    first = nn.expert_load(layer)["router"]
+    layer(batch(1))
+    assert first.sum() == 36 and nn.expert_load(layer)["router"].sum() == 72
+    layer.eval()(batch())
+    assert nn.expert_load(layer)["router"].sum() == 72
+    nn.update_expert_bias(layer)
+    assert nn.expert_load(layer)["router"].sum() == 0
+
+
+def test_the_bias_moves_against_the_load_and_not_where_it_is_the_mean():
+    layer = moe("deepseek")
+    layer.router.load[:] = [10, 2, 4, 0]
+    nn.update_expert_bias(layer, rate=0.5)
+    assert layer.router.expert_bias.tolist() == [-0.5, 0.5, 0, 0.5]
+
+
+def test_the_bias_balances():
+    layer = moe("deepseek")
+    layer.router.weight.data[:2] += 0.3
+    x = Tensor(np.abs(normal(200, WIDTH)).astype(np.float32))
+    spreads = []
+    for _ in range(60):
+        layer(x)
+        spreads.append(np.ptp(nn.expert_load(layer)["router"]))
+        nn.update_expert_bias(layer, rate=0.01)
+    assert np.mean(spreads[-10:]) < 0.3 * spreads[0]
+
+
+def test_a_model_without_routers_is_left_alone():
+    model = nn.Linear(2, 2)
+    nn.update_expert_bias(model)
+    assert nn.expert_load(model) == {}
+
+
+def test_the_bias_is_state_and_the_load_is_not():
+    layer = moe("deepseek")
+    assert set(layer.state_dict()) == {"router.weight", "router.expert_bias", "experts.up", "experts.down"}
+    twin = copy.deepcopy(layer)
+    twin.router.load += 1
+    assert layer.router.load.sum() == 0
+
+
+# -- memory
+
+
+def planned_and_taken(router, prepare):
+    """Bytes of activations, in the plan and in a step."""
+    shardrt.manual_seed(1)
+    model = nn.MoE(ROUTERS[router](64, COUNT), nn.Experts(COUNT, 64, 128))
+    prepare(model)
+    fully_shard(model)
+    x, here = Tensor(np.abs(normal(1024, 64)).astype(np.float32)), device.current()
+
+    def step():
+        y, balance = model(x)
+        ((y * y).sum() + balance).backward()
+
+    planned = memory_plan(model, step=step).device["activations"]
+    assert nn.expert_load(model)["router"].sum() == 0, "a rehearsal has counted"
+    step()
+    model.zero_grad()
+    here.reset_peak()
+    before = here.peak_bytes()
+    step()
+    return planned, here.peak_bytes() - before
+
+
+@pytest.mark.parametrize("router", ["mixtral", "capacity", "top2gate"])
+def test_the_plan_is_what_a_step_takes_however_skewed_it_is(router):
+    """Rows are the tokens times k, or what the capacity allows: what is planned does not depend on values."""
+    for prepare in (even, skewed):
+        planned, taken = planned_and_taken(router, prepare)
+        assert planned == taken > 1024 * 64 * 4
+
+
+# -- errors
+
+
+def test_what_does_not_fit_is_an_error():
+    for wrong, message in (
+        (lambda: nn.TopKRouter(6, 4, 5), "TopKRouter: per_token must be at most 4, got 5"),
+        (lambda: nn.TopKRouter(6, 4, 0), "TopKRouter: per_token must be at least 1, got 0"),
+        (lambda: nn.TopKRouter(6, 0, 1), "TopKRouter: n_experts must be at least 1, got 0"),
+        (lambda: nn.TopKRouter(6, 4, 1, score="max"), "TopKRouter: score must be one of .* got 'max'"),
+        (lambda: nn.TopKRouter(6, 4, 1, capacity_factor=0), "capacity_factor must be positive, got 0"),
+        (lambda: nn.Top2Gate(6, 1), "Top2Gate: n_experts must be at least 2, got 1"),
+        (lambda: nn.Experts(4, 6, 5, activation="tanh"), "Experts: activation must be one of .* got 'tanh'"),
+        (lambda: nn.Experts(4, 6, 0), "Experts: hidden must be at least 1, got 0"),
+        (lambda: nn.MoE(nn.TopKRouter(6, 3, 1), nn.Experts(4, 6, 5)), "MoE: the router has 3 experts, .* 4"),
+        (lambda: moe()(Tensor(normal(3, 7))), r"linear: x must be \(\.\.\., 6\) for weight \(4, 6\)"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            wrong()
+    with pytest.raises(TypeError, match="all must be float32 or all float64, got x float64, weight float32"):
+        moe()(Tensor(normal(3, 6)))
