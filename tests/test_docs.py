@@ -132,6 +132,7 @@ FEATURES = (
     "strategies",
     "pipeline",
     "tensor_parallel",
+    "experts",
     "wrapping",
     "mixed_precision",
     "accumulation",

@@ -54,6 +54,17 @@ def test_while_nothing_can_be_measured_the_first_is_taken(library):
     assert record(library).algorithm == 102
 
 
+def test_products_of_ever_new_sizes_take_the_first_and_leave_no_files(lt, library, kept):
+    """Those of experts: as many as there are numbers of rows."""
+    for rows in range(2, 6):
+        a, out = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
+        lt.gemm(a, A, out, accumulate=False, varied=True)
+        assert record(library).algorithm == 101 and (out == 4).all()
+    assert lt._stage.measured == 0 and not kept.exists()
+    lt.gemm(A, A, OUT, accumulate=False)
+    assert lt._stage.measured > 0, "an ordinary one of the same size is measured"
+
+
 def test_threads_that_measure_at_once_keep_one_algorithm(library, monkeypatch):
     """Else they would differ in bits until both take what the later one has found."""
     monkeypatch.setenv("XDG_CACHE_HOME", "/dev/null/nowhere")  # or they would agree by the file

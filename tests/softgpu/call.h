@@ -29,4 +29,3 @@ using std::signbit;
 inline int __clz(int x) { return x ? __builtin_clz(x) : 32; }
 inline int __popcll(unsigned long long x) { return __builtin_popcountll(x); }
 inline int __float_as_int(float x) { int y; memcpy(&y, &x, 4); return y; }
-inline long long __double_as_longlong(double x) { long long y; memcpy(&y, &x, 8); return y; }

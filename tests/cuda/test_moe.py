@@ -1,0 +1,88 @@
+"""Experts on the GPU in software, by CuPy and the kernels of CUDA: as on the CPU."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, device, nn, optim
+from shardrt import functional as F
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from shardrt.recompute import checkpoint
+from tests.gradcheck import normal
+from tests.test_moe import ROUTERS, Stack, batch, routers
+
+BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32")
+
+
+def trained(name, router, policy=None, ranks=1):
+    """Loads, losses and weights of two steps."""
+    shardrt.manual_seed(2)
+    mesh, model = init_device_mesh(name), Stack(router)
+    settings = {} if policy is None else {"mp_policy": policy}
+    for block in model.blocks:
+        checkpoint(block)
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    optimizer, losses, loads = optim.SGD(model.parameters(), lr=1e-2), [], []
+    for step in range(2):
+        x = Tensor(mesh.device.asarray(batch(10 * step + mesh.rank).data))
+        y, balance = model(x)
+        loss = F.cast((y * y).mean(), "float32") + balance.sum()
+        loss.backward()
+        optimizer.step()
+        loads.append(nn.expert_load(model))
+        nn.update_expert_bias(model, rate=0.1)
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    biases = [router.expert_bias for router in routers(model) if hasattr(router, "expert_bias")]
+    biases = [mesh.device.to_numpy(bias) for bias in biases if bias is not None]
+    return loads, losses, full_state_dict(model), biases
+
+
+def compare(found, expected, tolerance):
+    for (loads, losses, weights, biases), (their_loads, their_losses, theirs, their_biases) in zip(
+        found, expected, strict=True
+    ):
+        for one, other in zip(loads, their_loads, strict=True):
+            for name in other:
+                np.testing.assert_array_equal(one[name], other[name])
+        np.testing.assert_allclose(losses, their_losses, rtol=tolerance)
+        for name, values in theirs.items():
+            np.testing.assert_allclose(weights[name], values, rtol=0, atol=tolerance, err_msg=name)
+        np.testing.assert_array_equal(biases, their_biases)
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_each_router_trains_as_on_the_cpu(gpu, router):
+    compare(*(thread.run(1, trained, name, router) for name in ("cuda", "cpu")), 1e-5)
+
+
+def test_two_ranks_move_one_bias(gpu):
+    compare(*(thread.run(2, trained, name, "deepseek") for name in ("cuda", "cpu")), 1e-5)
+
+
+def test_in_16_bits_the_router_has_32(gpu):
+    loads, losses, weights, _ = thread.run(1, trained, "cuda", "capacity", BFLOAT16)[0]
+    expected = thread.run(1, trained, "cpu", "capacity", BFLOAT16)[0]
+    np.testing.assert_allclose(losses, expected[1], rtol=2e-2)
+    for name, values in expected[2].items():
+        np.testing.assert_allclose(weights[name], values, rtol=0, atol=2e-2, err_msg=name)
+
+
+def test_a_graph_is_not_captured(gpu):
+    """The host asks for the counts."""
+    layer = nn.MoE(nn.TopKRouter(4, 2, 1), nn.Experts(2, 4, 4))
+    x = Tensor(device.current().asarray(normal(3, 4).astype(np.float32)))
+    layer(x)
+    with pytest.raises(RuntimeError, match="an array can't be read by the host"):
+        gpu.capture(lambda: layer(x))
+
+
+def test_ops_take_arrays_of_the_device(gpu):
+    x = gpu.asarray(normal(6, 3))
+    weights, experts, _ = F.route(x, 2)
+    order = F.expert_order(experts, 3, capacity=2, priority=weights)
+    y = F.combine(F.dispatch(x, order), weights, order)
+    assert y.shape == (6, 3) and (order.counts <= 2).all()
