@@ -9,9 +9,11 @@ import pytest
 import shardrt
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
 from shardrt.autograd import Late
+from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, units
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant, units
 from shardrt.recompute import checkpoint
 from tests.gradcheck import check_direction, leaf, normal
 
@@ -195,11 +197,11 @@ def test_late_gradients_are_the_same_bits(router):
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-@pytest.mark.parametrize("policy", ["full", "matmul"])
-def test_recomputation_is_the_same_bits_and_counts_once(router, policy):
+@pytest.mark.parametrize("saving", [checkpoint, partial(checkpoint, policy="matmul"), offload_activations])
+def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, saving):
     plain, again = Stack(router), Stack(router)
     for block in again.blocks:
-        checkpoint(block, policy)
+        saving(block)
     for model in (plain, again):
         loss_of(model).backward()
     assert_same_bits(gradients(again), gradients(plain))
@@ -241,6 +243,32 @@ def test_strategies_give_the_same_bits_and_ranks_the_same_bias():
             np.testing.assert_array_equal(one, other)
             np.testing.assert_array_equal(one, first)
     assert np.abs(full[0][1]).max() > 0.01
+
+
+def trained_in_micro_batches(router):
+    """Weights and biases after two steps of four micro-batches, shared among the ranks."""
+    shardrt.manual_seed(5)
+    model, mesh = Stack(router), init_device_mesh("auto")
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    set_world_invariant(model, 4)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for step in range(2):
+        shardrt.manual_seed(1, step)
+        for number in range(mesh.rank, 4, mesh.size):
+            y, balance = model(batch(10 * step + number))
+            ((y * y).mean() + balance.sum()).backward()
+        optimizer.step()
+        nn.update_expert_bias(model, rate=0.01)
+        optimizer.zero_grad()
+    return full_state_dict(model)
+
+
+@pytest.mark.parametrize("router", ["deepseek", "capacity", "top2gate"])
+def test_a_run_has_the_same_bits_on_one_rank_and_on_two(router):
+    one, two = (thread.run(ranks, trained_in_micro_batches, router)[0] for ranks in (1, 2))
+    assert_same_bits(one, two)
 
 
 def test_mixed_precision_leaves_the_router_in_float32():

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exact, fused
+from shardrt.kernels.cpu._jit import exact, fused, reordered
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -168,7 +168,7 @@ def _collect(start, stop, x, weights, weighted, places, y):
                 out[i] += factor * source[i]
 
 
-@fused
+@reordered
 def _weights_backward(start, stop, dy, x, places, dweights):
     for row in range(start, stop):
         upper = dy[row]
