@@ -210,13 +210,13 @@ def test_recomputed_and_offloaded_it_is_the_same_bits_and_counts_once(router, sa
         np.testing.assert_array_equal(nn.expert_load(again)[name], load)
 
 
-def trained(strategy, precision=None):
-    """Losses, weights and expert biases of three steps, this rank's half of the tokens."""
+def trained(strategy, precision=None, apart=False):
+    """Losses, expert biases and types of three steps on this rank's tokens. apart: experts are units."""
     shardrt.manual_seed(5)
     model, mesh = Stack("deepseek"), init_device_mesh("auto")
-    for block in model.blocks:
-        fully_shard(block, mesh=mesh, strategy=strategy, mp_policy=precision)
-    fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=precision)
+    inner = [block.experts for block in model.blocks] if apart else []
+    for module in (*inner, *model.blocks, model):
+        fully_shard(module, mesh=mesh, strategy=strategy, mp_policy=precision)
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
     for step in range(3):
@@ -237,8 +237,9 @@ def routers(model):
 
 def test_strategies_give_the_same_bits_and_ranks_the_same_bias():
     full, copied = (thread.run(2, trained, strategy) for strategy in ("FULL_SHARD", "NO_SHARD"))
-    for (losses, biases, _), (others, theirs, _) in zip(full, copied, strict=True):
-        assert losses == others
+    apart = thread.run(2, trained, "FULL_SHARD", apart=True)
+    for (losses, biases, _), (others, theirs, _), (again, _, _) in zip(full, copied, apart, strict=True):
+        assert losses == others == again
         for one, other, first in zip(biases, theirs, full[0][1], strict=True):
             np.testing.assert_array_equal(one, other)
             np.testing.assert_array_equal(one, first)
@@ -278,6 +279,33 @@ def test_mixed_precision_leaves_the_router_in_float32():
         "blocks.1.router.weight",
     }
     assert all(np.isfinite(losses))
+
+
+class OnAnotherRank:
+    """Around Experts, as if they were elsewhere, in another order: what comes back is put right again."""
+
+    order, every_entry = -1, False
+
+    def run(self, module, forward, /, rows, counts):
+        stops = np.cumsum(counts)
+        theirs = np.concatenate([np.arange(stops[i] - counts[i], stops[i]) for i in reversed(range(COUNT))])
+        sent = F.index_select(rows, 0, theirs)
+        there = F.index_select(forward(sent, counts[::-1]), 0, np.argsort(theirs))
+        return there
+
+
+@pytest.mark.parametrize("router", ["mixtral", "deepseek"])
+def test_what_is_attached_to_the_experts_sees_all_their_rows_and_nothing_else(router):
+    plain, elsewhere = moe(router), moe(router)
+    elsewhere.experts.up.data[:] = plain.experts.up.data[::-1]
+    elsewhere.experts.down.data[:] = plain.experts.down.data[::-1]
+    elsewhere.experts.run_inside(OnAnotherRank())
+    for layer in (plain, elsewhere):
+        loss_of(layer).backward()
+    found, expected = gradients(elsewhere), gradients(plain)
+    for name in ("experts.up", "experts.down"):
+        found[name] = found[name][::-1]
+    assert_same_bits(found, expected)
 
 
 # -- load and bias

@@ -28,6 +28,7 @@ from shardrt.kernels.cuda._cublaslt_plan import (
 )
 from shardrt.kernels.cuda._launch import Apart, Array, address
 
+VARIED = 4096  # plans that are kept of products whose sizes change from call to call; a few kB each
 _MULTIPLE = 8  # of the leading dimension of what goes into GELU
 
 
@@ -56,6 +57,7 @@ class CublasLt:
         self._library = Library(library)
         self._stage = stage
         self._plans: dict[tuple, Plan | None] = {}  # None: there is no such product
+        self._varied: dict[tuple, Plan | None] = {}  # those of sizes that come and go, VARIED at most
         self._chooser = Chooser(Kept(lambda: (stage.gpu, self._library.version)))
 
     def gemm(
@@ -129,10 +131,14 @@ class CublasLt:
             None if vector is None else vector.dtype.num,
         )
         places = at_b, at_a, at_out, at_vector, at_matrix
+        plans = self._varied if varied else self._plans
         try:
-            plan = self._plans[key]
+            plan = plans[key]
         except KeyError:
             plan = self._plan(key, a, b, out, vector, matrix, places, optional=apart is not None)
+            if len(plans) >= VARIED and varied:
+                plans.clear()  # threads that run one of them hold it
+            plan = plans.setdefault(key, plan)  # of two threads that make it, one's
         if plan is None:
             return False
         if varied or determinism.are_deterministic_algorithms_enabled():
@@ -171,7 +177,7 @@ class CublasLt:
             if not optional:
                 raise
             plan = None
-        return self._plans.setdefault(key, plan)  # of two threads that make it, one's
+        return plan
 
     def _choose(self, plan: Plan, places: tuple[int, ...], out: Array, apart: Apart | None) -> None:
         """Settle what computes such products; not yet if that can't be measured now.

@@ -124,7 +124,7 @@ class Library:
 
 
 class Plan:
-    """The descriptors of one kind of product, which live as long as the process.
+    """The descriptors of one kind of product.
 
     candidates: the algorithms that the heuristic proposes, best first. choice: the one to take, or APART
     (_algorithms.py); None until somebody has chosen.
@@ -142,7 +142,7 @@ class Plan:
             number(1),
             number(1 if what.accumulate else 0),
         )  # the product times this, plus out times that
-        self._product = c_void_p()
+        self._product, self._layouts = c_void_p(), []
         compute, scale = (_COMPUTE_64F, "float64") if double else (_COMPUTE_32F, "float32")
         created = byref(self._product), c_int(compute), c_int(ELEMENTS[scale])
         library.call("cublasLtMatmulDescCreate", *created)
@@ -156,12 +156,19 @@ class Plan:
         if what.vector is not None:
             self._describe(_VECTOR_TYPE, c_int32(what.vector[0]))
             self._pointers.append((_VECTOR_POINTER, c_uint64(), 3))
-        self._layouts = [_layout(library, m, what.batch) for m in (what.first, what.second, what.result)]
+        for matrix in (what.first, what.second, what.result):
+            self._layouts.append(_layout(library, matrix, what.batch))
         self._point(places)
         self.candidates = self._propose()
         one, beta = map(addressof, self._numbers)
         first, second, result = self._layouts
         self._head, self._mid = (library.handle, self._product, one), (first, second, result, beta)
+
+    def __del__(self) -> None:
+        for layout in self._layouts:
+            self._library.call("cublasLtMatrixLayoutDestroy", layout)
+        if self._product:
+            self._library.call("cublasLtMatmulDescDestroy", self._product)
 
     def run(self, stage: Any, algorithm: Algorithm, places: tuple[int, ...]) -> None:
         """Launch the product in the current stream. Raises NoSuchProduct if this algorithm can't.

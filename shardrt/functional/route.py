@@ -163,13 +163,16 @@ def route(
     times `scale`. bias (experts,): is added to the scores where experts are chosen, and to nothing else
     (`nn.update_expert_bias`).
 
-    Raises ValueError for a k that does not fit, and for an unknown score; TypeError for other dtypes.
+    Raises ValueError for a k or a bias that does not fit, and for an unknown score; TypeError for other
+    dtypes.
     """
     logits = _matrix("route", "logits", logits)
     if not 1 <= k <= logits.shape[1]:
         raise ValueError(f"route: k must be in [1, {logits.shape[1]}], got {k}")
     if score not in SCORES:
         raise ValueError(f"route: score must be one of {', '.join(map(repr, SCORES))}, got {score!r}")
+    if bias is not None and bias.shape != logits.shape[1:]:
+        raise ValueError(f"route: bias must be ({logits.shape[1]},), got {bias.shape}")
     scores = sigmoid(logits) if score == "sigmoid" else softmax(logits)
     experts = empty((logits.shape[0], k), np.int64)
     ranked = logits.data if bias is None else scores.data + device.current().asarray(bias, logits.dtype)
@@ -204,16 +207,22 @@ def expert_order(
     priority: (tokens, k), not negative, needed with a capacity: their weights, say. The host waits for the
     device, which tells it how many rows each expert has.
 
-    Raises ValueError for a capacity without a priority, or below 0.
+    Raises ValueError for a capacity without a priority, or below 0, and for other shapes or types.
     """
+    if experts.ndim != 2 or experts.dtype != np.int64:
+        raise ValueError(
+            f"expert_order: experts must be int64 (tokens, k), got {experts.dtype} {experts.shape}"
+        )
     if capacity is not None and priority is None:
         raise ValueError("expert_order: a capacity needs a priority, (tokens, k)")
     if capacity is not None and capacity < 0:
         raise ValueError(f"expert_order: capacity must be at least 0, got {capacity}")
+    by = None if capacity is None else contiguous(tensor(priority).data)
+    if by is not None and by.shape != experts.shape:
+        raise ValueError(f"expert_order: priority must be {experts.shape}, got {by.shape}")
     rows = experts.size if capacity is None else min(experts.size, count * capacity)
     places, copies = empty(experts.shape, np.int64), empty(rows, np.int64)
     counts = empty((2, count), np.int64)
-    by = None if capacity is None else contiguous(tensor(priority).data)
     kernels().route.order(experts, by, capacity or 0, places, copies, counts)
     even = np.diff(rows * np.arange(count + 1) // count)  # a rehearsal's
     before, after = device.current().read(counts, np.stack([even, even])).copy()

@@ -18,6 +18,7 @@ typedef struct { int64_t products, algorithm, workspace, stream, beta_is_one; } 
 Record fake_record;
 int fake_proposals = 3;  // algorithms: number 100, which is not usable, 101, ...
 int64_t fake_unable;     // the number of one that can't compute what it was proposed for, as is seen when it should
+int64_t fake_destroyed;  // descriptors
 static int handle;
 
 const char* cublasLtGetStatusString(int status) { return status == 7 ? "invalid value" : "not supported"; }
@@ -49,6 +50,8 @@ int cublasLtMatrixLayoutSetAttribute(Layout* layout, int name, const void* value
     if (name == 6 && size == 8) { memcpy(&layout->stride, value, 8); return 0; }
     return 7;
 }
+int cublasLtMatmulDescDestroy(void* product) { fake_destroyed++; free(product); return 0; }
+int cublasLtMatrixLayoutDestroy(void* layout) { fake_destroyed++; free(layout); return 0; }
 int cublasLtMatmulPreferenceCreate(void** out) { *out = calloc(1, sizeof(Preference)); return 0; }
 int cublasLtMatmulPreferenceDestroy(void* preference) { free(preference); return 0; }
 int cublasLtMatmulPreferenceSetAttribute(Preference* preference, int name, const void* value, size_t size) {

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from shardrt.kernels import determinism
+from shardrt.kernels.cuda import _cublaslt
 from shardrt.kernels.cuda._algorithms import Kept
 from shardrt.kernels.cuda._cublaslt import CublasLt
 from shardrt.kernels.cuda._cublaslt_plan import Library, NoSuchProduct, Plan
@@ -63,6 +64,17 @@ def test_products_of_ever_new_sizes_take_the_first_and_leave_no_files(lt, librar
     assert lt._stage.measured == 0 and not kept.exists()
     lt.gemm(A, A, OUT, accumulate=False)
     assert lt._stage.measured > 0, "an ordinary one of the same size is measured"
+
+
+def test_plans_of_ever_new_sizes_do_not_pile_up(lt, library, monkeypatch):
+    monkeypatch.setattr(_cublaslt, "VARIED", 3)
+    destroyed = ctypes.c_int64.in_dll(library, "fake_destroyed")
+    before = destroyed.value
+    for rows in range(2, 12):
+        a, out = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
+        lt.gemm(a, A, out, accumulate=False, varied=True)
+        assert len(lt._varied) <= 3 and (out == 4).all()
+    assert destroyed.value - before == 4 * 9, "a product and three layouts of each that is gone"
 
 
 def test_threads_that_measure_at_once_keep_one_algorithm(library, monkeypatch):

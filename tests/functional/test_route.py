@@ -255,6 +255,12 @@ def test_what_does_not_fit_is_an_error():
         F.route(LOGITS[..., None], 1)
     with pytest.raises(ValueError, match="score must be one of 'softmax', .* got 'hard'"):
         F.route(LOGITS, 1, score="hard")
+    with pytest.raises(ValueError, match=r"route: bias must be \(5,\), got \(4,\)"):
+        F.route(LOGITS, 1, bias=np.zeros(4))
+    with pytest.raises(ValueError, match=r"experts must be int64 \(tokens, k\), got int32 \(3,\)"):
+        F.expert_order(np.zeros(3, np.int32), COUNT)
+    with pytest.raises(ValueError, match=r"expert_order: priority must be \(7, 2\), got \(7,\)"):
+        F.expert_order(experts_of(), COUNT, capacity=1, priority=np.ones(7))
     with pytest.raises(ValueError, match="expert_order: a capacity needs a priority"):
         F.expert_order(experts_of(), COUNT, capacity=3)
     with pytest.raises(ValueError, match="expert_order: capacity must be at least 0, got -1"):
