@@ -14,7 +14,7 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, chosen, empty, kernels, tensor
+from shardrt.functional._arrays import check_floats, chosen, compute, empty, kernels, tensor
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
@@ -175,7 +175,9 @@ def route(
         raise ValueError(f"route: bias must be ({logits.shape[1]},), got {bias.shape}")
     scores = sigmoid(logits) if score == "sigmoid" else softmax(logits)
     experts = empty((logits.shape[0], k), np.int64)
-    ranked = logits.data if bias is None else scores.data + device.current().asarray(bias, logits.dtype)
+    ranked = logits.data
+    if bias is not None:
+        ranked = compute(np.add, scores.data, device.current().asarray(bias, logits.dtype))
     kernels().route.top_k(contiguous(ranked), experts)
     if score == "softmax_of_chosen":
         weights = softmax(Take.apply(logits, experts))
@@ -328,7 +330,7 @@ def top2_gate(logits: "Tensor", noisy: bool) -> "tuple[Tensor, ExpertOrder, Tens
     kernels().route.top_k(contiguous(logits.data), first)
     is_first = empty(logits.shape, logits.dtype)
     kernels().route.put(_filled(first.shape, 1, logits.dtype), first, is_first)
-    ranked = logits.data + gumbel(logits.shape, logits.dtype) if noisy else logits.data
+    ranked = compute(np.add, logits.data, gumbel(logits.shape, logits.dtype)) if noisy else logits.data
     kernels().route.top_k(chosen(is_first > 0, -np.inf, ranked, logits.shape, logits.dtype), second)
     experts = empty((tokens, 2), np.int64)
     np.minimum(first, second, out=experts[:, :1])
@@ -349,7 +351,9 @@ def gumbel(shape: tuple[int, int], dtype: Any) -> Array:
     for number, run in enumerate(u.reshape(count, u.size // count)):
         kernels().philox.uniform(run, seed, call, first + number * stride)
     np.maximum(u, 2.0**-25, out=u)
-    return -np.log(-np.log(u))
+    for _ in range(2):
+        np.negative(np.log(u, out=u), out=u)
+    return u
 
 
 def _filled(shape: tuple[int, ...], value: float, dtype: Any) -> Array:

@@ -27,7 +27,8 @@ class Mirror(Emulator):
     def gemm(self, a, b, out, *, accumulate, bias=None, varied=False):
         there = _There()
         arrays = there(a), there(b), there(out)
-        self._real.gemm(*arrays, accumulate=accumulate, bias=None if bias is None else there(bias))
+        beside = None if bias is None else there(bias)
+        self._real.gemm(*arrays, accumulate=accumulate, bias=beside, varied=varied)
         there.bring_back()
 
     def prepare(self, wanted):
