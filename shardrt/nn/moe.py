@@ -242,7 +242,7 @@ def update_expert_bias(model: Module, rate: float = 1e-3) -> None:
 
     Moves it up by `rate` where an expert was chosen less often than the mean, down where more often, counted
     over all ranks that train the model, and begins the count anew (Wang et al., Auxiliary-Loss-Free Load
-    Balancing, 2024). Collective where a router has one.
+    Balancing, 2024). model: the whole, also where it has stages. Collective where a router has one.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     biased = [router for router in routers if getattr(router, "expert_bias", None) is not None]
