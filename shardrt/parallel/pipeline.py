@@ -145,11 +145,12 @@ class Pipeline:
             return output[0]
 
         row = [Action("F", stage.number, 0) for stage in self.stages]
-        with self.using_links(), autograd.no_grad():
-            step = Step(self, forward, [(args, kwargs)], row, kind="whole")
-            step.run()
-        random.begin_call(max(talk.from_all(self.mesh.communicator("control"), step.used)))
-        return self._everywhere(output[0] if output else None)
+        with self.using_links():
+            with autograd.no_grad():
+                step = Step(self, forward, [(args, kwargs)], row, kind="whole")
+                step.run()
+            random.begin_call(max(talk.from_all(self.mesh.communicator("control"), step.used)))
+            return self._everywhere(output[0] if output else None)
 
     @contextmanager
     def using_links(self) -> Iterator[None]:
