@@ -108,6 +108,8 @@ class Backward:
         self.busy = False  # one of its halves runs
         self.gradients: dict[Function, list] = {} if outer is None else outer.gradients
         self.passed: Function | None = None  # whose gradient the op before it has taken further than asked
+        self._for_next: list = []  # calls that the node that runs has left to the next one, which waits
+        self._for_this: list = []  # those that it was left itself
         self._after_nodes: list = []
         self._at_end: list = []
         self._in_any_case: list = []
@@ -161,14 +163,39 @@ class Backward:
         ready = following < len(self.nodes) and self.nodes[following] is node
         return ready and node not in self.gradients
 
+    def leave_to_next(self, function: Any, args: tuple) -> bool:
+        """Have function(*args) called while the next node waits for other ranks; False where it does not.
+
+        Nothing is added to a gradient in between, so the order of all terms stays as it is.
+        """
+        following = self.position + 1
+        node = self.nodes[following] if following < len(self.nodes) else None
+        if node is None or node.hooks or not node.waits():  # a hook may look at gradients
+            return False
+        self._for_next.append((function, args))
+        return True
+
+    @property
+    def has_left(self) -> bool:
+        """Whether there is something to do for `fill`."""
+        return bool(self._for_this)
+
+    def fill(self) -> None:
+        """Do what the node before has left to this one."""
+        while self._for_this:
+            function, args = self._for_this.pop(0)
+            function(*args)
+
     def run(self) -> None:
         """Run the nodes. A node whose gradient nobody has produced is passed over."""
         with self._half():
             for position, node in enumerate(self.nodes):
                 self.position = position
+                self._for_this, self._for_next = self._for_next, []
                 received = self.gradients.pop(node, None)
                 if received is not None:
                     self._run(node, received)
+                self.fill()  # where it was passed over
             _call_all(self._after_nodes)
             if self.late is None:
                 self._end()
@@ -298,16 +325,19 @@ def later(function: Any, *args: Any, into: tuple = ()) -> tuple:
     """In backward: function(*args, *into), which puts gradients where they belong and gives their tokens.
 
     into: the handles whose gradients these are, None for one that is not wanted; if none is, nothing is done.
-    If the backward that runs puts things off, so is this, and the tokens are given at once. args: for the
-    function; arrays among them must stay as they are.
+    If the backward that runs puts things off, so is this, and the tokens are given at once. If not, and the
+    next node waits for other ranks, the function is called meanwhile. args: for the function; arrays among
+    them must stay as they are.
     """
     handles, late = [handle for handle in into if handle is not None], lates.present()
+    run = _state.running
     if into and not handles:
         return into
     travels = any(handle.node is not None for handle in handles)  # on, to the op that made it
-    if late is None or travels:
+    if late is not None and not travels:
+        late.put_off(run.outermost, function, args, into)
+    elif travels or not handles or run is None or not run.leave_to_next(function, (*args, *into)):
         return function(*args, *into)
-    late.put_off(_state.running.outermost, function, args, into)
     return tuple(None if handle is None else WRITTEN for handle in into)
 
 

@@ -229,6 +229,10 @@ class Function:
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.backward")
 
+    def waits(self) -> bool:
+        """Whether backward waits for other ranks and calls `Backward.fill` meanwhile."""
+        return False
+
     @classmethod
     def apply(cls, *args: Any) -> Any:
         """Run the op and record it, if any input requires a gradient. Gives Variable(s) of `result_type`."""

@@ -1,8 +1,8 @@
 """A device that reserves every array and computes nothing: to learn what a step takes before it is run.
 
-Its kernels do nothing, its streams run at once, and its arrays are memory that nobody has touched yet, so a
-step that will hold many GB costs address space only. What NumPy itself computes (few ops, none that a
-transformer spends its time in) it does compute, on what happens to be there.
+Its kernels and its streams do nothing, and its arrays are memory that nobody has touched yet, so a step that
+will hold many GB costs address space only. What NumPy itself computes (few ops, none that a transformer
+spends its time in) it does compute, on what happens to be there.
 """
 
 from types import ModuleType
@@ -20,7 +20,7 @@ class RehearsalDevice(Device):
 
     def __init__(self, real: Device) -> None:
         self.name = real.name
-        self.current_stream = InlineStream("compute")
+        self.current_stream = _IdleStream("compute")
         self.host_bytes = 0  # of pinned arrays
         self._real = real
         self._pool = Pool()
@@ -74,7 +74,7 @@ class RehearsalDevice(Device):
         return planned
 
     def new_stream(self, name: str) -> Stream:
-        return InlineStream(name)
+        return _IdleStream(name)
 
     def new_event(self) -> Event:
         return self._real.new_event()
@@ -84,6 +84,13 @@ class RehearsalDevice(Device):
 
     def reset_peak(self) -> None:
         self._pool.reset_peak()
+
+
+class _IdleStream(InlineStream):
+    """No copy, and no collective, which NCCL could not make of arrays of the host."""
+
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        pass
 
 
 class _Idle:

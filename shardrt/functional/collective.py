@@ -24,7 +24,8 @@ Every rank of `communicator` calls an op, in the same order, with arrays of one 
 rows of all_to_all_rows; and `x` requires a gradient on all of them or on none, as backward is collective too.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from math import prod
 from operator import index
 from typing import TYPE_CHECKING, Any
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function
 from shardrt.comm import Communicator
+from shardrt.device import Stream
 from shardrt.functional._arrays import empty, empty_like, flat, tensor
 
 if TYPE_CHECKING:
@@ -53,19 +55,26 @@ Array = Any
 
 
 class CopyTo(Function):
-    __slots__ = ()
+    __slots__ = ("_beside",)
 
-    def forward(self, x: Array, communicator: Communicator) -> Array:
-        self.saved = (communicator,)
+    def forward(self, x: Array, communicator: Communicator, beside: Stream | None) -> Array:
+        self.saved, self._beside = (communicator,), beside
         return x
 
+    def waits(self) -> bool:
+        return self._beside is not None
+
     def backward(self, dy: Array) -> tuple:
-        return summed(dy, *self.saved, named("copy_to", self.module)), None
+        return summed(dy, *self.saved, named("copy_to", self.module), self._beside), None, None
 
 
-def copy_to(x: "Tensor", communicator: Communicator) -> "Tensor":
-    """`x`, which all ranks have, for each to use in its own way; its gradient is the sum of the ranks'."""
-    return CopyTo.apply(tensor(x), communicator)
+def copy_to(x: "Tensor", communicator: Communicator, beside: Stream | None = None) -> "Tensor":
+    """`x`, which all ranks have, for each to use in its own way; its gradient is the sum of the ranks'.
+
+    beside: a stream for that sum, which is then under way while a product for a weight runs, if the op behind
+    has one. (None: it is made in the stream of the ops, after the product.)
+    """
+    return CopyTo.apply(tensor(x), communicator, beside)
 
 
 class ReduceFrom(Function):
@@ -84,27 +93,35 @@ def reduce_from(x: "Tensor", communicator: Communicator) -> "Tensor":
 
 
 class Gather(Function):
+    __slots__ = ("_beside",)
+
+    def forward(self, x: Array, communicator: Communicator, axis: int, beside: Stream | None) -> Array:
+        self.saved, self._beside = (communicator, axis), beside
+        return gathered(x, communicator, axis, named("gather"))
+
+    def waits(self) -> bool:
+        return self._beside is not None
+
+    def backward(self, dy: Array) -> tuple:
+        total = sum_scattered(dy, *self.saved, named("gather", self.module), self._beside)
+        return total, None, None, None
+
+
+def gather(x: "Tensor", communicator: Communicator, axis: int = 0, beside: Stream | None = None) -> "Tensor":
+    """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
+
+    The gradient is this rank's part of the sum of the ranks' gradients. beside: as in copy_to.
+    """
+    x = tensor(x)
+    return Gather.apply(x, communicator, _axis("gather", x, axis), beside)
+
+
+class GatherSame(Function):
     __slots__ = ()
 
     def forward(self, x: Array, communicator: Communicator, axis: int) -> Array:
         self.saved = (communicator, axis)
-        return gathered(x, communicator, axis, named("gather"))
-
-    def backward(self, dy: Array) -> tuple:
-        return sum_scattered(dy, *self.saved, named("gather", self.module)), None, None
-
-
-def gather(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tensor":
-    """The ranks' `x` one behind the other along `axis`, for each rank to use in its own way.
-
-    The gradient is this rank's part of the sum of the ranks' gradients.
-    """
-    x = tensor(x)
-    return Gather.apply(x, communicator, _axis("gather", x, axis))
-
-
-class GatherSame(Gather):
-    __slots__ = ()
+        return gathered(x, communicator, axis, named("gather_same"))
 
     def backward(self, dy: Array) -> tuple:
         return own_part(dy, *self.saved), None, None
@@ -247,10 +264,33 @@ def named(op: str, module: Any = None) -> str:
     return op if module is None else f"{op} {module.name}".rstrip()
 
 
-def summed(x: Array, communicator: Communicator, what: str = "") -> Array:
+@contextmanager
+def _filled(beside: Stream | None) -> Iterator[Stream]:
+    """The stream for a collective, made in a with block: `beside`, if backward has left something to do.
+
+    That is done at the end of the block, while the collective is under way; ops go on when both are done.
+    """
+    here, run = device.current(), autograd.running()
+    compute = here.current_stream
+    if beside is None or run is None or not run.has_left:
+        yield compute
+        return
+    written, done = here.new_event(), here.new_event()
+    compute.record(written)
+    beside.wait(written)  # the gradient that is summed is there
+    yield beside
+    beside.record(done)
+    try:
+        run.fill()
+    finally:
+        compute.wait(done)  # the sum is read; and if that raised, its memory goes to others
+
+
+def summed(x: Array, communicator: Communicator, what: str = "", beside: Stream | None = None) -> Array:
     """The sum of the ranks' arrays; `x` stays as it is. 16-bit types are summed in float32."""
-    total = x.astype(dtypes.exact(x.dtype), order="C")  # a copy
-    communicator.all_reduce(flat(total), stream=device.current().current_stream, what=what)
+    total = _copy(x, dtypes.exact(x.dtype))
+    with _filled(beside) as stream:
+        communicator.all_reduce(flat(total), stream=stream, what=what)
     return total.astype(x.dtype, copy=False)
 
 
@@ -262,11 +302,14 @@ def gathered(x: Array, communicator: Communicator, axis: int = 0, what: str = ""
     return _joined(parts, axis)
 
 
-def sum_scattered(x: Array, communicator: Communicator, axis: int = 0, what: str = "") -> Array:
+def sum_scattered(
+    x: Array, communicator: Communicator, axis: int = 0, what: str = "", beside: Stream | None = None
+) -> Array:
     """This rank's part along `axis` of the sum of the ranks' arrays. 16-bit types are summed in float32."""
     parts = _parts(x.astype(dtypes.exact(x.dtype), copy=False), communicator.size, axis)
     total = empty(parts.shape[1:], parts.dtype)
-    communicator.reduce_scatter(flat(total), flat(parts), stream=device.current().current_stream, what=what)
+    with _filled(beside) as stream:
+        communicator.reduce_scatter(flat(total), flat(parts), stream=stream, what=what)
     return total.astype(x.dtype, copy=False)
 
 
@@ -308,7 +351,7 @@ def _parts(x: Array, ranks: int, axis: int) -> Array:
     cut = x.reshape(*x.shape[:axis], ranks, x.shape[axis] // ranks, *x.shape[axis + 1 :])
     order = (axis, *range(axis), *range(axis + 1, cut.ndim))
     moved = cut.transpose(order)
-    return moved if moved.flags.c_contiguous else moved.copy()
+    return moved if moved.flags.c_contiguous else _copy(moved, moved.dtype)
 
 
 def _joined(parts: Array, axis: int) -> Array:
@@ -316,7 +359,15 @@ def _joined(parts: Array, axis: int) -> Array:
     order = (*range(1, axis + 1), 0, *range(axis + 1, parts.ndim))
     shape = list(parts.shape[1:])
     shape[axis] *= parts.shape[0]
-    return parts.transpose(order).reshape(shape)
+    moved = parts.transpose(order)
+    return (moved if moved.flags.c_contiguous else _copy(moved, moved.dtype)).reshape(shape)
+
+
+def _copy(x: Array, dtype: Any) -> Array:
+    """Contiguous, and from the device's pool, so that plans of memory count it."""
+    y = empty(x.shape, dtype)
+    y[...] = x
+    return y
 
 
 def _bits(x: Array) -> Array:

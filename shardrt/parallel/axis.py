@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardrt import autograd, random, recompute
+from shardrt import autograd, device, random, recompute
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.device import Stream
 from shardrt.functional import collective
 from shardrt.nn.runs import Part
 from shardrt.nn.share import CUT, Share
@@ -96,8 +97,18 @@ class Axis:
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""
         if self.in_parts:
-            return collective.gather(x, self.communicator, TIME)
-        return collective.copy_to(x, self.communicator)
+            return collective.gather(x, self.communicator, TIME, self._beside())
+        return collective.copy_to(x, self.communicator, self._beside())
+
+    def _beside(self) -> Stream | None:
+        """The stream in which gradients are summed while a product for a weight runs; None: they are not.
+
+        Not where a call keeps the thread that makes it: the stream would be a thread.
+        """
+        if self.communicator.keeps_host:
+            return None
+        here = device.current()  # in a rehearsal another one than the mesh's
+        return self.mesh.stream("tensor") if here is self.mesh.device else here.new_stream("tensor")
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what ranks made in their own way: P -> I or V."""

@@ -42,6 +42,7 @@ FILES = (
     *sorted(str(path.relative_to(ROOT)) for path in (ROOT / "shardrt/fsdp").glob("*.py")),
     *("shardrt/nn/storage.py", "shardrt/optim/offload.py", "shardrt/activation_offload.py"),
     *("shardrt/comm/staged.py", "shardrt/comm/nccl.py", "shardrt/comm/ipc.py"),
+    "shardrt/functional/collective.py",
 )
 CALLS = {
     "remove": (
@@ -82,6 +83,8 @@ RUNS = [
     ("frozen late, updates in backward", 2, "nccl"),
     ("a unit that some ranks leave out", 2, "nccl"),
     ("unfrozen while gradients are accumulated", 2, "nccl"),
+    ("cut along tp", 2, "nccl"),
+    ("cut along tp, sequence", 2, "nccl"),
 ]
 VARIANTS = training.VARIANTS | {
     "bfloat16 on the wire, on the host": {
@@ -107,6 +110,8 @@ VARIANTS = training.VARIANTS | {
     "frozen late, updates in backward": {"freeze": True, "in_backward": True},
     "a unit that some ranks leave out": {"program": programs.differs},
     "unfrozen while gradients are accumulated": {"program": programs.unfrozen},
+    "cut along tp": {"tp": True, "shape": (1, 2)},
+    "cut along tp, sequence": {"tp": True, "shape": (1, 2), "sequence": True},
     "files": {"offload_policy": CPUOffloadPolicy(directory=tempfile.gettempdir())},
 }
 _here = threading.local()

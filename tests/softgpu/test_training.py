@@ -3,6 +3,8 @@
 What a wait that is missing would do there, tests/softgpu/mutations.py shows.
 """
 
+import sys
+
 import numpy as np
 import pytest
 
@@ -11,8 +13,11 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.comm import thread
 from shardrt.device.cuda import CUDAStream
+from shardrt.fsdp import memory_plan
+from shardrt.functional import collective
+from shardrt.parallel.axis import Axis
 from shardrt.tensor import Tensor
-from tests.cuda.small_gpt import TENSOR, VARIANTS, agree, same_bits, train
+from tests.cuda.small_gpt import STEPS, TENSOR, VARIANTS, agree, made, same_bits, train
 from tests.gpu import test_captured_step as capturing
 from tests.gpu import test_pipeline as piping
 from tests.softgpu import programs
@@ -87,6 +92,73 @@ def test_so_does_what_is_cut_along_tp(software, variant):
         first = first or found
         agree(found, expected, 6e-2 if "16" in variant else 2e-5)
         same_bits(found, first)
+
+
+def products_meanwhile(log, names):
+    """Of each collective in the stream "tensor": the products issued until their rank waits for it."""
+    found = []
+    for place, (what, side, _) in enumerate(log):
+        if what == "nccl" and names[side] == "tensor":
+            after = log[place + 1 :]
+            done = next(event for each, stream, event in after if each == "record" and stream == side)
+            wait = next(k for k, (each, _, event) in enumerate(after) if each == "wait" and event == done)
+            compute = after[wait][1]
+            assert names[compute] == "compute"
+            found.append(sum(each == "product" and stream == compute for each, stream, _ in after[:wait]))
+    return found
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_a_sum_along_tp_is_under_way_while_the_weights_product_runs(software, names, monkeypatch, sequence):
+    how = (2, train, "cuda")
+    settings = {"communicator": "nccl", "tp": True, "shape": (1, 2), "sequence": sequence}
+    with monkeypatch.context() as patch:
+        patch.setattr(Axis, "_beside", lambda axis: None)  # as without it
+        expected = thread.run(*how, **settings)
+        assert not products_meanwhile(software.log, names)
+    for mode in MODES:
+        software.choose(mode, seed=1)
+        software.log.clear()
+        same_bits(thread.run(*how, **settings), expected)
+        found = products_meanwhile(software.log, names)
+        assert len(found) == 2 * STEPS * 3 and min(found) > 0  # of attention, MLP and head, on two ranks
+
+
+@pytest.mark.parametrize("removed", ["the wait for the gradient", "the wait for the sum"])
+def test_each_wait_around_such_a_sum_is_needed(software, monkeypatch, removed):
+    how, settings = (2, train, "cuda"), {"communicator": "nccl", "tp": True, "shape": (1, 2)}
+    expected, before = thread.run(*how, **settings), CUDAStream.wait
+    waits = {"the wait for the gradient": "tensor", "the wait for the sum": "compute"}[removed]
+
+    def wait(stream, event):
+        if stream.name != waits or sys._getframe(1).f_code.co_filename != collective.__file__:
+            before(stream, event)
+
+    monkeypatch.setattr(CUDAStream, "wait", wait)
+    noticed = []
+    for mode in MODES:
+        software.choose(mode, seed=1)
+        try:
+            same_bits(thread.run(*how, **settings), expected)
+        except Exception as error:  # of the numbers, or of NCCL
+            noticed.append(error)
+        software.rank.error = None
+    assert noticed
+
+
+def test_memory_of_what_is_cut_along_tp_is_planned_without_a_collective(software):
+    """NCCL could make none of the arrays of a rehearsal, which are the host's."""
+
+    def rank():
+        mesh, model = made("cuda", communicator="nccl", tp=True, shape=(1, 2))
+        tokens = np.zeros((1024, 4), np.int64)
+        mesh.device.wait_here()
+        software.log.clear()
+        return memory_plan(model, step=lambda: model(tokens, tokens).backward()).device["activations"]
+
+    plans = thread.run(2, rank)
+    assert plans[0] == plans[1] > 4096 * 8 * 4
+    assert not any(what == "nccl" for what, *_ in software.log)
 
 
 @pytest.mark.parametrize(("schedule", "shards"), [("1F1B", 2), ("ZB-H1", 1)])

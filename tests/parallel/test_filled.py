@@ -1,0 +1,211 @@
+"""Sums of gradients along tp that are under way while products for weights run: the same bits, in that order.
+
+That is so where a collective does not keep the thread that calls it, as on a GPU (also
+tests/softgpu/test_training.py). Here the communicators say so, and are slow.
+"""
+
+import sys
+import threading
+import time
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, autograd, device, nn
+from shardrt import functional as F
+from shardrt.autograd import Function
+from shardrt.comm import DelayedCommunicator, create, init_device_mesh
+from shardrt.device import StreamError
+from shardrt.device.cpu import InlineStream
+from shardrt.fsdp import fully_shard, memory_plan
+from shardrt.functional import collective, vocabulary
+from shardrt.nn.lora import add_lora
+from shardrt.parallel import ColwiseParallel, parallelize_module
+from shardrt.recompute import checkpoint
+from tests.parallel.nets import AXES, batch_of, build, data_of, make, plan_of
+from tests.ranks import run_ranks
+
+linear = sys.modules[F.linear.__module__]  # of which the function has the name
+here = threading.local()  # told: what this rank has begun, in order
+
+
+class Apart(DelayedCommunicator):
+    """Sums are slow, and do not keep whoever asks for them."""
+
+    def __init__(self, inner, delay=0.003, wait=time.sleep):
+        super().__init__(inner, delay, wait)
+        self.keeps_host = False
+
+    def _wrap(self, inner):
+        return Apart(inner)
+
+    def _before(self, call, buffer, stream):
+        here.told.append((call, stream.name))
+        if stream.name == "tensor":
+            super()._before(call, buffer, stream)
+
+
+def gradients(
+    apart, kind, sequence=False, shards=1, sharded=True, backwards=1, late=False, lora=False, **how
+):
+    """Of this rank, after some backwards, and what it has begun during them."""
+    here.told = []
+    mesh = init_device_mesh("cpu", (1, shards, 2), AXES, wrap=Apart if apart else None)
+    if lora:
+        model = add_lora(make(kind), 2)
+        parallelize_module(model, mesh["tp"], plan_of(model, sequence_parallel=sequence))
+        for parameter in model.parameters():
+            if parameter.name.endswith("lora_b"):
+                parameter.storage.array()[...] = 0.1
+    else:
+        model = build(kind, mesh, sequence, sharded=sharded, **how)
+    shardrt.manual_seed(3, step=1)
+    for number in range(backwards):
+        loss, put_off = model(*batch_of(number, mesh)), autograd.Late() if late else None
+        here.told.append("backward")
+        loss.backward(late=put_off)
+        if late:
+            here.told.append("late")
+            put_off.run()
+    return {name: np.array(p.grad) for name, p in model.named_parameters() if p.grad is not None}, here.told
+
+
+@pytest.fixture
+def told(monkeypatch):
+    """Products for weights tell when they begin."""
+
+    def telling(before):
+        return lambda *args: here.told.append("product") or before(*args)
+
+    for module, name in ((linear, "_add_gradients"), (vocabulary, "_add_weight_gradient")):
+        monkeypatch.setattr(module, name, telling(getattr(module, name)))
+
+
+CASES = {
+    "gpt, the head in parts": {"kind": "gpt", "changes": {"loss_chunk": 5}, "sums": 4},
+    "gpt, sequence": {"kind": "gpt", "sequence": True},
+    "gpt, not sharded": {"kind": "gpt", "sharded": False},
+    "llama, three backwards": {"kind": "llama", "backwards": 3, "sums": 3 * 5},
+    "llama, sequence, sharded": {"kind": "llama", "sequence": True, "shards": 2},
+    "recomputed": {"kind": "gpt", "sequence": True, "before": checkpoint},
+    "recomputed but products": {"kind": "gpt", "before": lambda block: checkpoint(block, "matmul")},
+    "adapters": {"kind": "gpt", "lora": True, "sums": 3},  # before the first there is nothing to train
+    "in two halves": {"kind": "gpt", "late": True, "sums": 0},  # products wait for the other half
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_products_run_meanwhile_and_gradients_have_the_same_bits(told, case):
+    how = dict(CASES[case])
+    expected_sums = how.pop("sums", 5)  # of two blocks two each, and of the head
+    ranks = 2 * how.get("shards", 1)
+    expected, found = (run_ranks(ranks, gradients, apart, **how) for apart in (False, True))
+    for (ours, began), (theirs, _) in zip(found, expected, strict=True):
+        assert ours.keys() == theirs.keys() and theirs
+        for name, gradient in theirs.items():
+            np.testing.assert_array_equal(ours[name], gradient, err_msg=name)
+        sums = [place for place, each in enumerate(began) if each[1] == "tensor"]
+        assert {began[place + 1] for place in sums} <= {"product"}
+        assert len(sums) == expected_sums
+
+
+def test_without_the_wait_for_the_sum_gradients_are_others(monkeypatch):
+    """So the delay shows whether somebody waits."""
+    expected = run_ranks(2, gradients, False, "gpt", sharded=False)[0][0]
+    monkeypatch.setattr(InlineStream, "wait", lambda stream, event: None)
+    found = run_ranks(2, gradients, True, "gpt", sharded=False)[0][0]
+    assert any(not np.array_equal(found[name], gradient) for name, gradient in expected.items())
+
+
+# -- one sum
+
+
+def ops(comm, hook=None):
+    """The backward of a linear layer behind copy_to, whose sum has a stream; the gradients."""
+    here.told = []
+    stream, weight = device.current().new_stream("tensor"), nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
+    x = Tensor(np.ones((4, 6), np.float32), requires_grad=True)
+    whole = collective.copy_to(x, comm, stream)
+    if hook is not None:
+        whole.register_hook(lambda gradient: hook(weight))
+    F.linear(whole, weight).sum().backward()
+    return x.grad, weight.grad
+
+
+def test_who_looks_in_between_sees_the_products_gradient(told):
+    def rank():
+        seen = []
+        ops(Apart(create()), lambda weight: seen.append(weight.grad is not None))
+        return seen, here.told
+
+    for seen, began in run_ranks(2, rank):
+        assert seen == [True] and began == ["product", ("all_reduce", "compute")]
+
+
+def test_a_sum_that_fails_is_told_where_it_is_waited_for():
+    def fail(delay):
+        raise ZeroDivisionError("the sum")
+
+    def rank():
+        with pytest.raises(StreamError, match="the sum"):
+            ops(Apart(create(), wait=fail))
+
+    run_ranks(2, rank)
+
+
+def test_when_a_product_raises_nothing_is_under_way_any_more(monkeypatch):
+    """Memory of the sum goes to others then."""
+
+    def fail(*args):
+        raise ZeroDivisionError("the product")
+
+    monkeypatch.setattr(linear, "_add_gradients", fail)
+
+    def rank():
+        slept = []
+        with pytest.raises(ZeroDivisionError):
+            ops(Apart(create(), delay=0.05, wait=lambda delay: slept.append(time.sleep(delay))))
+        return slept
+
+    assert run_ranks(2, rank) == [[None], [None]]
+
+
+class Nothing(Function):
+    """Has no gradient for what it reads."""
+
+    __slots__ = ()
+
+    def forward(self, x, y):
+        return y.copy()
+
+    def backward(self, dy):
+        return None, dy
+
+
+def test_what_is_left_to_a_node_that_is_passed_over_runs_too(told):
+    def rank():
+        here.told = []
+        comm, weight = Apart(create()), nn.Parameter((6, 6), nn.init.Normal(0.0, 0.5))
+        x = Tensor(np.ones((4, 6), np.float32), requires_grad=True)
+        unread = collective.copy_to(x, comm, device.current().new_stream("tensor"))
+        y = F.linear(Tensor(np.ones((4, 6), np.float32)), weight)
+        Nothing.apply(unread, y).sum().backward()
+        return weight.grad is not None, here.told
+
+    assert run_ranks(2, rank) == [(True, ["product"])] * 2
+
+
+def test_the_plan_counts_that_the_sum_and_what_the_product_reads_are_there_at_once():
+    def rank(apart):
+        here.told = []
+        mesh = init_device_mesh("cpu", (1, 1, 2), AXES, wrap=Apart if apart else None)
+        model = nn.Sequential(nn.Linear(256, 256), nn.Linear(256, 256))
+        parallelize_module(model, mesh["tp"], {"1": ColwiseParallel()})
+        fully_shard(model, mesh=data_of(mesh))
+        x = Tensor(np.zeros((128, 256), np.float32))
+        return memory_plan(model, step=lambda: F.exp(model(x)).sum().backward()).device["activations"]
+
+    usual, apart = (run_ranks(2, rank, way)[0] for way in (False, True))
+    x, dy, dx, total = (128 * width * 4 for width in (256, 128, 256, 256))
+    assert (usual, apart) == (x + dy + dx, x + dy + dx + total)
