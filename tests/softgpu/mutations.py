@@ -83,8 +83,8 @@ RUNS = [
     ("frozen late, updates in backward", 2, "nccl"),
     ("a unit that some ranks leave out", 2, "nccl"),
     ("unfrozen while gradients are accumulated", 2, "nccl"),
-    ("cut along tp", 2, "nccl"),
-    ("cut along tp, sequence", 2, "nccl"),
+    ("cut along tp", 4, "nccl"),
+    ("cut along tp, sequence", 4, "nccl"),
 ]
 VARIANTS = training.VARIANTS | {
     "bfloat16 on the wire, on the host": {
@@ -110,8 +110,8 @@ VARIANTS = training.VARIANTS | {
     "frozen late, updates in backward": {"freeze": True, "in_backward": True},
     "a unit that some ranks leave out": {"program": programs.differs},
     "unfrozen while gradients are accumulated": {"program": programs.unfrozen},
-    "cut along tp": {"tp": True, "shape": (1, 2)},
-    "cut along tp, sequence": {"tp": True, "shape": (1, 2), "sequence": True},
+    "cut along tp": {"tp": True, "shape": (2, 2)},
+    "cut along tp, sequence": {"tp": True, "shape": (2, 2), "sequence": True},
     "files": {"offload_policy": CPUOffloadPolicy(directory=tempfile.gettempdir())},
 }
 _here = threading.local()
