@@ -103,8 +103,8 @@ class Axis:
     def _beside(self) -> Stream | None:
         """The stream in which gradients are summed while a product for a weight runs; None: they are not.
 
-        Not where a call keeps the thread that makes it, as on the CPU: the stream would be a thread, which takes
-        the core that the product wants (3 to 19 % more of the processor's time; docs/tensor_parallel.md).
+        Not where a call keeps the thread that makes it, as on the CPU: the stream would be a thread, which
+        takes the core that the product wants (3 to 19 % more of its time; docs/tensor_parallel.md).
         """
         if self.communicator.keeps_host:
             return None
