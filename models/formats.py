@@ -6,11 +6,12 @@ A parameter is one tensor there, or several, one after the other; models/hub.py 
 import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from shardrt import nn
 
+from .config_file import Settings
 from .gpt import GPT, GPTConfig
 from .llama import Llama, LlamaConfig
 from .vit import ViT, ViTConfig
@@ -20,8 +21,8 @@ from .vit import ViT, ViTConfig
 class Stored:
     """A tensor's name in the files, without the prefix.
 
-    rows: of the parameter, where it is several tensors one after the other. transposed: kept the other way
-    round, as GPT-2's linear layers are.
+    rows: of the parameter, where it is several tensors one after the other; those of all its matrices, where
+    it is several of these. transposed: kept the other way round, as GPT-2's linear layers are.
     """
 
     name: str
@@ -37,6 +38,7 @@ class Format:
     ignored: matches names of tensors that hold nothing to be read. bare: tensors that never have the prefix.
     fresh: field of the config -> parameters that start as those of a new model if the field is changed.
     names: settings that a model has no opinion on: those of the files that it is from go over them.
+    holds: config -> whether it is of this kind, where one class is a model of several.
     """
 
     kind: str
@@ -44,12 +46,13 @@ class Format:
     model: type[nn.Module]
     prefix: str
     ignored: re.Pattern
-    read: Callable[["Settings"], Any]
+    read: Callable[[Settings], Any]
     describe: Callable[[Any], dict[str, Any]]
     tensors: Callable[[Any], Iterator[tuple[str, list[Stored]]]]
     bare: tuple[str, ...] = ()
     fresh: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     names: tuple[str, ...] = ("bos_token_id", "eos_token_id")
+    holds: Callable[[Any], bool] = lambda config: True
 
     def full_name(self, name: str) -> str:
         """As it stands in files that are written."""
@@ -59,7 +62,7 @@ class Format:
 LM_HEAD = "lm_head.weight"
 
 
-def _gpt2_config(settings: "Settings") -> GPTConfig:
+def _gpt2_config(settings: Settings) -> GPTConfig:
     settings.one_of("activation_function", "gelu_new", "gelu_pytorch_tanh", default="gelu_new")
     settings.require("layer_norm_epsilon", 1e-5)
     settings.require("scale_attn_weights", True)
@@ -120,26 +123,74 @@ def _gpt2_tensors(config: GPTConfig) -> Iterator[tuple[str, list[Stored]]]:
     yield "norm.bias", [Stored("ln_f.bias")]
 
 
-def _llama_config(settings: "Settings") -> LlamaConfig:
+def _llama_config(settings: Settings) -> LlamaConfig:
+    settings.require("mlp_bias", False)
+    return _decoder_config(settings)
+
+
+def _mixtral_config(settings: Settings) -> LlamaConfig:
+    settings.require("router_jitter_noise", 0.0)
+    settings.require_no_window("sliding_window")
+    experts = _experts(settings, "num_local_experts")
+    return _decoder_config(settings, norm_eps=1e-5, rope_theta=1e6, **experts)
+
+
+def _qwen3_moe_config(settings: Settings) -> LlamaConfig:
+    settings.require("decoder_sparse_step", 1)
+    settings.require("mlp_only_layers", [])
+    if settings.get("use_sliding_window", False):
+        settings.require_no_window("sliding_window")
+    name = "num_experts" if settings.get("num_local_experts") is None else "num_local_experts"
+    experts = _experts(settings, name) | {"normalise_experts": settings.flag("norm_topk_prob")}
+    return _decoder_config(settings, hidden="moe_intermediate_size", qk_norm="head", **experts)
+
+
+def _olmoe_config(settings: Settings) -> LlamaConfig:
+    clip = settings.number("clip_qkv", 0.0)
+    experts = _experts(settings, "num_experts") | {"normalise_experts": settings.flag("norm_topk_prob")}
+    return _decoder_config(settings, norm_eps=1e-5, qk_norm="all", clip_qkv=clip, **experts)
+
+
+def _experts(settings: Settings, number: str) -> dict[str, int]:
+    """Fields of the config. number: what that of the experts is called."""
+    layers = settings.layers("num_hidden_layers")
+    return {
+        "experts": settings.layers(number, each=layers),
+        "experts_per_token": settings.size("num_experts_per_tok"),
+    }
+
+
+def _decoder_config(
+    settings: Settings,
+    *,
+    hidden: str = "intermediate_size",
+    norm_eps: float = 1e-6,
+    rope_theta: float = 10000.0,
+    **own: Any,
+) -> LlamaConfig:
+    """Of a Llama or one of its kin: what all of them say, and its `own` fields.
+
+    hidden: what the width of an MLP is called. norm_eps, rope_theta: where nothing is said of them.
+    """
     settings.require("hidden_act", "silu")
     settings.require("attention_bias", False)
-    settings.require("mlp_bias", False)
-    heads = settings.size("num_attention_heads")
+    heads, width = settings.size("num_attention_heads"), settings.size("hidden_size")
+    head_size = settings.size("head_dim", max(1, width // heads))
     config = LlamaConfig(
         n_layer=settings.layers("num_hidden_layers"),
         n_head=heads,
         n_kv_head=settings.size("num_key_value_heads", heads),
-        n_embd=settings.size("hidden_size"),
-        n_hidden=settings.size("intermediate_size"),
+        n_embd=width,
+        head_size=0 if head_size * heads == width else head_size,
+        n_hidden=settings.size(hidden),
         block_size=settings.size("max_position_embeddings"),
         vocab_size=settings.size("vocab_size"),
-        tied=settings.one_of("tie_word_embeddings", False, True, default=False),
-        norm_eps=settings.number("rms_norm_eps", 1e-6),
+        tied=settings.flag("tie_word_embeddings"),
+        norm_eps=settings.number("rms_norm_eps", norm_eps),
+        **own,
     )
-    if settings.get("head_dim") is not None:
-        settings.require("head_dim", config.head_dim)
     rope = settings.table("rope_parameters") or settings.table("rope_scaling")
-    theta = rope.number("rope_theta", settings.number("rope_theta", 10000.0))
+    theta = rope.number("rope_theta", settings.number("rope_theta", rope_theta))
     rope.require("partial_rotary_factor", 1.0)
     kind = rope.one_of("rope_type", "default", "llama3", default=rope.get("type", "default"))
     if kind == "default":
@@ -155,6 +206,46 @@ def _llama_config(settings: "Settings") -> LlamaConfig:
 
 
 def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
+    return _decoder_settings(config) | {"mlp_bias": False, "intermediate_size": config.n_hidden}
+
+
+def _mixtral_settings(config: LlamaConfig) -> dict[str, Any]:
+    return _decoder_settings(config) | {
+        "head_dim": config.head_size or None,
+        "intermediate_size": config.n_hidden,
+        "num_local_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "router_jitter_noise": 0.0,
+        "sliding_window": None,
+    }
+
+
+def _qwen3_moe_settings(config: LlamaConfig) -> dict[str, Any]:
+    return _decoder_settings(config) | {
+        "moe_intermediate_size": config.n_hidden,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalise_experts,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "use_sliding_window": False,
+        "sliding_window": None,
+    }
+
+
+def _olmoe_settings(config: LlamaConfig) -> dict[str, Any]:
+    return _decoder_settings(config) | {
+        "intermediate_size": config.n_hidden,
+        "num_experts": config.experts,
+        "num_experts_per_tok": config.experts_per_token,
+        "norm_topk_prob": config.normalise_experts,
+        "clip_qkv": config.clip_qkv or None,
+        "pad_token_id": None,
+    }
+
+
+def _decoder_settings(config: LlamaConfig) -> dict[str, Any]:
+    """What a Llama and its kin say alike."""
     rope: dict[str, Any] = {"rope_type": "default", "rope_theta": config.rope_theta}
     if config.rope_factor != 1:
         rope |= {
@@ -171,12 +262,10 @@ def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
         "num_key_value_heads": config.n_kv_head,
         "head_dim": config.head_dim,
         "hidden_size": config.n_embd,
-        "intermediate_size": config.n_hidden,
         "max_position_embeddings": config.block_size,
         "vocab_size": config.vocab_size,
         "hidden_act": "silu",
         "attention_bias": False,
-        "mlp_bias": False,
         "rms_norm_eps": config.norm_eps,
         "tie_word_embeddings": config.tied,
         "dtype": "float32",
@@ -189,7 +278,24 @@ def _llama_settings(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-def _llama_tensors(config: LlamaConfig) -> Iterator[tuple[str, list[Stored]]]:
+# Of a block's experts, in the files: the router, and an expert's three matrices.
+_EXPERTS = {
+    "router": "mlp.gate.weight",
+    "gate": "mlp.experts.{}.gate_proj.weight",
+    "up": "mlp.experts.{}.up_proj.weight",
+    "down": "mlp.experts.{}.down_proj.weight",
+}
+_MIXTRAL_EXPERTS = {
+    "router": "block_sparse_moe.gate.weight",
+    "gate": "block_sparse_moe.experts.{}.w1.weight",
+    "up": "block_sparse_moe.experts.{}.w3.weight",
+    "down": "block_sparse_moe.experts.{}.w2.weight",
+}
+
+
+def _llama_tensors(
+    config: LlamaConfig, experts: Mapping[str, str] = _EXPERTS
+) -> Iterator[tuple[str, list[Stored]]]:
     yield "embedding.weight", [Stored("embed_tokens.weight")]
     width = config.head_dim
     for i in range(config.n_layer):
@@ -203,22 +309,36 @@ def _llama_tensors(config: LlamaConfig) -> Iterator[tuple[str, list[Stored]]]:
                 Stored(f"{theirs}.self_attn.v_proj.weight", config.n_kv_head * width),
             ],
         )
+        if config.qk_norm != "none":
+            yield f"{ours}.attention.q_norm.weight", [Stored(f"{theirs}.self_attn.q_norm.weight")]
+            yield f"{ours}.attention.k_norm.weight", [Stored(f"{theirs}.self_attn.k_norm.weight")]
         yield f"{ours}.attention.output.weight", [Stored(f"{theirs}.self_attn.o_proj.weight")]
         yield f"{ours}.norm2.weight", [Stored(f"{theirs}.post_attention_layernorm.weight")]
-        yield (
-            f"{ours}.mlp.gate_up.weight",
-            [
-                Stored(f"{theirs}.mlp.gate_proj.weight", config.n_hidden),
-                Stored(f"{theirs}.mlp.up_proj.weight", config.n_hidden),
-            ],
-        )
-        yield f"{ours}.mlp.down.weight", [Stored(f"{theirs}.mlp.down_proj.weight")]
+        inside = _expert_tensors(config, experts) if config.experts else _mlp_tensors(config)
+        for name, parts in inside:
+            yield f"{ours}.{name}", [replace(part, name=f"{theirs}.{part.name}") for part in parts]
     yield "norm.weight", [Stored("norm.weight")]
     if not config.tied:
         yield "head.weight", [Stored(LM_HEAD)]
 
 
-def _vit_config(settings: "Settings") -> ViTConfig:
+def _mlp_tensors(config: LlamaConfig) -> Iterator[tuple[str, list[Stored]]]:
+    """Those of a block's MLP, by their names in the block."""
+    halves = ("mlp.gate_proj.weight", "mlp.up_proj.weight")
+    yield "mlp.gate_up.weight", [Stored(half, config.n_hidden) for half in halves]
+    yield "mlp.down.weight", [Stored("mlp.down_proj.weight")]
+
+
+def _expert_tensors(config: LlamaConfig, names: Mapping[str, str]) -> Iterator[tuple[str, list[Stored]]]:
+    """Those of a block's experts: one behind the other here, each in tensors of its own in the files."""
+    numbers = range(config.experts)
+    yield "mlp.router.weight", [Stored(names["router"])]
+    halves = [names[half].format(e) for e in numbers for half in ("gate", "up")]
+    yield "mlp.experts.up", [Stored(half, config.n_hidden) for half in halves]
+    yield "mlp.experts.down", [Stored(names["down"].format(e), config.n_embd) for e in numbers]
+
+
+def _vit_config(settings: Settings) -> ViTConfig:
     settings.require("hidden_act", "gelu")
     settings.require("qkv_bias", True)
     labels = settings.table("id2label")
@@ -283,6 +403,9 @@ def _vit_tensors(config: ViTConfig) -> Iterator[tuple[str, list[Stored]]]:
         yield f"head.{kind}", [Stored(f"classifier.{kind}")]
 
 
+# Of Llama and its kin: angles, and the head where it is the embedding.
+_OF_NO_USE = re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight")
+
 FORMATS = {
     form.kind: form
     for form in (
@@ -301,11 +424,60 @@ FORMATS = {
             architecture="LlamaForCausalLM",
             model=Llama,
             prefix="model.",
-            ignored=re.compile(r"layers\.\d+\.self_attn\.rotary_emb\.inv_freq|lm_head\.weight"),
+            ignored=_OF_NO_USE,
             read=_llama_config,
             describe=_llama_settings,
             tensors=_llama_tensors,
             bare=(LM_HEAD,),
+            holds=lambda c: not c.experts and c.qk_norm == "none" and not c.clip_qkv,
+        ),
+        Format(
+            kind="mixtral",
+            architecture="MixtralForCausalLM",
+            model=Llama,
+            prefix="model.",
+            ignored=_OF_NO_USE,
+            read=_mixtral_config,
+            describe=_mixtral_settings,
+            tensors=partial(_llama_tensors, experts=_MIXTRAL_EXPERTS),
+            bare=(LM_HEAD,),
+            holds=lambda c: (
+                c.experts > 0
+                and not c.expert_bias
+                and c.normalise_experts
+                and c.qk_norm == "none"
+                and not c.clip_qkv
+            ),
+        ),
+        Format(
+            kind="qwen3_moe",
+            architecture="Qwen3MoeForCausalLM",
+            model=Llama,
+            prefix="model.",
+            ignored=_OF_NO_USE,
+            read=_qwen3_moe_config,
+            describe=_qwen3_moe_settings,
+            tensors=_llama_tensors,
+            bare=(LM_HEAD,),
+            holds=lambda c: c.experts > 0 and not c.expert_bias and c.qk_norm == "head" and not c.clip_qkv,
+        ),
+        Format(
+            kind="olmoe",
+            architecture="OlmoeForCausalLM",
+            model=Llama,
+            prefix="model.",
+            ignored=_OF_NO_USE,
+            read=_olmoe_config,
+            describe=_olmoe_settings,
+            tensors=_llama_tensors,
+            bare=(LM_HEAD,),
+            names=("bos_token_id", "eos_token_id", "pad_token_id"),
+            holds=lambda c: (
+                c.experts > 0
+                and not c.expert_bias
+                and c.qk_norm == "all"
+                and c.n_head * c.head_dim == c.n_embd
+            ),
         ),
         Format(
             kind="vit",
@@ -322,73 +494,3 @@ FORMATS = {
         ),
     )
 }
-
-
-class Settings:
-    """A table of config.json, read with suspicion: errors name the file and the setting."""
-
-    def __init__(self, path: Path, table: dict[str, Any]) -> None:
-        self._path, self._table = path, table
-        self.layers_at_most = 0
-
-    def get(self, name: str, default: Any = None) -> Any:
-        """The value as it stands; `default` where it is absent or null."""
-        value = self._table.get(name)
-        return default if value is None else value
-
-    def kept(self) -> dict[str, Any]:
-        """All of the table, as it stands."""
-        return dict(self._table)
-
-    def one_of(self, name: str, *choices: Any, default: Any = None) -> Any:
-        """A value that is one of `choices`."""
-        value = self.get(name, default)
-        if not any(value == choice and type(value) is type(choice) for choice in choices):
-            wanted = ", ".join(map(repr, choices))
-            raise ValueError(f"{self._path}: {name} = {value!r} is not supported; supported: {wanted}")
-        return value
-
-    def require(self, name: str, wanted: Any) -> None:
-        """What is there must be `wanted`."""
-        value = self.get(name, wanted)
-        if value != wanted:
-            raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only {wanted!r} is")
-
-    def size(self, name: str, default: int | None = None) -> int:
-        """An integer of at least 1."""
-        value = self.get(name, default)
-        if type(value) is not int or not 1 <= value < 2**31:
-            raise ValueError(f"{self._path}: {name} must be an integer of at least 1, got {value!r}")
-        return value
-
-    def side(self, name: str, default: int) -> int:
-        """Of a square: an integer of at least 1, or two that are the same."""
-        value = self.get(name, default)
-        sides = value if isinstance(value, list) else [value]
-        if len(sides) not in (1, 2) or sides[0] != sides[-1]:
-            raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only squares are")
-        return Settings(self._path, {name: sides[0]}).size(name)
-
-    def layers(self, name: str) -> int:
-        """A number of layers for which there can be tensors: nothing is made for more."""
-        value = self.size(name)
-        if value > self.layers_at_most:
-            raise ValueError(f"{self._path}: {name} = {value}, but there are {self.layers_at_most} tensors")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        """A finite number."""
-        value = self.get(name, default)
-        if type(value) not in (int, float) or not abs(value) < 1e300:  # integers have no largest one
-            raise ValueError(f"{self._path}: {name} must be a number, got {value!r}")
-        return float(value)
-
-    def table(self, name: str) -> "Settings":
-        """A table inside; an empty one where there is none."""
-        value = self.get(name, {})
-        if not isinstance(value, dict):
-            raise ValueError(f"{self._path}: {name} must be an object, got {value!r}")
-        return Settings(self._path, value)
-
-    def __len__(self) -> int:
-        return len(self._table)

@@ -20,7 +20,8 @@ from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import speaks_for_all
 from shardrt.nn.runs import Part, Runs
 
-from .formats import FORMATS, Format, Settings, Stored
+from .config_file import Settings
+from .formats import FORMATS, Format, Stored
 
 Array = Any
 GENERATION = "generation_config.json"
@@ -117,10 +118,14 @@ def starts_afresh(model: nn.Module) -> list[str]:
 
 def described(model: nn.Module) -> tuple[Format, dict[str, Any]]:
     """How `model` would be kept: its format and config.json. Raises ValueError if there is no way."""
-    form = next((form for form in FORMATS.values() if type(model) is form.model), None)
-    if form is None:
-        kinds = ", ".join(form.model.__name__ for form in FORMATS.values())
+    forms = [form for form in FORMATS.values() if type(model) is form.model]
+    if not forms:
+        kinds = ", ".join(dict.fromkeys(form.model.__name__ for form in FORMATS.values()))
         raise ValueError(f"save_pretrained: a {type(model).__name__} has no format; supported: {kinds}")
+    form = next((form for form in forms if form.holds(model.config)), None)
+    if form is None:
+        kinds = ", ".join(form.kind for form in forms)
+        raise ValueError(f"save_pretrained: none of the formats {kinds} has such a model: {model.config}")
     settings = {"model_type": form.kind, "architectures": [form.architecture]} | form.describe(model.config)
     origin = getattr(model, "origin", None)
     if origin is None:
@@ -199,8 +204,8 @@ def _beside(model: nn.Module, files: Mapping[str, bytes]) -> dict[str, bytes]:
 def _write(writer: FolderWriter, form: Format, parts: list[Stored], values: np.ndarray) -> OSError | None:
     """Put a parameter into its places; gives what went wrong."""
     try:
-        for part, rows in rows_of(values.shape, parts):
-            writer.write(form.full_name(part.name), values[rows].T if part.transposed else values[rows])
+        for part, tensor in in_files(values, parts):
+            writer.write(form.full_name(part.name), tensor)
     except OSError as failed:
         return failed
     return None
@@ -292,20 +297,26 @@ def _joined(
     return _FromFiles(tuple((found[part.name], part.transposed) for part in parts))
 
 
-def rows_of(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored, slice]]:
-    """(tensor, rows of the parameter that it holds)."""
-    start = 0
+def in_files(values: np.ndarray, parts: list[Stored]) -> Iterator[tuple[Stored, np.ndarray]]:
+    """(tensor, what it holds of a parameter's values, as it lies in the files): views."""
+    start, rows = 0, values.reshape(-1, *_row(values.shape))
     for part in parts:
-        stop = shape[0] if part.rows is None else start + part.rows
-        yield part, slice(start, stop)
+        stop = start + (part.rows or 0)
+        own = values if part.rows is None else rows[start:stop]
+        yield part, own.T if part.transposed else own
         start = stop
 
 
 def _shapes(shape: tuple[int, ...], parts: list[Stored]) -> Iterator[tuple[Stored, tuple[int, ...]]]:
     """(tensor, its shape in the files)."""
-    for part, rows in rows_of(shape, parts):
-        own = (rows.stop - rows.start, *shape[1:])
+    for part in parts:
+        own = shape if part.rows is None else (part.rows, *_row(shape))
         yield part, own[::-1] if part.transposed else own
+
+
+def _row(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a row of a matrix, of one of several matrices, or of a vector."""
+    return shape[max(1, len(shape) - 1) :]
 
 
 def _agree(model: nn.Module, directory: Path, error: OSError | None, writer: FolderWriter | None) -> None:

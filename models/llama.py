@@ -1,8 +1,11 @@
-"""Llama 3 (Grattafiori et al., The Llama 3 Herd of Models, 2024, after Touvron et al., LLaMA, 2023).
+"""Llama 3 (Grattafiori et al., The Llama 3 Herd of Models, 2024, after Touvron et al., LLaMA, 2023) and kin.
 
 Reads top to bottom like the figure: embedding, blocks of attention and MLP with an RMS norm before each, a
 last norm, and a head, which may be the embedding again. Positions are angles by which queries and keys are
-turned. Knows nothing of sharding.
+turned. With `experts` a block has several MLPs, and each token goes through few of them: Mixtral (Jiang et
+al., Mixtral of Experts, 2024); with norms of queries and keys as well, Qwen3-MoE (of each head; Qwen Team,
+Qwen3 Technical Report, 2025) and OLMoE (of all at once; Muennighoff et al., OLMoE, 2024). Knows nothing of
+sharding.
 """
 
 from collections.abc import Mapping
@@ -21,6 +24,8 @@ from .head import head
 
 Array = Any
 Batch = Mapping[str, Any]
+Passed = Tensor | tuple[Tensor, Tensor]  # from block to block: see `passed`
+IGNORED = -100  # the target that F.cross_entropy leaves out
 
 
 @dataclass(frozen=True)
@@ -41,6 +46,18 @@ class LlamaConfig:
     rope_low_freq_factor: float = 1.0
     rope_high_freq_factor: float = 4.0
     rope_original_size: int = 8192  # positions of the first training
+    head_size: int = 0  # elements of a head; 0: n_embd / n_head
+    qk_norm: str = "none"  # RMS norm of queries and keys: "head": of each head, "all": of all heads at once
+    clip_qkv: float = 0.0  # what queries, keys and values are cut off at; 0: nothing
+    experts: int = (
+        0  # MLPs in each block, of which each token goes through a few; 0: through the one there is
+    )
+    experts_per_token: int = 2
+    normalise_experts: bool = True  # the weights of a token's experts add up to 1
+    capacity_factor: float = 0.0  # the most tokens of an expert, over an equal share; 0: none is dropped
+    balance_loss: float = 0.0  # how much the unequal load of experts counts in the loss, in each block
+    pooled_balance: bool = False  # that load is of all blocks together, as in transformers
+    expert_bias: bool = False  # balanced by a bias in the choice of experts (nn.update_expert_bias)
     loss_chunk: int = 0  # rows of logits at a time where the model computes the loss; 0: all
     init_std: float = 0.02
 
@@ -51,7 +68,9 @@ class LlamaConfig:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.vocab_size < 0:
             raise ValueError(f"vocab_size must be at least 0, got {self.vocab_size}")
-        if self.n_embd % (2 * self.n_head):
+        if self.head_size < 0 or self.head_size % 2:
+            raise ValueError(f"head_size must be even and at least 0, got {self.head_size}")
+        if not self.head_size and self.n_embd % (2 * self.n_head):
             raise ValueError(
                 f"n_embd must be an even multiple of n_head, got {self.n_embd} and {self.n_head}"
             )
@@ -60,8 +79,15 @@ class LlamaConfig:
         for name in ("norm_eps", "rope_theta", "rope_factor", "rope_low_freq_factor", "init_std"):
             if not getattr(self, name) > 0:
                 raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
-        if self.loss_chunk < 0:
-            raise ValueError(f"loss_chunk must be at least 0, got {self.loss_chunk}")
+        for name in ("loss_chunk", "clip_qkv", "experts", "capacity_factor", "balance_loss"):
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"{name} must be at least 0, got {getattr(self, name)}")
+        if self.qk_norm not in ("none", "head", "all"):
+            raise ValueError(f"qk_norm must be none, head or all, got {self.qk_norm!r}")
+        if self.experts and not 1 <= self.experts_per_token <= self.experts:
+            raise ValueError(
+                f"experts_per_token must be in [1, {self.experts}], the experts, got {self.experts_per_token}"
+            )
         if not self.rope_high_freq_factor > self.rope_low_freq_factor:
             raise ValueError(
                 f"rope_high_freq_factor must be above rope_low_freq_factor, got {self.rope_high_freq_factor} "
@@ -71,7 +97,7 @@ class LlamaConfig:
     @property
     def head_dim(self) -> int:
         """Elements of a head."""
-        return self.n_embd // self.n_head
+        return self.head_size or self.n_embd // self.n_head
 
     def heads_in(self, width: int) -> tuple[int, int]:
         """(heads of queries, of keys and of values) in queries, keys and values of this width.
@@ -106,18 +132,69 @@ SIZES = {
         tied=False,
         rope_factor=8.0,
     ),
+    "mixtral-8x7b": LlamaConfig(
+        n_layer=32,
+        n_head=32,
+        n_kv_head=8,
+        n_embd=4096,
+        n_hidden=14336,
+        block_size=32768,
+        vocab_size=32000,
+        tied=False,
+        rope_theta=1e6,
+        experts=8,
+    ),
+    "qwen3-30b-a3b": LlamaConfig(
+        n_layer=48,
+        n_head=32,
+        n_kv_head=4,
+        n_embd=2048,
+        head_size=128,
+        n_hidden=768,
+        block_size=40960,
+        vocab_size=151936,
+        tied=False,
+        norm_eps=1e-6,
+        qk_norm="head",
+        rope_theta=1e6,
+        experts=128,
+        experts_per_token=8,
+    ),
+    "olmoe-1b-7b": LlamaConfig(
+        n_layer=16,
+        n_head=16,
+        n_kv_head=16,
+        n_embd=2048,
+        n_hidden=1024,
+        block_size=4096,
+        vocab_size=50304,
+        tied=False,
+        qk_norm="all",
+        rope_theta=10000.0,
+        experts=64,
+        experts_per_token=8,
+        normalise_experts=False,
+    ),
 }
 
 
 class Attention(nn.Module):
-    """Causal self-attention; several heads of queries share one of keys and values."""
+    """Causal self-attention; several heads of queries share one of keys and values.
+
+    With config.qk_norm, queries and keys are normalised before they are turned: each head by itself, or all
+    of them at once.
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
-        packed = (config.n_head + 2 * config.n_kv_head) * config.head_dim
-        self.qkv = linear(config, config.n_embd, packed)
-        self.output = residual_linear(config, config.n_embd)
+        queries, keys = config.n_head * config.head_dim, config.n_kv_head * config.head_dim
+        self.qkv = linear(config, config.n_embd, queries + 2 * keys)
+        if config.qk_norm != "none":
+            each = config.qk_norm == "head"
+            self.q_norm = nn.RMSNorm(config.head_dim if each else queries, config.norm_eps)
+            self.k_norm = nn.RMSNorm(config.head_dim if each else keys, config.norm_eps)
+        self.output = residual_linear(config, queries)
 
     def forward(
         self,
@@ -128,10 +205,25 @@ class Attention(nn.Module):
     ) -> Tensor:
         qkv = self.qkv(x)
         heads, kv_heads = self.config.heads_in(qkv.shape[-1])
+        if self.config.qk_norm != "none":
+            qkv = self.normalised(qkv, heads, kv_heads)
+        if self.config.clip_qkv:
+            qkv = F.clamp(qkv, -self.config.clip_qkv, self.config.clip_qkv)
         qkv = F.rotary(qkv, *angles, heads + kv_heads)
         if cache is not None:
             return self.output(cache.attend(qkv, heads, kv_heads))
         return self.output(F.self_attention(qkv, heads, kv_heads=kv_heads, starts=starts))
+
+    def normalised(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
+        """qkv with the norm of queries and keys; the values stay."""
+        batch, time, _ = qkv.shape
+        width = self.config.head_dim
+        q, k, v = F.split(qkv, (heads * width, kv_heads * width, kv_heads * width), -1)
+        q, k = (
+            norm(x.reshape(batch, time, -1, norm.weight.shape[0])).reshape(x.shape)
+            for norm, x in ((self.q_norm, q), (self.k_norm, k))
+        )
+        return F.concatenate((q, k, v), -1)
 
 
 class MLP(nn.Module):
@@ -146,15 +238,35 @@ class MLP(nn.Module):
         return self.down(F.swiglu(self.gate_up(x)))
 
 
+def mixture(config: LlamaConfig) -> nn.MoE:
+    """Several such MLPs, and a router that chooses a few of them for each token."""
+    router = nn.TopKRouter(
+        config.n_embd,
+        config.experts,
+        config.experts_per_token,
+        renormalise=config.normalise_experts,
+        capacity_factor=config.capacity_factor or None,
+        expert_bias=config.expert_bias,
+        balance_loss=config.balance_loss,
+        pooled=config.pooled_balance,
+        init=initial(config),
+    )
+    sizes = config.experts, config.n_embd, config.n_hidden
+    return nn.MoE(router, nn.Experts(*sizes, init=initial(config), down_init=residual_initial(config)))
+
+
 class Block(nn.Module):
-    """Two residual steps: tokens look at one another, then each by itself."""
+    """Two residual steps: tokens look at one another, then each by itself.
+
+    With experts it gives (x, balance): what the router adds to the loss (nn.MoE).
+    """
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.norm1 = nn.RMSNorm(config.n_embd, config.norm_eps)
         self.attention = Attention(config)
         self.norm2 = nn.RMSNorm(config.n_embd, config.norm_eps)
-        self.mlp = MLP(config)
+        self.mlp = mixture(config) if config.experts else MLP(config)
 
     def forward(
         self,
@@ -162,15 +274,19 @@ class Block(nn.Module):
         angles: tuple[Array, Array],
         cache: LayerCache | None = None,
         starts: Array = None,
-    ) -> Tensor:
+    ) -> Tensor | tuple[Tensor, Tensor]:
         x, y = self.norm2(x, self.attention(self.norm1(x), angles, cache, starts))  # the sum, and its norm
-        return x + self.mlp(y)
+        if isinstance(self.mlp, MLP):
+            return x + self.mlp(y)
+        y, balance = self.mlp(y)
+        return x + y, balance
 
 
 class Llama(nn.Module):
     """model(tokens) -> logits: integer array (batch, time) -> tensor (batch, time, vocab_size).
 
-    model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py).
+    model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py). In
+    training it has the balance losses of all blocks in it; in evaluation it is the cross-entropy alone.
     starts: from F.document_starts, where a row holds several documents that don't see one another.
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
@@ -180,8 +296,7 @@ class Llama(nn.Module):
         if config.vocab_size < 1:
             raise ValueError("vocab_size must be at least 1, got 0")
         self.config = config
-        start = nn.init.Normal(0.0, config.init_std)
-        self.embedding = nn.Embedding(config.vocab_size, config.n_embd, init=start)
+        self.embedding = nn.Embedding(config.vocab_size, config.n_embd, init=initial(config))
         self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.norm = nn.RMSNorm(config.n_embd, config.norm_eps)
         if not config.tied:
@@ -199,15 +314,23 @@ class Llama(nn.Module):
     ) -> Tensor:
         first, last, layers = extended(tokens, cache, len(self.blocks), self.config.block_size)
         angles = self._angles.of(first, last)
-        x = self.embedding(tokens)  # (batch, time, n_embd)
+        x: Passed = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, angles, layer, starts)
+            x = passed(block, x, angles, layer, starts)
         return self.headed(x, targets, reduction)
 
-    def headed(self, x: Tensor, targets: np.ndarray | None, reduction: str) -> Tensor:
+    def headed(self, x: Passed, targets: np.ndarray | None, reduction: str) -> Tensor:
         """What the model gives, from what comes out of the last block."""
+        x, balance = x if isinstance(x, tuple) else (x, None)
         layer = self.embedding if self.config.tied else self.head
-        return head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
+        y = head(self.norm(x), layer, targets, reduction, self.config.loss_chunk)
+        if targets is None or balance is None or reduction == "none" or not self.training:
+            return y
+        if self.config.pooled_balance:
+            balance = F.pooled_balance_loss(balance, len(self.blocks) * targets.size)
+            balance = balance * self.config.balance_loss
+        # In a sum, once for each target: then micro-batches count as many times as they have targets.
+        return y + balance * (float((targets != IGNORED).sum()) if reduction == "sum" else 1.0)
 
     def pieces(self) -> list[nn.Piece]:
         """The forward, for a pipeline."""
@@ -216,13 +339,13 @@ class Llama(nn.Module):
             extended(batch["tokens"], batch.get("cache"), 0, self.config.block_size)
             return self.embedding(batch["tokens"])
 
-        def middle(number: int, x: Tensor, batch: Batch) -> Tensor:
+        def middle(number: int, x: Passed, batch: Batch) -> Passed:
             layer = layer_of(batch, number)
             start = 0 if layer is None else layer.length
             angles = self._angles.of(start, start + batch["tokens"].shape[1])
-            return self.blocks[number](x, angles, layer, batch.get("starts"))
+            return passed(self.blocks[number], x, angles, layer, batch.get("starts"))
 
-        def last(x: Tensor, batch: Batch) -> Tensor:
+        def last(x: Passed, batch: Batch) -> Tensor:
             return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
 
         tied = self.config.tied
@@ -236,6 +359,13 @@ class Llama(nn.Module):
                 tied=(self.embedding,) if tied else (),
             ),
         ]
+
+
+def passed(block: Block, x: Passed, *how: Any) -> Passed:
+    """What goes on behind a block: x; with experts (x, the balance losses so far)."""
+    x, before = x if isinstance(x, tuple) else (x, None)
+    y = block(x, *how)
+    return (y[0], before + y[1]) if before is not None else y
 
 
 class Angles:
@@ -274,11 +404,20 @@ def frequencies(config: LlamaConfig) -> np.ndarray:
 
 
 def linear(config: LlamaConfig, inputs: int, outputs: int) -> nn.Linear:
-    """A linear layer without bias that starts as N(0, init_std)."""
-    return nn.Linear(inputs, outputs, bias=False, init=nn.init.Normal(0.0, config.init_std))
+    """A linear layer without bias."""
+    return nn.Linear(inputs, outputs, bias=False, init=initial(config))
 
 
 def residual_linear(config: LlamaConfig, inputs: int) -> nn.Linear:
-    """One that adds to the residual stream: smaller by the root of how many of them add up."""
-    start = nn.init.Normal(0.0, config.init_std / sqrt(2 * config.n_layer))
-    return nn.Linear(inputs, config.n_embd, bias=False, init=start)
+    """One that adds to the residual stream."""
+    return nn.Linear(inputs, config.n_embd, bias=False, init=residual_initial(config))
+
+
+def initial(config: LlamaConfig) -> nn.init.Initialiser:
+    """What weights begin with: N(0, init_std)."""
+    return nn.init.Normal(0.0, config.init_std)
+
+
+def residual_initial(config: LlamaConfig) -> nn.init.Initialiser:
+    """Those that add to the residual stream: smaller by the root of how many of them add up."""
+    return nn.init.Normal(0.0, config.init_std / sqrt(2 * config.n_layer))

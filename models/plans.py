@@ -14,7 +14,7 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, S
 
     sequence_parallel: norms, dropout and what lies between the blocks on a part of the time each; less memory
     for the same traffic. For language models. Raises TypeError for another model, ValueError for a ViT with
-    sequence_parallel.
+    sequence_parallel, and a Llama with experts or norms of queries and keys.
     """
     plan = {
         "blocks.*.attention.qkv": ColwiseParallel(_heads(model)),
@@ -29,6 +29,8 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, S
         plan |= {"wte": VocabParallel(), "blocks.*.mlp.up": ColwiseParallel()}
         alone = ("wpe", "dropout", "blocks.*.dropout")
     else:
+        if model.config.experts or model.config.qk_norm != "none":
+            raise ValueError("plan_of: there is no plan for experts, and for norms of queries and keys")
         plan |= {"embedding": VocabParallel(), "blocks.*.mlp.gate_up": ColwiseParallel(2)}
         plan |= {} if model.config.tied else {"head": VocabParallel()}
         alone = ()

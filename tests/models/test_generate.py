@@ -19,6 +19,7 @@ SIZES = {"n_layer": 2, "n_head": 4, "n_embd": 32, "block_size": 24, "vocab_size"
 KINDS = {
     "gpt": lambda: GPT(GPTConfig(**SIZES)),
     "llama": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=48)),
+    "experts": lambda: Llama(LlamaConfig(**SIZES, n_kv_head=2, n_hidden=24, experts=4, qk_norm="all")),
 }
 PROMPT = np.random.default_rng(0).integers(0, 31, (3, 7))
 

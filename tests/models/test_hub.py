@@ -29,8 +29,16 @@ GPT_SMALL = GPTConfig(n_layer=2, n_head=2, n_embd=16, block_size=12, vocab_size=
 LLAMA_SMALL = LlamaConfig(
     n_layer=2, n_head=4, n_kv_head=2, n_embd=16, n_hidden=24, block_size=12, vocab_size=31, tied=False
 )
+MIXTRAL_SMALL = replace(LLAMA_SMALL, experts=3, experts_per_token=2)
+QWEN3_SMALL = replace(MIXTRAL_SMALL, head_size=6, qk_norm="head", normalise_experts=False, tied=True)
+OLMOE_SMALL = replace(MIXTRAL_SMALL, qk_norm="all", clip_qkv=2.5)
 VIT_SMALL = ViTConfig(n_layer=2, n_head=2, n_embd=16, n_hidden=24, image_size=8, patch_size=4, classes=5)
-LANGUAGE = {"gpt2": lambda: GPT(GPT_SMALL), "llama": lambda: Llama(LLAMA_SMALL)}
+EXPERTS = {
+    "mixtral": lambda: Llama(MIXTRAL_SMALL),
+    "qwen3_moe": lambda: Llama(QWEN3_SMALL),
+    "olmoe": lambda: Llama(OLMOE_SMALL),
+}
+LANGUAGE = {"gpt2": lambda: GPT(GPT_SMALL), "llama": lambda: Llama(LLAMA_SMALL), **EXPERTS}
 MODELS = {**LANGUAGE, "vit": lambda: ViT(VIT_SMALL)}
 
 
@@ -66,6 +74,8 @@ def test_what_was_exported_comes_back_to_the_bit(tmp_path, monkeypatch, kind, be
     assert not list(tmp_path.glob(".tmp*"))
     expected = made(kind).state_dict()
     found = thread.run(after, loaded, tmp_path / "out")[0]
+    assert load_pretrained(tmp_path / "out").config == made(kind).config
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == kind
     assert found.keys() == expected.keys()
     for name, values in expected.items():
         np.testing.assert_array_equal(found[name], values, err_msg=name)
@@ -111,7 +121,7 @@ def test_other_floats_become_float32(folder, kind):
 def tuned(folder, kind):
     """A loaded model with adapters that an update has changed, exported: weights before, logits after."""
     save_pretrained(sharded(made(kind)), folder / "base")
-    model = nn.add_lora(load_pretrained(folder / "base"), 2, targets=("*.qkv", "*.down"))
+    model = nn.add_lora(load_pretrained(folder / "base"), 2, targets=("*.qkv", "*.output"))
     sharded(model)
     before = full_state_dict(model)
     optimizer = optim.AdamW(nn.lora_parameters(model), lr=0.1)
@@ -318,7 +328,8 @@ def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_pa
         ("rope_parameters", 7, "rope_parameters must be an object, got 7"),
         ("rope_theta", 10**400, "rope_theta must be a number, got 1000"),
         ("attention_bias", True, "attention_bias = True is not supported"),
-        ("head_dim", 8, "head_dim = 8 is not supported, only 4"),
+        ("head_dim", 8, r"q_proj.weight has shape \(16, 16\), and the model needs \(32, 16\)"),
+        ("head_dim", "4", "head_dim must be an integer of at least 1, got '4'"),
         ("tie_word_embeddings", "no", "tie_word_embeddings = 'no' is not supported"),
         ("num_key_value_heads", 3, "n_kv_head must divide n_head"),
     ],
@@ -328,6 +339,43 @@ def test_settings_of_llama_that_are_not_known_are_refused(tmp_path, name, value,
     setting(name, value)(tmp_path / "llama")
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path / "llama")
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "value", "message"),
+    [
+        ("mixtral", "sliding_window", 4, "sliding_window = 4 is not supported: attention sees all"),
+        ("mixtral", "router_jitter_noise", 0.1, "router_jitter_noise = 0.1 is not supported"),
+        ("mixtral", "num_local_experts", 10**6, "num_local_experts = 1000000, but there are 35 tensors"),
+        ("mixtral", "num_local_experts", 2, "0 tensors missing .*6 not expected"),
+        ("mixtral", "num_experts_per_tok", 4, r"experts_per_token must be in \[1, 3\]"),
+        ("qwen3_moe", "decoder_sparse_step", 2, "decoder_sparse_step = 2 is not supported"),
+        ("qwen3_moe", "mlp_only_layers", [0], r"mlp_only_layers = \[0\] is not supported"),
+        ("qwen3_moe", "norm_topk_prob", "yes", "norm_topk_prob = 'yes' is not supported; supported: False"),
+        ("qwen3_moe", "attention_bias", True, "attention_bias = True is not supported"),
+        ("olmoe", "clip_qkv", -1, "clip_qkv must be at least 0, got -1"),
+    ],
+)
+def test_settings_of_experts_that_are_not_known_are_refused(tmp_path, kind, name, value, message):
+    save_pretrained(made(kind), tmp_path / kind)
+    setting(name, value)(tmp_path / kind)
+    with pytest.raises(ValueError, match=message):
+        load_pretrained(tmp_path / kind)
+
+
+def test_a_window_that_nothing_leaves_and_other_names_are_taken(tmp_path):
+    for kind, changes in (
+        ("mixtral", {"sliding_window": 12, "head_dim": None}),
+        ("qwen3_moe", {"sliding_window": 4, "use_sliding_window": False, "num_experts": None}),
+        ("qwen3_moe", {"num_local_experts": None, "mlp_only_layers": None}),
+    ):
+        folder = tmp_path / str(len(list(tmp_path.iterdir())))
+        save_pretrained(made(kind), folder)
+        if kind == "qwen3_moe":
+            setting("num_local_experts", 3)(folder)
+        for name, value in changes.items():
+            setting(name, value)(folder)
+        assert load_pretrained(folder).config == made(kind).config
 
 
 def test_the_settings_of_transformers_4_are_read(tmp_path):
@@ -376,6 +424,10 @@ def test_what_has_no_format_is_refused(tmp_path):
         save_pretrained(nn.Linear(2, 3), tmp_path / "out")
     with pytest.raises(ValueError, match="GPT-2's format has biases"):
         save_pretrained(GPT(GPTConfig(n_layer=1, n_head=1, n_embd=8, bias=False)), tmp_path / "out")
+    with pytest.raises(ValueError, match="none of the formats llama, mixtral, qwen3_moe, olmoe has such"):
+        save_pretrained(Llama(replace(LLAMA_SMALL, qk_norm="head")), tmp_path / "out")
+    with pytest.raises(ValueError, match="none of the formats"):
+        save_pretrained(Llama(replace(MIXTRAL_SMALL, expert_bias=True)), tmp_path / "out")
     with pytest.raises(ValueError, match="has a class token, and this model has pool='mean'"):
         save_pretrained(ViT(replace(VIT_SMALL, pool="mean")), tmp_path / "out")
     with pytest.raises(FileNotFoundError, match="config.json"):

@@ -40,6 +40,9 @@ TOKENS = np.random.default_rng(0).integers(0, 31, (4, 16))
         (Llama, "llama-100m", 100.092672),
         (Llama, "llama-3.2-1b", 1235.814400),
         (Llama, "llama-3.1-8b", 8030.261248),
+        (Llama, "mixtral-8x7b", 46702.792704),
+        (Llama, "qwen3-30b-a3b", 30532.122624),
+        (Llama, "olmoe-1b-7b", 6919.161856),
     ],
 )
 def test_sizes_by_name_have_the_published_numbers_of_parameters(kind, name, millions):

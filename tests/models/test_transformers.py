@@ -1,4 +1,4 @@
-"""GPT-2, Llama and ViT beside transformers: logits, losses, gradients and tokens, and weights both ways."""
+"""Models beside transformers: logits, losses, gradients and tokens, and weights both ways."""
 
 import json
 import os
@@ -50,6 +50,8 @@ def made(kind):
         shape = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "num_labels": 5}
         shape |= {"intermediate_size": 80, "image_size": 24, "patch_size": 8}
         return ViTForImageClassification(ViTConfig(**shape, initializer_range=0.2)).eval()
+    if kind in EXPERTS:
+        return mixture(kind).eval()
     rope = {"rope_type": "default", "rope_theta": 10000.0}
     if kind == "llama-scaled":
         rope = {
@@ -76,7 +78,40 @@ def made(kind):
     return LlamaForCausalLM(config).eval()
 
 
-LANGUAGE = ["gpt2", "llama-tied", "llama-scaled"]
+def mixture(kind):
+    """One with experts; a head is not as wide as n_embd / n_head, where that may be."""
+    from transformers import (
+        MixtralConfig,
+        MixtralForCausalLM,
+        OlmoeConfig,
+        OlmoeForCausalLM,
+        Qwen3MoeConfig,
+        Qwen3MoeForCausalLM,
+    )
+
+    shape = {
+        "vocab_size": 61,
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 128,
+        "initializer_range": 0.2,
+        "router_aux_loss_coef": 0.05,
+    }
+    shape |= dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"))
+    if kind == "mixtral":
+        own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2}
+        return MixtralForCausalLM(MixtralConfig(**shape, **own))
+    if kind == "qwen3-moe":
+        own = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **own, norm_topk_prob=True))
+    own = {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 1.2}
+    return OlmoeForCausalLM(OlmoeConfig(**shape, **own))
+
+
+EXPERTS = ["mixtral", "qwen3-moe", "olmoe"]
+LANGUAGE = ["gpt2", "llama-tied", "llama-scaled", *EXPERTS]
 KINDS = [*LANGUAGE, "vit"]
 
 
@@ -140,9 +175,8 @@ def step(folder, kind):
     form, _ = hub.described(model)
     places, gradients = dict(form.tensors(model.config)), {}
     for name, values in full_gradients(model):
-        for part, rows in hub.rows_of(values.shape, places[name]):
-            whole = np.array(values[rows])
-            gradients[form.full_name(part.name)] = whole.T if part.transposed else whole
+        for part, tensor in hub.in_files(values, places[name]):
+            gradients[form.full_name(part.name)] = np.array(tensor)
     return np.array(logits.data), loss.item(), gradients
 
 
@@ -331,3 +365,24 @@ def test_images_are_seen_there_as_in_training(tmp_path, crop):
     expected = next(iter(task.held_out(1, 1, 0, 1)))[0][0]
     assert found.shape == expected.shape == (3, 28, 28)
     assert np.abs(np.asarray(found) - expected).mean() < 0.05 * expected.std()
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_the_loss_with_balance_pooled_over_layers_is_that_of_transformers(tmp_path, kind):
+    import torch
+
+    theirs = made(kind).train()
+    theirs.save_pretrained(tmp_path / "model")
+    inputs = torch.from_numpy(TOKENS)
+    found = theirs(inputs, output_router_logits=True)
+    expected = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), inputs.flatten())
+    expected = expected + 0.05 * found.aux_loss
+    expected.backward()
+    model = load_pretrained(tmp_path / "model", balance_loss=0.05, pooled_balance=True)
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    for ours, layer in zip(model.blocks, theirs.model.layers, strict=True):
+        gradient = layer.mlp.gate.weight.grad.numpy()
+        difference = np.linalg.norm(np.asarray(ours.mlp.router.weight.grad) - gradient)
+        assert difference <= 1e-4 * np.linalg.norm(gradient)

@@ -16,6 +16,8 @@ from shardrt.untrusted import printable
 from tests.damage import ESCAPE, damaged_bytes, damaged_json
 from tests.models.test_hub import made
 
+KINDS = ("gpt2", "llama", "mixtral", "qwen3_moe", "olmoe", "vit")
+
 
 def settles(function, *arguments):
     """Whether it works; if not, it must be an error of which one line is made."""
@@ -31,12 +33,12 @@ def settles(function, *arguments):
 def folders(tmp_path_factory):
     """A tiny model of each kind."""
     made_in = tmp_path_factory.mktemp("untrusted")
-    for kind in ("gpt2", "llama", "vit"):
+    for kind in KINDS:
         save_pretrained(made(kind), made_in / kind, file_bytes=4000)
     return made_in
 
 
-@pytest.mark.parametrize("kind", ["gpt2", "llama", "vit"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_damaged_settings_and_indices_of_folders_are_refused_in_a_line(folders, tmp_path, kind):
     chosen, folder, results = random.Random(kind), tmp_path / kind, []
     folder.mkdir()

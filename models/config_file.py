@@ -1,0 +1,89 @@
+"""config.json of Hugging Face, read with suspicion."""
+
+from pathlib import Path
+from typing import Any
+
+
+class Settings:
+    """A table of config.json, read with suspicion: errors name the file and the setting."""
+
+    def __init__(self, path: Path, table: dict[str, Any]) -> None:
+        self._path, self._table = path, table
+        self.layers_at_most = 0
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value as it stands; `default` where it is absent or null."""
+        value = self._table.get(name)
+        return default if value is None else value
+
+    def kept(self) -> dict[str, Any]:
+        """All of the table, as it stands."""
+        return dict(self._table)
+
+    def one_of(self, name: str, *choices: Any, default: Any = None) -> Any:
+        """A value that is one of `choices`."""
+        value = self.get(name, default)
+        if not any(value == choice and type(value) is type(choice) for choice in choices):
+            wanted = ", ".join(map(repr, choices))
+            raise ValueError(f"{self._path}: {name} = {value!r} is not supported; supported: {wanted}")
+        return value
+
+    def require(self, name: str, wanted: Any) -> None:
+        """What is there must be `wanted`."""
+        value = self.get(name, wanted)
+        if value != wanted:
+            raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only {wanted!r} is")
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """An integer of at least 1."""
+        value = self.get(name, default)
+        if type(value) is not int or not 1 <= value < 2**31:
+            raise ValueError(f"{self._path}: {name} must be an integer of at least 1, got {value!r}")
+        return value
+
+    def side(self, name: str, default: int) -> int:
+        """Of a square: an integer of at least 1, or two that are the same."""
+        value = self.get(name, default)
+        sides = value if isinstance(value, list) else [value]
+        if len(sides) not in (1, 2) or sides[0] != sides[-1]:
+            raise ValueError(f"{self._path}: {name} = {value!r} is not supported, only squares are")
+        return Settings(self._path, {name: sides[0]}).size(name)
+
+    def layers(self, name: str, each: int = 1) -> int:
+        """A number of layers, or of experts in `each` layers, for which there can be tensors.
+
+        Nothing is made for more.
+        """
+        value = self.size(name)
+        if value * each > self.layers_at_most:
+            raise ValueError(f"{self._path}: {name} = {value}, but there are {self.layers_at_most} tensors")
+        return value
+
+    def flag(self, name: str) -> bool:
+        """True or False, which it is where nothing is said."""
+        return self.one_of(name, False, True, default=False)
+
+    def require_no_window(self, name: str) -> None:
+        """Attention must reach as far as there are positions."""
+        window = self.get(name)
+        if window is not None and self.size(name) < self.size("max_position_embeddings"):
+            raise ValueError(
+                f"{self._path}: {name} = {window!r} is not supported: attention sees all positions"
+            )
+
+    def number(self, name: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.get(name, default)
+        if type(value) not in (int, float) or not abs(value) < 1e300:  # integers have no largest one
+            raise ValueError(f"{self._path}: {name} must be a number, got {value!r}")
+        return float(value)
+
+    def table(self, name: str) -> "Settings":
+        """A table inside; an empty one where there is none."""
+        value = self.get(name, {})
+        if not isinstance(value, dict):
+            raise ValueError(f"{self._path}: {name} must be an object, got {value!r}")
+        return Settings(self._path, value)
+
+    def __len__(self) -> int:
+        return len(self._table)

@@ -1,0 +1,93 @@
+"""Mixtures of experts beside transformers: 10 steps with the balance loss, on 2 ranks and in one process."""
+
+import numpy as np
+import pytest
+
+from tests.models.test_transformers import EXPERTS, made
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+
+from models.hub import load_pretrained
+from models.llama import Block
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import by_class, wrap
+from tests.parity.features import OPTIMIZERS, STEPS
+from tests.parity.job import piece
+
+pytestmark = pytest.mark.torch
+
+RANKS, BALANCE = 2, 0.05
+TOKENS = np.random.default_rng(3).integers(0, 61, (STEPS, 4, 21))
+
+
+def balance_of(router_logits, k):
+    """Megatron's formula, of each layer, summed over them."""
+    import torch
+
+    total = 0.0
+    for logits in router_logits:
+        probabilities = torch.softmax(logits, -1)
+        tokens, count = probabilities.shape
+        chosen = torch.bincount(probabilities.topk(k).indices.flatten(), minlength=count)
+        total = total + count / (k * tokens**2) * (chosen * probabilities.sum(0)).sum()
+    return total
+
+
+def theirs(kind, folder, optimizer):
+    """Losses, and the weights at the end: of the ranks' parts one after the other, as micro-batches."""
+    import torch
+
+    model = made(kind).train()
+    model.save_pretrained(folder / "before")
+    known = {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}
+    stepper = known[optimizer](model.parameters(), **OPTIMIZERS[optimizer])
+    losses = []
+    for tokens in TOKENS:
+        told = 0.0
+        for rank in range(RANKS):
+            part = torch.from_numpy(piece(tokens, rank, RANKS))
+            found = model(part[:, :-1], output_router_logits=True)
+            loss = torch.nn.functional.cross_entropy(found.logits.flatten(0, 1), part[:, 1:].flatten())
+            loss = loss + BALANCE * balance_of(found.router_logits, model.num_experts_per_tok)
+            (loss / RANKS).backward()
+            told += loss.item() / RANKS
+        losses.append(told)
+        stepper.step()
+        stepper.zero_grad()
+    model.save_pretrained(folder / "after")
+    return losses
+
+
+def ours(folder, optimizer):
+    """The same of a rank, experts being units of their own."""
+    mesh = init_device_mesh("auto")
+    model = load_pretrained(folder / "before", balance_loss=BALANCE)
+    wrap(model, by_class(Block, nn.Experts), mesh=mesh)
+    known = {"sgd": optim.SGD, "adamw": optim.AdamW}
+    stepper = known[optimizer](model.parameters(), **OPTIMIZERS[optimizer])
+    losses = []
+    for tokens in TOKENS:
+        part = piece(tokens, mesh.rank, mesh.size)
+        loss = model(part[:, :-1], part[:, 1:])
+        losses.append(loss.item())
+        loss.backward()
+        stepper.step()
+        stepper.zero_grad()
+    return losses, full_state_dict(model)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_they_train_as_in_transformers(tmp_path, kind, optimizer):
+    expected = theirs(kind, tmp_path, optimizer)
+    found = thread.run(RANKS, ours, tmp_path, optimizer)
+    np.testing.assert_allclose(np.mean([losses for losses, _ in found], axis=0), expected, rtol=1e-5)
+    after, before = (load_pretrained(tmp_path / name).state_dict() for name in ("after", "before"))
+    assert found[0][1].keys() == after.keys()
+    for name, values in after.items():
+        moved = np.linalg.norm(values - before[name])
+        assert np.linalg.norm(found[0][1][name] - values) <= 1e-5 * np.linalg.norm(values), name
+        assert np.linalg.norm(found[0][1][name] - values) <= 1e-3 * moved, name
