@@ -63,7 +63,8 @@ class LanguageRecipe(PretrainedRecipe):
     def network(self) -> nn.Module:
         """A new model: of the recipe's shape, or that of init_from."""
         shape = self.settled().model
-        named = {"dropout", "loss_chunk"} & shape.__dataclass_fields__.keys()
+        own = {"dropout", "loss_chunk", "balance_loss", "pooled_balance", "capacity_factor", "expert_bias"}
+        named = own & shape.__dataclass_fields__.keys()
         return self.begun(shape, **{name: getattr(shape, name) for name in named})
 
     def settled(self) -> "LanguageRecipe":
@@ -175,6 +176,8 @@ class Language:
         config = self.shape
         corpus, begun = self.corpus, f" from {self.recipe.init_from}" * self.recipe.pretrained
         shape = f"{config.n_layer} x {config.n_embd}, T {self.per_sample}"
+        if experts := getattr(config, "experts", 0):
+            shape += f", {config.experts_per_token} of {experts} experts"
         gzip = "" if self.gzip is None else f" (gzip -9: {self.gzip:.3f} bits per byte)"
         return [
             f"{self.recipe.NETWORK.__name__} {shape}{begun}",
@@ -196,13 +199,12 @@ class Language:
         return list(model.blocks)
 
     def flops(self, model: nn.Module) -> float:
-        """As Task: six for each weight and token, and causal attention's (PaLM, 2022, appendix B)."""
+        """As Task: six for each weight that a token meets, and causal attention's (PaLM, 2022, app. B)."""
         shape, window = model.config, self.per_sample
-        weights = sum(
-            whole_size(module.weight) for module in model.modules() if isinstance(module, nn.Linear)
-        )
+        weights = sum(map(_active, model.modules()))
         head = shape.vocab_size * shape.n_embd if getattr(shape, "tied", True) else 0
-        return 6.0 * window * (weights + head + shape.n_layer * shape.n_embd * window)
+        heads = shape.n_head * getattr(shape, "head_dim", shape.n_embd // shape.n_head)
+        return 6.0 * window * (weights + head + shape.n_layer * heads * window)
 
     def batch(self, samples: range) -> Batch:
         """As Task."""
@@ -288,3 +290,12 @@ class Language:
             return {}
         run.say(f"--- sample ---\n{made}\n--------------")
         return {"sample": made}
+
+
+def _active(module: nn.Module) -> float:
+    """The weights of a module's own products that a token meets: of experts, those of the chosen ones."""
+    if isinstance(module, nn.MoE):
+        experts, router = module.experts, module.router
+        part = router.per_token / router.n_experts
+        return whole_size(router.weight) + part * (whole_size(experts.up) + whole_size(experts.down))
+    return whole_size(module.weight) if isinstance(module, nn.Linear) else 0

@@ -81,6 +81,11 @@ def curves(run: Run) -> list[str]:
     if any("held_out_accuracy" in record for record in held):
         series = charts.Series.of("held out", held, "held_out_accuracy", dots=True)
         drawn.append(charts.lines("Accuracy", [series], y="part that is right"))
+    if any("expert_load" in record for record in steps):
+        series = charts.Series.of("busiest", steps, "expert_load")
+        drawn.append(charts.lines("Tokens of the busiest expert", [series], y="over equal shares"))
+        series = charts.Series.of("no tokens", steps, "empty_experts")
+        drawn.append(charts.lines("Experts without tokens", [series], y="part of all", from_zero=True))
     if any("lag_ms" in record for record in steps):
         series = charts.Series.of("", steps, "lag_ms")
         drawn.append(charts.lines("Waiting for the slowest rank", [series], y="ms per step"))
@@ -119,6 +124,12 @@ def _summary(run: Run) -> Iterable[tuple[str, str]]:
     rates = [r[f"{run.unit}s_per_s"] for r in run.steps[1:] if f"{run.unit}s_per_s" in r]
     if rates:
         yield "rate", f"{sorted(rates)[len(rates) // 2]:,.0f} {run.unit}s/s, the median of what was logged"
+    if "expert_load" in last:
+        yield (
+            "load of experts",
+            f"the busiest has {last['expert_load']:.2f} times an equal share of the tokens, "
+            f"{100 * last['empty_experts']:.1f} % have none (last step)",
+        )
     if "slowest_rank" in last:
         slowest = [r["slowest_rank"] for r in run.steps if "slowest_rank" in r]
         worst = max(set(slowest), key=slowest.count)

@@ -23,7 +23,7 @@ from shardrt.train.errors import DATA, told
 from shardrt.train.metrics import RunLog, exact_sum, over_ranks
 from shardrt.train.pipelines import Shares, measured, pipeline_of
 from shardrt.train.prefetch import Prefetched
-from shardrt.train.progress import Stopwatch, evaluation_line, step_line
+from shardrt.train.progress import Stopwatch, evaluation_line, expert_figures, step_line
 from shardrt.train.recipe import Recipe
 from shardrt.train.stop import STOPPED, StopRequests
 from shardrt.train.tasks import Task
@@ -68,6 +68,7 @@ def train(job: "Job", first: int) -> None:
             job.watch.phase("report")
             if done % recipe.report.log_interval == 0 or done in (1, steps):
                 report(job, done, losses, norm, lr, stopwatch)
+            nn.update_expert_bias(job.model)  # behind the report, which tells of this step's load
             if not isfinite(norm):  # no update can be left out that backward has made, nor one before it
                 check_weights(job, done)
             if done % recipe.report.eval_interval == 0 or done == steps:
@@ -190,7 +191,7 @@ def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, s
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
     mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
-    record |= stopwatch.read(done)
+    record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
     if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:
         raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")

@@ -1,7 +1,7 @@
 """Timing of steps, and whole lines with aligned columns: a launcher passes nothing on before a newline."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from math import isnan, nan
 from typing import Any
 
@@ -13,6 +13,7 @@ from shardrt.autograd import no_grad
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.tensor import Tensor
+from shardrt.train.axes import counts
 
 MEGABYTE = 1e6
 _SIDE, _LONGEST, _ENOUGH, _TRIES = (
@@ -92,6 +93,23 @@ class Ranks:
         return found
 
 
+def expert_figures(mesh: DeviceMesh, loads: Mapping[str, np.ndarray]) -> dict[str, float]:
+    """{"expert_load", "empty_experts"} from each router's load (nn.expert_load); {} without any. Collective.
+
+    expert_load: the tokens of the busiest expert of a layer over those of equal shares, of the layer where
+    that is highest. empty_experts: the part of all layers' experts that no token chose.
+    """
+    if not loads:
+        return {}
+    mine = np.concatenate(list(loads.values())) * counts(mesh, but="pp")  # layers of other stages have 0
+    everyone = np.sum(from_all(mesh.communicator("control"), mine.tolist()), axis=0)
+    layers = np.split(everyone, np.cumsum([load.size for load in loads.values()])[:-1])
+    return {
+        "expert_load": max(float(layer.max() / max(1, layer.sum()) * layer.size) for layer in layers),
+        "empty_experts": float(np.mean(everyone == 0)),
+    }
+
+
 def product_flops() -> float:
     """Operations per second of a product of square float32 matrices here and now; the best of several.
 
@@ -127,17 +145,20 @@ def step_line(record: dict[str, Any], total_steps: int, unit: str = "token", wid
     model FLOPs utilisation: as a part of what this machine's matrix products reach when nothing else runs;
     not shown above 1, where something else did run as that was measured.
     """
+    mixed = "expert_load" in record
     fields = [  # in the order in which they are read, and how important they are
         (0, f"step {record['step']:{len(str(total_steps))}}/{total_steps}"),
         (0, f"loss {record['loss']:7.4f}"),
         (2, f"norm {record['norm']:7.3f}"),
-        (7, f"lr {record['lr']:.1e}"),
-        (5, f"{record['ms']:7.1f} ms"),
+        (3, f"load {record['expert_load']:4.1f}x" if mixed else ""),  # of the busiest expert
+        (4, f"{100 * record['empty_experts']:2.0f}% empty" if mixed else ""),
+        (9, f"lr {record['lr']:.1e}"),
+        (7, f"{record['ms']:7.1f} ms"),
         (1, f"{_short(record[f'{unit}s_per_s']):>6} {_SHORT[unit]}/s"),
-        (4, f"mfu {_percent(record['mfu'])}" if "mfu" in record else ""),
-        (6, f"{record['memory_mb']:5.0f} MB"),
-        (3, f"left {clock(record['eta_s']):>7}"),
-        (8, f"rank {record['slowest_rank']} {record['lag_ms']:5.1f} ms late" if "lag_ms" in record else ""),
+        (6, f"mfu {_percent(record['mfu'])}" if "mfu" in record else ""),
+        (8, f"{record['memory_mb']:5.0f} MB"),
+        (5, f"left {clock(record['eta_s']):>7}"),
+        (10, f"rank {record['slowest_rank']} {record['lag_ms']:5.1f} ms late" if "lag_ms" in record else ""),
     ]
     kept = [field for field in fields if field[1]]
     while len(kept) > 2 and len(_joined(kept)) > width:

@@ -208,6 +208,10 @@ def test_step_lines_fit_the_terminal_and_are_aligned():
     assert step_line(told, 1000) == (
         "step    1/1000  loss  5.5000  norm   1.250  100.0k tok/s  mfu 62%  left    1:01"
     )
+    mixed = told | {"expert_load": 2.46, "empty_experts": 0.125}
+    assert step_line(mixed, 1000) == (
+        "step    1/1000  loss  5.5000  norm   1.250  load  2.5x  12% empty  100.0k tok/s"
+    )
     whole = lines[0]
     for part in ("loss", "norm", "lr", "ms", "tok/s", "mfu", "MB", "left", "rank 1   2.5 ms late"):
         assert len({line.index(part.split()[0]) for line in lines}) == 1 and part in whole, part

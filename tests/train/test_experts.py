@@ -1,0 +1,112 @@
+"""Runs of a Llama with experts: their load is told, evaluation leaves balance out, any ranks have one run."""
+
+from dataclasses import replace
+
+import pytest
+
+from models import train
+from models.hub import load_pretrained
+from models.language import LlamaRecipe
+from models.llama import LlamaConfig
+from shardrt.comm import thread
+from shardrt.tools import report
+from shardrt.tools.runs import read_run
+from shardrt.train import config as settings
+from shardrt.train import job as jobs
+from shardrt.train.errors import USAGE, one_line
+from tests.train.test_command import TINY, arguments, furnish, records
+from tests.train.test_resume import curves, remove_after
+
+SHAPE = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4, balance_loss=0.1)
+COMMON = ("--config", "experts.toml", "--steps", "3", "--sample.length", "4")
+
+
+def run(ranks, name, *options):
+    with one_line(USAGE):
+        recipe = train.parse(arguments("--name", name, *COMMON, *options))
+    thread.run(ranks, jobs.launch, recipe)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A folder with runs of the same parts of each batch: on one rank, on two, in stages, with a bias."""
+    folder = furnish(tmp_path_factory.mktemp("experts"))
+    recipe = LlamaRecipe("llama", model=SHAPE, batch_size=4, report=TINY.report, sample=TINY.sample)
+    settings.dump(recipe, folder / "experts.toml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        run(1, "one", "--micro-batches", "2")
+        run(2, "two", "--export")
+        run(2, "stages", "--parallel.pp", "2", "--micro-batches", "2", "--memory.recompute", "full")
+        yield folder
+
+
+def test_losses_and_load_are_those_of_one_rank(folder):
+    steps = records(folder, "one", "step")
+    assert all(1 <= step["expert_load"] <= 2 and 0 <= step["empty_experts"] < 1 for step in steps)
+    assert len({step["expert_load"] for step in steps}) > 1
+    for name in ("two", "stages"):
+        for found, expected in zip(records(folder, name, "step"), steps, strict=True):
+            assert found["loss"] == pytest.approx(expected["loss"], rel=2e-6)
+            for figure in ("expert_load", "empty_experts"):
+                assert found[figure] == expected[figure]
+        held_out = [[r["held_out_loss"] for r in records(folder, run, "evaluation")] for run in (name, "one")]
+        assert held_out[0] == pytest.approx(held_out[1], rel=2e-6)
+
+
+def test_the_load_is_told_in_progress_and_in_the_report(folder, capsys):
+    run(1, "shown")
+    (line, *_) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step 1/3  loss")]
+    load = records(folder, "shown", "step")[0]["expert_load"]
+    assert f"load {load:4.1f}x" in line and "% empty" in line and len(line) <= 80
+    page = report.page(read_run(folder / "runs" / "shown"))
+    last = records(folder, "shown", "step")[-1]
+    assert f"the busiest has {last['expert_load']:.2f} times an equal share" in page
+    for title in ("Tokens of the busiest expert", "Experts without tokens"):
+        assert f"<title>{title}</title>" in page
+
+
+def test_a_run_says_how_much_is_trained_and_what_it_is(folder, capsys):
+    run(1, "introduced", "--steps", "1")
+    assert "Llama 2 x 16, T 16, 2 of 4 experts" in " ".join(capsys.readouterr().out.split())
+
+
+def test_evaluation_is_the_cross_entropy_alone(folder):
+    run(1, "heavy", "--model.balance-loss", "100", "--optimizer.lr", "1e-9", "--optimizer.min-lr", "1e-9")
+    assert records(folder, "heavy", "step")[0]["loss"] > 200
+    assert all(record["held_out_loss"] < 6 for record in records(folder, "heavy", "evaluation"))
+
+
+def test_a_bias_balances_and_is_kept_when_a_run_goes_on(folder):
+    options = ("--model.expert-bias", "--model.balance-loss", "0", "--checkpoint.every", "2")
+    run(2, "whole", *options, "--steps", "5")
+    run(2, "cut", *options, "--steps", "5")
+    remove_after(folder / "runs" / "cut", 2)
+    run(2, "cut", *options, "--steps", "5", "--resume", "auto")
+    found, expected = (curves(folder, name) for name in ("cut", "whole"))
+    assert found == expected
+    biases = {name: values for name, values in expected[2].items() if name.endswith("expert_bias")}
+    assert len(biases) == 2 and all(any(values) for values in biases.values())
+
+
+def test_world_invariant_runs_have_the_same_bits(folder):
+    options = ("--deterministic", "world-invariant", "--micro-batches", "4")
+    for ranks in (1, 2, 4):
+        run(ranks, f"invariant {ranks}".replace(" ", "-"), *options)
+    first, *others = (curves(folder, f"invariant-{ranks}") for ranks in (1, 2, 4))
+    assert others == [first, first]
+
+
+def test_what_a_run_exports_is_tuned_with_adapters_and_its_own_balance(folder):
+    exported = folder / "runs" / "two" / "pretrained"
+    assert load_pretrained(exported).config == replace(SHAPE, balance_loss=0.0)
+    tuned = ("--init-from", str(exported), "--lora.rank", "2", "--export", "--model.balance-loss", "5")
+    run(2, "tuned", *tuned)
+    assert records(folder, "tuned", "step")[0]["loss"] > 10
+    before, after = (load_pretrained(f"{folder}/runs/{name}/pretrained") for name in ("two", "tuned"))
+    others = after.state_dict()
+    changed = {name for name, values in before.state_dict().items() if (others[name] != values).any()}
+    assert changed == {
+        "head.weight",
+        *(f"blocks.{i}.attention.{x}.weight" for i in (0, 1) for x in ("qkv", "output")),
+    }
