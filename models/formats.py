@@ -175,7 +175,7 @@ def _decoder_config(
     settings.require("hidden_act", "silu")
     settings.require("attention_bias", False)
     heads, width = settings.size("num_attention_heads"), settings.size("hidden_size")
-    head_size = settings.size("head_dim", max(1, width // heads))
+    head_size = settings.size("head_dim") if settings.get("head_dim") is not None else 0
     config = LlamaConfig(
         n_layer=settings.layers("num_hidden_layers"),
         n_head=heads,

@@ -1,5 +1,7 @@
 """A Llama on the GPU in software: read from files, trained in chunks, continued; as on the CPU."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -15,6 +17,7 @@ from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 CONFIG = LlamaConfig(
     n_layer=1, n_head=2, n_kv_head=1, n_embd=8, n_hidden=12, block_size=8, vocab_size=29, loss_chunk=3
 )
+EXPERTS = replace(CONFIG, experts=3, qk_norm="head", head_size=6, balance_loss=0.1)
 BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.RMSNorm,))
 
 
@@ -39,10 +42,14 @@ def run(name, folder, policy):
     return losses, full_state_dict(model), text
 
 
-@pytest.mark.parametrize(("policy", "tolerance"), [(None, 2e-5), (BFLOAT16, 2e-2)])
-def test_it_is_read_trained_and_continued_as_on_the_cpu(gpu, tmp_path, policy, tolerance):
+@pytest.mark.parametrize(
+    ("config", "policy", "tolerance"),
+    [(CONFIG, None, 2e-5), (CONFIG, BFLOAT16, 2e-2), (EXPERTS, None, 2e-5)],
+    ids=["float32", "bfloat16", "experts"],
+)
+def test_it_is_read_trained_and_continued_as_on_the_cpu(gpu, tmp_path, config, policy, tolerance):
     shardrt.manual_seed(0)
-    save_pretrained(Llama(CONFIG), tmp_path / "llama")
+    save_pretrained(Llama(config), tmp_path / "llama")
     expected = thread.run(1, run, "cpu", tmp_path / "llama", policy)
     found = thread.run(1, run, "cuda", tmp_path / "llama", policy)
     for (losses, weights, text), (other_losses, other_weights, other_text) in zip(

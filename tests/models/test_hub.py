@@ -329,6 +329,7 @@ def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_pa
         ("rope_theta", 10**400, "rope_theta must be a number, got 1000"),
         ("attention_bias", True, "attention_bias = True is not supported"),
         ("head_dim", 8, r"q_proj.weight has shape \(16, 16\), and the model needs \(32, 16\)"),
+        ("head_dim", None, "n_embd must be an even multiple of n_head, got 16 and 3"),
         ("head_dim", "4", "head_dim must be an integer of at least 1, got '4'"),
         ("tie_word_embeddings", "no", "tie_word_embeddings = 'no' is not supported"),
         ("num_key_value_heads", 3, "n_kv_head must divide n_head"),
@@ -337,6 +338,8 @@ def test_a_snapshot_in_a_download_cache_is_read_through_its_links(folder, tmp_pa
 def test_settings_of_llama_that_are_not_known_are_refused(tmp_path, name, value, message):
     save_pretrained(made("llama"), tmp_path / "llama")
     setting(name, value)(tmp_path / "llama")
+    if value is None:
+        setting("num_attention_heads", 3)(tmp_path / "llama")
     with pytest.raises(ValueError, match=message):
         load_pretrained(tmp_path / "llama")
 

@@ -8,11 +8,13 @@ import pytest
 import shardrt
 from models import gpt, llama
 from models.llama import Block, Llama, LlamaConfig
+from models.plans import plan_of
 from shardrt import functional as F
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, full_gradients, wrap
+from shardrt.parallel import parallelize_module
 from shardrt.recompute import checkpoint
 
 SMALL = LlamaConfig(
@@ -83,6 +85,24 @@ def test_sharded_it_is_the_same_model(config, ranks, loss_chunk):
         for name, values in other.items():
             difference = np.linalg.norm(one[name].reshape(values.shape) - values)
             assert difference <= 2e-5 * np.linalg.norm(values), name
+
+
+def cut_by_heads(config):
+    shardrt.manual_seed(3)
+    mesh = init_device_mesh("cpu", (init_device_mesh("auto").size,), ("tp",))
+    model = Llama(config)
+    parallelize_module(model, mesh["tp"], plan_of(model))
+    loss = model(TOKENS, TOKENS)
+    loss.backward()
+    return loss.item(), np.array(model.norm.weight.grad)
+
+
+def test_heads_that_are_not_as_wide_as_their_part_of_n_embd_are_cut_like_others():
+    config = replace(SMALL, head_size=12)
+    (expected, gradient), *_ = thread.run(1, cut_by_heads, config)
+    for loss, other in thread.run(2, cut_by_heads, config):
+        assert loss == pytest.approx(expected, rel=1e-6)
+        np.testing.assert_allclose(other, gradient, rtol=1e-4, atol=1e-6)
 
 
 def adapted():

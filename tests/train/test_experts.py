@@ -87,6 +87,9 @@ def test_a_bias_balances_and_is_kept_when_a_run_goes_on(folder):
     assert found == expected
     biases = {name: values for name, values in expected[2].items() if name.endswith("expert_bias")}
     assert len(biases) == 2 and all(any(values) for values in biases.values())
+    run(2, "staged-bias", *options, "--steps", "5", "--parallel.pp", "2", "--micro-batches", "2")
+    staged = curves(folder, "staged-bias")[2]
+    assert {name: staged[name] for name in biases} == biases
 
 
 def test_world_invariant_runs_have_the_same_bits(folder):
