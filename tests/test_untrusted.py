@@ -31,6 +31,7 @@ ABOUT = {
 }
 FIGURES = {"loss": 5.5, "norm": 1.25, "lr": 1e-3, "ms": 12.5, "tokens_per_s": 1e5, "mfu": 0.3, "eta_s": 61.0}
 FIGURES |= {"memory_mb": 150.0, "memory_rank": 1, "slowest_rank": 0, "lag_ms": 2.5}
+FIGURES |= {"expert_load": 2.5, "empty_experts": 0.125}
 STEPS = [{"kind": "step", "step": number, **FIGURES} for number in (1, 2, 3)]
 EVALUATION = {"kind": "evaluation", "step": 3, "held_out_loss": 5.0, "held_out_bits_per_byte": 2.0}
 EVALUATION |= {"held_out_accuracy": 0.5}
