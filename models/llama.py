@@ -49,9 +49,7 @@ class LlamaConfig:
     head_size: int = 0  # elements of a head; 0: n_embd / n_head
     qk_norm: str = "none"  # RMS norm of queries and keys: "head": of each head, "all": of all heads at once
     clip_qkv: float = 0.0  # what queries, keys and values are cut off at; 0: nothing
-    experts: int = (
-        0  # MLPs in each block, of which each token goes through a few; 0: through the one there is
-    )
+    experts: int = 0  # MLPs in each block, of which a token goes through a few; 0: one, for all tokens
     experts_per_token: int = 2
     normalise_experts: bool = True  # the weights of a token's experts add up to 1
     capacity_factor: float = 0.0  # the most tokens of an expert, over an equal share; 0: none is dropped
