@@ -4,10 +4,10 @@ from dataclasses import replace
 
 import pytest
 
-from models import train
+from models import generate, train
 from models.hub import load_pretrained
 from models.language import LlamaRecipe
-from models.llama import LlamaConfig
+from models.llama import Llama, LlamaConfig
 from shardrt.comm import thread
 from shardrt.tools import report
 from shardrt.tools.runs import read_run
@@ -71,6 +71,13 @@ def test_a_run_says_how_much_is_trained_and_what_it_is(folder, capsys):
     assert "Llama 2 x 16, T 16, 2 of 4 experts" in " ".join(capsys.readouterr().out.split())
 
 
+def test_flops_are_those_of_the_weights_that_a_token_meets(folder):
+    recipe = train.parse(arguments(*COMMON))
+    plain = replace(SHAPE, experts=0, n_hidden=SHAPE.experts_per_token * SHAPE.n_hidden)
+    mixed, dense = (each.task().flops(each.network()) for each in (recipe, replace(recipe, model=plain)))
+    assert mixed - dense == 6 * SHAPE.block_size * SHAPE.n_layer * SHAPE.experts * SHAPE.n_embd  # routers
+
+
 def test_evaluation_is_the_cross_entropy_alone(folder):
     run(1, "heavy", "--model.balance-loss", "100", "--optimizer.lr", "1e-9", "--optimizer.min-lr", "1e-9")
     assert records(folder, "heavy", "step")[0]["loss"] > 200
@@ -103,6 +110,7 @@ def test_world_invariant_runs_have_the_same_bits(folder):
 def test_what_a_run_exports_is_tuned_with_adapters_and_its_own_balance(folder):
     exported = folder / "runs" / "two" / "pretrained"
     assert load_pretrained(exported).config == replace(SHAPE, balance_loss=0.0)
+    assert isinstance(generate.of_folder(exported)[0], Llama)
     tuned = ("--init-from", str(exported), "--lora.rank", "2", "--export", "--model.balance-loss", "5")
     run(2, "tuned", *tuned)
     assert records(folder, "tuned", "step")[0]["loss"] > 10
