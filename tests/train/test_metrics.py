@@ -14,7 +14,15 @@ import pytest
 from shardrt.comm import init_device_mesh, thread
 from shardrt.train import metrics, progress, screen, tensorboard
 from shardrt.train.metrics import RunLog, new_run_directory, over_ranks, plot_losses, read_metrics
-from shardrt.train.progress import Ranks, Stopwatch, clock, evaluation_line, memory_mb, step_line
+from shardrt.train.progress import (
+    Ranks,
+    Stopwatch,
+    clock,
+    evaluation_line,
+    expert_figures,
+    memory_mb,
+    step_line,
+)
 from shardrt.train.screen import Screen
 
 STEP = {
@@ -197,6 +205,15 @@ def test_numbers_are_combined_over_ranks(op, expected):
         return over_ranks(mesh, op, mesh.rank, 10 * mesh.rank)
 
     assert thread.run(3, combined) == [expected] * 3
+
+
+def test_the_load_of_experts_is_that_of_all_ranks_and_of_the_layer_where_it_is_most():
+    def figures():
+        mesh = init_device_mesh()
+        first = [3, 1, 0, 0] if mesh.rank == 0 else [3, 0, 1, 0]
+        return expert_figures(mesh, {"0": np.array(first), "1": np.full(2, 4)}), expert_figures(mesh, {})
+
+    assert thread.run(2, figures) == [({"expert_load": 3.0, "empty_experts": 1 / 6}, {})] * 2
 
 
 def test_step_lines_fit_the_terminal_and_are_aligned():
