@@ -5,6 +5,7 @@ will hold many GB costs address space only. What NumPy itself computes (few ops,
 spends its time in) it does compute, on what happens to be there.
 """
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
