@@ -19,6 +19,7 @@ from shardrt.functional import vocabulary
 from shardrt.functional.vocabulary import VocabularyPart
 from shardrt.late import Work
 from shardrt.nn.lora import add_lora
+from shardrt.parallel import ColwiseParallel, RowwiseParallel, VocabParallel, set_tensor_invariant
 from shardrt.recompute import checkpoint
 from tests.gradcheck import normal
 from tests.late import all_inputs_first, as_a_pipeline, each_at_its_end, usual
@@ -133,8 +134,23 @@ CASES = {
     "late, and decay in the loss": lambda: Uses(
         lambda m, x, words: F.linear(x, m.w).mean() + (m.w * m.w).sum(), w=parameter(6, 6)
     ),
+    "in parts": lambda: in_parts(
+        nn.Sequential(nn.Linear(6, 8, gelu=True), nn.Linear(8, 6)),
+        {"0": ColwiseParallel(), "1": RowwiseParallel()},
+    ),
+    "words in parts": lambda: in_parts(
+        Uses(
+            lambda m, x, words: F.linear_cross_entropy(x, m.e.weight, words, chunk=0), e=nn.Embedding(11, 6)
+        ),
+        {"e": VocabParallel()},
+    ),
     "adapters": lambda: add_lora(nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)), 2, dropout=0.5),
 }
+
+
+def in_parts(model, plan):
+    set_tensor_invariant(model, 2, plan=plan)
+    return model
 
 
 def frozen(m, op, x):

@@ -151,7 +151,9 @@ def _backward(
                 np.matmul(q[low:high], k[:seen].T, out=scores)
                 np.matmul(dy[low:high], v[:seen].T, out=dscores)
                 first = low if causal else len(k)
-                _softmax_backward(scores, dscores, dy[low:high], y[low:high], lse[low:high], scale, first)
+                # Dense: sums over strided rows have other bits, and those of a head alone are dense.
+                outer = np.ascontiguousarray(dy[low:high]), np.ascontiguousarray(y[low:high])
+                _softmax_backward(scores, dscores, *outer, lse[low:high], scale, first)
                 add = high < len(q) or head % group > 0
                 matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
                 matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)

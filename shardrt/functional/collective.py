@@ -58,14 +58,16 @@ class CopyTo(Function):
     __slots__ = ("_beside",)
 
     def forward(self, x: Array, communicator: Communicator, beside: Stream | None) -> Array:
-        self.saved, self._beside = (communicator,), beside
+        self.saved, self._beside = (communicator, x.dtype), beside
         return x
 
     def waits(self) -> bool:
         return self._beside is not None
 
     def backward(self, dy: Array) -> tuple:
-        return summed(dy, *self.saved, named("copy_to", self.module), self._beside), None, None
+        communicator, dtype = self.saved  # dy may be float32 where x has 16 bits: a sum that goes on here
+        total = summed(dy, communicator, named("copy_to", self.module), self._beside)
+        return total.astype(dtype, copy=False), None, None
 
 
 def copy_to(x: "Tensor", communicator: Communicator, beside: Stream | None = None) -> "Tensor":
@@ -96,15 +98,16 @@ class Gather(Function):
     __slots__ = ("_beside",)
 
     def forward(self, x: Array, communicator: Communicator, axis: int, beside: Stream | None) -> Array:
-        self.saved, self._beside = (communicator, axis), beside
+        self.saved, self._beside = (communicator, axis, x.dtype), beside
         return gathered(x, communicator, axis, named("gather"))
 
     def waits(self) -> bool:
         return self._beside is not None
 
     def backward(self, dy: Array) -> tuple:
-        total = sum_scattered(dy, *self.saved, named("gather", self.module), self._beside)
-        return total, None, None, None
+        *where, dtype = self.saved  # as in CopyTo
+        total = sum_scattered(dy, *where, named("gather", self.module), self._beside)
+        return total.astype(dtype, copy=False), None, None, None
 
 
 def gather(x: "Tensor", communicator: Communicator, axis: int = 0, beside: Stream | None = None) -> "Tensor":

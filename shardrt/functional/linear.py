@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional import in_parts
 from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
+from shardrt.functional.activation import gelu
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -121,7 +123,9 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
 
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
-    return Linear.apply(*_checked("linear", x, weight, bias))
+    x, weight, bias = _checked("linear", x, weight, bias)
+    how = getattr(weight, "in_parts", None)  # a parameter that says so
+    return Linear.apply(x, weight, bias) if how is None else in_parts.linear(x, weight, bias, how)
 
 
 def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
@@ -129,7 +133,11 @@ def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> 
 
     Arguments and errors are those of linear.
     """
-    return LinearGELU.apply(*_checked("linear_gelu", x, weight, bias))
+    x, weight, bias = _checked("linear_gelu", x, weight, bias)
+    how = getattr(weight, "in_parts", None)
+    if how is not None:
+        return gelu(in_parts.linear(x, weight, bias, how), approximate="tanh")
+    return LinearGELU.apply(x, weight, bias)
 
 
 def _checked(op: str, x: "Tensor", weight: "Tensor", bias: "Tensor | None") -> tuple:

@@ -15,10 +15,15 @@ Kinds of the values along the axis, as in collective.py (targets and indices are
                                                         before it, which sums it
     gather_logits         logits V               -> I   for sampling, and for losses that are not here
 
-Parts are those of `rows_of`: as equal as full ones allow, so the last may be smaller, or empty. A part is
-padded where an all-gather wants equal ones (gather_logits), never the weight.
+Parts are those of `rows_of`: as equal as can be, and two neighbours of 2 n parts are one of n parts. A part
+is padded where an all-gather wants equal ones (gather_logits), never the weight.
+
+With a weight that is multiplied in parts (in_parts.py), each part of a rank has its own products and its own
+two numbers for each row; those of all parts are joined in their order, so the loss has the same bits on any
+number of ranks.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +44,7 @@ from shardrt.functional._arrays import (
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
 from shardrt.functional.collective import gathered
+from shardrt.functional.in_parts import add_neighbours, apart, multiplied
 from shardrt.functional.words import also
 
 if TYPE_CHECKING:
@@ -57,10 +63,13 @@ Array = Any
 
 
 def rows_of(vocab: int, rank: int, size: int) -> tuple[int, int]:
-    """(first, count) of the rows that `rank` of `size` has: ceil(vocab / size), as long as there are some."""
-    each = -(-vocab // size)
-    first = min(rank * each, vocab)
-    return first, min(each, vocab - first)
+    """(first, count) of the rows that `rank` of `size` has, from ceil(rank vocab / size) on.
+
+    So ranks differ by one row at most, rank 0 has as many as any, and twice as many ranks have halves of
+    these parts.
+    """
+    first, stop = (-(-place * vocab // size) for place in (rank, rank + 1))
+    return first, stop - first
 
 
 @dataclass(frozen=True)
@@ -136,9 +145,9 @@ class VocabularyCrossEntropy(Function):
         inplace: bool,
     ) -> Array:
         logits2 = rows(logits)  # (tokens, count)
-        pair = _pair(len(logits2), logits)
-        _forward(logits2, flat(targets), pair, part, ignore_index)
-        losses, lse = _joined(pair, flat(targets), part, ignore_index)
+        pairs = empty_exact((1, 2, len(logits2)), logits)
+        _forward(logits2, flat(targets), pairs[0], part, ignore_index, part.first)
+        losses, lse = _joined(pairs, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
         self.saved = (logits, targets, part, lse, ignore_index, reduction, count, inplace)
         return reduced(losses, targets, reduction, count)
@@ -207,51 +216,104 @@ class VocabularyLinearCrossEntropy(Function):
         reduction: str,
         chunk: int,
     ) -> Array:
-        x2, matrix, pair = rows(x), contiguous(weight.lent()), _pair(len(rows(x)), x)
-        memory = empty_rows(min(chunk or len(x2), len(x2)), part.count, x.dtype)
-        for some, logits in chunks(memory, len(x2)):
-            kernels().linear.forward(x2[some], matrix, None, logits)
-            _forward(logits, flat(targets)[some], pair[:, some], part, ignore_index)
-        losses, lse = _joined(pair, flat(targets), part, ignore_index)
+        x2, words = rows(x), _Words(weight, part)
+        pairs = empty_exact((len(words.places), 2, len(x2)), x)
+        memory = words.memory(min(chunk or len(x2), len(x2)), x.dtype)
+        for some, logits in words.chunks(memory, len(x2)):
+            words.multiply(x2[some], logits)
+            for own, first, pair in zip(logits, words.firsts, pairs, strict=True):
+                _forward(own, flat(targets)[some], pair[:, some], part, ignore_index, first)
+        losses, lse = _joined(pairs, flat(targets), part, ignore_index)
         count = counted(targets, ignore_index, reduction)
-        kept = None if chunk else memory
-        self.saved = (x, weight, targets, part, lse, ignore_index, reduction, count, chunk, kept)
+        kept = () if chunk else memory
+        self.saved = (x, weight, targets, part, lse, ignore_index, reduction, count, chunk, *kept)
         return reduced(losses, targets, reduction, count)
 
     def backward(self, dy: Array) -> tuple:
-        x, weight, targets, part, lse, ignore_index, reduction, count, chunk, kept = self.saved
-        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
+        x, weight, targets, part, lse, ignore_index, reduction, count, chunk, *kept = self.saved
+        x2, words = rows(x), _Words(weight, part)
         scale = scale_of(dy, reduction, count)
-        dx = empty_like(x) if self.needs[0] else None
+        dx = empty(x.shape, words.sum_dtype(x.dtype)) if self.needs[0] else None
         dweight, accumulate, token = None, False, None
-        if self.needs[1] and kept is None:
+        if self.needs[1] and not kept:
             dweight, accumulate, token = weight.gradient_target()
-        memory = empty_rows(min(chunk, len(x2)), part.count, x.dtype) if kept is None else kept
-        for some, logits in chunks(memory, len(x2)):
-            if kept is None:
-                linear.forward(x2[some], matrix, None, logits)
-            arrays = logits, flat(targets)[some], lse[some], logits, scale
-            kernels().cross_entropy.backward(*arrays, ignore_index, part.first)
-            if reduction == "none":
-                logits *= flat(dy)[some][:, None]
+        memory = kept or words.memory(min(chunk, len(x2)), x.dtype)
+        for some, logits in words.chunks(memory, len(x2)):
+            if not kept:
+                words.multiply(x2[some], logits)
+            for own, first in zip(logits, words.firsts, strict=True):
+                arrays = own, flat(targets)[some], lse[some], own, scale
+                kernels().cross_entropy.backward(*arrays, ignore_index, first)
+                if reduction == "none":
+                    own *= flat(dy)[some][:, None]
             if dx is not None:
-                linear.backward_input(logits, matrix, rows(dx)[some])
+                words.add_input_gradient(logits, rows(dx)[some])
             if dweight is not None:
-                linear.backward_weight(x2[some], logits, dweight, accumulate)
+                words.add_weight_gradient(x2[some], logits, dweight, accumulate)
                 accumulate = True
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows
-        if kept is not None:
+        if kept:
             into = (weight if self.needs[1] else None,)
-            (token,) = autograd.later(_add_weight_gradient, x, kept, into=into)
+            (token,) = autograd.later(_add_weight_gradient, x, kept, words, into=into)
             self.saved = None  # the logits are gone: a second backward is an error
         return dx, token, None, None, None, None, None
 
 
-def _add_weight_gradient(x: Array, dlogits: Array, weight: Variable) -> tuple:
+def _add_weight_gradient(x: Array, dlogits: list[Array], words: "_Words", weight: Variable) -> tuple:
     dweight, accumulate, token = weight.gradient_target()
-    kernels().linear.backward_weight(rows(x), dlogits, dweight, accumulate)
+    words.add_weight_gradient(rows(x), dlogits, dweight, accumulate)
     return (token,)
+
+
+class _Words:
+    """This rank's rows of the weight, all at once or in parts, and the products with them.
+
+    places: of each part among the rows; firsts: the first word of each.
+    """
+
+    def __init__(self, weight: Variable, part: VocabularyPart) -> None:
+        self._weight, self._how = weight, getattr(weight, "in_parts", None)
+        self.places = [slice(0, part.count)] if self._how is None else self._how.places
+        self.firsts = [part.first + place.start for place in self.places]
+
+    def memory(self, count: int, dtype: Any) -> list[Array]:
+        """For the logits of so many rows, by part."""
+        return [empty_rows(count, place.stop - place.start, dtype) for place in self.places]
+
+    def chunks(self, memory: list[Array], count: int) -> Iterator[tuple[slice, list[Array]]]:
+        """(rows, their logits by part), as _losses.chunks."""
+        for some, _ in chunks(memory[0], count):
+            yield some, [logits[: some.stop - some.start] for logits in memory]
+
+    def sum_dtype(self, dtype: Any) -> Any:
+        """Of the input's gradient."""
+        return dtype if self._how is None else self._how.sum_dtype(dtype)
+
+    def multiply(self, x: Array, logits: list[Array]) -> None:
+        for own, place in zip(logits, self.places, strict=True):
+            kernels().linear.forward(x, self._rows(place), None, own)
+
+    def add_input_gradient(self, dlogits: list[Array], dx: Array) -> None:
+        if self._how is None:
+            kernels().linear.backward_input(dlogits[0], self._rows(self.places[0]), dx)
+            return
+
+        def product(number: int, out: Array) -> None:
+            kernels().linear.backward_input(dlogits[number], self._rows(self.places[number]), out)
+
+        add_neighbours(dx, len(self.places), product, dlogits[0].dtype)
+
+    def add_weight_gradient(self, x: Array, dlogits: list[Array], dweight: Array, accumulate: bool) -> None:
+        for own, place in zip(dlogits, self.places, strict=True):
+            if self._how is None:
+                kernels().linear.backward_weight(x, own, dweight, accumulate)
+            else:
+                multiplied(kernels().linear.backward_weight, (x, own), dweight[place], accumulate)
+
+    def _rows(self, place: slice) -> Array:
+        matrix = contiguous(self._weight.lent())
+        return matrix if self._how is None else apart(matrix[place])
 
 
 def linear_cross_entropy(
@@ -320,23 +382,23 @@ def gather_logits(logits: "Tensor", part: VocabularyPart) -> "Tensor":
     return GatherLogits.apply(logits, part)
 
 
-def _pair(count: int, like: Array) -> Array:
-    """(2, rows): of this rank's words, the log of the sum of exponentials, and the target's logit."""
-    return empty_exact((2, count), like)
-
-
-def _forward(logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int) -> None:
-    """Fill the pair of some rows."""
+def _forward(
+    logits: Array, targets: Array, pair: Array, part: VocabularyPart, ignore_index: int, first: int
+) -> None:
+    """Fill the pair (2, rows): of the words from `first` on, the log of the sum of exponentials, and the
+    target's logit."""
     lse, chosen = pair
-    kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, part.first, part.vocab)
+    kernels().cross_entropy.forward_part(logits, targets, chosen, lse, ignore_index, first, part.vocab)
 
 
-def _joined(pair: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
-    """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks."""
-    pairs = gathered(pair, part.communicator, what="cross_entropy")
-    pairs = pairs.reshape(part.communicator.size, *pair.shape)
-    losses, lse = empty_like(pair)
-    kernels().cross_entropy.join(pairs, targets, losses, lse, ignore_index)
+def _joined(pairs: Array, targets: Array, part: VocabularyPart, ignore_index: int) -> tuple[Array, Array]:
+    """(losses, log of the sum of exponentials) of the whole vocabulary, the same bits on all ranks.
+
+    pairs: (parts of this rank, 2, rows).
+    """
+    everyones = gathered(pairs, part.communicator, what="cross_entropy")
+    losses, lse = empty_like(pairs[0])
+    kernels().cross_entropy.join(everyones, targets, losses, lse, ignore_index)
     return losses, lse
 
 

@@ -56,6 +56,7 @@ class Module:
         state["_attribute"] = ""
         state["training"] = True
         state["_block"] = None
+        state["_tp_styles"] = None  # what parallelize_module has made of it; see parallel/invariant.py
         state["_pp_stages"] = ()  # weak references to what this rank runs instead of it: see stages_of
         state["_pp_stage"] = None  # a weak reference: see caller_of
         state["_pp_place"]: Place | None = None

@@ -43,8 +43,8 @@ class Parameter(Tensor):
     """
 
     __slots__ = (
-        *("init", "seed", "storage", "dtype", "share", "place"),
-        *("_shape", "_owner", "_attribute", "_hooks"),
+        *("init", "seed", "storage", "dtype", "share", "place", "in_parts"),
+        *("_shape", "_owner", "_attribute", "_hooks", "_words"),
     )
     changed_in_place = True
 
@@ -67,6 +67,8 @@ class Parameter(Tensor):
         self.index = 0
         self.share: Share | None = None  # what `shape` is of a larger whole, if it is cut; see take_share
         self.place: Place | None = None  # which ranks of a pipeline have it; see take_place
+        self.in_parts: Any = None  # how products with it are made, where not at once; functional/in_parts.py
+        self._words: Any = None
         self._owner: weakref.ref[Module] | None = None
         self._attribute = ""
         self._hooks: Hooks | None = None
@@ -100,8 +102,12 @@ class Parameter(Tensor):
 
     @property
     def words(self) -> Any:
-        """How rows of a vocabulary that is cut are looked up and make logits; None where it is not cut."""
-        return None if self.share is None else self.share.words
+        """How rows of a vocabulary that is cut, or could be, are looked up and make logits; else None."""
+        return self._words if self.share is None else self.share.words
+
+    @words.setter
+    def words(self, words: Any) -> None:
+        self._words = words
 
     @property
     def ndim(self) -> int:
@@ -291,7 +297,7 @@ class Parameter(Tensor):
         if not self.storage.materialised and not isinstance(self.init, AsNamed):
             self.init = AsNamed(self.init, random.name_key(self.name))
         twin = Parameter(self._shape, self.init, requires_grad=self.requires_grad, dtype=self.dtype)
-        twin.seed = self.seed
+        twin.seed, twin.in_parts, twin.words = self.seed, self.in_parts, self.words
         if self.storage.materialised:
             twin.storage = LocalStorage(twin, self.data.copy())
         memo[id(self)] = twin

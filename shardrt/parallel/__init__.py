@@ -1,9 +1,10 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, tensor. Pipelines: cut, times, twin, stage,
-table, schedules, carrier, whole, pipeline, memory.
+Read in this order: axis, saved, around, styles, vocabulary, tensor, invariant. Pipelines: cut, times, twin,
+stage, table, schedules, carrier, whole, pipeline, memory.
 """
 
+from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
@@ -19,5 +20,6 @@ __all__ = [
     "VocabParallel",
     "parallelize_module",
     "pipeline_stages",
+    "set_tensor_invariant",
     "sum_tied",
 ]

@@ -60,7 +60,7 @@ class Row(Converting):
         state, bias = module.__dict__, module.bias
         state["bias"] = None  # the sum gets it, not each part of the sum
         try:
-            y = self.axis.leave(forward(x))
+            y = F.cast(self.axis.leave(forward(x)), x.value_dtype.name)  # float32 so far, if it is in parts
         finally:
             state["bias"] = bias
         return y if bias is None else y + bias

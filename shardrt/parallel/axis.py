@@ -11,6 +11,7 @@ from typing import Any
 from shardrt import autograd, device, random, recompute
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Stream
 from shardrt.functional import collective
 from shardrt.nn.runs import Part
@@ -126,3 +127,18 @@ class Axis:
                 f"SequenceParallel: {positions} positions can't be cut into {self.size} equal parts"
             )
         return slice(self.rank * each, (self.rank + 1) * each)
+
+
+class Alone:
+    """In the place of an axis where one rank has everything: nothing is cut, and nothing goes anywhere."""
+
+    rank, size = 0, 1
+
+    def __init__(self) -> None:
+        self.communicator = SingleCommunicator()
+
+    def enter(self, x: Tensor) -> Tensor:
+        """As of an axis."""
+        return x
+
+    leave = enter

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from math import prod
 
 from shardrt.comm.protocol import Communicator
+from shardrt.functional.in_parts import InParts
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
@@ -15,7 +16,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
 from shardrt.nn.share import PARTIAL, Share
 from shardrt.parallel.around import Column, OwnTime, Row, WholeTime
-from shardrt.parallel.axis import Axis
+from shardrt.parallel.axis import Alone, Axis
 
 
 class Style:
@@ -33,6 +34,13 @@ class Style:
         """Cut the parameters of `module`, and attach what converts activations. Raises ValueError."""
         raise NotImplementedError
 
+    def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
+        """Have its weight multiplied in so many parts, of all ranks together. After `apply`.
+
+        parts: a multiple of the number of ranks. Raises ValueError if they do not divide what is cut.
+        """
+        raise NotImplementedError(f"{type(self).__name__}.put_in_parts")
+
 
 @dataclass(frozen=True)
 class ColwiseParallel(Style):
@@ -47,7 +55,7 @@ class ColwiseParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         weight = module.weight
-        sizes = self._sizes(module, axis)
+        sizes = self._sizes(module, axis.size)
         _cut_rows(weight, axis, sizes)
         if module.bias is not None:
             _cut_rows(module.bias, axis, sizes)
@@ -56,9 +64,22 @@ class ColwiseParallel(Style):
             _cut_rows(module.lora_b, axis, sizes)
         module.run_inside(Column(axis, self._shared(axis, sizes)))
 
-    def _sizes(self, module: Module, axis: Axis) -> list[int]:
-        """Rows of each part, of all ranks. Raises ValueError for what can't be cut."""
-        rows, n = module.weight.shape[0], axis.size
+    def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
+        alike = isinstance(self.parts, int)
+        sizes, here = self._sizes(module, 1), parts // axis.size
+        for count in sizes if alike else self.parts:
+            _check_divided(module, parts, count, "outputs" if alike else "heads")
+        found: list[list[slice]] = [[] for _ in range(here)]
+        start = 0
+        for size in sizes:
+            for part in found:
+                start, first = start + size // parts, start
+                part.append(slice(first, start))
+        module.weight.in_parts = InParts(0, tuple(map(tuple, found)), goes_on=axis.size > 1)
+
+    def _sizes(self, module: Module, n: int) -> list[int]:
+        """Rows of each part, of all `n` ranks. Raises ValueError for what can't be cut."""
+        rows = module.weight.whole_shape[0]
         heads = (1,) * self.parts if isinstance(self.parts, int) else self.parts
         if not heads or min(heads) < 1 or rows % sum(heads):
             raise ValueError(
@@ -112,6 +133,13 @@ class RowwiseParallel(Style):
             _partial(module.bias, axis)
         module.run_inside(Row(axis))
 
+    def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
+        inputs = module.weight.whole_shape[1]
+        _check_divided(module, parts, inputs, "inputs")
+        each = inputs // parts
+        places = tuple((slice(i * each, (i + 1) * each),) for i in range(parts // axis.size))
+        module.weight.in_parts = InParts(1, places, goes_on=axis.size > 1)
+
 
 @dataclass(frozen=True)
 class SequenceParallel(Style):
@@ -137,6 +165,13 @@ class SequenceParallel(Style):
             module.run_inside(OwnTime(axis))
         if self.output == "whole":
             module.run_inside(WholeTime(axis))
+
+
+def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
+    if count % parts:
+        raise ValueError(
+            f"set_tensor_invariant: {parts} parts do not divide the {count} {what} of {module.name!r}"
+        )
 
 
 def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:

@@ -9,7 +9,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.share import CUT, SAME, Share
 from shardrt.parallel.around import Deciding
-from shardrt.parallel.axis import Axis
+from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.styles import SequenceParallel, Style
 
 M = TypeVar("M", bound=Module)
@@ -42,8 +42,9 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         raise ValueError(f"parallelize_module: call it on the outermost module, not on {model.name!r} alone")
     if len(mesh.shape) > 1:
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
-    chosen = _chosen(model, plan)
+    chosen = chosen_by(model, plan, "parallelize_module")
     if mesh.size == 1:
+        object.__setattr__(model, "_tp_styles", (Alone(), chosen))
         return model
     planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
     if planned is not None:
@@ -64,6 +65,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     _check_same_on_all_ranks(model, mesh)
     model.set_batch_block(axis.whole_block)
     model.run_inside(Deciding(axis))
+    object.__setattr__(model, "_tp_styles", (axis, chosen))
     return model
 
 
@@ -76,26 +78,23 @@ def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh) -> None:
         )
 
 
-def _chosen(model: Module, plan: Mapping[str, Style]) -> list[tuple[Module, Style]]:
-    """The modules that the plan names, in its order, each with its style."""
+def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple[Module, Style]]:
+    """The modules that the plan names, in its order, each with its style. Raises as parallelize_module."""
     found: dict[Module, tuple[str, Style]] = {}
     for pattern, style in plan.items():
         if not isinstance(style, Style):
-            raise TypeError(f"parallelize_module: {pattern!r} needs a style, got {style!r}")
+            raise TypeError(f"{call}: {pattern!r} needs a style, got {style!r}")
         named = list(_named(model, pattern))
         if not named:
-            raise ValueError(f"parallelize_module: {pattern!r} names no module of {type(model).__name__}")
+            raise ValueError(f"{call}: {pattern!r} names no module of {type(model).__name__}")
         for path, module in named:
             if not style.fits(module):
                 kinds = ", ".join(kind.__name__ for kind in style.modules)
                 raise TypeError(
-                    f"parallelize_module: {path!r} is a {type(module).__name__}; {type(style).__name__} is "
-                    f"for {kinds}"
+                    f"{call}: {path!r} is a {type(module).__name__}; {type(style).__name__} is for {kinds}"
                 )
             if module in found:
-                raise ValueError(
-                    f"parallelize_module: {path!r} is named by {found[module][0]!r} and {pattern!r}"
-                )
+                raise ValueError(f"{call}: {path!r} is named by {found[module][0]!r} and {pattern!r}")
             found[module] = pattern, style
     return [(module, style) for module, (_, style) in found.items()]
 

@@ -6,17 +6,19 @@ models ask the weight, by `weight.words`.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from shardrt import functional as F
 from shardrt.functional import vocabulary
+from shardrt.functional.in_parts import InParts
 from shardrt.functional.vocabulary import VocabularyPart, rows_of
 from shardrt.nn.layers import Embedding, Linear
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
 from shardrt.nn.runs import run
 from shardrt.parallel.around import Converting
-from shardrt.parallel.axis import Axis
+from shardrt.parallel.axis import Alone, Axis
 from shardrt.parallel.styles import Style
 from shardrt.tensor import Tensor
 
@@ -24,7 +26,7 @@ from shardrt.tensor import Tensor
 class Words:
     """The part of a vocabulary that this rank has, and where activations come from and go to."""
 
-    def __init__(self, axis: Axis, vocab: int) -> None:
+    def __init__(self, axis: Axis | Alone, vocab: int) -> None:
         self.axis = axis
         self.part = VocabularyPart(axis.communicator, vocab)
 
@@ -76,3 +78,14 @@ class VocabParallel(Style):
         parts = tuple(run(first * width, count * width) for first, count in rows)
         count, words = rows[axis.rank][1], Words(axis, vocab)
         weight.take_share(axis.cut((vocab, width), (count, width), parts, words))
+
+    def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
+        weight = module.weight
+        vocab, here = weight.whole_shape[0], parts // axis.size
+        if vocab < parts:
+            raise ValueError(f"set_tensor_invariant: {module.name!r} has {vocab} rows for {parts} parts")
+        begins = [rows_of(vocab, axis.rank * here + part, parts)[0] for part in range(here + 1)]
+        own = tuple((slice(first - begins[0], stop - begins[0]),) for first, stop in pairwise(begins))
+        weight.in_parts = InParts(0, own, goes_on=axis.size > 1)
+        if weight.words is None:
+            weight.words = Words(axis, vocab)

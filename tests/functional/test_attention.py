@@ -135,6 +135,25 @@ def test_sharing_is_repeating_keys_and_values(kv_heads):
         np.testing.assert_allclose(one.grad, summed, rtol=1e-10, atol=1e-12)
 
 
+@pytest.mark.parametrize("time", [5, 130])
+def test_a_head_has_the_bits_that_it_has_among_others(time):
+    """Alone its arrays are dense; beside others they are strided."""
+    packed, dy = (normal(2, time, n * 4 * 8, seed=n).astype(np.float32) for n in (3, 1))
+
+    def run(heads):
+        own = packed.reshape(2, time, 3, 4, 8)[:, :, :, heads].reshape(2, time, -1)
+        qkv = Tensor(np.ascontiguousarray(own), requires_grad=True)
+        y = F.self_attention(qkv, len(heads))
+        y.backward(np.ascontiguousarray(dy.reshape(2, time, 4, 8)[:, :, heads].reshape(2, time, -1)))
+        return y.data.reshape(2, time, -1, 8), qkv.grad.reshape(2, time, 3, -1, 8)
+
+    y, dqkv = run([0, 1, 2, 3])
+    for heads in ([0, 1], [2, 3], [0], [3]):
+        own, down = run(heads)
+        np.testing.assert_array_equal(own, y[:, :, heads])
+        np.testing.assert_array_equal(down, dqkv[:, :, :, heads])
+
+
 def test_kv_heads_that_do_not_divide_the_heads_are_an_error():
     for kv_heads in (0, 3, 8):
         with pytest.raises(ValueError, match=f"kv_heads must divide the 4 heads, got {kv_heads}"):

@@ -1,0 +1,201 @@
+"""Products with a weight in parts: the same calls, and so the same bits, on however many ranks it is cut.
+
+Each part of a weight, of its outputs or of its inputs, has products of its own, in forward and for all
+gradients. Sums over parts are added as neighbours, (0 + 1) + (2 + 3), and a sum over ranks goes on with that
+(comm/reduction.py). Parts are powers of two. For weights that parallel.set_tensor_invariant has been told of.
+
+On a GPU, arrays of a product are copied to memory of their own: strides and alignment decide there which
+algorithm computes it.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import autograd, dtypes
+from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional._arrays import empty, flat, kernels, rows
+from shardrt.functional.elementwise import add
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class InParts:
+    """Which parts of a weight (outputs, inputs) this rank has.
+
+    axis: 0 where outputs are cut, 1 for inputs. parts: where each lies along that axis; in several places
+    where layers lie side by side. goes_on: whether ranks add up what is summed here. Then sums of 16-bit
+    products stay float32 until they have.
+    """
+
+    axis: int
+    parts: tuple[tuple[slice, ...], ...]
+    goes_on: bool
+
+    @property
+    def places(self) -> list[slice]:
+        """Of all parts, one after the other."""
+        return [place for part in self.parts for place in part]
+
+    def sum_dtype(self, dtype: Any) -> Any:
+        """The type of a sum of parts of this type."""
+        return dtypes.exact(dtype) if self.goes_on else dtype
+
+
+class Columns(Function):
+    """Outputs in parts: nothing is summed in forward; the input's gradient is a sum over parts."""
+
+    __slots__ = ()
+    handles = (1, 2)
+    expensive = True
+
+    def forward(self, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
+        self.saved = (x if self.needs[1] else None, weight, bias, how)
+        y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        matrix = contiguous(weight.lent())
+        shift = None if bias is None else contiguous(bias.lent())
+        for place in how.places:
+            own = None if shift is None else apart(shift[place])
+            multiplied(kernels().linear.forward, (rows(x), apart(matrix[place]), own), rows(y)[:, place])
+        return y
+
+    def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
+        self.saved = (x if self.needs[1] else None, weight, bias, how)
+        return kept[0]
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, bias, how = self.saved
+        dx = None
+        if self.needs[0]:
+            dx = empty((*dy.shape[:-1], weight.shape[1]), how.sum_dtype(dy.dtype))
+            matrix, dy2 = contiguous(weight.lent()), rows(dy)
+
+            def product(part: int, out: Array) -> None:
+                for number, place in enumerate(how.parts[part]):
+                    multiply = partial(kernels().matmul.matmul, accumulate=number > 0)
+                    multiplied(multiply, (apart(dy2[:, place]), apart(matrix[place])), out, own=True)
+
+            add_neighbours(rows(dx), len(how.parts), product, dy.dtype)
+        into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
+        return dx, *autograd.later(_add_column_gradients, x, dy, how, into=into), None
+
+
+def _add_column_gradients(
+    x: Array | None, dy: Array, how: InParts, weight: Variable | None, bias: Variable | None
+) -> tuple:
+    weight_token = bias_token = None
+    if weight is not None:
+        dweight, accumulate, weight_token = weight.gradient_target()
+        for place in how.places:
+            factors = rows(x), apart(rows(dy)[:, place])
+            multiplied(kernels().linear.backward_weight, factors, dweight[place], accumulate)
+    if bias is not None:
+        dbias, accumulate, bias_token = bias.gradient_target()
+        kernels().linear.backward_bias(rows(dy), dbias, accumulate)  # each column by itself
+    return weight_token, bias_token
+
+
+class Rows(Function):
+    """Inputs in parts: the result is a sum over parts, or this rank's share of one."""
+
+    __slots__ = ()
+    handles = (1,)
+    expensive = True
+
+    def forward(self, x: Array, weight: Variable, how: InParts) -> Array:
+        self.saved = (x if self.needs[1] else None, weight, how, x.dtype)
+        y = empty((*x.shape[:-1], weight.shape[0]), how.sum_dtype(x.dtype))
+        matrix, x2 = contiguous(weight.lent()), rows(x)
+
+        def product(part: int, out: Array) -> None:
+            (place,) = how.parts[part]
+            factors = apart(x2[:, place]), apart(matrix[:, place]), None
+            multiplied(kernels().linear.forward, factors, out, own=True)
+
+        add_neighbours(rows(y), len(how.parts), product, x.dtype)
+        return y
+
+    def resume(self, kept: tuple, x: Array, weight: Variable, how: InParts) -> Array:
+        self.saved = (x if self.needs[1] else None, weight, how, x.dtype)
+        return kept[0]
+
+    def backward(self, dy: Array) -> tuple:
+        x, weight, how, dtype = self.saved
+        dx, dy = None, dy.astype(dtype, copy=False)
+        if self.needs[0]:
+            dx, matrix = empty((*dy.shape[:-1], weight.shape[1]), dtype), contiguous(weight.lent())
+            for place in how.places:
+                factors = rows(dy), apart(matrix[:, place])
+                multiplied(kernels().linear.backward_input, factors, rows(dx)[:, place])
+        into = (weight if self.needs[1] else None,)
+        return dx, *autograd.later(_add_row_gradient, x, dy, how, into=into), None
+
+
+def _add_row_gradient(x: Array, dy: Array, how: InParts, weight: Variable) -> tuple:
+    dweight, accumulate, token = weight.gradient_target()
+    for place in how.places:
+        factors = apart(rows(x)[:, place]), rows(dy)
+        multiplied(kernels().linear.backward_weight, factors, dweight[:, place], accumulate)
+    return (token,)
+
+
+def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None", how: InParts) -> "Tensor":
+    """F.linear, whose arguments have been checked. Where `how` goes on, inputs in parts have no bias."""
+    if how.axis == 0:
+        return Columns.apply(x, weight, bias, how)
+    y = Rows.apply(x, weight, how)
+    return y if bias is None else add(y, bias)
+
+
+def add_neighbours(out: Array, count: int, product: Callable[[int, Array], None], dtype: Any) -> None:
+    """out = the sum of what product(0, array), product(1, array), ... write, added as neighbours.
+
+    out: (rows, columns), dense, of `dtype`, which the products have, or float32. count: a power of two. With
+    16 bits, the sums are float32. It takes memory for log2(count) more of `out`, and for another one where
+    `out` has another type.
+    """
+    waiting: list[Array] = []  # sums of 2^k parts each, the largest first, as a binary counter counts
+    for number in range(count):
+        total = out if number == 0 and out.dtype == dtype == dtypes.exact(dtype) else empty(out.shape, dtype)
+        product(number, total)
+        total = total.astype(dtypes.exact(dtype), copy=False)
+        while number & 1:
+            left = waiting.pop()
+            if left.size:
+                kernels().reduce.sum_into(flat(left), [flat(left), flat(total)], 1.0, False)
+            total, number = left, number >> 1
+        waiting.append(total)
+    if waiting[0] is not out:
+        np.copyto(out, waiting[0], casting="unsafe")
+
+
+def multiplied(
+    product: Callable, factors: tuple, out: Array, accumulate: bool | None = None, *, own: bool = False
+) -> None:
+    """product(*factors, out): factors and `out` may be parts of arrays.
+
+    accumulate: None for a product that is not told. own: `out` is no part of another array. Where the host
+    has only a vector to multiply, NumPy decides by strides how, so it gets dense copies.
+    """
+    more, host = () if accumulate is None else (accumulate,), isinstance(out, np.ndarray)
+    vector = any(1 in array.shape for array in (*factors[:2], out))
+    if host and vector:
+        factors = tuple(None if array is None else array.copy() for array in factors)
+    if own or (host and not vector):
+        product(*factors, out, *more)
+        return
+    dense = out.copy() if accumulate else empty(out.shape, out.dtype)
+    product(*factors, dense, *more)
+    out[...] = dense
+
+
+def apart(x: Array) -> Array:
+    """A part of an array to be multiplied: as it lies, or on a GPU a copy."""
+    return x if isinstance(x, np.ndarray) else x.copy()

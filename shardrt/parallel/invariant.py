@@ -1,0 +1,77 @@
+"""set_tensor_invariant: the ranks along which modules are cut change no bit.
+
+Where ranks could cut a sum, it is made in parts on any number of them (functional/in_parts.py): what leaves
+RowwiseParallel, the gradient of what goes into ColwiseParallel, and the head of a VocabParallel.
+"""
+
+from collections.abc import Mapping
+
+from shardrt.comm import talk
+from shardrt.kernels.determinism import use_deterministic_algorithms
+from shardrt.nn.lora import LoRALinear
+from shardrt.nn.module import Module
+from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.styles import SequenceParallel, Style
+from shardrt.parallel.tensor import chosen_by
+
+
+def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, Style] | None = None) -> None:
+    """Compute the same bits on 1, 2, ..., `parts` ranks along the axis of parallelize_module.
+
+    Call it on the outermost module, after parallelize_module and before the model is used; on one rank it
+    takes a `plan` where parallelize_module was not called. Every product with a weight that the plan cuts is
+    then made in `parts` parts, by the same calls on any number of ranks, and sums over parts are added as
+    neighbours, (0 + 1) + (2 + 3). docs/determinism.md says what else must be the same, and what it costs. On
+    a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
+
+    Raises ValueError for parts that are no power of two, are fewer than the ranks, or do not divide what is
+    cut; for a number of ranks that is none; without a plan, or with a second one; for SequenceParallel,
+    adapters, and NCCL's own sums; where ranks differ. As parallelize_module for what is wrong with a plan.
+    """
+    axis, chosen = _styles(model, plan)
+    for name, value in (("parts", parts), ("the number of ranks", axis.size)):
+        if value < 1 or value & (value - 1):
+            raise ValueError(f"set_tensor_invariant: {name} must be a power of two, got {value}")
+    if parts < axis.size:
+        raise ValueError(f"set_tensor_invariant: {parts} parts are too few for {axis.size} ranks")
+    _check(model, axis, chosen)
+    if axis.size > 1 and (differing := talk.agree(axis.mesh.communicator("control"), parts)):
+        raise ValueError(f"set_tensor_invariant: ranks {differing} have other parts than rank 0")
+    for module, style in chosen:
+        style.put_in_parts(module, axis, parts)
+    use_deterministic_algorithms(True)
+
+
+def _styles(
+    model: Module, plan: Mapping[str, Style] | None
+) -> tuple[Axis | Alone, list[tuple[Module, Style]]]:
+    """The axis along which the model is cut, or could be, and its modules with their styles."""
+    if plan is None:
+        if model._tp_styles is None:
+            raise ValueError(
+                "set_tensor_invariant: parallelize_module has not been called on this model; give the plan "
+                "by which it would be cut, plan=plan_of(model)"
+            )
+        return model._tp_styles
+    if model._tp_styles is not None:
+        raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
+    return Alone(), chosen_by(model, plan, "set_tensor_invariant")
+
+
+def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]) -> None:
+    """Raise ValueError for sums that are not made in parts."""
+    if axis.communicator.reduction != "tree":
+        raise ValueError(
+            "set_tensor_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
+            "by init_device_mesh(..., reduction='tree')"
+        )
+    adapted = next((path for path, part in model.named_modules() if isinstance(part, LoRALinear)), None)
+    if adapted is not None:
+        raise ValueError(
+            f"set_tensor_invariant: {adapted!r} has an adapter, whose sums are not made in parts"
+        )
+    if any(isinstance(style, SequenceParallel) for _, style in chosen):
+        raise ValueError(
+            "set_tensor_invariant: with SequenceParallel gradients are sums over parts of the time, made by "
+            "ranks; leave it out"
+        )

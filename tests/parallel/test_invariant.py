@@ -1,0 +1,343 @@
+"""set_tensor_invariant: 1, 2 and 4 ranks along tp train to the same bits, beside data ranks and stages."""
+
+from collections import Counter
+from functools import cache
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
+from models.vit import ViT, ViTConfig
+from shardrt import Tensor, nn, no_grad, optim
+from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.comm.reduction import combine
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, set_world_invariant
+from shardrt.functional import in_parts
+from shardrt.kernels.cpu import matmul as products
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import ColwiseParallel, Pipeline, RowwiseParallel, parallelize_module
+from shardrt.parallel import set_tensor_invariant as invariant
+from shardrt.recompute import checkpoint
+from tests.parallel.nets import whole_gradients
+from tests.ranks import run_ranks
+
+VOCAB, ROWS, TIME = 37, 4, 16
+NAMES = ("pp", "dp_shard", "tp")
+LANGUAGE = {"n_layer": 2, "block_size": TIME, "vocab_size": VOCAB, "init_std": 0.1}
+KINDS = {  # parts are of 11, 12, 13 elements: of no vector's width
+    "gpt": lambda **how: GPT(GPTConfig(n_head=4, n_embd=44, dropout=0.1, **LANGUAGE, **how)),
+    "chunks": lambda: KINDS["gpt"](loss_chunk=24),
+    "llama": lambda **how: Llama(
+        LlamaConfig(n_head=8, n_kv_head=4, n_embd=48, n_hidden=52, tied=False, **LANGUAGE, **how)
+    ),
+    "vit": lambda: ViT(
+        ViTConfig(
+            n_layer=2, n_head=4, n_embd=44, n_hidden=52, image_size=8, patch_size=2, channels=1, classes=10
+        )
+    ),
+}
+
+
+def batch_of(kind, step, rows):
+    random = np.random.default_rng(step)
+    if kind == "vit":
+        images = random.standard_normal((ROWS, 1, 8, 8)).astype(np.float32)
+        return images[rows], random.integers(0, 10, ROWS)[rows]
+    text = random.integers(0, VOCAB, (ROWS, TIME + 1))[rows]
+    return text[:, :-1], text[:, 1:]
+
+
+def loss_of(model, batch):
+    """Of some rows, as a part of the mean of all."""
+    inputs, targets = batch
+    if inputs.dtype.kind == "f":
+        loss = F.cross_entropy(model(Tensor(inputs)), targets)
+    else:
+        loss = model(inputs, targets)
+    return loss * (len(inputs) / ROWS)
+
+
+def shard(wholes, data, before, **how):
+    for whole in wholes:
+        for block in whole.blocks:
+            if before is not None:
+                before(block)
+            fully_shard(block, mesh=data, **how)
+        fully_shard(whole, mesh=data, **how)
+
+
+def train(kind, axes, parts, steps, tree, schedule, before, how):
+    """What this rank sees of training on pp x dp x tp ranks. tree: in micro-batches of one row."""
+    pp, dp, tp = axes
+    mesh = init_device_mesh("cpu", axes, NAMES)
+    shardrt.manual_seed(3)
+    model, pipeline = KINDS[kind](), None
+    plan = plan_of(model)
+    if tp > 1:
+        parallelize_module(model, mesh["tp"], plan)
+    if parts:
+        invariant(model, parts, plan=None if tp > 1 else plan)
+    if pp > 1:
+        pipeline = Pipeline(model, mesh["pp"], schedule=schedule, micro_batches=ROWS // dp)
+    shard(pipeline.stages if pipeline else [model], mesh["dp_shard"], before, **how)
+    if tree:
+        set_world_invariant(model, ROWS)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    told = {"losses": [], "norms": []}
+    for step in range(steps):
+        shardrt.manual_seed(3, step=step)
+        own = (
+            [[row] for row in range(mesh.coordinate[1], ROWS, dp)] if tree or pp > 1 else [list(range(ROWS))]
+        )
+        batches = [batch_of(kind, step, rows) for rows in own]
+        if pipeline is not None:
+            pipeline.step(loss_of, batches)
+        for batch in batches if pipeline is None else ():
+            loss = loss_of(model, batch)
+            loss.backward()
+            told["losses"].append(loss.item())
+        if pipeline is None:
+            told.setdefault("gradients", whole_gradients(model))
+        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    return told | {"final": full_state_dict(model)}
+
+
+@cache
+def trained(kind, axes=(1, 1, 1), parts=4, steps=10, tree=False, schedule="1F1B", before=None, **how):
+    """What the ranks see, by rank."""
+    return run_ranks(int(np.prod(axes)), train, kind, axes, parts, steps, tree, schedule, before, how)
+
+
+def same(found, expected, losses=True):
+    """Losses and norms of all ranks, gradients and weights."""
+    for rank in found:
+        assert rank["norms"] == expected[0]["norms"]
+        assert not losses or rank["losses"] == expected[0]["losses"]
+    for what in ("gradients", "final") if losses else ("final",):
+        for name, values in expected[0][what].items():
+            np.testing.assert_array_equal(found[0][what][name], values, err_msg=f"{what}: {name}")
+
+
+def differ(found, expected):
+    return found[0]["norms"] != expected[0]["norms"]
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_ten_steps_have_the_same_bits_on_1_2_and_4_ranks(kind, tp):
+    same(trained(kind, (1, 1, tp)), trained(kind))
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama", "vit"])
+def test_without_it_they_have_others_that_are_near(kind):
+    """And with it, nearly those of the model as it is."""
+    expected = trained(kind, parts=0, steps=3)
+    assert differ(trained(kind, (1, 1, 2), parts=0, steps=3), expected)
+    found = trained(kind, (1, 1, 2), steps=3)
+    assert differ(found, expected)
+    np.testing.assert_allclose(found[0]["losses"], expected[0]["losses"], rtol=0, atol=1e-5)
+    for name, values in expected[0]["gradients"].items():
+        np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("parts", [2, 8])
+def test_any_power_of_two_of_parts_will_do(parts):
+    def step(tp):
+        mesh = init_device_mesh("cpu", (tp,), ("tp",))
+        shardrt.manual_seed(3)
+        model = GPT(GPTConfig(n_head=8, n_embd=40, **LANGUAGE))
+        parallelize_module(model, mesh, plan_of(model))  # also on an axis of one rank
+        invariant(model, parts)
+        model(*batch_of("gpt", 0, slice(None))).backward()
+        return clip_grad_norm_(model.parameters(), 1.0)
+
+    assert run_ranks(2, step, 2) == run_ranks(1, step, 1) * 2
+
+
+WAYS = {
+    "recompute": {"before": checkpoint},
+    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
+    "offload activations": {"before": offload_activations},
+    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_what_only_moves_things_changes_no_bit(name):
+    same(trained("gpt", (1, 1, 2), steps=3, **WAYS[name]), trained("gpt", steps=3))
+
+
+def test_16_bits():
+    how = {"mp_policy": MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")}
+    expected = trained("gpt", steps=3, **how)
+    same(trained("gpt", (1, 1, 2), steps=3, **how), expected)
+    assert differ(trained("gpt", steps=3), expected)
+
+
+MESHES = [(1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 4)]
+
+
+@pytest.mark.parametrize("axes", MESHES, ids=str)
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_with_a_tree_over_micro_batches_any_mesh_trains_to_the_same_bits(kind, axes):
+    expected = trained(kind, steps=5, tree=True)
+    found = trained(kind, axes, steps=5, tree=True)
+    for rank in found:
+        assert rank["norms"] == expected[0]["norms"]
+    np.testing.assert_equal(found[0]["final"], expected[0]["final"])
+
+
+STAGES = {"1F1B": (2, 1, 2), "GPipe": (2, 1, 1), "Interleaved1F1B": (2, 2, 1)}
+
+
+@pytest.mark.parametrize("schedule", STAGES)
+@pytest.mark.parametrize("kind", ["llama", "vit"])
+def test_and_so_do_stages(kind, schedule):
+    expected = trained(kind, steps=5, tree=True)
+    same(trained(kind, STAGES[schedule], steps=5, tree=True, schedule=schedule), expected, losses=False)
+
+
+def test_a_mesh_alone_changes_bits_without_either():
+    expected = trained("llama", steps=5, tree=True)
+    assert differ(trained("llama", (1, 1, 2), parts=0, steps=5, tree=True), expected)
+    assert differ(trained("llama", (2, 1, 2), parts=0, steps=5, tree=True), expected)
+
+
+@pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
+def test_tied_weights_of_two_stages_and_late_gradients(schedule):
+    """The sum of what two stages add to it is the same on any tp, but not that of one stage."""
+    expected = trained("gpt", (2, 1, 1), steps=3)
+    same(trained("gpt", (2, 1, 2), steps=3, schedule=schedule), expected, losses=False)
+
+
+def test_generation_of_one_token_has_the_same_logits():
+    def logits(tp):
+        mesh = init_device_mesh("cpu", (tp,), ("tp",))
+        shardrt.manual_seed(3)
+        model = parallelize_module(KINDS["gpt"](), mesh, plan_of(KINDS["gpt"]())).eval()
+        invariant(model)
+        with no_grad():
+            return model(np.array([[5]])).numpy()
+
+    expected = run_ranks(1, logits, 1)[0]
+    for tp in (2, 4):
+        for found in run_ranks(tp, logits, tp):
+            np.testing.assert_array_equal(found, expected)
+
+
+def test_sums_of_parts_are_the_tree_that_ranks_go_on_with():
+    numbers = np.random.default_rng(0).standard_normal((8, 3, 5)).astype(np.float32)
+
+    def total(some):
+        out = np.empty((3, 5), np.float32)
+        in_parts.add_neighbours(out, len(some), lambda part, to: np.copyto(to, some[part]), np.dtype("f4"))
+        return out
+
+    expected = np.empty(15, np.float32)
+    combine(expected, [part.ravel() for part in numbers])
+    for ranks in (1, 2, 4, 8):
+        each = [total(some).ravel() for some in np.split(numbers, ranks)]
+        combine(each[0], list(each))
+        np.testing.assert_array_equal(each[0], expected)
+
+
+def counted(monkeypatch, parts):
+    """Matrix products of a step of one block's parts, by whether the sums are in parts."""
+    calls = Counter()
+    multiply = products.matmul
+
+    def counting(*args, **how):
+        calls["products"] += 1
+        multiply(*args, **how)
+
+    for module in ("shardrt.kernels.cpu.linear", "shardrt.kernels.cpu.matmul"):
+        monkeypatch.setattr(f"{module}.matmul", counting)
+    shardrt.manual_seed(3)
+    mlp = nn.Sequential(nn.Linear(8, 16, gelu=True), nn.Linear(16, 8), nn.Linear(8, 3 * 8))
+    plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(parts=3)}
+    if parts:
+        invariant(mlp, parts, plan=plan)
+    x = Tensor(np.ones((3, 8), np.float32), requires_grad=True)
+    mlp(x).sum().backward()
+    return calls["products"]
+
+
+def test_each_product_becomes_as_many_as_there_are_parts(monkeypatch):
+    """Three times as many where three layers lie side by side."""
+    assert counted(monkeypatch, 0) == 3 * 3
+    assert counted(monkeypatch, 4) == 3 * (4 + 4 + 3 * 4)
+
+
+def message_of(attempt, tp=1):
+    def refused():
+        mesh = init_device_mesh("cpu", (tp,), ("tp",))
+        with pytest.raises(ValueError) as raised:
+            attempt(KINDS["gpt"](), mesh)
+        return str(raised.value)
+
+    (told,) = set(run_ranks(tp, refused))
+    assert "\n" not in told
+    return told
+
+
+def cut(model, mesh):
+    return parallelize_module(model, mesh, plan_of(model))
+
+
+REFUSED = {
+    "a power": (1, lambda m, _: invariant(m, 3, plan=plan_of(m)), "parts must be a power of two, got 3"),
+    "none": (1, lambda m, _: invariant(m, 0, plan=plan_of(m)), "parts must be a power of two, got 0"),
+    "few": (4, lambda m, mesh: invariant(cut(m, mesh), 2), "2 parts are too few for 4 ranks"),
+    "heads": (
+        2,
+        lambda m, mesh: invariant(cut(m, mesh), 8),
+        "8 parts do not divide the 4 heads of 'blocks.0.attention.qkv'",
+    ),
+    "inputs": (
+        1,
+        lambda m, _: invariant(m, 32, plan={"blocks.*.mlp.down": RowwiseParallel()}),
+        "32 parts do not divide the 176 inputs of 'blocks.0.mlp.down'",
+    ),
+    "words": (
+        1,
+        lambda m, _: invariant(m, 64, plan={"wte": plan_of(m)["wte"]}),
+        "'wte' has 37 rows for 64 parts",
+    ),
+    "no plan": (1, lambda m, _: invariant(m), "give the plan by which it would be cut, plan=plan_of(model)"),
+    "two plans": (2, lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)), "the model has a plan"),
+    "adapters": (
+        1,
+        lambda m, _: invariant(nn.add_lora(m, 2, targets=("*.up",)), plan=plan_of(m)),
+        "'blocks.0.mlp.up' has an adapter, whose sums are not made in parts",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_it_refuses(name):
+    tp, attempt, told = REFUSED[name]
+    assert told in message_of(attempt, tp)
+
+
+def test_three_ranks():
+    def attempt(model, mesh):
+        layers = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6))
+        parallelize_module(layers, mesh, {"0": ColwiseParallel(), "1": RowwiseParallel()})
+        invariant(layers)
+
+    assert "the number of ranks must be a power of two, got 3" in message_of(attempt, 3)
+
+
+def test_ranks_with_other_parts():
+    def attempt(model, mesh):
+        invariant(cut(model, mesh), 2 + 2 * mesh.rank)
+
+    assert "ranks [1] have other parts than rank 0" in message_of(attempt, 2)
