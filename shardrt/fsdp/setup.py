@@ -341,7 +341,8 @@ def _check_world_invariant(units: list[Unit]) -> None:
         if u.micro_batches is not None and any(group.key.partial for group in u.groups):
             raise ValueError(
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; leave SequenceParallel and adapters out"
+                "not by the tree of micro-batches; leave adapters out, and with SequenceParallel call "
+                "set_tensor_invariant"
             )
         trained = {group.key.dtype for group in u.groups if group.trainable}
         if u.micro_batches is not None and trained - {"float32"}:

@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING, Any
 
-from shardrt import autograd
+from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional import in_time
 from shardrt.functional._arrays import check_floats, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
 
@@ -30,6 +31,12 @@ class Embedding(Function):
 
 
 def _add_rows(indices: Array, dy: Array, weight: Variable) -> tuple:
+    how = getattr(weight, "in_parts", None)
+    if how is not None:  # each row is of one rank's part of the time
+        table = empty(weight.shape, dtypes.exact(dy.dtype))
+        table.fill(0)
+        kernels().embedding.backward(flat(indices), rows(dy), table)
+        return (in_time.put(weight, how.joined(table)),)
     dweight, accumulate, token = weight.gradient_target()
     if not accumulate:
         dweight.fill(0)  # the kernel adds: most rows have no gradient

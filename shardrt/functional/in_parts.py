@@ -11,17 +11,13 @@ algorithm computes it.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import empty, flat, kernels, rows
-from shardrt.functional.elementwise import add
-
-if TYPE_CHECKING:
-    from shardrt.tensor import Tensor
 
 Array = Any
 
@@ -144,14 +140,6 @@ def _add_row_gradient(x: Array, dy: Array, how: InParts, weight: Variable) -> tu
         factors = apart(rows(x)[:, place]), rows(dy)
         multiplied(kernels().linear.backward_weight, factors, dweight[:, place], accumulate)
     return (token,)
-
-
-def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None", how: InParts) -> "Tensor":
-    """F.linear, whose arguments have been checked. Where `how` goes on, inputs in parts have no bias."""
-    if how.axis == 0:
-        return Columns.apply(x, weight, bias, how)
-    y = Rows.apply(x, weight, how)
-    return y if bias is None else add(y, bias)
 
 
 def add_neighbours(out: Array, count: int, product: Callable[[int, Array], None], dtype: Any) -> None:

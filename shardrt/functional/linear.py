@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional import in_parts
 from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
 from shardrt.functional.activation import gelu
+from shardrt.functional.in_parts import Columns, InParts, Rows
+from shardrt.functional.in_time import add_bias
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -125,7 +126,7 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
     """
     x, weight, bias = _checked("linear", x, weight, bias)
     how = getattr(weight, "in_parts", None)  # a parameter that says so
-    return Linear.apply(x, weight, bias) if how is None else in_parts.linear(x, weight, bias, how)
+    return Linear.apply(x, weight, bias) if how is None else _in_parts(x, weight, bias, how)
 
 
 def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tensor":
@@ -136,8 +137,16 @@ def linear_gelu(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> 
     x, weight, bias = _checked("linear_gelu", x, weight, bias)
     how = getattr(weight, "in_parts", None)
     if how is not None:
-        return gelu(in_parts.linear(x, weight, bias, how), approximate="tanh")
+        return gelu(_in_parts(x, weight, bias, how), approximate="tanh")
     return LinearGELU.apply(x, weight, bias)
+
+
+def _in_parts(x: "Tensor", weight: "Tensor", bias: "Tensor | None", how: InParts) -> "Tensor":
+    """Where `how` goes on, inputs in parts have no bias: it is added to the sum over the ranks."""
+    if how.axis == 0:
+        return Columns.apply(x, weight, bias, how)
+    y = Rows.apply(x, weight, how)
+    return y if bias is None else add_bias(y, bias)
 
 
 def _checked(op: str, x: "Tensor", weight: "Tensor", bias: "Tensor | None") -> tuple:

@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import dtypes
 from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional import in_time
 from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, rows, tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.elementwise import add, mul, sub
@@ -64,6 +65,16 @@ def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | 
     """(dx, the weight's token, the bias's), as far as `needs` says; dtotal is added to dx."""
     x, weight, bias, mean, rstd = saved
     dx = empty_like(x) if needs[0] else None
+    how = getattr(weight, "in_parts", None)
+    if how is not None and any(needs[1:]):
+        matrix = contiguous(weight.lent())
+
+        def backward(dy: Array, x: Array, dtotal: Array | None, found: list, dx: Array, out: Array) -> None:
+            kernels().layer_norm.backward(dy, x, matrix, *found, dx, *out, False, dtotal)
+
+        sums = in_time.norm_gradients(how, (dy, x, dtotal), (mean, rstd), dx, backward, 2)
+        handles = (weight if needs[1] else None, bias if needs[2] else None)
+        return dx, *map(in_time.put, handles, sums)
     dweight, add_weight, weight_token = _target(weight, needs[1])
     dbias, add_bias, bias_token = _target(bias, needs[2])
     if dweight is not None and dbias is not None and add_weight != add_bias:
@@ -169,6 +180,15 @@ def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | No
     """(dx, the weight's token), as far as `needs` says; dtotal is added to dx."""
     x, weight, rstd = saved
     dx = empty_like(x) if needs[0] else None
+    how = getattr(weight, "in_parts", None)
+    if how is not None and needs[1]:
+        matrix = contiguous(weight.lent())
+
+        def backward(dy: Array, x: Array, dtotal: Array | None, found: list, dx: Array, out: Array) -> None:
+            kernels().rms_norm.backward(dy, x, matrix, *found, dx, out[0], False, dtotal)
+
+        (sums,) = in_time.norm_gradients(how, (dy, x, dtotal), (rstd,), dx, backward, 1)
+        return dx, in_time.put(weight, sums)
     dweight, accumulate, token = _target(weight, needs[1])
     dx2, dtotal2 = (None if array is None else rows(array) for array in (dx, dtotal))
     into = (dx2, dweight, accumulate, dtotal2)

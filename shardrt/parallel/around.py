@@ -8,6 +8,7 @@ import numpy as np
 from shardrt import functional as F
 from shardrt.comm.protocol import Communicator
 from shardrt.functional.collective import gather, gather_same
+from shardrt.functional.in_time import add_bias
 from shardrt.nn.module import Module
 from shardrt.parallel.axis import TIME, Axis
 from shardrt.parallel.saved import gather_again
@@ -63,7 +64,7 @@ class Row(Converting):
             y = F.cast(self.axis.leave(forward(x)), x.value_dtype.name)  # float32 so far, if it is in parts
         finally:
             state["bias"] = bias
-        return y if bias is None else y + bias
+        return y if bias is None else add_bias(y, bias)
 
 
 class OwnTime(Converting):

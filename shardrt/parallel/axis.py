@@ -134,7 +134,8 @@ class Alone:
 
     rank, size = 0, 1
 
-    def __init__(self) -> None:
+    def __init__(self, sequence: bool) -> None:
+        self.sequence = sequence  # whether activations would be cut along time
         self.communicator = SingleCommunicator()
 
     def enter(self, x: Tensor) -> Tensor:

@@ -1,7 +1,8 @@
 """set_tensor_invariant: the ranks along which modules are cut change no bit.
 
 Where ranks could cut a sum, it is made in parts on any number of them (functional/in_parts.py): what leaves
-RowwiseParallel, the gradient of what goes into ColwiseParallel, and the head of a VocabParallel.
+RowwiseParallel, the gradient of what goes into ColwiseParallel, the head of a VocabParallel, and gradients of
+what SequenceParallel leaves whole.
 """
 
 from collections.abc import Mapping
@@ -10,9 +11,10 @@ from shardrt.comm import talk
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
+from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Alone, Axis
-from shardrt.parallel.styles import SequenceParallel, Style
-from shardrt.parallel.tensor import chosen_by
+from shardrt.parallel.styles import Style
+from shardrt.parallel.tensor import chosen_by, in_sequence
 
 
 def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, Style] | None = None) -> None:
@@ -25,15 +27,16 @@ def set_tensor_invariant(model: Module, parts: int = 4, *, plan: Mapping[str, St
     a GPU the process computes by deterministic algorithms from now on (shardrt.use_deterministic_algorithms).
 
     Raises ValueError for parts that are no power of two, are fewer than the ranks, or do not divide what is
-    cut; for a number of ranks that is none; without a plan, or with a second one; for SequenceParallel,
-    adapters, and NCCL's own sums; where ranks differ. As parallelize_module for what is wrong with a plan.
+    cut; for a number of ranks that is none; without a plan, or with a second one; for adapters and NCCL's own
+    sums; where ranks differ; as parallelize_module for what is wrong with a plan. RuntimeError with
+    SequenceParallel after pipeline_stages or fully_shard.
     """
     axis, chosen = _styles(model, plan)
     for name, value in (("parts", parts), ("the number of ranks", axis.size)):
         if value < 1 or value & (value - 1):
             raise ValueError(f"set_tensor_invariant: {name} must be a power of two, got {value}")
     if parts < axis.size:
-        raise ValueError(f"set_tensor_invariant: {parts} parts are too few for {axis.size} ranks")
+        raise ValueError(f"set_tensor_invariant: parts {parts} are too few for {axis.size} ranks")
     _check(model, axis, chosen)
     if axis.size > 1 and (differing := talk.agree(axis.mesh.communicator("control"), parts)):
         raise ValueError(f"set_tensor_invariant: ranks {differing} have other parts than rank 0")
@@ -55,7 +58,7 @@ def _styles(
         return model._tp_styles
     if model._tp_styles is not None:
         raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
-    return Alone(), chosen_by(model, plan, "set_tensor_invariant")
+    return Alone(in_sequence(plan)), chosen_by(model, plan, "set_tensor_invariant")
 
 
 def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]) -> None:
@@ -70,8 +73,9 @@ def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]
         raise ValueError(
             f"set_tensor_invariant: {adapted!r} has an adapter, whose sums are not made in parts"
         )
-    if any(isinstance(style, SequenceParallel) for _, style in chosen):
-        raise ValueError(
-            "set_tensor_invariant: with SequenceParallel gradients are sums over parts of the time, made by "
-            "ranks; leave it out"
+    late = [p for p in model.parameters() if p.place is not None or not isinstance(p.storage, LocalStorage)]
+    if axis.sequence and late:
+        raise RuntimeError(
+            f"set_tensor_invariant: parameter {late[0].name!r} has a stage or is sharded already; with "
+            "SequenceParallel call it before pipeline_stages and fully_shard"
         )

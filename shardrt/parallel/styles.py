@@ -9,12 +9,13 @@ from math import prod
 
 from shardrt.comm.protocol import Communicator
 from shardrt.functional.in_parts import InParts
+from shardrt.functional.in_time import InTime
 from shardrt.nn.layers import Dropout, Embedding, LayerNorm, Linear, RMSNorm
 from shardrt.nn.lora import LoRALinear
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import Part, Runs, run
-from shardrt.nn.share import PARTIAL, Share
+from shardrt.nn.share import PARTIAL, SAME, Share
 from shardrt.parallel.around import Column, OwnTime, Row, WholeTime
 from shardrt.parallel.axis import Alone, Axis
 
@@ -139,6 +140,8 @@ class RowwiseParallel(Style):
         each = inputs // parts
         places = tuple((slice(i * each, (i + 1) * each),) for i in range(parts // axis.size))
         module.weight.in_parts = InParts(1, places, goes_on=axis.size > 1)
+        if module.bias is not None and axis.sequence:
+            _sum_in_time(module.bias, axis, parts)
 
 
 @dataclass(frozen=True)
@@ -166,12 +169,24 @@ class SequenceParallel(Style):
         if self.output == "whole":
             module.run_inside(WholeTime(axis))
 
+    def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                _sum_in_time(parameter, axis, parts)
+
 
 def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
     if count % parts:
         raise ValueError(
             f"set_tensor_invariant: {parts} parts do not divide the {count} {what} of {module.name!r}"
         )
+
+
+def _sum_in_time(parameter: Parameter, axis: Axis | Alone, parts: int) -> None:
+    """What it gets is summed over the ranks by each op, so it has the same gradient on all of them."""
+    if axis.size > 1:
+        parameter.take_share(Share.of_all(SAME, axis.mesh, parameter.shape))
+    parameter.in_parts = InTime(parts // axis.size, axis.communicator)
 
 
 def _cut_rows(parameter: Parameter, axis: Axis, sizes: list[int]) -> None:

@@ -44,7 +44,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
     chosen = chosen_by(model, plan, "parallelize_module")
     if mesh.size == 1:
-        object.__setattr__(model, "_tp_styles", (Alone(), chosen))
+        object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan)), chosen))
         return model
     planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
     if planned is not None:
@@ -52,7 +52,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
             f"parallelize_module: {planned.name!r} is on {planned.share.mesh!r} already; give one plan for "
             "the whole model"
         )
-    axis = Axis(mesh, any(isinstance(style, SequenceParallel) for style in plan.values()))
+    axis = Axis(mesh, in_sequence(plan))
     for role in ("tensor", "control"):
         mesh.communicator(role)
     mesh.root.communicator("control")
@@ -76,6 +76,11 @@ def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh) -> None:
         raise ValueError(
             f"parallelize_module: ranks {differing} of {mesh!r} have another model, seed or plan than rank 0"
         )
+
+
+def in_sequence(plan: Mapping[str, Style]) -> bool:
+    """Whether activations between modules are cut along time."""
+    return any(isinstance(style, SequenceParallel) for style in plan.values())
 
 
 def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple[Module, Style]]:

@@ -139,6 +139,8 @@ class ParallelConfig:
 
     tp: int = 1  # tensor parallelism: heads, hidden units and vocabulary are cut over so many ranks
     sequence: bool = False  # with it, what lies between the layers is cut along time: less memory
+    # The same bits at every tp up to this, a power of two: sums are made in so many parts; 0: they are not.
+    tensor_invariant: int = 0
     pp: int = 1  # pipeline parallelism: so many ranks have some of the layers each
     # Order of the pipeline's work: GPipe, 1F1B, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBVZeroBubble,
     # DualPipeV, or a file.csv with a table of one's own. It changes no bit.
@@ -147,9 +149,10 @@ class ParallelConfig:
     micro_batches: int = 0  # another name of micro_batches; with neither, a pipeline takes 2 for each rank
 
     def __post_init__(self) -> None:
-        for name, least in (("tp", 1), ("pp", 1), ("stages_per_rank", 0), ("micro_batches", 0)):
+        leasts = {"tp": 1, "pp": 1, "stages_per_rank": 0, "micro_batches": 0, "tensor_invariant": 0}
+        for name, least in leasts.items():
             _at_least(f"parallel.{name}", getattr(self, name), least)
-        if self.sequence and self.tp == 1:
+        if self.sequence and self.tp == 1 and not self.tensor_invariant:
             raise ValueError("parallel.sequence needs parallel.tp above 1")
         if self.schedule_file is None and self.schedule_name not in _SCHEDULES:
             raise ValueError(

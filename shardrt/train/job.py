@@ -22,7 +22,7 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.nn.share import whole_size
-from shardrt.parallel import parallelize_module
+from shardrt.parallel import parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.train import config as settings
 from shardrt.train import loop, pipelines, tensorboard
@@ -58,7 +58,7 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(USAGE, mesh):
         mesh = with_axes(recipe, mesh)
     watch.record(mesh)
-    if recipe.threads or recipe.invariant:
+    if recipe.threads or recipe.on_any_ranks:
         device.set_threads(max(1, recipe.threads))
     with one_line(DATA, mesh):
         task = recipe.task()
@@ -150,8 +150,12 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
     random.manual_seed(recipe.seed)
     model = task.model(data)
     recipe.lora.prepare(model)
+    parts = recipe.parallel.tensor_invariant
+    plan = task.plan(model, sequence=recipe.parallel.sequence) if tp > 1 or parts else {}
     if tp > 1:
-        parallelize_module(model, mesh["tp"], task.plan(model, sequence=recipe.parallel.sequence))
+        parallelize_module(model, mesh["tp"], plan)
+    if parts:
+        set_tensor_invariant(model, parts, plan=None if tp > 1 else plan)
     units = task.units(model)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1

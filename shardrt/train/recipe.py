@@ -26,7 +26,7 @@ class Recipe:
     # per-world: the same bits at one number of ranks; world-invariant: at all, and micro_batches are those of
     # all ranks together.
     deterministic: settings.Determinism = settings.Determinism["per-world"]
-    threads: int = 0  # of the CPU per rank; 0: this rank's share of the cores, but 1 with world-invariant
+    threads: int = 0  # of the CPU per rank; 0: its share of the cores, but 1 where ranks change no bit
     ahead: int = 2  # steps whose batches are made ahead, in a thread
     tensorboard: bool = False  # write its event files as well, to runs/NAME/tensorboard
     optimizer: settings.OptimizerConfig = settings.OptimizerConfig()
@@ -75,10 +75,10 @@ class Recipe:
                 "optimizer.clip_type must be 1, 2 or inf with deterministic = 'world-invariant', got "
                 f"{self.optimizer.clip_type}"
             )
-        if self.parallel.sequence and self.invariant:
+        if self.parallel.sequence and self.invariant and not self.parallel.tensor_invariant:
             raise ValueError(
                 "deterministic = 'world-invariant' adds up by a tree over micro-batches alone: leave "
-                "parallel.sequence off"
+                "parallel.sequence off, or set parallel.tensor_invariant"
             )
         if self.reduce_each and self.invariant:
             raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
@@ -118,13 +118,18 @@ class Recipe:
 
     @property
     def invariant(self) -> bool:
-        """Whether the number of ranks changes no bit."""
+        """Whether the number of ranks that have parts of the batch changes no bit."""
         return self.deterministic is settings.Determinism["world-invariant"]
+
+    @property
+    def on_any_ranks(self) -> bool:
+        """Whether a number of ranks, along some axis, changes no bit."""
+        return self.invariant or self.parallel.tensor_invariant > 0
 
     @property
     def reduction(self) -> str:
         """init_device_mesh's."""
-        return "tree" if self.invariant else self.fsdp.reduction.value
+        return "tree" if self.on_any_ranks else self.fsdp.reduction.value
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh's axes, and the ranks along each. Raises ValueError where they can't share `ranks`."""

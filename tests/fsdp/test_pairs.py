@@ -6,7 +6,8 @@ trainings: whoever looks into one that fails leaves features out of its set. Tho
 away, on FULL_SHARD and on NO_SHARD, where nothing is cut, and nearly the same losses on one rank with the
 whole batch. Tensor and sequence parallelism, on an axis of two more ranks, sum in another order: a set with
 one of them gives its own bits whatever moves, and nearly the losses and weights of the set without it. So
-does one with a pipeline, of two stages that have a weight in common.
+does one with a pipeline, of two stages that have a weight in common. Beside "tensor-invariant" tensor
+parallelism changes no bit.
 """
 
 import warnings
@@ -40,6 +41,7 @@ from shardrt.parallel import (
     SequenceParallel,
     VocabParallel,
     parallelize_module,
+    set_tensor_invariant,
 )
 from shardrt.recompute import checkpoint
 
@@ -85,6 +87,7 @@ NUMBERS = {
     "tensor parallel": {"parallel": "tensor"},
     "sequence parallel": {"parallel": "sequence"},
     "pipeline": {"pipeline": True},
+    "tensor-invariant": {"tensor_invariant": True},
 }
 FEATURES = MOVES | NUMBERS
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
@@ -182,7 +185,7 @@ def plan_for(options):
         "blocks.*.up": ColwiseParallel(),
         "blocks.*.down": RowwiseParallel(),
     }
-    if "sequence" in options["parallel"]:
+    if "sequence" in options.get("parallel", []):
         plan |= {"norm": SequenceParallel(), "blocks.*.dropout": SequenceParallel()}
     return plan
 
@@ -243,6 +246,8 @@ def build(options, mesh, directory):
     model, pipeline = Net(*options.get("dropout", [0.0])), None
     if "parallel" in options:
         parallelize_module(model, mesh["tp"], plan_for(options))
+    if "tensor_invariant" in options:
+        set_tensor_invariant(model, 2, plan=None if "parallel" in options else plan_for(options))
     if "frozen" in options:
         for parameter in (*model.blocks[1].parameters(), model.blocks[0].up.bias):
             parameter.requires_grad = False
@@ -496,6 +501,8 @@ def test_all_of_these_go_together(names, tmp_path):
     if uncut != change:
         data = ranks // ranks_for(PARALLEL & set(names), 1)
         nearly_the_same(found, reference(data, uncut), names)
+        if PARALLEL & set(names) == {"tensor parallel"} and "tensor-invariant" in names:
+            np.testing.assert_equal(found[1], reference(data, uncut)[1])
 
 
 @pytest.mark.parametrize("name", NUMBERS)

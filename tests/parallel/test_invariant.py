@@ -72,13 +72,13 @@ def shard(wholes, data, before, **how):
         fully_shard(whole, mesh=data, **how)
 
 
-def train(kind, axes, parts, steps, tree, schedule, before, how):
+def train(kind, axes, parts, steps, tree, sequence, schedule, before, how):
     """What this rank sees of training on pp x dp x tp ranks. tree: in micro-batches of one row."""
     pp, dp, tp = axes
     mesh = init_device_mesh("cpu", axes, NAMES)
     shardrt.manual_seed(3)
     model, pipeline = KINDS[kind](), None
-    plan = plan_of(model)
+    plan = plan_of(model, sequence_parallel=sequence)
     if tp > 1:
         parallelize_module(model, mesh["tp"], plan)
     if parts:
@@ -111,9 +111,20 @@ def train(kind, axes, parts, steps, tree, schedule, before, how):
 
 
 @cache
-def trained(kind, axes=(1, 1, 1), parts=4, steps=10, tree=False, schedule="1F1B", before=None, **how):
+def trained(
+    kind,
+    axes=(1, 1, 1),
+    parts=4,
+    steps=10,
+    tree=False,
+    sequence=False,
+    schedule="1F1B",
+    before=None,
+    **how,
+):
     """What the ranks see, by rank."""
-    return run_ranks(int(np.prod(axes)), train, kind, axes, parts, steps, tree, schedule, before, how)
+    settings = kind, axes, parts, steps, tree, sequence, schedule, before, how
+    return run_ranks(int(np.prod(axes)), train, *settings)
 
 
 def same(found, expected, losses=True):
@@ -144,6 +155,21 @@ def test_without_it_they_have_others_that_are_near(kind):
     found = trained(kind, (1, 1, 2), steps=3)
     assert differ(found, expected)
     np.testing.assert_allclose(found[0]["losses"], expected[0]["losses"], rtol=0, atol=1e-5)
+    for name, values in expected[0]["gradients"].items():
+        np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("kind", ["gpt", "llama"])
+def test_so_they_have_with_the_time_cut_as_well(kind, tp):
+    """One rank adds up gradients of norms, biases and positions in the same parts of the time."""
+    found = trained(kind, (1, 1, tp), sequence=True)
+    same(found, trained(kind, sequence=True))
+    assert differ(found, trained(kind))
+
+
+def test_gradients_over_time_are_what_they_are_without_parts():
+    found, expected = (trained("gpt", parts=parts, steps=3, sequence=True) for parts in (4, 0))
     for name, values in expected[0]["gradients"].items():
         np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
 
@@ -190,9 +216,13 @@ MESHES = [(1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 4)]
 def test_with_a_tree_over_micro_batches_any_mesh_trains_to_the_same_bits(kind, axes):
     expected = trained(kind, steps=5, tree=True)
     found = trained(kind, axes, steps=5, tree=True)
-    for rank in found:
-        assert rank["norms"] == expected[0]["norms"]
-    np.testing.assert_equal(found[0]["final"], expected[0]["final"])
+    same(found, expected, losses=False)
+
+
+@pytest.mark.parametrize("axes", [(1, 1, 2), (1, 2, 2), (2, 1, 2)], ids=str)
+def test_and_with_the_time_cut(axes):
+    expected = trained("llama", steps=5, tree=True, sequence=True)
+    same(trained("llama", axes, steps=5, tree=True, sequence=True), expected, losses=False)
 
 
 STAGES = {"1F1B": (2, 1, 2), "GPipe": (2, 1, 1), "Interleaved1F1B": (2, 2, 1)}
@@ -276,10 +306,10 @@ def test_each_product_becomes_as_many_as_there_are_parts(monkeypatch):
     assert counted(monkeypatch, 4) == 3 * (4 + 4 + 3 * 4)
 
 
-def message_of(attempt, tp=1):
+def message_of(attempt, tp=1, kind=ValueError):
     def refused():
         mesh = init_device_mesh("cpu", (tp,), ("tp",))
-        with pytest.raises(ValueError) as raised:
+        with pytest.raises(kind) as raised:
             attempt(KINDS["gpt"](), mesh)
         return str(raised.value)
 
@@ -295,7 +325,7 @@ def cut(model, mesh):
 REFUSED = {
     "a power": (1, lambda m, _: invariant(m, 3, plan=plan_of(m)), "parts must be a power of two, got 3"),
     "none": (1, lambda m, _: invariant(m, 0, plan=plan_of(m)), "parts must be a power of two, got 0"),
-    "few": (4, lambda m, mesh: invariant(cut(m, mesh), 2), "2 parts are too few for 4 ranks"),
+    "few": (4, lambda m, mesh: invariant(cut(m, mesh), 2), "parts 2 are too few for 4 ranks"),
     "heads": (
         2,
         lambda m, mesh: invariant(cut(m, mesh), 8),
@@ -325,6 +355,19 @@ REFUSED = {
 def test_what_it_refuses(name):
     tp, attempt, told = REFUSED[name]
     assert told in message_of(attempt, tp)
+
+
+def test_the_time_after_it_was_sharded_and_odd_times():
+    def late(model, mesh):
+        fully_shard(model)
+        invariant(model, plan=plan_of(model, sequence_parallel=True))
+
+    def odd(model, mesh):
+        invariant(model, plan=plan_of(model, sequence_parallel=True))
+        model(np.zeros((1, 6), int), np.zeros((1, 6), int)).backward()
+
+    assert "with SequenceParallel call it before pipeline_stages" in message_of(late, kind=RuntimeError)
+    assert "6 positions can't be cut into 4 equal parts" in message_of(odd)
 
 
 def test_three_ranks():

@@ -243,7 +243,7 @@ def test_world_invariant_sums_with_sequence_parallelism():
         set_world_invariant(model, 2)
         units(model)
 
-    assert "leave SequenceParallel and adapters out" in message_of(ValueError, attempt)
+    assert "with SequenceParallel call set_tensor_invariant" in message_of(ValueError, attempt)
 
 
 def test_weights_that_differ_between_ranks_of_the_axis():

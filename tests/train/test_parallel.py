@@ -144,6 +144,29 @@ def test_bits_do_not_depend_on_the_parts_of_the_data(folder):
     assert all(np.array_equal(one[key], two[key]) for key in one)
 
 
+def test_bits_do_not_depend_on_any_ranks(folder):
+    how = ("--parallel.tensor-invariant", "2", "--deterministic", "world-invariant", "--micro-batches", "4")
+    run(1, "anywhere", *how)
+    expected = weights(folder, "anywhere")
+    for ranks, axes in ((2, TP), (4, TP), (4, ())):
+        run(ranks, f"anywhere, {ranks}{axes}", *how, *axes)
+        found = weights(folder, f"anywhere, {ranks}{axes}")
+        assert all(np.array_equal(found[key], expected[key]) for key in expected)
+        for ours, theirs in zip(
+            curves(folder, f"anywhere, {ranks}{axes}"), curves(folder, "anywhere"), strict=True
+        ):
+            assert ours.tolist() == theirs.tolist()
+    assert curves(folder, "one part")[0].tolist() != curves(folder, "anywhere")[0].tolist()
+
+
+def test_nor_with_the_time_cut(folder):
+    how = ("--parallel.tensor-invariant", "2", "--parallel.sequence", "True")
+    run(1, "time, anywhere", *how)
+    run(2, "time, cut", *how, *TP)
+    for ours, theirs in zip(curves(folder, "time, cut"), curves(folder, "time, anywhere"), strict=True):
+        assert ours.tolist() == theirs.tolist()
+
+
 def test_what_all_ranks_of_the_axis_hold_is_compared(folder, monkeypatch):
     """A bit of a norm's moment on one of them."""
     original = loop.report
@@ -200,6 +223,9 @@ BAD = {
         "3 cannot be shared equally by 2 groups of 2 ranks",
     ),
     "heads": (4, ("--parallel.tp", "4"), "4 ranks do not divide the 2 heads of 'blocks.0.attention.qkv'"),
+    "parts": (2, (*TP, "--parallel.tensor-invariant", "4"), "4 parts do not divide the 2 heads of"),
+    "few parts": (2, (*TP, "--parallel.tensor-invariant", "1"), "parts 1 are too few for 2 ranks"),
+    "odd parts": (1, ("--parallel.tensor-invariant", "3"), "parts must be a power of two, got 3"),
     "windows": (2, (*SEQUENCE, "--text.window", "15"), "15 positions can't be cut into 2 equal parts"),
     "the tree": (
         2,

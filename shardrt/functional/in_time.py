@@ -1,0 +1,124 @@
+"""Gradients that are sums over time, in parts of it: what in_parts.py is for sums over a cut dimension.
+
+With sequence parallelism ranks have a part of the time each, and all of the parameters of norms, of positions
+and of what is added to each position. Their gradients are then summed at once, by the backward of each op:
+over the rows of each part of the time, over the parts as neighbours, and over ranks. For parameters that
+parallel.set_tensor_invariant has told so.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from shardrt import dtypes
+from shardrt.autograd import Function, Variable
+from shardrt.comm import Communicator
+from shardrt.functional._arrays import empty, kernels, rows
+from shardrt.functional.collective import named, summed
+from shardrt.functional.elementwise import add
+from shardrt.functional.in_parts import add_neighbours
+
+if TYPE_CHECKING:
+    from shardrt.tensor import Tensor
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class InTime:
+    """count: parts of the time that this rank has. communicator: of the ranks that have the others."""
+
+    count: int
+    communicator: Communicator
+
+    def places(self, x: Array) -> list[tuple]:
+        """Where each part lies in an array (..., time, width). Raises ValueError where they are not equal."""
+        each, rest = divmod(x.shape[-2], self.count)
+        if rest:
+            raise ValueError(
+                f"set_tensor_invariant: {x.shape[-2]} positions can't be cut into {self.count} equal parts"
+            )
+        return [(..., slice(i * each, (i + 1) * each), slice(None)) for i in range(self.count)]
+
+    def total(self, product: Callable[[int, Array], None], shape: tuple[int, int], dtype: Any) -> Array:
+        """The sum over parts and ranks of what product(part, array) writes."""
+        out = empty(shape, dtypes.exact(dtype))
+        add_neighbours(out, self.count, product, out.dtype)
+        return self.joined(out)
+
+    def joined(self, gradient: Array) -> Array:
+        """The sum over ranks."""
+        alone = self.communicator.size == 1
+        return gradient if alone else summed(gradient, self.communicator, named("in_time"))
+
+
+def put(handle: Variable | None, gradient: Array) -> Any:
+    """Add the gradient of a parameter to what it has; the token for it."""
+    if handle is None:
+        return None
+    target, accumulate, token = handle.gradient_target()
+    if accumulate:
+        target += gradient.reshape(target.shape)
+    else:
+        np.copyto(target, gradient.reshape(target.shape), casting="unsafe")
+    return token
+
+
+def norm_gradients(
+    how: InTime,
+    arrays: tuple[Array, Array, Array | None],
+    statistics: tuple[Array, ...],
+    dx: Array | None,
+    backward: Callable,
+    parameters: int,
+) -> Array:
+    """The gradients (parameters, width) of a norm over the last dimension; dx is written.
+
+    arrays: dy, x and what is added to dx or None, (..., time, width). statistics: a number for each row.
+    backward(dy, x, more, statistics, dx, gradients): of some rows.
+    """
+    dy, x, more = arrays
+    by_time = [each.reshape(x.shape[:-1]) for each in statistics]
+    places = how.places(x)
+
+    def product(part: int, out: Array) -> None:
+        place = places[part]
+        own = [None if array is None else rows(array[place].copy()) for array in (dy, x, more)]
+        numbers = [each[place[:2]].reshape(-1) for each in by_time]
+        down = None if dx is None else empty(x[place].shape, x.dtype)
+        backward(*own, numbers, None if down is None else rows(down), out)
+        if down is not None:
+            dx[place] = down
+
+    return how.total(product, (parameters, x.shape[-1]), x.dtype)
+
+
+class AddBias(Function):
+    """x + bias, at each position."""
+
+    __slots__ = ()
+
+    def forward(self, x: Array, bias: Array, how: InTime) -> Array:
+        self.saved = (how, bias.dtype)
+        y = empty(x.shape, x.dtype)
+        np.add(x, bias, out=y)
+        return y
+
+    def backward(self, dy: Array) -> tuple:
+        (how, dtype), dbias = self.saved, None
+        if self.needs[1]:
+            places = how.places(dy)
+
+            def product(part: int, out: Array) -> None:
+                kernels().linear.backward_bias(rows(dy[places[part]].copy()), out[0], False)
+
+            dbias = how.total(product, (1, dy.shape[-1]), dy.dtype)[0].astype(dtype, copy=False)
+        return dy, dbias, None
+
+
+def add_bias(x: "Tensor", bias: "Tensor") -> "Tensor":
+    """x (..., time, width) + bias (width,)."""
+    how = getattr(bias, "in_parts", None)
+    return add(x, bias) if how is None else AddBias.apply(x, bias, how)
