@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, dtypes
+from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import empty, flat, kernels, rows
 
@@ -153,7 +153,9 @@ def add_neighbours(out: Array, count: int, product: Callable[[int, Array], None]
     for number in range(count):
         total = out if number == 0 and out.dtype == dtype == dtypes.exact(dtype) else empty(out.shape, dtype)
         product(number, total)
-        total = total.astype(dtypes.exact(dtype), copy=False)
+        if total.dtype != dtypes.exact(dtype):
+            total, rounded = empty(out.shape, dtypes.exact(dtype)), total
+            np.copyto(total, rounded, casting="unsafe")
         while number & 1:
             left = waiting.pop()
             if left.size:
@@ -172,18 +174,30 @@ def multiplied(
     accumulate: None for a product that is not told. own: `out` is no part of another array. Where the host
     has only a vector to multiply, NumPy decides by strides how, so it gets dense copies.
     """
-    more, host = () if accumulate is None else (accumulate,), isinstance(out, np.ndarray)
-    vector = any(1 in array.shape for array in (*factors[:2], out))
+    more = () if accumulate is None else (accumulate,)
+    host, vector = on_host(), any(1 in array.shape for array in (*factors[:2], out))
     if host and vector:
-        factors = tuple(None if array is None else array.copy() for array in factors)
+        factors = tuple(None if array is None else dense(array) for array in factors)
     if own or (host and not vector):
         product(*factors, out, *more)
         return
-    dense = out.copy() if accumulate else empty(out.shape, out.dtype)
-    product(*factors, dense, *more)
-    out[...] = dense
+    whole = dense(out) if accumulate else empty(out.shape, out.dtype)
+    product(*factors, whole, *more)
+    out[...] = whole
 
 
 def apart(x: Array) -> Array:
     """A part of an array to be multiplied: as it lies, or on a GPU a copy."""
-    return x if isinstance(x, np.ndarray) else x.copy()
+    return x if on_host() else dense(x)
+
+
+def dense(x: Array) -> Array:
+    """A copy in memory of its own, which plans count."""
+    y = empty(x.shape, x.dtype)
+    y[...] = x
+    return y
+
+
+def on_host() -> bool:
+    """Whether products are computed there; also in a rehearsal, whose arrays are the host's in any case."""
+    return device.current().name == "cpu"

@@ -15,10 +15,10 @@ import numpy as np
 from shardrt import dtypes
 from shardrt.autograd import Function, Variable
 from shardrt.comm import Communicator
-from shardrt.functional._arrays import empty, kernels, rows
+from shardrt.functional._arrays import empty, flat, kernels, rows
 from shardrt.functional.collective import named, summed
 from shardrt.functional.elementwise import add
-from shardrt.functional.in_parts import add_neighbours
+from shardrt.functional.in_parts import add_neighbours, dense
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -85,8 +85,8 @@ def norm_gradients(
 
     def product(part: int, out: Array) -> None:
         place = places[part]
-        own = [None if array is None else rows(array[place].copy()) for array in (dy, x, more)]
-        numbers = [each[place[:2]].reshape(-1) for each in by_time]
+        own = [None if array is None else rows(dense(array[place])) for array in (dy, x, more)]
+        numbers = [flat(dense(each[place[:2]])) for each in by_time]
         down = None if dx is None else empty(x[place].shape, x.dtype)
         backward(*own, numbers, None if down is None else rows(down), out)
         if down is not None:
@@ -112,7 +112,7 @@ class AddBias(Function):
             places = how.places(dy)
 
             def product(part: int, out: Array) -> None:
-                kernels().linear.backward_bias(rows(dy[places[part]].copy()), out[0], False)
+                kernels().linear.backward_bias(rows(dense(dy[places[part]])), out[0], False)
 
             dbias = how.total(product, (1, dy.shape[-1]), dy.dtype)[0].astype(dtype, copy=False)
         return dy, dbias, None

@@ -1,5 +1,6 @@
 """set_tensor_invariant: 1, 2 and 4 ranks along tp train to the same bits, beside data ranks and stages."""
 
+import gc
 from collections import Counter
 from functools import cache
 
@@ -11,13 +12,13 @@ from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from models.vit import ViT, ViTConfig
-from shardrt import Tensor, nn, no_grad, optim
+from shardrt import Tensor, device, nn, no_grad, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.comm.reduction import combine
-from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, set_world_invariant
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_world_invariant
 from shardrt.functional import in_parts
 from shardrt.kernels.cpu import matmul as products
 from shardrt.nn.utils import clip_grad_norm_
@@ -304,6 +305,27 @@ def test_each_product_becomes_as_many_as_there_are_parts(monkeypatch):
     """Three times as many where three layers lie side by side."""
     assert counted(monkeypatch, 0) == 3 * 3
     assert counted(monkeypatch, 4) == 3 * (4 + 4 + 3 * 4)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_its_memory_is_planned(sequence):
+    def peaks():
+        shardrt.manual_seed(3)
+        model = GPT(GPTConfig(n_layer=2, n_head=4, n_embd=64, block_size=64, vocab_size=256))
+        invariant(model, plan=plan_of(model, sequence_parallel=sequence))
+        fully_shard(model)
+        tokens, here = np.zeros((8, 64), int), device.current()
+        planned = memory_plan(model, step=lambda: model(tokens, tokens).backward())
+        model(tokens, tokens).backward()
+        model.zero_grad()
+        gc.collect()
+        before = here._pool.held_bytes
+        here._pool.peak_bytes = before
+        model(tokens, tokens).backward()
+        return planned.device["activations"], here.peak_bytes() - before
+
+    (found,) = run_ranks(1, peaks)
+    assert found[0] == found[1]
 
 
 def message_of(attempt, tp=1, kind=ValueError):
