@@ -242,11 +242,16 @@ def test_a_mesh_alone_changes_bits_without_either():
     assert differ(trained("llama", (2, 1, 2), parts=0, steps=5, tree=True), expected)
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("schedule", ["1F1B", "ZB-H1"])
-def test_tied_weights_of_two_stages_and_late_gradients(schedule):
+def test_tied_weights_of_two_stages_and_late_gradients(schedule, sequence):
     """The sum of what two stages add to it is the same on any tp, but not that of one stage."""
-    expected = trained("gpt", (2, 1, 1), steps=3)
-    same(trained("gpt", (2, 1, 2), steps=3, schedule=schedule), expected, losses=False)
+    how = {"steps": 3, "sequence": sequence}
+    expected = trained("gpt", (2, 1, 1), **how)
+    same(trained("gpt", (2, 1, 2), schedule=schedule, **how), expected, losses=False)
+    assert differ(trained("gpt", **how), expected)
+    alone, cut = (trained("gpt", axes, parts=0, **how) for axes in ((2, 1, 1), (2, 1, 2)))
+    assert differ(cut, alone)
 
 
 def test_generation_of_one_token_has_the_same_logits():
