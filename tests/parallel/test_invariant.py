@@ -175,13 +175,15 @@ def test_gradients_over_time_are_what_they_are_without_parts():
         np.testing.assert_allclose(found[0]["gradients"][name], values, rtol=0, atol=1e-5, err_msg=name)
 
 
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 @pytest.mark.parametrize("parts", [2, 8])
-def test_any_power_of_two_of_parts_will_do(parts):
+def test_any_power_of_two_of_parts_will_do_and_no_unit_is_needed(parts, sequence):
     def step(tp):
         mesh = init_device_mesh("cpu", (tp,), ("tp",))
         shardrt.manual_seed(3)
         model = GPT(GPTConfig(n_head=8, n_embd=40, **LANGUAGE))
-        parallelize_module(model, mesh, plan_of(model))  # also on an axis of one rank
+        plan = plan_of(model, sequence_parallel=sequence)
+        parallelize_module(model, mesh, plan)  # also on an axis of one rank
         invariant(model, parts)
         model(*batch_of("gpt", 0, slice(None))).backward()
         return clip_grad_norm_(model.parameters(), 1.0)
