@@ -40,7 +40,8 @@ class Style:
 
         parts: a multiple of the number of ranks. Raises ValueError if they do not divide what is cut.
         """
-        raise NotImplementedError(f"{type(self).__name__}.put_in_parts")
+        told = f"{type(self).__name__}, which {module.name!r} has, knows no sums in parts"
+        raise ValueError(f"set_tensor_invariant: {told}")
 
 
 @dataclass(frozen=True)

@@ -22,8 +22,9 @@ from shardrt.fsdp import MixedPrecisionPolicy, fully_shard, memory_plan, set_wor
 from shardrt.functional import in_parts
 from shardrt.kernels.cpu import matmul as products
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel import ColwiseParallel, Pipeline, RowwiseParallel, parallelize_module
+from shardrt.parallel import ColwiseParallel, Pipeline, RowwiseParallel, SequenceParallel, parallelize_module
 from shardrt.parallel import set_tensor_invariant as invariant
+from shardrt.parallel.styles import Style
 from shardrt.recompute import checkpoint
 from tests.parallel.nets import whole_gradients
 from tests.ranks import run_ranks
@@ -347,6 +348,10 @@ def message_of(attempt, tp=1, kind=ValueError):
     return told
 
 
+class Own(SequenceParallel):
+    put_in_parts = Style.put_in_parts
+
+
 def cut(model, mesh):
     return parallelize_module(model, mesh, plan_of(model))
 
@@ -369,6 +374,11 @@ REFUSED = {
         1,
         lambda m, _: invariant(m, 64, plan={"wte": plan_of(m)["wte"]}),
         "'wte' has 37 rows for 64 parts",
+    ),
+    "a style": (
+        1,
+        lambda m, _: invariant(m, plan={"norm": Own()}),
+        "Own, which 'norm' has, knows no sums in parts",
     ),
     "no plan": (1, lambda m, _: invariant(m), "give the plan by which it would be cut, plan=plan_of(model)"),
     "two plans": (2, lambda m, mesh: invariant(cut(m, mesh), plan=plan_of(m)), "the model has a plan"),
