@@ -183,14 +183,14 @@ class Scheduler:
 
     def _turn(self, targets: Iterable[Stream]) -> bool:
         """Let one stream take a step; whether one could."""
-        self._busy = True
+        before, self._busy = self._busy, True
         try:
             stream = self._next(targets)
             if stream is None:
                 return False
             self._step(stream)
         finally:
-            self._busy = False
+            self._busy = before
         return True
 
     def _step(self, stream: Stream) -> None:
@@ -220,7 +220,7 @@ class Scheduler:
         if self.mode in ("late", "at once"):
             able = self._needed(targets)
         else:
-            able = [stream for stream in self.working() if stream.queue[0].ready()]
+            able = [stream for stream in self.working() if stream.queue and stream.queue[0].ready()]
             if self.mode != "random":
                 side = [stream for stream in able if stream.priority < 0]
                 compute = [stream for stream in able if stream.priority >= 0]
