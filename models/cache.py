@@ -10,7 +10,7 @@ from shardrt import functional as F
 from shardrt.autograd import is_grad_enabled
 from shardrt.functional.attention import split_heads
 
-from .inputs import check_tokens
+from .inputs import check_positions, check_tokens
 
 Array = Any
 
@@ -44,19 +44,25 @@ class KVCache:
 
 
 def extended(
-    tokens: np.ndarray, cache: "KVCache | None", layers: int, block_size: int
-) -> tuple[int, int, list]:
-    """(position of the first of `tokens`, that after the last, each layer's cache or None).
+    tokens: np.ndarray, positions: Any, cache: "KVCache | None", layers: int, block_size: int
+) -> tuple[range | np.ndarray, list]:
+    """(the positions of `tokens`, each layer's cache or None).
+
+    positions: integers (time,) of the host below block_size, or None: those that follow what was read.
 
     Raises ValueError for more positions than the model has or what is not (batch, time), TypeError for what
     is no array, and as KVCache.extend.
     """
     check_tokens(tokens)
+    if positions is not None:
+        if cache is not None:
+            raise ValueError("positions: with a cache they are those behind what it has; leave them out")
+        return check_positions(positions, tokens.shape[1], block_size), [None] * layers
     first, caches = (0, [None] * layers) if cache is None else cache.extend(tokens)
     last = first + tokens.shape[1]
     if last > block_size:
         raise ValueError(f"tokens: at most block_size = {block_size} at a time, got {last}")
-    return first, last, caches
+    return range(first, last), caches
 
 
 def layer_of(batch: Mapping[str, Any], number: int) -> "LayerCache | None":

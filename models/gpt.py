@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from shardrt import Tensor, nn
-from shardrt import functional as F
 
+from .attend import attend
 from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
@@ -63,18 +63,21 @@ SIZES = {
 class Attention(nn.Module):
     """Causal self-attention over all heads at once."""
 
+    context: Any = None  # where sequences lie on several ranks: parallel/context.py
+
     def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         self.head_dim = config.n_embd // config.n_head
         self.qkv = linear(config, config.n_embd, 3 * config.n_embd)
         self.output = residual_linear(config, config.n_embd)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, starts: Array = None, positions: Array = None
+    ) -> Tensor:
         qkv = self.qkv(x)
         heads = qkv.shape[-1] // (3 * self.head_dim)  # all, or this rank's
-        if cache is not None:
-            return self.output(cache.attend(qkv, heads, heads))
-        return self.output(F.self_attention(qkv, heads, starts=starts))
+        how = {"context": self.context, "cache": cache, "starts": starts, "positions": positions}
+        return self.output(attend(qkv, heads, heads, **how))
 
 
 class MLP(nn.Module):
@@ -100,8 +103,10 @@ class Block(nn.Module):
         self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, cache: LayerCache | None = None, starts: Array = None) -> Tensor:
-        branch = self.dropout(self.attention(self.norm1(x), cache, starts))
+    def forward(
+        self, x: Tensor, cache: LayerCache | None = None, starts: Array = None, positions: Array = None
+    ) -> Tensor:
+        branch = self.dropout(self.attention(self.norm1(x), cache, starts, positions))
         x, y = self.norm2(x, branch)  # the sum, and its norm
         return x + self.dropout(self.mlp(y))
 
@@ -111,6 +116,7 @@ class GPT(nn.Module):
 
     model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py).
     starts: from F.document_starts, where a row holds several documents that don't see one another.
+    positions: of the tokens of a row, integers (time,) of the host, where they are not 0, 1, 2, ...
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
 
@@ -134,14 +140,15 @@ class GPT(nn.Module):
         reduction: str = "mean",
         cache: KVCache | None = None,
         starts: Array = None,
+        positions: Array = None,
     ) -> Tensor:
-        first, last, layers = extended(tokens, cache, len(self.blocks), self.config.block_size)
-        x = self.embedded(tokens, range(first, last))  # (batch, time, n_embd)
+        places, layers = extended(tokens, positions, cache, len(self.blocks), self.config.block_size)
+        x = self.embedded(tokens, places)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = block(x, layer, starts)
+            x = block(x, layer, starts, positions)
         return self.headed(x, targets, reduction)
 
-    def embedded(self, tokens: np.ndarray, positions: range) -> Tensor:
+    def embedded(self, tokens: np.ndarray, positions: range | Array) -> Tensor:
         """What goes into the first block."""
         return self.dropout(self.wte(tokens) + self.wpe(positions))
 
@@ -153,11 +160,14 @@ class GPT(nn.Module):
         """The forward, for a pipeline."""
 
         def first(x: None, batch: Batch) -> Tensor:
-            start, stop, _ = extended(batch["tokens"], batch.get("cache"), 0, self.config.block_size)
-            return self.embedded(batch["tokens"], range(start, stop))
+            given = batch["tokens"], batch.get("positions"), batch.get("cache")
+            places, _ = extended(*given, 0, self.config.block_size)
+            return self.embedded(batch["tokens"], places)
 
         def middle(number: int, x: Tensor, batch: Batch) -> Tensor:
-            return self.blocks[number](x, layer_of(batch, number), batch.get("starts"))
+            return self.blocks[number](
+                x, layer_of(batch, number), batch.get("starts"), batch.get("positions")
+            )
 
         def last(x: Tensor, batch: Batch) -> Tensor:
             return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))

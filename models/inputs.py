@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import numpy as np
+
 
 def check_tokens(tokens: Any) -> None:
     """Raise TypeError unless `tokens` is an array or tensor, ValueError unless it is (batch, time)."""
@@ -9,6 +11,20 @@ def check_tokens(tokens: Any) -> None:
     if tokens.ndim != 2:
         more = "; one sequence is tokens[None]" if tokens.ndim == 1 else ""
         raise ValueError(f"tokens: must be (batch, time), got {tokens.shape}{more}")
+
+
+def check_positions(positions: Any, time: int, block_size: int) -> np.ndarray:
+    """As a host array. Raises TypeError for other than integers, ValueError unless (time,) that fit."""
+    array = np.asarray(positions)
+    if array.dtype.kind not in "iu":
+        raise TypeError(f"positions: must be integers, got {array.dtype}")
+    if array.shape != (time,):
+        raise ValueError(f"positions: must be ({time},), one for each token of a row, got {array.shape}")
+    if array.size and not 0 <= array.min() <= array.max() < block_size:
+        raise ValueError(
+            f"positions: must be 0 to {block_size - 1}, below block_size; got {array.min()} to {array.max()}"
+        )
+    return array
 
 
 def check_images(images: Any, channels: int, size: int | None = None) -> None:

@@ -11,10 +11,11 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
-from shardrt import Tensor, nn
-from shardrt import functional as F
+from shardrt import Tensor, device, nn
 from shardrt.comm import DeviceMesh
+from shardrt.functional.attention import starts_on_host
 from shardrt.nn.share import whole_size
+from shardrt.parallel import shard_sequence
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train.data import VOCABULARY, Corpus, cut_windows, held_out_starts, load_corpus
@@ -119,11 +120,15 @@ class LlamaRecipe(LanguageRecipe):
 
 
 class Batch(NamedTuple):
-    """Windows of text: int64 (rows, window) each. documents: the number of each token's, if they matter."""
+    """Windows of text: int64 (rows, window) each. starts: where each token's document begins, if it matters.
+
+    positions: of the tokens in their windows, where these are parts of windows.
+    """
 
     tokens: np.ndarray
     targets: np.ndarray
-    documents: np.ndarray | None
+    starts: np.ndarray | None = None
+    positions: np.ndarray | None = None
 
 
 class Language:
@@ -211,6 +216,11 @@ class Language:
         starts = self.corpus.starts(samples, self.per_sample, self.recipe.seed)
         return self._windows(self.corpus.train, starts, 0)
 
+    def part(self, batch: Batch, mesh: DeviceMesh) -> Batch:
+        """As Task."""
+        part = shard_sequence(batch.tokens, batch.targets, mesh=mesh, starts=batch.starts)
+        return Batch(part.tokens, part.targets, part.starts, part.positions)
+
     def count(self, samples: range) -> int:
         """As Task: the targets that count."""
         if not self.recipe.text.separate_documents:
@@ -228,15 +238,19 @@ class Language:
                 "see `python -m shardrt data check`"
             )
         if not self.recipe.text.separate_documents:
-            return Batch(tokens, targets, None)
+            return Batch(tokens, targets)
         places = np.array(starts, np.int64)[:, None] + np.arange(self.per_sample + 1) + offset
         numbers = np.searchsorted(self.corpus.documents, places, side="right")
         targets[numbers[:, 1:] != numbers[:, :-1]] = IGNORED  # the first of a document can't be predicted
-        return Batch(tokens, targets, numbers[:, :-1])
+        return Batch(tokens, targets, starts_on_host(numbers[:, :-1]))
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """As Task."""
-        how = {} if batch.documents is None else {"starts": F.document_starts(batch.documents)}
+        how: dict[str, Any] = {}
+        if batch.starts is not None:
+            how["starts"] = device.current().asarray(batch.starts, np.int64)
+        if batch.positions is not None:
+            how["positions"] = batch.positions
         return model(batch.tokens, batch.targets, reduction="sum", **how)
 
     def held_out(self, count: int, limit: int | None, rank: int, size: int) -> Iterator[Batch]:

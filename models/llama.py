@@ -19,6 +19,7 @@ import numpy as np
 from shardrt import Tensor, device, nn
 from shardrt import functional as F
 
+from .attend import attend
 from .cache import KVCache, LayerCache, extended, layer_of
 from .head import head
 
@@ -183,6 +184,8 @@ class Attention(nn.Module):
     of them at once.
     """
 
+    context: Any = None  # where sequences lie on several ranks: parallel/context.py
+
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
         self.config = config
@@ -200,6 +203,7 @@ class Attention(nn.Module):
         angles: tuple[Array, Array],
         cache: LayerCache | None = None,
         starts: Array = None,
+        positions: Array = None,
     ) -> Tensor:
         qkv = self.qkv(x)
         heads, kv_heads = self.config.heads_in(qkv.shape[-1])
@@ -208,9 +212,8 @@ class Attention(nn.Module):
         if self.config.clip_qkv:
             qkv = F.clamp(qkv, -self.config.clip_qkv, self.config.clip_qkv)
         qkv = F.rotary(qkv, *angles, heads + kv_heads)
-        if cache is not None:
-            return self.output(cache.attend(qkv, heads, kv_heads))
-        return self.output(F.self_attention(qkv, heads, kv_heads=kv_heads, starts=starts))
+        how = {"context": self.context, "cache": cache, "starts": starts, "positions": positions}
+        return self.output(attend(qkv, heads, kv_heads, **how))
 
     def normalised(self, qkv: Tensor, heads: int, kv_heads: int) -> Tensor:
         """qkv with the norm of queries and keys; the values stay."""
@@ -272,8 +275,10 @@ class Block(nn.Module):
         angles: tuple[Array, Array],
         cache: LayerCache | None = None,
         starts: Array = None,
+        positions: Array = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        x, y = self.norm2(x, self.attention(self.norm1(x), angles, cache, starts))  # the sum, and its norm
+        branch = self.attention(self.norm1(x), angles, cache, starts, positions)
+        x, y = self.norm2(x, branch)  # the sum, and its norm
         if isinstance(self.mlp, MLP):
             return x + self.mlp(y)
         y, balance = self.mlp(y)
@@ -286,6 +291,7 @@ class Llama(nn.Module):
     model(tokens, targets) -> the loss, a number, in config.loss_chunk rows at a time (models/head.py). In
     training it has the balance losses of all blocks in it; in evaluation it is the cross-entropy alone.
     starts: from F.document_starts, where a row holds several documents that don't see one another.
+    positions: of the tokens of a row, integers (time,) of the host, where they are not 0, 1, 2, ...
     cache: keys and values of the tokens before these (models/cache.py); then `tokens` go on from there.
     """
 
@@ -309,12 +315,13 @@ class Llama(nn.Module):
         reduction: str = "mean",
         cache: KVCache | None = None,
         starts: Array = None,
+        positions: Array = None,
     ) -> Tensor:
-        first, last, layers = extended(tokens, cache, len(self.blocks), self.config.block_size)
-        angles = self._angles.of(first, last)
+        places, layers = extended(tokens, positions, cache, len(self.blocks), self.config.block_size)
+        angles = self._angles.of(places)
         x: Passed = self.embedding(tokens)  # (batch, time, n_embd)
         for block, layer in zip(self.blocks, layers, strict=True):
-            x = passed(block, x, angles, layer, starts)
+            x = passed(block, x, angles, layer, starts, positions)
         return self.headed(x, targets, reduction)
 
     def headed(self, x: Passed, targets: np.ndarray | None, reduction: str) -> Tensor:
@@ -334,14 +341,16 @@ class Llama(nn.Module):
         """The forward, for a pipeline."""
 
         def first(x: None, batch: Batch) -> Tensor:
-            extended(batch["tokens"], batch.get("cache"), 0, self.config.block_size)
+            given = batch["tokens"], batch.get("positions"), batch.get("cache")
+            extended(*given, 0, self.config.block_size)
             return self.embedding(batch["tokens"])
 
         def middle(number: int, x: Passed, batch: Batch) -> Passed:
-            layer = layer_of(batch, number)
+            layer, positions = layer_of(batch, number), batch.get("positions")
             start = 0 if layer is None else layer.length
-            angles = self._angles.of(start, start + batch["tokens"].shape[1])
-            return passed(self.blocks[number], x, angles, layer, batch.get("starts"))
+            following = range(start, start + batch["tokens"].shape[1])
+            angles = self._angles.of(following if positions is None else positions)
+            return passed(self.blocks[number], x, angles, layer, batch.get("starts"), positions)
 
         def last(x: Passed, batch: Batch) -> Tensor:
             return self.headed(x, batch.get("targets"), batch.get("reduction", "mean"))
@@ -367,21 +376,33 @@ def passed(block: Block, x: Passed, *how: Any) -> Passed:
 
 
 class Angles:
-    """Cosine and sine of the angles of every position, (positions, head_dim / 2), made as far as needed."""
+    """Cosine and sine of the angles of positions, (positions, head_dim / 2) each, made as far as needed."""
 
     def __init__(self, config: LlamaConfig) -> None:
         self._config = config
-        self._tables: tuple[Array, Array] | None = None
+        self._where: Any = None  # the device of what is kept
+        self._tables: tuple[Array, Array] | None = None  # of 0, 1, 2, ...
+        self._places: np.ndarray | None = None  # others that were asked for last, as they are in each step
+        self._found: tuple[Array, Array]
 
-    def of(self, first: int, last: int) -> tuple[Array, Array]:
-        """(cos, sin) of positions [first, last), views of arrays of the current device."""
-        here = device.current()
+    def of(self, positions: range | np.ndarray) -> tuple[Array, Array]:
+        """(cos, sin) of positions on the current device, of a range as views."""
+        if self._where is not device.current():
+            self._where, self._tables, self._places = device.current(), None, None
+        if not isinstance(positions, range):
+            if self._places is None or not np.array_equal(self._places, positions):
+                self._places, self._found = positions.copy(), self._made(positions)
+            return self._found
+        first, last = positions.start, positions.stop
         if self._tables is None or len(self._tables[0]) < last:
             count = min(self._config.block_size, 1 << (last - 1).bit_length())
-            angles = np.arange(count, dtype=np.float32)[:, None] * frequencies(self._config)
-            self._tables = here.asarray(np.cos(angles)), here.asarray(np.sin(angles))
+            self._tables = self._made(np.arange(count))
         cos, sin = self._tables
         return cos[first:last], sin[first:last]
+
+    def _made(self, positions: np.ndarray) -> tuple[Array, Array]:
+        angles = positions.astype(np.float32)[:, None] * frequencies(self._config)
+        return self._where.asarray(np.cos(angles)), self._where.asarray(np.sin(angles))
 
 
 def frequencies(config: LlamaConfig) -> np.ndarray:

@@ -13,20 +13,29 @@ import zlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import gcd
 
 State = tuple[int, int, int, bool, dict[str, int], int | None, dict[str, int]]
 
 
 @dataclass(frozen=True)
 class Block:
-    """What a rank has of a tensor of the whole batch: of part `part`, along time block `index` of `count`.
+    """What a rank has of a tensor of the whole batch: of part `part`, along time some of `count` blocks.
 
-    Batch parts are all of one size, as are blocks; time is the axis before the last.
+    Batch parts are all of one size, as are blocks; time is the axis before the last. indices: which blocks,
+    in the order in which they lie one behind the other.
     """
 
     part: int
-    index: int = 0
+    indices: tuple[int, ...] = (0,)
     count: int = 1
+
+    def cut(self, index: int, count: int) -> "Block":
+        """Of these blocks together, equal part `index` of `count` along time."""
+        finer = count // gcd(count, len(self.indices))
+        every = [finer * place + piece for place in self.indices for piece in range(finer)]
+        each = len(every) // count
+        return Block(self.part, tuple(every[index * each : (index + 1) * each]), finer * self.count)
 
 
 class _State(threading.local):

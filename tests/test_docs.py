@@ -133,6 +133,7 @@ FEATURES = (
     "pipeline",
     "tensor_parallel",
     "experts",
+    "context_parallel",
     "wrapping",
     "mixed_precision",
     "accumulation",

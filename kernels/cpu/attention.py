@@ -29,6 +29,7 @@ def forward(
     causal: bool,
     scale: float,
     starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
 ) -> None:
     """y = softmax(q k^T scale) v per head.
 
@@ -36,8 +37,11 @@ def forward(
     share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
     up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
     is the same for all t of a document and where it begins.
+
+    offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
+    place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
     """
-    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale, starts)
+    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale, starts, offsets)
 
 
 def backward(
@@ -54,9 +58,13 @@ def backward(
     causal: bool,
     scale: float,
     starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
-    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts)
+    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward.
+
+    With keys that no query sees, their gradients are 0.
+    """
+    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
 
 
 def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
@@ -70,7 +78,14 @@ def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True)
 
 
 def _over_heads(
-    kernel: Any, q: Array, k: Array, arrays: tuple, causal: bool, scale: float, starts: Array | None
+    kernel: Any,
+    q: Array,
+    k: Array,
+    arrays: tuple,
+    causal: bool,
+    scale: float,
+    starts: Array | None,
+    offsets: tuple[int, ...],
 ) -> None:
     """Run `kernel` for every head of keys of every sequence, on all threads of this rank."""
     batch, heads, time, _ = q.shape
@@ -79,30 +94,37 @@ def _over_heads(
     if split:
         set_blas_threads(1)  # heads go to threads, not pieces of small products
     work = batch * heads * time * k.shape[2]
-    how = (_spans(starts, batch, time, k.shape[2]), causal, q.dtype.type(scale))
+    rows = [None] * batch if starts is None else starts
+    spans = [_spans(row, time, k.shape[2], causal, offsets) for row in rows]
+    chunks = causal and (offsets != (0,) or k.shape[2] > time)
+    how = (spans, chunks, causal, q.dtype.type(scale))
     run_rows(kernel, batch * kv_heads, work, kv_heads, heads // kv_heads, arrays, *how)
     if split:
         set_blas_threads(threads())
 
 
-Span = tuple[slice, slice]  # of queries, and of the keys for them
+Span = tuple[slice, slice, int]  # of queries, of the keys for them, and the last of these that the first sees
 
 
-def _spans(starts: Array | None, batch: int, time: int, keys: int) -> list[list[Span]]:
-    """Of every sequence, what attends to itself alone: its documents, or all of it."""
-    if starts is None:
-        return [[(slice(0, time), slice(0, keys))]] * batch
-    result = []
-    for row in starts:
-        edges = [*np.flatnonzero(row == np.arange(time)).tolist(), time]
-        result.append([(slice(*edge), slice(*edge)) for edge in zip(edges[:-1], edges[1:], strict=True)])
-    return result
+def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tuple[int, ...]) -> list[Span]:
+    """What attends to itself alone in a sequence: documents in each chunk of queries, or all of it."""
+    if not causal:
+        return [(slice(0, time), slice(0, keys), keys)]
+    found, each = [], time // len(offsets)
+    for number, offset in enumerate(offsets if each else ()):
+        chunk = slice(number * each, (number + 1) * each)
+        begins = np.zeros(each, np.int64) if starts is None else starts[chunk]
+        edges = [*sorted({0, *np.flatnonzero(begins == offset + np.arange(each)).tolist()}), each]
+        for low, high in zip(edges[:-1], edges[1:], strict=True):
+            begin, queries = int(begins[low]), slice(chunk.start + low, chunk.start + high)
+            found.append((queries, slice(begin, offset + high), offset + low - begin))
+    return found
 
 
-def _tiles(time: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
+def _tiles(time: int, keys: int, first: int, causal: bool) -> list[tuple[int, int, int]]:
     """(first query, one past the last, keys that they see) of every tile."""
-    starts = range(0, time, TILE)
-    return [(i, min(i + TILE, time), min(i + TILE, time) if causal else keys) for i in starts]
+    tiles = [(low, min(low + TILE, time)) for low in range(0, time, TILE)]
+    return [(low, high, first + high if causal else keys) for low, high in tiles]
 
 
 def _forward(
@@ -112,19 +134,20 @@ def _forward(
     group: int,
     arrays: tuple,
     spans: list[list[Span]],
+    chunks: bool,
     causal: bool,
     scale: Any,
 ) -> None:
     memory = np.empty(min(TILE, arrays[0].shape[2]) * arrays[1].shape[2], arrays[0].dtype)
     for number in range(start * group, stop * group):
         sequence, head = divmod(number, kv_heads * group)
-        for own, others in spans[sequence]:
+        for own, others, first in spans[sequence]:
             q, y, lse = (arrays[i][sequence, head, own] for i in (0, 3, 4))
             k, v = (arrays[i][sequence, head // group, others] for i in (1, 2))
-            for low, high, seen in _tiles(len(q), len(k), causal):
+            for low, high, seen in _tiles(len(q), len(k), first, causal):
                 scores = memory[: (high - low) * seen].reshape(high - low, seen)
                 np.matmul(q[low:high], k[:seen].T, out=scores)
-                _softmax(scores, lse[low:high], scale, low if causal else len(k))
+                _softmax(scores, lse[low:high], scale, first + low)
                 np.matmul(scores, v[:seen], out=y[low:high])
 
 
@@ -135,26 +158,29 @@ def _backward(
     group: int,
     arrays: tuple,
     spans: list[list[Span]],
+    chunks: bool,
     causal: bool,
     scale: Any,
 ) -> None:
     memory, dmemory = np.empty((2, min(TILE, arrays[1].shape[2]) * arrays[2].shape[2]), arrays[1].dtype)
     for number in range(start * group, stop * group):
         sequence, head = divmod(number, kv_heads * group)
-        for own, others in spans[sequence]:
+        if chunks and head % group == 0:  # keys may be seen by both chunks, or by none
+            arrays[7][sequence, head // group] = 0
+            arrays[8][sequence, head // group] = 0
+        for own, others, first in spans[sequence]:
             dy, q, y, lse, dq = (arrays[i][sequence, head, own] for i in (0, 1, 4, 5, 6))
             k, v, dk, dv = (arrays[i][sequence, head // group, others] for i in (2, 3, 7, 8))
             # From the last tile, which sees all keys: there the first of a group writes their gradients.
-            for low, high, seen in reversed(_tiles(len(q), len(k), causal)):
+            for low, high, seen in reversed(_tiles(len(q), len(k), first, causal)):
                 scores = memory[: (high - low) * seen].reshape(high - low, seen)
                 dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
                 np.matmul(q[low:high], k[:seen].T, out=scores)
                 np.matmul(dy[low:high], v[:seen].T, out=dscores)
-                first = low if causal else len(k)
                 # Dense: sums over strided rows have other bits, and those of a head alone are dense.
                 outer = np.ascontiguousarray(dy[low:high]), np.ascontiguousarray(y[low:high])
-                _softmax_backward(scores, dscores, *outer, lse[low:high], scale, first)
-                add = high < len(q) or head % group > 0
+                _softmax_backward(scores, dscores, *outer, lse[low:high], scale, first + low)
+                add = chunks or high < len(q) or head % group > 0
                 matmul(scores.T, dy[low:high], dv[:seen], accumulate=add)
                 matmul(dscores.T, q[low:high], dk[:seen], accumulate=add)
                 np.matmul(dscores, k[:seen], out=dq[low:high])

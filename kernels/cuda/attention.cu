@@ -6,6 +6,7 @@
 // for dq and once with them exchanged for dk and dv: so every sum has one owner and one order. `group` heads of
 // queries in a row share one of keys and values (Ainslie et al., GQA, 2023).
 // starts (batch, time), or null: the first key that a query sees, where it sees no more than its document.
+// Causal: query i sees keys up to i + early, from query `chunk` on up to i + later, which is no less.
 // Macro: DIM=64
 #include "common.cuh"
 
@@ -21,6 +22,11 @@ __device__ __forceinline__ A infinity() { return __int_as_float(0x7f800000); }
 __device__ __forceinline__ void find_oldest(int64* oldest, const int64* starts, int64 own, int64 time) {
 #pragma unroll
     for (int r = 0; r < ROWS; r++) oldest[r] = starts && own + r < time ? starts[own + r] : 0;
+}
+
+// The last key that query i sees.
+__device__ __forceinline__ int64 place(int64 i, int64 chunk, int64 early, int64 later) {
+    return i + (i < chunk ? early : later);
 }
 
 // `count` rows of `width` elements from row `first` on, as A; zeros beyond `rows` and `width`.
@@ -84,7 +90,8 @@ template <class X> __device__ __forceinline__ void clear(X (*sum)[PARTS]) {
 extern "C" __global__ void __launch_bounds__(256) forward(
     const T* q, const T* k, const T* v, const int64* starts, T* y, A* lse, int64 q_batch, int64 q_head,
     int64 q_time, int64 k_batch, int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time,
-    int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 keys, int64 width, int64 group, int causal, A scale) {
+    int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 keys, int64 width, int64 group, int causal,
+    int64 chunk, int64 early, int64 later, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *tile_k = queries + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
     q += blockIdx.z * q_batch + blockIdx.y * q_head;
@@ -96,7 +103,9 @@ extern "C" __global__ void __launch_bounds__(256) forward(
     A highest[ROWS], total[ROWS], weight[ROWS], sum[ROWS][PARTS];
     for (int r = 0; r < ROWS; r++) highest[r] = -infinity(), total[r] = 0;
     clear(sum);
-    int64 last = causal && first + OWN < keys ? first + OWN : keys, begin = 0;
+    int64 end = first + OWN < time ? first + OWN : time, begin = 0;
+    int64 last = causal ? place(end - 1, chunk, early, later) + 1 : keys;
+    last = last < keys ? last : keys;
     if (starts) {
         starts += blockIdx.z * time;
         begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
@@ -112,7 +121,8 @@ extern "C" __global__ void __launch_bounds__(256) forward(
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int64 key = start + lane;
-            bool seen = key < keys && (!causal || key <= own + r) && oldest[r] <= key;
+            bool ahead = causal && key > place(own + r, chunk, early, later);
+            bool seen = key < keys && !ahead && oldest[r] <= key;
             A score = seen ? weight[r] * scale : -infinity();
             A most = warp_max(score);
             if (most < highest[r]) most = highest[r];
@@ -155,7 +165,8 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
     const T* dy, const T* q, const T* k, const T* v, const int64* starts, const A* lse, const A* delta, T* dq,
     int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dq_batch, int64 dq_head,
-    int64 dq_time, int64 time, int64 keys, int64 width, int64 group, int causal, A scale) {
+    int64 dq_time, int64 time, int64 keys, int64 width, int64 group, int causal,
+    int64 chunk, int64 early, int64 later, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *upper = queries + OWN * DIM, *tile_k = upper + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
     k += blockIdx.z * k_batch + blockIdx.y / (unsigned)group * k_head;
@@ -172,7 +183,9 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
         dot[r] = there ? delta[numbers + own + r] : A(0);
     }
     clear(sum);
-    int64 last = causal && first + OWN < keys ? first + OWN : keys, begin = 0;
+    int64 end = first + OWN < time ? first + OWN : time, begin = 0;
+    int64 last = causal ? place(end - 1, chunk, early, later) + 1 : keys;
+    last = last < keys ? last : keys;
     if (starts) {
         starts += blockIdx.z * time;
         begin = starts[first] / TILE * TILE;  // documents are in order: nobody here sees keys before
@@ -189,7 +202,8 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
 #pragma unroll
         for (int r = 0; r < ROWS; r++) {
             int64 key = start + lane;
-            bool seen = key < keys && own + r < time && (!causal || key <= own + r) && oldest[r] <= key;
+            bool ahead = causal && key > place(own + r, chunk, early, later);
+            bool seen = key < keys && own + r < time && !ahead && oldest[r] <= key;
             A weight = seen ? exp(score[r] * scale - shift[r]) : A(0);
             dscore[r] = weight * (dscore[r] - dot[r]) * scale;
         }
@@ -204,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
     T* dv, int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dk_batch, int64 dk_head,
     int64 dk_time, int64 dv_batch, int64 dv_head, int64 dv_time, int64 time, int64 keys, int64 width, int64 group,
-    int causal, A scale) {
+    int causal, int64 chunk, int64 early, int64 later, A scale) {
     DYNAMIC_SHARED(A, memory);
     A *own_k = memory, *own_v = own_k + OWN * DIM, *tile_q = own_v + OWN * DIM, *tile_dy = tile_q + TILE * PITCH;
     q += blockIdx.z * q_batch + blockIdx.y * group * q_head;
@@ -213,25 +227,30 @@ extern "C" __global__ void __launch_bounds__(256) backward_keys(
     int64 numbers = (blockIdx.z * (int64)gridDim.y + blockIdx.y) * group * time;
     if (starts) starts += blockIdx.z * time;
     int lane = threadIdx.x % WARP;
+    int64 begin = 0;  // the first query that sees one of these keys
+    if (causal) {
+        begin = first - early < chunk ? first - early : first - later < chunk ? chunk : first - later;
+        begin = begin < 0 ? 0 : begin / TILE * TILE;
+    }
     load(own_k, DIM, k + blockIdx.z * k_batch + blockIdx.y * k_head, k_time, first, OWN, keys, width);
     load(own_v, DIM, v + blockIdx.z * v_batch + blockIdx.y * v_head, v_time, first, OWN, keys, width);
     A weight[ROWS], dscore[ROWS], sum_k[ROWS][PARTS], sum_v[ROWS][PARTS];
     clear(sum_k);
     clear(sum_v);
     for (int64 member = 0; member < group; member++, q += q_head, dy += dy_head, numbers += time) {
-        for (int64 start = causal ? first / TILE * TILE : 0; start < time; start += TILE) {
+        for (int64 start = begin; start < time; start += TILE) {
             __syncthreads();
             load(tile_q, PITCH, q, q_time, start, TILE, time, width);
             load(tile_dy, PITCH, dy, dy_time, start, TILE, time, width);
             __syncthreads();
             products(weight, own_k, tile_q);
             products(dscore, own_v, tile_dy);
-            int64 query = start + lane;
+            int64 query = start + lane, latest = place(query, chunk, early, later);
             A shift = query < time ? lse[numbers + query] : A(0), dot = query < time ? delta[numbers + query] : A(0);
             int64 oldest = starts && query < time ? starts[query] : 0;  // key that it sees
 #pragma unroll
             for (int r = 0; r < ROWS; r++) {
-                bool seen = query < time && own + r < keys && (!causal || own + r <= query) && oldest <= own + r;
+                bool seen = query < time && own + r < keys && (!causal || own + r <= latest) && oldest <= own + r;
                 weight[r] = seen ? exp(weight[r] * scale - shift) : A(0);
                 dscore[r] = weight[r] * (dscore[r] - dot) * scale;
             }

@@ -23,6 +23,7 @@ def forward(
     causal: bool,
     scale: float,
     starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
 ) -> None:
     """y = softmax(q k^T scale) v per head.
 
@@ -30,12 +31,15 @@ def forward(
     share one; any strides but 1 in the last dimension. lse (batch, heads, time). causal: query t sees keys
     up to t. starts: int64 (batch, time), dense, with causal only: query t sees keys from starts[t] on, which
     is the same for all t of a document and where it begins.
+
+    offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
+    place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
     """
     fused = backend().attention()
-    whole = fused is not None and starts is None
+    whole = fused is not None and starts is None and offsets == (0,)
     if whole and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
         return
-    last = (causal, accumulator(q.dtype)(scale))
+    last = (causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
     args = (q, k, v, starts, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
     _run("forward", q, q, args, tiles=2, own=1)
 
@@ -54,10 +58,14 @@ def backward(
     causal: bool,
     scale: float,
     starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
 ) -> None:
-    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward."""
+    """dq, dk, dv, each in the shape and with the freedom of strides of q, k, v, from dy and forward.
+
+    With keys that no query sees, their gradients are 0.
+    """
     fused = backend().attention()
-    whole = fused is not None and starts is None
+    whole = fused is not None and starts is None and offsets == (0,)
     if whole and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
         return
     delta = empty(q.shape[:3], lse.dtype)
@@ -65,7 +73,7 @@ def backward(
     grid = -(-time // _WARPS), heads, batch
     strides = _strides(dy, y)
     launch("attention", "dots", q.dtype, grid, (dy, y, delta, *strides, time, width), DIM=_dim(width))
-    last = (*_sizes(q, k), causal, accumulator(q.dtype)(scale))
+    last = (*_sizes(q, k), causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
     args = (dy, q, k, v, starts, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
     _run("backward_queries", q, q, args, tiles=2, own=2)
     args = (dy, q, k, v, starts, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
@@ -85,6 +93,12 @@ def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True)
 def _sizes(q: Array, k: Array) -> tuple[int, int, int, int]:
     """Queries, keys, width, and the heads of q that share one of k."""
     return q.shape[2], k.shape[2], q.shape[3], q.shape[1] // k.shape[1]
+
+
+def _chunk(q: Array, offsets: tuple[int, ...]) -> tuple[int, int, int]:
+    """Queries of the first chunk, and how far before its last key each query is: there, and behind it."""
+    each = q.shape[2] // len(offsets)
+    return each, offsets[0], offsets[-1] - each * (len(offsets) - 1)
 
 
 def _run(function: str, q: Array, rows: Array, args: tuple, *, tiles: int, own: int) -> None:

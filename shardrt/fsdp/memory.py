@@ -213,13 +213,20 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         unit.label,
         f"{sum(p.size for p in group.parameters):,}" + _frozen(group),
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
-        unit.settings.strategy.name + _before(group),
+        unit.settings.strategy.name + _joined_axes(group) + _before(group),
         kept,
         group.key.param,
         group.key.reduce if group.trainable else "",
         " ".join(words),
         when,
     )
+
+
+def _joined_axes(group: ParameterGroup) -> str:
+    """The ranks that it is cut over, where these are along several axes of the mesh as one."""
+    mesh = group.settings.mesh
+    name, axes = (mesh.mesh_dim_names or ("",))[-1], mesh.root.mesh_dim_names or ()
+    return f" on {name}" if name and axes and name not in axes else ""
 
 
 def _before(group: ParameterGroup) -> str:

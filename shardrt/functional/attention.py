@@ -141,18 +141,7 @@ def self_attention(
     """
     qkv = tensor(qkv)
     kv_heads = heads if kv_heads is None else kv_heads
-    if heads < 1:
-        raise ValueError(f"self_attention: heads must be at least 1, got {heads}")
-    if kv_heads < 1 or heads % kv_heads:
-        raise ValueError(f"self_attention: kv_heads must divide the {heads} heads, got {kv_heads}")
-    parts = heads + 2 * kv_heads  # heads in all
-    if qkv.ndim != 3 or qkv.shape[2] % parts:
-        raise ValueError(
-            f"self_attention: qkv must be (batch, time, width), width a multiple of {heads} + 2 * {kv_heads} "
-            f"heads; got {qkv.shape}"
-        )
-    check_floats("self_attention", qkv=qkv)
-    scale = _scale(scale, qkv.shape[2] // parts)
+    scale = check_packed("self_attention", qkv, heads, kv_heads, scale)
     starts = None if starts is None else asarray(starts)
     if starts is not None and (starts.shape != qkv.shape[:2] or not is_causal):
         raise ValueError(
@@ -162,19 +151,40 @@ def self_attention(
     return SelfAttention.apply(qkv, (heads, kv_heads, kv_heads), bool(is_causal), scale, starts)
 
 
+def check_packed(op: str, qkv: "Tensor", heads: int, kv_heads: int, scale: float | None) -> float:
+    """The scale, of queries, keys and values in one tensor. ValueError, TypeError as self_attention says."""
+    if heads < 1:
+        raise ValueError(f"{op}: heads must be at least 1, got {heads}")
+    if kv_heads < 1 or heads % kv_heads:
+        raise ValueError(f"{op}: kv_heads must divide the {heads} heads, got {kv_heads}")
+    parts = heads + 2 * kv_heads  # heads in all
+    if qkv.ndim != 3 or qkv.shape[2] % parts:
+        raise ValueError(
+            f"{op}: qkv must be (batch, time, width), width a multiple of {heads} + 2 * {kv_heads} heads; "
+            f"got {qkv.shape}"
+        )
+    check_floats(op, qkv=qkv)
+    return _scale(scale, qkv.shape[2] // parts)
+
+
 def document_starts(documents: Array) -> Array:
     """Where the document of each token begins, for self_attention.
 
     documents: integers (batch, time) on the host, equal for neighbours that belong together. Gives int64 of
     that shape on the current device. Raises ValueError for another number of dimensions.
     """
+    return device.current().asarray(starts_on_host(documents), np.int64)
+
+
+def starts_on_host(documents: Array) -> np.ndarray:
+    """As document_starts, on the host."""
     documents = np.asarray(documents)
     if documents.ndim != 2:
         raise ValueError(f"document_starts: documents must be (batch, time), got {documents.shape}")
     first = np.ones(documents.shape, bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     places = np.where(first, np.arange(documents.shape[1]), 0)
-    return device.current().asarray(np.maximum.accumulate(places, axis=1), np.int64)
+    return np.maximum.accumulate(places, axis=1)
 
 
 def split_heads(x: Array, heads: Sequence[int]) -> list:

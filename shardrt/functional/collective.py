@@ -227,15 +227,15 @@ class Exchange(Function):
         self.saved = (communicator, source, to)
         y, stream = empty_like(x), device.current().current_stream
         if to is not None and source is not None and communicator.rank not in (to, source):
-            communicator.exchange(_bits(y), _bits(x), to=to, source=source, stream=stream)
+            communicator.exchange(bits(y), bits(x), to=to, source=source, stream=stream)
         elif communicator.rank == source:
             y[...] = x
         elif source is not None:
-            communicator.recv(_bits(y), peer=source, stream=stream)
+            communicator.recv(bits(y), peer=source, stream=stream)
         else:
             y[...] = 0
             if to is not None:
-                communicator.send(_bits(x), peer=to, stream=stream)
+                communicator.send(bits(x), peer=to, stream=stream)
         return y
 
     def backward(self, dy: Array) -> tuple:
@@ -301,7 +301,7 @@ def gathered(x: Array, communicator: Communicator, axis: int = 0, what: str = ""
     """The ranks' arrays one behind the other along `axis`."""
     parts = empty((communicator.size, *x.shape), x.dtype)
     parts[communicator.rank] = x
-    communicator.all_gather(_bits(parts), stream=device.current().current_stream, what=what)
+    communicator.all_gather(bits(parts), stream=device.current().current_stream, what=what)
     return _joined(parts, axis)
 
 
@@ -321,7 +321,7 @@ def exchanged(x: Array, communicator: Communicator, axis: int = 0, what: str = "
     parts = _parts(x, communicator.size, axis)
     received = empty_like(parts)
     stream = device.current().current_stream
-    communicator.all_to_all(_bits(received), _bits(parts), stream=stream, what=what)
+    communicator.all_to_all(bits(received), bits(parts), stream=stream, what=what)
     return _joined(received, axis)
 
 
@@ -332,8 +332,8 @@ def exchanged_rows(
     width = prod(x.shape[1:])
     y = empty((sum(received), *x.shape[1:]), x.dtype)
     communicator.all_to_all(
-        _bits(y),
-        _bits(autograd.contiguous(x)),
+        bits(y),
+        bits(autograd.contiguous(x)),
         received=[rows * width for rows in received],
         sent=[rows * width for rows in sent],
         stream=device.current().current_stream,
@@ -373,7 +373,7 @@ def _copy(x: Array, dtype: Any) -> Array:
     return y
 
 
-def _bits(x: Array) -> Array:
+def bits(x: Array) -> Array:
     """An array in one dimension as communicators carry it: 16-bit floating-point numbers as their bits."""
     return flat(x).view("uint16") if dtypes.low(x.dtype) else flat(x)
 

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from shardrt.tensor import Tensor
 
 Array = Any
-Part = tuple[int, int, int]  # first element of the first run, from there to that of the next, how many runs
+Part = tuple[int, ...]  # the first elements of runs, which are equally long
 
 
 class Dropout(Function):
@@ -36,10 +36,10 @@ class Dropout(Function):
         return self._masked(kernels().dropout.backward, dy), None, None, None, None, None
 
     def _masked(self, kernel: Callable, x: Array) -> Array:
-        p, seed, call, (first, stride, count), place = self.saved
-        y, runs = empty_like(x), (count, x.size // count)
-        for number, (given, out) in enumerate(zip(x.reshape(runs), y.reshape(runs), strict=True)):
-            kernel(given, out, p, seed, call, first + number * stride, place)
+        p, seed, call, part, place = self.saved
+        y, runs = empty_like(x), (len(part), x.size // max(1, len(part)))
+        for first, given, out in zip(part, x.reshape(runs), y.reshape(runs), strict=True):
+            kernel(given, out, p, seed, call, first, place)
         return y
 
 
@@ -68,10 +68,10 @@ def part_of_batch(shape: tuple[int, ...]) -> Part:
     part = random.micro_batch()
     part = block.part if part is None else part
     if block.count == 1:
-        return part * prod(shape), 0, 1
-    length, rows = prod(shape[-2:]), prod(shape[:-2])
-    stride = length * block.count
-    return part * rows * stride + block.index * length, stride, rows
+        return (part * prod(shape),)
+    length, rows = prod(shape[-2:]) // len(block.indices), prod(shape[:-2])
+    begins = range(part * rows * block.count, (part + 1) * rows * block.count, block.count)
+    return tuple((begin + index) * length for begin in begins for index in block.indices)
 
 
 def key_of_use() -> tuple[int, int, Array | None]:

@@ -1,9 +1,10 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, tensor, invariant. Pipelines: cut, times, twin,
-stage, table, schedules, carrier, whole, pipeline, memory.
+Read in this order: axis, saved, around, styles, vocabulary, context, tensor, invariant. Pipelines: cut,
+times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
 """
 
+from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
@@ -13,13 +14,17 @@ from shardrt.parallel.vocabulary import VocabParallel
 
 __all__ = [
     "ColwiseParallel",
+    "ContextParallel",
     "Pipeline",
     "RowwiseParallel",
     "SequenceParallel",
+    "SequencePart",
     "Stage",
     "VocabParallel",
+    "context_plan",
     "parallelize_module",
     "pipeline_stages",
     "set_tensor_invariant",
+    "shard_sequence",
     "sum_tied",
 ]

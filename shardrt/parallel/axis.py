@@ -14,6 +14,7 @@ from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 from shardrt.device import Stream
 from shardrt.functional import collective
+from shardrt.nn.module import Module
 from shardrt.nn.runs import Part
 from shardrt.nn.share import CUT, Share
 from shardrt.tensor import Tensor
@@ -21,22 +22,47 @@ from shardrt.tensor import Tensor
 TIME = -2
 
 
-def batch_part(root: DeviceMesh, same: tuple[int, ...]) -> int:
-    """This rank's number along the axes of the root mesh but `same`, whose ranks have the same batch."""
-    number = 0
-    for axis in range(len(root.shape)):
-        if axis not in same:
-            number = number * root.shape[axis] + root.coordinate[axis]
-    return number
+def recorded() -> bool:
+    """Whether what runs has a backward. The first run of what is recomputed has one, though unrecorded."""
+    runs_twice = recompute.current() is not None or recompute.recomputing()
+    return runs_twice or autograd.is_grad_enabled()
+
+
+class Batch:
+    """Which part of the batch this rank has. Called, the block of activations: a model's `batch_block`."""
+
+    def __init__(self, root: DeviceMesh) -> None:
+        self.root = root
+        self.same: tuple[int, ...] = ()  # the axes of the root mesh whose ranks have the same part
+        self.chunks: tuple[tuple[int, ...], int] = (0,), 1  # of that part's time, which it has, of how many
+
+    @property
+    def part(self) -> int:
+        """This rank's number along the other axes."""
+        number = 0
+        for axis in range(len(self.root.shape)):
+            if axis not in self.same:
+                number = number * self.root.shape[axis] + self.root.coordinate[axis]
+        return number
+
+    def __call__(self) -> random.Block:
+        return random.Block(self.part, *self.chunks) if recorded() else random.Block(self.part)
+
+
+def batch_of(model: Module, root: DeviceMesh) -> Batch:
+    """That of a model, made at the first call."""
+    if not isinstance(model._block, Batch):
+        model.set_batch_block(Batch(root))
+    return model._block
 
 
 class Axis:
     """mesh: of one axis. sequence: whether activations between modules are cut along time, for backward."""
 
-    def __init__(self, mesh: DeviceMesh, sequence: bool) -> None:
+    def __init__(self, mesh: DeviceMesh, sequence: bool, batch: Batch) -> None:
         self.mesh = mesh
         self.sequence = sequence
-        self.apart: tuple[int, ...] = ()  # further axes of the root mesh whose ranks have the same batch
+        self.batch = batch
         self._decided: bool | None = None  # whether they are in the call of the model that runs
 
     @property
@@ -46,11 +72,7 @@ class Axis:
         So evaluation and generation take any number of positions. What the outermost call began with holds
         for all of it, also for what it runs without recording.
         """
-        return self._recorded() if self._decided is None else self._decided
-
-    def _recorded(self) -> bool:
-        runs_twice = recompute.current() is not None or recompute.recomputing()
-        return self.sequence and (runs_twice or autograd.is_grad_enabled())
+        return self.sequence and recorded() if self._decided is None else self._decided
 
     @contextmanager
     def decided(self) -> Iterator[None]:
@@ -76,18 +98,9 @@ class Axis:
         """What activations and their gradients go over."""
         return self.mesh.communicator("tensor")
 
-    @property
-    def batch_part(self) -> int:
-        """Which part of the batch this rank has."""
-        return batch_part(self.mesh.root, (*self.mesh.axes, *self.apart))
-
-    def whole_block(self) -> random.Block:
-        """Which block this rank has of an activation that is not cut along time: its part of the batch."""
-        return random.Block(self.batch_part)
-
     def block(self) -> random.Block:
-        """Which block it has of an activation between modules, which may be cut along time as well."""
-        return random.Block(self.batch_part, self.rank, self.size) if self.in_parts else self.whole_block()
+        """Which block this rank has of an activation between modules, which may be cut along time."""
+        return self.batch().cut(self.rank, self.size) if self.in_parts else self.batch()
 
     def cut(
         self, whole: tuple[int, ...], shape: tuple[int, ...], parts: tuple[Part, ...], words: Any = None

@@ -8,7 +8,6 @@ initial values, masks of dropout and checkpoints are those of the whole. What it
 import inspect
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
 from numbers import Integral, Real
 from typing import Any
 
@@ -22,8 +21,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
 from shardrt.nn.place import Place
 from shardrt.nn.share import whole_size
-from shardrt.parallel.around import Deciding
-from shardrt.parallel.axis import batch_part
+from shardrt.parallel.axis import batch_of
 from shardrt.parallel.cut import balanced, loop, vee
 from shardrt.parallel.times import piece_times
 from shardrt.parallel.twin import Twin, gradient_of, with_twins
@@ -371,8 +369,4 @@ def _again(pieces: list[Piece], number: int, ranks: list[int]) -> list[Twin]:
 
 def _place_batch(model: Module, mesh: DeviceMesh) -> None:
     """Let dropout know that ranks of all stages have the same part of the batch."""
-    deciding = model.around(Deciding)
-    if deciding is not None:
-        deciding.axis.apart = mesh.axes
-    else:
-        model.set_batch_block(partial(random.Block, batch_part(mesh.root, mesh.axes)))
+    batch_of(model, mesh.root).same += mesh.axes

@@ -25,6 +25,11 @@ class Style:
 
     modules: tuple[type[Module], ...] = (Linear,)
 
+    @property
+    def wanted(self) -> str:
+        """What it is for, in words."""
+        return ", ".join(kind.__name__ for kind in self.modules)
+
     def fits(self, module: Module) -> bool:
         """Whether it is for such a module: one of `modules`, or a subclass without a forward of its own."""
         kinds = (*self.modules, LoRALinear)

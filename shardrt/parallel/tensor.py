@@ -9,7 +9,8 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
 from shardrt.nn.share import CUT, SAME, Share
 from shardrt.parallel.around import Deciding
-from shardrt.parallel.axis import Alone, Axis
+from shardrt.parallel.axis import Alone, Axis, batch_of
+from shardrt.parallel.context import ContextParallel, lay_out_sequences
 from shardrt.parallel.styles import SequenceParallel, Style
 
 M = TypeVar("M", bound=Module)
@@ -43,6 +44,11 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     if len(mesh.shape) > 1:
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
     chosen = chosen_by(model, plan, "parallelize_module")
+    if any(isinstance(style, ContextParallel) for style in plan.values()):
+        if mesh.size > 1:
+            lay_out_sequences(model, mesh, chosen)
+            _check_same_on_all_ranks(model, mesh, chosen)
+        return model
     if mesh.size == 1:
         object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan)), chosen))
         return model
@@ -52,7 +58,9 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
             f"parallelize_module: {planned.name!r} is on {planned.share.mesh!r} already; give one plan for "
             "the whole model"
         )
-    axis = Axis(mesh, in_sequence(plan))
+    batch = batch_of(model, mesh.root)
+    batch.same += mesh.axes
+    axis = Axis(mesh, in_sequence(plan), batch)
     for role in ("tensor", "control"):
         mesh.communicator(role)
     mesh.root.communicator("control")
@@ -62,16 +70,16 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    _check_same_on_all_ranks(model, mesh)
-    model.set_batch_block(axis.whole_block)
+    _check_same_on_all_ranks(model, mesh, chosen)
     model.run_inside(Deciding(axis))
     object.__setattr__(model, "_tp_styles", (axis, chosen))
     return model
 
 
-def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh) -> None:
+def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
     """Raise ValueError for ranks whose model, seed or plan differs: they would train parts of no model."""
-    described = [(p.name, p.whole_shape, p.seed, p.share.kind) for p in model.parameters()]
+    described: list = [(module.name, type(style).__name__) for module, style in chosen]
+    described += [(p.name, p.whole_shape, p.seed, p.share and p.share.kind) for p in model.parameters()]
     if differing := talk.agree(mesh.communicator("control"), described):
         raise ValueError(
             f"parallelize_module: ranks {differing} of {mesh!r} have another model, seed or plan than rank 0"
@@ -94,9 +102,9 @@ def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple
             raise ValueError(f"{call}: {pattern!r} names no module of {type(model).__name__}")
         for path, module in named:
             if not style.fits(module):
-                kinds = ", ".join(kind.__name__ for kind in style.modules)
                 raise TypeError(
-                    f"{call}: {path!r} is a {type(module).__name__}; {type(style).__name__} is for {kinds}"
+                    f"{call}: {path!r} is a {type(module).__name__}; {type(style).__name__} is for "
+                    f"{style.wanted}"
                 )
             if module in found:
                 raise ValueError(f"{call}: {path!r} is named by {found[module][0]!r} and {pattern!r}")

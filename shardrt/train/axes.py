@@ -17,10 +17,25 @@ def data_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh[names] if names else mesh
 
 
+def shards_of(mesh: DeviceMesh) -> DeviceMesh:
+    """The ranks over which a model is sharded: those of data_of, and those with parts of their sequences.
+
+    Its axis before the last, if there are two, is that of copies. Collective at the first time.
+    """
+    names = mesh.mesh_dim_names or ()
+    if "cp" not in names:
+        return data_of(mesh)
+    if "dp_replicate" not in names:
+        return mesh.flat("dp_shard", "cp")
+    each = mesh.size_of("dp_shard") * mesh.size_of("cp")
+    return mesh.fold("dp_shard_cp", each, over=("dp_replicate", "dp_shard", "cp"), rest="dp_replicate")
+
+
 def counts(mesh: DeviceMesh, *, but: str = "") -> bool:
     """Whether sums over all ranks are to count what this one made of its part of the batch.
 
-    Of the ranks that compute one part together, one does. but: an axis along which only one has made any.
+    Of the ranks that compute one part together, one does; but all that have other parts of its sequences do.
+    but: an axis along which only one has made any.
     """
     along = zip(mesh.mesh_dim_names or (), mesh.coordinate, strict=False)
-    return not any(place for name, place in along if name not in (*DATA, but))
+    return not any(place for name, place in along if name not in (*DATA, "cp", but))

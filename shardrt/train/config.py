@@ -141,6 +141,7 @@ class ParallelConfig:
     sequence: bool = False  # with it, what lies between the layers is cut along time: less memory
     # The same bits at every tp up to this, a power of two: sums are made in so many parts; 0: they are not.
     tensor_invariant: int = 0
+    cp: int = 1  # context parallelism: sequences are cut along time over so many ranks, for attention as well
     pp: int = 1  # pipeline parallelism: so many ranks have some of the layers each
     # Order of the pipeline's work: GPipe, 1F1B, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBVZeroBubble,
     # DualPipeV, or a file.csv with a table of one's own. It changes no bit.
@@ -149,7 +150,7 @@ class ParallelConfig:
     micro_batches: int = 0  # another name of micro_batches; with neither, a pipeline takes 2 for each rank
 
     def __post_init__(self) -> None:
-        leasts = {"tp": 1, "pp": 1, "stages_per_rank": 0, "micro_batches": 0, "tensor_invariant": 0}
+        leasts = {"tp": 1, "cp": 1, "pp": 1, "stages_per_rank": 0, "micro_batches": 0, "tensor_invariant": 0}
         for name, least in leasts.items():
             _at_least(f"parallel.{name}", getattr(self, name), least)
         if self.sequence and self.tp == 1 and not self.tensor_invariant:
@@ -159,6 +160,11 @@ class ParallelConfig:
                 f"parallel.schedule must be one of {', '.join(SCHEDULES)}, or a file.csv, got "
                 f"{self.schedule!r}"
             )
+
+    @property
+    def together(self) -> int:
+        """How many ranks have something of one part of the batch."""
+        return self.pp * self.cp * self.tp
 
     @property
     def schedule_file(self) -> Path | None:

@@ -1,6 +1,7 @@
 """A run from its recipe to the loop and what comes after it: checks, model, memory plan, run directory."""
 
 import time
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,11 +23,12 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.nn.share import whole_size
-from shardrt.parallel import parallelize_module, set_tensor_invariant
+from shardrt.parallel import context_plan, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
+from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train import loop, pipelines, tensorboard
-from shardrt.train.axes import data_of
+from shardrt.train.axes import data_of, shards_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.lock import LOCK
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
@@ -141,7 +143,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
 
     Nothing of it is in memory yet.
     """
-    data, tp, together = data_of(mesh), recipe.parallel.tp, recipe.parallel.tp * recipe.parallel.pp
+    data, tp, together = data_of(mesh), recipe.parallel.tp, recipe.parallel.together
     if recipe.batch_size % recipe.parts(data.size):
         parts = f" and {recipe.micro_batches} micro-batches" * (recipe.micro_batches > 1)
         groups = f"{data.size} group{'s' * (data.size > 1)} of {together} ranks"
@@ -156,13 +158,36 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
         parallelize_module(model, mesh["tp"], plan)
     if parts:
         set_tensor_invariant(model, parts, plan=None if tp > 1 else plan)
+    if recipe.parallel.cp > 1:
+        parallelize_module(model, mesh["cp"], _along_time(recipe, task, model))
     units = task.units(model)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1
     for top in pipelines.cut(recipe, mesh, model, data.size).stages if piped else [model]:
         below = {id(module) for module in top.modules()}
-        shard(recipe, data, top, [unit for unit in units if id(unit) in below], top is model or top.last)
+        shard(
+            recipe,
+            shards_of(mesh),
+            top,
+            [unit for unit in units if id(unit) in below],
+            top is model or top.last,
+        )
     return model
+
+
+def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, Style]:
+    """The plan for parallel.cp. Raises ValueError in the words of the command line."""
+    try:
+        plan = context_plan(model)
+    except TypeError as error:
+        raise ValueError(f"parallel.cp: {error}") from None
+    chunks = 2 * recipe.parallel.cp
+    if task.per_sample % chunks:
+        raise ValueError(
+            f"parallel.cp: {recipe.parallel.cp} ranks need samples of a multiple of {chunks} {task.unit}s, "
+            f"not {task.per_sample}"
+        )
+    return plan
 
 
 def shard(recipe: Recipe, data: DeviceMesh, top: nn.Module, units: list[nn.Module], outermost: bool) -> None:
@@ -310,9 +335,10 @@ _HARMLESS = (
 
 def over_axes(recipe: Recipe, ranks: int) -> str:
     """How the model lies over the ranks: FULL_SHARD over 4 ranks x tp 2."""
-    pp, tp = recipe.parallel.pp, recipe.parallel.tp
-    data = ranks // (pp * tp)
-    told = f"{recipe.fsdp.strategy.name} over {data} rank{'s' * (data > 1)}"
+    pp, tp, cp = recipe.parallel.pp, recipe.parallel.tp, recipe.parallel.cp
+    shards = ranks // (pp * tp)
+    told = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' * (shards > 1)}"
+    told += f", sequences over cp {cp}" * (cp > 1)
     told += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
     return told + f" x pp {pp}" * (pp > 1)
 

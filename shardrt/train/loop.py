@@ -89,7 +89,13 @@ def train(job: "Job", first: int) -> None:
 def batches_of(recipe: Recipe, mesh: DeviceMesh, task: Task, step: int) -> list[Any]:
     """This rank's micro-batches of a step."""
     data = data_of(mesh)
-    return [task.batch(samples) for samples in recipe.samples(step, data.rank, data.size)]
+    found = (task.batch(samples) for samples in recipe.samples(step, data.rank, data.size))
+    return [part_of(task, mesh, batch) for batch in found]
+
+
+def part_of(task: Task, mesh: DeviceMesh, batch: Any) -> Any:
+    """Of a batch that ranks along "cp" have alike, this rank's part; else all of it."""
+    return task.part(batch, mesh["cp"]) if "cp" in (mesh.mesh_dim_names or ()) else batch
 
 
 def next_of(batches: Prefetched) -> list[Any]:
@@ -215,7 +221,8 @@ def evaluate(job: "Job", done: int, limit: int | None) -> None:
     total = -(-task.held_out_samples(limit) // (share * data.size))
     job.model.eval()
     with no_grad():
-        batches = read(task.held_out(share, limit, data.rank, data.size))
+        held_out = task.held_out(share, limit, data.rank, data.size)
+        batches = read(part_of(task, mesh, batch) for batch in held_out)
         while some := list(islice(batches, pipeline.table.micro_batches if pipeline else 1)):
             job.run.screen.show("evaluating, batches", len(found), total, lines=True)
             found += measured(pipeline, task, some) if pipeline else [task.measure(job.model, some[0])]

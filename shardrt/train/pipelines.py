@@ -31,8 +31,9 @@ def settled(recipe: Recipe, ranks: int) -> Recipe:
 
     Raises ValueError for ranks that can't be shared, and a table for other numbers; OSError.
     """
-    data, chosen = ranks // recipe.parallel.pp // recipe.parallel.tp, recipe.parallel
+    chosen = recipe.parallel
     recipe.axes(ranks)
+    data = ranks // chosen.together
     given = chosen.micro_batches or (recipe.micro_batches if recipe.micro_batches > 1 else 0)
     if chosen.pp > 1 and not given:
         table = written(recipe)

@@ -80,6 +80,11 @@ class Recipe:
                 "deterministic = 'world-invariant' adds up by a tree over micro-batches alone: leave "
                 "parallel.sequence off, or set parallel.tensor_invariant"
             )
+        if self.parallel.cp > 1 and self.invariant:
+            raise ValueError(
+                "deterministic = 'world-invariant' adds up by a tree over whole micro-batches: leave "
+                "parallel.cp at 1"
+            )
         if self.reduce_each and self.invariant:
             raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
         if self.reduce_each and self.micro_batches == 1:
@@ -133,16 +138,17 @@ class Recipe:
 
     def axes(self, ranks: int) -> dict[str, int]:
         """The mesh's axes, and the ranks along each. Raises ValueError where they can't share `ranks`."""
-        pp, tp, copies = self.parallel.pp, self.parallel.tp, self.fsdp.copies
-        sizes = {"parallel.pp": pp, "parallel.tp": tp}
-        if ranks % (pp * tp):
+        chosen, copies, together = self.parallel, self.fsdp.copies, self.parallel.together
+        sizes = {"parallel.pp": chosen.pp, "parallel.cp": chosen.cp, "parallel.tp": chosen.tp}
+        if ranks % together:
             named = " x ".join(f"{name} {size}" for name, size in sizes.items() if size > 1)
             raise ValueError(f"{named} cannot share {ranks} rank{'s' * (ranks > 1)} equally")
-        data = ranks // (pp * tp)
+        data = ranks // together
         if data % copies:
-            groups = f"{data} groups of {pp * tp}" if pp * tp > 1 else f"{ranks}"
+            groups = f"{data} groups of {together}" if together > 1 else f"{ranks}"
             raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
-        found = {"pp": pp, "dp_replicate": copies, "dp_shard": data // copies, "tp": tp}
+        found = {"pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
+        found |= {"cp": chosen.cp, "tp": chosen.tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
 
     def parts(self, ranks: int) -> int:

@@ -41,6 +41,9 @@ class Task(Protocol):
     def batch(self, samples: range) -> Any:
         """Training samples by their numbers, from a thread of its own."""
 
+    def part(self, batch: Any, mesh: DeviceMesh) -> Any:
+        """Of a batch, what a rank of `mesh`, of one axis, has where sequences lie on its ranks."""
+
     def count(self, samples: range) -> int:
         """The number by which the summed loss of these samples is divided for the mean. Reads no sample."""
 

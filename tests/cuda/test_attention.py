@@ -95,3 +95,32 @@ def test_documents_side_by_side(emulated, lengths, kv_heads):
         cpu.backward(*in_double(dy), *exact_inputs, *in_double(y, lse), *expected, **how)
         for found, exactly in zip(gradients, expected, strict=True):
             assert_close(found, exactly, 4)
+
+
+@pytest.mark.parametrize("lengths", [None, (10, 30, 61, 3)])
+@pytest.mark.parametrize("offsets", [(0, 78), (26, 52), (39,)])
+def test_chunks_of_queries_at_their_places_among_the_keys(emulated, offsets, lengths):
+    each, keys, heads, kv_heads, width = 26, 104, 2, 1, 20
+    time = each * len(offsets)
+    places = np.concatenate([offset + np.arange(each) for offset in offsets])
+    with guarded("float32") as array:
+        (q,) = heads_of(array(normal(2, time, heads * width)), 1, heads)
+        k, v = heads_of(array(normal(2, keys, 2 * kv_heads * width)), 2, kv_heads)
+        y, lse = array(np.full(q.shape, np.nan)), array(np.full((2, heads, time), np.nan))
+        how = {"causal": True, "scale": 0.3, "offsets": offsets}
+        if lengths is not None:
+            starts = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)[places]
+            how["starts"] = array(np.stack([starts, np.zeros(time)]), dtype=np.int64)
+        cuda.forward(q, k, v, y, lse, **how)
+        exact_inputs = in_double(q, k, v)
+        expected_y, expected_lse = np.full(q.shape, np.nan), np.full(lse.shape, np.nan)
+        cpu.forward(*exact_inputs, expected_y, expected_lse, **how)
+        assert_close(y, expected_y, 2)
+        assert_close(lse, expected_lse, 2)
+        dy = array(normal(*q.shape, seed=1))
+        gradients = [array(np.full(x.shape, np.nan)) for x in (q, k, v)]
+        cuda.backward(dy, q, k, v, y, lse, *gradients, **how)
+        expected = [np.full(x.shape, np.nan) for x in (q, k, v)]
+        cpu.backward(*in_double(dy), *exact_inputs, *in_double(y, lse), *expected, **how)
+        for found, exactly in zip(gradients, expected, strict=True):
+            assert_close(found, exactly, 4)

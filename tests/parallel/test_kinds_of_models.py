@@ -168,7 +168,7 @@ MISTAKES = {
     ),
     "other masks of dropout where activations are the same": (
         ("gpt", 2, False),
-        (axis.Axis, "batch_part", property(lambda self: self.mesh.root.rank)),
+        (axis.Batch, "part", property(lambda self: self.root.rank)),
         "^Dropout of dropout: x is I, part is V; I meets R or V",
     ),
     "gather_same among ranks that share a head": (

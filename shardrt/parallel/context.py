@@ -1,0 +1,191 @@
+"""Context parallelism: sequences that lie on the ranks of an axis, each of which has two chunks of every one.
+
+Only attention looks at other positions; all else acts on each by itself and does not know. Ranks of the axis
+have all parameters alike, and gradients of other positions: so to fully_shard they are ranks of the data.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.fsdp.setup import units_below
+from shardrt.functional.context import ROLE, context_attention, own_chunks, positions_of
+from shardrt.nn.module import Module
+from shardrt.nn.moe import MoE
+from shardrt.nn.storage import LocalStorage
+from shardrt.parallel.axis import Axis, batch_of, recorded
+from shardrt.parallel.styles import Style
+from shardrt.tensor import Tensor
+
+Array = Any
+
+
+class SequencePart(NamedTuple):
+    """What a rank has of some sequences: (batch, time / ranks) each, positions (time / ranks,).
+
+    starts: where the document of each token begins in the whole sequence, on the device; or None.
+    """
+
+    tokens: Array
+    targets: Array
+    positions: np.ndarray
+    starts: Array
+
+
+def shard_sequence(
+    tokens: Array, targets: Array = None, *, mesh: DeviceMesh, starts: Array = None
+) -> SequencePart:
+    """This rank's part of sequences that all ranks of the one axis of `mesh`, as mesh["cp"], have alike.
+
+    tokens, targets: (batch, time), arrays of the host or the device. starts: F.document_starts of the whole
+    sequences. Of 2 n chunks of time, rank r of n has r and 2n - 1 - r: with causal attention, equal work.
+
+    Raises ValueError for a time that is no multiple of 2 n, shapes that differ, a mesh of several axes.
+    """
+    if len(mesh.shape) > 1:
+        raise ValueError(f'shard_sequence: mesh must have one axis, as mesh["cp"]; got {mesh!r}')
+    for name, given in (("targets", targets), ("starts", starts)):
+        if given is not None and given.shape != tokens.shape:
+            raise ValueError(f"shard_sequence: {name} {given.shape} are not of tokens {tokens.shape}")
+    if tokens.ndim != 2:
+        raise ValueError(f"shard_sequence: tokens must be (batch, time), got {tokens.shape}")
+    positions = positions_of(tokens.shape[1], mesh.rank, mesh.size)
+    parts = [None if x is None else _taken(x, positions) for x in (tokens, targets, starts)]
+    return SequencePart(parts[0], parts[1], positions, parts[2])
+
+
+def _taken(x: Array, positions: np.ndarray) -> Array:
+    return x[:, device.of(x).asarray(positions)]
+
+
+def context_plan(model: Module) -> dict[str, Style]:
+    """The plan for a model: every module in it that ContextParallel fits. TypeError if there is none."""
+    style = ContextParallel()
+    plan = {path: style for path, module in model.named_modules() if style.fits(module)}
+    if not plan:
+        raise TypeError(
+            f"context_plan: a {type(model).__name__} has no causal attention, whose sequences could be cut"
+        )
+    return plan
+
+
+class Context:
+    """What an attention module asks, as its `context`: where a sequence lies, and how it attends there."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+
+    def in_parts(self, positions: Array | None) -> bool:
+        """Whether a call with these positions is for parts of sequences; without them it is for the whole.
+
+        Raises ValueError where gradients of the whole are wanted, which would count once for each rank.
+        """
+        if positions is None and recorded():
+            raise ValueError(
+                f"ContextParallel: ranks of {self.mesh!r} train on parts of sequences: call the model with "
+                "what shard_sequence gives, positions too"
+            )
+        return positions is not None
+
+    def attend(self, qkv: Tensor, heads: int, kv_heads: int, starts: Array) -> Tensor:
+        """As F.self_attention of the whole sequences, of which this is a part."""
+        return context_attention(qkv, heads, self.mesh, kv_heads=kv_heads, starts=starts)
+
+
+class Summing:
+    """Around the whole model: its gradients are those of a part of each sequence, until they are added up.
+
+    Raises ValueError where nobody will, RuntimeError where the model is not the whole any more.
+    """
+
+    order, every_entry = 3, False  # outermost
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self._mesh, self._checked = mesh, False
+
+    def __deepcopy__(self, memo: dict) -> "Summing":
+        raise TypeError(f"copy.deepcopy: the model's sequences lie on {self._mesh!r}, so it can't be copied")
+
+    def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
+        if module.parent is not None:
+            raise RuntimeError(
+                f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
+                "the whole together first, and call it on the outermost module"
+            )
+        if not self._checked and recorded() and device.current() is self._mesh.device:
+            self._check(module)
+            self._checked = True
+        return forward(*args, **kwargs)
+
+    def _check(self, module: Module) -> None:
+        own, take = {*self._mesh.ranks.ravel().tolist()}, 'fully_shard(..., mesh=mesh.flat("dp_shard", "cp"))'
+        for unit in units_below(module):
+            if not own <= {*unit.settings.mesh.ranks.ravel().tolist()}:
+                raise ValueError(
+                    f"ContextParallel: gradients of unit {unit.label} are summed over {unit.settings.mesh!r} "
+                    f"alone, not over {self._mesh!r}, along which sequences lie: {take}"
+                )
+            if unit.micro_batches is not None:
+                raise ValueError(
+                    "set_world_invariant: the tree of its sums has whole micro-batches as leaves, and ranks "
+                    f"of {self._mesh!r} have parts of one"
+                )
+        for parameter in module.parameters():
+            storage = parameter.storage
+            if parameter.requires_grad and isinstance(storage, LocalStorage) and not storage.ignored:
+                raise ValueError(
+                    f"ContextParallel: nobody sums the gradient of {parameter.name!r} over {self._mesh!r}: "
+                    f"{take}"
+                )
+
+
+@dataclass(frozen=True)
+class ContextParallel(Style):
+    """A module with causal attention, whose sequences lie on the ranks of the axis: GPT's and Llama's here.
+
+    In a plan of its own, on an axis of its own. Such a module has a class attribute `context`, None, which
+    becomes a Context: where `context.in_parts(positions)`, it asks `context.attend` in place of
+    F.self_attention (models/attend.py).
+    """
+
+    modules = ()
+
+    @property
+    def wanted(self) -> str:
+        return "modules with causal attention, which have a `context`"
+
+    def fits(self, module: Module) -> bool:
+        return hasattr(type(module), "context")
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        if module.context is not None:
+            raise ValueError(f"ContextParallel: {module.name!r} is on {module.context.mesh!r} already")
+        module.context = Context(axis.mesh)
+
+
+def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
+    """parallelize_module for a plan of this style. Raises ValueError for other styles beside it."""
+    other = next((style for _, style in modules if not isinstance(style, ContextParallel)), None)
+    if other is not None:
+        raise ValueError(
+            f"parallelize_module: ContextParallel needs a plan of its own, without {type(other).__name__}, "
+            "on an axis of its own"
+        )
+    routed = next((path for path, module in model.named_modules() if isinstance(module, MoE)), None)
+    if routed is not None:
+        raise ValueError(
+            f"ContextParallel: {routed!r} has experts, whose balance would be that of parts of sequences"
+        )
+    for role in (ROLE, "control"):
+        mesh.communicator(role)
+    batch = batch_of(model, mesh.root)
+    axis = Axis(mesh, False, batch)
+    for module, style in modules:
+        style.apply(module, axis)
+    batch.same += mesh.axes
+    batch.chunks = own_chunks(mesh.rank, mesh.size), 2 * mesh.size
+    model.run_inside(Summing(mesh))

@@ -1,0 +1,65 @@
+"""kernels/cpu/attention.py: chunks of queries at their places among the keys, beside the whole."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels.cpu import attention
+from tests.gradcheck import normal
+
+BATCH, HEADS, WIDTH = 2, 4, 6
+
+
+def starts_of(lengths, time):
+    """Of two sequences: documents of these lengths, and one document."""
+    return np.stack([np.repeat(np.cumsum([0, *lengths[:-1]]), lengths), np.zeros(time, np.int64)])
+
+
+def run(dy, q, k, v, **how):
+    """y, lse, dq, dk, dv."""
+    y, lse = np.full(q.shape, np.nan), np.full(q.shape[:3], np.nan)
+    gradients = [np.full(x.shape, np.nan) for x in (q, k, v)]
+    attention.forward(q, k, v, y, lse, causal=True, scale=0.4, **how)
+    attention.backward(dy, q, k, v, y, lse, *gradients, causal=True, scale=0.4, **how)
+    return y, lse, *gradients
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+@pytest.mark.parametrize(
+    "each, lengths", [(3, None), (3, (5, 1, 6)), (3, (3, 3, 3, 3)), (128, None), (128, (200, 312))]
+)
+def test_chunks_of_queries_give_their_rows_of_the_whole_and_gradients_of_keys_add_up(each, lengths, kv_heads):
+    time, ranks = 4 * each, 2
+    q, dy = normal(BATCH, HEADS, time, WIDTH), normal(BATCH, HEADS, time, WIDTH, seed=1)
+    k, v = (normal(BATCH, kv_heads, time, WIDTH, seed=seed) for seed in (2, 3))
+    starts = None if lengths is None else starts_of(lengths, time)
+    y, lse, dq, dk, dv = run(dy, q, k, v, starts=starts)
+    sums = np.zeros((2, *k.shape))
+    for rank in range(ranks):
+        offsets = rank * each, (2 * ranks - 1 - rank) * each
+        rows = np.concatenate([offset + np.arange(each) for offset in offsets])
+        own = None if starts is None else starts[:, rows]
+        seen = [x[:, :, rows] for x in (dy, q)]
+        found = run(*seen, k, v, starts=own, offsets=offsets)
+        if each % attention.TILE == 0 and starts is None:  # the same tiles
+            np.testing.assert_array_equal(found[0], y[:, :, rows])
+            np.testing.assert_array_equal(found[1], lse[:, :, rows])
+        for part, whole in zip(found[:3], (y, lse, dq), strict=True):
+            np.testing.assert_allclose(part, whole[:, :, rows], rtol=1e-12, atol=1e-13)
+        sums += found[3:]
+    np.testing.assert_allclose(sums, (dk, dv), rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("offset", [0, 2, 4])
+def test_one_chunk(offset):
+    q, dy = normal(BATCH, HEADS, 2, WIDTH), normal(BATCH, HEADS, 2, WIDTH, seed=1)
+    k, v = (normal(BATCH, HEADS, 6, WIDTH, seed=seed) for seed in (2, 3))
+    y, _, dq, dk, dv = run(dy, q, k, v, offsets=(offset,))
+    for place in range(2):
+        seen = slice(0, offset + place + 1)
+        scores = np.einsum("bhd,bhkd->bhk", q[:, :, place], k[:, :, seen]) * 0.4
+        weights = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
+        np.testing.assert_allclose(
+            y[:, :, place], np.einsum("bhk,bhkd->bhd", weights, v[:, :, seen]), rtol=1e-12
+        )
+    assert (dk[:, :, offset + 2 :] == 0).all() and (dv[:, :, offset + 2 :] == 0).all()
+    assert np.isfinite([*dk.flat, *dv.flat, *dq.flat]).all()

@@ -1,0 +1,168 @@
+"""Small models whose sequences lie on several ranks, beside other axes, and on one.
+
+mpirun -n 2 python -m tests.parallel.sequences FILE trains, and measures what activations take beside the
+plan; rank 0 writes both to FILE.npz.
+"""
+
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import gc
+import sys
+from functools import cache
+
+import numpy as np
+
+from models.gpt import GPT, GPTConfig
+from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
+from shardrt import device, optim
+from shardrt import functional as F
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh, talk
+from shardrt.fsdp import full_gradients, fully_shard, memory_plan, set_gradient_divide_factor
+from shardrt.nn.share import joined
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import ContextParallel, parallelize_module, shard_sequence
+from tests.ranks import run_ranks
+
+VOCAB, BATCH, TIME = 37, 4, 16
+AXES = ("dp_replicate", "dp_shard", "cp", "tp")
+PLAN = {"blocks.*.attention": ContextParallel()}
+
+
+def make(kind, **changes):
+    """Four heads; "llama 2" has two of keys and values."""
+    shardrt.manual_seed(3)
+    sizes = {
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "block_size": TIME,
+        "vocab_size": VOCAB,
+        "init_std": 0.1,
+    }
+    if kind == "gpt":
+        return GPT(GPTConfig(**{**sizes, "dropout": 0.1, **changes}))
+    return Llama(LlamaConfig(**{**sizes, "n_kv_head": int(kind.split()[1]), "n_hidden": 48, **changes}))
+
+
+def mesh_of(copies=1, shards=1, cp=1, tp=1):
+    return init_device_mesh("cpu", (copies, shards, cp, tp), AXES)
+
+
+def data_of(mesh):
+    """The ranks over which gradients are summed."""
+    if mesh.size_of("dp_replicate") == 1:
+        return mesh.flat("dp_shard", "cp")
+    each = mesh.size_of("dp_shard") * mesh.size_of("cp")
+    return mesh.fold("shards", each, over=AXES[:3], rest="dp_replicate")
+
+
+def build(kind, mesh, sequence=False, before=None, context_first=False, changes=None, **settings):
+    model = make(kind, **(changes or {}))
+    plans = [(mesh["tp"], plan_of(model, sequence_parallel=sequence)), (mesh["cp"], PLAN)]
+    for axis, plan in reversed(plans) if context_first else plans:
+        parallelize_module(model, axis, plan)
+    for block in model.blocks:
+        if before is not None:
+            before(block)
+        fully_shard(block, mesh=data_of(mesh), **settings)
+    fully_shard(model, mesh=data_of(mesh), **settings)
+    set_gradient_divide_factor(model, 1.0)
+    return model
+
+
+def batch_of(step, mesh, documents):
+    """This rank's part of a step's sequences, as arguments of the model."""
+    random = np.random.default_rng(step)
+    rows = random.integers(0, VOCAB, (BATCH, TIME + 1))
+    numbers = np.sort(random.integers(0, 3, (BATCH, TIME)), axis=1)
+    parts = mesh.size_of("dp_replicate") * mesh.size_of("dp_shard")
+    place = mesh.rank_of("dp_replicate") * mesh.size_of("dp_shard") + mesh.rank_of("dp_shard")
+    rows, numbers = (np.split(array, parts)[place] for array in (rows, numbers))
+    starts = F.document_starts(numbers) if documents else None
+    part = shard_sequence(rows[:, :-1], rows[:, 1:], mesh=mesh["cp"], starts=starts)
+    return {**part._asdict(), "reduction": "sum"}
+
+
+def train(kind, axes, documents=False, steps=2, **how):
+    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them."""
+    mesh = mesh_of(**axes)
+    model = build(kind, mesh, **how)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    told = {"initial": full_state_dict(model), "losses": [], "norms": []}
+    for step in range(steps):
+        shardrt.manual_seed(3, step=step)
+        loss = model(**batch_of(step, mesh, documents)) * (1 / (BATCH * TIME))
+        loss.backward()
+        told.setdefault("gradients", whole_gradients(model))
+        told["losses"].append(loss.item())
+        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone = talk.from_all(mesh.communicator("control"), told["losses"])
+    told["losses"] = np.sum(everyone, 0) / mesh.size_of("tp")
+    return told | {"final": full_state_dict(model)}
+
+
+def whole_gradients(model):
+    """Name -> whole gradient on rank 0; elsewhere None or a part. Collective."""
+    found, parameters = {}, dict(model.named_parameters())
+    for name, gradient in full_gradients(model):
+        whole = joined(parameters[name], np.array(gradient))
+        found[name] = None if whole is None else whole.copy()
+    return found
+
+
+def trained(kind, axes, *args, **how):
+    """What rank 0 has of `train` on all ranks."""
+    return run_ranks(int(np.prod([*axes.values()])), train, kind, axes, *args, **how)[0]
+
+
+@cache
+def alone(kind, documents=False, steps=2):
+    """On one rank, with whole sequences."""
+    return trained(kind, {}, documents, steps)
+
+
+def long_model(mesh):
+    """One of which activations are most, at 512 positions; and what runs a step of it."""
+    shardrt.manual_seed(3)
+    shape = {"n_layer": 2, "n_head": 4, "n_kv_head": 2, "n_embd": 128, "n_hidden": 256}
+    model = Llama(LlamaConfig(**shape, block_size=512, vocab_size=64, loss_chunk=128))
+    parallelize_module(model, mesh["cp"], PLAN)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=data_of(mesh))
+    part = shard_sequence(*np.random.default_rng(0).integers(0, 64, (2, 2, 512)), mesh=mesh["cp"])
+    return model, lambda: model(**part._asdict()).backward()
+
+
+def planned(cp):
+    """Bytes of activations that the plan says, on each rank."""
+
+    def plan():
+        model, step = long_model(mesh_of(cp=cp))
+        return memory_plan(model, step=step).device["activations"]
+
+    return run_ranks(cp, plan)
+
+
+def main(path):
+    told = train("gpt", {"cp": 2}, documents=True)
+    model, step = long_model(mesh_of(cp=2))
+    activations = memory_plan(model, step=step).device["activations"]
+    gc.collect()
+    here = device.get("cpu")
+    optimizer, before = optim.SGD(model.parameters(), lr=0.1), here._pool.held_bytes
+    here.reset_peak()
+    for _ in range(2):
+        step()
+        optimizer.zero_grad()
+    kept = {f"final/{name}": values for name, values in told["final"].items()}
+    figures = {"losses": told["losses"], "planned": activations, "taken": here.peak_bytes() - before}
+    if kept:
+        np.savez(path, **kept, **figures)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

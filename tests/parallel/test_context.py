@@ -1,0 +1,416 @@
+"""parallel/context.py: sequences on several ranks, beside one rank that has the whole of them."""
+
+import copy
+import re
+from fractions import Fraction
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.generate import ByteText, generate
+from models.vit import SIZES, ViT
+from shardrt import Tensor, no_grad
+from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
+from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.fsdp import (
+    MixedPrecisionPolicy,
+    explain,
+    fully_shard,
+    memory_plan,
+    set_world_invariant,
+)
+from shardrt.functional.context import context_attention, positions_of
+from shardrt.parallel import (
+    ColwiseParallel,
+    ContextParallel,
+    context_plan,
+    parallelize_module,
+    shard_sequence,
+)
+from shardrt.parallel.pipeline import Pipeline
+from shardrt.recompute import checkpoint
+from shardrt.train.config import SampleConfig
+from tests.gradcheck import normal
+from tests.parallel.nets import same_bits, same_to_1e5
+from tests.parallel.sequences import (
+    BATCH,
+    PLAN,
+    TIME,
+    VOCAB,
+    alone,
+    batch_of,
+    build,
+    data_of,
+    make,
+    mesh_of,
+    planned,
+    train,
+    trained,
+)
+from tests.ranks import mpirun, run_ranks
+
+KINDS = ("gpt", "llama 1", "llama 2", "llama 4")
+HEADS, KV_HEADS, WIDTH = 4, 2, 3
+DOCUMENTS = np.array([[0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2, 2], [5] * 16])
+
+
+# --- the op
+
+
+def attention(ranks, x, dy, starts=None):
+    """y and dx of the whole, from parts on several ranks; in the order of time."""
+
+    def part():
+        mesh = init_device_mesh("cpu", (ranks,), ("cp",))
+        own = positions_of(x.shape[1], mesh.rank, ranks)
+        qkv = Tensor(x[:, own].copy(), requires_grad=True)
+        begins = None if starts is None else starts[:, own].copy()
+        for role in ("context", "control"):
+            mesh.communicator(role)
+        y = context_attention(qkv, HEADS, mesh, kv_heads=KV_HEADS, starts=begins)
+        y.backward(dy[:, own].copy())
+        return own, y.data, qkv.grad
+
+    y, dx = np.full(dy.shape, np.nan, x.dtype), np.full(x.shape, np.nan, x.dtype)
+    for own, part_y, part_dx in run_ranks(ranks, part):
+        y[:, own], dx[:, own] = part_y, part_dx
+    return y, dx
+
+
+PACKED = normal(2, 16, (HEADS + 2 * KV_HEADS) * WIDTH)
+DY = normal(2, 16, HEADS * WIDTH, seed=1)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+def test_gradients_against_differences(documents):
+    """In float64, along two directions, with y and its gradient from two ranks."""
+    starts = F.document_starts(DOCUMENTS) if documents else None
+    _, dx = attention(2, PACKED, DY, starts)
+    for seed in (2, 3):
+        direction, step = normal(*PACKED.shape, seed=seed), 1e-5
+        up, down = (attention(2, PACKED + sign * step * direction, DY, starts)[0] for sign in (1, -1))
+        slope = ((up - down) * DY).sum() / (2 * step)
+        assert (dx * direction).sum() == pytest.approx(slope, rel=1e-6)
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["whole", "documents"])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_it_is_the_attention_of_one_rank(ranks, documents):
+    starts = F.document_starts(DOCUMENTS) if documents else None
+    whole = Tensor(PACKED, requires_grad=True)
+    expected = F.self_attention(whole, HEADS, kv_heads=KV_HEADS, starts=starts)
+    expected.backward(DY)
+    y, dx = attention(ranks, PACKED, DY, starts)
+    np.testing.assert_allclose(y, expected.data, rtol=1e-12, atol=1e-14)
+    np.testing.assert_allclose(dx, whole.grad, rtol=1e-11, atol=1e-13)
+
+
+@pytest.mark.torch
+def test_two_ranks_equal_torch_on_one_with_a_mask():
+    torch = pytest.importorskip("torch")
+    x, dy = PACKED.astype(np.float32), DY.astype(np.float32)
+    theirs = torch.tensor(x, requires_grad=True)
+    cuts = np.cumsum([HEADS, KV_HEADS]) * WIDTH
+    q, k, v = (
+        part.reshape(2, 16, -1, WIDTH).transpose(1, 2)
+        for part in torch.tensor_split(theirs, cuts.tolist(), dim=-1)
+    )
+    seen = torch.tensor(DOCUMENTS[:, :, None] == DOCUMENTS[:, None]) & torch.ones(16, 16).tril().bool()
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, seen[:, None], enable_gqa=True)
+    expected = expected.transpose(1, 2).reshape(2, 16, -1)
+    expected.backward(torch.tensor(dy))
+    y, dx = attention(2, x, dy, F.document_starts(DOCUMENTS))
+    np.testing.assert_allclose(y, expected.detach().numpy(), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(dx, theirs.grad.numpy(), rtol=1e-4, atol=1e-5)
+
+
+def test_ranks_have_the_same_number_of_pairs():
+    """Of a query and a key that it sees."""
+    for ranks in (1, 2, 3, 8):
+        pairs = [int((positions_of(4 * ranks, rank, ranks) + 1).sum()) for rank in range(ranks)]
+        assert len({*pairs}) == 1
+        every = np.concatenate([positions_of(4 * ranks, rank, ranks) for rank in range(ranks)])
+        assert sorted(every) == [*range(4 * ranks)]
+
+
+# --- training
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_trains_as_on_one_rank_with_documents(kind, cp):
+    """Dropout of GPT included: the masks are those of whole sequences."""
+    same_to_1e5(trained(kind, {"cp": cp}, True), alone(kind, True))
+
+
+OTHER_AXES = {
+    "dp 2": {"shards": 2},
+    "copies 2": {"copies": 2},
+    "tp 2": {"tp": 2},
+    "tp 4, sp": {"tp": 4, "sequence": True},
+    "copies 2, tp 2, sp": {"copies": 2, "tp": 2, "sequence": True},
+}
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama 2"])
+@pytest.mark.parametrize("name", OTHER_AXES)
+def test_beside_other_axes(name, kind):
+    axes = {"cp": 2, **OTHER_AXES[name]}
+    sequence = axes.pop("sequence", False)
+    same_to_1e5(trained(kind, axes, sequence=sequence, context_first=name == "tp 2"), alone(kind))
+
+
+@pytest.fixture(scope="module")
+def ten_steps():
+    return trained("gpt", {"shards": 2, "cp": 2}, True, 10)
+
+
+def test_ten_steps_of_fsdp_are_those_of_one_rank(ten_steps):
+    same_to_1e5(ten_steps, alone("gpt", True, 10))
+    for name, values in alone("gpt", True, 10)["initial"].items():
+        np.testing.assert_array_equal(ten_steps["initial"][name], values, err_msg=name)
+
+
+def test_the_same_bits_each_time(ten_steps):
+    same_bits(trained("gpt", {"shards": 2, "cp": 2}, True, 10), ten_steps)
+
+
+MOVES = {
+    "recompute": {"before": checkpoint},
+    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
+    "activations on the host": {"before": lambda block: offload_activations(checkpoint(block))},
+    "NO_SHARD": {"strategy": "NO_SHARD"},
+}
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_things_changes_no_bit(name):
+    same_bits(trained("gpt", {"cp": 2}, True, **MOVES[name]), trained("gpt", {"cp": 2}, True))
+
+
+def test_16_bits():
+    policy = MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")
+    found = trained("llama 2", {"cp": 2}, mp_policy=policy)
+    expected = trained("llama 2", {}, mp_policy=policy)
+    np.testing.assert_allclose(found["losses"], expected["losses"], rtol=0, atol=1e-3)
+
+
+def test_stages_of_a_pipeline():
+    def losses(pp, cp):
+        mesh = init_device_mesh("cpu", (pp, cp), ("pp", "cp"))
+        model = make("llama 2")
+        parallelize_module(model, mesh["cp"], PLAN)
+        pipeline = Pipeline(model, mesh["pp"], schedule="1F1B", micro_batches=2)
+        for stage in pipeline.stages:
+            for module in (*stage.blocks, stage):
+                fully_shard(module, mesh=mesh["cp"])
+        rows = np.random.default_rng(0).integers(0, VOCAB, (2, 2, TIME + 1))
+        parts = [shard_sequence(r[:, :-1], r[:, 1:], mesh=mesh["cp"]) for r in rows]
+        found = []
+
+        def loss(model, batch):
+            found.append(model(**batch._asdict(), reduction="sum"))
+            return found[-1]
+
+        pipeline.step(loss, parts)
+        return float(sum(each.item() for each in found)), shardrt.nn.utils.grad_norm(model.parameters())
+
+    ((expected, norm),) = run_ranks(1, losses, 1, 1)
+    ranks = run_ranks(4, losses, 2, 2)
+    assert sum(loss for loss, _ in ranks) == pytest.approx(expected, rel=1e-5)
+    assert [norm for _, norm in ranks] == [pytest.approx(norm / 2, rel=1e-5)] * 4  # the mean over ranks
+
+
+# --- without a backward
+
+
+def test_whole_sequences_on_each_rank_or_parts_and_text_is_made():
+    def evaluated(cp):
+        mesh = mesh_of(cp=cp)
+        model = build("llama 2", mesh, changes={"vocab_size": 256}).eval()
+        tokens, targets = np.random.default_rng(0).integers(0, 256, (2, 2, TIME))
+        part = shard_sequence(tokens, targets, mesh=mesh["cp"])
+        with no_grad():
+            whole = model(tokens).data.copy(), model(tokens, targets, reduction="sum").item()
+            parts = model(**part._asdict(), reduction="sum").item()
+        text = generate(model, SampleConfig(prompt="ab", length=6), ByteText(), block_size=TIME, seed=0)
+        return *whole, parts, text
+
+    ((logits, loss, _, text),) = run_ranks(1, evaluated, 1)
+    ranks = run_ranks(2, evaluated, 2)
+    for found in ranks:
+        np.testing.assert_array_equal(found[0], logits)
+        assert found[1] == loss and found[3] == text
+    assert sum(found[2] for found in ranks) == pytest.approx(loss, rel=1e-6)
+
+
+# --- what it moves and takes
+
+
+@pytest.mark.parametrize("kind", ["gpt", "llama 1", "llama 2"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_keys_and_values_of_each_head_are_gathered_twice_and_their_gradients_sent_once(size, kind):
+    def moved():
+        mesh = init_device_mesh("cpu", (size,), ("cp",), wrap=CountedCommunicator)
+        model = make(kind)
+        parallelize_module(model, mesh, PLAN)
+        fully_shard(model, mesh=mesh)
+        text = np.zeros((BATCH, TIME), np.int64)
+        part = shard_sequence(text, text, mesh=mesh)
+        counted, told, loss = mesh.communicator("context"), [], None
+        for forward in (True, False):
+            counted.reset()
+            loss = model(**part._asdict()) if forward else loss.backward()
+            told.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+        return told
+
+    f, layers, kv_heads = Fraction(size - 1, size), 2, 4 if kind == "gpt" else int(kind[-1])
+    x, g = 4 * BATCH * TIME * 32, Fraction(kv_heads, 4)
+    gathered = layers * kv_heads, layers * 2 * f * g * x
+    for told in run_ranks(size, moved):
+        assert told == [{"all_gather": gathered}, {"all_gather": gathered, "reduce_scatter": gathered}]
+
+
+def test_activations_fall_with_the_ranks_as_planned():
+    alone, two, four = (planned(cp) for cp in (1, 2, 4))
+    assert len({*two}) == len({*four}) == 1
+    assert two[0] < 0.6 * alone[0] and four[0] < 0.4 * alone[0]
+
+
+@pytest.mark.mpi
+def test_two_processes_have_the_bits_of_two_threads_and_take_what_was_planned(tmp_path):
+    done = mpirun(2, ["-m", "tests.parallel.sequences", str(tmp_path / "found")])
+    assert done.returncode == 0, done.stderr
+    found, threads = dict(np.load(tmp_path / "found.npz")), trained("gpt", {"cp": 2}, True)
+    np.testing.assert_array_equal(found["losses"], threads["losses"])
+    for name, values in threads["final"].items():
+        np.testing.assert_array_equal(found[f"final/{name}"], values, err_msg=name)
+    assert found["taken"] == pytest.approx(found["planned"], rel=0.01)
+
+
+def test_explain_names_the_axes_over_which_a_unit_is_cut():
+    (told, _) = run_ranks(2, lambda: explain(build("gpt", mesh_of(cp=2))))
+    assert "FULL_SHARD on dp_shard_cp" in told
+
+
+# --- what is refused
+
+
+def refused(ranks, function):
+    """What an error says that all ranks raise, as rank 0 says it."""
+
+    def told():
+        try:
+            function()
+        except (ValueError, TypeError, RuntimeError) as error:
+            return f"{type(error).__name__}: {error}"
+        return "nothing"
+
+    first, *others = run_ranks(ranks, told)
+    assert len({each.partition(":")[0] for each in (first, *others)}) == 1
+    return first
+
+
+def on_parts(
+    spread=lambda model, mesh: fully_shard(model, mesh=data_of(mesh)),
+    call=lambda model, batch: model(**batch),
+):
+    """A step of a GPT that is on two ranks along cp, and sharded so."""
+    mesh = mesh_of(shards=2, cp=2)
+    model = make("gpt")
+    parallelize_module(model, mesh["cp"], PLAN)
+    spread(model, mesh)
+    batch = batch_of(0, mesh, False)
+    call(model, batch)
+
+
+def without_positions(model, batch):
+    model(batch["tokens"], batch["targets"])
+
+
+def in_another(model, batch):
+    outer = shardrt.nn.Sequential(model)
+    outer(batch["tokens"])
+
+
+def beside_a_tree(model, mesh):
+    fully_shard(model, mesh=data_of(mesh))
+    set_world_invariant(model, 4)
+
+
+REFUSED = {
+    "positions that are left out": ({"call": without_positions}, "train on parts of sequences"),
+    "gradients that nobody sums": (
+        {"spread": lambda model, mesh: None},
+        "nobody sums the gradient of 'wte.weight'",
+    ),
+    "gradients summed over other ranks": (
+        {"spread": lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])},
+        "alone, not over .*, along which sequences lie",
+    ),
+    "a tree of sums": ({"spread": beside_a_tree}, "have parts of one"),
+    "a whole that was put together afterwards": ({"call": in_another}, "call it on the outermost module"),
+    "a second plan": (
+        {"spread": lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)},
+        "'blocks.0.attention' is on .* already",
+    ),
+    "a copy": ({"spread": lambda model, mesh: copy.deepcopy(model)}, "can't be copied"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_would_train_something_else(name):
+    how, told = REFUSED[name]
+    assert re.search(told, refused(4, lambda: on_parts(**how)))
+
+
+def test_lengths_that_can_not_be_cut():
+    def cut():
+        shard_sequence(np.zeros((2, 10), np.int64), mesh=mesh_of(cp=2)["cp"])
+
+    assert (
+        "10 positions can't be cut into 2 equal chunks for each of 2 ranks; take a multiple of 4"
+        in refused(2, cut)
+    )
+
+
+def test_models_without_causal_attention_and_mixed_plans():
+    def on_vit():
+        parallelize_module(ViT(SIZES["vit-digits"]), mesh_of(cp=2)["cp"], PLAN)
+
+    def mixed():
+        plan = PLAN | {"blocks.*.mlp.up": ColwiseParallel()}
+        parallelize_module(make("gpt"), mesh_of(cp=2)["cp"], plan)
+
+    def with_experts():
+        parallelize_module(make("llama 2", experts=2, experts_per_token=1), mesh_of(cp=2)["cp"], PLAN)
+
+    assert "'blocks.0.mlp' has experts" in refused(2, with_experts)
+    told = refused(2, on_vit)
+    assert told.startswith("TypeError") and "is for modules with causal attention" in told
+    assert "a ViT has no causal attention" in refused(1, lambda: context_plan(ViT(SIZES["vit-digits"])))
+    assert "ContextParallel needs a plan of its own, without ColwiseParallel" in refused(2, mixed)
+    assert [*context_plan(make("gpt"))] == ["blocks.0.attention", "blocks.1.attention"]
+    assert isinstance(context_plan(make("llama 2"))["blocks.0.attention"], ContextParallel)
+
+
+def test_a_plan_of_memory_leaves_the_model_as_it_was():
+    def losses(plan):
+        mesh = mesh_of(cp=2)
+        model = build("llama 2", mesh)
+        batch = batch_of(0, mesh, True)
+        if plan:
+            memory_plan(model, step=lambda: model(**batch).backward())
+        return model(**batch).item()
+
+    assert run_ranks(2, losses, True) == run_ranks(2, losses, False)
+
+
+def test_ranks_hold_the_losses_of_their_own_positions():
+    def loss():
+        mesh = mesh_of(cp=2)
+        return train("llama 2", {"cp": 2}, steps=1)["losses"][0], mesh.size
+
+    assert run_ranks(2, loss)[0][0] == pytest.approx(alone("llama 2")["losses"][0], rel=1e-5)
