@@ -6,9 +6,11 @@ import pytest
 import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
+from shardrt.comm import digits as d
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, units
 from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train
+from tests.parallel import nets
 from tests.ranks import run_ranks
 
 AXES = ("pp", "dp", "tp")
@@ -130,6 +132,115 @@ def test_an_axis_that_is_missing_is_told_and_where_it_is():
 def test_what_is_no_part_is_refused(told, ask):
     with pytest.raises(ValueError, match=told):
         ask(init_device_mesh("cpu", (1,), mesh_dim_names=("a",)))
+
+
+# Folds
+
+
+def folded(shape, names, over, size):
+    """Of each rank: who meets along the fold's axes, along these and others, and where it is but for them."""
+
+    def body():
+        mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+        fold = mesh.fold("ep", size, over=over)
+        ep, rest = fold["ep"].axes, fold["efsdp"].axes
+        tp = mesh["tp"].axes if "tp" in names else ()
+        return {
+            "ep": met(fold["ep"]),
+            "efsdp": met(fold["efsdp"]),
+            "again": (mesh.along(ep).ranks.tolist(), mesh.along(rest).ranks.tolist()),
+            "both": met(mesh.along(d.union(ep, rest))),
+            "ep, tp": sorted(mesh.along(d.union(ep, tp)).ranks.ravel().tolist()),
+            "efsdp outside ep": mesh.along(rest, ep).ranks.ravel().tolist(),
+            "ep outside efsdp": mesh.along(ep, rest).ranks.ravel().tolist(),
+            "but": (mesh.number_but(ep), mesh.number_but(rest, tp)),
+            "same": mesh.fold("ep", size, over=over)["ep"] is fold["ep"] and fold["ep"].root is mesh,
+            "meet": [d.meet(ep, mesh[name].axes) for name in names],
+            "names": mesh.names_of(ep) + mesh.names_of(rest),
+        }
+
+    return run_ranks(int(np.prod(shape)), body)
+
+
+def test_an_axis_of_four_is_folded_in_two():
+    found = folded((4,), ("dp_shard",), ("dp_shard",), 2)
+    assert [told["ep"] for told in found] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [told["efsdp"] for told in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    for told in found:
+        assert told["again"] == (told["ep"], told["efsdp"]) and told["both"] == [0, 1, 2, 3]
+        assert told["efsdp outside ep"] == [0, 1, 2, 3] and told["ep outside efsdp"] == [0, 2, 1, 3]
+        assert told["same"] and told["meet"] == [True] and told["names"] == ["ep", "efsdp"]
+    assert [told["but"] for told in found] == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+@pytest.mark.parametrize("size", [2, 4])
+def test_three_axes_are_folded_at_any_place(size):
+    """Against the arrays of ranks themselves; 4 are two whole axes."""
+    names = ("dp", "cp", "tp")
+    ranks = np.arange(8).reshape(8 // size, size)
+    for rank, told in enumerate(folded((2, 2, 2), names, names, size)):
+        row, column = np.argwhere(ranks == rank)[0]
+        assert told["ep"] == ranks[row].tolist() and told["efsdp"] == ranks[:, column].tolist()
+        assert told["both"] == list(range(8)) and told["same"]
+        assert told["efsdp outside ep"] == list(range(8))
+        assert told["ep outside efsdp"] == ranks.T.ravel().tolist()
+        assert told["meet"] == [False, size == 4, True]
+        assert told["ep, tp"] == ranks[row].tolist()  # tp lies inside
+        assert told["but"] == (row, column // 2)
+
+
+def test_a_fold_of_an_axis_that_others_lie_inside():
+    """Parts of dp beside a tp that stays whole."""
+    ranks = np.arange(8).reshape(2, 2, 2)  # efsdp, ep, tp
+    for rank, told in enumerate(folded((4, 2), ("dp_shard", "tp"), ("dp_shard",), 2)):
+        e, p, t = np.argwhere(ranks == rank)[0]
+        assert told["ep"] == ranks[e, :, t].tolist() and told["efsdp"] == ranks[:, p, t].tolist()
+        assert told["ep, tp"] == ranks[e].ravel().tolist()
+        assert told["but"] == (e * 2 + t, p) and told["meet"] == [True, False]
+
+
+@pytest.mark.parametrize(
+    ("told", "size", "over"),
+    [
+        ("'ep' has size 3, which does not divide the 4 ranks of .'dp',", 3, ("dp",)),
+        ("'pp' is not an axis of DeviceMesh", 2, ("pp",)),
+        (r"the axes of .*'dp', 'tp'.* must be neighbours in .*'cp'", 2, ("dp", "tp")),
+        (r"the axes of .*'cp', 'dp'.* must be neighbours in .*, in their order", 2, ("cp", "dp")),
+        (r"3 ranks along 'ep' cut across .*'cp'.*take a size that is made of whole axes", 3, ("cp", "tp")),
+    ],
+)
+def test_a_fold_that_cannot_be_is_refused(told, size, over):
+    def body():
+        with pytest.raises(ValueError, match=told):
+            init_device_mesh("cpu", (4, 3, 2), mesh_dim_names=("dp", "cp", "tp")).fold("ep", size, over=over)
+
+    run_ranks(24, body)
+
+
+def test_a_fold_of_two_axes_with_one_name_is_refused():
+    with pytest.raises(ValueError, match="'ep' and the rest of .* must have two names"):
+        init_device_mesh("cpu", (1,), mesh_dim_names=("dp",)).fold("ep", 1, rest="ep")
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "NO_SHARD"])
+def test_a_model_on_a_fold_is_that_of_a_mesh_with_these_axes(strategy, monkeypatch):
+    """Modules are cut along one axis and sharded over the other; gradients of some are summed over both."""
+
+    class Folded:
+        def __init__(self, *shape):
+            fold = init_device_mesh("cpu", (4,), mesh_dim_names=("dp_shard",)).fold("ep", 2, over="dp_shard")
+            self.axes = {"tp": fold["ep"], "dp_shard": fold["efsdp"]}
+            self.size_of = {"dp_replicate": 1}.get
+
+        def __getitem__(self, name):
+            return self.axes[name]
+
+    expected = nets.trained("gpt", (1, 2, 2), True, 2, strategy=strategy)
+    monkeypatch.setattr(nets, "mesh_of", Folded)
+    found = nets.trained("gpt", (1, 2, 2), True, 2, strategy=strategy)
+    nets.same_bits(found, expected)
+    for name, values in expected["initial"].items():
+        np.testing.assert_array_equal(found["initial"][name], values, err_msg=name)
 
 
 # fully_shard

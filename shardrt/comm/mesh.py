@@ -5,15 +5,17 @@ that gathers never queue behind reductions. It does not say what is sharded alon
 """
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
 
 import numpy as np
 
 from shardrt import device as devices
+from shardrt.comm import digits as d
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import DEVICE_KINDS, REDUCTIONS, create, for_device
+from shardrt.comm.digits import Digits
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, cuda
 from shardrt.faults.deadline import within
@@ -104,6 +106,7 @@ class _Family:
         self.reduction = reduction
         self.wrap = wrap
         self.root: DeviceMesh
+        self.folded: dict[str, Digits] = {}  # axes of folds, by name
         self.recorder: Recorder | None = None
         self.number = 1  # of the meshes that are recorded
         self.made: dict[tuple[str, tuple[int, ...]], Communicator] = {}  # by role and ranks, not wrapped yet
@@ -146,7 +149,7 @@ class DeviceMesh:
         self.size = base.size
         self.coordinate = tuple(int(i) for i in np.unravel_index(base.rank, ranks.shape))
         self._parts: dict[Any, DeviceMesh] = {}
-        self._within: tuple[list[int], DeviceMesh] | None = None  # who makes slices along these axes
+        self._within: DeviceMesh | None = None  # who makes slices along its axes
         if axes is None:  # now, by everyone: later an axis's group can make communicators on its own
             axes = [self._along((axis,)) for axis in range(ranks.ndim)] if ranks.ndim > 1 else [self]
         self._axes = axes
@@ -171,42 +174,59 @@ class DeviceMesh:
         """What the ranks are, processes or threads, and how many of them this host has."""
         return self._family.world
 
-    @property
-    def axes(self) -> tuple[int, ...]:
-        """The numbers of the axes of `root` along which its ranks differ.
+    @cached_property
+    def axes(self) -> Digits:
+        """Along what its ranks differ, as digits of their numbers in `root` (digits.py): a fold's axes too.
 
-        Raises ValueError for a mesh that is no slice of `root`: one of a fold.
+        Raises ValueError for ranks that are no slice of `root` or of a fold of it.
         """
-        root = self.root
-        places = np.unravel_index(self.ranks.ravel(), root.shape)
-        found = tuple(axis for axis, place in enumerate(places) if np.ptp(place))
-        if prod(root.shape[axis] for axis in found) != self.size:
-            raise ValueError(f"{self!r} does not lie along axes of {root!r}")
+        found = d.digits_of(self.ranks)
+        if found is None:
+            raise ValueError(f"{self!r} does not lie along axes of {self.root!r}, or of a fold of it")
         return found
 
-    def along(self, axes: Sequence[int]) -> "DeviceMesh":
-        """The ranks of `root` that differ from this one along these of its axes alone, at least one.
+    def along(self, *axes: Digits) -> "DeviceMesh":
+        """The ranks of `root` that differ from this one along these axes alone, the first ones outermost.
 
         Collective over `root` at the first time for several, or over what has come apart.
         """
-        root, wanted = self.root, tuple(sorted(set(axes)))
-        if len(wanted) == 1:
-            return root._axes[wanted[0]]
-        if wanted == tuple(range(len(root.shape))):
-            return root
+        root, wanted = self.root, tuple(d.union(each) for each in axes)
+        numbers = [root._numbers_in(each) for each in wanted]
+        if None not in numbers:
+            return root[tuple(number for each in numbers for number in each)]
         if wanted not in root._parts:
-            root._parts[wanted] = root._slice(wanted)
+            root._parts[wanted] = root._in_digits(wanted)
         return root._parts[wanted]
 
-    def come_apart(self, axes: Sequence[int]) -> None:
-        """Let ranks of `root` that differ along these of its axes make its other slices without each other.
+    def _numbers_in(self, axes: Digits) -> tuple[int, ...] | None:
+        """The numbers of the mesh's own axes that these are; None where they are those of a fold alone."""
+        own = [number for number, size in enumerate(self.shape) if size > 1]
+        inside = tuple(number for number in own if d.union(self._axes[number].axes, axes) == axes)
+        return inside if prod(self.shape[number] for number in inside) == d.size_of(axes) else None
+
+    def come_apart(self, axes: Digits) -> None:
+        """Let ranks of `root` that differ along these axes make its other slices without each other.
 
         They need not make the same ones from now on. Collective over `root`.
         """
         root = self.root
-        others = [axis for axis in range(len(root.shape)) if axis not in axes]
+        others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
         if axes and len(others) > 1:
-            root._within = others, root.along(others)
+            root._within = root[tuple(others)]
+
+    def names_of(self, axes: Digits) -> list[str]:
+        """What axes of `root`, or of a fold, are called; those without a name have their number."""
+        root = self.root
+        own = {
+            name: root._axes[n].axes for n, name in enumerate(root.mesh_dim_names or range(len(root.shape)))
+        }
+        named = [*own.items(), *self._family.folded.items()]
+        exact = [str(name) for name, each in named if each == axes and each]
+        return exact[:1] or [str(name) for name, each in own.items() if d.meet(each, axes)]
+
+    def number_but(self, *axes: Digits) -> int:
+        """This rank's number among those of `root` that differ from it along all but these axes."""
+        return d.number_in(d.without(self.root.axes, d.union(*axes)), self.root.rank)
 
     def among(self, places: Sequence[int]) -> "DeviceMesh | None":
         """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
@@ -216,10 +236,10 @@ class DeviceMesh:
             return None
         return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
 
-    def widened(self, axes: Sequence[int]) -> "DeviceMesh":
+    def widened(self, axes: Digits) -> "DeviceMesh":
         """`along` its own axes and these; itself where it has them already."""
-        own = self.axes
-        return self if set(axes) <= set(own) else self.along((*own, *axes))
+        wanted = d.union(self.axes, axes)
+        return self if wanted == self.axes else self.along(wanted)
 
     def axis(self, dim: int | str) -> "DeviceMesh":
         """The sub-mesh along one of its axes, a number or name."""
@@ -259,9 +279,11 @@ class DeviceMesh:
     ) -> "DeviceMesh":
         """The ranks of the axes `over` as two other axes: neighbours along `name`, which has `size`; `rest`.
 
-        over: all axes if None.
-        For experts: they are spread over `name`, and each one's ranks are the axis `rest`. Collective over
-        this mesh at the first time. Raises ValueError where `size` does not divide the ranks.
+        over: neighbouring axes, the outermost first; all if None. For experts: they are spread over `name`,
+        and each one's ranks are the axis `rest`. The two are meshes of one axis of the same `root`, to cut
+        modules along, shard them over, and so on. Collective over this mesh at the first time. Raises
+        ValueError where `size` does not divide the ranks or cuts across an axis, where axes are unknown or no
+        neighbours, and for one name twice.
         """
         over = (over,) if isinstance(over, str) else over and tuple(over)
         part = self if over is None else self[over]
@@ -270,7 +292,26 @@ class DeviceMesh:
                 f"fold: {name!r} has size {size}, which does not divide the {part.size} ranks of "
                 f"{over or part}"
             )
-        return self._made("fold", (name, size, over, rest), part, (part.size // size, size), (rest, name))
+        self._check_fold(name, size, part, rest)
+        made = self._made("fold", (name, size, over, rest), part, (part.size // size, size), (rest, name))
+        self._family.folded |= {each: made[each].axes for each in (rest, name)}
+        return made
+
+    def _check_fold(self, name: str, size: int, part: "DeviceMesh", rest: str) -> None:
+        """Raise ValueError unless the ranks of `part` follow one another, and no other axis is cut across."""
+        if name == rest:
+            raise ValueError(f"fold: {name!r} and the rest of {part!r} must have two names")
+        steps = np.unique(np.diff(part.ranks.ravel()))
+        if steps.size > 1 or len(part.axes) > 1 or (steps < 0).any():
+            raise ValueError(f"fold: the axes of {part!r} must be neighbours in {self!r}, in their order")
+        inner = size * int(steps[0]) if steps.size else 1
+        for each in self.root._axes:
+            for counts, following in each.axes:
+                if counts < inner < following and (inner % counts or following % inner):
+                    raise ValueError(
+                        f"fold: {size} ranks along {name!r} cut across {each!r}; take a size that is made of "
+                        "whole axes, the last ones first, and a divisor of the next"
+                    )
 
     def _made(
         self,
@@ -288,10 +329,22 @@ class DeviceMesh:
 
     def _slice(self, axes: tuple[int, ...]) -> "DeviceMesh":
         """As _along, made by as few ranks as can."""
-        own, within = self._within or ((), None)
-        if within is None or not {*axes} <= {*own}:
+        within = self._within
+        if within is None or any(self._axes[axis] not in within._axes for axis in axes):
             return self._along(axes)
-        return within._along(tuple(own.index(axis) for axis in axes))
+        return within._along(tuple(within._axes.index(self._axes[axis]) for axis in axes))
+
+    def _in_digits(self, axes: tuple[Digits, ...]) -> "DeviceMesh":
+        """As `along`, of the mesh of all ranks: one axis, made by as few ranks as can. Collective."""
+        wanted, ranks = d.union(*axes), self.ranks.ravel()
+        within = self if self._within is None or d.without(wanted, self._within.axes) else self._within
+        colors = d.number_in(d.without(self.axes, wanted), ranks)
+        keys = ranks * 0
+        for each in axes:
+            keys = keys * d.size_of(each) + d.number_in(each, ranks)
+        base = within._base.split(int(colors[self.rank]), int(keys[self.rank]))
+        row = ranks[colors == colors[self.rank]]
+        return DeviceMesh(self._family, row[np.argsort(keys[row])], base, None)
 
     def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
         """The sub-mesh of this rank along some of the axes. Collective."""

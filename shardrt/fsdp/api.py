@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from shardrt import dtypes
+from shardrt.comm.digits import Digits, meet
 from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.full import built_units
@@ -170,17 +171,17 @@ def _untaken(
     return list(found.values())
 
 
-def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
     """(those along which it is cut already, those along which its gradients are to be added)."""
     share, place = parameter.share, parameter.place
-    if place is not None and (place.mesh.root is not mesh.root or {*place.axes} & {*mesh.axes}):
+    if place is not None and (place.mesh.root is not mesh.root or meet(place.axes, mesh.axes)):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is {place.told} of {place.mesh!r}; shard it along "
             f"other axes of the same mesh, not {mesh!r}"
         )
     if share is None:
         return (), ()
-    if share.mesh.root is not mesh.root or {*share.axes} & {*mesh.axes}:
+    if share.mesh.root is not mesh.root or meet(share.axes, mesh.axes):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
             f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'

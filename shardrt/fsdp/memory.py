@@ -231,9 +231,8 @@ def _joined_axes(group: ParameterGroup) -> str:
 
 def _before(group: ParameterGroup) -> str:
     """Along which other axes of the mesh the parameters were cut, or what they give is summed."""
-    root, words = group.settings.mesh.root, {"cut": group.key.cut, "summed": group.key.partial}
-    names = root.mesh_dim_names or range(len(root.shape))
-    return "".join(f", {word} on {names[axis]}" for word, axes in words.items() for axis in axes)
+    mesh, words = group.settings.mesh, {"cut": group.key.cut, "summed": group.key.partial}
+    return "".join(f", {word} on {name}" for word, axes in words.items() for name in mesh.names_of(axes))
 
 
 def _frozen(group: ParameterGroup) -> str:

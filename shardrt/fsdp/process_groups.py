@@ -1,14 +1,14 @@
 """ProcessGroups: the ranks among which a unit is cut, and the ranks that hold the same shard of it."""
 
 from dataclasses import dataclass
-from math import prod
 
 from shardrt.comm.backends import for_device
+from shardrt.comm.digits import Digits, number_in, size_of, union, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 
-Axes = tuple[int, ...]  # numbers of axes of the root mesh
+Axes = Digits  # of the root mesh
 
 
 @dataclass(frozen=True)
@@ -63,21 +63,21 @@ class ProcessGroups:
             own = tuple(held.communicator(role) for role in ("gather", "reduce", "control"))
             added, role = mesh.axis(0) if cut == "last axis" else None, "copies"
         if partial:  # outermost, so that the tree of a sum is the same however the data ranks are cut
-            added = mesh.root[(*partial, *(() if added is None else added.axes))]
+            added = mesh.along(partial, () if added is None else added.axes)
         copies = added.communicator(role) if added is not None and added.size > 1 else None
         if not across:
             sharers, first = (1, True) if copies is None else (copies.size, copies.rank == 0)
             return cls(*own, copies, own[2], sharers, first)
-        holding = {*cut_before} if held is None else {*cut_before, *held.axes}
-        holders = mesh.along(sorted(holding)).communicator("control") if holding else own[2]
-        everyone, root = mesh.widened(across), mesh.root
-        first = not any(root.coordinate[axis] for axis in everyone.axes if axis not in holding)
+        holding = union(cut_before, () if held is None else held.axes)
+        holders = mesh.along(holding).communicator("control") if holding else own[2]
+        everyone = mesh.widened(across)
+        first = not number_in(without(everyone.axes, holding), mesh.root.rank)
         return cls(*own, copies, holders, everyone.size // holders.size, first)
 
 
 def shape_of(mesh: DeviceMesh, cut: str, partial: Axes = ()) -> tuple[int, int]:
     """(shards, ranks that add up gradients of each) of a unit's shard groups, without making them."""
-    more = prod(mesh.root.shape[axis] for axis in partial)
+    more = size_of(partial)
     if cut == "none":
         return 1, mesh.size * more
     return (mesh.shape[1], mesh.shape[0] * more) if cut == "last axis" else (mesh.size, more)

@@ -12,6 +12,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import talk
+from shardrt.comm.digits import union
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, host
@@ -138,7 +139,7 @@ def mesh_of(units: list[Unit]) -> DeviceMesh:
 def _across(units: list[Unit]) -> Axes:
     """The axes of the mesh along which modules are cut."""
     shares = [parameter.share for unit in units for parameter in unit.parameters if parameter.share]
-    return tuple(sorted({axis for share in shares for axis in share.axes}))
+    return union(*{share.axes for share in shares})
 
 
 def process_groups_of(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.runs import Part
@@ -53,15 +54,14 @@ class Place:
         return len(self.stages) > 1
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The axes of the root mesh along which ranks have other stages."""
+    def axes(self) -> Digits:
+        """Along what of the root mesh ranks have other stages (comm/digits.py)."""
         return self.mesh.axes
 
     @property
     def speaks(self) -> bool:
         """Whether this rank speaks for all that have the stages that it has."""
-        root = self.mesh.root
-        return not any(place for axis, place in enumerate(root.coordinate) if axis not in self.axes)
+        return not self.mesh.number_but(self.axes)
 
     @property
     def control(self) -> Communicator:

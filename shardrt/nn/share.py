@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.runs import Part, put, run, size_of, spans
@@ -45,8 +46,8 @@ class Share:
         return cls(kind, mesh, whole, whole)
 
     @property
-    def axes(self) -> tuple[int, ...]:
-        """The numbers of the axes of the root mesh along which it is."""
+    def axes(self) -> Digits:
+        """Along what of the root mesh it is (comm/digits.py)."""
         return self.mesh.axes
 
     @property
@@ -67,14 +68,12 @@ class Share:
             found += cut_of(self.part, first, first + length)
         return found
 
-    def owner(self, apart: tuple[int, ...] = ()) -> bool:
+    def owner(self, apart: Digits = ()) -> bool:
         """Whether this rank, where it holds all of its share, counts and saves it.
 
-        apart: the axes of the root mesh along which ranks have other parameters than this one.
+        apart: that of the root mesh along which ranks have other parameters than this one.
         """
-        root = self.mesh.root
-        own = (*apart, *(self.axes if self.kind == CUT else ()))
-        return not any(place for axis, place in enumerate(root.coordinate) if axis not in own)
+        return not self.mesh.number_but(apart, self.axes if self.kind == CUT else ())
 
     @property
     def communicator(self) -> Communicator:

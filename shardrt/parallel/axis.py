@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from shardrt import autograd, device, random, recompute
+from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
@@ -33,17 +34,13 @@ class Batch:
 
     def __init__(self, root: DeviceMesh) -> None:
         self.root = root
-        self.same: tuple[int, ...] = ()  # the axes of the root mesh whose ranks have the same part
+        self.same: Digits = ()  # the axes of the root mesh whose ranks have the same part
         self.chunks: tuple[tuple[int, ...], int] = (0,), 1  # of that part's time, which it has, of how many
 
     @property
     def part(self) -> int:
         """This rank's number along the other axes."""
-        number = 0
-        for axis in range(len(self.root.shape)):
-            if axis not in self.same:
-                number = number * self.root.shape[axis] + self.root.coordinate[axis]
-        return number
+        return self.root.number_but(self.same)
 
     def __call__(self) -> random.Block:
         return random.Block(self.part, *self.chunks) if recorded() else random.Block(self.part)
