@@ -10,7 +10,7 @@ Each stage has its micro-batches in ascending order, so all tables give the same
 """
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -28,7 +28,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.parallel.carrier import Carrier, action_told, flat, key_of, nested
 from shardrt.parallel.schedules import schedule as schedule_of
 from shardrt.parallel.stage import Stage, listed, pipeline_stages, sum_tied
-from shardrt.parallel.table import Action, Link, Table
+from shardrt.parallel.table import Action, Table
 from shardrt.parallel.whole import Piped
 from shardrt.tensor import Tensor
 
@@ -225,10 +225,6 @@ class Pipeline:
         """How often modules that other stages may call, too, have drawn random numbers in this call."""
         return {name: count for name, count in random.uses().items() if name not in self._of_one_piece}
 
-    def carrier(self, kept: Mapping[Link, Sequence[int]] | None = None) -> Carrier:
-        """For one step, or one forward. kept: see Carrier."""
-        return Carrier(self.links, self.table, self.mesh.rank, kept)
-
     def named(self, args: tuple, kwargs: dict) -> dict[str, Any]:
         """The arguments of a call of the model, by name. Raises TypeError for what forward does not take."""
         try:
@@ -288,7 +284,8 @@ class Step:
         self._row = pipeline.table.ranks[pipeline.mesh.rank] if row is None else row
         self._once = len(batches) == 1 and all(action.kind != "W" for action in self._row)
         self._keys = [key_of(pipeline.model, batch, kind) for batch in batches]
-        self._carrier = carrier or pipeline.carrier(pipeline.facts.kept if row is None else None)
+        kept = pipeline.facts.kept if row is None else None
+        self._carrier = carrier or Carrier(pipeline.links, pipeline.table, pipeline.mesh.rank, kept)
         self._calls = self.used = random.calls()  # of the model in this step, before
         # With a tree, micro-batches are calls of several ranks at once, and told apart otherwise.
         self._tree = _by_tree(pipeline.model)
@@ -330,11 +327,11 @@ class Step:
         inputs, drawn = (None, None) if stage.first else self._received(stage, micro_batch)
         random.begin_turn(micro_batch)
         number = self._calls + self._calls_of_each * micro_batch
-        begun = _Begun(self._pipeline, stage, inputs, number, drawn)
+        model = _AsModel(self._pipeline, stage, inputs, number, drawn)
         try:
             with self._reducing(stage, action):
-                outputs = [self._loss(begun, self._batches[micro_batch])]
-            begun.check(outputs[0])
+                outputs = [self._loss(model, self._batches[micro_batch])]
+            model.check(outputs[0])
         except _GoesOn as gone:
             outputs, form = flat(gone.output, stage.label)
             arrays = tuple(autograd.contiguous(tensor.data) for tensor in outputs)
@@ -444,7 +441,7 @@ class _GoesOn(BaseException):
         self.output = output
 
 
-class _Begun:
+class _AsModel:
     """What a loss function calls like the model: a stage, with what the stage before has sent."""
 
     def __init__(
