@@ -61,6 +61,23 @@ def test_what_saves_memory_changes_no_bit(folder, what):
         assert ours.tolist() == theirs.tolist()
 
 
+def test_ten_steps_on_all_axes_at_once_and_on_one_rank_in_between(folder):
+    """Sixteen ranks; the run moves to one rank and back, by its checkpoints."""
+    ten = ("--steps", "10", "--model.dropout", "0.0", "--micro-batches", "4", "--batch-size", "8")
+    axes = (*CP, *SEQUENCE, "--parallel.pp", "2")
+    every = ("--checkpoint.every", "1", "--resume", "auto")
+    run(1, "ten steps", *ten)
+    run(16, "all axes", *ten, *axes)
+    assert records(folder, "all axes", "run")[0]["axes"] == {"pp": 2, "dp_shard": 2, "cp": 2, "tp": 2}
+    for until, ranks, options in ((4, 16, axes), (6, 1, ()), (10, 16, axes)):
+        run(ranks, "to and fro", *every[: 2 if until == 4 else 4], *ten[2:], *options, "--steps", str(until))
+    expected = curves(folder, "ten steps")[0]
+    for name in ("all axes", "to and fro"):
+        losses = curves(folder, name)[0]
+        assert len(losses) == len(expected) == 10
+        np.testing.assert_allclose(losses, expected, rtol=1e-5, err_msg=name)
+
+
 def test_a_run_moves_from_mesh_to_mesh(folder):
     every = ("--checkpoint.every", "1", "--resume", "auto")
     for step, (ranks, options) in enumerate([(2, CP), (1, ()), (4, (*CP, *SEQUENCE))], start=1):
