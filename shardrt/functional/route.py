@@ -347,9 +347,9 @@ def gumbel(shape: tuple[int, int], dtype: Any) -> Array:
     """-log(-log(u)) of uniform numbers above 0."""
     u = empty(shape, dtype)
     seed, call, _ = key_of_use()
-    first, stride, count = part_of_batch(shape)
-    for number, run in enumerate(u.reshape(count, u.size // count)):
-        kernels().philox.uniform(run, seed, call, first + number * stride)
+    part = part_of_batch(shape)
+    for first, run in zip(part, u.reshape(len(part), u.size // max(1, len(part))), strict=True):
+        kernels().philox.uniform(run, seed, call, first)
     np.maximum(u, 2.0**-25, out=u)
     for _ in range(2):
         np.negative(np.log(u, out=u), out=u)
