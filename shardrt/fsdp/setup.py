@@ -63,7 +63,10 @@ def build(unit: Unit) -> None:
     # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
     _check_same_on_all_ranks(schedule, units)
     data = units[0].settings.mesh
-    _check_same_values(data.communicator("control"), units, cut=True)
+    for mesh in dict.fromkeys(unit.settings.mesh for unit in units):
+        _check_same_values(
+            mesh.communicator("control"), [u for u in units if u.settings.mesh is mesh], cut=True
+        )
     if schedule.mesh is not data:
         _check_same_values(schedule.control, units, cut=False)
     _compile_once(schedule)
@@ -318,11 +321,27 @@ def _check_mesh(unit: Unit, first: Unit) -> None:
     own, theirs = unit.settings.mesh, first.settings.mesh
     if own.root is not theirs.root:
         raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
-    if own is not theirs and sorted(own.ranks.ravel()) != sorted(theirs.ranks.ravel()):
-        raise ValueError(
-            f"fully_shard: unit {unit.label} is on {own!r}, {first.label} on {theirs!r}; gradients would be "
-            "summed over other ranks: take axes of the mesh that together have the same ranks"
-        )
+    if own is theirs and unit.data_ranks == own.size:
+        return
+    for parameter in unit.parameters or [None]:
+        share = None if parameter is None else parameter.share
+        apart = share is not None and share.own_data
+        if unit is not first and not _same_ranks(own, share.mesh if apart else None, theirs):
+            beside = f" beside {share.mesh!r}" if apart else ""
+            raise ValueError(
+                f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
+                "gradients would be summed over other ranks: take axes of the mesh that together have the "
+                "same ranks"
+            )
+
+
+def _same_ranks(mesh: DeviceMesh, apart: DeviceMesh | None, whole: DeviceMesh) -> bool:
+    """Whether the ranks of `mesh`, along which others lie as along `apart`, are those of `whole`."""
+    wanted, own = ({*map(int, some.ranks.ravel())} for some in (whole, mesh))
+    if apart is None:
+        return own == wanted
+    beside = {*map(int, apart.ranks.ravel())}
+    return own | beside <= wanted and len(own & beside) == 1 and len(own) * len(beside) == len(wanted)
 
 
 def _check_world_invariant(units: list[Unit]) -> None:
@@ -344,6 +363,11 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
                 "not by the tree of micro-batches; leave adapters out, and with SequenceParallel call "
                 "set_tensor_invariant"
+            )
+        if u.micro_batches is not None and any(p.share and p.share.own_data for p in u.parameters):
+            raise ValueError(
+                f"set_world_invariant: the experts of unit {u.label} are cut over ranks, and their products "
+                "are of the rows of several micro-batches; leave ExpertParallel out"
             )
         trained = {group.key.dtype for group in u.groups if group.trainable}
         if u.micro_batches is not None and trained - {"float32"}:

@@ -52,7 +52,9 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        self.choices = Choices(float(settings.mesh.size))
+        apart = [p.share for p, _ in parameters if p.share is not None and p.share.own_data]
+        self.data_ranks = settings.mesh.size * (apart[0].mesh.size if apart else 1)  # that gradients are of
+        self.choices = Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
         self.pending: weakref.WeakSet[Function] = weakref.WeakSet()  # its nodes that are not complete yet

@@ -196,17 +196,21 @@ def all_to_all(x: "Tensor", communicator: Communicator, axis: int = 0) -> "Tenso
 class AllToAllRows(Function):
     __slots__ = ()
 
-    def forward(self, x: Array, communicator: Communicator, sent: tuple, received: tuple) -> Array:
-        self.saved = (communicator, received, sent)
-        return exchanged_rows(x, communicator, sent, received, named("all_to_all_rows"))
+    def forward(self, x: Array, communicator: Communicator, sent: tuple, received: tuple, rows: int) -> Array:
+        self.saved = (communicator, received, sent, x.shape[0])
+        return exchanged_rows(x, communicator, sent, received, rows, named("all_to_all_rows"))
 
     def backward(self, dy: Array) -> tuple:
         dx = exchanged_rows(dy, *self.saved, named("all_to_all_rows", self.module))
-        return dx, None, None, None
+        return dx, None, None, None, None
 
 
 def all_to_all_rows(
-    x: "Tensor", communicator: Communicator, sent: Sequence[int], received: Sequence[int]
+    x: "Tensor",
+    communicator: Communicator,
+    sent: Sequence[int],
+    received: Sequence[int],
+    rows: int | None = None,
 ) -> "Tensor":
     """The first sent[0] rows of `x` go to rank 0, the next sent[1] to rank 1; received[r] come from rank r.
 
@@ -215,9 +219,12 @@ def all_to_all_rows(
     other way round.
     Raises ValueError for what are not counts of the rows of `x` for each rank. Where a rank sends another
     number than its peer expects, all ranks get a CollectiveMismatch; NCCL compares nothing.
+
+    rows: those of the result, so that its size need not depend on the counts: what lies behind the last that
+    comes is 0. `x` may then have more rows than are sent, whose gradient is 0. None: as many as come.
     """
     x = tensor(x)
-    return AllToAllRows.apply(x, communicator, *_counted(x, communicator, sent, received))
+    return AllToAllRows.apply(x, communicator, *_counted(x, communicator, sent, received, rows))
 
 
 class Exchange(Function):
@@ -326,14 +333,23 @@ def exchanged(x: Array, communicator: Communicator, axis: int = 0, what: str = "
 
 
 def exchanged_rows(
-    x: Array, communicator: Communicator, sent: Sequence[int], received: Sequence[int], what: str = ""
+    x: Array,
+    communicator: Communicator,
+    sent: Sequence[int],
+    received: Sequence[int],
+    rows: int,
+    what: str = "",
 ) -> Array:
-    """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there."""
-    width = prod(x.shape[1:])
-    y = empty((sum(received), *x.shape[1:]), x.dtype)
+    """The ranks' rows for this one: sent[r] of this rank's go to rank r, received[r] come from there.
+
+    rows: of the result, 0 behind what came.
+    """
+    width, used = prod(x.shape[1:]), sum(received)
+    y = empty((rows, *x.shape[1:]), x.dtype)
+    y[used:] = 0
     communicator.all_to_all(
-        bits(y),
-        bits(autograd.contiguous(x)),
+        bits(y[:used]),
+        bits(autograd.contiguous(x)[: sum(sent)]),
         received=[rows * width for rows in received],
         sent=[rows * width for rows in sent],
         stream=device.current().current_stream,
@@ -393,14 +409,17 @@ def _divided(op: str, x: Any, communicator: Communicator, axis: int) -> int:
     return axis
 
 
-def _counted(x: Any, communicator: Communicator, sent: Sequence[int], received: Sequence[int]) -> tuple:
-    """Counts of rows as tuples."""
+def _counted(
+    x: Any, communicator: Communicator, sent: Sequence[int], received: Sequence[int], rows: int | None
+) -> tuple:
+    """Counts of rows as tuples, and the rows of the result."""
     sent, received = (tuple(map(index, counts)) for counts in (sent, received))
-    rows = x.shape[0] if x.ndim else None
-    for name, counts, total in (("sent", sent, rows), ("received", received, sum(received))):
-        if len(counts) != communicator.size or min(counts) < 0 or sum(counts) != total:
+    of_x, of_y = x.shape[0] if x.ndim else -1, sum(received) if rows is None else index(rows)
+    for name, counts, total in (("sent", sent, of_x), ("received", received, of_y)):
+        fits = sum(counts) == total or (rows is not None and sum(counts) < total)
+        if len(counts) != communicator.size or min(counts) < 0 or not fits:
             raise ValueError(
                 f"all_to_all_rows: {name} is {counts}: it must be a count for each of the "
                 f"{communicator.size} ranks; those of sent add up to the rows of x {x.shape}"
             )
-    return sent, received
+    return sent, received, of_y

@@ -38,12 +38,14 @@ class ExpertOrder:
     places: int64 (tokens, k), the row of each copy, -1 where it was dropped. copies: int64 (rows,), the copy,
     token * k + choice, in each row, -1 behind the last. Both on the device. counts: int64 (experts,) on the
     host, how many rows each expert has; chosen: how many copies chose it, those that were dropped included.
+    capacity: the most rows that an expert takes, where there is a limit.
     """
 
     places: Array
     copies: Array
     counts: np.ndarray
     chosen: np.ndarray
+    capacity: int | None = None
 
     @property
     def rows(self) -> int:
@@ -228,7 +230,7 @@ def expert_order(
     kernels().route.order(experts, by, capacity or 0, places, copies, counts)
     even = np.diff(rows * np.arange(count + 1) // count)  # a rehearsal's
     before, after = device.current().read(counts, np.stack([even, even])).copy()
-    return ExpertOrder(places, copies, after, before)
+    return ExpertOrder(places, copies, after, before, capacity)
 
 
 def dispatch(x: "Tensor", order: ExpertOrder) -> "Tensor":

@@ -30,6 +30,7 @@ from shardrt.nn.moe import (
     Routing,
     Top2Gate,
     TopKRouter,
+    balance_over,
     expert_load,
     update_expert_bias,
 )
@@ -88,6 +89,7 @@ __all__ = [
     "Top2Gate",
     "TopKRouter",
     "add_lora",
+    "balance_over",
     "expert_load",
     "init",
     "lora_parameters",

@@ -12,6 +12,8 @@ import numpy as np
 
 from shardrt import autograd, device, random
 from shardrt import functional as F
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.comm.protocol import Communicator
 from shardrt.functional.route import SCORES, ExpertOrder
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
@@ -46,6 +48,7 @@ class Router(Module):
         self.n_experts = n_experts
         self.weight = Parameter((n_experts, width), init or initial.Uniform(-bound, bound), dtype=dtype)
         self.load = np.zeros(n_experts, np.int64)
+        self.balance_ranks: Communicator | None = None
 
     def logits(self, x: Tensor) -> Tensor:
         """(tokens, width) -> (tokens, experts), in float32 whatever x has been cast to."""
@@ -55,6 +58,18 @@ class Router(Module):
         """Add to `load`, in training; not where a forward is run again, or to see what memory it takes."""
         if self.training and not random.rewound() and autograd.running() is None:
             self.load += order.chosen
+
+    def chosen(self, order: ExpertOrder) -> np.ndarray:
+        """How many tokens chose each expert, for the balance loss: with `balance_over` the mean over ranks.
+
+        So that it is of as many tokens as this rank has. The sums are of integers.
+        """
+        if self.balance_ranks is None:
+            return order.chosen
+        total, here = order.chosen.copy(), device.current()
+        self.balance_ranks.all_reduce(total, stream=here.current_stream, what="balance loss")
+        here.wait_here()
+        return total * (order.chosen.sum() / max(1, total.sum()))
 
 
 class TopKRouter(Router):
@@ -115,10 +130,10 @@ class TopKRouter(Router):
 
     def _loss(self, logits: Tensor, probabilities: Tensor, order: ExpertOrder) -> Tensor:
         if self.pooled:
-            return F.balance_sums(probabilities, order.chosen)
+            return F.balance_sums(probabilities, self.chosen(order))
         loss = None
         if self.balance_loss:
-            loss = F.balance_loss(probabilities, order.chosen, self.per_token) * self.balance_loss
+            loss = F.balance_loss(probabilities, self.chosen(order), self.per_token) * self.balance_loss
         if self.z_loss:
             z_loss = F.router_z_loss(logits) * self.z_loss
             loss = z_loss if loss is None else loss + z_loss
@@ -167,7 +182,8 @@ ACTIVATIONS: dict[str, Callable] = {
 class Experts(Module):
     """MLPs side by side: (rows, width), counts -> (rows, width), the rows of an expert one behind the other.
 
-    counts: int (experts,) on the host, how many rows each expert has. activation: "swiglu", "gelu",
+    counts: int (experts,) on the host, how many rows each expert has. capacity: the most that one can have;
+    this module does not need it, but who has experts on other ranks. activation: "swiglu", "gelu",
     "gelu_tanh", "relu" or "silu". Parameters: `up` (experts, hidden, width), of a SwiGLU (experts, 2 hidden,
     width) with the gate before what it opens; `down` (experts, width, hidden). No biases.
 
@@ -200,7 +216,7 @@ class Experts(Module):
         """How many this rank has."""
         return self.up.shape[0]
 
-    def forward(self, rows: Tensor, counts: np.ndarray) -> Tensor:
+    def forward(self, rows: Tensor, counts: np.ndarray, capacity: int | None = None) -> Tensor:
         hidden = ACTIVATIONS[self.activation](F.grouped_linear(rows, self.up, counts))
         return F.grouped_linear(hidden, self.down, counts)
 
@@ -209,7 +225,8 @@ class MoE(Module):
     """(..., width) -> ((..., width), loss): each token through the experts that its router chooses.
 
     router: a TopKRouter, a Top2Gate, or a module from (tokens, width) to Routing. experts: Experts, or a
-    module of (rows, counts). shared: a module that every token goes through besides, whose result is added.
+    module of (rows, counts), and of the capacity behind them where the router has one. shared: a module that
+    every token goes through besides, whose result is added.
     loss: the router's. Blocks pass the sum of theirs on as a second value, and the model adds it to its own
     loss.
     """
@@ -224,9 +241,27 @@ class MoE(Module):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         tokens = x.reshape(-1, x.shape[-1])
         weights, order, loss = self.router(tokens)
-        rows = self.experts(F.dispatch(tokens, order), order.counts)
+        limit = () if order.capacity is None else (order.capacity,)
+        rows = self.experts(F.dispatch(tokens, order), order.counts, *limit)
         y = F.combine(rows, weights, order).reshape(x.shape)
         return (y if self.shared is None else y + self.shared(x)), loss
+
+
+def balance_over(model: Module, mesh: DeviceMesh) -> None:
+    """Let each balance loss be that of the tokens of all ranks of `mesh`, those with parts of the batch.
+
+    Each rank then has the choices of all of them and the probabilities of its own tokens: where the ranks
+    have equally many, the mean over ranks is the balance loss of one rank with all tokens, and so is its
+    gradient. (Without it, it is the mean of the ranks' own balance losses, which depends on how the batch is
+    cut.) An all-reduce of an integer for each expert, in each forward of each router. Call it on every rank.
+
+    Raises ValueError if `model` has no nn.TopKRouter, or one of another kind.
+    """
+    routers = [module for module in model.modules() if isinstance(module, Router)]
+    if not routers or not all(isinstance(router, TopKRouter) for router in routers):
+        raise ValueError(f"balance_over: {type(model).__name__} must have routers, all of them nn.TopKRouter")
+    for router in routers:
+        router.balance_ranks = mesh.communicator("control") if mesh.size > 1 else None
 
 
 def expert_load(model: Module) -> dict[str, np.ndarray]:

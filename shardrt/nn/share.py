@@ -38,6 +38,7 @@ class Share:
     whole: tuple[int, ...]
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
+    own_data: bool = False  # of CUT: the ranks have other data, whose gradient is summed before it is here
     words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
 
     @classmethod

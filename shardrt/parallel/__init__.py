@@ -1,10 +1,11 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, context, tensor, invariant. Pipelines: cut,
-times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
+Read in this order: axis, saved, around, styles, vocabulary, context, experts, tensor, invariant. Pipelines:
+cut, times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
+from shardrt.parallel.experts import ExpertParallel, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
@@ -15,6 +16,7 @@ from shardrt.parallel.vocabulary import VocabParallel
 __all__ = [
     "ColwiseParallel",
     "ContextParallel",
+    "ExpertParallel",
     "Pipeline",
     "RowwiseParallel",
     "SequenceParallel",
@@ -22,6 +24,7 @@ __all__ = [
     "Stage",
     "VocabParallel",
     "context_plan",
+    "most_rows",
     "parallelize_module",
     "pipeline_stages",
     "set_tensor_invariant",

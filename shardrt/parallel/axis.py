@@ -100,10 +100,15 @@ class Axis:
         return self.batch().cut(self.rank, self.size) if self.in_parts else self.batch()
 
     def cut(
-        self, whole: tuple[int, ...], shape: tuple[int, ...], parts: tuple[Part, ...], words: Any = None
+        self,
+        whole: tuple[int, ...],
+        shape: tuple[int, ...],
+        parts: tuple[Part, ...],
+        words: Any = None,
+        own_data: bool = False,
     ) -> Share:
         """The share of a parameter of which each rank has a part of its own."""
-        return Share(CUT, self.mesh, whole, shape, parts, words)
+        return Share(CUT, self.mesh, whole, shape, parts, own_data, words)
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""

@@ -11,6 +11,7 @@ from shardrt.nn.share import CUT, SAME, Share
 from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
+from shardrt.parallel.experts import ExpertParallel, spread_experts
 from shardrt.parallel.styles import SequenceParallel, Style
 
 M = TypeVar("M", bound=Module)
@@ -20,10 +21,12 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     """Cut modules of `model` along the one axis of `mesh`, a slice such as mesh["tp"]; gives `model` back.
 
     Every rank of the axis computes with the same batch, and has the same activations between the modules that
-    are cut, or with SequenceParallel its part of their time. Parameters keep their names; `shape` is that of
-    what this rank has, `whole_shape` that of all. Initial values, masks of dropout and checkpoints are those
-    of the whole model. Call it on the outermost module, before fully_shard, which cuts what is left over
-    other axes of the same mesh, before weights are loaded and the optimizer is made. Collective.
+    are cut, or with SequenceParallel its part of their time. (With ExpertParallel ranks have batches of their
+    own, and what the plan does not name is left as it is, for fully_shard.) Parameters keep their names;
+    `shape` is that of what this rank has, `whole_shape` that of all. Initial values, masks of dropout and
+    checkpoints are those of the whole model. Call it on the outermost module, before fully_shard, which cuts
+    what is left over other axes of the same mesh, before weights are loaded and the optimizer is made.
+    Collective.
 
     plan: path -> style; "*" in a path stands for any one name: "blocks.*.mlp.up". What the plan does not name
     is the same on all ranks. On an axis of one rank nothing is changed.
@@ -44,16 +47,20 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     if len(mesh.shape) > 1:
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
     chosen = chosen_by(model, plan, "parallelize_module")
-    if any(isinstance(style, ContextParallel) for style in plan.values()):
-        if mesh.size > 1:
-            lay_out_sequences(model, mesh, chosen)
-            _check_same_on_all_ranks(model, mesh, chosen)
-        return model
+    for kind, cut in ((ContextParallel, lay_out_sequences), (ExpertParallel, spread_experts)):
+        if any(isinstance(style, kind) for style in plan.values()):
+            if mesh.size > 1:
+                cut(model, mesh, chosen)
+                _check_tied(model, {module for module, _ in chosen})
+                _check_same_on_all_ranks(model, mesh, chosen)
+            return model
     if mesh.size == 1:
         object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan)), chosen))
         return model
     planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
     if planned is not None:
+        if planned.share.own_data:
+            raise ValueError("parallelize_module: tensor parallelism beside ExpertParallel is not built yet")
         raise ValueError(
             f"parallelize_module: {planned.name!r} is on {planned.share.mesh!r} already; give one plan for "
             "the whole model"

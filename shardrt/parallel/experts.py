@@ -1,0 +1,168 @@
+"""Experts that are cut over ranks: each rank has some, and rows go to the ranks of theirs and back.
+
+(Lepikhin et al., GShard, 2020.) Every rank has tokens of its own, a part of the batch, as in data
+parallelism. The rows that an expert gets lie in order of (source rank, token): they are those that one rank
+would have, with the tokens of all of them in order of rank.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import ceil, isfinite
+from typing import Any
+
+import numpy as np
+
+from shardrt import device
+from shardrt import functional as F
+from shardrt.comm.mesh import DeviceMesh
+from shardrt.functional._arrays import empty
+from shardrt.functional.collective import all_to_all_rows, named
+from shardrt.functional.route import ExpertOrder
+from shardrt.nn.module import Module
+from shardrt.nn.moe import Experts
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.runs import run
+from shardrt.parallel.around import Converting
+from shardrt.parallel.axis import Axis, batch_of
+from shardrt.parallel.styles import Style
+from shardrt.tensor import Tensor
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class ExpertParallel(Style):
+    """An nn.Experts of which each rank has E / n experts, neighbours; rows go to the ranks of theirs.
+
+    The ranks of the axis have different tokens. A plan with this style has no other; all that it does not
+    name is left to fully_shard, along axes with the data of all ranks (docs/experts.md).
+
+    planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
+    balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
+    """
+
+    planned: float = 2.0
+    modules = (Experts,)
+
+    def __post_init__(self) -> None:
+        if not (isfinite(self.planned) and self.planned >= 1):
+            raise ValueError(f"ExpertParallel: planned must be 1 or more, got {self.planned}")
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        if module.n_experts % axis.size:
+            raise ValueError(
+                f"ExpertParallel: {axis.size} ranks do not divide the {module.n_experts} experts of "
+                f"{module.name!r}"
+            )
+        for weight in module._parameters.values():
+            _cut_experts(weight, axis)
+        module.run_inside(ToExperts(axis, self.planned))
+
+
+def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
+    """parallelize_module for a plan of this style. Raises ValueError for what can't be beside it."""
+    other = next((style for _, style in modules if not isinstance(style, ExpertParallel)), None)
+    if other is not None:
+        raise ValueError(
+            f"parallelize_module: ExpertParallel needs a plan of its own, without {type(other).__name__}, "
+            "on an axis whose ranks have different tokens"
+        )
+    if "tp" in (mesh.mesh_dim_names or ()):
+        raise ValueError(
+            f"parallelize_module: the ranks of {mesh!r} have the same tokens; ExpertParallel is for an axis "
+            "of the data"
+        )
+    shares = [parameter.share for parameter in model.parameters() if parameter.share is not None]
+    if shares:
+        told = "the experts are" if shares[0].own_data else "ExpertParallel is not built for a model that is"
+        raise ValueError(f"parallelize_module: {told} cut along {shares[0].mesh!r} already")
+    for role in ("tensor", "control"):
+        mesh.communicator(role)
+    mesh.root.communicator("control")
+    axis = Axis(mesh, False, batch_of(model, mesh.root))
+    for module, style in modules:
+        style.apply(module, axis)
+
+
+def _cut_experts(weight: Parameter, axis: Axis) -> None:
+    """Each rank has the weights of its own experts, one behind the other."""
+    whole, each = weight.shape, weight.shape[0] // axis.size
+    size = weight.size // axis.size
+    parts = tuple(run(rank * size, size) for rank in range(axis.size))
+    weight.take_share(axis.cut(whole, (each, *whole[1:]), parts, own_data=True))
+
+
+def most_rows(model: Module) -> dict[str, float]:
+    """Name of each nn.Experts that is cut -> the most rows this rank got, as a multiple of those it sent.
+
+    Of all forwards since parallelize_module: 1 in balance. What is more than ExpertParallel.planned needs
+    more memory than was planned.
+    """
+    found = ((name, module.around(ToExperts)) for name, module in model.named_modules())
+    return {name: around.most_rows for name, around in found if around is not None}
+
+
+class ToExperts(Converting):
+    """Around Experts: rows go to the ranks of their experts, and what those give comes back."""
+
+    def __init__(self, axis: Axis, planned: float) -> None:
+        super().__init__(axis)
+        self.most_rows = 0.0
+        self._planned = planned
+
+    def run(
+        self, module: Module, forward: Callable, /, rows: Tensor, counts: np.ndarray, *capacity: int
+    ) -> Tensor:
+        ranks, limit = self.axis.communicator, 0
+        if capacity:  # as much memory whatever is chosen
+            limit = ranks.size * min(counts.size // ranks.size * capacity[0], rows.shape[0])
+        theirs = self._counts_of_all(np.ascontiguousarray(counts), rows.shape[0], limit, module)
+        sent, received = (each.reshape(ranks.size, -1).sum(1) for each in (counts, theirs))
+        most = max(limit, int(received.sum()))
+        there, back = _by_expert(theirs, most)
+        arrived = all_to_all_rows(rows, ranks, sent, received, rows=most)
+        given = forward(F.dispatch(arrived, there), there.counts)
+        del arrived
+        return all_to_all_rows(F.dispatch(given, back), ranks, received, sent, rows=rows.shape[0])
+
+    def _counts_of_all(self, counts: np.ndarray, rows: int, limit: int, module: Module) -> np.ndarray:
+        """int64 (ranks, experts here): how many rows each rank has for each expert of this one.
+
+        A rehearsal has what is planned: all of `limit`, or where that is 0 a multiple of this rank's rows.
+        """
+        n, here, control = self.axis.size, device.current(), self.axis.mesh.communicator("control")
+        theirs = np.empty_like(counts)
+        control.all_to_all(theirs, counts, stream=here.current_stream, what=named("counts", module))
+        here.wait_here()
+        total = limit or min(ceil(rows * self._planned), rows * n)
+        even = np.diff(total * np.arange(counts.size + 1) // counts.size)
+        theirs = here.read(theirs, even)
+        if theirs is not even and rows:
+            self.most_rows = max(self.most_rows, float(theirs.sum() / rows))
+        return theirs.reshape(n, -1)
+
+
+def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:
+    """(to the order of experts, back) of rows in order of (source rank, expert); counts (ranks, experts).
+
+    rows: how many there are, with those behind the last that is used.
+    """
+    starts = np.cumsum(counts).reshape(counts.shape) - counts.reshape(-1).reshape(counts.shape)
+    by_expert = counts.T.reshape(-1)
+    first = np.repeat(starts.T.reshape(-1) - (np.cumsum(by_expert) - by_expert), by_expert)
+    used = np.arange(first.size)
+    copies = np.full(rows, -1, np.int64)
+    copies[: used.size] = first + used
+    places = np.full(rows, -1, np.int64)
+    places[copies[: used.size]] = used
+    copies, places, totals = _on_device(copies), _on_device(places), counts.sum(0)
+    there = ExpertOrder(places.reshape(-1, 1), copies, totals, totals)
+    return there, ExpertOrder(copies.reshape(-1, 1), places, totals, totals)
+
+
+def _on_device(values: np.ndarray) -> Array:
+    """From the device's pool, so that plans of memory count it."""
+    array = empty(values.shape, values.dtype)
+    if values.size:
+        device.current().copy(array, values)
+    return array

@@ -1,0 +1,88 @@
+"""Blocks of experts with attention left out, and one function that trains them on efsdp x ep ranks."""
+
+import numpy as np
+
+import shardrt
+from shardrt import Tensor, nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import ExpertParallel, parallelize_module
+from tests.parallel.nets import whole_gradients
+
+WIDTH, COUNT, K, TOKENS = 6, 4, 2, 10
+PLAN = {"blocks.*.moe.experts": ExpertParallel()}
+
+
+class Block(nn.Module):
+    """A residual step of experts, with what is the same for every token beside them."""
+
+    def __init__(self, **router):
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.moe = nn.MoE(nn.TopKRouter(WIDTH, COUNT, K, **router), nn.Experts(COUNT, WIDTH, 5))
+
+    def forward(self, x):
+        y, balance = self.moe(self.norm(x))
+        return x + y, balance
+
+
+class Model(nn.Module):
+    """Two blocks; the loss is a mean over this rank's tokens, as cross-entropy is."""
+
+    def __init__(self, **router):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(**router) for _ in range(2))
+        self.head = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        balance = 0.0
+        for block in self.blocks:
+            x, loss = block(x)
+            balance = loss + balance
+        y = self.head(x)
+        return (y * y).mean() + 0.1 * balance
+
+
+def make(**router):
+    shardrt.manual_seed(4)
+    return Model(**router)
+
+
+def tokens_of(ranks, rank=None, number=0):
+    """Those of one rank, or of all in order of rank."""
+    x = np.random.default_rng(number).normal(size=(ranks, TOKENS, WIDTH)).astype(np.float32)
+    return x.reshape(-1, WIDTH) if rank is None else x[rank]
+
+
+def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, **settings):
+    """(model, data mesh): experts along ep and then efsdp, the rest over all. before: of each block."""
+    mesh = init_device_mesh("cpu", (shards, ep), ("efsdp", "ep"))
+    data, model = mesh.flat(), make() if model is None else model
+    parallelize_module(model, mesh["ep"], plan)
+    if over:
+        nn.balance_over(model, data)
+    for block in model.blocks:
+        if before is not None:
+            before(block)
+        fully_shard(block.moe.experts, mesh=mesh["efsdp"], **settings)
+        fully_shard(block, mesh=data, **settings)
+    return fully_shard(model, mesh=data, **settings), data
+
+
+def trained(shards, ep, steps=3, ranks=None, clip=0.5, **how):
+    """(losses, norms, gradients of the last step, state) of this rank; `ranks` parts of a batch on one."""
+    model, data = spread(shards, ep, **how)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    losses, norms = [], []
+    for step in range(steps):
+        x = tokens_of(ranks or data.size, None if ranks else data.rank, step)
+        loss = model(Tensor(x))
+        loss.backward()
+        losses.append(loss.item())
+        gradients = whole_gradients(model)
+        norms.append(clip_grad_norm_(model.parameters(), clip))
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses, norms, gradients, full_state_dict(model)
