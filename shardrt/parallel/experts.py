@@ -134,12 +134,18 @@ class ToExperts(Converting):
         theirs = np.empty_like(counts)
         control.all_to_all(theirs, counts, stream=here.current_stream, what=named("counts", module))
         here.wait_here()
-        total = limit or min(ceil(rows * self._planned), rows * n)
-        even = np.diff(total * np.arange(counts.size + 1) // counts.size)
-        theirs = here.read(theirs, even)
-        if theirs is not even and rows:
+        planned = self._planned_counts(counts, limit or min(ceil(rows * self._planned), rows * n))
+        theirs = here.read(theirs, planned)
+        if theirs is not planned and rows:
             self.most_rows = max(self.most_rows, float(theirs.sum() / rows))
         return theirs.reshape(n, -1)
+
+    def _planned_counts(self, counts: np.ndarray, total: int) -> np.ndarray:
+        """`total` rows: those that this rank sends itself, and the others' alike."""
+        own = counts.reshape(self.axis.size, -1)[self.axis.rank]
+        others = counts.size - own.size
+        even = np.diff((total - own.sum()) * np.arange(others + 1) // others)
+        return np.insert(even, self.axis.rank * own.size, own)
 
 
 def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:

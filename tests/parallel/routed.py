@@ -1,14 +1,20 @@
-"""Blocks of experts with attention left out, and one function that trains them on efsdp x ep ranks."""
+"""Blocks of experts with attention left out, and one function that trains them on efsdp x ep ranks.
+
+mpirun -n 2 python -m tests.parallel.routed says what memory of activations is planned and taken.
+"""
+
+import shardrt  # isort: skip  before NumPy: it sets the threads of BLAS
+
+import json
 
 import numpy as np
 
-import shardrt
-from shardrt import Tensor, nn, optim
+from shardrt import Tensor, device, nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel import ExpertParallel, parallelize_module
+from shardrt.parallel import ExpertParallel, most_rows, parallelize_module
 from tests.parallel.nets import whole_gradients
 
 WIDTH, COUNT, K, TOKENS = 6, 4, 2, 10
@@ -86,3 +92,37 @@ def trained(shards, ep, steps=3, ranks=None, clip=0.5, **how):
         optimizer.step()
         optimizer.zero_grad()
     return losses, norms, gradients, full_state_dict(model)
+
+
+def planned_and_taken(skewed, capacity):
+    """(bytes of activations in the plan, in a step; the most rows) of this rank."""
+    shardrt.manual_seed(1)
+    router = nn.TopKRouter(64, COUNT, K, capacity_factor=capacity)
+    layer, mesh = nn.MoE(router, nn.Experts(COUNT, 64, 128)), init_device_mesh("cpu", (1, 2), ("efsdp", "ep"))
+    if skewed:
+        router.weight.data[:2] += 3
+    parallelize_module(layer, mesh["ep"], {"experts": ExpertParallel()})
+    nn.balance_over(layer, mesh.flat())
+    fully_shard(layer.experts, mesh=mesh["efsdp"])
+    fully_shard(layer, mesh=mesh.flat())
+    x = Tensor(np.abs(np.random.default_rng(mesh.rank).normal(size=(1024, 64))).astype(np.float32))
+
+    def step():
+        y, balance = layer(x)
+        ((y * y).sum() + balance).backward()
+
+    planned = memory_plan(layer, step=step).device["activations"]
+    assert most_rows(layer) == {"experts": 0.0}, "a rehearsal has counted"
+    step()
+    layer.zero_grad()
+    here = device.current()
+    here.reset_peak()
+    before = here.peak_bytes()
+    step()
+    return mesh.rank, skewed, capacity, planned, here.peak_bytes() - before, most_rows(layer)["experts"]
+
+
+if __name__ == "__main__":
+    for skewed in (False, True):
+        for capacity in (None, 1.25):
+            print(json.dumps(planned_and_taken(skewed, capacity)), flush=True)

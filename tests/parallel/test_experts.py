@@ -1,16 +1,32 @@
 """Experts on several ranks: the bits of one rank with all their tokens, FSDP over what is left, errors."""
 
+import json
+
 import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor, nn
+from shardrt import Tensor, nn, optim
+from shardrt.activation_offload import offload_activations
+from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import full_gradients, fully_shard, register_forward_method, set_world_invariant
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    MixedPrecisionPolicy,
+    full_gradients,
+    fully_shard,
+    register_forward_method,
+    set_world_invariant,
+)
+from shardrt.nn.runs import take
 from shardrt.nn.share import joined
+from shardrt.nn.utils import grad_norm
 from shardrt.parallel import ColwiseParallel, ExpertParallel, most_rows, parallelize_module
-from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, make, spread, tokens_of, trained
-from tests.ranks import run_ranks
+from shardrt.recompute import checkpoint
+from tests import late
+from tests.parallel.nets import whole_gradients
+from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, Model, make, spread, tokens_of, trained
+from tests.ranks import mpirun, run_ranks
 
 ROUTERS = {
     "even": {"per_token": K},
@@ -179,3 +195,127 @@ def test_units_of_experts_and_of_the_rest_must_be_on_the_same_ranks():
 
     run_ranks(4, wrong_rest)
     run_ranks(2, invariant)
+
+
+MOVES = {
+    "recompute": {"before": checkpoint},
+    "recompute but matmul": {"before": lambda block: checkpoint(block, "matmul")},
+    "offload activations": {"before": offload_activations},
+    "offload": {"offload_policy": CPUOffloadPolicy()},
+    "step on the host": {"offload_policy": CPUOffloadPolicy(step="host")},
+    "nothing kept": {"reshard_after_forward": True, "prefetch": 0},
+    "gradients sharded alone": {"strategy": "SHARD_GRAD_OP"},
+}
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return run_ranks(4, trained, 2, 2)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_what_only_moves_things_changes_no_bit(plain, name):
+    for found, expected in zip(run_ranks(4, trained, 2, 2, **MOVES[name]), plain, strict=True):
+        assert found[:2] == expected[:2]
+        for mine, theirs in zip(found[2:], expected[2:], strict=True):
+            for key, values in theirs.items():
+                np.testing.assert_array_equal(mine[key], values, err_msg=key)
+
+
+def in_halves(order):
+    """Gradients of three micro-batches, by one of the orders of tests/late.py."""
+    model, data = spread(2, 2)
+
+    def losses(number):
+        return model(Tensor(tokens_of(4, data.rank, number)))
+
+    order(losses, late.reducing_last(model))
+    return whole_gradients(model)
+
+
+@pytest.mark.parametrize("order", [late.each_at_its_end, late.all_inputs_first])
+def test_backward_in_halves_gives_the_same_bits(order):
+    expected, found = (run_ranks(4, in_halves, each)[0] for each in (late.usual, order))
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+
+
+def test_mixed_precision_sends_rows_of_16_bits():
+    losses = run_ranks(4, trained, 2, 2, mp_policy=MixedPrecisionPolicy(param_dtype="bfloat16"))[0][0]
+    np.testing.assert_allclose(losses, run_ranks(4, trained, 2, 2)[0][0], rtol=2e-2)
+
+
+@pytest.fixture(scope="module")
+def memory():
+    """(rank, skewed, capacity) -> (bytes of activations in the plan, in a step, the most rows)."""
+    ran = mpirun(2, ["-m", "tests.parallel.routed"])
+    assert ran.returncode == 0, ran.stderr
+    told = map(json.loads, ran.stdout.splitlines())
+    return {(rank, skewed, capacity): values for rank, skewed, capacity, *values in told}
+
+
+@pytest.mark.mpi
+def test_with_a_capacity_the_plan_is_what_a_step_takes_however_skewed_it_is(memory):
+    for rank in range(2):
+        for skewed in (False, True):
+            planned, taken, _ = memory[rank, skewed, 1.25]
+            assert planned == taken > 1024 * 64 * 4
+
+
+@pytest.mark.mpi
+def test_without_one_the_plan_is_for_a_stated_factor_and_the_most_rows_are_told(memory):
+    for rank in range(2):
+        planned, taken, most = memory[rank, False, None]
+        assert taken < planned and 0.5 < most < 1.5
+    (planned, taken, most), (_, less, least) = memory[0, True, None], memory[1, True, None]
+    assert (most, least) == (2.0, 0.0)
+    assert planned == taken > less
+
+
+def first_life(mesh, folder):
+    """Train a step on efsdp x ep ranks and save; the whole state."""
+    model, data = spread(*mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    model(Tensor(tokens_of(4).reshape(data.size, -1, WIDTH)[data.rank])).backward()
+    optimizer.step()
+    CheckpointManager(folder, model, optimizer, data).save(1)
+    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+
+def second_life(mesh, folder):
+    shardrt.manual_seed(9)
+    model, data = spread(*mesh, model=Model())
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    assert CheckpointManager(folder, model, optimizer, data).restore() == (1, {})
+    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+
+def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(tmp_path):
+    meshes = ((1, 1), (2, 1), (1, 2), (2, 2), (1, 4))
+    for number, mesh in enumerate(meshes):
+        folder = tmp_path / str(number)
+        weights, state = run_ranks(mesh[0] * mesh[1], first_life, mesh, folder)[0]
+        for other in meshes:
+            found, theirs = run_ranks(other[0] * other[1], second_life, other, folder)[0]
+            for name, values in weights.items():
+                np.testing.assert_array_equal(found[name], values, err_msg=f"{name} {mesh} {other}")
+            for name, entry in state["state"].items():
+                for key, values in entry.items():
+                    np.testing.assert_array_equal(theirs["state"][name][key], values, err_msg=f"{name} {key}")
+
+
+def given_norms(shards, ep):
+    """Norms of gradients that are the same wherever they are."""
+    model, data = spread(shards, ep)
+    model(Tensor(tokens_of(data.size, data.rank))).backward()
+    generator = np.random.default_rng(7)
+    for parameter in model.parameters():
+        whole = generator.normal(size=parameter.whole_shape).astype(np.float32)
+        parameter.grad.reshape(-1)[...] = take(parameter.part, whole)
+    return [grad_norm(model.parameters(), kind) for kind in (1, 2, 3, np.inf)]
+
+
+def test_norms_of_equal_gradients_have_the_same_bits_on_every_mesh():
+    expected = run_ranks(1, given_norms, 1, 1)[0]
+    for mesh in MESHES:
+        assert run_ranks(4, given_norms, *mesh) == [expected] * 4
