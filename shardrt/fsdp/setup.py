@@ -321,27 +321,17 @@ def _check_mesh(unit: Unit, first: Unit) -> None:
     own, theirs = unit.settings.mesh, first.settings.mesh
     if own.root is not theirs.root:
         raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
-    if own is theirs and unit.data_ranks == own.size:
-        return
-    for parameter in unit.parameters or [None]:
-        share = None if parameter is None else parameter.share
+    alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
+    for parameter in unit.parameters if unit is not first else ():
+        share = parameter.share
         apart = share is not None and share.own_data
-        if unit is not first and not _same_ranks(own, share.mesh if apart else None, theirs):
+        if not (union(own.axes, share.axes) == theirs.axes if apart else alike):
             beside = f" beside {share.mesh!r}" if apart else ""
             raise ValueError(
                 f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
                 "gradients would be summed over other ranks: take axes of the mesh that together have the "
                 "same ranks"
             )
-
-
-def _same_ranks(mesh: DeviceMesh, apart: DeviceMesh | None, whole: DeviceMesh) -> bool:
-    """Whether the ranks of `mesh`, along which others lie as along `apart`, are those of `whole`."""
-    wanted, own = ({*map(int, some.ranks.ravel())} for some in (whole, mesh))
-    if apart is None:
-        return own == wanted
-    beside = {*map(int, apart.ranks.ravel())}
-    return own | beside <= wanted and len(own & beside) == 1 and len(own) * len(beside) == len(wanted)
 
 
 def _check_world_invariant(units: list[Unit]) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 
 from shardrt import Tensor, device, nn, optim
 from shardrt.checkpoint import full_state_dict
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import ExpertParallel, most_rows, parallelize_module
@@ -64,15 +64,15 @@ def tokens_of(ranks, rank=None, number=0):
 
 def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, **settings):
     """(model, data mesh): experts along ep and then efsdp, the rest over all. before: of each block."""
-    mesh = init_device_mesh("cpu", (shards, ep), ("efsdp", "ep"))
-    data, model = mesh.flat(), make() if model is None else model
-    parallelize_module(model, mesh["ep"], plan)
+    data = init_device_mesh("cpu", (shards * ep,), ("dp_shard",))
+    fold, model = data.fold("ep", ep), make() if model is None else model
+    parallelize_module(model, fold["ep"], plan)
     if over:
         nn.balance_over(model, data)
     for block in model.blocks:
         if before is not None:
             before(block)
-        fully_shard(block.moe.experts, mesh=mesh["efsdp"], **settings)
+        fully_shard(block.moe.experts, mesh=fold["efsdp"], **settings)
         fully_shard(block, mesh=data, **settings)
     return fully_shard(model, mesh=data, **settings), data
 
@@ -119,10 +119,19 @@ def planned_and_taken(skewed, capacity):
     here.reset_peak()
     before = here.peak_bytes()
     step()
-    return mesh.rank, skewed, capacity, planned, here.peak_bytes() - before, most_rows(layer)["experts"]
+    taken = here.peak_bytes() - before
+    return mesh, (mesh.rank, skewed, capacity, planned, taken, most_rows(layer)["experts"])
+
+
+def main():
+    """One line for each rank and case, from rank 0: lines of several would be mixed up."""
+    for skewed in (False, True):
+        for capacity in (None, 1.25):
+            mesh, told = planned_and_taken(skewed, capacity)
+            everyone = talk.from_all(mesh.communicator("control"), told)
+            if mesh.rank == 0:
+                print("\n".join(map(json.dumps, everyone)))
 
 
 if __name__ == "__main__":
-    for skewed in (False, True):
-        for capacity in (None, 1.25):
-            print(json.dumps(planned_and_taken(skewed, capacity)), flush=True)
+    main()

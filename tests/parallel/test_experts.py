@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import shardrt
+from models.llama import Llama, LlamaConfig
 from shardrt import Tensor, nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
@@ -20,10 +21,11 @@ from shardrt.fsdp import (
 )
 from shardrt.nn.runs import take
 from shardrt.nn.share import joined
-from shardrt.nn.utils import grad_norm
-from shardrt.parallel import ColwiseParallel, ExpertParallel, most_rows, parallelize_module
+from shardrt.nn.utils import clip_grad_norm_, grad_norm
+from shardrt.parallel import ColwiseParallel, ExpertParallel, Pipeline, most_rows, parallelize_module
 from shardrt.recompute import checkpoint
 from tests import late
+from tests.parallel import piped
 from tests.parallel.nets import whole_gradients
 from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, Model, make, spread, tokens_of, trained
 from tests.ranks import mpirun, run_ranks
@@ -319,3 +321,37 @@ def test_norms_of_equal_gradients_have_the_same_bits_on_every_mesh():
     expected = run_ranks(1, given_norms, 1, 1)[0]
     for mesh in MESHES:
         assert run_ranks(4, given_norms, *mesh) == [expected] * 4
+
+
+def in_stages(stages):
+    """{losses, norms, weights after two steps} of a Llama of experts on `stages` x efsdp 1 x ep 2 ranks."""
+    mesh = init_device_mesh("cpu", (stages, 2), ("pp", "dp_shard"))
+    fold = mesh.fold("ep", 2, over=("dp_shard",))
+    shardrt.manual_seed(3)
+    model = Llama(
+        LlamaConfig(experts=4, experts_per_token=2, n_kv_head=1, n_hidden=12, tied=False, **piped.SMALL)
+    )
+    parallelize_module(model, fold["ep"], {"blocks.*.mlp.experts": ExpertParallel()})
+    pipeline = piped.Whole(model)
+    if stages > 1:
+        pipeline = Pipeline(model, mesh["pp"], schedule="ZB-H1", micro_batches=piped.MICRO_BATCHES)
+    for stage in pipeline.stages:
+        for block in stage.blocks:
+            fully_shard(block.mlp.experts, mesh=fold["efsdp"])
+            fully_shard(block, mesh=mesh["dp_shard"])
+        fully_shard(stage, mesh=mesh["dp_shard"])
+    optimizer, norms = optim.AdamW(model.parameters(), lr=1e-2), []
+    for step in range(2):
+        pipeline.step(piped.loss_of, piped.batches_of(step, mesh["dp_shard"]))
+        norms.append(clip_grad_norm_(model.parameters(), 0.1))
+        optimizer.step()
+        optimizer.zero_grad()
+    return norms, full_state_dict(model)
+
+
+def test_stages_with_experts_on_several_ranks_have_the_bits_of_one_piece():
+    norms, weights = run_ranks(2, in_stages, 1)[0]
+    found = run_ranks(4, in_stages, 2)[0]
+    assert found[0] == norms
+    for name, values in weights.items():
+        np.testing.assert_array_equal(found[1][name], values, err_msg=name)
