@@ -11,6 +11,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 from shardrt.recompute import checkpoint
 from tests.gradcheck import normal
+from tests.parallel import routed
 from tests.test_moe import ROUTERS, Stack, batch, routers
 
 BFLOAT16 = MixedPrecisionPolicy("bfloat16", "float32")
@@ -69,6 +70,34 @@ def test_in_16_bits_the_router_has_32(gpu):
     np.testing.assert_allclose(losses, expected[1], rtol=2e-2)
     for name, values in expected[2].items():
         np.testing.assert_allclose(weights[name], values, rtol=0, atol=2e-2, err_msg=name)
+
+
+def on_ranks_of_their_own(name, policy, **router):
+    """Losses and weights of two steps, of experts on 2 ranks."""
+    model, data = routed.spread(
+        1, 2, model=routed.make(**router), name=name, before=checkpoint, mp_policy=policy
+    )
+    optimizer, losses = optim.SGD(model.parameters(), lr=1e-2), []
+    for step in range(2):
+        loss = model(Tensor(data.device.asarray(routed.tokens_of(2, data.rank, step))))
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, full_state_dict(model)
+
+
+@pytest.mark.parametrize("router", [{}, {"capacity_factor": 0.75}], ids=["all rows", "a capacity"])
+@pytest.mark.parametrize("policy", [None, BFLOAT16], ids=["float32", "bfloat16"])
+def test_experts_on_two_ranks_train_as_on_the_cpu(gpu, policy, router):
+    found, expected = (
+        thread.run(2, on_ranks_of_their_own, name, policy, **router) for name in ("cuda", "cpu")
+    )
+    tolerance = 1e-5 if policy is None else 2e-2
+    for (losses, weights), (their_losses, theirs) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(losses, their_losses, rtol=tolerance)
+        for name, values in theirs.items():
+            np.testing.assert_allclose(weights[name], values, rtol=0, atol=tolerance, err_msg=name)
 
 
 def test_a_graph_is_not_captured(gpu):

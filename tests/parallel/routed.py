@@ -10,6 +10,7 @@ import json
 import numpy as np
 
 from shardrt import Tensor, device, nn, optim
+from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard, memory_plan
@@ -48,7 +49,7 @@ class Model(nn.Module):
             x, loss = block(x)
             balance = loss + balance
         y = self.head(x)
-        return (y * y).mean() + 0.1 * balance
+        return F.cast((y * y).mean(), "float32") + 0.1 * balance
 
 
 def make(**router):
@@ -62,9 +63,9 @@ def tokens_of(ranks, rank=None, number=0):
     return x.reshape(-1, WIDTH) if rank is None else x[rank]
 
 
-def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, **settings):
+def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, name="cpu", **settings):
     """(model, data mesh): experts along ep and then efsdp, the rest over all. before: of each block."""
-    data = init_device_mesh("cpu", (shards * ep,), ("dp_shard",))
+    data = init_device_mesh(name, (shards * ep,), ("dp_shard",))
     fold, model = data.fold("ep", ep), make() if model is None else model
     parallelize_module(model, fold["ep"], plan)
     if over:
@@ -79,7 +80,11 @@ def spread(shards, ep, plan=PLAN, before=None, over=True, model=None, **settings
 
 def trained(shards, ep, steps=3, ranks=None, clip=0.5, **how):
     """(losses, norms, gradients of the last step, state) of this rank; `ranks` parts of a batch on one."""
-    model, data = spread(shards, ep, **how)
+    return learn(*spread(shards, ep, **how), steps, ranks, clip)
+
+
+def learn(model, data, steps, ranks=None, clip=0.5):
+    """As `trained`, of a model that is spread."""
     optimizer = optim.AdamW(model.parameters(), lr=1e-2)
     losses, norms = [], []
     for step in range(steps):

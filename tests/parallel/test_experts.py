@@ -27,7 +27,7 @@ from shardrt.recompute import checkpoint
 from tests import late
 from tests.parallel import piped
 from tests.parallel.nets import whole_gradients
-from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, Model, make, spread, tokens_of, trained
+from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, Model, learn, make, spread, tokens_of, trained
 from tests.ranks import mpirun, run_ranks
 
 ROUTERS = {
@@ -355,3 +355,45 @@ def test_stages_with_experts_on_several_ranks_have_the_bits_of_one_piece():
     assert found[0] == norms
     for name, values in weights.items():
         np.testing.assert_array_equal(found[1][name], values, err_msg=name)
+
+
+def biases(shards, ep):
+    """The routers' biases after three steps, on this rank."""
+    model, data = spread(shards, ep, model=make(expert_bias=True))
+    for step in range(3):
+        model(Tensor(np.split(tokens_of(4, number=step), data.size)[data.rank])).backward()
+        nn.update_expert_bias(model, rate=0.01)
+        model.zero_grad()
+    return [block.moe.router.expert_bias.copy() for block in model.blocks]
+
+
+def test_biases_move_by_the_choices_of_all_ranks():
+    expected = run_ranks(1, biases, 1, 1)[0]
+    assert np.abs(expected).max() > 0.005
+    for mesh in MESHES:
+        for found in run_ranks(4, biases, *mesh):
+            np.testing.assert_array_equal(found, expected)
+
+
+def with_copies(over):
+    """Losses, norms and weights where the rest has two copies; experts are along `over`, and what is left."""
+    mesh = init_device_mesh("cpu", (2, 2), ("dp_replicate", "dp_shard"))
+    fold, model = mesh.fold("ep", 2, over=over), make()
+    left = fold["efsdp"] if len(over) > 1 else mesh["dp_replicate"]
+    parallelize_module(model, fold["ep"], {"blocks.*.moe.experts": ExpertParallel()})
+    nn.balance_over(model, mesh)
+    for block in model.blocks:
+        fully_shard(block.moe.experts, mesh=left)
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return learn(model, mesh, 2)
+
+
+@pytest.mark.parametrize("over", [("dp_shard",), ("dp_replicate", "dp_shard")])
+def test_the_rest_may_have_copies(over):
+    found = run_ranks(4, with_copies, over)
+    expected = run_ranks(4, trained, 2, 2, steps=2)[0]
+    assert all(each[1] == found[0][1] for each in found)
+    np.testing.assert_allclose(found[0][1], expected[1], rtol=1e-6)
+    for name, values in expected[3].items():
+        np.testing.assert_allclose(found[0][3][name], values, atol=1e-6, err_msg=name)
