@@ -176,19 +176,27 @@ def test_rows_by_counts_move_those_of_others_there_and_back(size):
     run_ranks(size, body)
 
 
+@pytest.mark.parametrize("more", [None, 2], ids=["as many as come", "and more"])
 @pytest.mark.parametrize("table", [[[0, 0, 0]] * 3, [[0, 4, 0]] * 3, [[1, 0, 2], [0, 0, 0], [3, 1, 0]]])
-def test_rows_to_where_they_are_used_and_back_have_the_slope_of_the_sum_of_losses(table):
-    """With ranks that send none, receive none, or neither: an empty array goes through an op of its own."""
+def test_rows_to_where_they_are_used_and_back_have_the_slope_of_the_sum_of_losses(table, more):
+    """With ranks that send none, receive none, or neither: an empty array goes through an op of its own.
+
+    more: rows behind those that are sent and come, which stay where they are.
+    """
     table, step = np.array(table), 1e-6
 
     def loss_of(x, comm):
         sent, received = table[comm.rank], table[:, comm.rank]
-        there = (C.all_to_all_rows(x * x, comm, sent, received) * (comm.rank + 2)).exp()
-        return (C.all_to_all_rows(there, comm, received, sent) * x).sum()
+        rows = None if more is None else received.sum() + more
+        there = (C.all_to_all_rows(x * x, comm, sent, received, rows) * (comm.rank + 2)).exp()
+        assert more is None or (there.numpy()[-more:] == 1).all()
+        return (C.all_to_all_rows(there, comm, received, sent, more and x.shape[0]) * x).sum()
 
     def body():
         comm = create()
-        x, along = (normal(table[comm.rank].sum(), 2, 3, seed=s + comm.rank) / 4 for s in (0, 9))
+        x, along = (
+            normal(table[comm.rank].sum() + (more or 0), 2, 3, seed=s + comm.rank) / 4 for s in (0, 9)
+        )
         given = Tensor(x, requires_grad=True)
         loss_of(given, comm).backward()
         shifted = [loss_of(Tensor(x + sign * step * along), comm).item() for sign in (1, -1)]
@@ -295,6 +303,8 @@ def test_integers_are_gathered_too():
         ),
         (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2]), r"received is \(2,\)"),
         (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2, -1]), r"received is \(2, -1\)"),
+        (lambda c: C.all_to_all_rows(normal(3), c, [1, 2], [2, 2], 3), r"received is \(2, 2\)"),
+        (lambda c: C.all_to_all_rows(normal(3), c, [2, 2], [2, 2], 9), r"sent is \(2, 2\)"),
         (lambda c: C.gather(normal(2, 3), c, 2), r"gather: axis 2 is not one of x \(2, 3\)"),
         (
             lambda c: C.exchange(normal(2), c, to=2, source=None),
