@@ -51,7 +51,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         if any(isinstance(style, kind) for style in plan.values()):
             if mesh.size > 1:
                 cut(model, mesh, chosen)
-                _check_tied(model, {module for module, _ in chosen})
+                _check_tied(model, mesh, {module for module, _ in chosen})
                 _check_same_on_all_ranks(model, mesh, chosen)
             return model
     if mesh.size == 1:
@@ -73,7 +73,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     mesh.root.communicator("control")
     for module, style in chosen:
         style.apply(module, axis)
-    _check_tied(model, {module for module, _ in chosen})
+    _check_tied(model, mesh, {module for module, _ in chosen})
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
@@ -119,11 +119,12 @@ def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple
     return [(module, style) for module, (_, style) in found.items()]
 
 
-def _check_tied(model: Module, chosen: set[Module]) -> None:
-    """Raise ValueError where a module that is not cut has a parameter that is."""
+def _check_tied(model: Module, mesh: DeviceMesh, chosen: set[Module]) -> None:
+    """Raise ValueError where a module that is not cut along `mesh` has a parameter that is."""
     for path, module in model.named_modules():
         for parameter in module._parameters.values() if module not in chosen else ():
-            if parameter.share is not None and parameter.share.kind == CUT:
+            share = parameter.share
+            if share is not None and share.kind == CUT and share.mesh is mesh:
                 raise ValueError(
                     f"parallelize_module: parameter {parameter.name!r} is cut, and tied to {path!r}, which "
                     "the plan does not name"

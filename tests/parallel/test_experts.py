@@ -160,6 +160,9 @@ def test_what_can_not_be_is_said_in_one_line():
         both = plan | {"head": ColwiseParallel()}
         odd = nn.ModuleList([nn.Experts(3, WIDTH, 5)])
         twice = parallelize_module(make(), mesh["ep"], plan)
+        tied = make()
+        tied.blocks[1].moe.experts.up = tied.blocks[0].moe.experts.up
+        first = {"blocks.0.moe.experts": ExpertParallel()}
         for wrong, message in (
             (lambda: parallelize_module(make(), mesh["ep"], both), "without ColwiseParallel"),
             (lambda: parallelize_module(make(), named, plan), "have the same tokens"),
@@ -170,6 +173,10 @@ def test_what_can_not_be_is_said_in_one_line():
             (lambda: parallelize_module(twice, mesh["ep"], plan), "experts are cut along .* already"),
             (lambda: parallelize_module(twice, mesh["ep"], {"head": ColwiseParallel()}), "not built yet"),
             (lambda: fully_shard(twice, mesh=mesh.flat()), "'blocks.0.moe.experts.up' is on .* already"),
+            (
+                lambda: parallelize_module(tied, mesh["ep"], first),
+                "is cut, and tied to 'blocks.1.moe.experts'",
+            ),
             (lambda: ExpertParallel(planned=0.5), "planned must be 1 or more, got 0.5"),
             (lambda: nn.balance_over(nn.Linear(2, 2), mesh), "must have routers"),
         ):
