@@ -1,6 +1,7 @@
 """Which algorithm of cublasLt's computes a product: measured once, kept on disk, the same for all."""
 
 import ctypes
+import gc
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -69,6 +70,7 @@ def test_products_of_ever_new_sizes_take_the_first_and_leave_no_files(lt, librar
 def test_plans_of_ever_new_sizes_do_not_pile_up(lt, library, monkeypatch):
     monkeypatch.setattr(_cublaslt, "VARIED", 3)
     destroyed = ctypes.c_int64.in_dll(library, "fake_destroyed")
+    gc.collect()  # or plans of other tests would go by now
     before = destroyed.value
     for rows in range(2, 12):
         a, out = np.ones((rows, 4), np.float32), np.zeros((rows, 4), np.float32)
