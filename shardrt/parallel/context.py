@@ -18,7 +18,7 @@ from shardrt.nn.module import Module
 from shardrt.nn.moe import MoE
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Axis, batch_of, recorded
-from shardrt.parallel.styles import Style
+from shardrt.parallel.styles import Style, check_alone
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -169,12 +169,7 @@ class ContextParallel(Style):
 
 def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
     """parallelize_module for a plan of this style. Raises ValueError for other styles beside it."""
-    other = next((style for _, style in modules if not isinstance(style, ContextParallel)), None)
-    if other is not None:
-        raise ValueError(
-            f"parallelize_module: ContextParallel needs a plan of its own, without {type(other).__name__}, "
-            "on an axis of its own"
-        )
+    check_alone(ContextParallel, modules, "on an axis of its own")
     routed = next((path for path, module in model.named_modules() if isinstance(module, MoE)), None)
     if routed is not None:
         raise ValueError(

@@ -24,7 +24,7 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import run
 from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Axis, batch_of
-from shardrt.parallel.styles import Style
+from shardrt.parallel.styles import Style, check_alone
 from shardrt.tensor import Tensor
 
 Array = Any
@@ -61,12 +61,7 @@ class ExpertParallel(Style):
 
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
     """parallelize_module for a plan of this style. Raises ValueError for what can't be beside it."""
-    other = next((style for _, style in modules if not isinstance(style, ExpertParallel)), None)
-    if other is not None:
-        raise ValueError(
-            f"parallelize_module: ExpertParallel needs a plan of its own, without {type(other).__name__}, "
-            "on an axis whose ranks have different tokens"
-        )
+    check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
     if "tp" in (mesh.mesh_dim_names or ()):
         raise ValueError(
             f"parallelize_module: the ranks of {mesh!r} have the same tokens; ExpertParallel is for an axis "
@@ -153,7 +148,7 @@ def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]
 
     rows: how many there are, with those behind the last that is used.
     """
-    starts = np.cumsum(counts).reshape(counts.shape) - counts.reshape(-1).reshape(counts.shape)
+    starts = np.cumsum(counts).reshape(counts.shape) - counts
     by_expert = counts.T.reshape(-1)
     first = np.repeat(starts.T.reshape(-1) - (np.cumsum(by_expert) - by_expert), by_expert)
     used = np.arange(first.size)

@@ -58,7 +58,7 @@ def _styles(
         return model._tp_styles
     if model._tp_styles is not None:
         raise ValueError("set_tensor_invariant: the model has a plan, that of parallelize_module")
-    return Alone(in_sequence(plan)), chosen_by(model, plan, "set_tensor_invariant")
+    return Alone(in_sequence(plan.values())), chosen_by(model, plan, "set_tensor_invariant")
 
 
 def _check(model: Module, axis: Axis | Alone, chosen: list[tuple[Module, Style]]) -> None:

@@ -4,6 +4,7 @@
 Recomputation in Large Transformer Models, 2022, for the sequence.)
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from math import prod
 
@@ -47,6 +48,16 @@ class Style:
         """
         told = f"{type(self).__name__}, which {module.name!r} has, knows no sums in parts"
         raise ValueError(f"set_tensor_invariant: {told}")
+
+
+def check_alone(kind: type[Style], chosen: Iterable[tuple[Module, Style]], where: str) -> None:
+    """Raise ValueError where a plan has other styles beside one that needs a plan of its own."""
+    other = next((style for _, style in chosen if not isinstance(style, kind)), None)
+    if other is not None:
+        raise ValueError(
+            f"parallelize_module: {kind.__name__} needs a plan of its own, without {type(other).__name__}, "
+            f"{where}"
+        )
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,6 @@
 """parallelize_module: cuts the modules of a model over the ranks of an axis, as a plan says."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import fnmatchcase
 from typing import TypeVar
 
@@ -47,16 +47,19 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     if len(mesh.shape) > 1:
         raise ValueError(f'parallelize_module: mesh must have one axis, as mesh["tp"]; got {mesh!r}')
     chosen = chosen_by(model, plan, "parallelize_module")
-    for kind, cut in ((ContextParallel, lay_out_sequences), (ExpertParallel, spread_experts)):
-        if any(isinstance(style, kind) for style in plan.values()):
-            if mesh.size > 1:
-                cut(model, mesh, chosen)
-                _check_tied(model, mesh, {module for module, _ in chosen})
-                _check_same_on_all_ranks(model, mesh, chosen)
-            return model
-    if mesh.size == 1:
-        object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan)), chosen))
-        return model
+    kinds = [kind for kind in _WITH_A_PLAN_OF_ITS_OWN if any(isinstance(s, kind) for s in plan.values())]
+    cut = _WITH_A_PLAN_OF_ITS_OWN[kinds[0]] if kinds else _cut_modules
+    if mesh.size > 1:
+        cut(model, mesh, chosen)
+        _check_tied(model, mesh, {module for module, _ in chosen})
+        _check_same_on_all_ranks(model, mesh, chosen)
+    elif cut is _cut_modules:
+        object.__setattr__(model, "_tp_styles", (Alone(in_sequence(plan.values())), chosen))
+    return model
+
+
+def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
+    """parallelize_module for columns, rows, words and what lies between: tensor parallelism."""
     planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
     if planned is not None:
         if planned.share.own_data:
@@ -67,20 +70,20 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
         )
     batch = batch_of(model, mesh.root)
     batch.same += mesh.axes
-    axis = Axis(mesh, in_sequence(plan), batch)
+    axis = Axis(mesh, in_sequence(style for _, style in chosen), batch)
     for role in ("tensor", "control"):
         mesh.communicator(role)
     mesh.root.communicator("control")
     for module, style in chosen:
         style.apply(module, axis)
-    _check_tied(model, mesh, {module for module, _ in chosen})
     for parameter in model.parameters():
         if parameter.share is None:
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
-    _check_same_on_all_ranks(model, mesh, chosen)
     model.run_inside(Deciding(axis))
     object.__setattr__(model, "_tp_styles", (axis, chosen))
-    return model
+
+
+_WITH_A_PLAN_OF_ITS_OWN = {ContextParallel: lay_out_sequences, ExpertParallel: spread_experts}
 
 
 def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
@@ -93,9 +96,9 @@ def _check_same_on_all_ranks(model: Module, mesh: DeviceMesh, chosen: list[tuple
         )
 
 
-def in_sequence(plan: Mapping[str, Style]) -> bool:
+def in_sequence(styles: Iterable[Style]) -> bool:
     """Whether activations between modules are cut along time."""
-    return any(isinstance(style, SequenceParallel) for style in plan.values())
+    return any(isinstance(style, SequenceParallel) for style in styles)
 
 
 def chosen_by(model: Module, plan: Mapping[str, Style], call: str) -> list[tuple[Module, Style]]:
