@@ -1,0 +1,155 @@
+"""What one rank issued, in the order in which its host did: the recording that a simulated device makes.
+
+Nothing here has a time. A clock prices a program on a machine, a checker proves its waits, both from the
+same items. Addresses are those of a simulated device: nothing is ever stored there.
+"""
+
+from dataclasses import dataclass, field
+
+HOST = "host"  # the thread that issues; every other thread of a program is a stream
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Bytes from address `start` up to `stop`."""
+
+    start: int
+    stop: int
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A kernel or a copy in `stream`, issued by the host at this place of the program.
+
+    name: of the kernel ("linear.forward", "copy", "numpy.add"). label: what it is for (a unit, as in traces).
+    site: "file:line" outside of shardrt/device and kernels. launches: how often the host called the driver.
+    nbytes: that move to and from memory, which may be less or more than the ranges' sizes.
+    """
+
+    stream: str
+    name: str
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+    flops: int = 0
+    nbytes: int = 0
+    launches: int = 1
+    label: str = ""
+    site: str = ""
+    sizes: tuple[int, ...] = ()  # of a product: m, n, k; what else decides how fast it is
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """A call of the communicator `group` (Program.groups) in `stream`; its `number` there says which it is.
+
+    nbytes: of the whole buffer on this rank. peer: the other rank, within the group, of a message, else -1.
+    It begins when all of the group have come to it (both ends, of a message).
+    """
+
+    stream: str
+    call: str
+    group: str
+    number: int
+    nbytes: int
+    reads: tuple[Range, ...] = ()
+    writes: tuple[Range, ...] = ()
+    peer: int = -1
+    launches: int = 1
+    label: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """The point `mark` is here in `stream`. Every record has a mark of its own, whatever the event."""
+
+    stream: str
+    mark: int
+    label: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Wait:
+    """`stream` runs nothing of what follows before the point `mark` is reached."""
+
+    stream: str
+    mark: int
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWait:
+    """The host goes on when the point `mark` is reached."""
+
+    mark: int
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostRead:
+    """The host reads these bytes itself. why: which value it is, where it stands for one ("loss", "norm")."""
+
+    reads: tuple[Range, ...]
+    why: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class HostWrite:
+    """The host writes these bytes itself."""
+
+    writes: tuple[Range, ...]
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Take:
+    """Memory is lent. place: "device" or "host". category: as in a memory plan."""
+
+    memory: Range
+    place: str
+    category: str = ""
+    label: str = ""
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Free:
+    """Memory that was lent from address `start` is given back, and may be lent again at once."""
+
+    start: int
+    site: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """An optimizer step has ended; steps count from 0."""
+
+    number: int
+
+
+Item = Work | Collective | Record | Wait | HostWait | HostRead | HostWrite | Take | Free | Step
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks of a communicator, by their numbers in the world. role: what its mesh asked it for."""
+
+    ranks: tuple[int, ...] | range
+    role: str = ""
+
+
+@dataclass
+class Program:
+    """All that rank `rank` of `world_size` issued."""
+
+    rank: int = 0
+    world_size: int = 1
+    items: list[Item] = field(default_factory=list)
+    groups: dict[str, Group] = field(default_factory=dict)
+
+    @property
+    def streams(self) -> list[str]:
+        """In the order of their first item."""
+        return list(dict.fromkeys(item.stream for item in self.items if hasattr(item, "stream")))
