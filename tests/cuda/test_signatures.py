@@ -1,13 +1,15 @@
-"""kernels/cuda has the functions of kernels/cpu, with the same parameters."""
+"""kernels/cuda and kernels/shape have the functions of kernels/cpu, with the same parameters."""
 
 import importlib
 import inspect
 
 import pytest
 
-from shardrt.kernels import cpu, cuda
+from shardrt.kernels import cpu, cuda, shape
 
 HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
+COSTS = {"bytes_moved", "flops"}  # of the two that compute
+OF_SHAPE = {"Answer", "Cost", "New"}
 MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]
 
 
@@ -21,17 +23,18 @@ def functions_of(package, module):
     }
 
 
-def test_every_module_has_its_twin():
-    assert set(cuda.__all__) == set(cpu.__all__) - HOST_ONLY
+def test_every_module_has_its_twins():
+    assert set(cuda.__all__) == set(shape.__all__) - OF_SHAPE == set(cpu.__all__) - HOST_ONLY
     assert len(MODULES) == 24
 
 
 @pytest.mark.parametrize("module", MODULES)
 def test_functions_and_their_parameters_are_the_same(module):
     on_cpu = functions_of("cpu", module)
-    on_cuda = functions_of("cuda", module)
+    on_cuda, in_shape = functions_of("cuda", module), functions_of("shape", module)
     for name in HOST_ONLY:
         on_cpu.pop(name, None)
     assert on_cpu
     for name, parameters in on_cpu.items():
         assert on_cuda.get(name) == parameters, name
+        assert in_shape.get(name) == parameters or name in COSTS, name

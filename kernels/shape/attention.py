@@ -1,0 +1,80 @@
+"""What attention costs. That cuDNN computes it is assumed of 16 bits, heads of up to 128 elements in 16-byte
+vectors and all keys up to a query: one call. (Where deterministic algorithms or cuDNN's faults ask for more
+calls or for other kernels, more are launched.) Documents side by side are taken to be one.
+"""
+
+from shardrt.kernels.shape._cost import Array, Cost, cost
+
+_WIDEST, _VECTOR = 128, 16  # elements of a head, bytes
+
+
+def forward(
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    *,
+    causal: bool,
+    scale: float,
+    starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
+) -> Cost:
+    flops = 4 * _pairs(q, k, causal, offsets) * q.shape[3]
+    launches = min(q.size, 1)
+    return cost((q, k, v, starts), (y, lse), flops, launches=launches, sizes=_sizes(q, k))
+
+
+def backward(
+    dy: Array,
+    q: Array,
+    k: Array,
+    v: Array,
+    y: Array,
+    lse: Array,
+    dq: Array,
+    dk: Array,
+    dv: Array,
+    *,
+    causal: bool,
+    scale: float,
+    starts: Array | None = None,
+    offsets: tuple[int, ...] = (0,),
+) -> Cost:
+    fused = q.dtype.itemsize == 2 and starts is None and offsets == (0,) and q.shape[1] % k.shape[1] == 0
+    fused = fused and all(map(_readable, (dy, q, k, v, y, dq, dk, dv)))
+    launches = 1 if fused else 3  # dots, gradients of queries, of keys
+    flops = 10 * _pairs(q, k, causal, offsets) * q.shape[3]
+    how = {
+        "launches": launches if q.size else 0,
+        "sizes": _sizes(q, k),
+        "scratch": 0 if fused else lse.nbytes,
+    }
+    return cost((dy, q, k, v, y, lse, starts), (dq, dk, dv), flops, **how)
+
+
+def _sizes(q: Array, k: Array) -> tuple[int, ...]:
+    """(batch, heads, queries, keys, width)."""
+    return *q.shape[:3], k.shape[2], q.shape[3]
+
+
+def _pairs(q: Array, k: Array, causal: bool, offsets: tuple[int, ...]) -> int:
+    """Pairs of a query and a key that it sees, of all heads."""
+    batch, heads, time, _ = q.shape
+    keys = k.shape[2]
+    if not causal:
+        return batch * heads * time * keys
+    found, each = 0, time // len(offsets)
+    for offset in offsets:
+        part = min(each, max(0, keys - offset))  # queries that see keys up to their own place; others see all
+        found += part * offset + part * (part + 1) // 2 + (each - part) * keys
+    return batch * heads * found
+
+
+def _readable(x: Array) -> bool:
+    """Whether cuDNN reads such heads: in whole vectors."""
+    *steps, item = x.strides
+    if x.shape[3] * item % _VECTOR or x.shape[3] > _WIDEST:
+        return False
+    wrong = [s for s, count in zip(steps, x.shape[:3], strict=True) if count > 1 and (s < 1 or s % _VECTOR)]
+    return not wrong

@@ -1,0 +1,31 @@
+"""What the layers of experts cost: a product for each group that has rows."""
+
+from collections.abc import Sequence
+
+from shardrt.kernels.shape._cost import Array, Cost, cost
+
+
+def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> Cost:
+    return _groups(x, weight, counts, y, *weight.shape[1:])
+
+
+def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -> Cost:
+    return _groups(dy, weight, counts, dx, *weight.shape[:0:-1])
+
+
+def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, accumulate: bool) -> Cost:
+    rows, (groups, outputs, inputs) = sum(counts), dweight.shape
+    full = sum(count > 0 for count in counts)
+    launches = full if accumulate else groups
+    reads = x[:rows], dy[:rows], dweight if accumulate else None
+    how = {"launches": launches, "sizes": (outputs, inputs, rows, full)}
+    return cost(reads, (dweight,), 2 * rows * outputs * inputs, **how)
+
+
+def _groups(x: Array, weight: Array, counts: Sequence[int], y: Array, outputs: int, inputs: int) -> Cost:
+    rows, full = sum(counts), sum(count > 0 for count in counts)
+    launches = full + (rows < len(y))  # rows behind the last group are set to 0
+    how = {"launches": launches, "sizes": (rows, outputs, inputs, full)}
+    found = cost((x[:rows], weight), (y,), 2 * rows * outputs * inputs, **how)
+    idle = (len(counts) - full) * outputs * inputs * weight.dtype.itemsize
+    return found._replace(nbytes=found.nbytes - idle)

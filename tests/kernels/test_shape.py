@@ -1,0 +1,372 @@
+"""kernels/shape tells the truth: what kernels of the CPU read and write, what those of the GPU launch.
+
+tests/kernels/shape_cases.py has at least one call of every kernel.
+"""
+
+import importlib
+import inspect
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from shardrt.kernels import cpu, shape
+from shardrt.kernels.cuda import _launch
+from shardrt.kernels.cuda._cublaslt import _takes
+from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
+from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
+from tests.kernels.shape_cases import CASES, Arrays
+
+NUMBERS = {"cast.check_kind", "reduce.power_rows"}  # functions that are no kernels
+NO_KERNELS = ("set_blas_threads", "bytes_moved", "flops")
+CALLS = [pytest.param(name, case, id=f"{name}-{i}") for name in CASES for i, case in enumerate(CASES[name])]
+
+
+def of(package, name):
+    module, function = name.split(".")
+    return getattr(importlib.import_module(f"shardrt.kernels.{package}.{module}"), function)
+
+
+def test_there_is_a_call_of_every_kernel():
+    functions = set()
+    for name in cpu.__all__:
+        for function, found in vars(getattr(cpu, name)).items():
+            own = inspect.isfunction(found) and found.__module__ == f"shardrt.kernels.cpu.{name}"
+            if own and not function.startswith("_") and function not in NO_KERNELS:
+                functions.add(f"{name}.{function}")
+    assert functions - NUMBERS == set(CASES)
+
+
+# -- what the kernels of the CPU read and write
+
+
+def on_the_cpu(name, cost):
+    """What does there what the cost is of."""
+    if name == "cross_entropy.backward_in_place":  # the GPU's forward has done it
+        return lambda **arguments: None
+    if name == "linear.backward_input_gelu" and cost.value:
+
+        def apart(dy, weight, inner, dinner):
+            cpu.linear.backward_input(dy, weight, dinner)
+            cpu.linear.backward_gelu(dinner, inner, dinner, None, False)
+            return True
+
+        return apart
+    return of("cpu", name)
+
+
+def arrays_of(arguments):
+    """Name -> array, those of a list by its name and number."""
+    found = {}
+    for name, value in arguments.items():
+        several = value if isinstance(value, list) else [value]
+        found |= {f"{name}{i or ''}": x for i, x in enumerate(several) if isinstance(x, np.ndarray)}
+    return found
+
+
+def whole(x):
+    """The array that x is a view of."""
+    return x if x.base is None else whole(x.base)
+
+
+def memory(arguments):
+    """The bytes of all arrays, one behind the other."""
+    return np.concatenate([whole(x).reshape(-1).view(np.uint8) for x in arrays_of(arguments).values()])
+
+
+def put(arguments, data):
+    """Make `data` the memory of all arrays."""
+    for x in arrays_of(arguments).values():
+        own, data = data[: whole(x).nbytes], data[whole(x).nbytes :]
+        whole(x).reshape(-1).view(np.uint8)[:] = own
+
+
+def places(arguments, arrays):
+    """Which bytes of `memory` belong to these arrays."""
+    before = memory(arguments)
+    put(arguments, np.zeros_like(before))
+    for x in arrays:
+        x[...] = np.full(x.dtype.itemsize, 255, np.uint8).view(x.dtype)[0]
+    found = memory(arguments) == 255
+    put(arguments, before)
+    return found
+
+
+def called(function, arguments):
+    """(what it gives, the memory behind it); the memory is then as it was before."""
+    before = memory(arguments)
+    given, after = function(**arguments), memory(arguments)
+    put(arguments, before)
+    return given, after
+
+
+def same(first, second):
+    return np.array_equal(np.asarray(first), np.asarray(second), equal_nan=first is not None)
+
+
+def filler(arguments, float_number, whole_number):
+    """A memory full of one number."""
+    before = memory(arguments)
+    for x in arrays_of(arguments).values():
+        whole(x)[...] = whole_number if x.dtype.kind in "iu" else float_number
+    found = memory(arguments)
+    put(arguments, before)
+    return found
+
+
+@pytest.mark.parametrize("name, case", CALLS)
+def test_only_what_is_in_writes_changes(name, case):
+    arguments = case(Arrays())
+    cost = of("shape", name)(**arguments)
+    before = memory(arguments)
+    _, after = called(on_the_cpu(name, cost), arguments)
+    assert not (before != after)[~places(arguments, cost.writes)].any()
+    for x in cost.writes:
+        left = name == "cross_entropy.forward_in_place" and x is arguments["logits"]  # by the CPU's
+        if cost.launches and x.size and not left:
+            assert (before != after)[places(arguments, [x])].any()
+
+
+@pytest.mark.parametrize("name, case", CALLS)
+def test_what_is_not_in_reads_changes_no_result(name, case):
+    arguments = case(Arrays())
+    cost = of("shape", name)(**arguments)
+    before, read = memory(arguments), places(arguments, cost.reads)
+    written, results = places(arguments, cost.writes), []
+    for numbers in ((np.nan, 0), (7.0, 1)):
+        put(arguments, np.where(read, before, filler(arguments, *numbers)))
+        given, after = called(on_the_cpu(name, cost), arguments)
+        results.append((given if given is not arguments.get("out") else None, after[written]))
+    (given, first), (others, second) = results
+    assert same(given, others) and np.array_equal(first, second)
+
+
+@pytest.mark.parametrize("name, case", CALLS)
+def test_what_is_in_reads_changes_a_result(name, case):
+    arguments = case(Arrays())
+    cost = of("shape", name)(**arguments)
+    if not all(x.size for x in cost.reads) or not any(x.size for x in cost.writes) and cost.value is None:
+        return
+    function = on_the_cpu(name, cost)
+    given, after = called(function, arguments)
+    written = places(arguments, cost.writes)
+    for x in cost.reads:
+        if x is arguments.get("weight") and arguments.get("dx", x) is None:
+            continue  # of a norm: its input's gradient is not wanted
+        before = memory(arguments)
+        change(x, arguments)
+        others, found = called(function, arguments)
+        put(arguments, before)
+        assert (found != after)[written].any() or not same(given, others)
+
+
+def change(x, arguments):
+    """Other numbers, with which the call has a meaning."""
+    if x is arguments.get("ranges"):
+        x[:, 2:] *= 1.1
+    elif x is arguments.get("starts"):
+        x[...] = 0
+    elif x is arguments.get("targets"):
+        x[...] = [*x[1:], arguments["ignore_index"]]
+    elif x.dtype.kind in "iu":
+        x[...] = np.roll(x, 1)
+    else:
+        x[...] = 0.1 - 1.3 * np.roll(x, 1)
+
+
+@pytest.mark.parametrize("name, case", CALLS)
+def test_the_value_is_what_the_kernel_gives(name, case):
+    arguments = case(Arrays())
+    cost = of("shape", name)(**arguments)
+    given = on_the_cpu(name, cost)(**arguments)
+    value = cost.value.usual if isinstance(cost.value, shape.Answer) else cost.value
+    if isinstance(value, shape.New):
+        assert (given.shape, given.dtype) == (value.shape, value.dtype)
+    elif isinstance(given, np.ndarray):
+        assert value is given
+    else:
+        assert type(value) is type(given)
+
+
+# -- what the GPU's host launches
+
+
+class Counted(np.ndarray):
+    """An array whose copies and fills are launches."""
+
+    backend: "Counting"
+
+    def fill(self, value):
+        self.backend.launches += self.size > 0
+
+    def __setitem__(self, key, value):
+        self.backend.launches += self.size > 0
+
+    def copy(self):
+        self.backend.launches += 1
+        self.backend.scratch += self.nbytes
+        return np.ascontiguousarray(self)
+
+
+class Counting:
+    """A backend for kernels/cuda/_launch.py that computes nothing; libraries can do what shape assumes."""
+
+    multiprocessors = 132
+
+    def __init__(self):
+        self.launches, self.scratch = 0, 0
+        cudnn = SimpleNamespace(
+            module=SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT=0)),
+            versions=("1.28.0", 92600),
+            architecture="sm_80",
+            empty=self.empty,
+            run=lambda *operation, **how: self._library(),
+        )
+        self._attention, self._convolution = CuDNNAttention(cudnn), CuDNNConv2d(cudnn)
+
+    def launch(self, file, defines, function, grid, threads, args, shared):
+        self.launches += 1
+
+    def empty(self, shape, dtype):
+        self.scratch += np.prod(shape) * np.dtype(dtype).itemsize
+        return self.own(np.zeros(shape, dtype))
+
+    def own(self, x):
+        x = x.view(type("Counted", (Counted,), {"backend": self}))
+        return x
+
+    def gemm(self, a, b, out, *, accumulate, bias=None, varied=False):
+        self.launches += 1
+
+    def gemm_gelu(self, a, b, bias, inner, out, apart):
+        return a.dtype != np.float64 and _takes(inner, inner, out, bias) and self._library()
+
+    def gemm_gelu_backward(self, a, b, inner, out, apart):
+        return a.dtype != np.float64 and _takes(inner, inner, out) and self._library()
+
+    def gemm_sums(self, a, b, out, sums, *, accumulate, apart):
+        return a.dtype != np.float64 and _takes(None, sums) and self._library()
+
+    def attention(self):
+        return self._attention
+
+    def convolution(self):
+        return self._convolution
+
+    def _library(self):
+        self.launches += 1
+        return True
+
+
+class OnGPU(Arrays):
+    def __init__(self, dtype, backend):
+        super().__init__(dtype)
+        self.lay = backend.own
+
+
+@pytest.fixture
+def counting():
+    backend = Counting()
+    before = _launch.use(backend)
+    yield backend
+    _launch.use(before)
+
+
+# Whose bytes are not those of their arrays, each once, and of scratch, twice: a table's rows, or rows of
+# tokens, as often as they are named; rows read again; partial results that are left out.
+OTHER_BYTES = (
+    *("embedding.", "grouped.", "route.spread", "route.collect", "route.weights_backward"),
+    *("cross_entropy.forward_in_place", "linear.forward_gelu", "linear.backward_parameters"),
+    *("elementwise.unscale_", "reduce.power_sums", "reduce.exact_power_sums", "reduce.abs_max"),
+)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64], ids=["f32", "bf16", "f64"])
+@pytest.mark.parametrize("name, case", CALLS)
+def test_launches_are_those_of_the_gpu(name, case, dtype, counting):
+    arguments = case(OnGPU(dtype, counting))
+    cost = of("shape", name)(**arguments)
+    counting.launches = counting.scratch = 0
+    of("cuda", name)(**arguments)
+    assert cost.launches == counting.launches
+    patches = name.startswith("conv2d.") and dtype is np.float64
+    if not name.startswith(OTHER_BYTES) and not patches:
+        once = sum(x.nbytes for x in (*cost.reads, *cost.writes))
+        assert cost.nbytes == once + 2 * counting.scratch
+
+
+def test_many_parts_of_many_elements_are_summed_some_at_a_time(counting):
+    parts = [counting.own(empty((1 << 20) + 9)) for _ in range(9)]
+    cost = shape.reduce.sum_into(parts[0], parts, 1.0, False)
+    of("cuda", "reduce.sum_into")(parts[0], parts, 1.0, False)
+    assert cost.launches == counting.launches == 2 * (2 + 1)
+    assert cost.nbytes == 10 * parts[0].nbytes + 2 * counting.scratch
+
+
+# -- numbers
+
+
+def empty(*shape):
+    return np.empty(shape, np.float32)
+
+
+def test_products_have_two_operations_for_each_inner_element():
+    x, weight, y = empty(70, 24), empty(32, 24), empty(70, 32)
+    forward = shape.linear.forward(x, weight, None, y)
+    assert forward.flops == 2 * 70 * 24 * 32 and forward.sizes == (70, 32, 24)
+    assert forward.nbytes == 4 * (70 * 24 + 32 * 24 + 70 * 32)
+    dinput, dweight = (
+        shape.linear.backward_input(y, weight, x),
+        shape.linear.backward_weight(x, y, weight, True),
+    )
+    assert dinput.flops == dweight.flops == forward.flops
+    assert dinput.sizes == (70, 24, 32) and dweight.sizes == (32, 24, 70)
+    assert dweight.nbytes == 4 * (70 * 24 + 70 * 32 + 2 * 32 * 24)
+    batch = shape.matmul.matmul(empty(3, 9, 12), empty(3, 12, 7), empty(3, 9, 7))
+    assert batch.flops == 3 * 2 * 9 * 12 * 7 and batch.sizes == (9, 7, 12, 3)
+    experts = shape.grouped.forward(empty(20, 24), empty(3, 32, 24), [5, 0, 9], empty(20, 32))
+    assert experts.flops == 2 * 14 * 24 * 32 and experts.sizes == (14, 32, 24, 2)
+    assert experts.nbytes == 4 * (14 * 24 + 2 * 32 * 24 + 20 * 32)
+    how = {"stride": (1, 1), "padding": (0, 0), "dilation": (1, 1), "groups": 2}
+    convolved = shape.conv2d.forward(empty(3, 4, 9, 8), empty(6, 2, 3, 2), None, empty(3, 6, 7, 7), **how)
+    assert convolved.flops == 2 * 3 * 6 * 7 * 7 * 2 * 3 * 2
+
+
+@pytest.mark.parametrize("time, keys, how", [(8, 8, {}), (8, 5, {}), (8, 12, {"offsets": (2, 8)})])
+def test_attention_counts_the_pairs_that_see_each_other(time, keys, how):
+    q, k = empty(2, 4, time, 16), empty(2, 2, keys, 16)
+    offsets = how.get("offsets", (0,))
+    each = time // len(offsets)
+    last = [offset + i for offset in offsets for i in range(each)]
+    pairs = 2 * 4 * sum(key <= at for at in last for key in range(keys))
+    how = {"causal": True, "scale": 1.0} | how
+    lse = empty(2, 4, time)
+    assert shape.attention.forward(q, k, k, q, lse, **how).flops == 2 * 2 * 16 * pairs
+    assert shape.attention.backward(q, q, k, k, q, lse, q, k, k, **how).flops == 5 * 2 * 16 * pairs
+    full = shape.attention.forward(q, k, k, q, lse, causal=False, scale=1.0)
+    assert full.flops == 2 * 2 * 16 * 2 * 4 * time * keys
+
+
+def test_norms_read_and_write_their_rows_once():
+    x, vector, rows = empty(1000, 64), empty(64), empty(1000)
+    forward = shape.layer_norm.forward(x, vector, vector, x, rows, rows, 1e-5)
+    assert forward.nbytes == 4 * (2 * 1000 * 64 + 2 * 64 + 2 * 1000) and forward.flops == 8 * 1000 * 64
+    added = shape.rms_norm.forward(x, vector, x, rows, 1e-5, x, x)
+    assert added.nbytes == 4 * (4 * 1000 * 64 + 64 + 1000)
+    backward = shape.rms_norm.backward(x, x, vector, rows, x, vector, True)
+    partials = 125 * 64  # of 8 rows each
+    assert backward.nbytes == 4 * (3 * 1000 * 64 + 3 * 64 + 1000 + 2 * partials)
+
+
+def test_no_element_is_touched_and_neither_numba_nor_cupy_is_loaded():
+    told = subprocess.run(
+        [sys.executable, "-X", "faulthandler", "-m", "tests.kernels.shape_cases"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert told.returncode == 0, told.stderr
+    assert told.stdout.split() == [str(len(CASES))]
