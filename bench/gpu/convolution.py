@@ -6,6 +6,7 @@ from typing import Any
 from bench.gpu.clock import Clock, Torch, blank, filled
 from bench.gpu.products import Product, compare
 from bench.gpu.state import Run
+from shardrt.kernels import shape as costs
 
 # batch, channels, outputs, window, stride, padding, groups, height and width
 SHAPES = {
@@ -51,7 +52,7 @@ def products(
         "input gradient": (dx, lambda: kernel.backward_input(dy, weight, dx, *how)),
         "weight gradient": (dweight, lambda: kernel.backward_weight(x, dy, dweight, False, *how)),
     }
-    flops = kernel.flops(y.shape, weight.shape)
+    flops = costs.conv2d.forward(x, weight, None, y, *how).flops
     for which, (out, ours) in works.items():
         theirs = results = None
         layout = ""

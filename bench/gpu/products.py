@@ -9,6 +9,7 @@ import numpy as np
 
 from bench.gpu.clock import Clock, Torch, blank, difference, filled
 from bench.gpu.state import Run
+from shardrt.kernels import shape as costs
 
 LEAST, GOAL = 0.97, 1.02  # of PyTorch's rate
 CLOSE = 1e-2  # relative difference in bfloat16
@@ -75,7 +76,7 @@ def products(
     x, dy = filled(rows, inputs), filled(rows, outputs, seed=1)
     weight = filled(outputs, inputs, seed=2, scale=0.02)
     y, dx, dweight = (blank(*like.shape) for like in (dy, x, weight))
-    flops = linear.flops(rows, inputs, outputs)
+    flops = costs.linear.forward(x, weight, None, y).flops
     works = {
         "forward": (y, lambda: linear.forward(x, weight, None, y)),
         "input gradient": (dx, lambda: linear.backward_input(dy, weight, dx)),
@@ -113,7 +114,7 @@ def with_gelu(torch: Torch, sizes: Sizes) -> Product:
             out[0] = gelu(addmm(tb, tx, tw.t()), approximate="tanh")
 
         results = lambda: (torch.of(y), out[0])  # noqa: E731
-    flops = linear.flops(rows, inputs, outputs)
+    flops = costs.linear.forward(x, weight, bias, y).flops
     ours = lambda: linear.forward_gelu(x, weight, bias, inner, y)  # noqa: E731
     return Product(f"up {inputs} -> {outputs} with bias and GELU", flops, ours, theirs, results)
 
@@ -165,7 +166,7 @@ def attention(run: Run, clock: Clock, torch: Torch, sizes: Sizes) -> None:
     q, k, v = _heads(qkv, 3, heads)
     (y_heads,), (dy_heads,) = _heads(y, 1, heads), _heads(dy, 1, heads)
     how = {"causal": True, "scale": 1 / sqrt(dim)}
-    flops = kernel.flops(batch, heads, time, dim)
+    flops = costs.attention.forward(q, k, v, y_heads, lse, **how).flops
 
     def forward() -> None:
         kernel.forward(q, k, v, y_heads, lse, **how)

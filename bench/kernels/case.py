@@ -9,6 +9,7 @@ import numpy as np
 from bench.gpu.clock import blank, element, filled
 from shardrt import device as devices
 from shardrt import dtypes
+from shardrt.kernels.shape import Cost
 
 Array = Any
 Peer = Callable[..., Callable[[], Sequence]]  # (torch, *tensors) -> a call that gives the results
@@ -73,7 +74,7 @@ class Sizes:
 
 @dataclass(frozen=True)
 class Case:
-    """One pass. nbytes, flops: that it can't do without, as its kernels declare.
+    """One pass. nbytes, flops: that it can't do without (needs).
 
     ours leaves its results in `results`, or gives them where that is empty. plain: the same in NumPy, from
     `inputs` to a tuple of results; of CuPy's arrays it makes CuPy's. peer: the same in PyTorch. judge, where
@@ -112,11 +113,6 @@ class Maker:
         """Those of the current device."""
         return devices.current().kernels
 
-    @property
-    def itemsize(self) -> int:
-        """Bytes of an element."""
-        return element(self.dtype).itemsize
-
     def numbers(self, *shape: int, seed: int = 0, scale: float = 1.0) -> Array:
         """Normally distributed."""
         return placed(filled(*shape, dtype=self.dtype, seed=seed, scale=scale))
@@ -140,6 +136,11 @@ def placed(array: Array) -> Array:
     target = device.empty(array.shape, array.dtype)
     device.copy(target, array)
     return target
+
+
+def needs(*costs: Cost) -> tuple[int, int]:
+    """(bytes, operations) of these calls; what a kernel keeps for itself, another might not."""
+    return sum(cost.nbytes - cost.scratch for cost in costs), sum(cost.flops for cost in costs)
 
 
 def value(function: Callable) -> Peer:

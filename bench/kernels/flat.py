@@ -8,8 +8,9 @@ import numpy as np
 
 from bench.gpu.clock import blank, filled
 from bench.kernels import plain
-from bench.kernels.case import Array, Case, Maker, placed, shape_of, value
+from bench.kernels.case import Array, Case, Maker, needs, placed, shape_of, value
 from shardrt import device as devices
+from shardrt.kernels import shape as costs
 
 PARTS = (2, 4)  # ranks whose slices are added up
 
@@ -35,10 +36,9 @@ def cast(make: Maker) -> Iterator[Case]:
     """Between float32 and the bits of the 16-bit types; NumPy has no bfloat16."""
     module, count = make.kernels.cast, make.sizes.elements
     exact, bits, found = _exact(count), blank(count, dtype=np.uint16), blank(count, dtype=np.float32)
-    nbytes, flops = module.bytes_moved(count), module.flops(count)
     for kind in ("bfloat16", "float16"):
         yield Case(
-            *("cast", f"to {kind}", str(count), nbytes, flops),
+            *("cast", f"to {kind}", str(count), *needs(costs.cast.pack(exact, bits, kind))),
             ours=partial(module.pack, exact, bits, kind),
             results=(bits,),
             inputs=(exact,),
@@ -48,7 +48,7 @@ def cast(make: Maker) -> Iterator[Case]:
         )
         module.pack(exact, bits, kind)
         yield Case(
-            *("cast", f"from {kind}", str(count), nbytes, flops),
+            *("cast", f"from {kind}", str(count), *needs(costs.cast.unpack(bits, found, kind))),
             ours=partial(module.unpack, bits, found, kind),
             results=(found,),
             inputs=(bits,),
@@ -75,11 +75,11 @@ def _unpacked(bits: Array, kind: str) -> tuple:
 def normal(make: Maker) -> Iterator[Case]:
     """From a counter: each element by itself; the others' depend on those before."""
     count = make.sizes.elements // 4
-    out, module, random = blank(count, dtype=np.float32), make.kernels.philox, np.random.default_rng(0)
+    given, random = (blank(count, dtype=np.float32), 7, 3, 0, 0.0, 1.0), np.random.default_rng(0)
     yield Case(
-        *("normal", "forward", str(count), module.bytes_moved(count), module.flops(count)),
-        ours=lambda: module.normal(out, 7, 3, 0, 0.0, 1.0),
-        results=(out,),
+        *("normal", "forward", str(count), *needs(costs.philox.normal(*given))),
+        ours=lambda: make.kernels.philox.normal(*given),
+        results=given[:1],
         inputs=(),
         plain=lambda: (random.standard_normal(count, np.float32),),
         peer=lambda torch: partial(_drawn, torch.empty(count)),
@@ -106,8 +106,7 @@ def sum_ranks(make: Maker) -> Iterator[Case]:
         parts = tuple(_exact(count, seed) for seed in range(ranks))
         yield Case(
             *("sum_ranks", f"of {ranks}", str(count)),
-            nbytes=module.bytes_moved(ranks, count),
-            flops=module.flops(ranks, count),
+            *needs(costs.reduce.sum_into(out, parts, scale, False)),
             ours=partial(module.sum_into, out, list(parts), scale, False),
             results=(out,),
             inputs=parts,
@@ -120,8 +119,7 @@ def sum_ranks(make: Maker) -> Iterator[Case]:
             make.kernels.cast.pack(part, packed, "bfloat16")
         yield Case(
             *("sum_ranks", f"of {ranks}, bfloat16", str(count)),
-            nbytes=2 * ranks * count + 4 * count,
-            flops=module.flops(ranks, count),
+            *needs(costs.reduce.sum_packed(out, bits, scale, False, "bfloat16")),
             ours=partial(module.sum_packed, out, list(bits), scale, False, "bfloat16"),
             results=(out,),
             inputs=bits,
@@ -146,7 +144,7 @@ def column_sum(make: Maker) -> Iterator[Case]:
     """A bias' gradient."""
     x, out = make.numbers(make.sizes.tokens, make.sizes.wide), make.exact(make.sizes.wide)
     yield Case(
-        *("column_sum", "forward", shape_of(*x.shape), x.nbytes, x.size),
+        *("column_sum", "forward", shape_of(*x.shape), *needs(costs.reduce.column_sum(x, out, False))),
         ours=lambda: make.kernels.reduce.column_sum(x, out, False),
         results=(out,),
         inputs=(x,),
@@ -159,7 +157,7 @@ def power_sums(make: Maker) -> Iterator[Case]:
     """For the norm of gradients: exact to 100 bits; the others' in float64, for in float32 they are wrong."""
     x = make.numbers(make.sizes.elements)
     yield Case(
-        *("power_sums", "forward", str(x.size), x.nbytes, 2 * x.size),
+        *("power_sums", "forward", str(x.size), *needs(costs.reduce.power_sums(x, 2.0))),
         ours=lambda: (make.kernels.reduce.power_sums(x, 2.0).sum().reshape(1),),
         results=(),
         inputs=(x,),
@@ -177,7 +175,7 @@ def adamw(make: Maker) -> Iterator[Case]:
     inputs = (placed(param), grad)
     own = [0, count, 1 - lr * decay, lr / (1 - betas[0]), (1 - betas[1]) ** -0.5, *betas, eps]
     ranges = devices.current().asarray(np.array([own]))
-    module = make.kernels.adamw
+    given, module = (param, grad, m, v, ranges), make.kernels.adamw
 
     def peer(torch, param, grad):
         param.requires_grad_().grad = grad
@@ -191,8 +189,8 @@ def adamw(make: Maker) -> Iterator[Case]:
         return call
 
     yield Case(
-        *("adamw", "step", str(count), module.bytes_moved(count), module.flops(count)),
-        ours=lambda: module.step(param, grad, m, v, ranges),
+        *("adamw", "step", str(count), *needs(costs.adamw.step(*given))),
+        ours=lambda: module.step(*given),
         results=(param, m, v),
         inputs=inputs,
         plain=lambda *arrays: plain.adamw(*arrays, lr, decay, *betas, eps),
@@ -208,7 +206,7 @@ def lion(make: Maker) -> Iterator[Case]:
     m.fill(0)
     inputs = (placed(param), grad)
     ranges = devices.current().asarray(np.array([[0, count, 1 - lr * decay, lr, *betas]]))
-    module = make.kernels.lion
+    given, module = (param, grad, m, ranges), make.kernels.lion
 
     def peer(torch, param, grad):
         moving = torch.zeros_like(param)
@@ -221,8 +219,8 @@ def lion(make: Maker) -> Iterator[Case]:
         return call
 
     yield Case(
-        *("lion", "step", str(count), module.bytes_moved(count), module.flops(count)),
-        ours=lambda: module.step(param, grad, m, ranges),
+        *("lion", "step", str(count), *needs(costs.lion.step(*given))),
+        ours=lambda: module.step(*given),
         results=(param, m),
         inputs=inputs,
         plain=lambda *arrays: plain.lion(*arrays, lr, decay, *betas),
@@ -238,7 +236,7 @@ def sgd(make: Maker) -> Iterator[Case]:
     buffer.fill(0)
     inputs = (placed(param), grad)
     ranges = devices.current().asarray(np.array([[0, count, lr, decay, momentum, 1.0]]))
-    module = make.kernels.sgd
+    given, module = (param, grad, buffer, ranges, momentum, False), make.kernels.sgd
 
     def peer(torch, param, grad):
         param.requires_grad_().grad = grad
@@ -251,8 +249,8 @@ def sgd(make: Maker) -> Iterator[Case]:
         return call
 
     yield Case(
-        *("sgd", "step", str(count), module.bytes_moved(count), module.flops(count)),
-        ours=lambda: module.step(param, grad, buffer, ranges, momentum, False),
+        *("sgd", "step", str(count), *needs(costs.sgd.step(*given))),
+        ours=lambda: module.step(*given),
         results=(param, buffer),
         inputs=inputs,
         plain=lambda *arrays: plain.sgd(*arrays, lr, decay),

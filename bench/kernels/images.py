@@ -6,8 +6,9 @@ from functools import partial
 import numpy as np
 
 from bench.kernels import plain
-from bench.kernels.case import Case, Maker, gradient, shape_of, value
+from bench.kernels.case import Case, Maker, gradient, needs, shape_of, value
 from shardrt import device as devices
+from shardrt.kernels import shape as costs
 
 
 def batch_norm(make: Maker) -> Iterator[Case]:
@@ -34,9 +35,12 @@ def batch_norm(make: Maker) -> Iterator[Case]:
     def function(torch, x, weight, bias):
         return torch.nn.functional.batch_norm(x, None, None, weight, bias, training=True, eps=plain.EPS)
 
-    nbytes, flops = module.bytes_moved(x.size, make.itemsize), module.flops(x.size)
+    cost, rest = costs.batch_norm, (mean, mean, weight, dweight, dbias, out)
+    first = cost.statistics(planes, mean, squares), cost.forward(planes, mean, mean, weight, bias, out)
+    second = cost.backward_sums(upper, planes, mean, mean, dweight, dbias)
+    back = second, cost.backward_input(upper, planes, *rest)
     yield Case(
-        *("batch_norm", "forward", shape_of(*shape), nbytes, flops, forward),
+        *("batch_norm", "forward", shape_of(*shape), *needs(*first), forward),
         results=(y,),
         inputs=(x, weight, bias),
         plain=plain.batch_norm,
@@ -44,7 +48,7 @@ def batch_norm(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("batch_norm", "backward", shape_of(*shape), 5 / 3 * nbytes, 2 * flops, backward),
+        *("batch_norm", "backward", shape_of(*shape), *needs(*back), backward),
         results=(y, dweight, dbias),
         inputs=(dy, x, weight, bias),
         plain=plain.batch_norm_backward,
@@ -67,30 +71,27 @@ def _pool(make: Maker, kind: str) -> Iterator[Case]:
     small = *shape[:2], *((shape[2] - 1) // 2 + 1,) * 2
     x, dy, y, dx = make.numbers(*shape), make.numbers(*small, seed=1), make.blank(*small), make.blank(*shape)
     index = devices.current().empty(small, np.int32)
-    planes = [array.reshape(-1, *array.shape[2:]) for array in (x, dy, y, dx, index)]
+    *arrays, where = (array.reshape(-1, *array.shape[2:]) for array in (x, dy, y, dx, index))
     window = [(number, number) for number in how.values()]
-    nbytes, flops = module.bytes_moved(x.size, y.size, make.itemsize), module.flops(y.size, window[0])
+    found = [where] if kind == "max" else []
+    given, back = (arrays[0], arrays[2], *found, *window), (arrays[1], *found, arrays[3], *window)
+
+    def of(kernels, which, arguments):
+        return getattr(kernels, f"{kind}_{which}")(*arguments)
 
     def forward():
-        if kind == "max":
-            module.max_forward(planes[0], planes[2], planes[4], *window)
-        else:
-            module.mean_forward(planes[0], planes[2], *window)
+        of(module, "forward", given)
 
     def backward():
-        if kind == "max":
-            module.max_backward(planes[1], planes[4], planes[3], *window)
-        else:
-            module.mean_backward(planes[1], planes[3], *window)
+        of(module, "backward", back)
 
     def function(torch, x):
         pool = getattr(torch.nn.functional, "max_pool2d" if kind == "max" else "avg_pool2d")
         return pool(x, *how.values())
 
-    nbytes += index.nbytes if kind == "max" else 0
     text = f"{shape_of(*shape)}, 3 x 3, stride 2"
     yield Case(
-        *(f"{kind}_pool", "forward", text, nbytes, flops, forward),
+        *(f"{kind}_pool", "forward", text, *needs(of(costs.pool, "forward", given)), forward),
         results=(y,),
         inputs=(x,),
         plain=partial(getattr(plain, f"{kind}_pool"), **how),
@@ -98,7 +99,7 @@ def _pool(make: Maker, kind: str) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *(f"{kind}_pool", "backward", text, nbytes, flops, backward),
+        *(f"{kind}_pool", "backward", text, *needs(of(costs.pool, "backward", back)), backward),
         results=(dx,),
         inputs=(dy, x),
         plain=partial(getattr(plain, f"{kind}_pool_backward"), **how),

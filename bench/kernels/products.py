@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterator
 from functools import partial
 
+import numpy as np
+
 from bench.kernels import plain
-from bench.kernels.case import Case, Maker, gradient, shape_of, value
+from bench.kernels.case import Case, Maker, gradient, needs, shape_of, value
 from shardrt import Tensor
 from shardrt import functional as F
+from shardrt.kernels import shape as costs
 
 
 def matmul(make: Maker) -> Iterator[Case]:
@@ -14,15 +17,15 @@ def matmul(make: Maker) -> Iterator[Case]:
     m, n, k = sizes.multiplied, sizes.width, sizes.width
     a, b, dy = make.numbers(m, k), make.numbers(k, n, seed=1), make.numbers(m, n, seed=2)
     y, da, db = make.blank(m, n), make.blank(m, k), make.blank(k, n)
-    nbytes, flops, text = module.bytes_moved(m, n, k, make.itemsize), module.flops(m, n, k), shape_of(m, n, k)
+    text, both, cost = shape_of(m, n, k), ((dy, b.T, da), (a.T, dy, db)), costs.matmul.matmul
 
     def backward():
-        module.matmul(dy, b.T, da)
-        module.matmul(a.T, dy, db)
+        for each in both:
+            module.matmul(*each)
 
     function = lambda torch, a, b: a @ b  # noqa: E731
     yield Case(
-        *("matmul", "forward", text, nbytes, flops),
+        *("matmul", "forward", text, *needs(cost(a, b, y))),
         ours=lambda: module.matmul(a, b, y),
         results=(y,),
         inputs=(a, b),
@@ -30,7 +33,7 @@ def matmul(make: Maker) -> Iterator[Case]:
         peer=value(function),
     )
     yield Case(
-        *("matmul", "backward", text, 2 * nbytes, 2 * flops, backward),
+        *("matmul", "backward", text, *needs(*(cost(*each) for each in both)), backward),
         results=(da, db),
         inputs=(dy, a, b),
         plain=plain.matmul_backward,
@@ -41,8 +44,11 @@ def matmul(make: Maker) -> Iterator[Case]:
 def linear(make: Maker) -> Iterator[Case]:
     module, inputs, outputs, function = make.kernels.linear, make.sizes.width, make.sizes.wide, _linear
     x, weight, bias, dy, y, dx, dweight, dbias = _layer(make)
-    nbytes, flops = _cost(make)
-    text = f"{shape_of(len(x), inputs)} -> {outputs}"
+    text, cost = f"{shape_of(len(x), inputs)} -> {outputs}", costs.linear
+    back = (
+        cost.backward_input(dy, weight, dx),
+        cost.backward_parameters(x, dy, dweight, False, dbias, False),
+    )
 
     def backward():
         module.backward_input(dy, weight, dx)
@@ -50,7 +56,7 @@ def linear(make: Maker) -> Iterator[Case]:
         module.backward_bias(dy, dbias, False)
 
     yield Case(
-        *("linear", "forward", text, nbytes, flops),
+        *("linear", "forward", text, *needs(cost.forward(x, weight, bias, y))),
         ours=lambda: module.forward(x, weight, bias, y),
         results=(y,),
         inputs=(x, weight, bias),
@@ -58,7 +64,7 @@ def linear(make: Maker) -> Iterator[Case]:
         peer=value(function),
     )
     yield Case(
-        *("linear", "backward", text, 2 * nbytes, 2 * flops, backward),
+        *("linear", "backward", text, *needs(*back), backward),
         results=(dx, dweight, dbias),
         inputs=(dy, x, weight, bias),
         plain=plain.linear_backward,
@@ -70,8 +76,12 @@ def linear_gelu(make: Maker) -> Iterator[Case]:
     module, inputs, outputs = make.kernels.linear, make.sizes.width, make.sizes.wide
     x, weight, bias, dy, y, dx, dweight, dbias = _layer(make)
     inner, dinner = make.blank(*y.shape), make.blank(*y.shape)
-    (nbytes, flops), passed = _cost(make), y.nbytes
-    text = f"{shape_of(len(x), inputs)} -> {outputs}"
+    text, cost = f"{shape_of(len(x), inputs)} -> {outputs}", costs.linear
+    back = (
+        cost.backward_gelu(dy, inner, dinner, dbias, False),
+        cost.backward_input(dinner, weight, dx),
+        cost.backward_weight(x, dinner, dweight, False),
+    )
     forward = lambda: module.forward_gelu(x, weight, bias, inner, y)  # noqa: E731
 
     def backward():
@@ -81,7 +91,7 @@ def linear_gelu(make: Maker) -> Iterator[Case]:
 
     function = lambda torch, *given: torch.nn.functional.gelu(_linear(torch, *given), approximate="tanh")  # noqa: E731
     yield Case(
-        *("linear_gelu", "forward", text, nbytes + passed, flops, forward),
+        *("linear_gelu", "forward", text, *needs(cost.forward_gelu(x, weight, bias, inner, y)), forward),
         results=(y,),
         inputs=(x, weight, bias),
         plain=plain.linear_gelu,
@@ -89,7 +99,7 @@ def linear_gelu(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("linear_gelu", "backward", text, 2 * nbytes + 3 * passed, 2 * flops, backward),
+        *("linear_gelu", "backward", text, *needs(*back), backward),
         results=(dx, dweight, dbias),
         inputs=(dy, x, weight, bias),
         plain=plain.linear_gelu_backward,
@@ -99,7 +109,7 @@ def linear_gelu(make: Maker) -> Iterator[Case]:
 
 def linear_cross_entropy(make: Maker) -> Iterator[Case]:
     """Forward and backward together, in chunks of 128 rows; PyTorch and NumPy hold all logits."""
-    sizes, linear, loss = make.sizes, make.kernels.linear, make.kernels.cross_entropy
+    sizes = make.sizes
     rows, vocab, width = sizes.classified, sizes.vocab, sizes.width
     x, weight = make.numbers(rows, width), make.numbers(vocab, width, seed=1, scale=0.02)
     targets = make.indices(rows, vocab)
@@ -125,10 +135,16 @@ def linear_cross_entropy(make: Maker) -> Iterator[Case]:
         loss, *gradients = plain.linear_cross_entropy(x, weight, targets)
         return loss.reshape(1), *gradients
 
+    logits, numbers = np.empty((rows, vocab), x.dtype), np.empty(rows, x.dtype)  # never touched
+    products = (
+        costs.linear.forward(x, weight, None, logits),
+        costs.linear.backward_input(logits, weight, x),
+        costs.linear.backward_weight(x, logits, weight, False),
+    )
+    nbytes, flops = needs(*products)
+    loss = costs.cross_entropy.forward_in_place(logits, targets, numbers, numbers, -100)
     yield Case(
-        *("linear_cross_entropy", "both", f"{shape_of(rows, width)} -> {vocab}"),
-        nbytes=3 * linear.bytes_moved(rows, width, vocab, make.itemsize),
-        flops=3 * linear.flops(rows, width, vocab) + 2 * loss.flops(rows, vocab),
+        *("linear_cross_entropy", "both", f"{shape_of(rows, width)} -> {vocab}", nbytes, flops + loss.flops),
         ours=ours,
         results=results,
         inputs=(x, weight, targets),
@@ -151,16 +167,15 @@ def _attention(
     k, v = (make.numbers(batch, kv_heads, time, dim, seed=seed) for seed in (1, 2))
     y, dq, dk, dv = (make.blank(*like.shape) for like in (q, q, k, v))
     lse = make.exact(batch, heads, time)
-    nbytes = module.bytes_moved(batch, heads, time, dim, make.itemsize)
-    flops = module.flops(batch, heads, time, dim, causal)
-    forward = lambda: module.forward(q, k, v, y, lse, **how)  # noqa: E731
+    given, back, cost = (q, k, v, y, lse), (dy, q, k, v, y, lse, dq, dk, dv), costs.attention
+    forward = lambda: module.forward(*given, **how)  # noqa: E731
 
     def function(torch, q, k, v):
         grouped = {"enable_gqa": True} if heads != kv_heads else {}
         return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=causal, **grouped)
 
     yield Case(
-        *("attention", "forward", name, nbytes, flops, forward),
+        *("attention", "forward", name, *needs(cost.forward(*given, **how)), forward),
         results=(y,),
         inputs=(q, k, v),
         plain=partial(plain.attention, causal=causal),
@@ -168,8 +183,8 @@ def _attention(
     )
     forward()
     yield Case(
-        *("attention", "backward", name, 2 * nbytes, 2.5 * flops),
-        ours=lambda: module.backward(dy, q, k, v, y, lse, dq, dk, dv, **how),
+        *("attention", "backward", name, *needs(cost.backward(*back, **how))),
+        ours=lambda: module.backward(*back, **how),
         results=(dq, dk, dv),
         inputs=(dy, q, k, v),
         plain=partial(plain.attention_backward, causal=causal),
@@ -200,27 +215,23 @@ def _conv2d(
     y, dx, dweight = make.blank(*dy.shape), make.blank(*x.shape), make.exact(*weight.shape)
     how = (stride, stride), (padding, padding), (1, 1), groups
     simple = {"stride": stride, "padding": padding, "groups": groups}
-    nbytes = module.bytes_moved(x.shape, weight.shape, y.shape, make.itemsize)
-    common = name, nbytes, module.flops(y.shape, weight.shape)
+    cost = costs.conv2d
     yield Case(
-        *("conv2d", "forward", *common),
+        *("conv2d", "forward", name, *needs(cost.forward(x, weight, None, y, *how))),
         ours=lambda: module.forward(x, weight, None, y, *how),
         results=(y,),
         inputs=(x, weight),
         plain=partial(plain.conv2d, **simple),
         peer=value(lambda torch, x, w: torch.nn.functional.conv2d(x, w, **simple)),
     )
-    works: dict[str, tuple[Callable, tuple, Callable]] = {
-        "input": (lambda: module.backward_input(dy, weight, dx, *how), (dx,), plain.conv2d_input),
-        "weight": (
-            lambda: module.backward_weight(x, dy, dweight, False, *how),
-            (dweight,),
-            plain.conv2d_weight,
-        ),
+    works: dict[str, tuple[tuple, tuple, Callable]] = {
+        "input": ((dy, weight, dx, *how), (dx,), plain.conv2d_input),
+        "weight": ((x, dy, dweight, False, *how), (dweight,), plain.conv2d_weight),
     }
-    for wanted, (which, (ours, results, truth)) in enumerate(works.items()):
+    for wanted, (which, (given, results, truth)) in enumerate(works.items()):
+        ours, back = (getattr(of, f"backward_{which}") for of in (module, cost))
         yield Case(
-            *("conv2d", which, *common, ours, results),
+            *("conv2d", which, name, *needs(back(*given)), partial(ours, *given), results),
             inputs=(dy, x, weight),
             plain=partial(truth, **simple),
             peer=partial(_conv2d_gradient, wanted, how),
@@ -247,13 +258,6 @@ def _layer(make: Maker) -> tuple:
         make.exact(outputs),
     )
     return x, weight, bias, dy, *room
-
-
-def _cost(make: Maker) -> tuple[int, int]:
-    """Bytes and flops of that layer's forward."""
-    rows, inputs, outputs = make.sizes.multiplied, make.sizes.width, make.sizes.wide
-    module = make.kernels.linear
-    return module.bytes_moved(rows, inputs, outputs, make.itemsize), module.flops(rows, inputs, outputs)
 
 
 def _linear(torch, x, weight, bias):

@@ -7,8 +7,9 @@ from math import inf, sqrt
 import numpy as np
 
 from bench.kernels import plain
-from bench.kernels.case import Case, Maker, gradient, placed, shape_of, value
+from bench.kernels.case import Case, Maker, gradient, needs, placed, shape_of, value
 from shardrt import device as devices
+from shardrt.kernels import shape as costs
 
 
 def gelu(make: Maker) -> Iterator[Case]:
@@ -32,9 +33,9 @@ def _activation(make: Maker, op: str, kernel: str, function: Callable) -> Iterat
     forward, backward = (getattr(module, f"{kernel}_{which}") for which in ("forward", "backward"))
     x, dy, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     flat = [array.reshape(-1) for array in (dy, x, y)]
-    nbytes, flops, text = module.bytes_moved(x.size, make.itemsize), module.flops(x.size), shape_of(*shape)
+    text, cost = shape_of(*shape), costs.activation
     yield Case(
-        *(op, "forward", text, nbytes, flops),
+        *(op, "forward", text, *needs(getattr(cost, f"{kernel}_forward")(*flat[1:]))),
         ours=lambda: forward(*flat[1:]),
         results=(y,),
         inputs=(x,),
@@ -42,7 +43,7 @@ def _activation(make: Maker, op: str, kernel: str, function: Callable) -> Iterat
         peer=value(function),
     )
     yield Case(
-        *(op, "backward", text, 1.5 * nbytes, flops),
+        *(op, "backward", text, *needs(getattr(cost, f"{kernel}_backward")(*flat))),
         ours=lambda: backward(*flat),
         results=(y,),
         inputs=(dy, x),
@@ -53,7 +54,7 @@ def _activation(make: Maker, op: str, kernel: str, function: Callable) -> Iterat
 
 def gelu_bias(make: Maker) -> Iterator[Case]:
     """What is left of linear_gelu's backward without its products; PyTorch's are two ops."""
-    module, shape = make.kernels.activation, (make.sizes.tokens, make.sizes.wide)
+    shape = make.sizes.tokens, make.sizes.wide
     x, dy, dx = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     dbias = make.exact(make.sizes.wide)
 
@@ -68,8 +69,7 @@ def gelu_bias(make: Maker) -> Iterator[Case]:
 
     yield Case(
         *("gelu_bias", "backward", shape_of(*shape)),
-        nbytes=1.5 * module.bytes_moved(x.size, make.itemsize),
-        flops=module.flops(x.size) + x.size,
+        *needs(costs.linear.backward_gelu(dy, x, dx, dbias, False)),
         ours=lambda: make.kernels.linear.backward_gelu(dy, x, dx, dbias, False),
         results=(dx, dbias),
         inputs=(dy, x),
@@ -82,14 +82,13 @@ def swiglu(make: Maker) -> Iterator[Case]:
     module, rows, width = make.kernels.swiglu, make.sizes.tokens, make.sizes.wide
     x, dy = make.numbers(rows, 2 * width), make.numbers(rows, width, seed=1)
     y, dx = make.blank(rows, width), make.blank(rows, 2 * width)
-    nbytes, flops = module.bytes_moved(rows, width, make.itemsize), module.flops(rows, width)
 
     def function(torch, x):
         a, b = x.chunk(2, dim=1)
         return torch.nn.functional.silu(a) * b
 
     yield Case(
-        *("swiglu", "forward", shape_of(*x.shape), nbytes, flops),
+        *("swiglu", "forward", shape_of(*x.shape), *needs(costs.swiglu.forward(x, y))),
         ours=lambda: module.forward(x, y),
         results=(y,),
         inputs=(x,),
@@ -97,7 +96,7 @@ def swiglu(make: Maker) -> Iterator[Case]:
         peer=value(function),
     )
     yield Case(
-        *("swiglu", "backward", shape_of(*x.shape), 5 / 3 * nbytes, flops),
+        *("swiglu", "backward", shape_of(*x.shape), *needs(costs.swiglu.backward(dy, x, dx))),
         ours=lambda: module.backward(dy, x, dx),
         results=(dx,),
         inputs=(dy, x),
@@ -111,9 +110,7 @@ def add(make: Maker) -> Iterator[Case]:
     x, other, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     module = make.kernels.elementwise
     yield Case(
-        *("add", "forward", shape_of(*shape)),
-        nbytes=module.bytes_moved(x.size, make.itemsize),
-        flops=module.flops(x.size),
+        *("add", "forward", shape_of(*shape), *needs(costs.elementwise.add(x, other, y))),
         ours=lambda: module.add(x, other, y),
         results=(y,),
         inputs=(x, other),
@@ -126,15 +123,15 @@ def dropout(make: Maker, p: float = 0.1) -> Iterator[Case]:
     """The mask is made from a counter, in both directions; PyTorch's backward reads one that it kept."""
     shape = make.sizes.tokens, make.sizes.width
     x, y, module = make.numbers(*shape), make.blank(*shape), make.kernels.dropout
-    nbytes, flops = module.bytes_moved(x.size, make.itemsize), module.flops(x.size)
+    given = x.reshape(-1), y.reshape(-1), p, 7, 3, 0
     random = np.random.default_rng(0)
 
     def simple(x):
         return (np.where(random.random(x.shape, np.float32) >= p, x / (1 - p), 0).astype(x.dtype),)
 
     yield Case(
-        *("dropout", "forward", shape_of(*shape), nbytes, flops),
-        ours=lambda: module.forward(x.reshape(-1), y.reshape(-1), p, 7, 3, 0),
+        *("dropout", "forward", shape_of(*shape), *needs(costs.dropout.forward(*given))),
+        ours=lambda: module.forward(*given),
         results=(y,),
         inputs=(x,),
         plain=simple,
@@ -157,11 +154,11 @@ def layer_norm(make: Maker) -> Iterator[Case]:
     x, dy, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     weight, bias = make.numbers(width, seed=2), make.numbers(width, seed=3)
     mean, rstd, dweight, dbias = *(make.exact(len(x)) for _ in range(2)), *(make.exact(width) for _ in "wb")
-    nbytes, flops, text = module.bytes_moved(*shape, make.itemsize), module.flops(*shape), shape_of(*shape)
-    function = _layer_norm
-    forward = lambda: module.forward(x, weight, bias, y, mean, rstd, plain.EPS)  # noqa: E731
+    given, back = (x, weight, bias, y, mean, rstd), (dy, x, weight, mean, rstd, y, dweight, dbias, False)
+    text, cost, function = shape_of(*shape), costs.layer_norm, _layer_norm
+    forward = lambda: module.forward(*given, plain.EPS)  # noqa: E731
     yield Case(
-        *("layer_norm", "forward", text, nbytes, flops, forward),
+        *("layer_norm", "forward", text, *needs(cost.forward(*given, plain.EPS)), forward),
         results=(y,),
         inputs=(x, weight, bias),
         plain=plain.layer_norm,
@@ -169,8 +166,8 @@ def layer_norm(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("layer_norm", "backward", text, 1.5 * nbytes, 2 * flops),
-        ours=lambda: module.backward(dy, x, weight, mean, rstd, y, dweight, dbias, False),
+        *("layer_norm", "backward", text, *needs(cost.backward(*back))),
+        ours=lambda: module.backward(*back),
         results=(y, dweight, dbias),
         inputs=(dy, x, weight, bias),
         plain=plain.layer_norm_backward,
@@ -188,19 +185,17 @@ def add_layer_norm(make: Maker) -> Iterator[Case]:
     weight, bias = make.numbers(width, seed=4), make.numbers(width, seed=5)
     total, y = make.blank(*shape), make.blank(*shape)
     mean, rstd, dweight, dbias = *(make.exact(len(x)) for _ in range(2)), *(make.exact(width) for _ in "wb")
-    nbytes, flops, text = (
-        2 * module.bytes_moved(*shape, make.itemsize),
-        module.flops(*shape),
-        shape_of(*shape),
-    )
-    forward = lambda: module.forward(x, weight, bias, y, mean, rstd, plain.EPS, added, total)  # noqa: E731
+    given = x, weight, bias, y, mean, rstd, plain.EPS, added, total
+    back = dy, total, weight, mean, rstd, y, dweight, dbias, False, dtotal
+    text, cost = shape_of(*shape), costs.layer_norm
+    forward = lambda: module.forward(*given)  # noqa: E731
 
     def function(torch, x, added, weight, bias):
         total = x + added
         return total, _layer_norm(torch, total, weight, bias)
 
     yield Case(
-        *("add_layer_norm", "forward", text, nbytes, flops, forward),
+        *("add_layer_norm", "forward", text, *needs(cost.forward(*given)), forward),
         results=(total, y),
         inputs=(x, added, weight, bias),
         plain=plain.add_layer_norm,
@@ -208,8 +203,8 @@ def add_layer_norm(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("add_layer_norm", "backward", text, nbytes, 2 * flops),
-        ours=lambda: module.backward(dy, total, weight, mean, rstd, y, dweight, dbias, False, dtotal),
+        *("add_layer_norm", "backward", text, *needs(cost.backward(*back))),
+        ours=lambda: module.backward(*back),
         results=(y, dweight, dbias),
         inputs=(dtotal, dy, total, weight, bias),
         plain=plain.add_layer_norm_backward,
@@ -221,10 +216,11 @@ def rms_norm(make: Maker) -> Iterator[Case]:
     module, shape, width = make.kernels.rms_norm, (make.sizes.tokens, make.sizes.width), make.sizes.width
     x, dy, y = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape)
     weight, rstd, dweight = make.numbers(width, seed=2), make.exact(len(x)), make.exact(width)
-    nbytes, flops, text = module.bytes_moved(*shape, make.itemsize), module.flops(*shape), shape_of(*shape)
-    forward = lambda: module.forward(x, weight, y, rstd, plain.EPS)  # noqa: E731
+    given, back = (x, weight, y, rstd, plain.EPS), (dy, x, weight, rstd, y, dweight, False)
+    text, cost = shape_of(*shape), costs.rms_norm
+    forward = lambda: module.forward(*given)  # noqa: E731
     yield Case(
-        *("rms_norm", "forward", text, nbytes, flops, forward),
+        *("rms_norm", "forward", text, *needs(cost.forward(*given)), forward),
         results=(y,),
         inputs=(x, weight),
         plain=plain.rms_norm,
@@ -232,8 +228,8 @@ def rms_norm(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("rms_norm", "backward", text, 1.5 * nbytes, 2 * flops),
-        ours=lambda: module.backward(dy, x, weight, rstd, y, dweight, False),
+        *("rms_norm", "backward", text, *needs(cost.backward(*back))),
+        ours=lambda: module.backward(*back),
         results=(y, dweight),
         inputs=(dy, x, weight),
         plain=plain.rms_norm_backward,
@@ -250,19 +246,17 @@ def add_rms_norm(make: Maker) -> Iterator[Case]:
     x, added, dy, dtotal = (make.numbers(*shape, seed=seed) for seed in range(4))
     weight, rstd, dweight = make.numbers(width, seed=4), make.exact(len(x)), make.exact(width)
     total, y = make.blank(*shape), make.blank(*shape)
-    nbytes, flops, text = (
-        2 * module.bytes_moved(*shape, make.itemsize),
-        module.flops(*shape),
-        shape_of(*shape),
-    )
-    forward = lambda: module.forward(x, weight, y, rstd, plain.EPS, added, total)  # noqa: E731
+    given = x, weight, y, rstd, plain.EPS, added, total
+    back = dy, total, weight, rstd, y, dweight, False, dtotal
+    text, cost = shape_of(*shape), costs.rms_norm
+    forward = lambda: module.forward(*given)  # noqa: E731
 
     def function(torch, x, added, weight):
         total = x + added
         return total, _rms_norm(torch, total, weight)
 
     yield Case(
-        *("add_rms_norm", "forward", text, nbytes, flops, forward),
+        *("add_rms_norm", "forward", text, *needs(cost.forward(*given)), forward),
         results=(total, y),
         inputs=(x, added, weight),
         plain=plain.add_rms_norm,
@@ -270,8 +264,8 @@ def add_rms_norm(make: Maker) -> Iterator[Case]:
     )
     forward()
     yield Case(
-        *("add_rms_norm", "backward", text, nbytes, 2 * flops),
-        ours=lambda: module.backward(dy, total, weight, rstd, y, dweight, False, dtotal),
+        *("add_rms_norm", "backward", text, *needs(cost.backward(*back))),
+        ours=lambda: module.backward(*back),
         results=(y, dweight),
         inputs=(dtotal, dy, total, weight),
         plain=plain.add_rms_norm_backward,
@@ -282,9 +276,9 @@ def add_rms_norm(make: Maker) -> Iterator[Case]:
 def softmax(make: Maker) -> Iterator[Case]:
     module, shape = make.kernels.softmax, (make.sizes.tokens, make.sizes.time)
     x, dy, y, dx = make.numbers(*shape), make.numbers(*shape, seed=1), make.blank(*shape), make.blank(*shape)
-    nbytes, flops, text = module.bytes_moved(*shape, make.itemsize), module.flops(*shape), shape_of(*shape)
+    text = shape_of(*shape)
     yield Case(
-        *("softmax", "forward", text, nbytes, flops),
+        *("softmax", "forward", text, *needs(costs.softmax.forward(x, y))),
         ours=lambda: module.forward(x, y),
         results=(y,),
         inputs=(x,),
@@ -293,7 +287,7 @@ def softmax(make: Maker) -> Iterator[Case]:
     )
     module.forward(x, y)
     yield Case(
-        *("softmax", "backward", text, 1.5 * nbytes, flops),
+        *("softmax", "backward", text, *needs(costs.softmax.backward(dy, y, dx))),
         ours=lambda: module.backward(dy, y, dx),
         results=(dx,),
         inputs=(dy, y),
@@ -311,10 +305,7 @@ def rotary(make: Maker) -> Iterator[Case]:
     angles = np.arange(sizes.time)[:, None] * 10000.0 ** -(np.arange(half) / half)
     cos, sin = (devices.current().asarray(f(angles).astype(x.dtype)) for f in (np.cos, np.sin))
     inputs = (x.reshape(split), cos[:, None], sin[:, None])
-    nbytes, flops = (
-        module.bytes_moved(*shape, make.itemsize),
-        module.flops(sizes.tokens, sizes.heads, 2 * half),
-    )
+    needed = needs(costs.rotary.forward(x, cos, sin, y, sizes.heads))
 
     def function(torch, x, cos, sin):
         a, b = x.chunk(2, dim=-1)
@@ -325,7 +316,7 @@ def rotary(make: Maker) -> Iterator[Case]:
         ("backward", module.backward, plain.rotary_backward, -1),
     ):
         yield Case(
-            *("rotary", which, shape_of(*split), nbytes, flops),
+            *("rotary", which, shape_of(*split), *needed),
             ours=partial(work, x, cos, sin, y, sizes.heads),
             results=(y.reshape(split),),
             inputs=inputs,
@@ -340,11 +331,12 @@ def cross_entropy(make: Maker) -> Iterator[Case]:
     logits, targets, dlogits = make.numbers(*shape), make.indices(*shape), make.blank(*shape)
     losses, lse = make.exact(shape[0]), make.exact(shape[0])
     scale = devices.current().asarray(np.full(1, 1 / shape[0]))
-    nbytes, flops, text = module.bytes_moved(*shape, make.itemsize), module.flops(*shape), shape_of(*shape)
-    forward = lambda: module.forward(logits, targets, losses, lse, -100)  # noqa: E731
+    given, back = (logits, targets, losses, lse, -100), (logits, targets, lse, dlogits, scale, -100)
+    text, cost = shape_of(*shape), costs.cross_entropy
+    forward = lambda: module.forward(*given)  # noqa: E731
     function = partial(_functional, "cross_entropy")
     yield Case(
-        *("cross_entropy", "forward", text, nbytes, flops, forward),
+        *("cross_entropy", "forward", text, *needs(cost.forward(*given)), forward),
         results=(losses,),
         inputs=(logits, targets),
         plain=plain.cross_entropy,
@@ -358,8 +350,8 @@ def cross_entropy(make: Maker) -> Iterator[Case]:
         return lambda: torch.autograd.grad(loss, [logits], retain_graph=True)
 
     yield Case(
-        *("cross_entropy", "backward", text, 2 * nbytes, flops),
-        ours=lambda: module.backward(logits, targets, lse, dlogits, scale, -100),
+        *("cross_entropy", "backward", text, *needs(cost.backward(*back))),
+        ours=lambda: module.backward(*back),
         results=(dlogits,),
         inputs=(logits, targets),
         plain=plain.cross_entropy_backward,
@@ -372,8 +364,7 @@ def embedding(make: Maker) -> Iterator[Case]:
     module, (rows, width) = make.kernels.embedding, (make.sizes.tokens, make.sizes.width)
     table, indices = make.numbers(make.sizes.vocab, width), make.indices(rows, make.sizes.vocab)
     y, dtable = make.numbers(rows, width, seed=1), make.exact(make.sizes.vocab, width)
-    nbytes, flops = module.bytes_moved(rows, width, make.itemsize), module.flops(rows, width)
-    text = f"{shape_of(rows, width)} of {make.sizes.vocab}"
+    text, cost = f"{shape_of(rows, width)} of {make.sizes.vocab}", costs.embedding
     dy = placed(y)  # y is written to
 
     def backward():
@@ -381,15 +372,16 @@ def embedding(make: Maker) -> Iterator[Case]:
         module.backward(indices, dy, dtable)
 
     yield Case(
-        *("embedding", "forward", text, nbytes, flops),
+        *("embedding", "forward", text, *needs(cost.forward(indices, table, y))),
         ours=lambda: module.forward(indices, table, y),
         results=(y,),
         inputs=(indices, table),
         plain=plain.embedding,
         peer=value(partial(_functional, "embedding")),
     )
+    nbytes, flops = needs(cost.backward(indices, dy, dtable))
     yield Case(
-        *("embedding", "backward", text, 1.5 * nbytes + dtable.nbytes, flops),
+        *("embedding", "backward", text, nbytes + dtable.nbytes, flops),
         ours=backward,
         results=(dtable,),
         inputs=(dy, indices, table),

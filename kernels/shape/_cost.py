@@ -13,7 +13,8 @@ class Cost(NamedTuple):
     about; an exponential counts as ten. nbytes: that move to and from memory, with those of scratch.
     launches: how often the CUDA twin's host calls the driver, or a library. sizes: (m, n, k) of a product,
     and how many there are if several; else what decides how fast the kernel is. value: what the call gives
-    back: None, a number, True or False, an argument, New or Answer.
+    back: None, a number, True or False, an argument, New or Answer. scratch: the bytes of nbytes that are
+    those of memory of the kernel's own, written and read once each.
     """
 
     reads: tuple[Array, ...]
@@ -23,6 +24,7 @@ class Cost(NamedTuple):
     launches: int = 1
     sizes: tuple[int, ...] = ()
     value: Any = None
+    scratch: int = 0
 
 
 class New(NamedTuple):
@@ -51,7 +53,7 @@ def cost(
 ) -> Cost:
     """Each array is read or written once; None is one that is not there.
 
-    scratch: bytes of memory of the kernel's own, which are written and read once.
+    scratch: bytes of the kernel's own memory.
     """
     reads = tuple([x for x in reads if x is not None])
     writes = tuple([x for x in writes if x is not None])
@@ -60,7 +62,7 @@ def cost(
         nbytes += x.nbytes
     for x in writes:
         nbytes += x.nbytes
-    return Cost(reads, writes, flops, nbytes, launches, sizes, value)
+    return Cost(reads, writes, flops, nbytes, launches, sizes, value, 2 * scratch)
 
 
 def flat(reads: Iterable[Array | None], writes: tuple[Array, ...], each: int) -> Cost:

@@ -16,9 +16,10 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> Cost:
     (vocab, width), count = dweight.shape, indices.size
     launches, sorting = in_order(count, vocab)
     partials = upto(count, _ROWS) * 2 * width * real(dy)
-    nbytes = indices.nbytes + sorting + 2 * partials + dy.nbytes + 2 * _rows(indices, dweight)
-    launches = launches + 2 if count and dweight.size else 0
-    return Cost((indices, dy, dweight), (dweight,), dy.size, nbytes, launches, (count, vocab, width))
+    scratch = sorting + 2 * partials
+    nbytes = indices.nbytes + dy.nbytes + 2 * _rows(indices, dweight) + scratch
+    how = launches + 2 if count and dweight.size else 0, (count, vocab, width), None, scratch
+    return Cost((indices, dy, dweight), (dweight,), dy.size, nbytes, *how)
 
 
 def in_order(count: int, vocab: int) -> tuple[int, int]:

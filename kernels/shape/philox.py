@@ -8,4 +8,4 @@ def uniform(out: Array, seed: int, stream: int, offset: int) -> Cost:
 
 
 def normal(out: Array, seed: int, stream: int, offset: int, mean: float, std: float) -> Cost:
-    return flat((), (out,), 45)
+    return flat((), (out,), 25)
