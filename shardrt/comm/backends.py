@@ -19,14 +19,15 @@ def for_device(
 ) -> Communicator:
     """The communicator for `device`'s arrays in a role, over the ranks of `host`. Collective.
 
-    It takes over `host`; on the CPU it is `host`. On a GPU it is "staged", "nccl" or "ipc" (the ranks of one
-    node); "auto" takes NCCL where every rank has a GPU of its own, else "staged". HOST_ROLES are always
-    staged, which leaves host arrays where they are. reduction: one of REDUCTIONS, for NCCL.
+    It takes over `host`, which it is where arrays are the host's. On a GPU it is "staged", "nccl" or
+    "ipc" (the ranks of one node); "auto" takes NCCL where every rank has a GPU of its own, else "staged".
+    HOST_ROLES are always staged, which leaves host arrays where they are. reduction: one of REDUCTIONS, for
+    NCCL.
     """
-    if device.name == "cpu":
-        return host
-    if host.size == 1:
+    if host.size == 1 and device is not device.host:
         return SingleCommunicator(device)
+    if device.in_host_memory:
+        return host
     if role in HOST_ROLES or kind == "staged":
         return StagedCommunicator(host, device)
     if kind == "ipc":
@@ -45,16 +46,18 @@ def create(kind: str = "auto") -> Communicator:
 
     "auto": the fastest that fits. One rank: "single". Threads: "thread". Under mpirun: "shm" on one node,
     shared memory combined with MPI on several (see hierarchical.py). "staged", "nccl" and "ipc", which are
-    for GPUs (see for_device), have the automatic one below them. Raises ValueError for a kind that is unknown
-    or does not fit this run.
+    for GPUs (see for_device), have the automatic one below them. A simulated world has one kind alone, its
+    own. Raises ValueError for a kind that is unknown or does not fit this run.
     """
     if kind in DEVICE_KINDS:
         kind = "auto"
     if kind not in KINDS:
         raise ValueError(f"communicator: {kind!r} is unknown; known are {', '.join(KINDS)}")
+    world = worlds.current()
+    if world.device is not None:
+        return world.root.duplicate()
     if kind in ("mpi", "shm"):
         return _over_mpi(kind, worlds.of_mpi())
-    world = worlds.current()
     if kind not in ("auto", world.kind):
         raise ValueError(f"communicator: {kind!r} does not fit this run, which is {world.kind!r}")
     if world.kind == "mpi":
@@ -82,6 +85,9 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
 
 def _a_gpu_for_each(host: Communicator) -> bool:
     """Whether no two ranks share a GPU. Collective."""
-    enough = np.array([worlds.current().local_size <= cuda.count()], np.int64)
+    world = worlds.current()
+    if world.device is not None:
+        return True
+    enough = np.array([world.local_size <= cuda.count()], np.int64)
     host._all_reduce(enough, "min", "")
     return bool(enough[0])

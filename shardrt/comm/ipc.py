@@ -30,6 +30,7 @@ from shardrt.comm.calls import WORDS, Names, encode, mismatch
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
 from shardrt.comm.staged import StagedCommunicator
+from shardrt.device import on_host
 from shardrt.device.cuda import CUDADevice
 
 Array = Any
@@ -234,7 +235,7 @@ class _Memory:
 
     def place(self, array: Array) -> int:
         """Where an array lies, as a number for `at`; 0 if it is not from here, or empty."""
-        if isinstance(array, np.ndarray) or not array.nbytes:
+        if on_host(array) or not array.nbytes:
             return 0
         address = array.data.ptr
         index = bisect(self._starts, (address, len(self._parts))) - 1

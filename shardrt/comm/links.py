@@ -29,7 +29,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from shardrt import device as devices
 from shardrt import dtypes
 from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh
@@ -220,8 +219,8 @@ class _End:
 
     def _new_event(self) -> Event:
         """For the link's stream to record."""
-        place = devices.get("cpu") if self.communicator.keeps_host else self._mesh.device
-        return place.new_event()
+        here = self._mesh.device
+        return (here.host if self.communicator.keeps_host else here).new_event()
 
     def _recorded(
         self, call: str, what: str, array: Array | None, function: Callable[..., None], *args: Any
@@ -419,7 +418,7 @@ def _stream(device: Device, communicator: Communicator, name: str) -> Stream:
     """The stream of a link: a thread where a call keeps whoever makes it until it is done."""
     if not communicator.keeps_host:
         return device.new_stream(name)
-    stream = devices.get("cpu").new_stream(name)
+    stream = device.host.new_stream(name)
     stream.submit(device.enter)
     return stream
 

@@ -24,7 +24,7 @@ from shardrt.faults.flight import Recorder, group_name
 
 
 def init_device_mesh(
-    device: str = "auto",
+    device: str | Device = "auto",
     shape: tuple[int, ...] | None = None,
     mesh_dim_names: tuple[str, ...] | None = None,
     *,
@@ -35,15 +35,15 @@ def init_device_mesh(
 ) -> "DeviceMesh":
     """A mesh over all ranks. Collective.
 
-    device: "auto", "cpu" or "cuda". shape: ranks per axis (default: one axis of all ranks). mesh_dim_names:
-    a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`). reduction: how sums
-    over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the fixed tree over
-    ranks with which all other backends have the same bits (docs/gpu.md says what each promises). wrap:
-    applied to every communicator that the mesh makes. The device becomes the current one of this thread;
-    "auto" is a GPU where there is one. timeout: seconds in which all ranks must come here, or this one ends
-    the job with exit code 124; 0: no limit. Raises ValueError where the shape does not hold exactly the ranks
-    that run, a communicator does not fit the device, or a reduction is unknown; RuntimeError where a GPU is
-    asked for that can't be used.
+    device: "auto", "cpu" or "cuda", or a Device. shape: ranks per axis (default: one axis of all ranks).
+    mesh_dim_names: a name per axis. communicator: the backend (see `comm.create` and `comm.for_device`).
+    reduction: how sums over ranks are made where NCCL carries them: "nccl", by NCCL itself, or "tree", by the
+    fixed tree over ranks with which all other backends have the same bits (docs/gpu.md says what each
+    promises). wrap: applied to every communicator that the mesh makes. The device becomes the current one of
+    this thread; "auto" is a GPU where there is one; a simulated world has its own, whatever is named.
+    timeout: seconds in which all ranks must come here, or this one ends the job with exit code 124; 0: no
+    limit. Raises ValueError where the shape does not hold exactly the ranks that run, a communicator does not
+    fit the device, or a reduction is unknown; RuntimeError where a GPU is asked for that can't be used.
     """
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction: {reduction!r} is unknown; known are {', '.join(REDUCTIONS)}")
@@ -61,7 +61,7 @@ def init_device_mesh(
 
 
 def _made(
-    device: str,
+    device: str | Device,
     shape: tuple[int, ...] | None,
     mesh_dim_names: tuple[str, ...] | None,
     communicator: str,
@@ -69,7 +69,7 @@ def _made(
     wrap: Callable[[Communicator], Communicator] | None,
 ) -> "DeviceMesh":
     world = worlds.current()
-    place = _device(device, world.local_rank, communicator)
+    place = _device(device, world, communicator)
     shape = (world.size,) if shape is None else tuple(shape)
     _check(shape, mesh_dim_names, world.size)
     base = create(communicator)
@@ -416,7 +416,7 @@ class DeviceMesh:
         """
         streams = self._family.streams
         if role not in streams:
-            place = devices.get("cpu") if role == "used" else self.device
+            place = self.device.host if role == "used" else self.device
             streams[role] = place.new_stream(role)
         return streams[role]
 
@@ -450,15 +450,18 @@ class DeviceMesh:
         return ""
 
 
-def _device(name: str, local_rank: int, communicator: str) -> Device:
-    """The device called `name`; of several GPUs the one for this rank of the node."""
+def _device(given: str | Device, world: worlds.World, communicator: str) -> Device:
+    """The device that is given, or called so; of several GPUs the one for this rank of the node."""
+    if isinstance(given, Device) or world.device is not None:
+        return given if isinstance(given, Device) else world.device
+    name = given
     if name == "auto":
         on_host = communicator not in ("auto", *DEVICE_KINDS)
         name = "cpu" if on_host or not cuda.count() else "cuda"
     if name == "cpu" and communicator in DEVICE_KINDS:
         raise ValueError(f"communicator: {communicator!r} is for GPUs, and the device is 'cpu'")
     if name == "cuda":
-        name = f"cuda:{local_rank % max(1, cuda.count())}"
+        name = f"cuda:{world.local_rank % max(1, cuda.count())}"
     return devices.get(name)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.comm.protocol import Communicator
-from shardrt.device import Device
+from shardrt.device import Device, on_host
 
 Array = Any
 
@@ -54,12 +54,12 @@ class StagedCommunicator(Communicator):
 
     def _stage(self, *arrays: Array) -> list[np.ndarray]:
         """Pinned arrays of the same types and sizes, one behind the other; host arrays are themselves."""
-        sizes = [0 if isinstance(a, np.ndarray) else _rounded(a.nbytes) for a in arrays]
+        sizes = [0 if on_host(array) else _rounded(array.nbytes) for array in arrays]
         self.reserve(0, sum(sizes))
         staged, start = [], 0
         for array, size in zip(arrays, sizes, strict=True):
             piece = self._memory[start : start + array.nbytes].view(array.dtype)
-            staged.append(array if isinstance(array, np.ndarray) else piece)
+            staged.append(array if on_host(array) else piece)
             start += size
         return staged
 

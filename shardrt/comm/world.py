@@ -7,26 +7,33 @@ MPI is imported only when a launcher started this process or when MPI is asked f
 import os
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
 from glob import glob
 from typing import Any
 
+from shardrt.device import Device
 from shardrt.faults import failure, guard
 
 
 @dataclass(frozen=True, eq=False)  # one object per run: what is cached for it need not compare its root
 class World:
-    """All ranks of this run. `root` is what communicators are made from: an MPI or a thread communicator."""
+    """All ranks of this run. `root` is what communicators are made from: MPI's, or one over all ranks.
 
-    kind: str  # "single", "thread" or "mpi"
+    `device` and `transport` are those of a simulated world: what its ranks compute on, whatever device is
+    named, and what takes the place of NCCL between them, made of (host communicator, device).
+    """
+
+    kind: str  # "single", "thread", "mpi" or "simulated"
     rank: int
     size: int
     local_rank: int  # among the ranks on this node
     local_size: int
     root: Any = None
+    device: Device | None = None
+    transport: Callable[[Any, Device], Any] | None = None
 
 
 @dataclass(frozen=True)

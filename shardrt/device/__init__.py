@@ -18,6 +18,7 @@ __all__ = [
     "current",
     "get",
     "of",
+    "on_host",
     "set_current",
     "set_threads",
     "use",
@@ -40,7 +41,7 @@ def get(name: str) -> Device:
     if kind == "cuda" and (name == "cuda" or index.isdigit()):
         from shardrt.device.cuda import CUDADevice
 
-        return CUDADevice(int(index or 0))
+        return CUDADevice(int(index or 0), get("cpu"))
     raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
 
 
@@ -51,7 +52,15 @@ def current() -> Device:
 
 def of(array: Array) -> Device:
     """Where an array lies: the CPU if it is NumPy's, else this thread's current device."""
+    simulated = getattr(type(array), "shardrt_device", None)
+    if simulated is not None:
+        return simulated
     return get("cpu") if isinstance(array, np.ndarray) else current()
+
+
+def on_host(array: Array) -> bool:
+    """Whether an array lies in memory of the host."""
+    return of(array).in_host_memory
 
 
 def set_current(device: Device) -> None:

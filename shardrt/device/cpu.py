@@ -8,7 +8,6 @@ interpreter lock, so streams really run at the same time.
 import importlib
 import queue
 import threading
-import time
 import weakref
 from collections.abc import Callable
 from types import ModuleType
@@ -151,9 +150,9 @@ def _work(work: queue.SimpleQueue, name: str) -> None:
 
 def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
     if timeline.recording() and label:
-        start = time.perf_counter()
+        start = timeline.now()
         function(*args)
-        timeline.add(stream, label, start, time.perf_counter())
+        timeline.add(stream, label, start, timeline.now())
     else:
         function(*args)
 
@@ -172,8 +171,10 @@ class CPUDevice(Device):
 
     name = "cpu"
     timed = True
+    in_host_memory = True
 
     def __init__(self) -> None:
+        self.host = self
         self.current_stream = InlineStream("compute")
         self._pool = Pool()
         self._kernels: ModuleType | None = None

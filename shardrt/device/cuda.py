@@ -110,8 +110,9 @@ class CUDADevice(Device):
 
     name = "cuda"
 
-    def __init__(self, index: int = 0) -> None:
+    def __init__(self, index: int, host: Device) -> None:
         self.index = index
+        self.host = host
         self._cupy = _cupy(index)
         self._here = threading.local()
         self._kernels: ModuleType | None = None

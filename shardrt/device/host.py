@@ -26,7 +26,8 @@ def buffer(device: Device, count: int, dtype: Any, directory: str | Path | None 
     Path(directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory) as file:
         _reserve(file.fileno(), count * np.dtype(dtype).itemsize, directory)
-        return np.memmap(file, dtype, "r+", shape=(count,))
+        mapped = np.memmap(file, dtype, "r+", shape=(count,))
+    return np.asarray(mapped)  # what is called with NumPy's own kind of array need not look further
 
 
 def write_out(array: np.ndarray) -> None:

@@ -6,6 +6,7 @@ the point in a stream where it was last recorded; a stream that waits for an eve
 that point is reached. On a device whose streams are threads the same program runs with the same order.
 """
 
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import ModuleType
@@ -64,16 +65,23 @@ class Device(ABC):
     """Arrays and streams of one kind of processor.
 
     `current_stream` is where ops run: on the CPU the calling thread itself, on CUDA CuPy's current stream.
+    `host` is the device of arrays in the host's memory, where updates on the host run: on the CPU itself.
     """
 
     name: str
+    host: "Device"
     current_stream: Stream
+    in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     timed = False  # whether its streams tell the timeline what ran when
 
     @property
     def capturing(self) -> Any | None:
         """The graph (capture.py) that this thread's work is captured in, None if it runs."""
         return None
+
+    def clock(self) -> float:
+        """Seconds since some moment: the time by which this device's work is measured and traced."""
+        return time.perf_counter()
 
     def enter(self) -> None:  # noqa: B027 (the CPU has nothing to do)
         """This thread uses the device from now on."""

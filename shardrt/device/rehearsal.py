@@ -20,7 +20,7 @@ class RehearsalDevice(Device):
     """Stands for `real`: the same shapes, types and bytes, with NumPy arrays whatever `real` has."""
 
     def __init__(self, real: Device) -> None:
-        self.name = real.name
+        self.name, self.host, self.in_host_memory = real.name, real.host, real.in_host_memory
         self.current_stream = _IdleStream("compute")
         self.host_bytes = 0  # of pinned arrays
         self._real = real

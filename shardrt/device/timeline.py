@@ -1,12 +1,12 @@
 """Records what ran when, in which stream, of one rank: for traces, pictures and figures of overlap.
 
 Off unless `record()` is active: then nothing is kept, and nothing but a test for None runs. Times are seconds
-of time.perf_counter(). Ranks that are threads of one process share a recording; traces want processes.
+of one clock, `now()`. Ranks that are threads of one process share a recording; traces want processes.
 """
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
@@ -55,6 +55,7 @@ class Recording:
 
 
 _recording: Recording | None = None
+_clock: Callable[[], float] = time.perf_counter
 _lock = threading.Lock()
 _marks = count(1)
 
@@ -62,6 +63,11 @@ _marks = count(1)
 def recording() -> bool:
     """Whether anything is kept now."""
     return _recording is not None
+
+
+def now() -> float:
+    """Seconds, of the clock by which all times are told."""
+    return _clock()
 
 
 def add(stream: str, label: str, start: float, stop: float) -> None:
@@ -78,13 +84,13 @@ def new_mark() -> int:
 def passed(stream: str, mark: int, *, waited: bool) -> None:
     """Keep that a stream has come to a point, or has waited for one; marks of 0 are of no interest."""
     if mark and (kept := _recording) is not None:
-        kept.passed.append(Passed(stream, mark, time.perf_counter(), waited))
+        kept.passed.append(Passed(stream, mark, now(), waited))
 
 
 def count_of(name: str, owner: object, value: int) -> None:
     """Keep how many of something `owner` has in use from now on."""
     if (kept := _recording) is not None:
-        kept.counts.append(Count(name, id(owner), time.perf_counter(), value))
+        kept.counts.append(Count(name, id(owner), now(), value))
 
 
 @contextmanager
@@ -93,9 +99,9 @@ def span(stream: str, label: str) -> Iterator[None]:
     if _recording is None:
         yield
         return
-    start = time.perf_counter()
+    start = now()
     yield
-    add(stream, label, start, time.perf_counter())
+    add(stream, label, start, now())
 
 
 @contextmanager
@@ -106,17 +112,17 @@ def record() -> Iterator[list[Span]]:
 
 
 @contextmanager
-def record_all() -> Iterator[Recording]:
-    """Record this process's streams inside a with block; gives what fills.
+def record_all(clock: Callable[[], float] = time.perf_counter) -> Iterator[Recording]:
+    """Record this process's streams inside a with block; gives what fills. clock: that of the device.
 
     Raises RuntimeError where a recording is active already.
     """
-    global _recording
+    global _recording, _clock
     with _lock:
         if _recording is not None:
             raise RuntimeError("timeline.record: a recording is active already")
-        _recording = kept = Recording()
+        _recording, _clock = (kept := Recording()), clock
     try:
         yield kept
     finally:
-        _recording = None
+        _recording, _clock = None, time.perf_counter

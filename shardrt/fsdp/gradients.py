@@ -11,7 +11,6 @@ from functools import partial
 
 import numpy as np
 
-from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import Event
 from shardrt.fsdp import collectives
@@ -136,7 +135,7 @@ class Gradients:
         wrote, self._wrote = self._wrote, {}
         if self._hosts is None or not wrote:
             return []
-        anybody, told = np.array(list(wrote.values()), np.int64), device.get("cpu").new_event()
+        anybody, told = np.array(list(wrote.values()), np.int64), self._streams.device.host.new_event()
         communicator, stream = self._hosts
         communicator.all_reduce(anybody, op="max", stream=stream)
         stream.record(told)

@@ -111,7 +111,7 @@ def _hash(values: Array) -> str:
 
     if isinstance(values, bytes):
         return xxh3_128_hexdigest(values)
-    if isinstance(values, np.ndarray):
+    if device.on_host(values):
         return xxh3_128_hexdigest(np.ascontiguousarray(values).view(np.uint8))
     return str(int(values.view(f"uint{8 * values.dtype.itemsize}").sum(dtype=np.uint64)))
 

@@ -284,7 +284,7 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> N
 
 def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
     if spec.host:
-        return np.asarray(host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory))
+        return host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory)
     maker = buffers.maker_of(spec.role, group.ranks)
     if maker is None:
         return facts.device.buffer(spec.count, spec.dtype)

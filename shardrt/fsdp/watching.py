@@ -9,7 +9,6 @@ gather, release, reduce         was issued
 
 import os
 import sys
-import time
 
 from shardrt import random
 from shardrt.comm.mesh import DeviceMesh
@@ -29,14 +28,14 @@ class Showing:
         if point in ("forward", "backward"):
             self._mesh.part(point)
         elif point == "enter" or (point == "before backward" and unit not in self._started):
-            self._started[unit] = time.perf_counter()
+            self._started[unit] = timeline.now()
         elif point == "raised":
             self._started.pop(unit, None)
         elif point in ("leave", "after backward") and unit in self._started:
             started = self._started.pop(unit)
             if timeline.recording():
                 label = f"{'forward' if point == 'leave' else 'backward'} {unit.label}"
-                timeline.add(self._stream, label, started, time.perf_counter())
+                timeline.add(self._stream, label, started, timeline.now())
         if _DEBUG and point in ("forward", "gather", "release", "reduce"):
             # Each line in one piece: ranks may be threads.
             sys.stderr.write(f"[rank {self._mesh.rank}] {point:8} {unit.label}\n")

@@ -48,7 +48,7 @@ def indices(op: str, name: str, values: Any, size: int, ignore: int | None = Non
         array = _array_of(op, name, array)
     if array.dtype.kind not in "iu":
         raise TypeError(f"{op}: {name} must be integers, got {array.dtype}")
-    if isinstance(array, np.ndarray):
+    if device.on_host(array):
         _check_range(op, name, array, size, ignore)
     return contiguous(here.asarray(array, np.int64))
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function, Variable
+from shardrt.device import on_host
 from shardrt.functional._arrays import (
     asarray,
     chosen,
@@ -313,6 +314,6 @@ def _converted(operand: Any, dtype: np.dtype) -> Any:
 
 
 def _operand(x: Operand) -> Any:
-    if isinstance(x, np.generic | np.ndarray) and x.ndim == 0:
+    if isinstance(x, np.generic) or (isinstance(x, np.ndarray) and x.ndim == 0 and on_host(x)):
         x = x.item()  # weak, as Python's numbers are: it does not change the tensor's dtype
     return x if isinstance(x, Variable | int | float) else tensor(x)

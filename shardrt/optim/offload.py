@@ -16,7 +16,6 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import device
 from shardrt.device import Device, Event, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.nn.storage import HostPlacement
@@ -152,7 +151,7 @@ class Updates:
             self.device.copy(target, source)
 
     def _device_of(self, step: str) -> Device:
-        return device.get("cpu") if step == "host" else self.device
+        return self.device.host if step == "host" else self.device
 
     def _route(self, piece: Slice) -> Route:
         placement, on_host = piece.storage.placement, _on_host(piece)

@@ -7,7 +7,6 @@ arrow from where an event was recorded to the stream that waited for it: the dev
 
 import json
 import socket
-import time
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -46,7 +45,7 @@ class Trace:
             return
         if self._zero is None:
             self._zero = common_zero(self._mesh)
-        with timeline.record_all() as recorded:
+        with timeline.record_all(self._mesh.device.clock) as recorded:
             with timeline.span("compute", f"step {number}"):
                 yield
             finish_streams()  # what still runs belongs to the step
@@ -74,14 +73,15 @@ def check_timed(steps: range) -> None:
 
 
 def common_zero(mesh: DeviceMesh) -> float:
-    """Where traces of all ranks begin, by this process's clock. Collective.
+    """Where traces of all ranks begin, by the clock of this process's device. Collective.
 
     The processes of one host have a clock in common. Between hosts, zero is when each left a collective: the
     latency of that is the error of what stands side by side.
     """
-    told = from_all(mesh.communicator("control"), [socket.gethostname(), time.perf_counter()])
+    clock = mesh.device.clock
+    told = from_all(mesh.communicator("control"), [socket.gethostname(), clock()])
     one_host = len({host for host, _ in told}) == 1
-    return max(at for _, at in told) if one_host else time.perf_counter()
+    return max(at for _, at in told) if one_host else clock()
 
 
 def write(events: list[dict[str, Any]], about: dict[str, Any], path: Path) -> None:

@@ -161,7 +161,7 @@ def train(make, steps=3, sharded=True, make_optimizer=None, mesh_options=None, *
     model = make()
     rank, ranks = 0, 1
     if sharded:
-        mesh = init_device_mesh("auto", **(mesh_options or {}))
+        mesh = init_device_mesh(**{"device": "auto", **(mesh_options or {})})
         rank, ranks = mesh.rank, mesh.size
         shard(model, mesh, **settings)
     optimizer = make_optimizer(model.parameters())

@@ -1,0 +1,107 @@
+"""device: whose an array is, and a device that is neither the CPU nor CUDA under all that is above it."""
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm import init_device_mesh
+from shardrt.comm.single import SingleCommunicator
+from shardrt.comm.staged import StagedCommunicator
+from shardrt.device import host, timeline
+from shardrt.fsdp import CPUOffloadPolicy, units
+from tests.beside import Beside
+from tests.fsdp import nets
+from tests.ranks import run_ranks
+
+
+def test_an_array_is_of_the_device_that_its_kind_names_and_else_of_the_cpu():
+    here, cpu = Beside(), device.get("cpu")
+    array = here.buffer(4, np.float32)
+    assert device.of(array) is device.of(array[1:].reshape(1, 3)) is here
+    assert not device.on_host(array)
+    assert device.of(here.pinned(4, np.float32)) is here.host
+    assert device.on_host(here.pinned(4, np.float32))
+    assert device.of(np.zeros(4)) is cpu is cpu.host
+    assert device.on_host(np.zeros(4))
+
+
+def test_what_is_staged_are_the_arrays_that_are_not_on_the_host():
+    here, carried = Beside(), []
+
+    class Host(SingleCommunicator):
+        def _all_gather(self, buffer, what):
+            carried.append(buffer)
+
+    staged, stream = StagedCommunicator(Host(), here), here.current_stream
+    arrays = here.buffer(4, np.float32), here.pinned(4, np.float32), np.zeros(4, np.float32)
+    for array in arrays:
+        staged.all_gather(array, stream=stream)
+    assert [device.of(array) for array in carried] == [here.host, here.host, device.get("cpu")]
+    assert [a is b for a, b in zip(arrays, carried, strict=True)] == [False, True, True]
+
+
+def test_a_file_in_place_of_pinned_memory_is_an_array_like_any_other(tmp_path):
+    assert type(host.buffer(device.get("cpu"), 4, np.float32, tmp_path)) is np.ndarray
+
+
+OFFLOADS = {
+    "on the device": None,
+    "offload": CPUOffloadPolicy(),
+    "step on host": CPUOffloadPolicy(step="host"),
+}
+
+
+@pytest.mark.parametrize("offload", OFFLOADS)
+def test_a_device_of_any_kind_trains_as_the_cpu_does(offload):
+    """It is given, not named; its arrays and the host's meet in copies alone."""
+
+    def body(here):
+        before = device.current()
+        try:
+            options = {"device": here()}
+            result = nets.train(nets.Net, mesh_options=options, offload_policy=OFFLOADS[offload])
+            return result, options["device"]
+        finally:
+            device.set_current(before)
+
+    (history, weights), there = run_ranks(2, body, Beside)[0]
+    expected_history, expected = run_ranks(2, body, lambda: "cpu")[0][0]
+    assert [loss for loss, _ in history] == [loss for loss, _ in expected_history]
+    for name, array in expected.items():
+        np.testing.assert_array_equal(weights[name], array)
+    assert {(there.host.kind, there.kind), (there.kind, there.host.kind)} <= there.copied
+
+
+def test_what_is_offloaded_lies_in_what_the_device_has_pinned():
+    here, before = Beside(), device.current()
+    try:
+        mesh = init_device_mesh(here)
+        assert mesh.device is device.current() is here
+        model = nets.shard(nets.Net(), mesh, offload_policy=CPUOffloadPolicy())
+        units(model)
+        storages = {parameter.storage for parameter in model.parameters()}
+        arrays = [array for each in storages for array in (each.shard, each.new_state("first moment"))]
+    finally:
+        device.set_current(before)
+    assert {type(array) for array in arrays} == {here.host.kind}
+
+
+def test_all_times_of_a_recording_are_of_the_clock_that_it_is_given():
+    class Ticking(device.cpu.CPUDevice):
+        ticks = 0.0
+
+        def clock(self):
+            self.ticks += 1.0
+            return self.ticks
+
+    here = Ticking()
+    stream, event = here.new_stream("beside"), here.new_event()
+    with timeline.record_all(here.clock) as kept:
+        stream.submit(int, label="work")
+        stream.record(event)
+        stream.synchronize()
+        here.current_stream.wait(event)
+        timeline.count_of("slots", here, 1)
+    times = [time for span in kept.spans for time in (span.start, span.stop)]
+    times += [item.time for item in (*kept.passed, *kept.counts)]
+    assert sorted(times) == list(range(1, len(times) + 1))
