@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from shardrt.comm.transport import Transport
 from shardrt.device import on_host
 from shardrt.device.cpu import CPUDevice
 
@@ -89,3 +90,45 @@ class Beside(_Strict):
     def copy(self, target, source):
         self.copied.add((type(source), type(target)))
         super().copy(target, source)
+
+
+class OverHost(Transport):
+    """Between devices beside their hosts, by a host communicator. Made of (host communicator, device)."""
+
+    def __init__(self, host, device):
+        self._host = host
+        self.device = device
+        self.calls = []
+
+    def _seen(self, call, *arrays):
+        """The arrays as they lie in memory, for the host."""
+        assert {on_host(array) for array in arrays} == {False}
+        self.calls.append(call)
+        return [np.asarray(array) for array in arrays]
+
+    def gather(self, buffer):
+        self._host._all_gather(*self._seen("gather", buffer), "")
+
+    def reduce_scatter(self, output, buffer, op, kind):
+        assert kind == output.dtype.name
+        output, buffer = self._seen("reduce_scatter", output, buffer)
+        self._host._reduce_scatter(output, buffer, 1.0, False, op, "", "")
+
+    def all_reduce(self, buffer, op):
+        self._host._all_reduce(*self._seen("all_reduce", buffer), op, "")
+
+    def broadcast(self, buffer, root):
+        self._host._broadcast(*self._seen("broadcast", buffer), root, "")
+
+    def send(self, buffer, peer):
+        self._host._send(*self._seen("send", buffer), peer, "", False)
+
+    def recv(self, buffer, peer):
+        self._host._recv(*self._seen("recv", buffer), peer, "", False)
+
+    def exchange(self, output, buffer, to, source):
+        self._host._exchange(*self._seen("exchange", output, buffer), to, source)
+
+    def swap(self, output, buffer, received, sent):
+        received, sent = ([part.stop - part.start for part in parts] for parts in (received, sent))
+        self._host._all_to_all(*self._seen("swap", output, buffer), tuple(received), tuple(sent), "")

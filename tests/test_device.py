@@ -1,15 +1,18 @@
 """device: whose an array is, and a device that is neither the CPU nor CUDA under all that is above it."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from shardrt import device
 from shardrt.comm import init_device_mesh
+from shardrt.comm import world as worlds
 from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
 from shardrt.device import host, timeline
 from shardrt.fsdp import CPUOffloadPolicy, units
-from tests.beside import Beside
+from tests.beside import Beside, OverHost
 from tests.fsdp import nets
 from tests.ranks import run_ranks
 
@@ -84,6 +87,32 @@ def test_what_is_offloaded_lies_in_what_the_device_has_pinned():
     finally:
         device.set_current(before)
     assert {type(array) for array in arrays} == {here.host.kind}
+
+
+@pytest.mark.parametrize("reduction", ["tree", "nccl"])
+def test_a_world_may_have_a_device_and_a_transport_of_its_own(reduction):
+    """Then nothing asks for CUDA, or NCCL: communicators for GPUs work on whatever is below them."""
+
+    def body():
+        made = []
+
+        def transport(*ends):
+            made.append(OverHost(*ends))
+            return made[-1]
+
+        here, before, plain = Beside(), device.current(), worlds.current()
+        with worlds.use(replace(plain, device=here, transport=transport)):
+            try:
+                result = nets.train(nets.Net, mesh_options={"reduction": reduction})
+            finally:
+                device.set_current(before)
+        return result, {transport.device for transport in made} == {here}, {c for t in made for c in t.calls}
+
+    (_, weights), own, calls = run_ranks(3, body)[0]
+    assert own
+    assert calls == {"gather", {"tree": "swap", "nccl": "reduce_scatter"}[reduction]}
+    for name, array in nets.plain(3)[1].items():
+        np.testing.assert_array_equal(weights[name], array)
 
 
 def test_all_times_of_a_recording_are_of_the_clock_that_it_is_given():

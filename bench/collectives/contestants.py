@@ -254,7 +254,7 @@ class RawNCCL(Contestant):
         from shardrt.comm.nccl import _TYPES
 
         super().__init__(communicator.rank, communicator._device)
-        self._comm, self._nccl = communicator._comm, communicator._nccl
+        self._comm, self._nccl = communicator._transport.comm, communicator._transport.nccl
         names = {"sum": "NCCL_SUM", "prod": "NCCL_PROD", "min": "NCCL_MIN", "max": "NCCL_MAX"}
         self._ops = {reduction: getattr(self._nccl, name) for reduction, name in names.items()}
         self._types = _TYPES | {"int8": 0, "uint32": 3, "uint64": 5}  # nccl.h

@@ -36,9 +36,9 @@ def for_device(
         return IPCCommunicator(host, device)
     if kind == "auto" and not _a_gpu_for_each(host):
         return StagedCommunicator(host, device)
-    from shardrt.comm.nccl import NCCLCommunicator
+    from shardrt.comm.nccl import NCCLCommunicator, NCCLTransport
 
-    return NCCLCommunicator(host, device, reduction)
+    return NCCLCommunicator(host, device, reduction, worlds.current().transport or NCCLTransport)
 
 
 def create(kind: str = "auto") -> Communicator:

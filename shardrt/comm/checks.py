@@ -137,12 +137,13 @@ def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
         if not np.may_share_memory(output, buffer):
             return True
         return allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
-    start = _address(output) - _address(buffer)
+    start = address(output) - address(buffer)
     apart = start >= buffer.nbytes or start <= -output.nbytes
     return apart or (allowed is not None and start == allowed * buffer.itemsize)
 
 
-def _address(array: Any) -> int:
+def address(array: Any) -> int:
+    """Where an array begins in memory."""
     interface = getattr(array, "__cuda_array_interface__", None) or array.__array_interface__
     return interface["data"][0]
 

@@ -1,21 +1,24 @@
-"""NCCL by cupy.cuda.nccl, set up through a host communicator: for ranks with a GPU each.
+"""Communicators of ranks with a GPU each, and NCCL, by cupy.cuda.nccl, below them.
 
-Gathers are NCCL's. There are two ways to reduce. "nccl": NCCL's own reduce-scatter and all-reduce, one call
-at any number of ranks, and no memory; it adds in an order of its own, and in the type that travels. "tree":
-an exchange of slices (grouped sends and receives, the bytes of a ring's reduce-scatter) and a sum by our own
-kernel in the fixed tree over ranks, so the bits are those of every other backend, and 16 bits are added up in
-float32; its calls and its memory grow with the ranks (docs/gpu.md).
+There are two ways to reduce. "nccl": NCCL's own reduce-scatter and all-reduce, one call at any number of
+ranks, and no memory; it adds in an order of its own, and in the type that travels. "tree": an exchange of
+slices (grouped sends and receives, the bytes of a ring's reduce-scatter) and a sum by our own kernel in the
+fixed tree over ranks, so the bits are those of every other backend, and 16 bits are added up in float32; its
+calls and its memory grow with the ranks (docs/gpu.md).
 
 Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU in software.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from shardrt.comm import counts
+from shardrt.comm.checks import address
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
+from shardrt.comm.transport import Transport
 from shardrt.device import Device
 
 Array = Any
@@ -26,37 +29,122 @@ _TYPES["uint16"] = 6  # bits that nobody adds travel as float16
 _OPS = {"sum": 0, "prod": 1, "max": 2, "min": 3}
 
 
+class NCCLTransport(Transport):
+    """`host`: over the same ranks, for the set-up. Made collectively: rank 0's id is broadcast.
+
+    One serves one stream.
+    """
+
+    def __init__(self, host: Communicator, device: Device) -> None:
+        from cupy.cuda import nccl
+
+        self.nccl = nccl
+        self._device = device
+        self._rank = host.rank
+        self._size = host.size
+        key = np.zeros(128, np.uint8)
+        if host.rank == 0:
+            key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
+        host._broadcast(key, 0, "")
+        self.comm = nccl.NcclCommunicator(host.size, key.tobytes(), host.rank)
+
+    @property
+    def _stream(self) -> int:
+        return self._device.stream_here()
+
+    def gather(self, buffer: Array) -> None:
+        n, place = buffer.size // self._size, buffer.data.ptr
+        own = place + self._rank * n * buffer.itemsize
+        self.comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
+
+    def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
+        places = buffer.data.ptr, output.data.ptr
+        self.comm.reduceScatter(*places, output.size, _TYPES[kind], _OPS[op], self._stream)
+
+    def all_reduce(self, buffer: Array, op: str) -> None:
+        place = buffer.data.ptr
+        self.comm.allReduce(place, place, buffer.size, _TYPES[buffer.dtype.name], _OPS[op], self._stream)
+
+    def broadcast(self, buffer: Array, root: int) -> None:
+        place = buffer.data.ptr
+        self.comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
+
+    def send(self, buffer: Array, peer: int) -> None:
+        self.comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+
+    def recv(self, buffer: Array, peer: int) -> None:
+        self.comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+
+    def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
+        self.nccl.groupStart()  # neither waits for the other
+        try:
+            self.send(buffer, to)
+            self.recv(output, source)
+        finally:
+            self.nccl.groupEnd()
+
+    def swap(self, output: Array, buffer: Array, received: Sequence[slice], sent: Sequence[slice]) -> None:
+        """In one group; nothing goes for 0."""
+        kind, calls = _TYPES[buffer.dtype.name], []
+        for call, array, parts in ((self.comm.send, buffer, sent), (self.comm.recv, output, received)):
+            calls += [(call, array, peer, part) for peer, part in enumerate(parts)]
+        self.nccl.groupStart()
+        try:
+            for call, array, peer, part in calls:
+                n = part.stop - part.start
+                if n:
+                    place = array.data.ptr + part.start * array.itemsize
+                    call(place, n, kind, peer, self._stream)
+        finally:
+            self.nccl.groupEnd()
+
+    def check(self) -> None:
+        state = self.comm.check_async_error()
+        if state:
+            self.comm.abort()
+            raise RuntimeError(f"NCCL failed on rank {self._rank}: status {state}")
+
+    def abort(self) -> None:
+        self.comm.abort()
+
+    def close(self) -> None:
+        """Explicit, because NCCL's own clean-up must not run after MPI's."""
+        self.comm.destroy()
+
+
 class NCCLCommunicator(Communicator):
     """`host`: over the same ranks, for the set-up; it is this communicator's own from now on.
 
-    reduction: "nccl" or "tree" (see above). Made collectively: rank 0's id is broadcast. One communicator
-    serves one stream.
+    reduction: "nccl" or "tree" (see above). transport: makes what is below it, of (host, device).
     """
 
     keeps_host = False
 
-    def __init__(self, host: Communicator, device: Device, reduction: str = "nccl") -> None:
-        from cupy.cuda import nccl
-
+    def __init__(
+        self,
+        host: Communicator,
+        device: Device,
+        reduction: str = "nccl",
+        transport: Callable[[Communicator, Device], Transport] = NCCLTransport,
+    ) -> None:
         self.reduction = reduction
         self.rank = host.rank
         self.size = host.size
         self._host = host
         self._device = device
-        self._nccl = nccl
         self._scratch = device.buffer(0, np.uint8)
-        key = np.zeros(128, np.uint8)
-        if self.rank == 0:
-            key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
-        host._broadcast(key, 0, "")
-        self._comm = nccl.NcclCommunicator(self.size, key.tobytes(), self.rank)
+        self._make_transport = transport
+        self._transport = transport(host, device)
+
+    def _over(self, host: Communicator) -> "NCCLCommunicator":
+        return NCCLCommunicator(host, self._device, self.reduction, self._make_transport)
 
     def split(self, color: int | None, key: int) -> "NCCLCommunicator | None":
         host = self._host.split(color, key)
-        return None if host is None else NCCLCommunicator(host, self._device, self.reduction)
+        return None if host is None else self._over(host)
 
     def duplicate(self) -> "NCCLCommunicator":
-        return NCCLCommunicator(self._host.duplicate(), self._device, self.reduction)
+        return self._over(self._host.duplicate())
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
@@ -70,39 +158,30 @@ class NCCLCommunicator(Communicator):
             self._scratch = self._device.buffer(on_device, np.uint8)
 
     def abandon(self) -> None:
-        self._comm.abort()
+        self._transport.abort()
         self._host.abandon()
 
     def close(self) -> None:
-        """Collective. Explicit, because NCCL's own clean-up must not run after MPI's."""
-        self._comm.destroy()
+        """Collective."""
+        self._transport.close()
         self._host.close()
 
     def check(self) -> None:
         """Raise RuntimeError if a collective has failed on the GPU, which nothing else reports."""
-        state = self._comm.check_async_error()
-        if state:
-            self._comm.abort()
-            raise RuntimeError(f"NCCL failed on rank {self.rank}: status {state}")
-
-    @property
-    def _stream(self) -> int:
-        return self._device.stream_here()
+        self._transport.check()
 
     def _talk(self, data: bytes) -> list[bytes]:
         return self._host._talk(data)
 
     def _all_gather(self, buffer: Array, what: str) -> None:
-        n, place = buffer.size // self.size, buffer.data.ptr
-        own = place + self.rank * n * buffer.itemsize
-        self._comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
+        self._transport.gather(buffer)
 
     def _reduce_scatter(
         self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None:
         n = output.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
-        if self._by_tree(op, buffer) or (accumulate and own.data.ptr == output.data.ptr):
+        if self._by_tree(op, buffer) or (accumulate and address(own) == address(output)):
             received = self._space(buffer)
             self._swap(received, buffer, None, None)
             parts = [received[r * n : (r + 1) * n] for r in range(self.size)]
@@ -110,18 +189,15 @@ class NCCLCommunicator(Communicator):
             return
         # What `output` can't take as it is goes to this rank's slice first: so there is no scratch.
         total = own if kind or accumulate else output
-        self._comm.reduceScatter(
-            buffer.data.ptr, total.data.ptr, n, _TYPES[kind or buffer.dtype.name], _OPS[op], self._stream
-        )
+        self._transport.reduce_scatter(total, buffer, op, kind or buffer.dtype.name)
         if total is own or scale != 1.0:  # not NCCL's mean, which its sums in the switch don't have
             combine(output, [total], scale, accumulate, op, kind)
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
         if self._by_tree(op, buffer):
             super()._all_reduce(buffer, op, what)
-            return
-        place = buffer.data.ptr
-        self._comm.allReduce(place, place, buffer.size, _TYPES[buffer.dtype.name], _OPS[op], self._stream)
+        else:
+            self._transport.all_reduce(buffer, op)
 
     def _by_tree(self, op: str, buffer: Array) -> bool:
         """Whether ranks' numbers are combined here. NCCL's largest and least of floats would lose nan."""
@@ -135,46 +211,30 @@ class NCCLCommunicator(Communicator):
         combine(buffer, [everyone[r * n : (r + 1) * n] for r in range(self.size)], op=op)
 
     def _broadcast(self, buffer: Array, root: int, what: str) -> None:
-        place = buffer.data.ptr
-        self._comm.broadcast(place, place, buffer.size, _TYPES[buffer.dtype.name], root, self._stream)
+        self._transport.broadcast(buffer, root)
 
     def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
         self._swap(output, buffer, received, sent)
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        self._comm.send(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+        self._transport.send(buffer, peer)
 
     def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        self._comm.recv(buffer.data.ptr, buffer.size, _TYPES[buffer.dtype.name], peer, self._stream)
+        self._transport.recv(buffer, peer)
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        self._nccl.groupStart()  # neither waits for the other
-        try:
-            self._send(buffer, to, "", False)
-            self._recv(output, source, "", False)
-        finally:
-            self._nccl.groupEnd()
+        self._transport.exchange(output, buffer, to, source)
 
     def _barrier(self, what: str) -> None:
-        one = self._space(np.empty(1, np.int32))
-        place = one.data.ptr
-        self._comm.allReduce(place, place, 1, _TYPES["int32"], self._nccl.NCCL_SUM, self._stream)
+        self._transport.all_reduce(self._space(np.empty(1, np.int32)), "sum")
 
     def _swap(self, output: Array, buffer: Array, received: Any, sent: Any) -> None:
-        """Slice r of `output` becomes slice `rank` of rank r's `buffer`, in one group; nothing goes for 0."""
-        kind, calls = _TYPES[buffer.dtype.name], []
-        for call, array, given in ((self._comm.send, buffer, sent), (self._comm.recv, output, received)):
-            parts = counts.slices(given or counts.equal(array.size, self.size))
-            calls += [(call, array, peer, part) for peer, part in enumerate(parts)]
-        self._nccl.groupStart()
-        try:
-            for call, array, peer, part in calls:
-                n = part.stop - part.start
-                if n:
-                    place = array.data.ptr + part.start * array.itemsize
-                    call(place, n, kind, peer, self._stream)
-        finally:
-            self._nccl.groupEnd()
+        """Slice r of `output` becomes slice `rank` of rank r's `buffer`. Counts by rank; None: equal."""
+        parts = (
+            counts.slices(given or counts.equal(array.size, self.size))
+            for array, given in ((output, received), (buffer, sent))
+        )
+        self._transport.swap(output, buffer, *parts)
 
     def _space(self, like: Array, count: int | None = None) -> Array:
         """Scratch of so many elements (as many as `like`), of its type, that only this stream uses."""
