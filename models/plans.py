@@ -1,7 +1,7 @@
 """How the models here are cut by parallelize_module: a plan for each."""
 
 from shardrt import nn
-from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, VocabParallel
+from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, TokenParallel, VocabParallel
 from shardrt.parallel.styles import Style
 
 from .gpt import GPT
@@ -12,32 +12,42 @@ from .vit import ViT
 def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, Style]:
     """The plan for a GPT, Llama or ViT: attention by heads, MLPs by hidden units, the vocabulary by words.
 
+    Experts are whole on each rank, which has a part of the tokens there; ExpertParallel can cut them besides.
+
     sequence_parallel: norms, dropout and what lies between the blocks on a part of the time each; less memory
     for the same traffic. For language models. Raises TypeError for another model, ValueError for a ViT with
-    sequence_parallel, and a Llama with experts or norms of queries and keys.
+    sequence_parallel, and a Llama with norms of queries and keys.
     """
     plan = {
         "blocks.*.attention.qkv": ColwiseParallel(_heads(model)),
         "blocks.*.attention.output": RowwiseParallel(),
-        "blocks.*.mlp.down": RowwiseParallel(),
+        **_mlps(model),
     }
     if isinstance(model, ViT):
         if sequence_parallel:
             raise ValueError("plan_of: there is no sequence_parallel for a ViT; it reads all patches at once")
-        return plan | {"blocks.*.mlp.up": ColwiseParallel()}
+        return plan
     if isinstance(model, GPT):
-        plan |= {"wte": VocabParallel(), "blocks.*.mlp.up": ColwiseParallel()}
+        plan |= {"wte": VocabParallel()}
         alone = ("wpe", "dropout", "blocks.*.dropout")
     else:
-        if model.config.experts or model.config.qk_norm != "none":
-            raise ValueError("plan_of: there is no plan for experts, and for norms of queries and keys")
-        plan |= {"embedding": VocabParallel(), "blocks.*.mlp.gate_up": ColwiseParallel(2)}
+        if model.config.qk_norm != "none":
+            raise ValueError("plan_of: there is no plan for norms of queries and keys")
+        plan |= {"embedding": VocabParallel()}
         plan |= {} if model.config.tied else {"head": VocabParallel()}
         alone = ()
     if sequence_parallel:
         norms = ("blocks.*.norm1", "blocks.*.norm2", "norm")
         plan |= {path: SequenceParallel() for path in (*alone, *norms)}
     return plan
+
+
+def _mlps(model: nn.Module) -> dict[str, Style]:
+    if not isinstance(model, Llama):
+        return {"blocks.*.mlp.up": ColwiseParallel(), "blocks.*.mlp.down": RowwiseParallel()}
+    if model.config.experts:
+        return {"blocks.*.mlp": TokenParallel()}
+    return {"blocks.*.mlp.gate_up": ColwiseParallel(2), "blocks.*.mlp.down": RowwiseParallel()}
 
 
 def _heads(model: nn.Module) -> tuple[int, int, int]:

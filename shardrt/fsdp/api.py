@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from shardrt import dtypes
-from shardrt.comm.digits import Digits, meet
+from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.mesh import DeviceMesh, default_mesh
 from shardrt.fsdp.boundary import UnitBoundary
 from shardrt.fsdp.full import built_units
@@ -181,12 +181,15 @@ def _axes(parameter: Parameter, mesh: DeviceMesh) -> tuple[Digits, Digits]:
         )
     if share is None:
         return (), ()
-    if share.mesh.root is not mesh.root or meet(share.axes, mesh.axes):
+    # Along axes where gradients are parts of a sum they may be sharded: reducing them makes the sum.
+    alike = () if share.kind == PARTIAL else share.axes
+    if share.mesh.root is not mesh.root or meet(alike, mesh.axes):
         raise ValueError(
             f"fully_shard: parameter {parameter.name!r} is on {share.mesh!r} already; shard it along other "
             f'axes of the same mesh, as mesh["dp_shard"], not {mesh!r}'
         )
-    return share.axes if share.kind == CUT else (), share.axes if share.kind == PARTIAL else ()
+    partial = without(share.partial, mesh.axes) if share.partial else ()
+    return share.axes if share.kind == CUT else (), partial
 
 
 def register_forward_method(module: Module, name: str) -> None:

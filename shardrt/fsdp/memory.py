@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp import buffers
 from shardrt.fsdp.group import ParameterGroup
@@ -163,8 +164,9 @@ def explain(model: Module) -> str:
     """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
 
     MB: of the parameters that this rank holds. gathered: the unit at whose start the gather is issued, by
-    the present plan, which is the order of declaration until the first forward has recorded another. Raises
-    ValueError if `model` has no unit.
+    the present plan, which is the order of declaration until the first forward has recorded another. Where
+    axes of the mesh are joined, folded, or cut modules, their names stand there, and which ranks have the
+    other parts beside this one's. Raises ValueError if `model` has no unit.
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
@@ -223,16 +225,29 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
 
 
 def _joined_axes(group: ParameterGroup) -> str:
-    """The ranks that it is cut over, where these are along several axes of the mesh as one."""
+    """The ranks that it is cut over, where these lie along other axes than those of the mesh."""
     mesh = group.settings.mesh
     name, axes = (mesh.mesh_dim_names or ("",))[-1], mesh.root.mesh_dim_names or ()
-    return f" on {name}" if name and axes and name not in axes else ""
+    return (
+        f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and axes and name not in axes else ""
+    )
 
 
 def _before(group: ParameterGroup) -> str:
     """Along which other axes of the mesh the parameters were cut, or what they give is summed."""
-    mesh, words = group.settings.mesh, {"cut": group.key.cut, "summed": group.key.partial}
-    return "".join(f", {word} on {name}" for word, axes in words.items() for name in mesh.names_of(axes))
+    mesh, share, told = group.settings.mesh, group.parameters[0].share, ""
+    if group.key.cut:
+        told += f", cut on {(share.mesh.mesh_dim_names or mesh.names_of(share.axes))[0]} {_ranks(share.mesh)}"
+    return told + "".join(f", summed on {name}" for name in mesh.names_of(group.key.partial))
+
+
+def _ranks(mesh: DeviceMesh) -> str:
+    """Those of a mesh of one axis, by their numbers in all."""
+    ranks = mesh.ranks.ravel().tolist()
+    return f"({' '.join(map(str, ranks if len(ranks) <= _FEW else [*ranks[: _FEW - 1], '...', ranks[-1]]))})"
+
+
+_FEW = 8  # ranks that a table names
 
 
 def _frozen(group: ParameterGroup) -> str:

@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrt import device
 from shardrt.comm import talk
-from shardrt.comm.digits import union
+from shardrt.comm.digits import union, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, host
@@ -24,9 +24,10 @@ from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.unit import Unit
+from shardrt.fsdp.unit import Unit, data_of
 from shardrt.nn.module import Module, caller_of, stages_of
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage, Rounded
 from shardrt.recompute import Recomputation
 
@@ -324,8 +325,8 @@ def _check_mesh(unit: Unit, first: Unit) -> None:
     alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
     for parameter in unit.parameters if unit is not first else ():
         share = parameter.share
-        apart = share is not None and share.own_data
-        if not (union(own.axes, share.axes) == theirs.axes if apart else alike):
+        apart = share is not None and (share.own_data or share.kind == PARTIAL)
+        if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
             beside = f" beside {share.mesh!r}" if apart else ""
             raise ValueError(
                 f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
@@ -348,16 +349,16 @@ def _check_world_invariant(units: list[Unit]) -> None:
                 f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
                 "added up by a tree; give CPUOffloadPolicy(gradients=False)"
             )
-        if u.micro_batches is not None and any(group.key.partial for group in u.groups):
-            raise ValueError(
-                f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; leave adapters out, and with SequenceParallel call "
-                "set_tensor_invariant"
-            )
         if u.micro_batches is not None and any(p.share and p.share.own_data for p in u.parameters):
             raise ValueError(
                 f"set_world_invariant: the experts of unit {u.label} are cut over ranks, and their products "
                 "are of the rows of several micro-batches; leave ExpertParallel out"
+            )
+        if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
+            raise ValueError(
+                f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
+                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
+                "SequenceParallel call set_tensor_invariant"
             )
         trained = {group.key.dtype for group in u.groups if group.trainable}
         if u.micro_batches is not None and trained - {"float32"}:

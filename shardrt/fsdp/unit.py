@@ -10,10 +10,13 @@ from enum import Enum
 from typing import Any
 
 from shardrt.autograd import Function
+from shardrt.comm.digits import Digits, size_of, union, without
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.group import GroupKey, ParameterGroup
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.nn.module import Module, label_of
 from shardrt.nn.parameter import Parameter
+from shardrt.nn.share import Share
 
 
 class State(Enum):
@@ -52,8 +55,10 @@ class Unit:
     ) -> None:
         self.modules = modules
         self.settings = settings
-        apart = [p.share for p, _ in parameters if p.share is not None and p.share.own_data]
-        self.data_ranks = settings.mesh.size * (apart[0].mesh.size if apart else 1)  # that gradients are of
+        shares = [p.share for p, _ in parameters if p.share is not None]
+        self.data_ranks = settings.mesh.size  # how many losses gradients are of
+        if shares:
+            self.data_ranks = size_of(union(*(data_of(share, settings.mesh) for share in shares)))
         self.choices = Choices(float(self.data_ranks))
         self.state = State.SHARDED
         self.gathered = False  # ops may read the parameters now
@@ -130,3 +135,8 @@ class Unit:
         if needed and not self.reshard_after_forward:
             return State.KEPT
         return State.SHARDED if done else State.WAITING
+
+
+def data_of(share: Share, mesh: DeviceMesh) -> Digits:
+    """Axes along which ranks have losses of their own whose gradients a parameter gets, sharded over mesh."""
+    return without(union(mesh.axes, share.axes) if share.own_data else mesh.axes, share.one_loss)

@@ -13,7 +13,6 @@ import numpy as np
 from shardrt import autograd, device, random
 from shardrt import functional as F
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.protocol import Communicator
 from shardrt.functional.route import SCORES, ExpertOrder
 from shardrt.nn import init as initial
 from shardrt.nn.init import Initialiser
@@ -48,7 +47,7 @@ class Router(Module):
         self.n_experts = n_experts
         self.weight = Parameter((n_experts, width), init or initial.Uniform(-bound, bound), dtype=dtype)
         self.load = np.zeros(n_experts, np.int64)
-        self.balance_ranks: Communicator | None = None
+        self.balance_mesh: DeviceMesh | None = None  # over whose tokens the balance loss is
 
     def logits(self, x: Tensor) -> Tensor:
         """(tokens, width) -> (tokens, experts), in float32 whatever x has been cast to."""
@@ -59,15 +58,25 @@ class Router(Module):
         if self.training and not random.rewound() and autograd.running() is None:
             self.load += order.chosen
 
+    def balance_along(self, mesh: DeviceMesh) -> None:
+        """Let the balance loss be that of the tokens of all ranks of `mesh`, beside those of before.
+
+        Collective over the root of `mesh`.
+        """
+        if mesh.size > 1:
+            self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.widened(mesh.axes)
+            self.balance_mesh.communicator("control")
+
     def chosen(self, order: ExpertOrder) -> np.ndarray:
-        """How many tokens chose each expert, for the balance loss: with `balance_over` the mean over ranks.
+        """How many tokens chose each expert, for the balance loss: over several ranks the mean of theirs.
 
         So that it is of as many tokens as this rank has. The sums are of integers.
         """
-        if self.balance_ranks is None:
+        if self.balance_mesh is None:
             return order.chosen
         total, here = order.chosen.copy(), device.current()
-        self.balance_ranks.all_reduce(total, stream=here.current_stream, what="balance loss")
+        ranks = self.balance_mesh.communicator("control")
+        ranks.all_reduce(total, stream=here.current_stream, what="balance loss")
         here.wait_here()
         return total * (order.chosen.sum() / max(1, total.sum()))
 
@@ -253,7 +262,8 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     Each rank then has the choices of all of them and the probabilities of its own tokens: where the ranks
     have equally many, the mean over ranks is the balance loss of one rank with all tokens, and so is its
     gradient. (Without it, it is the mean of the ranks' own balance losses, which depends on how the batch is
-    cut.) An all-reduce of an integer for each expert, in each forward of each router. Call it on every rank.
+    cut.) An all-reduce of an integer for each expert, in each forward of each router. Ranks with parts of the
+    same samples, by TokenParallel or ContextParallel, are counted besides. Call it on every rank.
 
     Raises ValueError if `model` has no nn.TopKRouter, or one of another kind.
     """
@@ -261,7 +271,7 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     if not routers or not all(isinstance(router, TopKRouter) for router in routers):
         raise ValueError(f"balance_over: {type(model).__name__} must have routers, all of them nn.TopKRouter")
     for router in routers:
-        router.balance_ranks = mesh.communicator("control") if mesh.size > 1 else None
+        router.balance_along(mesh)
 
 
 def expert_load(model: Module) -> dict[str, np.ndarray]:
@@ -291,7 +301,7 @@ def update_expert_bias(model: Module, rate: float = 1e-3) -> None:
 
 
 def _over_all_ranks(model: Module, loads: np.ndarray) -> np.ndarray:
-    """Where axes share tokens each is counted as often as the others, which moves no bias."""
+    """Where ranks have the same tokens, all are counted as often, which moves no bias."""
     ranks = ranks_of(model)
     if ranks is not None and ranks.size > 1:
         ranks.all_reduce(loads.reshape(-1), stream=device.current().current_stream, what="expert load")

@@ -162,7 +162,8 @@ class Parameter(Tensor):
         told = f"parameter {self.name!r}"
         if self.place is not None:
             raise RuntimeError(f"{told} is {self.place.told}; call parallelize_module before pipeline_stages")
-        if self.share is not None and (self.share.kind == CUT or share.mesh is not self.share.mesh):
+        known = self.share
+        if known is not None and (known.kind == CUT or not (share.own_data or share.mesh is known.mesh)):
             raise ValueError(f"{told} is cut already, {self.share.whole} into {self.share.shape}")
         if not isinstance(self.storage, LocalStorage):
             raise RuntimeError(f"{told} is sharded already; call parallelize_module before fully_shard")

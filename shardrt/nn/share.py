@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt import device
-from shardrt.comm.digits import Digits
+from shardrt.comm.digits import Digits, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.runs import Part, put, run, size_of, spans
@@ -39,6 +39,7 @@ class Share:
     shape: tuple[int, ...]
     parts: tuple[Part, ...] = ()
     own_data: bool = False  # of CUT: the ranks have other data, whose gradient is summed before it is here
+    beside: Digits = ()  # of own_data: axes of the root mesh whose ranks have parts of the data of one loss
     words: Any = None  # where these are rows of a vocabulary: how they are looked up, and make logits
 
     @classmethod
@@ -50,6 +51,21 @@ class Share:
     def axes(self) -> Digits:
         """Along what of the root mesh it is (comm/digits.py)."""
         return self.mesh.axes
+
+    @property
+    def one_loss(self) -> Digits:
+        """Axes whose ranks make one loss together: gradients along these are not divided by their number."""
+        return self.beside if self.own_data else self.axes
+
+    @property
+    def partial(self) -> Digits:
+        """Axes along which each rank's gradient is a part of a sum that nobody has made yet."""
+        return self.axes if self.kind == PARTIAL else without(self.beside, self.axes)
+
+    @property
+    def summing(self) -> DeviceMesh:
+        """The ranks along `partial`. Collective over the root mesh at the first time."""
+        return self.mesh if self.kind == PARTIAL else self.mesh.root.along(self.partial)
 
     @property
     def part(self) -> Part:

@@ -20,7 +20,7 @@ from shardrt.autograd import WRITTEN, Edge
 from shardrt.comm.protocol import Communicator
 from shardrt.device.protocol import Event
 from shardrt.nn.runs import Part, run, take
-from shardrt.nn.share import CUT, PARTIAL, Share
+from shardrt.nn.share import CUT, Share
 
 if TYPE_CHECKING:
     from shardrt.nn.parameter import Parameter
@@ -201,7 +201,7 @@ class LocalStorage(Storage):
         self._array = array
         self._made_as: str | None = None  # the name that the values were made for
         self._gradient: Array | None = None
-        # Where each backward's gradient is summed over ranks (share.PARTIAL): what those have that have not
+        # Where each backward's gradient is summed over ranks (Share.partial): what those have that have not
         # ended. What is left of one that has raised would be another gradient on each rank, and goes with it.
         self._partial: WeakKeyDictionary[autograd.Backward, Array] = WeakKeyDictionary()
         self._parameter = parameter
@@ -275,7 +275,7 @@ class LocalStorage(Storage):
 
     def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
         run = autograd.running()
-        if run is not None and parameter.share is not None and parameter.share.kind == PARTIAL:
+        if run is not None and parameter.share is not None and parameter.share.partial:
             return self._partial_target(parameter, run.outermost)
         accumulate = self._gradient is not None
         if not accumulate:
@@ -295,7 +295,7 @@ class LocalStorage(Storage):
         if gradient is None:
             return  # forgotten since
         stream = device.current().current_stream
-        communicator = self._parameter.share.mesh.communicator("tensor")
+        communicator = self._parameter.share.summing.communicator("tensor")
         communicator.all_reduce(gradient.reshape(-1), stream=stream, what=self._parameter.name)
         if self._gradient is not None:
             gradient += self._gradient

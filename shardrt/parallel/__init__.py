@@ -1,16 +1,17 @@
 """Modules that are cut over ranks, along an axis of the mesh beside those of the data.
 
-Read in this order: axis, saved, around, styles, vocabulary, context, experts, tensor, invariant. Pipelines:
-cut, times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
+Read in this order: axis, saved, around, styles, vocabulary, context, tokens, experts, tensor, invariant.
+Pipelines: cut, times, twin, stage, table, schedules, carrier, whole, pipeline, memory.
 """
 
 from shardrt.parallel.context import ContextParallel, SequencePart, context_plan, shard_sequence
-from shardrt.parallel.experts import ExpertParallel, most_rows
+from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
 from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
 from shardrt.parallel.tensor import parallelize_module
+from shardrt.parallel.tokens import TokenParallel
 from shardrt.parallel.vocabulary import VocabParallel
 
 __all__ = [
@@ -22,8 +23,10 @@ __all__ = [
     "SequenceParallel",
     "SequencePart",
     "Stage",
+    "TokenParallel",
     "VocabParallel",
     "context_plan",
+    "expert_plan",
     "most_rows",
     "parallelize_module",
     "pipeline_stages",

@@ -105,10 +105,9 @@ class Axis:
         shape: tuple[int, ...],
         parts: tuple[Part, ...],
         words: Any = None,
-        own_data: bool = False,
     ) -> Share:
         """The share of a parameter of which each rank has a part of its own."""
-        return Share(CUT, self.mesh, whole, shape, parts, own_data, words)
+        return Share(CUT, self.mesh, whole, shape, parts, words=words)
 
     def enter(self, x: Tensor) -> Tensor:
         """An activation for each rank to use in its own way: I or V -> R."""

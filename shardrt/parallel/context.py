@@ -11,11 +11,12 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.digits import union, without
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.fsdp.setup import units_below
 from shardrt.functional.context import ROLE, context_attention, own_chunks, positions_of
 from shardrt.nn.module import Module
-from shardrt.nn.moe import MoE
+from shardrt.nn.moe import Router
 from shardrt.nn.storage import LocalStorage
 from shardrt.parallel.axis import Axis, batch_of, recorded
 from shardrt.parallel.styles import Style, check_alone
@@ -122,9 +123,11 @@ class Summing:
         return forward(*args, **kwargs)
 
     def _check(self, module: Module) -> None:
-        own, take = {*self._mesh.ranks.ravel().tolist()}, 'fully_shard(..., mesh=mesh.flat("dp_shard", "cp"))'
+        take = 'fully_shard(..., mesh=mesh.flat("dp_shard", "cp"))'
         for unit in units_below(module):
-            if not own <= {*unit.settings.mesh.ranks.ravel().tolist()}:
+            apart = [p.share.axes for p in unit.parameters if p.share is not None and p.share.own_data]
+            summed = union(unit.settings.mesh.axes, *apart)
+            if without(self._mesh.axes, summed):
                 raise ValueError(
                     f"ContextParallel: gradients of unit {unit.label} are summed over {unit.settings.mesh!r} "
                     f"alone, not over {self._mesh!r}, along which sequences lie: {take}"
@@ -170,11 +173,6 @@ class ContextParallel(Style):
 def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[Module, Style]]) -> None:
     """parallelize_module for a plan of this style. Raises ValueError for other styles beside it."""
     check_alone(ContextParallel, modules, "on an axis of its own")
-    routed = next((path for path, module in model.named_modules() if isinstance(module, MoE)), None)
-    if routed is not None:
-        raise ValueError(
-            f"ContextParallel: {routed!r} has experts, whose balance would be that of parts of sequences"
-        )
     for role in (ROLE, "control"):
         mesh.communicator(role)
     batch = batch_of(model, mesh.root)
@@ -183,4 +181,7 @@ def lay_out_sequences(model: Module, mesh: DeviceMesh, modules: Iterable[tuple[M
         style.apply(module, axis)
     batch.same += mesh.axes
     batch.chunks = own_chunks(mesh.rank, mesh.size), 2 * mesh.size
+    for module in model.modules():
+        if isinstance(module, Router):
+            module.balance_along(mesh)
     model.run_inside(Summing(mesh))

@@ -22,6 +22,7 @@ from shardrt.nn.module import Module
 from shardrt.nn.moe import Experts
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.runs import run
+from shardrt.nn.share import CUT, PARTIAL, Share
 from shardrt.parallel.around import Converting
 from shardrt.parallel.axis import Axis, batch_of
 from shardrt.parallel.styles import Style, check_alone
@@ -34,8 +35,9 @@ Array = Any
 class ExpertParallel(Style):
     """An nn.Experts of which each rank has E / n experts, neighbours; rows go to the ranks of theirs.
 
-    The ranks of the axis have different tokens. A plan with this style has no other; all that it does not
-    name is left to fully_shard, along axes with the data of all ranks (docs/experts.md).
+    The ranks of the axis have different tokens: other samples, other parts of them by ContextParallel, or by
+    TokenParallel. A plan with this style has no other; plans for those axes come before it or behind. All
+    that it does not name is left to fully_shard, along axes with the data of all ranks (docs/experts.md).
 
     planned: how many rows a memory plan gives each rank where nothing limits them, as a multiple of those in
     balance; at most all rows of all ranks. See most_rows. With a capacity the plan is exact.
@@ -62,15 +64,21 @@ class ExpertParallel(Style):
 def spread_experts(model: Module, mesh: DeviceMesh, modules: Sequence[tuple[Module, Style]]) -> None:
     """parallelize_module for a plan of this style. Raises ValueError for what can't be beside it."""
     check_alone(ExpertParallel, modules, "on an axis whose ranks have different tokens")
-    if "tp" in (mesh.mesh_dim_names or ()):
-        raise ValueError(
-            f"parallelize_module: the ranks of {mesh!r} have the same tokens; ExpertParallel is for an axis "
-            "of the data"
-        )
-    shares = [parameter.share for parameter in model.parameters() if parameter.share is not None]
-    if shares:
-        told = "the experts are" if shares[0].own_data else "ExpertParallel is not built for a model that is"
-        raise ValueError(f"parallelize_module: {told} cut along {shares[0].mesh!r} already")
+    planned = [parameter.share for module, _ in modules for parameter in module._parameters.values()]
+    for share in planned:
+        if share is not None and share.own_data:
+            raise ValueError(f"parallelize_module: the experts are cut along {share.mesh!r} already")
+        if (
+            share is not None
+            and share.kind != PARTIAL
+            or share is None
+            and "tp" in (mesh.mesh_dim_names or ())
+        ):
+            same = mesh if share is None else share.mesh
+            raise ValueError(
+                f"parallelize_module: the ranks of {same!r} have the same tokens; give the nn.MoE around the "
+                "experts TokenParallel() in a plan along that axis first"
+            )
     for role in ("tensor", "control"):
         mesh.communicator(role)
     mesh.root.communicator("control")
@@ -84,7 +92,17 @@ def _cut_experts(weight: Parameter, axis: Axis) -> None:
     whole, each = weight.shape, weight.shape[0] // axis.size
     size = weight.size // axis.size
     parts = tuple(run(rank * size, size) for rank in range(axis.size))
-    weight.take_share(axis.cut(whole, (each, *whole[1:]), parts, own_data=True))
+    beside = () if weight.share is None else weight.share.axes
+    weight.take_share(Share(CUT, axis.mesh, whole, (each, *whole[1:]), parts, own_data=True, beside=beside))
+
+
+def expert_plan(model: Module, planned: float = ExpertParallel.planned) -> dict[str, Style]:
+    """The plan for a model: every nn.Experts in it. planned: as of ExpertParallel. TypeError if none."""
+    style = ExpertParallel(planned)
+    plan = {path: style for path, module in model.named_modules() if style.fits(module)}
+    if not plan:
+        raise TypeError(f"expert_plan: a {type(model).__name__} has no nn.Experts, which could be cut")
+    return plan
 
 
 def most_rows(model: Module) -> dict[str, float]:

@@ -78,7 +78,7 @@ class ColwiseParallel(Style):
         if module.bias is not None:
             _cut_rows(module.bias, axis, sizes)
         if isinstance(module, LoRALinear):
-            _partial(module.lora_a, axis)
+            partial(module.lora_a, axis)
             _cut_rows(module.lora_b, axis, sizes)
         module.run_inside(Column(axis, self._shared(axis, sizes)))
 
@@ -146,9 +146,9 @@ class RowwiseParallel(Style):
             if module.lora_dropout:
                 raise ValueError(f"RowwiseParallel: the adapter of {module.name!r} has dropout")
             _cut_columns(module.lora_a, axis)
-            _partial(module.lora_b, axis)
+            partial(module.lora_b, axis)
         if module.bias is not None and axis.sequence:
-            _partial(module.bias, axis)
+            partial(module.bias, axis)
         module.run_inside(Row(axis))
 
     def put_in_parts(self, module: Module, axis: Axis | Alone, parts: int) -> None:
@@ -179,7 +179,7 @@ class SequenceParallel(Style):
 
     def apply(self, module: Module, axis: Axis) -> None:
         for parameter in module._parameters.values():
-            _partial(parameter, axis)
+            partial(parameter, axis)
         module.set_batch_block(axis.block)
         if isinstance(module, Embedding):
             module.run_inside(OwnTime(axis))
@@ -234,6 +234,6 @@ def _cut_columns(weight: Parameter, axis: Axis) -> None:
     weight.take_share(axis.cut((rows, columns), (rows, each), parts))
 
 
-def _partial(parameter: Parameter, axis: Axis) -> None:
+def partial(parameter: Parameter, axis: Axis) -> None:
     """All ranks have it, and what each adds to its gradient is summed."""
     parameter.take_share(Share.of_all(PARTIAL, axis.mesh, parameter.shape))

@@ -13,6 +13,7 @@ from shardrt.parallel.axis import Alone, Axis, batch_of
 from shardrt.parallel.context import ContextParallel, lay_out_sequences
 from shardrt.parallel.experts import ExpertParallel, spread_experts
 from shardrt.parallel.styles import SequenceParallel, Style
+from shardrt.parallel.tokens import TokenParallel
 
 M = TypeVar("M", bound=Module)
 
@@ -21,7 +22,7 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
     """Cut modules of `model` along the one axis of `mesh`, a slice such as mesh["tp"]; gives `model` back.
 
     Every rank of the axis computes with the same batch, and has the same activations between the modules that
-    are cut, or with SequenceParallel its part of their time. (With ExpertParallel ranks have batches of their
+    are cut, or with SequenceParallel its part of their time. (With ExpertParallel ranks have tokens of their
     own, and what the plan does not name is left as it is, for fully_shard.) Parameters keep their names;
     `shape` is that of what this rank has, `whole_shape` that of all. Initial values, masks of dropout and
     checkpoints are those of the whole model. Call it on the outermost module, before fully_shard, which cuts
@@ -60,14 +61,13 @@ def parallelize_module(model: M, mesh: DeviceMesh, plan: Mapping[str, Style]) ->
 
 def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
     """parallelize_module for columns, rows, words and what lies between: tensor parallelism."""
-    planned = next((parameter for parameter in model.parameters() if parameter.share is not None), None)
-    if planned is not None:
-        if planned.share.own_data:
-            raise ValueError("parallelize_module: tensor parallelism beside ExpertParallel is not built yet")
-        raise ValueError(
-            f"parallelize_module: {planned.name!r} is on {planned.share.mesh!r} already; give one plan for "
-            "the whole model"
-        )
+    for parameter in model.parameters():
+        if parameter.share is not None and not parameter.share.own_data:
+            raise ValueError(
+                f"parallelize_module: {parameter.name!r} is on {parameter.share.mesh!r} already; give one "
+                "plan for the whole model"
+            )
+    _check_tokens(model, mesh, chosen)
     batch = batch_of(model, mesh.root)
     batch.same += mesh.axes
     axis = Axis(mesh, in_sequence(style for _, style in chosen), batch)
@@ -81,6 +81,28 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
             parameter.take_share(Share.of_all(SAME, mesh, parameter.shape))
     model.run_inside(Deciding(axis))
     object.__setattr__(model, "_tp_styles", (axis, chosen))
+
+
+def _check_tokens(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Style]]) -> None:
+    """Raise ValueError for a style inside of a TokenParallel, and for experts on ranks outside of one."""
+    inside = {
+        below: module
+        for module, style in chosen
+        if isinstance(style, TokenParallel)
+        for below in module.modules()
+    }
+    for module, style in chosen:
+        if inside.get(module, module) is not module:
+            raise ValueError(
+                f"parallelize_module: {module.name!r} can't have {type(style).__name__}: it is in "
+                f"{inside[module].name!r}, of whose tokens each rank has a part by TokenParallel"
+            )
+    for module in model.modules():
+        if module not in inside and any(p.share is not None for p in module._parameters.values()):
+            raise ValueError(
+                f"parallelize_module: experts of {module.name!r} are on several ranks, and those of {mesh!r} "
+                "have the same tokens: give the nn.MoE around them TokenParallel()"
+            )
 
 
 _WITH_A_PLAN_OF_ITS_OWN = {ContextParallel: lay_out_sequences, ExpertParallel: spread_experts}

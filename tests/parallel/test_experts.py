@@ -171,7 +171,10 @@ def test_what_can_not_be_is_said_in_one_line():
                 "2 ranks do not divide the 3",
             ),
             (lambda: parallelize_module(twice, mesh["ep"], plan), "experts are cut along .* already"),
-            (lambda: parallelize_module(twice, mesh["ep"], {"head": ColwiseParallel()}), "not built yet"),
+            (
+                lambda: parallelize_module(twice, mesh["ep"], {"head": ColwiseParallel()}),
+                r"have the same tokens: give the nn.MoE around them TokenParallel\(\)",
+            ),
             (lambda: fully_shard(twice, mesh=mesh.flat()), "'blocks.0.moe.experts.up' is on .* already"),
             (
                 lambda: parallelize_module(tied, mesh["ep"], first),

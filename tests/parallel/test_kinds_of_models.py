@@ -17,7 +17,7 @@ from shardrt.fsdp import fully_shard
 from shardrt.functional import collective
 from shardrt.nn import add_lora
 from shardrt.nn.share import CUT, PARTIAL
-from shardrt.parallel import around, axis, parallelize_module, styles
+from shardrt.parallel import around, axis, parallelize_module, styles, tokens
 from shardrt.recompute import checkpoint
 from tests.parallel.kinds import C, I, KindError, R, V, along, infer, on_tape, recording
 from tests.ranks import run_ranks
@@ -72,7 +72,7 @@ def recorded(name, tp, sequence=False, data=1, prepare=lambda model, mesh: None)
     def rank():
         mesh = init_device_mesh("cpu", (data, tp), mesh_dim_names=("dp_shard", "tp"))
         shardrt.manual_seed(1)
-        kind, config = MODELS[name]
+        kind, config = (MODELS | MODELS_WITH_EXPERTS)[name]
         model = kind(config)
         if "adapters" in name:
             add_lora(model, 2)
@@ -163,7 +163,7 @@ MISTAKES = {
     ),
     "norms and biases with sp that are not summed": (
         ("gpt", 2, True),
-        (styles, "_partial", lambda parameter, axis: None),
+        (styles, "partial", lambda parameter, axis: None),
         r"^Embedding of wpe: .*weight is I \(wpe.weight\); I meets R or V",
     ),
     "other masks of dropout where activations are the same": (
@@ -177,6 +177,35 @@ MISTAKES = {
         "^GatherSame of blocks.0.attention.qkv: x is V; it is among some ranks",
     ),
 }
+
+
+EXPERTS = "llama with experts"
+MODELS_WITH_EXPERTS = {EXPERTS: (Llama, replace(LLAMA_SMALL, experts=4, balance_loss=0.1))}
+MISTAKES |= {
+    "routers whose gradient is not summed": (
+        (EXPERTS, 2, False),
+        (tokens, "partial", lambda parameter, axis: None),
+        r"^Linear of blocks.0.mlp.router: .*weight is I \(blocks.0.mlp.router.weight\); I meets R or V",
+    ),
+    "a loss of each rank's own tokens": (
+        (EXPERTS, 2, True),
+        (tokens.OwnTokens, "_of_all", lambda self, loss: loss),
+        "I meets R or V|the loss is V",
+    ),
+    "tokens that all ranks route": (
+        (EXPERTS, 2, False),
+        (tokens.OwnTokens, "run", lambda self, module, forward, /, x: forward(x)),
+        "^Linear of blocks.0.mlp.router: x is I, weight is R",
+    ),
+}
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+def test_a_model_with_experts_is_inferred(sequence):
+    told = inferred(recorded(EXPERTS, 2, sequence))
+    for op, module in (("Linear", "router"), ("Dispatch", ""), ("GroupedLinear", "experts"), ("Combine", "")):
+        assert told[op, f"blocks.1.mlp.{module}".rstrip(".")] == ["V"] * (1 + (op == "GroupedLinear"))
+    assert told["Add", "blocks.1"] == ["V" if sequence else "I"]
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)

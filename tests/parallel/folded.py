@@ -1,0 +1,97 @@
+"""A small Llama whose experts lie along a fold of the axes of any mesh, and one function that trains it."""
+
+from functools import cache
+
+import numpy as np
+
+import shardrt
+from models.llama import Llama, LlamaConfig
+from models.plans import plan_of
+from shardrt import nn, optim
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import talk
+from shardrt.fsdp import fully_shard, set_gradient_divide_factor
+from shardrt.nn.utils import clip_grad_norm_
+from shardrt.parallel import expert_plan, parallelize_module
+from tests.parallel.sequences import (
+    AXES,
+    BATCH,
+    PLAN,
+    TIME,
+    VOCAB,
+    batch_of,
+    data_of,
+    mesh_of,
+    whole_gradients,
+)
+from tests.ranks import run_ranks
+
+SHAPE = {
+    "n_layer": 2,
+    "n_head": 4,
+    "n_kv_head": 2,
+    "n_embd": 16,
+    "n_hidden": 12,
+    "block_size": TIME,
+    "vocab_size": VOCAB,
+    "init_std": 0.2,
+    "experts": 8,
+    "experts_per_token": 2,
+    "balance_loss": 0.3,
+}
+
+
+def make(**changes):
+    shardrt.manual_seed(3)
+    return Llama(LlamaConfig(**{**SHAPE, **changes}))
+
+
+def build(
+    mesh, ep=1, over=AXES[1:], sequence=False, experts_first=False, before=None, model=None, **settings
+):
+    """The model, cut along tp, cp and ep, and sharded over what is left."""
+    model = make() if model is None else model
+    fold = mesh.fold("ep", ep, over=over)
+    plans = [(mesh["tp"], plan_of(model, sequence_parallel=sequence)), (mesh["cp"], PLAN)]
+    plans.insert(0 if experts_first else 2, (fold["ep"], expert_plan(model)))
+    for axis, plan in plans:
+        parallelize_module(model, axis, plan)
+    nn.balance_over(model, data_of(mesh))
+    for block in model.blocks:
+        if before is not None:
+            before(block)
+        fully_shard(block.mlp.experts, mesh=fold["efsdp"], **settings)
+        fully_shard(block, mesh=data_of(mesh), **settings)
+    return fully_shard(model, mesh=data_of(mesh), **settings)
+
+
+def train(axes, ep=1, steps=2, documents=False, **how):
+    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them."""
+    mesh = mesh_of(**axes)
+    model = build(mesh, ep, **how)
+    set_gradient_divide_factor(model, 1.0)
+    optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    told = {"initial": full_state_dict(model), "losses": [], "norms": []}
+    for step in range(steps):
+        shardrt.manual_seed(3, step=step)
+        loss = model(**batch_of(step, mesh, documents)) * (1 / (BATCH * TIME))
+        loss.backward()
+        told.setdefault("gradients", whole_gradients(model))
+        told["losses"].append(loss.item())
+        told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
+        optimizer.step()
+        nn.update_expert_bias(model, rate=0.01)
+        optimizer.zero_grad()
+    everyone = talk.from_all(mesh.communicator("control"), told["losses"])
+    told["losses"] = np.sum(everyone, 0) / mesh.size_of("tp")
+    return told | {"final": full_state_dict(model)}
+
+
+def trained(axes, *args, **how):
+    """What rank 0 has of `train` on all ranks."""
+    return run_ranks(int(np.prod([*axes.values()])), train, axes, *args, **how)[0]
+
+
+@cache
+def alone(documents=False, **changes):
+    return run_ranks(1, lambda: train({}, documents=documents, model=make(**changes)))[0]
