@@ -229,7 +229,7 @@ def _joined_axes(group: ParameterGroup) -> str:
     mesh = group.settings.mesh
     name, axes = (mesh.mesh_dim_names or ("",))[-1], mesh.root.mesh_dim_names or ()
     return (
-        f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and axes and name not in axes else ""
+        f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and name not in axes else ""
     )
 
 

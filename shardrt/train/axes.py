@@ -31,6 +31,15 @@ def shards_of(mesh: DeviceMesh) -> DeviceMesh:
     return mesh.fold("dp_shard_cp", each, over=("dp_replicate", "dp_shard", "cp"), rest="dp_replicate")
 
 
+def folded(mesh: DeviceMesh, ep: int) -> DeviceMesh:
+    """All ranks that have other tokens than this one, as axes "efsdp" and "ep": neighbours along the latter.
+
+    Collective at the first time. Raises ValueError where `ep` cuts across an axis.
+    """
+    names = mesh.mesh_dim_names
+    return mesh.fold("ep", ep, over=names and tuple(name for name in names if name != "pp"))
+
+
 def counts(mesh: DeviceMesh, *, but: str = "") -> bool:
     """Whether sums over all ranks are to count what this one made of its part of the batch.
 

@@ -142,6 +142,9 @@ class ParallelConfig:
     # The same bits at every tp up to this, a power of two: sums are made in so many parts; 0: they are not.
     tensor_invariant: int = 0
     cp: int = 1  # context parallelism: sequences are cut along time over so many ranks, for attention as well
+    ep: int = 1  # expert parallelism: the experts of a layer are spread over so many of all ranks beside pp
+    # Rows of experts, over those in balance, for which memory is planned where there is no capacity_factor.
+    expert_rows: float = 2.0
     pp: int = 1  # pipeline parallelism: so many ranks have some of the layers each
     # Order of the pipeline's work: GPipe, 1F1B, Interleaved1F1B, ZB-H1, InterleavedZeroBubble, ZBVZeroBubble,
     # DualPipeV, or a file.csv with a table of one's own. It changes no bit.
@@ -150,7 +153,8 @@ class ParallelConfig:
     micro_batches: int = 0  # another name of micro_batches; with neither, a pipeline takes 2 for each rank
 
     def __post_init__(self) -> None:
-        leasts = {"tp": 1, "cp": 1, "pp": 1, "stages_per_rank": 0, "micro_batches": 0, "tensor_invariant": 0}
+        leasts = {"tp": 1, "cp": 1, "ep": 1, "expert_rows": 1, "pp": 1}
+        leasts |= {"stages_per_rank": 0, "micro_batches": 0, "tensor_invariant": 0}
         for name, least in leasts.items():
             _at_least(f"parallel.{name}", getattr(self, name), least)
         if self.sequence and self.tp == 1 and not self.tensor_invariant:

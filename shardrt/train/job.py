@@ -23,12 +23,12 @@ from shardrt.fsdp import (
     set_world_invariant,
 )
 from shardrt.nn.share import whole_size
-from shardrt.parallel import context_plan, parallelize_module, set_tensor_invariant
+from shardrt.parallel import context_plan, expert_plan, most_rows, parallelize_module, set_tensor_invariant
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.styles import Style
 from shardrt.train import config as settings
 from shardrt.train import loop, pipelines, tensorboard
-from shardrt.train.axes import data_of, shards_of
+from shardrt.train.axes import data_of, folded, shards_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
 from shardrt.train.lock import LOCK
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
@@ -109,8 +109,9 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
     watch.phase("save")
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         save(run.directory / "checkpoint" if run.directory else "", model, step=recipe.steps)
+    rows = rows_of_experts(job)  # before the sample, whose few tokens all ranks have alike
     watch.phase("sample")
-    kept = job.task.close(model, run)
+    kept = rows | job.task.close(model, run)
     watch.phase("end")
     run.finish({"seconds": time.perf_counter() - began, **kept})
     if run.directory and run.directory.is_dir():
@@ -121,6 +122,17 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
         )
         run.say(f"wrote {run.directory}: {', '.join(left)}")
         run.say(f"see: shardrt report {run.directory}")
+
+
+def rows_of_experts(job: "Job") -> dict[str, float]:
+    """{"most_rows": that came to a rank, over those it sent}, told; {} without parallel.ep. Collective."""
+    chosen = job.recipe.parallel
+    if chosen.ep == 1:
+        return {}
+    (most,) = over_ranks(job.mesh, "max", max(most_rows(job.model).values(), default=0.0))
+    limit = f"memory was planned for parallel.expert_rows {chosen.expert_rows:g}"
+    job.run.say(f"experts: at most {most:.2f} times the rows in balance came to a rank; {limit}")
+    return {"most_rows": most}
 
 
 def check_same(mesh: DeviceMesh, what: dict[str, Any]) -> None:
@@ -160,6 +172,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
         set_tensor_invariant(model, parts, plan=None if tp > 1 else plan)
     if recipe.parallel.cp > 1:
         parallelize_module(model, mesh["cp"], _along_time(recipe, task, model))
+    experts = _spread_experts(recipe, mesh, model)
     units = task.units(model)
     recipe.memory.prepare(units)
     piped = recipe.parallel.pp > 1
@@ -171,8 +184,28 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
             top,
             [unit for unit in units if id(unit) in below],
             top is model or top.last,
+            {module: mesh for module, mesh in experts.items() if id(module) in below},
         )
     return model
+
+
+def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[nn.Module, DeviceMesh]:
+    """Experts on parallel.ep ranks: each such module, and the ranks that have the same of its experts.
+
+    Their balance is that of a micro-batch on all ranks, but where micro-batches are what sums are made of.
+    Raises ValueError in the words of the command line.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.TopKRouter) and not recipe.invariant:
+            module.balance_along(data_of(mesh))
+    if recipe.parallel.ep == 1:
+        return {}
+    try:
+        fold = folded(mesh, recipe.parallel.ep)
+        parallelize_module(model, fold["ep"], expert_plan(model, recipe.parallel.expert_rows))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"parallel.ep: {error}") from None
+    return {module: fold["efsdp"] for module in model.modules() if isinstance(module, nn.Experts)}
 
 
 def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, Style]:
@@ -190,17 +223,27 @@ def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, St
     return plan
 
 
-def shard(recipe: Recipe, data: DeviceMesh, top: nn.Module, units: list[nn.Module], outermost: bool) -> None:
-    """Make `top`, a model or a stage, a unit, and each of the units in it. outermost: it gives the loss."""
+def shard(
+    recipe: Recipe,
+    data: DeviceMesh,
+    top: nn.Module,
+    units: list[nn.Module],
+    outermost: bool,
+    experts: Mapping[nn.Module, DeviceMesh],
+) -> None:
+    """Make `top`, a model or a stage, a unit, and each of the units in it. outermost: it gives the loss.
+
+    experts: modules that are units of their own, over other ranks.
+    """
     chosen = {
-        "mesh": data,
         "strategy": recipe.fsdp.strategy,
         "prefetch": recipe.fsdp.prefetch,
         "offload_policy": recipe.memory.policy,
     }
-    for unit in units:
-        fully_shard(unit, mp_policy=recipe.precision.policy(outermost=False), **chosen)
-    fully_shard(top, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
+    policy = recipe.precision.policy(outermost=False)
+    for unit, mesh in (*experts.items(), *((unit, data) for unit in units)):
+        fully_shard(unit, mesh=mesh, mp_policy=policy, **chosen)
+    fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
     set_gradient_divide_factor(top, 1.0)  # the loss is divided by what all ranks have instead
     if recipe.invariant:
         set_world_invariant(top, recipe.micro_batches)
@@ -340,7 +383,8 @@ def over_axes(recipe: Recipe, ranks: int) -> str:
     told = f"{recipe.fsdp.strategy.name} over {shards} rank{'s' * (shards > 1)}"
     told += f", sequences over cp {cp}" * (cp > 1)
     told += f" x tp {tp}" * (tp > 1) + " with sequence parallelism" * recipe.parallel.sequence
-    return told + f" x pp {pp}" * (pp > 1)
+    told += f" x pp {pp}" * (pp > 1)
+    return told + f", experts over {recipe.parallel.ep} ranks" * (recipe.parallel.ep > 1)
 
 
 def introduce(job: Job, plan: MemoryPlan) -> None:
@@ -372,7 +416,7 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
             "trained_parameters": trained,
             "steps": recipe.steps,
             "ranks": mesh.size,
-            "axes": recipe.axes(mesh.size),
+            "axes": recipe.axes(mesh.size) | ({"ep": recipe.parallel.ep} if recipe.parallel.ep > 1 else {}),
             "unit": task.unit,
             **facts,
             **job.origin["data"],

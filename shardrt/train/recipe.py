@@ -80,11 +80,14 @@ class Recipe:
                 "deterministic = 'world-invariant' adds up by a tree over micro-batches alone: leave "
                 "parallel.sequence off, or set parallel.tensor_invariant"
             )
-        if self.parallel.cp > 1 and self.invariant:
-            raise ValueError(
-                "deterministic = 'world-invariant' adds up by a tree over whole micro-batches: leave "
-                "parallel.cp at 1"
-            )
+        for name in ("cp", "ep"):
+            if getattr(self.parallel, name) > 1 and self.invariant:
+                raise ValueError(
+                    "deterministic = 'world-invariant' adds up by a tree over whole micro-batches: leave "
+                    f"parallel.{name} at 1"
+                )
+        if self.parallel.ep > 1 and self.fsdp.copies > 1:
+            raise ValueError("parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1")
         if self.reduce_each and self.invariant:
             raise ValueError("deterministic = 'world-invariant' reduces each part: leave reduce_each off")
         if self.reduce_each and self.micro_batches == 1:
@@ -147,6 +150,12 @@ class Recipe:
         if data % copies:
             groups = f"{data} groups of {together}" if together > 1 else f"{ranks}"
             raise ValueError(f"fsdp.copies {copies} cannot share {groups} ranks equally")
+        if ranks // chosen.pp % chosen.ep:
+            each = ranks // chosen.pp
+            of_stage = " of each stage" * (chosen.pp > 1)
+            raise ValueError(
+                f"parallel.ep {chosen.ep} cannot share the {each} rank{'s' * (each > 1)}{of_stage} equally"
+            )
         found = {"pp": chosen.pp, "dp_replicate": copies, "dp_shard": data // copies}
         found |= {"cp": chosen.cp, "tp": chosen.tp}
         return {name: size for name, size in found.items() if size > 1 or name == "dp_shard"}
@@ -158,9 +167,8 @@ class Recipe:
     def samples(self, step: int, rank: int, ranks: int) -> list[range]:
         """The samples of each micro-batch that `rank`, of those with parts of the batch, has in a step.
 
-        Neighbouring micro-batches; world-invariant: in each round the one of its rank.
+        In each round the one of its rank: so the ranks together have the micro-batches of one rank.
         """
-        parts, each = self.parts(ranks), self.micro_batches
-        own = range(rank, parts, ranks) if self.invariant else range(rank * each, (rank + 1) * each)
+        parts = self.parts(ranks)
         share, first = self.batch_size // parts, step * self.batch_size
-        return [range(first + part * share, first + (part + 1) * share) for part in own]
+        return [range(first + part * share, first + (part + 1) * share) for part in range(rank, parts, ranks)]

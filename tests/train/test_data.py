@@ -92,11 +92,16 @@ def test_the_shortest_text_has_one_window():
 
 
 @pytest.mark.parametrize("size", [1, 2, 4])
-def test_micro_batches_of_world_invariant_runs_go_round_the_ranks(size):
-    how = {"batch_size": 24, "micro_batches": 4, "deterministic": Determinism["world-invariant"]}
+@pytest.mark.parametrize("invariant", [False, True])
+def test_micro_batches_go_round_the_ranks(size, invariant):
+    """Those of a round are together one of one rank; world-invariant: each is."""
+    kind = Determinism["world-invariant" if invariant else "per-world"]
+    how = {"batch_size": 24, "micro_batches": 4 if invariant else 3, "deterministic": kind}
     turns = [Recipe(**how).samples(3, rank, size) for rank in range(size)]
+    parts = 4 if invariant else 3 * size
+    each = 24 // parts
     assert [part for turn in zip(*turns, strict=True) for part in turn] == [
-        range(72 + 6 * part, 78 + 6 * part) for part in range(4)
+        range(72 + each * part, 72 + each * (part + 1)) for part in range(parts)
     ]
 
 

@@ -18,6 +18,7 @@ from tests.train.test_command import TINY, arguments, furnish, records
 from tests.train.test_resume import curves, remove_after
 
 SHAPE = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4, balance_loss=0.1)
+HALVES = ("--micro-batches", "2")
 COMMON = ("--config", "experts.toml", "--steps", "3", "--sample.length", "4")
 
 
@@ -29,15 +30,16 @@ def run(ranks, name, *options):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """A folder with runs of the same parts of each batch: on one rank, on two, in stages, with a bias."""
+    """A folder with runs of the same micro-batches: on one rank, on two, in stages, with experts on two."""
     folder = furnish(tmp_path_factory.mktemp("experts"))
     recipe = LlamaRecipe("llama", model=SHAPE, batch_size=4, report=TINY.report, sample=TINY.sample)
     settings.dump(recipe, folder / "experts.toml")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
-        run(1, "one", "--micro-batches", "2")
-        run(2, "two", "--export")
-        run(2, "stages", "--parallel.pp", "2", "--micro-batches", "2", "--memory.recompute", "full")
+        run(1, "one", *HALVES)
+        run(2, "two", *HALVES, "--export")
+        run(2, "stages", *HALVES, "--parallel.pp", "2", "--memory.recompute", "full")
+        run(2, "spread", *HALVES, "--parallel.ep", "2")
         yield folder
 
 
@@ -45,7 +47,7 @@ def test_losses_and_load_are_those_of_one_rank(folder):
     steps = records(folder, "one", "step")
     assert all(1 <= step["expert_load"] <= 2 and 0 <= step["empty_experts"] < 1 for step in steps)
     assert len({step["expert_load"] for step in steps}) > 1
-    for name in ("two", "stages"):
+    for name in ("two", "stages", "spread"):
         for found, expected in zip(records(folder, name, "step"), steps, strict=True):
             assert found["loss"] == pytest.approx(expected["loss"], rel=2e-6)
             for figure in ("expert_load", "empty_experts"):

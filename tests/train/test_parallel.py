@@ -113,6 +113,13 @@ def test_what_changes_numbers_does_so_likewise(folder, what):
             np.testing.assert_allclose(values, expected[key], atol=1e-6, err_msg=key)
 
 
+def test_micro_batches_draw_the_masks_of_one_rank_with_as_many(folder):
+    for name, ranks in (("two masks", 1), ("two masks, shared", 2)):
+        run(ranks, name, "--micro-batches", "2")
+    assert curves(folder, "two masks")[0].tolist() != curves(folder, "data")[0].tolist()
+    check_alike(folder, "two masks, shared", "two masks", 2e-6)
+
+
 def test_a_run_moves_from_mesh_to_mesh(folder):
     every = ("--checkpoint.every", "1", "--resume", "auto")
     moves = [(2, TP), (2, ()), (4, SEQUENCE), (1, ())]

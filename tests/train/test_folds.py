@@ -1,0 +1,177 @@
+"""Runs with `--parallel.ep` are the runs without: same samples, losses and load of experts, on any axes."""
+
+import re
+from functools import partial
+
+import numpy as np
+import pytest
+
+from models import train
+from models.language import LlamaRecipe
+from models.llama import LlamaConfig
+from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import explain
+from shardrt.train import config as settings
+from shardrt.train import job as jobs
+from shardrt.train import loop, pipelines
+from tests.ranks import ROOT
+from tests.train import runs
+from tests.train.runs import check_alike, curves
+from tests.train.test_command import TINY, arguments, furnish, records
+
+SHAPE = LlamaConfig(2, 2, 1, 8, 8, 8, 256, tied=False, experts=4, balance_loss=0.1, expert_bias=True)
+COMMON = ("--config", "experts.toml", "--steps", "10", "--sample.length", "4", "--micro-batches", "2")
+run = partial(runs.run, COMMON)
+ALL = ("--parallel.pp", "2", "--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence")
+RUNS = {  # name: ranks, options
+    "one": (1, ()),
+    "tp 2, ep 2": (2, ("--parallel.tp", "2", "--parallel.ep", "2")),
+    "dp 2, cp 2, ep 4": (4, ("--parallel.cp", "2", "--parallel.ep", "4")),
+    "all, ep 2": (16, (*ALL, "--parallel.ep", "2", "--checkpoint.every", "10")),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = furnish(tmp_path_factory.mktemp("folds"))
+    recipe = LlamaRecipe("llama", model=SHAPE, batch_size=4, report=TINY.report, sample=TINY.sample)
+    settings.dump(recipe, folder / "experts.toml")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        for name, (ranks, options) in RUNS.items():
+            run(ranks, name, *options)
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def here(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+
+
+@pytest.mark.parametrize("name", [name for name in RUNS if name != "one"])
+def test_ten_steps_are_those_of_one_rank(folder, name):
+    assert len(curves(folder, name)[0]) == 10
+    check_alike(folder, name, "one", 1e-5)
+    for found, expected in zip(records(folder, name, "step"), records(folder, "one", "step"), strict=True):
+        for figure in ("expert_load", "empty_experts"):
+            assert found[figure] == expected[figure]
+
+
+def test_the_record_names_the_axes_and_the_most_rows(folder):
+    assert records(folder, "all, ep 2", "run")[0]["axes"] == {
+        "pp": 2,
+        "dp_shard": 2,
+        "cp": 2,
+        "tp": 2,
+        "ep": 2,
+    }
+    (end,) = records(folder, "all, ep 2", "end")
+    assert 1 <= end["most_rows"] <= 2
+
+
+def test_a_run_on_all_axes_goes_on_on_one_rank_and_back(folder):
+    """Sixteen ranks: experts over four of the eight of a stage."""
+    axes = (*ALL, "--parallel.ep", "4")
+    kept = ("--checkpoint.every", "1", "--resume", "auto")
+    for until, ranks, options in ((4, 16, axes), (6, 1, ()), (10, 16, axes)):
+        run(ranks, "to and fro", *kept[: 2 if until == 4 else 4], *options, "--steps", str(until))
+    found, expected = (curves(folder, name)[0] for name in ("to and fro", "one"))
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
+def held(folder, source, options, to=""):
+    """The whole state of a run from the checkpoint `source`, as rank 0 has it; it is saved in folder `to`."""
+    recipe = train.parse(arguments(*COMMON, *options))
+    mesh = init_device_mesh()
+    recipe = pipelines.settled(recipe, mesh.size)
+    mesh = jobs.with_axes(recipe, mesh)
+    model = jobs.sharded_model(recipe, mesh, recipe.task())
+    optimizer = jobs.optimizer_of(recipe, model)
+    step, _ = CheckpointManager(folder / source, model, optimizer, mesh).restore()
+    if to:
+        CheckpointManager(folder / to, model, optimizer, mesh).save(step)
+    return full_state_dict(model), get_optimizer_state_dict(model, optimizer)
+
+
+def test_checkpoints_go_from_all_axes_to_one_rank_and_back_to_the_bit(folder):
+    ((weights, state),) = thread.run(1, held, folder, "runs/all, ep 2/checkpoints", (), "on one")
+    thread.run(16, held, folder, "on one", (*ALL, "--parallel.ep", "4"), "back")
+    ((found, theirs),) = thread.run(1, held, folder, "back", ())
+    assert any(np.any(values) for name, values in weights.items() if name.endswith("expert_bias"))
+    for name, values in weights.items():
+        np.testing.assert_array_equal(found[name], values, err_msg=name)
+    for name, entry in state["state"].items():
+        assert np.any(entry["exp_avg_sq"]), name
+        for key, values in entry.items():
+            np.testing.assert_array_equal(theirs["state"][name][key], values, err_msg=f"{name} {key}")
+
+
+def test_the_recipe_with_experts_can_be_spread(folder):
+    config = str(ROOT / "models/configs/moe-small.toml")
+    recipe = train.parse(["--config", config, "--data", "text.txt", "--parallel.ep", "2"])
+
+    def lines():
+        model = jobs.sharded_model(recipe, init_device_mesh(), recipe.task())
+        return [line for line in explain(model).splitlines() if ".experts " in line.split("FULL_SHARD")[0]]
+
+    for told in thread.run(2, lines):
+        assert len(told) == 4 and all("FULL_SHARD on efsdp (" in line for line in told)
+        assert all("cut on ep (0 1)" in line for line in told)
+
+
+BAD = {
+    "ranks that it does not divide": (
+        (4, ("--parallel.ep", "3")),
+        "parallel.ep 3 cannot share the 4 ranks equally",
+    ),
+    "of a stage": (
+        (2, ("--parallel.ep", "2", "--parallel.pp", "2")),
+        "parallel.ep 2 cannot share the 1 rank of each stage equally",
+    ),
+    "across an axis": (
+        (6, ("--parallel.ep", "3", "--parallel.tp", "2", "--batch-size", "6")),
+        "parallel.ep: fold: 3 ranks along 'ep' cut across",
+    ),
+    "experts that it does not divide": (
+        (3, ("--parallel.ep", "3", "--batch-size", "6")),
+        "parallel.ep: ExpertParallel: 3 ranks do not divide the 4 experts of 'blocks.0.mlp.experts'",
+    ),
+    "a model without": (
+        (2, ("--parallel.ep", "2", "--model.experts", "0")),
+        "parallel.ep: expert_plan: a Llama has no nn.Experts",
+    ),
+    "copies": (
+        (4, ("--parallel.ep", "2", "--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2")),
+        "parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1",
+    ),
+    "the tree": (
+        (2, ("--parallel.ep", "2", "--deterministic", "world-invariant")),
+        "leave parallel.ep at 1",
+    ),
+    "the tree and tp": (
+        (2, ("--parallel.tp", "2", "--deterministic", "world-invariant")),
+        "leave adapters and TokenParallel out",
+    ),
+    "parts": (
+        (2, ("--parallel.tp", "2", "--parallel.tensor-invariant", "2", "--model.n-kv-head", "2")),
+        "TokenParallel, which 'blocks.0.mlp' has, knows no sums in parts",
+    ),
+    "none": ((2, ("--parallel.ep", "0")), "parallel.ep must be at least 1, got 0"),
+    "few rows": ((2, ("--parallel.expert-rows", "0.5")), "parallel.expert_rows must be at least 1, got 0.5"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_can_not_be_is_told_in_the_words_of_the_command(folder, what):
+    (ranks, options), told = BAD[what]
+
+    def set_up(recipe):
+        mesh = init_device_mesh()
+        recipe = pipelines.settled(recipe, mesh.size)
+        mesh, task = jobs.with_axes(recipe, mesh), recipe.task()
+        model = jobs.sharded_model(recipe, mesh, task)
+        jobs.planned_memory(recipe, mesh, task, model, loop.batches_of(recipe, mesh, task, 0))
+
+    with pytest.raises(ValueError, match=re.escape(told)):
+        thread.run(ranks, set_up, train.parse(arguments(*COMMON, *options)))
