@@ -335,7 +335,10 @@ class Llama(nn.Module):
             balance = F.pooled_balance_loss(balance, len(self.blocks) * targets.size)
             balance = balance * self.config.balance_loss
         # In a sum, once for each target: then micro-batches count as many times as they have targets.
-        return y + balance * (float((targets != IGNORED).sum()) if reduction == "sum" else 1.0)
+        count = 1.0
+        if reduction == "sum" and self.config.balance_loss:
+            count = nn.balance_targets(self, int((targets != IGNORED).sum()), targets.size)
+        return y + balance * count
 
     def pieces(self) -> list[nn.Piece]:
         """The forward, for a pipeline."""

@@ -1,7 +1,14 @@
 """How the models here are cut by parallelize_module: a plan for each."""
 
 from shardrt import nn
-from shardrt.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, TokenParallel, VocabParallel
+from shardrt.parallel import (
+    ColwiseParallel,
+    HeadParallel,
+    RowwiseParallel,
+    SequenceParallel,
+    TokenParallel,
+    VocabParallel,
+)
 from shardrt.parallel.styles import Style
 
 from .gpt import GPT
@@ -16,7 +23,7 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, S
 
     sequence_parallel: norms, dropout and what lies between the blocks on a part of the time each; less memory
     for the same traffic. For language models. Raises TypeError for another model, ValueError for a ViT with
-    sequence_parallel, and a Llama with norms of queries and keys.
+    sequence_parallel, and a Llama with a norm of all queries or keys at once.
     """
     plan = {
         "blocks.*.attention.qkv": ColwiseParallel(_heads(model)),
@@ -31,8 +38,10 @@ def plan_of(model: nn.Module, *, sequence_parallel: bool = False) -> dict[str, S
         plan |= {"wte": VocabParallel()}
         alone = ("wpe", "dropout", "blocks.*.dropout")
     else:
-        if model.config.qk_norm != "none":
-            raise ValueError("plan_of: there is no plan for norms of queries and keys")
+        if model.config.qk_norm == "all":
+            raise ValueError("plan_of: there is no plan for a norm of all queries or keys at once")
+        if model.config.qk_norm == "head":
+            plan |= {f"blocks.*.attention.{norm}": HeadParallel() for norm in ("q_norm", "k_norm")}
         plan |= {"embedding": VocabParallel()}
         plan |= {} if model.config.tied else {"head": VocabParallel()}
         alone = ()

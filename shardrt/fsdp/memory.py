@@ -228,9 +228,7 @@ def _joined_axes(group: ParameterGroup) -> str:
     """The ranks that it is cut over, where these lie along other axes than those of the mesh."""
     mesh = group.settings.mesh
     name, axes = (mesh.mesh_dim_names or ("",))[-1], mesh.root.mesh_dim_names or ()
-    return (
-        f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and name not in axes else ""
-    )
+    return f" on {name} {_ranks(mesh.axis(-1 % len(mesh.shape)))}" if name and name not in axes else ""
 
 
 def _before(group: ParameterGroup) -> str:

@@ -31,6 +31,7 @@ from shardrt.nn.moe import (
     Top2Gate,
     TopKRouter,
     balance_over,
+    balance_targets,
     expert_load,
     update_expert_bias,
 )
@@ -90,6 +91,7 @@ __all__ = [
     "TopKRouter",
     "add_lora",
     "balance_over",
+    "balance_targets",
     "expert_load",
     "init",
     "lora_parameters",

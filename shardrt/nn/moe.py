@@ -274,6 +274,23 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
         router.balance_along(mesh)
 
 
+def balance_targets(model: Module, counted: int, tokens: int) -> float:
+    """How many targets the balance losses of `model` count for in a sum of losses over this rank's tokens.
+
+    counted: its targets that count, of all its tokens. Where balance losses are of the tokens of several
+    ranks, these may have other numbers: then it is this rank's part, by its tokens, of the targets of all, so
+    that the sum is that of one rank with all tokens. Collective over them: an all-reduce of two numbers.
+    """
+    routers = (module for module in model.modules() if isinstance(module, Router))
+    mesh = next((router.balance_mesh for router in routers), None)
+    if mesh is None:
+        return float(counted)
+    both, here = np.array([counted, tokens], np.int64), device.current()
+    mesh.communicator("control").all_reduce(both, stream=here.current_stream, what="targets of balance")
+    here.wait_here()
+    return tokens * float(both[0] / max(1, both[1]))
+
+
 def expert_load(model: Module) -> dict[str, np.ndarray]:
     """Name of each router of `model` -> how many tokens chose each expert, int64, a copy: see Router.load.
 

@@ -9,7 +9,7 @@ from shardrt.parallel.experts import ExpertParallel, expert_plan, most_rows
 from shardrt.parallel.invariant import set_tensor_invariant
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.stage import Stage, pipeline_stages, sum_tied
-from shardrt.parallel.styles import ColwiseParallel, RowwiseParallel, SequenceParallel
+from shardrt.parallel.styles import ColwiseParallel, HeadParallel, RowwiseParallel, SequenceParallel
 from shardrt.parallel.tensor import parallelize_module
 from shardrt.parallel.tokens import TokenParallel
 from shardrt.parallel.vocabulary import VocabParallel
@@ -18,6 +18,7 @@ __all__ = [
     "ColwiseParallel",
     "ContextParallel",
     "ExpertParallel",
+    "HeadParallel",
     "Pipeline",
     "RowwiseParallel",
     "SequenceParallel",

@@ -192,6 +192,17 @@ class SequenceParallel(Style):
                 _sum_in_time(parameter, axis, parts)
 
 
+@dataclass(frozen=True)
+class HeadParallel(Style):
+    """A norm of each head by itself, of queries or keys: each rank has it, for the heads that it computes."""
+
+    modules = (LayerNorm, RMSNorm)
+
+    def apply(self, module: Module, axis: Axis) -> None:
+        for parameter in module._parameters.values():
+            partial(parameter, axis)
+
+
 def _check_divided(module: Module, parts: int, count: int, what: str) -> None:
     if count % parts:
         raise ValueError(

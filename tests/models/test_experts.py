@@ -204,5 +204,5 @@ def test_what_cannot_be_is_refused_by_name():
     ):
         with pytest.raises(ValueError, match=words):
             LlamaConfig(**settings)
-    with pytest.raises(ValueError, match="there is no plan for norms of queries and keys"):
-        plan_of(made(replace(SMALL, qk_norm="head")))
+    with pytest.raises(ValueError, match="there is no plan for a norm of all queries or keys at once"):
+        plan_of(made(replace(SMALL, qk_norm="all")))

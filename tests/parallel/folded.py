@@ -65,19 +65,27 @@ def build(
     return fully_shard(model, mesh=data_of(mesh), **settings)
 
 
-def train(axes, ep=1, steps=2, documents=False, **how):
-    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them."""
+def train(axes, ep=1, steps=2, documents=False, mean=False, ignoring=False, **how):
+    """{"initial", "losses", "norms", "gradients" of the first step, "final"} as this rank has them.
+
+    mean: gradients are divided by the number of ranks with losses of their own. ignoring: some targets.
+    """
     mesh = mesh_of(**axes)
     model = build(mesh, ep, **how)
-    set_gradient_divide_factor(model, 1.0)
+    if not mean:
+        set_gradient_divide_factor(model, 1.0)
+    scale = (data_of(mesh).size if mean else 1) / (BATCH * TIME)
     optimizer = optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     told = {"initial": full_state_dict(model), "losses": [], "norms": []}
     for step in range(steps):
         shardrt.manual_seed(3, step=step)
-        loss = model(**batch_of(step, mesh, documents)) * (1 / (BATCH * TIME))
+        batch = batch_of(step, mesh, documents)
+        if ignoring:
+            batch["targets"][batch["targets"] < 15] = -100
+        loss = model(**batch) * scale
         loss.backward()
         told.setdefault("gradients", whole_gradients(model))
-        told["losses"].append(loss.item())
+        told["losses"].append(loss.item() / scale / (BATCH * TIME))
         told["norms"].append(clip_grad_norm_(model.parameters(), 1.0))
         optimizer.step()
         nn.update_expert_bias(model, rate=0.01)
@@ -93,5 +101,5 @@ def trained(axes, *args, **how):
 
 
 @cache
-def alone(documents=False, **changes):
-    return run_ranks(1, lambda: train({}, documents=documents, model=make(**changes)))[0]
+def alone(documents=False, ignoring=False, **changes):
+    return run_ranks(1, lambda: train({}, documents=documents, ignoring=ignoring, model=make(**changes)))[0]

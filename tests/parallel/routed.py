@@ -15,7 +15,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import fully_shard, memory_plan
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel import ExpertParallel, most_rows, parallelize_module
+from shardrt.parallel import ExpertParallel, TokenParallel, expert_plan, most_rows, parallelize_module
 from tests.parallel.nets import whole_gradients
 
 WIDTH, COUNT, K, TOKENS = 6, 4, 2, 10
@@ -99,25 +99,37 @@ def learn(model, data, steps, ranks=None, clip=0.5):
     return losses, norms, gradients, full_state_dict(model)
 
 
-def planned_and_taken(skewed, capacity):
-    """(bytes of activations in the plan, in a step; the most rows) of this rank."""
+def planned_and_taken(skewed, capacity, along):
+    """(bytes of activations in the plan, in a step; the most rows) of this rank.
+
+    along: "ep", where ranks have tokens of their own, or "tp", where they have the same.
+    """
     shardrt.manual_seed(1)
     router = nn.TopKRouter(64, COUNT, K, capacity_factor=capacity)
-    layer, mesh = nn.MoE(router, nn.Experts(COUNT, 64, 128)), init_device_mesh("cpu", (1, 2), ("efsdp", "ep"))
+    layer, mesh = (
+        nn.MoE(router, nn.Experts(COUNT, 64, 128)),
+        init_device_mesh("cpu", (1, 2), ("efsdp", along)),
+    )
+    data = mesh.flat() if along == "ep" else mesh["efsdp"]
+    if along == "tp":
+        layer = nn.Sequential(layer)
+        parallelize_module(layer, mesh["tp"], {"0": TokenParallel()})
+    parallelize_module(layer, mesh[along], expert_plan(layer))
+    nn.balance_over(layer, data)
     if skewed:
         router.weight.data[:2] += 3
-    parallelize_module(layer, mesh["ep"], {"experts": ExpertParallel()})
-    nn.balance_over(layer, mesh.flat())
-    fully_shard(layer.experts, mesh=mesh["efsdp"])
-    fully_shard(layer, mesh=mesh.flat())
-    x = Tensor(np.abs(np.random.default_rng(mesh.rank).normal(size=(1024, 64))).astype(np.float32))
+    experts = next(module for module in layer.modules() if isinstance(module, nn.Experts))
+    fully_shard(experts, mesh=mesh["efsdp"])
+    fully_shard(layer, mesh=data)
+    x = np.random.default_rng(mesh.rank * (along == "ep")).normal(size=(1024 * (1 + (along == "tp")), 64))
+    x = Tensor(np.abs(x).astype(np.float32))
 
     def step():
         y, balance = layer(x)
         ((y * y).sum() + balance).backward()
 
     planned = memory_plan(layer, step=step).device["activations"]
-    assert most_rows(layer) == {"experts": 0.0}, "a rehearsal has counted"
+    assert [*most_rows(layer).values()] == [0.0], "a rehearsal has counted"
     step()
     layer.zero_grad()
     here = device.current()
@@ -125,17 +137,18 @@ def planned_and_taken(skewed, capacity):
     before = here.peak_bytes()
     step()
     taken = here.peak_bytes() - before
-    return mesh, (mesh.rank, skewed, capacity, planned, taken, most_rows(layer)["experts"])
+    (most,) = most_rows(layer).values()
+    return mesh, (mesh.rank, skewed, capacity, along, planned, taken, most)
 
 
 def main():
     """One line for each rank and case, from rank 0: lines of several would be mixed up."""
-    for skewed in (False, True):
-        for capacity in (None, 1.25):
-            mesh, told = planned_and_taken(skewed, capacity)
-            everyone = talk.from_all(mesh.communicator("control"), told)
-            if mesh.rank == 0:
-                print("\n".join(map(json.dumps, everyone)))
+    cases = [(skewed, capacity, "ep") for skewed in (False, True) for capacity in (None, 1.25)]
+    for case in (*cases, (False, None, "tp"), (True, 1.25, "tp")):
+        mesh, told = planned_and_taken(*case)
+        everyone = talk.from_all(mesh.communicator("control"), told)
+        if mesh.rank == 0:
+            print("\n".join(map(json.dumps, everyone)))
 
 
 if __name__ == "__main__":

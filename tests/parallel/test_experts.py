@@ -259,27 +259,28 @@ def test_mixed_precision_sends_rows_of_16_bits():
 
 @pytest.fixture(scope="module")
 def memory():
-    """(rank, skewed, capacity) -> (bytes of activations in the plan, in a step, the most rows)."""
+    """(rank, skewed, capacity, along) -> (bytes of activations in the plan, in a step, the most rows)."""
     ran = mpirun(2, ["-m", "tests.parallel.routed"])
     assert ran.returncode == 0, ran.stderr
     told = map(json.loads, ran.stdout.splitlines())
-    return {(rank, skewed, capacity): values for rank, skewed, capacity, *values in told}
+    return {tuple(line[:4]): line[4:] for line in told}
 
 
 @pytest.mark.mpi
 def test_with_a_capacity_the_plan_is_what_a_step_takes_however_skewed_it_is(memory):
     for rank in range(2):
-        for skewed in (False, True):
-            planned, taken, _ = memory[rank, skewed, 1.25]
+        for case in ((False, 1.25, "ep"), (True, 1.25, "ep"), (True, 1.25, "tp")):
+            planned, taken, _ = memory[rank, *case]
             assert planned == taken > 1024 * 64 * 4
 
 
 @pytest.mark.mpi
 def test_without_one_the_plan_is_for_a_stated_factor_and_the_most_rows_are_told(memory):
     for rank in range(2):
-        planned, taken, most = memory[rank, False, None]
-        assert taken < planned and 0.5 < most < 1.5
-    (planned, taken, most), (_, less, least) = memory[0, True, None], memory[1, True, None]
+        for along in ("ep", "tp"):
+            planned, taken, most = memory[rank, False, None, along]
+            assert taken < planned and 0.5 < most < 1.5
+    (planned, taken, most), (_, less, least) = memory[0, True, None, "ep"], memory[1, True, None, "ep"]
     assert (most, least) == (2.0, 0.0)
     assert planned == taken > less
 

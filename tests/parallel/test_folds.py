@@ -60,14 +60,31 @@ def test_a_model_with_experts_learns_as_on_one_rank(name):
 
 
 @pytest.mark.parametrize(
+    ("ep", "over"),
+    [(4, ("dp_shard", "cp", "tp")), (1, ("dp_shard", "cp", "tp")), (2, ("dp_shard",))],
+    ids=str,
+)
+def test_gradients_are_the_mean_over_the_ranks_that_have_losses_of_their_own(ep, over):
+    """Those of tp have one together, whether experts lie along it, are sharded over it or summed."""
+    axes = {"shards": 2, "tp": 2}
+    check(trained(axes, ep, over=over, mean=True, **SP), alone())
+
+
+def test_where_targets_do_not_count_the_balance_is_still_that_of_one_rank():
+    """Ranks have different numbers of those that count, and equally many tokens."""
+    check(trained({"shards": 2, "cp": 2, "tp": 1}, 2, ignoring=True), alone(ignoring=True))
+
+
+@pytest.mark.parametrize(
     "changes",
-    [{"pooled_balance": True}, {"expert_bias": True}, {"capacity_factor": 4.0}],
+    [{"qk_norm": "head"}, {"pooled_balance": True}, {"expert_bias": True}, {"capacity_factor": 4.0}],
     ids=lambda changes: next(iter(changes)),
 )
-def test_balance_is_that_of_all_tokens_wherever_they_lie(changes):
+def test_what_models_differ_in_works_wherever_tokens_lie(changes):
     """A capacity of 4 drops nothing here: each expert may have all tokens of a rank."""
     expected = alone(**changes)
-    found = run_ranks(4, lambda: train({"cp": 2, "tp": 2}, 4, model=make(**changes), **SP))[0]
+    axes = {"tp": 4} if "qk_norm" in changes else {"cp": 2, "tp": 2}  # two ranks for each head of keys
+    found = run_ranks(4, lambda: train(axes, 4, model=make(**changes), **SP))[0]
     check(found, expected)
     for name, values in expected["final"].items():
         if name.endswith("expert_bias"):

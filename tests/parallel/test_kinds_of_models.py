@@ -180,7 +180,7 @@ MISTAKES = {
 
 
 EXPERTS = "llama with experts"
-MODELS_WITH_EXPERTS = {EXPERTS: (Llama, replace(LLAMA_SMALL, experts=4, balance_loss=0.1))}
+MODELS_WITH_EXPERTS = {EXPERTS: (Llama, replace(LLAMA_SMALL, experts=4, balance_loss=0.1, qk_norm="head"))}
 MISTAKES |= {
     "routers whose gradient is not summed": (
         (EXPERTS, 2, False),
@@ -201,8 +201,9 @@ MISTAKES |= {
 
 
 @pytest.mark.parametrize("sequence", [False, True])
-def test_a_model_with_experts_is_inferred(sequence):
-    told = inferred(recorded(EXPERTS, 2, sequence))
+@pytest.mark.parametrize("tp", [2, 4])
+def test_a_model_with_experts_and_norms_of_heads_is_inferred(sequence, tp):
+    told = inferred(recorded(EXPERTS, tp, sequence))
     for op, module in (("Linear", "router"), ("Dispatch", ""), ("GroupedLinear", "experts"), ("Combine", "")):
         assert told[op, f"blocks.1.mlp.{module}".rstrip(".")] == ["V"] * (1 + (op == "GroupedLinear"))
     assert told["Add", "blocks.1"] == ["V" if sequence else "I"]
