@@ -3,7 +3,8 @@
 Each takes the same arguments and gives a Cost: what it reads and writes, operations, bytes, and the launches
 of the CUDA twin. It looks at shapes, types and strides alone: no element need exist. What in the twins is a
 function of numbers (reduce.power_rows, cast.check_kind) is the same here. Where the CUDA twin's launches
-depend on the GPU or on what its libraries can do, a module says what it assumes.
+depend on the GPU or on what its libraries can do, a module says what it assumes. ON_CPU has what differs on a
+CPU.
 """
 
 from shardrt.kernels.shape import (
@@ -33,11 +34,13 @@ from shardrt.kernels.shape import (
     swiglu,
 )
 from shardrt.kernels.shape._cost import Answer, Cost, New
+from shardrt.kernels.shape._on_cpu import ON_CPU
 
 __all__ = [
     "Answer",
     "Cost",
     "New",
+    "ON_CPU",
     "activation",
     "adamw",
     "attention",

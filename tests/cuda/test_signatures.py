@@ -9,7 +9,7 @@ from shardrt.kernels import cpu, cuda, shape
 
 HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
 COSTS = {"bytes_moved", "flops"}  # of the two that compute
-OF_SHAPE = {"Answer", "Cost", "New"}
+OF_SHAPE = {"Answer", "Cost", "New", "ON_CPU"}
 MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]
 
 
@@ -26,6 +26,14 @@ def functions_of(package, module):
 def test_every_module_has_its_twins():
     assert set(cuda.__all__) == set(shape.__all__) - OF_SHAPE == set(cpu.__all__) - HOST_ONLY
     assert len(MODULES) == 24
+
+
+def test_what_costs_other_on_a_cpu_has_the_same_parameters():
+    for name, value in shape.ON_CPU.items():
+        module, name = name.split(".")
+        assert inspect.isfunction(value) or value == getattr(getattr(cpu, module), name)
+        if inspect.isfunction(value):
+            assert inspect.signature(value) == inspect.signature(getattr(getattr(shape, module), name))
 
 
 @pytest.mark.parametrize("module", MODULES)
