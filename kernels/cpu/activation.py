@@ -56,16 +56,6 @@ def relu_backward(dy: Array, x: Array, dx: Array) -> None:
     run_rows(_relu_backward, x.size, x.size, dy, x, dx)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward; backward moves half as much again."""
-    return 2 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 18 * count
-
-
 @fused
 def _gelu_tanh_forward(start, stop, x, y):
     x, y = x[start:stop], y[start:stop]

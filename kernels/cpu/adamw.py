@@ -37,16 +37,6 @@ def step(
             cast.round_to(param[piece], rounded[piece], kind)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step: four arrays read, three written."""
-    return 7 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 14 * count
-
-
 @fused
 def _updated(p, g, m, v, numbers):
     """A parameter and its two moments after a step."""

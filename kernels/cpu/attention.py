@@ -67,16 +67,6 @@ def backward(
     _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
 
 
-def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
-    """Bytes of forward: q, k, v, y."""
-    return 4 * batch * heads * time * head_dim * itemsize
-
-
-def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True) -> int:
-    """Operations of forward's two products; backward has five."""
-    return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
-
-
 def _over_heads(
     kernel: Any,
     q: Array,

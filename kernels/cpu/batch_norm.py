@@ -45,16 +45,6 @@ def backward_input(
     run_rows(_backward_input, x.shape[0] * x.shape[1], x.size, *args)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward and its statistics: x twice, y. Backward: dy and x twice, dx."""
-    return 3 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of forward and its statistics."""
-    return 6 * count
-
-
 @reordered
 def _statistics(start, stop, x, mean, squares):
     """A plane at a time, which is in cache the second time; planes are joined as Chan et al. (1979) do."""

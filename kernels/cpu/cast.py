@@ -189,13 +189,3 @@ def unpack_float16(start, stop, x, out):
         if magnitude < _u(0x0400):
             bits = small
         out[i] = _float(_u(bits | _u(_u(u & _u(0x8000)) << _16)))
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of pack and unpack: 2 for an element in 16 bits, `itemsize` for one in float32."""
-    return (2 + itemsize) * count
-
-
-def flops(count: int) -> int:
-    """One rounding for each element."""
-    return count

@@ -78,7 +78,7 @@ def backward_weight(
     count = min(plan.images, len(x))
     source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
     sums = _aligned(np.empty, plan.sums, x.dtype)
-    work = count * flops(dy.shape[1:], dweight.shape)
+    work = count * _operations(dy.shape[1:], dweight.shape)
     for first in range(0, len(x), count):
         images = min(count, len(x) - first)
         run_rows(_turn, images, images * x[0].size, x[first:], source, *plan.source.where)
@@ -100,20 +100,15 @@ def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
         dbias[...] = sums
 
 
-def bytes_moved(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], itemsize: int = 4) -> int:
-    """Bytes of forward, for arrays of these shapes: x, weight, y."""
-    return sum(prod(shape) for shape in (x, weight, y)) * itemsize
-
-
-def flops(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
-    """Operations of forward, for arrays of these shapes; either gradient has as many."""
+def _operations(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
+    """Of forward, or of either gradient, for arrays of these shapes."""
     return 2 * prod(y) * prod(weight[1:])
 
 
 def _convolve(plan: Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
     """Forward from x to y; `transposed`: from dy to dx."""
     packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
-    work = flops((x if transposed else y).shape, weight.shape) // 2
+    work = _operations((x if transposed else y).shape, weight.shape) // 2
     run_rows(_convolve_images, len(x), work, plan, packed, x, y)
 
 

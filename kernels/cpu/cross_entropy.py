@@ -80,16 +80,6 @@ def scale_rows(x: Array, factor: Array, out: Array) -> None:
     np.multiply(x, by[:, None] if by.ndim else by, out=out)
 
 
-def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:
-    """Bytes of forward: a row stays in cache between its two passes. Backward moves twice as many."""
-    return rows * vocab * itemsize
-
-
-def flops(rows: int, vocab: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 13 * rows * vocab
-
-
 @reordered
 def _forward(start, stop, logits, targets, losses, lse, ignore_index, first, part):
     for row in range(start, stop):

@@ -34,16 +34,6 @@ def backward(
     forward(dy, dx, p, seed, call, offset, place)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward, and of backward."""
-    return 2 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Integer operations, about."""
-    return 25 * count
-
-
 @exact
 def _apply(start, stop, x, y, threshold, scale, seed, call, offset):
     four = np.uint64(4)

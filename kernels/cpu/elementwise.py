@@ -49,13 +49,3 @@ def _unscale_blocks(start, stop, x, factor, wrong):
 def clamp_(x: Array, limit: float) -> None:
     """x = min(max(x, -limit), limit); nan stays nan."""
     np.clip(x, -x.dtype.type(limit), x.dtype.type(limit), out=x)
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of add."""
-    return 3 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of either."""
-    return count

@@ -25,16 +25,6 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
     _backward(indices, dy, dweight, int(first))
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward; backward moves half as much again."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Additions of backward."""
-    return rows * width
-
-
 @exact
 def _forward(start, stop, indices, weight, y, first):
     for row in range(start, stop):

@@ -36,16 +36,6 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
         start += count
 
 
-def bytes_moved(counts: Sequence[int], inputs: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x, y, and the weights of the groups that have rows."""
-    return sum(linear.bytes_moved(count, inputs, outputs, itemsize) for count in counts if count)
-
-
-def flops(counts: Sequence[int], inputs: int, outputs: int) -> int:
-    """Operations of forward; backward has twice as many."""
-    return linear.flops(sum(counts), inputs, outputs)
-
-
 def _groups(counts: Sequence[int], result: Array) -> Iterator[tuple[int, slice]]:
     """(group, its rows) of those that have rows; what is behind them becomes 0."""
     start = 0

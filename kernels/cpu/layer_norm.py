@@ -61,16 +61,6 @@ def backward(
         combine_blocks(dbiases, dbias, accumulate)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x read, y written. Backward: dy and x read, dx written, half as much again."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about."""
-    return 8 * rows * width
-
-
 @reordered
 def _forward(start, stop, x, other, summed, result, weight, bias, y, mean, rstd, eps):
     width = x.shape[1]

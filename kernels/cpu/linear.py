@@ -4,7 +4,6 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu import matmul as products
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.activation import CUBE, ROOT
@@ -66,16 +65,6 @@ def backward_parameters(
     """backward_weight and backward_bias."""
     backward_weight(x, dy, dweight, accumulate)
     backward_bias(dy, dbias, accumulate_bias)
-
-
-def bytes_moved(rows: int, inputs: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x, weight, y."""
-    return products.bytes_moved(rows, outputs, inputs, itemsize)
-
-
-def flops(rows: int, inputs: int, outputs: int) -> int:
-    """Operations of forward; backward has twice as many."""
-    return products.flops(rows, outputs, inputs)
 
 
 @fused

@@ -23,16 +23,6 @@ def step(param: Array, grad: Array, m: Array, ranges: Array) -> None:
         run_rows(_step, size, size, param[piece], grad[piece], m[piece], numbers)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step: three arrays read, two written."""
-    return 5 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 9 * count
-
-
 @fused
 def _step(start, stop, param, grad, m, numbers):
     keep, rate, beta1, rest1, beta2, rest2, zero, one = numbers

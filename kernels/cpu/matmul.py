@@ -38,16 +38,6 @@ def set_blas_threads(count: int) -> None:
         getattr(library, f"{prefix}openblas_set_num_threads{suffix}")(ctypes.c_int(count))
 
 
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:
-    """Bytes of both factors and the result of an (m, k) x (k, n) product, each touched once."""
-    return (m * k + k * n + m * n) * itemsize
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Multiplications and additions of an (m, k) x (k, n) product."""
-    return 2 * m * n * k
-
-
 def _call(gemm: Any, a: Array, b: Array, out: Array, ldc: int, accumulate: bool) -> None:
     (m, k), n = a.shape, b.shape[1]
     order_a, order_b = _plain(a), _plain(b)

@@ -35,16 +35,6 @@ def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pai
     run_rows(_mean_backward, len(dx), dy.size * window[0] * window[1], dy, dx, window, stride, padding)
 
 
-def bytes_moved(pixels: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x and y; the largest also write an index of four bytes."""
-    return (pixels + outputs) * itemsize
-
-
-def flops(outputs: int, window: Pair) -> int:
-    """Operations of forward."""
-    return outputs * window[0] * window[1]
-
-
 @exact
 def _span(at, size, window, stride, padding):
     """The pixels that output `at` sees."""

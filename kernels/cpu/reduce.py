@@ -319,13 +319,3 @@ def abs_max(x: Array, out: Array | None = None) -> float | None:
         return largest
     out[0] = largest
     return None
-
-
-def bytes_moved(parts: int, count: int, itemsize: int = 4) -> int:
-    """Bytes of sum_into: the parts read, the sum written."""
-    return (parts + 1) * count * itemsize
-
-
-def flops(parts: int, count: int) -> int:
-    """Operations of sum_into."""
-    return parts * count

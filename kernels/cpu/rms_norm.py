@@ -53,16 +53,6 @@ def backward(
         combine_blocks(dweights, dweight, accumulate)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x read, y written."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about."""
-    return 4 * rows * width
-
-
 @reordered
 def _forward(start, stop, x, other, summed, result, weight, y, rstd, eps):
     width = x.shape[1]

@@ -25,16 +25,6 @@ def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
     run_rows(_rotate, dy.shape[0], dy.size, dy, cos, sin, dx, heads, dy.dtype.type(-1))
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of either: x read, y written; the tables stay in cache."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, heads: int, head_dim: int) -> int:
-    """Operations of either."""
-    return 3 * rows * heads * head_dim
-
-
 @fused
 def _rotate(start, stop, x, cos, sin, y, heads, sign):
     time, half = cos.shape

@@ -77,16 +77,6 @@ def weights_backward(dy: Array, x: Array, places: Array, dweights: Array) -> Non
     run_rows(_weights_backward, places.shape[0], x.size, dy, x, places, dweights)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of spread, or of collect: rows on one side, as many reads of tokens on the other."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of collect."""
-    return 2 * rows * width
-
-
 @exact
 def _top_k(start, stop, scores, experts):
     count, k = scores.shape[1], experts.shape[1]

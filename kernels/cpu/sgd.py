@@ -34,16 +34,6 @@ def step(
             run_rows(_momentum, size, size, *arrays, numbers, nesterov)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step with momentum: three arrays read, two written."""
-    return 5 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 6 * count
-
-
 @fused
 def _plain(start, stop, param, grad, numbers):
     lr, decay, _, _, _ = numbers

@@ -18,16 +18,6 @@ def backward(dy: Array, y: Array, dx: Array) -> None:
     run_rows(_backward, y.shape[0], y.size, dy, y, dx)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward; a row stays in cache between its three passes."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 14 * rows * width
-
-
 @reordered
 def _forward(start, stop, x, y):
     for row in range(start, stop):

@@ -18,16 +18,6 @@ def backward(dy: Array, x: Array, dx: Array) -> None:
     run_rows(_backward, x.shape[0], x.size, dy, x, dx)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: both halves read, y written. Backward moves five times as many as y has."""
-    return 3 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 14 * rows * width
-
-
 @fused
 def _forward(start, stop, x, y):
     one, width = x.dtype.type(1), y.shape[1]

@@ -50,16 +50,6 @@ def relu_backward(dy: Array, x: Array, dx: Array) -> None:
     _run("relu_backward", dy, x, dx)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward; backward moves half as much again."""
-    return 2 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 18 * count
-
-
 def _run(function: str, *arrays: Array) -> None:
     x = arrays[0]
     grid = blocks_for(x.size, 16 // x.dtype.itemsize)

@@ -33,13 +33,3 @@ def step(
         types["ROUNDED"] = TYPES[kind]
     args = (param, grad, m, v, rounded, ranges, len(ranges), vectors(param, grad, m, v, rounded))
     launch("adamw", "adamw", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step: four arrays read, three written."""
-    return 7 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 14 * count

@@ -80,16 +80,6 @@ def backward(
     _run("backward_keys", q, k, args, tiles=2, own=2)
 
 
-def bytes_moved(batch: int, heads: int, time: int, head_dim: int, itemsize: int = 4) -> int:
-    """Bytes of forward: q, k, v, y."""
-    return 4 * batch * heads * time * head_dim * itemsize
-
-
-def flops(batch: int, heads: int, time: int, head_dim: int, causal: bool = True) -> int:
-    """Operations of forward's two products; backward has five."""
-    return 4 * batch * heads * time * time * head_dim // (2 if causal else 1)
-
-
 def _sizes(q: Array, k: Array) -> tuple[int, int, int, int]:
     """Queries, keys, width, and the heads of q that share one of k."""
     return q.shape[2], k.shape[2], q.shape[3], q.shape[1] // k.shape[1]

@@ -50,16 +50,6 @@ def backward_input(
     launch("batch_norm", "backward_input", x.dtype, blocks_for(x.size, 1), args)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward and its statistics: x twice, y. Backward: dy and x twice, dx."""
-    return 3 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of forward and its statistics."""
-    return 6 * count
-
-
 def channel_sums(x: Array, out: Array, accumulate: bool) -> None:
     """out (channels,) = the sum of each channel of x, or plus it."""
     args = x, out, bool(accumulate), *x.shape

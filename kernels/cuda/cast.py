@@ -41,16 +41,6 @@ def type_of(kind: str) -> np.dtype:
     return np.dtype(ml_dtypes.bfloat16 if kind == "bfloat16" else np.float16)
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of pack and unpack: 2 for an element in 16 bits, `itemsize` for one in float32."""
-    return (2 + itemsize) * count
-
-
-def flops(count: int) -> int:
-    """One rounding for each element."""
-    return count
-
-
 def _run(function: str, x: Array, out: Array, kind: str, per_thread: int) -> None:
     args = (x, out, x.size, vectors(x, out))
     launch("cast", function, type_of(kind), blocks_for(x.size, per_thread), args)

@@ -97,16 +97,6 @@ def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
     channel_sums(dy.reshape(*dy.shape[:2], -1), dbias, accumulate)
 
 
-def bytes_moved(x: tuple[int, ...], weight: tuple[int, ...], y: tuple[int, ...], itemsize: int = 4) -> int:
-    """Bytes of forward, for arrays of these shapes: x, weight, y."""
-    return sum(prod(shape) for shape in (x, weight, y)) * itemsize
-
-
-def flops(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
-    """Operations of forward, for arrays of these shapes; either gradient has as many."""
-    return 2 * prod(y) * prod(weight[1:])
-
-
 def _chunks(x: Array, y: Array, weight: Array) -> Iterator[slice]:
     """Images whose patches fit."""
     count = max(1, _PATCHES // max(1, prod(y.shape[2:]) * prod(weight.shape[1:])))

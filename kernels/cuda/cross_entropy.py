@@ -94,16 +94,6 @@ def scale_rows(x: Array, factor: Array, out: Array) -> None:
     launch("cross_entropy", "scale_rows", x.dtype, how.grid, args, threads=how.threads)
 
 
-def bytes_moved(rows: int, vocab: int, itemsize: int = 4) -> int:
-    """Bytes of forward: the logits are read once. Backward and forward_in_place move twice as many."""
-    return rows * vocab * itemsize
-
-
-def flops(rows: int, vocab: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 13 * rows * vocab
-
-
 def _forward(
     logits: Array,
     targets: Array,

@@ -29,13 +29,3 @@ def backward(
 ) -> None:
     """dx from dy, by the mask of forward."""
     forward(dy, dx, p, seed, call, offset, place)
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of forward, and of backward."""
-    return 2 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Integer operations, about."""
-    return 25 * count

@@ -38,16 +38,6 @@ def clamp_(x: Array, limit: float) -> None:
     _run("clamp", x, (x, accumulator(x.dtype)(limit)))
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of add."""
-    return 3 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of either."""
-    return count
-
-
 def _run(function: str, x: Array, args: tuple) -> None:
     grid = blocks_for(x.size, 16 // x.dtype.itemsize)
     arrays = [arg for arg in args if getattr(arg, "dtype", None) == x.dtype and getattr(arg, "ndim", 0)]

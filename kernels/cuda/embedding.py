@@ -52,16 +52,6 @@ def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
     launch("embedding", "join_runs", dy.dtype, grid, (ids, partials, dweight, *sizes), **how)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward; backward moves half as much again."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Additions of backward."""
-    return rows * width
-
-
 def in_order(
     indices: Array, first: int, vocab: int, element: Any = np.float32, defines: dict[str, str] | None = None
 ) -> tuple[Array, Array]:

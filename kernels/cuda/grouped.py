@@ -7,7 +7,7 @@ cublasLt proposes computes it.
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from shardrt.kernels.cuda import _launch, linear
+from shardrt.kernels.cuda import _launch
 
 Array = Any
 
@@ -34,16 +34,6 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
         elif not accumulate:
             dweight[group].fill(0)
         start += count
-
-
-def bytes_moved(counts: Sequence[int], inputs: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x, y, and the weights of the groups that have rows."""
-    return sum(linear.bytes_moved(count, inputs, outputs, itemsize) for count in counts if count)
-
-
-def flops(counts: Sequence[int], inputs: int, outputs: int) -> int:
-    """Operations of forward; backward has twice as many."""
-    return linear.flops(sum(counts), inputs, outputs)
 
 
 def _product(a: Array, b: Array, out: Array, accumulate: bool) -> None:

@@ -60,13 +60,3 @@ def backward(
     sums = [(partial, out) for partial, out in zip(partials, wanted, strict=True) if out is not None]
     if sums:
         combine_two(sums, accumulate)
-
-
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x read, y written. Backward: dy and x read, dx written, half as much again."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about."""
-    return 8 * rows * width

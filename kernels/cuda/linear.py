@@ -7,7 +7,6 @@ a product and it takes less time.
 from typing import Any
 
 from shardrt.kernels.cuda import _launch
-from shardrt.kernels.cuda import matmul as products
 from shardrt.kernels.cuda.activation import gelu_tanh_forward
 from shardrt.kernels.cuda.matmul import matmul
 from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_blocks
@@ -99,13 +98,3 @@ def backward_parameters(
             return
     backward_weight(x, dy, dweight, accumulate)
     backward_bias(dy, dbias, accumulate_bias)
-
-
-def bytes_moved(rows: int, inputs: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x, weight, y."""
-    return products.bytes_moved(rows, outputs, inputs, itemsize)
-
-
-def flops(rows: int, inputs: int, outputs: int) -> int:
-    """Operations of forward; backward has twice as many."""
-    return products.flops(rows, outputs, inputs)

@@ -18,13 +18,3 @@ def step(param: Array, grad: Array, m: Array, ranges: Array) -> None:
     types = {"GRADIENT": type_name(grad.dtype), "STATE": type_name(m.dtype)}
     args = (param, grad, m, ranges, len(ranges), vectors(param, grad, m))
     launch("lion", "lion", param.dtype, tiles_for(param.size, len(ranges)), args, **types)
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step: three arrays read, two written."""
-    return 5 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 9 * count

@@ -19,16 +19,6 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
     _launch.backend().gemm(readable(a), readable(b), out, accumulate=accumulate)
 
 
-def bytes_moved(m: int, n: int, k: int, itemsize: int = 4) -> int:
-    """Bytes of both factors and the result of an (m, k) x (k, n) product, each touched once."""
-    return (m * k + k * n + m * n) * itemsize
-
-
-def flops(m: int, n: int, k: int) -> int:
-    """Multiplications and additions of an (m, k) x (k, n) product."""
-    return 2 * m * n * k
-
-
 def readable(x: Array) -> Array:
     """x itself if one of its last two axes is dense, else a copy."""
     return x if x.dtype.itemsize in x.strides[-2:] else x.copy()

@@ -23,16 +23,6 @@ def normal(out: Array, seed: int, stream: int, offset: int, mean: float, std: fl
     _fill("normal", out, (seed, stream, offset), np.float64(mean), np.float64(std))
 
 
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes written."""
-    return count * itemsize
-
-
-def flops(count: int) -> int:
-    """Integer operations, about."""
-    return 25 * count
-
-
 def _fill(function: str, out: Array, words: tuple[int, int, int], *numbers: np.float64) -> None:
     args = (out, *map(np.uint64, words), *numbers, out.size, vectors(out))
     launch("philox", function, out.dtype, blocks_for(out.size, 4), args)

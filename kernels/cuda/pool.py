@@ -36,16 +36,6 @@ def mean_backward(dy: Array, dx: Array, window: Pair, stride: Pair, padding: Pai
     _run("mean_backward", dx.size, (dy, dx), dx, dy, (*window, *stride, *padding))
 
 
-def bytes_moved(pixels: int, outputs: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x and y; the largest also write an index of four bytes."""
-    return (pixels + outputs) * itemsize
-
-
-def flops(outputs: int, window: Pair) -> int:
-    """Operations of forward."""
-    return outputs * window[0] * window[1]
-
-
 def _run(function: str, count: int, arrays: tuple, x: Array, y: Array, geometry: tuple) -> None:
     sizes = len(x), *map(np.int32, (*x.shape[1:], *y.shape[1:], *geometry))
     launch("pool", function, x.dtype, blocks_for(count, 1), (*arrays, *sizes))

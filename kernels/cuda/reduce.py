@@ -138,16 +138,6 @@ def abs_max(x: Array, out: Array | None = None) -> float | None:
     return None
 
 
-def bytes_moved(parts: int, count: int, itemsize: int = 4) -> int:
-    """Bytes of sum_into: the parts read, the sum written."""
-    return (parts + 1) * count * itemsize
-
-
-def flops(parts: int, count: int) -> int:
-    """Operations of sum_into."""
-    return parts * count
-
-
 def _sum(out: Array, parts: list[Array], source: Any, scale: float, accumulate: bool) -> None:
     """More than _FAN parts: sums of aligned groups, then the sum of those; it is the same tree."""
     real = accumulator(out.dtype)

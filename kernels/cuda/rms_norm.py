@@ -52,13 +52,3 @@ def backward(
     launch("rms_norm", f"backward_{how.form}", x.dtype, how.grid, args, threads=how.threads)
     if dweight is not None:
         combine_blocks(partials, dweight, accumulate)
-
-
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: x read, y written."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about."""
-    return 4 * rows * width

@@ -27,16 +27,6 @@ def backward(dy: Array, cos: Array, sin: Array, dx: Array, heads: int) -> None:
     _rotate(dy, cos, sin, dx, heads, -1)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of either: x read, y written; the tables stay in cache."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, heads: int, head_dim: int) -> int:
-    """Operations of either."""
-    return 3 * rows * heads * head_dim
-
-
 def _rotate(x: Array, cos: Array, sin: Array, y: Array, heads: int, sign: int) -> None:
     (rows, width), (time, half) = x.shape, cos.shape
     size = 16 // x.dtype.itemsize

@@ -86,16 +86,6 @@ def weights_backward(dy: Array, x: Array, places: Array, dweights: Array) -> Non
     launch("route", "weights_backward", x.dtype, -(-places.size // _WARPS), args)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of spread, or of collect: rows on one side, as many reads of tokens on the other."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of collect."""
-    return 2 * rows * width
-
-
 def _wide(*arrays: Array) -> bool:
     """Whether their rows can be read 16 bytes at a time."""
     return vectors(*arrays) and arrays[0].shape[1] % (16 // arrays[0].dtype.itemsize) == 0

@@ -30,13 +30,3 @@ def step(
         settings = accumulator(param.dtype)(momentum), bool(nesterov)
         args = (param, grad, momentum_buffer, ranges, len(ranges), *settings, aligned)
     launch("sgd", function, param.dtype, tiles_for(param.size, len(ranges)), args, **types)
-
-
-def bytes_moved(count: int, itemsize: int = 4) -> int:
-    """Bytes of a step with momentum: three arrays read, two written."""
-    return 5 * count * itemsize
-
-
-def flops(count: int) -> int:
-    """Operations of a step, about."""
-    return 6 * count

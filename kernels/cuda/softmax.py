@@ -18,16 +18,6 @@ def backward(dy: Array, y: Array, dx: Array) -> None:
     _run("backward", dy, y, dx)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward; a row stays in registers, or if it is long in cache, between its passes."""
-    return 2 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 14 * rows * width
-
-
 def _run(function: str, *arrays: Array) -> None:
     rows, width = arrays[0].shape
     how = split(rows, width, *arrays)

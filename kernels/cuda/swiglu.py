@@ -19,16 +19,6 @@ def backward(dy: Array, x: Array, dx: Array) -> None:
     _run("backward", dy.shape, dy, x, dx)
 
 
-def bytes_moved(rows: int, width: int, itemsize: int = 4) -> int:
-    """Bytes of forward: both halves read, y written. Backward moves five times as many as y has."""
-    return 3 * rows * width * itemsize
-
-
-def flops(rows: int, width: int) -> int:
-    """Operations of forward, about, an exponential counted as ten."""
-    return 14 * rows * width
-
-
 def _run(function: str, shape: tuple[int, int], *arrays: Array) -> None:
     rows, width = shape
     size = 16 // arrays[0].dtype.itemsize

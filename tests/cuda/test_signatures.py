@@ -8,7 +8,6 @@ import pytest
 from shardrt.kernels import cpu, cuda, shape
 
 HOST_ONLY = {"set_blas_threads", "threads", "set_threads"}  # a GPU has no threads to set
-COSTS = {"bytes_moved", "flops"}  # of the two that compute
 OF_SHAPE = {"Answer", "Cost", "New", "ON_CPU"}
 MODULES = [name for name in cpu.__all__ if inspect.ismodule(getattr(cpu, name))]
 
@@ -45,4 +44,4 @@ def test_functions_and_their_parameters_are_the_same(module):
     assert on_cpu
     for name, parameters in on_cpu.items():
         assert on_cuda.get(name) == parameters, name
-        assert in_shape.get(name) == parameters or name in COSTS, name
+        assert in_shape.get(name) == parameters, name

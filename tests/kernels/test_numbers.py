@@ -139,10 +139,3 @@ def test_the_number_of_threads_changes_no_bit(dtype):
     for alone, two, three in zip(*results, strict=True):
         assert np.isfinite(alone).all()
         assert np.array_equal(alone, two) and np.array_equal(alone, three)
-
-
-def test_every_op_says_what_it_costs():
-    for name in K.__all__:
-        module = getattr(K, name)
-        if hasattr(module, "__file__"):
-            assert callable(module.bytes_moved) and callable(module.flops), name
