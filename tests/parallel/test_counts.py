@@ -8,9 +8,10 @@ import pytest
 
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
+from shardrt import Tensor, nn
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.fsdp import fully_shard
-from shardrt.parallel import parallelize_module
+from shardrt.parallel import TokenParallel, parallelize_module
 from tests.ranks import run_ranks
 
 LAYERS, HEADS, WIDTH, BATCH, TIME = 2, 12, 24, 2, 12
@@ -62,6 +63,36 @@ def test_of_the_sequence_as_well(size):
         "all_gather": (parts[0] + again[0], parts[1] + again[1]),
         "all_reduce": (6 * LAYERS + 3, 2 * f * small),
     }
+
+
+def moved_by_experts(size):
+    """As `moved`, of one layer of experts whose tokens all ranks have."""
+
+    def rank():
+        mesh = init_device_mesh("cpu", (size,), mesh_dim_names=("tp",), wrap=CountedCommunicator)
+        router = nn.TopKRouter(WIDTH, 4, 2, balance_loss=0.1)
+        layer = nn.ModuleList([nn.MoE(router, nn.Experts(4, WIDTH, 6, activation="gelu"))])
+        parallelize_module(layer, mesh, {"0": TokenParallel()})
+        counted, told = mesh.communicator("tensor"), []
+        x = Tensor(np.ones((BATCH, TIME, WIDTH), np.float32), requires_grad=True)
+        found = []
+        for run in (lambda: found.extend(layer[0](x)), lambda: (found[0].sum() + found[1]).backward()):
+            counted.reset()
+            run()
+            told.append({call: (counted.calls[call], counted.bytes[call]) for call in counted.calls})
+        return told
+
+    return run_ranks(size, rank)[0]
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_of_experts_whose_tokens_are_cut(size):
+    """What becomes of the tokens is gathered, and their gradients; those of parameters are added up."""
+    f = Fraction(size - 1, size)
+    forward, backward = moved_by_experts(size)
+    assert forward == {"all_gather": (2, f * X + 4 * (size - 1))}
+    small = 4 * WIDTH * (4 + 2 * 4 * 6)
+    assert backward == {"all_gather": (1, f * X), "all_reduce": (3, 2 * f * small)}
 
 
 AXES = ("dp_replicate", "dp_shard", "tp")
