@@ -190,7 +190,7 @@ def sharded_model(recipe: Recipe, mesh: DeviceMesh, task: Task) -> nn.Module:
 
 
 def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[nn.Module, DeviceMesh]:
-    """Experts on parallel.ep ranks: each such module, and the ranks that have the same of its experts.
+    """Experts on parallel.ep ranks, or beside parallel.tp: each such module, and the ranks to shard it over.
 
     Their balance is that of a micro-batch on all ranks, but where micro-batches are what sums are made of.
     Raises ValueError in the words of the command line.
@@ -198,14 +198,15 @@ def _spread_experts(recipe: Recipe, mesh: DeviceMesh, model: nn.Module) -> dict[
     for module in model.modules():
         if isinstance(module, nn.TopKRouter) and not recipe.invariant:
             module.balance_along(data_of(mesh))
-    if recipe.parallel.ep == 1:
+    chosen, experts = recipe.parallel, [m for m in model.modules() if isinstance(m, nn.Experts)]
+    if chosen.ep == 1 and (chosen.tp == 1 or not experts or recipe.fsdp.copies > 1):
         return {}
     try:
-        fold = folded(mesh, recipe.parallel.ep)
-        parallelize_module(model, fold["ep"], expert_plan(model, recipe.parallel.expert_rows))
+        fold = folded(mesh, chosen.ep)  # of one rank along "ep": experts are sharded over "tp" as well
+        parallelize_module(model, fold["ep"], expert_plan(model, chosen.expert_rows))
     except (TypeError, ValueError) as error:
         raise ValueError(f"parallel.ep: {error}") from None
-    return {module: fold["efsdp"] for module in model.modules() if isinstance(module, nn.Experts)}
+    return dict.fromkeys(experts, fold["efsdp"])
 
 
 def _along_time(recipe: Recipe, task: Task, model: nn.Module) -> Mapping[str, Style]:

@@ -26,6 +26,7 @@ run = partial(runs.run, COMMON)
 ALL = ("--parallel.pp", "2", "--parallel.cp", "2", "--parallel.tp", "2", "--parallel.sequence")
 RUNS = {  # name: ranks, options
     "one": (1, ()),
+    "dp 2, tp 2": (4, ("--parallel.tp", "2")),
     "tp 2, ep 2": (2, ("--parallel.tp", "2", "--parallel.ep", "2")),
     "dp 2, cp 2, ep 4": (4, ("--parallel.cp", "2", "--parallel.ep", "4")),
     "all, ep 2": (16, (*ALL, "--parallel.ep", "2", "--checkpoint.every", "10")),
