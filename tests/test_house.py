@@ -36,6 +36,7 @@ ROOMS = [
     ["shardrt.parallel"],
     ["shardrt.checkpoint"],
     ["shardrt.train"],
+    ["shardrt.simulate"],
     ["shardrt.tools"],
     ["shardrt"],  # the package itself: the public names
     ["models"],

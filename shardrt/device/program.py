@@ -42,8 +42,9 @@ class Work:
 class Collective:
     """A call of the communicator `group` (Program.groups) in `stream`; its `number` there says which it is.
 
-    nbytes: of the whole buffer on this rank. peer: the other rank, within the group, of a message, else -1.
-    It begins when all of the group have come to it (both ends, of a message).
+    nbytes: of the whole buffer on this rank. peer: the other rank, within the group, of a message ("send" or
+    "recv"), else -1; messages are numbered by themselves, for each sender and receiver. A collective begins
+    when all of the group have come to it; a message leaves when its sender has, and waits for its receiver.
     """
 
     stream: str
@@ -116,10 +117,15 @@ class Take:
 
 @dataclass(frozen=True, slots=True)
 class Free:
-    """Memory that was lent from address `start` is given back, and may be lent again at once."""
+    """Memory that was lent from address `start` is given back, and may be lent again at once.
+
+    stream: whose work may be lent it next, in the order of that stream and without a wait: pools lend by
+    stream. HOST: of memory that the host may be lent and write at once. "": nobody will be.
+    """
 
     start: int
     site: str = ""
+    stream: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,4 +158,4 @@ class Program:
     @property
     def streams(self) -> list[str]:
         """In the order of their first item."""
-        return list(dict.fromkeys(item.stream for item in self.items if hasattr(item, "stream")))
+        return list(dict.fromkeys(item.stream for item in self.items if getattr(item, "stream", "")))

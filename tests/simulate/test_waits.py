@@ -1,0 +1,158 @@
+"""Needed, covered and never needed waits, against a search of the graph without each set of sites."""
+
+from itertools import chain, combinations
+
+from hypothesis import assume, event, given, settings
+
+from shardrt.device.program import HostWait, Wait
+from shardrt.simulate.order import order_of
+from shardrt.simulate.races import neighbours, races
+from shardrt.simulate.waits import COVERED, NEEDED, NEVER, waits
+from tests.simulate.test_races import SLOT, of_two_ranks, places, repair_all
+from tests.simulate.written import Truth, Written, programs
+
+
+def verdicts(*written):
+    return {found.site: (found.verdict, *found.covered_by) for found in waits(written)}
+
+
+def used_by_reduce(*sites):
+    """What compute writes is reduced; compute is waited for at each of these sites."""
+    program = Written()
+    program.work("compute", "backward.py", writes=SLOT)
+    for site in sites:
+        program.wait("host" if site == "item" else "reduce", program.record("compute"), site)
+    program.work("reduce", "reduce.py", reads=SLOT)
+    return program
+
+
+def test_the_only_wait_is_needed_and_the_race_that_it_prevents_is_told():
+    (found,) = waits([used_by_reduce("schedule.py:10")])
+    assert (found.verdict, found.covered_by) == (NEEDED, ())
+    assert (found.prevents.first.item.site, found.prevents.second.item.site) == ("backward.py", "reduce.py")
+    assert "needed (reduce waits for compute, 1 times)" in str(found) and "reduce.py" in str(found)
+
+
+def test_two_waits_for_the_same_cover_each_other_and_three_each_the_others():
+    assert verdicts(used_by_reduce("a", "b")) == {"a": (COVERED, "b"), "b": (COVERED, "a")}
+    assert verdicts(used_by_reduce("a", "b", "c"))["b"] == (COVERED, "a", "c")
+
+
+def test_a_wait_that_a_host_wait_hides_is_covered_by_it():
+    assert verdicts(used_by_reduce("schedule.py", "item"))["schedule.py"] == (COVERED, "item")
+
+
+def test_a_wait_for_what_nobody_shares_is_never_needed():
+    program = used_by_reduce("needed")
+    program.wait("compute", program.record("reduce"), "never")
+    program.work("compute", "other.py", writes=(500, 600))
+    assert verdicts(program) == {"needed": (NEEDED,), "never": (NEVER,)}
+
+
+def test_a_wait_that_leads_there_only_over_one_that_suffices_alone_is_never_needed():
+    program = Written()
+    program.work("compute", "made.py", writes=SLOT)
+    mark = program.record("compute")
+    program.wait("copy", mark, "detour")
+    program.wait("reduce", program.record("copy"), "direct")
+    program.wait("reduce", mark, "direct")  # of the same site
+    program.work("reduce", "used.py", reads=SLOT)
+    assert verdicts(program) == {"detour": (NEVER,), "direct": (NEEDED,)}
+
+
+def test_two_waits_that_make_one_way_are_both_needed_and_one_beside_them_covers_both():
+    program = Written()
+    program.work("compute", "made.py", writes=SLOT)
+    mark = program.record("compute")
+    program.wait("copy", mark, "first half")
+    program.wait("reduce", program.record("copy"), "second half")
+    program.work("reduce", "used.py", reads=SLOT)
+    assert set(verdicts(program).values()) == {(NEEDED,)}
+    program.wait("reduce", mark, "beside")
+    program.items.append(program.items.pop(-3))  # the use comes last
+    program.items.sort(key=lambda item: item.__class__.__name__ == "Work" and item.site == "used.py")
+    assert verdicts(program) == {
+        "first half": (COVERED, "beside"),
+        "second half": (COVERED, "beside"),
+        "beside": (COVERED, "first half"),
+    }
+
+
+def test_a_barrier_is_a_wait_for_the_other_ranks():
+    assert verdicts(*of_two_ranks("all_gather", barrier=True)) == {"readers_done": (NEEDED,)}
+
+
+def test_what_races_without_a_wait_says_nothing_of_it():
+    program = used_by_reduce()
+    program.wait("reduce", program.record("compute"), "late")
+    assert len(races([program])) == 1
+    assert verdicts(program) == {"late": (NEVER,)}
+
+
+# --- programs by chance -------------------------------------------------------------------------------------
+
+
+def subsets(sites):
+    return map(frozenset, chain.from_iterable(combinations(sites, n) for n in range(len(sites) + 1)))
+
+
+def by_search(written):
+    """By site, the sets of others without which leaving it out breaks an order: found by trying all sets."""
+    truth, order = Truth(written), order_of(written)
+    pairs = [(places(order, a), places(order, b)) for a, b in neighbours(order)]
+    names = sorted(verdicts(*written))
+    broken = {
+        without: frozenset(pair for pair in pairs if not truth.in_order(*pair, without=without))
+        for without in subsets(names)
+    }
+    found = {}
+    for name in names:
+        covers = [
+            without
+            for without in broken
+            if name not in without and broken[without | {name}] > broken[without]
+        ]
+        found[name] = covers
+    return found
+
+
+def agree(written):
+    found = by_search(written)
+    for name, (verdict, *covered_by) in verdicts(*written).items():
+        covers = found[name]
+        event(verdict)
+        if verdict == NEVER:
+            assert not covers
+        else:
+            assert frozenset(covered_by) in covers
+            assert len(covered_by) == min(map(len, covers))
+            assert (verdict == NEEDED) == (covered_by == [])
+
+
+@settings(max_examples=50, deadline=None)
+@given(programs(length=16, wait_sites=4))
+def test_verdicts_on_a_random_program_are_those_of_a_search_without_each_set_of_sites(written):
+    agree(written)
+    repair_all(written[0])
+    agree(written)
+
+
+@settings(max_examples=30, deadline=None)
+@given(programs(ranks=2, length=16, wait_sites=4))
+def test_verdicts_on_two_random_ranks_are_those_of_a_search_without_each_set_of_sites(written):
+    agree(written)
+
+
+@settings(max_examples=30, deadline=None)
+@given(programs(length=16))
+def test_of_a_correct_random_program_a_needed_wait_and_no_other_can_not_be_removed(written):
+    (program,) = written
+    repair_all(program)
+    found = verdicts(program)
+    assume(found)
+    for site, (verdict, *_) in found.items():
+        kept = [i for i in program.items if not (isinstance(i, Wait | HostWait) and i.site == site)]
+        less = Written()
+        less.items = kept
+        raced = bool(Truth([less]).races())
+        assert raced == (verdict == NEEDED) == bool(races([less]))
