@@ -46,7 +46,8 @@ def test_the_wheel_holds_shardrt_and_nothing_else(wheel):
     assert {name.partition("/")[0].split("-")[0] for name in names} == {"shardrt"}
     for needed in ("kernels/cpu/attention.py", "models/gpt.py", "models/train.py", "fsdp/schedule.py"):
         assert f"shardrt/{needed}" in names
-    assert any(name.startswith("shardrt/models/configs/") and name.endswith(".toml") for name in names)
+    for folder in ("models/configs", "simulate/machines"):
+        assert any(name.startswith(f"shardrt/{folder}/") and name.endswith(".toml") for name in names)
 
 
 def needed_by(wheel):

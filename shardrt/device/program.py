@@ -24,6 +24,7 @@ class Work:
     name: of the kernel ("linear.forward", "copy", "numpy.add"). label: what it is for (a unit, as in traces).
     site: "file:line" outside of shardrt/device and kernels. launches: how often the host called the driver.
     nbytes: that move to and from memory, which may be less or more than the ranges' sizes.
+    dtype: that its flops are in, which decides how fast they are; "" if nobody says.
     """
 
     stream: str
@@ -36,6 +37,7 @@ class Work:
     label: str = ""
     site: str = ""
     sizes: tuple[int, ...] = ()  # of a product: m, n, k; what else decides how fast it is
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

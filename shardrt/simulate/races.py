@@ -99,15 +99,16 @@ def races(programs: Sequence[Program]) -> list[Race]:
 def without_values(program: Program) -> Program:
     """The program without the values that the host asks for (loss, norm), and without its waits for them.
 
-    Such a wait may hide that another one is missing, in programs that ask for no value.
+    A value has a `why`, or is read directly behind a wait of the same site. Such a wait may hide that another
+    one is missing, in programs that ask for no value.
     """
     dropped = set()
     for index, item in enumerate(program.items):
-        if isinstance(item, HostRead) and item.why:
-            dropped.add(index)
+        if isinstance(item, HostRead):
             before = program.items[index - 1] if index else None
-            if isinstance(before, HostWait) and before.site == item.site:
-                dropped.add(index - 1)
+            waits = isinstance(before, HostWait) and before.site == item.site
+            dropped |= {index} if waits or item.why else set()
+            dropped |= {index - 1} if waits else set()
     items = [item for index, item in enumerate(program.items) if index not in dropped]
     return Program(program.rank, program.world_size, items, program.groups)
 

@@ -249,11 +249,13 @@ def test_values_that_the_host_asks_for_can_be_taken_out_with_their_waits():
     program.wait(HOST, mark, "loop.py")
     program.host("loop.py", reads=(0, 4), why="loss")
     program.work("gather", "gathers.py", reads=SLOT)
-    program.wait(HOST, mark, "adam.py")
+    program.wait(HOST, mark, "item.py")
+    program.host("item.py", reads=(0, 4))
+    program.wait(HOST, mark, "offload.py")
     program.host("adam.py", reads=SLOT)
     assert told(program) == []
     without = without_values(program)
-    assert [item.site for item in without.items if isinstance(item, HostWait)] == ["adam.py"]
+    assert [item.site for item in without.items if isinstance(item, HostWait)] == ["offload.py"]
     assert told(without) == [("update.py", "gathers.py", 1)]
 
 

@@ -1,0 +1,243 @@
+"""A machine that programs are priced on: what its processors, links and host can do, from a TOML file.
+
+Times are seconds, sizes bytes; bandwidths are bytes per second and rank, of links each way. A file says where
+its figures come from (`origin`, `date`) and whether anybody measured them on that machine (`measured`): what
+is priced on one that was not is an estimate.
+
+    machine = Machine.load("h100-8")            # of shardrt/simulate/machines
+    machine = Machine.load("mine.toml")
+"""
+
+import tomllib
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from itertools import pairwise
+from math import ceil, log, log2, prod
+from pathlib import Path
+from typing import Any
+
+from shardrt.device.program import Work
+
+FOLDER = Path(__file__).parent / "machines"
+
+Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; straight between, over log size
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """Kernels whose names begin with `name`: which part of the peaks they reach.
+
+    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all.
+    """
+
+    name: str = ""
+    flops: Curve = ((1, 1),)
+    bandwidth: Curve = ((1, 1),)
+
+
+@dataclass(frozen=True)
+class Processor:
+    """What runs kernels: a GPU, or the cores of a rank.
+
+    flops: the peak by dtype; "" is that of kernels that name none. constant: seconds of each launch, besides.
+    tile, units: how a product is cut, and how many tiles run at once; no tile: not at all. whole: a kernel
+    keeps the processor to itself, though it may wait for memory; else other streams use what it leaves.
+    """
+
+    flops: Mapping[str, float]
+    bandwidth: float
+    constant: float = 0.0
+    kernels: Sequence[Kernel] = (Kernel(),)
+    tile: Sequence[int] = ()
+    units: int = 1
+    whole: bool = False
+
+    def demands(self, work: Work) -> tuple[float, float]:
+        """Seconds for which a kernel needs the units, and the memory, were it alone; without the constant."""
+        kernel = max((k for k in self.kernels if work.name.startswith(k.name)), key=lambda k: len(k.name))
+        computing = moving = 0.0
+        if work.flops:
+            peak = self.flops.get(work.dtype, self.flops[""])
+            computing = work.flops / (peak * at(kernel.flops, work.flops) * self._filled(work))
+        if work.nbytes:
+            moving = work.nbytes / (self.bandwidth * at(kernel.bandwidth, work.nbytes))
+        return computing, moving
+
+    def _filled(self, work: Work) -> float:
+        """Which part of the units the tiles of a product keep busy; the last wave may be small."""
+        if not self.tile or len(work.sizes) < 3 or work.flops != 2 * prod(work.sizes):
+            return 1.0
+        rows, columns = (ceil(size / each) for size, each in zip(work.sizes, self.tile, strict=False))
+        tiles = rows * columns * prod(work.sizes[3:])
+        return tiles / (ceil(tiles / self.units) * self.units)
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way out of a rank. latency: of a step from one rank to the next. bandwidth: each way."""
+
+    latency: float
+    bandwidth: float
+
+
+@dataclass(frozen=True)
+class Host:
+    """The thread that issues. item: seconds of each item. launch: of each launch, besides."""
+
+    item: float = 0.0
+    launch: float = 0.0
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """base: seconds of each call. processor: the part of the processor that one keeps while it runs.
+
+    memory: bytes that move through a rank's memory for each that it sends.
+    """
+
+    base: float = 0.0
+    processor: float = 0.0
+    memory: float = 2.0
+
+
+@dataclass(frozen=True)
+class Machine:
+    """ranks_per_node: neighbouring ranks that `node` connects; `network` connects nodes.
+
+    host_link: between a device and host memory; None where they are one. host_streams: whose work the host
+    does itself, in its thread. host: the processor of what the host computes.
+    """
+
+    name: str
+    origin: str
+    date: str
+    measured: bool
+    ranks_per_node: int
+    device: Processor
+    node: Link
+    network: Link
+    host: Host = Host()
+    host_processor: Processor | None = None
+    host_link: Link | None = None
+    host_streams: Sequence[str] = ()
+    collectives: Collectives = field(default_factory=Collectives)
+
+    @classmethod
+    def load(cls, name: str | Path) -> "Machine":
+        """A machine of this package by its name, or of a TOML file by its path.
+
+        Raises FileNotFoundError, ValueError for what is no machine: it names the file and the key.
+        """
+        path = Path(name)
+        if path.suffix != ".toml":
+            path = FOLDER / f"{name}.toml"
+            if not path.exists():
+                known = sorted(each.stem for each in FOLDER.glob("*.toml"))
+                raise FileNotFoundError(f"there is no machine {str(name)!r}, only {', '.join(known)}")
+        try:
+            return _made(cls, tomllib.loads(path.read_text(encoding="utf-8")), "")
+        except (TypeError, ValueError, KeyError) as error:
+            raise ValueError(f"{path}: {error}") from None
+
+
+_PARTS = {
+    "device": Processor,
+    "host_processor": Processor,
+    "node": Link,
+    "network": Link,
+    "host_link": Link,
+    "host": Host,
+    "collectives": Collectives,
+}
+
+
+def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
+    known = {each.name for each in fields(kind)}
+    if unknown := sorted(table.keys() - known):
+        raise ValueError(f"{where}{unknown[0]}: there is no such key, only {', '.join(sorted(known))}")
+    given = dict(table)
+    for key, value in table.items():
+        if key in _PARTS and kind is Machine:
+            given[key] = _made(_PARTS[key], value, f"{key}.")
+        elif key == "kernels":
+            given[key] = [_made(Kernel, each, f"{where}kernels.") for each in value]
+        elif key == "flops" and kind is Processor and not isinstance(value, Mapping):
+            given[key] = {"": value}
+        elif key == "date":
+            given[key] = str(value)
+    if kind is Processor and "" not in given.get("flops", {}):
+        raise ValueError(f'{where}flops: it has no key "", for kernels that name no dtype')
+    if kind is Processor and not any(each.name == "" for each in given.get("kernels", [Kernel()])):
+        given["kernels"] = [*given["kernels"], Kernel()]
+    return kind(**given)
+
+
+def at(curve: Curve, size: float) -> float:
+    """The value of a curve at a size; beyond its ends as there."""
+    place = bisect_right([point[0] for point in curve], size)
+    if place in (0, len(curve)):
+        return curve[max(place - 1, 0)][1]
+    (low, first), (high, last) = curve[place - 1 : place + 1]
+    return first + (last - first) * log(size / low) / log(high / low)
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective alone: seconds of latency, bytes that a rank sends, seconds on each link."""
+
+    latency: float
+    sent: float
+    node: float = 0.0
+    network: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + max(self.node, self.network)
+
+
+def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
+    """What a collective of `nbytes` (the whole buffer of a rank), or a message, takes these ranks.
+
+    Rings, as NCCL's: a gather or a reduce-scatter is ranks - 1 steps, of which nodes - 1 cross nodes, and
+    each rank sends all but its part; an all-reduce is both, or a tree where that is faster. There are as many
+    rings as a node has ranks, and each leaves it over a network link of its own with its part of the bytes.
+    An all-to-all and a message are one step.
+    """
+    size, nodes = len(ranks), _nodes(machine, ranks)
+    base, step, far = machine.collectives.base, machine.node.latency, machine.network.latency
+    if size < 2 and call not in ("send", "recv"):
+        return Transfer(base, 0.0)
+    each = size / nodes
+    if call in ("send", "recv"):
+        return _shared(machine, base + (step if nodes == 1 else far), nbytes, nodes, 1)
+    if call == "barrier":
+        return Transfer(base + _tree(each, nodes, step, far) / 2, 0.0)
+    ring = base + (size - nodes) * step + (nodes - 1) * far
+    part = nbytes * (size - 1) / size
+    if call == "all_to_all":
+        inside = nbytes * (each - 1) / size / machine.node.bandwidth
+        outside = nbytes * (size - each) / size / machine.network.bandwidth
+        return Transfer(base + (step if nodes == 1 else far), part, inside, outside)
+    if call != "all_reduce":  # all_gather, reduce_scatter, and a broadcast in pieces
+        return _shared(machine, ring, nbytes if call == "broadcast" else part, nodes, each)
+    around = _shared(machine, 2 * ring - base, 2 * part, nodes, each)
+    down = _shared(machine, base + _tree(each, nodes, step, far), 2 * nbytes, nodes, each)
+    return min(around, down, key=lambda found: found.seconds)
+
+
+def _tree(each: float, nodes: int, step: float, far: float) -> float:
+    """Up and down a tree of nodes, with a chain in each."""
+    return 2 * ((each - 1) * step + (log2(nodes) * far if nodes > 1 else 0))
+
+
+def _shared(machine: Machine, latency: float, sent: float, nodes: int, each: float) -> Transfer:
+    """Every rank sends `sent` to its neighbour; of a node, `each` ranks have a network link each."""
+    inside = sent / machine.node.bandwidth if nodes == 1 or each > 1 else 0.0
+    return Transfer(latency, sent, inside, sent / each / machine.network.bandwidth if nodes > 1 else 0.0)
+
+
+def _nodes(machine: Machine, ranks: Sequence[int]) -> int:
+    """How many nodes ranks in ascending order lie on."""
+    found = [rank // machine.ranks_per_node for rank in ranks]
+    return 1 + sum(a != b for a, b in pairwise(found))
