@@ -28,12 +28,14 @@ Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; stra
 class Kernel:
     """Kernels whose names begin with `name`: which part of the peaks they reach.
 
-    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all.
+    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all. tile: of
+    products, whose sizes are m, n, k: how m and n are cut; none: not at all.
     """
 
     name: str = ""
     flops: Curve = ((1, 1),)
     bandwidth: Curve = ((1, 1),)
+    tile: Sequence[int] = ()
 
 
 @dataclass(frozen=True)
@@ -41,15 +43,14 @@ class Processor:
     """What runs kernels: a GPU, or the cores of a rank.
 
     flops: the peak by dtype; "" is that of kernels that name none. constant: seconds of each launch, besides.
-    tile, units: how a product is cut, and how many tiles run at once; no tile: not at all. whole: a kernel
-    keeps the processor to itself, though it may wait for memory; else other streams use what it leaves.
+    units: how many tiles of a product run at once. whole: a kernel keeps the processor to itself, though it
+    may wait for memory; else other streams use what it leaves.
     """
 
     flops: Mapping[str, float]
     bandwidth: float
     constant: float = 0.0
     kernels: Sequence[Kernel] = (Kernel(),)
-    tile: Sequence[int] = ()
     units: int = 1
     whole: bool = False
 
@@ -59,16 +60,16 @@ class Processor:
         computing = moving = 0.0
         if work.flops:
             peak = self.flops.get(work.dtype, self.flops[""])
-            computing = work.flops / (peak * at(kernel.flops, work.flops) * self._filled(work))
+            computing = work.flops / (peak * at(kernel.flops, work.flops) * self._filled(kernel, work))
         if work.nbytes:
             moving = work.nbytes / (self.bandwidth * at(kernel.bandwidth, work.nbytes))
         return computing, moving
 
-    def _filled(self, work: Work) -> float:
+    def _filled(self, kernel: Kernel, work: Work) -> float:
         """Which part of the units the tiles of a product keep busy; the last wave may be small."""
-        if not self.tile or len(work.sizes) < 3 or work.flops != 2 * prod(work.sizes):
+        if not kernel.tile or len(work.sizes) < 3:
             return 1.0
-        rows, columns = (ceil(size / each) for size, each in zip(work.sizes, self.tile, strict=False))
+        rows, columns = (ceil(size / each) for size, each in zip(work.sizes, kernel.tile, strict=False))
         tiles = rows * columns * prod(work.sizes[3:])
         return tiles / (ceil(tiles / self.units) * self.units)
 

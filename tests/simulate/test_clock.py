@@ -115,7 +115,7 @@ def test_efficiency_is_a_straight_line_over_the_logarithm_and_belongs_to_the_lon
 
 
 def test_the_last_wave_of_tiles_of_a_product_may_be_small():
-    machine = replace(PLAIN, device=Processor({"": 1.0}, 1.0, tile=(16, 16), units=4))
+    machine = replace(PLAIN, device=Processor({"": 1.0}, 1.0, kernels=[Kernel(tile=(16, 16))], units=4))
     program = Written()
     program.work("compute", "", flops=2 * 10 * 70 * 8, sizes=(10, 70, 8))  # 5 tiles in 2 waves of 4
     assert seconds(program, machine=machine) == near(2 * 10 * 70 * 8 * 8 / 5)

@@ -6,6 +6,7 @@ from hypothesis import assume, event, given, settings
 
 from shardrt.device.program import HostWait, Wait
 from shardrt.simulate.order import order_of
+from shardrt.simulate.proof import prove
 from shardrt.simulate.races import neighbours, races
 from shardrt.simulate.waits import COVERED, NEEDED, NEVER, waits
 from tests.simulate.test_races import SLOT, of_two_ranks, places, repair_all
@@ -87,6 +88,46 @@ def test_what_races_without_a_wait_says_nothing_of_it():
     program.wait("reduce", program.record("compute"), "late")
     assert len(races([program])) == 1
     assert verdicts(program) == {"late": (NEVER,)}
+
+
+def asks_for_its_loss(*sites):
+    """What compute writes is gathered, behind the host's wait for the loss."""
+    program = Written()
+    program.work("compute", "update.py", writes=SLOT)
+    mark = program.record("compute")
+    for site in sites:
+        program.wait("gather", mark, site)
+    program.wait("host", mark, "train.py")
+    program.host("train.py", reads=(0, 4), why="loss")
+    program.work("gather", "gathers.py", reads=SLOT)
+    return program
+
+
+def test_a_proof_tells_a_race_that_only_a_wait_for_a_value_hides():
+    proof = prove([asks_for_its_loss()])
+    assert proof.races == []
+    assert [race.second.item.site for race in proof.hidden] == ["gathers.py"]
+    assert "hidden  by the host's waits for values" in str(proof)
+
+
+def test_a_proof_tells_a_wait_as_needed_that_programs_need_which_ask_for_no_value():
+    program = asks_for_its_loss("schedule.py")
+    assert verdicts(program)["schedule.py"] == (COVERED, "train.py")
+    proof = prove([program])
+    assert (proof.races, proof.hidden) == ([], [])
+    told = {site.site: site.verdict for site in proof.waits}
+    assert told == {"schedule.py": NEEDED, "train.py": COVERED}
+    assert str(proof).startswith("no race, at any speed") and "waits covered by others\ntrain.py: " in str(
+        proof
+    )
+
+
+def test_a_race_is_told_once_whether_or_not_values_are_asked_for():
+    program = asks_for_its_loss("schedule.py")
+    program.work("reduce", "after.py", writes=SLOT)
+    proof = prove([program])
+    told = [[(r.first.item.site, r.second.item.site) for r in found] for found in (proof.races, proof.hidden)]
+    assert told == [[("gathers.py", "after.py")], [("update.py", "after.py")]]
 
 
 # --- programs by chance -------------------------------------------------------------------------------------
