@@ -23,7 +23,7 @@ from collections import defaultdict, deque
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
-from itertools import count, islice
+from itertools import accumulate, count, islice, pairwise
 
 from shardrt.device.program import (
     HOST,
@@ -51,6 +51,7 @@ _NOTHING = 1e-12  # seconds; what takes no longer takes no time
 class Timing:
     """What ran when, in seconds from the start; each list lies as the programs.
 
+    recordings: as a run's that is traced, so that traces and their pictures are made of them alike.
     ended: by item, when it was done; where nothing runs (a Take, a Step), when the host passed it.
     """
 
@@ -70,7 +71,7 @@ class Timing:
         found = []
         for ended, program in zip(self.ended, self.programs, strict=True):
             ends = [0.0] + [max(ended[:end], default=0.0) for _, end in _steps(program)]
-            found.append([after - before for before, after in zip(ends, ends[1:], strict=False)])
+            found.append([after - before for before, after in pairwise(ends)])
         return found
 
     def split(self, number: int, step: int = -1) -> dict[str, float]:
@@ -187,6 +188,13 @@ class _Clock:
                 for lane in stuck
             )
             raise ValueError(f"the programs wait for ever: {'; '.join(told)}")
+        for program, kept, steps in zip(
+            self.programs, self.timing.recordings, self.timing.steps, strict=True
+        ):
+            numbers = [item.number for item in program.items if isinstance(item, Step)]
+            ends = list(accumulate(steps, initial=0.0))
+            for number, (begin, end) in zip(numbers, pairwise(ends), strict=True):
+                kept.spans.append(Span("compute", f"step {number}", begin, end))
         return self.timing
 
     def _pass(self, time: float) -> None:

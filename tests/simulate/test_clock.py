@@ -21,6 +21,8 @@ from shardrt.device.program import (
 from shardrt.parallel.schedules import schedule
 from shardrt.simulate.clock import price
 from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at, transfer
+from shardrt.tools import trace
+from shardrt.train.trace import events_of
 from tests.simulate.written import Truth, Written, programs
 
 # A kernel of f operations takes f seconds, one that moves b bytes b seconds; a link moves a byte in a second.
@@ -279,6 +281,27 @@ def test_steps_their_split_and_what_is_exposed_of_communication():
     assert timing.split(0) == {"gather": near(6), "compute": near(6 + 2)}
     assert timing.split(0, 0)["compute"] == near(5 + 2)
     assert timing.exposed(0) == {"": near(6), "all_gather": near(4), "all_reduce": near(2)}
+
+
+def test_what_was_priced_is_traced_as_a_run_is():
+    program = Written(0, 2)
+    for step in range(2):
+        program.call("gather", "all_gather", "", nbytes=8)
+        program.wait("compute", program.record("gather"), "")
+        program.work("compute", "", flops=5, label="forward blocks.0")
+        program.wait("gather", program.record("compute"), "")
+        program.items.append(Step(step))
+    (recording,) = price([program], PLAIN).recordings
+    events = events_of(recording, 0, 0.0)
+    assert trace.split(events, 0, 1) == {
+        "forward": near(5e3),
+        "waiting for streams": near(4e3),
+        "other": near(0),
+    }
+    assert trace.busy(events, 0, 1) == {"gather": near(9e3)}
+    arrows = [event["name"] for event in events if event["ph"] == "s"]
+    assert arrows.count("after all_gather") == 2
+    assert "<svg" in trace.picture(events, 0, 1)
 
 
 def test_what_ran_long_before_hides_no_communication():
