@@ -19,7 +19,7 @@ thread of `a` is `a` or later.
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Collection, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 from shardrt.device.program import (
@@ -58,18 +58,18 @@ class Order:
     joins: list[tuple[Join, ...]] = field(default_factory=list)
     accesses: list[bool] = field(default_factory=list)
 
-    def clocks(self, without: Collection[str] = ()) -> list[list[int]]:
+    def clocks(self) -> list[list[int]]:
         """By point, for each thread, the last point of it that comes before; -1 if none does.
 
-        Its own thread's entry says nothing. without: wait sites that are left out.
+        Its own thread's entry says nothing.
         """
         nothing = [-1] * len(self.threads)
         latest = [nothing] * len(self.threads)  # by thread; shared by its points until one joins anything
         clocks = []
         for thread, joins in zip(self.thread, self.joins, strict=True):
-            for point, site in joins:
+            for point, _ in joins:
                 other = self.thread[point]
-                if latest[thread][other] < point and site not in without:
+                if latest[thread][other] < point:
                     clock = [max(pair) for pair in zip(latest[thread], clocks[point], strict=True)]
                     clock[other] = max(clock[other], point)
                     latest[thread] = clock
