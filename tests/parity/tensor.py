@@ -12,13 +12,8 @@ JOBS = {
 }
 # AdamW makes of rounding steps of full size: the gradient of a GPT's bias of keys is nothing else.
 OPTIMIZER = {"gpt": "sgd", "llama": "adamw", "llama with groups": "adamw"}
+RANKS = 2  # of PyTorch's: it can't cut 2 heads of keys and values over 4
 VARIANTS = ("tp", "tp, sequence, loss")  # loss: of logits that stay cut
-
-
-def twins(ranks: int) -> list[tuple[str, str]]:
-    """(job, variant) that PyTorch runs on so many ranks: it can't cut 2 heads of keys and values over 4."""
-    jobs = [name for name, job in JOBS.items() if getattr(job, "kv_heads", job.heads) % ranks == 0]
-    return [(job, variant) for job in jobs for variant in VARIANTS]
 
 
 def save_weights(path, shapes: dict[str, tuple[int, ...]]) -> None:
