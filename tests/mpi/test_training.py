@@ -54,4 +54,4 @@ def test_late_readers_and_several_models_on_one_mesh(backend):
 
 @pytest.mark.skipif(SIZE % 2, reason="for 2 and 4 ranks")
 def test_training_holds_what_the_plan_said():
-    memory.main("shm" if SIZE == 2 else "mpi")
+    memory.main("shm")
