@@ -17,7 +17,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.device import timeline
-from shardrt.device.memory import Pool
+from shardrt.device.memory import SMALL, Pool, rounded
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 
 _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
@@ -185,7 +185,8 @@ class CPUDevice(Device):
             self._kernels = importlib.import_module("shardrt.kernels.cpu")
         return self._kernels
 
-    def compute_dtype(self, name: str) -> np.dtype:
+    @staticmethod
+    def compute_dtype(name: str) -> np.dtype:
         return np.dtype(dtypes.float32 if name in dtypes.LOW else name)  # no arithmetic in 16 bits
 
     def warm_up(self) -> None:
@@ -193,6 +194,10 @@ class CPUDevice(Device):
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._pool.empty(shape, np.dtype(dtype))
+
+    @staticmethod
+    def pooled(nbytes: int) -> int:
+        return 0 if nbytes < SMALL else rounded(nbytes)
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         array = self._pool.empty(shape, np.dtype(dtype))

@@ -24,6 +24,7 @@ from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.device.upload import Uploads
 
 _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
+_POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -109,6 +110,7 @@ class CUDADevice(Device):
     """One GPU. Raises RuntimeError that says what is missing where it can't be used."""
 
     name = "cuda"
+    pools_results = True
 
     def __init__(self, index: int, host: Device) -> None:
         self.index = index
@@ -164,7 +166,8 @@ class CUDADevice(Device):
             self._kernels = importlib.import_module("shardrt.kernels.cuda")
         return self._kernels
 
-    def compute_dtype(self, name: str) -> np.dtype:
+    @staticmethod
+    def compute_dtype(name: str) -> np.dtype:
         if name == dtypes.bfloat16:
             import ml_dtypes
 
@@ -177,8 +180,13 @@ class CUDADevice(Device):
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.ndarray(shape, dtype)
 
-    def row_elements(self, columns: int) -> int:
+    @staticmethod
+    def row_elements(columns: int) -> int:
         return -(-columns // _ROW_ALIGNMENT) * _ROW_ALIGNMENT
+
+    @staticmethod
+    def pooled(nbytes: int) -> int:
+        return -(-nbytes // _POOL_ALIGNMENT) * _POOL_ALIGNMENT
 
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._cupy.zeros(shape, dtype)

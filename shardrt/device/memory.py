@@ -68,7 +68,7 @@ class Pool:
         nbytes = prod(shape) * dtype.itemsize
         if nbytes < SMALL:
             return np.empty(shape, dtype)
-        size = _rounded(nbytes)
+        size = rounded(nbytes)
         with self._lock:
             region = self._reused(size) or self._mapped_anew(size)
             self.held_bytes += size
@@ -116,7 +116,7 @@ class Pool:
             self._free.move_to_end(region.size)
 
 
-def _rounded(nbytes: int) -> int:
+def rounded(nbytes: int) -> int:
     """Sizes in steps of an eighth of their magnitude, so that nearly equal sizes share a free list."""
     step = max(1 << 12, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

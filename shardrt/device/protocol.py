@@ -73,6 +73,7 @@ class Device(ABC):
     current_stream: Stream
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     timed = False  # whether its streams tell the timeline what ran when
+    pools_results = False  # whether what the array library makes itself is of the pool as well
 
     @property
     def capturing(self) -> Any | None:
@@ -91,8 +92,9 @@ class Device(ABC):
     def kernels(self) -> ModuleType:
         """The kernel package: one module per op (shardrt.kernels.<name>)."""
 
+    @staticmethod
     @abstractmethod
-    def compute_dtype(self, name: str) -> np.dtype:
+    def compute_dtype(name: str) -> np.dtype:
         """What arrays of the type `name` (see shardrt.dtypes) are computed in on this device."""
 
     @abstractmethod
@@ -107,9 +109,15 @@ class Device(ABC):
         """An uninitialised (rows, columns) for fast products: a view, where rows are padded."""
         return self.empty((rows, self.row_elements(columns)), dtype)[:, :columns]
 
-    def row_elements(self, columns: int) -> int:
+    @staticmethod
+    def row_elements(columns: int) -> int:
         """How far apart the rows of `empty_rows` begin."""
         return columns
+
+    @staticmethod
+    def pooled(nbytes: int) -> int:
+        """Bytes of the pool that an array of `nbytes` from `empty` takes; 0 where it is not of the pool."""
+        return nbytes
 
     @abstractmethod
     def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
@@ -118,6 +126,9 @@ class Device(ABC):
     @abstractmethod
     def buffer(self, count: int, dtype: Any) -> Array:
         """A 1-D array that lives as long as it is referred to, outside the pool: for arenas and shards."""
+
+    def called(self, array: Array, category: str) -> None:  # noqa: B027 (who keeps no books need not know)
+        """Say what an array from `buffer` or `pinned` is for, as a memory plan calls it."""
 
     @abstractmethod
     def pinned(self, count: int, dtype: Any) -> np.ndarray:

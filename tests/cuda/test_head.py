@@ -18,7 +18,7 @@ class Emulated(CPUDevice):
     """CUDA's kernels and padding on arrays of the host, in 16 bits too."""
 
     kernels = cuda
-    row_elements = CUDADevice.row_elements
+    row_elements = staticmethod(CUDADevice.row_elements)
 
     def compute_dtype(self, name):
         return dtype_of(name)

@@ -1,0 +1,118 @@
+"""Addresses that nothing lies at: reserved, never mapped. A touch ends the process, so that none goes unseen.
+
+Also which bytes an array has, as ranges of addresses.
+"""
+
+import mmap
+from functools import lru_cache
+from math import prod
+from typing import Any
+
+import numpy as np
+
+from shardrt.device.program import Range
+
+Array = Any
+ALIGNMENT = 512  # bytes, as CuPy's pool
+ROWS = 1024  # ranges that a view which is not contiguous has at most; more are joined, with what is between
+_CHUNK = 1 << 36
+_PROT_NONE, _MAP_NORESERVE = 0, 0x4000  # of Linux; Python has no names for them
+
+
+class Addresses:
+    """Reserved in chunks. What is given back is lent again first, to whoever asks for as many bytes."""
+
+    def __init__(self) -> None:
+        self._chunks: list[np.ndarray] = []
+        self._next = self._end = 0
+        self._free: dict[int, list[int]] = {}
+
+    def take(self, nbytes: int) -> int:
+        """The address of that many bytes, aligned."""
+        size = _aligned(nbytes)
+        if self._free.get(size):
+            return self._free[size].pop()
+        if self._next + size > self._end:
+            self._reserve(max(size, _CHUNK))
+        start, self._next = self._next, self._next + size
+        return start
+
+    def give_back(self, start: int, nbytes: int) -> None:
+        """They may be lent again at once."""
+        self._free.setdefault(_aligned(nbytes), []).append(start)
+
+    def _reserve(self, size: int) -> None:
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            memory = mmap.mmap(-1, size, flags=flags, prot=_PROT_NONE)
+        except (OSError, ValueError) as error:
+            raise MemoryError(f"no addresses for {size} bytes more ({error}); see `ulimit -v`") from error
+        self._chunks.append(np.frombuffer(memory, np.uint8))
+        self._next = self._chunks[-1].__array_interface__["data"][0]
+        self._end = self._next + size
+
+
+class Block:
+    """Bytes lent to one array and its views; `release(block)` is called when the last of them dies."""
+
+    __slots__ = ("start", "nbytes", "release", "item", "__array_interface__", "__weakref__")
+
+    def __init__(self, start: int, nbytes: int, release: Any) -> None:
+        self.start, self.nbytes, self.release = start, nbytes, release
+        self.item = -1  # place of its Take among the items of a program
+        interface = {"data": (start, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
+        self.__array_interface__ = interface
+
+    def array(self, kind: type[np.ndarray], shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """An array of this kind at its beginning."""
+        return np.ndarray.__new__(kind, shape, dtype, np.asarray(self))
+
+    def __del__(self) -> None:
+        self.release(self)
+
+
+def block_of(array: Array) -> Block | None:
+    """What an array of reserved addresses, or a view of one, is lent; None for others."""
+    while isinstance(array, np.ndarray):
+        array = array.base
+    return array if isinstance(array, Block) else None
+
+
+def ranges_of(array: Array) -> tuple[Range, ...]:
+    """The bytes of the array's elements, ascending and apart.
+
+    Exact up to ROWS pieces that are not neighbours: rows that are padded, columns of a matrix, heads. Of more
+    the innermost are joined, with the bytes between them.
+    """
+    if array.size == 0:
+        return ()
+    return _ranges(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+
+
+@lru_cache(1 << 14)
+def _ranges(start: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int) -> tuple[Range, ...]:
+    axes = [(stride, n) for stride, n in zip(strides, shape, strict=True) if n > 1 and stride]
+    start += sum(stride * (n - 1) for stride, n in axes if stride < 0)
+    run, outer = itemsize, sorted((abs(stride), n) for stride, n in axes)
+    while outer and (outer[0][0] <= run or prod(n for _, n in outer) > ROWS):
+        stride, n = outer.pop(0)
+        run += stride * (n - 1)
+    starts = np.array([start])
+    for stride, n in reversed(outer):
+        starts = np.add.outer(starts, np.arange(n) * stride).ravel()
+    return joined((first, first + run) for first in starts.tolist())
+
+
+def joined(pieces: Any) -> tuple[Range, ...]:
+    """(start, stop) pairs in ascending order, those that touch as one."""
+    result: list[tuple[int, int]] = []
+    for start, stop in sorted(pieces):
+        if result and start <= result[-1][1]:
+            result[-1] = (result[-1][0], max(stop, result[-1][1]))
+        else:
+            result.append((start, stop))
+    return tuple(Range(*piece) for piece in result)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT

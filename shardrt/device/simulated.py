@@ -1,0 +1,419 @@
+"""A device that computes nothing and records what it would have: any model, any size, on any machine.
+
+Its arrays have no elements (shapes.py); its kernels say what they would read, write and compute
+(shardrt.kernels.shape); its streams mean what CUDA's do. All of it goes to `program`. What the host reads has
+the value that `values` says. Which real device it stands for decides types, padding and how its pool rounds.
+"""
+
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from itertools import count
+from math import prod
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+import numpy as np
+
+from shardrt.device import program as p
+from shardrt.device.addresses import Addresses, Block, block_of, joined, ranges_of
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.program import HOST, Program
+from shardrt.device.protocol import Array, Device, Event, Stream
+from shardrt.device.shapes import Shaped, kind_for
+
+Values = Callable[[str, np.dtype, str, Any], tuple[Any, str]]
+
+
+def usual(site: str, dtype: np.dtype, what: str = "", value: Any = None) -> tuple[Any, str]:
+    """What the host reads if nobody says anything else: what is usual, or 1, and that nothing is true."""
+    return (dtype.type(0 if dtype == np.bool_ else 1) if value is None else value), what
+
+
+class SimulatedEvent(Event):
+    """A mark of its own for each record, and the host never learns whether it has been reached."""
+
+    __slots__ = ("mark", "_device")
+
+    def __init__(self, device: "SimulatedDevice") -> None:
+        self.mark = 0
+        self._device = device
+
+    def done(self) -> bool:
+        raise RuntimeError("Event.done: what a program does must not depend on how far a stream is")
+
+    def synchronize(self) -> None:
+        if self.mark:
+            self._device.add(p.HostWait(self.mark, site()))
+
+
+class SimulatedStream(Stream):
+    """What is submitted is called now, with this stream current."""
+
+    def __init__(self, name: str, device: "SimulatedDevice") -> None:
+        self.name = name
+        self._device = device
+
+    def submit(self, function: Callable, *args: Any, label: str = "") -> None:
+        with self._device.running_in(self, label):
+            function(*args)
+
+    def record(self, event: SimulatedEvent) -> None:
+        event.mark = self._device.new_mark()
+        self._device.add(p.Record(self.name, event.mark, self._device.label, site()))
+
+    def wait(self, event: SimulatedEvent) -> None:
+        if event.mark:
+            self._device.add(p.Wait(self.name, event.mark, site()))
+
+    def synchronize(self) -> None:
+        event = self._device.new_event()
+        self.record(event)
+        event.synchronize()
+
+
+class HostStream(SimulatedStream):
+    """The thread that issues: what it waits for it has waited for."""
+
+    def wait(self, event: SimulatedEvent) -> None:
+        event.synchronize()
+
+    def synchronize(self) -> None:
+        pass
+
+
+class SimulatedDevice(Device):
+    """Records into `program`, which may be exchanged at any time; marks and addresses go on.
+
+    like: the device that it stands for, or its class. values: says what the host reads: (site,
+    dtype, what a kernel calls it, its usual value) -> (the value of each element, what it is called).
+    kernels: in place of shardrt.kernels.shape.
+    """
+
+    place = "device"
+
+    def __init__(
+        self,
+        like: Device | type[Device] = CPUDevice,
+        values: Values = usual,
+        kernels: Any = None,
+        program: Program | None = None,
+    ) -> None:
+        self.name, self.like, self.values = like.name, like, values
+        self.program = Program() if program is None else program
+        self.label = ""
+        self._marks = count(1)
+        self._names: dict[str, int] = {}
+        self.addresses = Addresses()
+        self._kernels = None if kernels is None else Kernels(self, kernels)
+        self._given = kernels
+        self._kind = kind_for(self)
+        self._pooled: dict[int, int] = {}  # bytes that the pool has lent, by address
+        self._held = self._peak = 0
+        self.current_stream = self._running = self.new_stream("compute")
+        self.host = SimulatedHost(self)
+
+    # -- recording
+
+    def add(self, item: p.Item) -> int:
+        """Keep an item; gives its place."""
+        self.program.items.append(item)
+        return len(self.program.items) - 1
+
+    def work(
+        self,
+        name: str,
+        reads: Iterable[Any],
+        writes: Iterable[Any],
+        *,
+        flops: int = 0,
+        nbytes: int | None = None,
+        launches: int = 1,
+        sizes: tuple[int, ...] = (),
+    ) -> None:
+        """Record a kernel in the stream that runs this. What has elements has no addresses."""
+        reads, writes = ([x for x in given if isinstance(x, Shaped)] for given in (reads, writes))
+        if nbytes is None:
+            nbytes = sum(x.nbytes for x in (*reads, *writes))
+        ranges = _ranges(reads), _ranges(writes)
+        stream = self._running.name
+        self.add(p.Work(stream, name, *ranges, flops, nbytes, launches, self.label, site(), sizes))
+
+    def new_mark(self) -> int:
+        return next(self._marks)
+
+    @contextmanager
+    def running_in(self, stream: SimulatedStream, label: str) -> Iterator[None]:
+        before = self._running, self.label
+        self._running, self.label = stream, label
+        try:
+            yield
+        finally:
+            self._running, self.label = before
+
+    # -- what stands for a real device
+
+    @property
+    def kernels(self) -> Any:
+        if self._kernels is None:
+            self._kernels = Kernels(self, importlib.import_module("shardrt.kernels.shape"))
+        return self._kernels
+
+    def compute_dtype(self, name: str) -> np.dtype:
+        return self.like.compute_dtype(name)
+
+    def row_elements(self, columns: int) -> int:
+        return self.like.row_elements(columns)
+
+    def pooled(self, nbytes: int) -> int:
+        return self.like.pooled(nbytes)
+
+    def warm_up(self) -> None:
+        pass
+
+    # -- arrays
+
+    def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        array = self._array(shape, dtype, "activations")
+        block = block_of(array)
+        size = self._pooled[block.start] = self.pooled(array.nbytes)
+        self._held += size
+        self._peak = max(self._peak, self._held)
+        return array
+
+    def zeros(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
+        array = self.empty(shape, dtype)
+        array.fill(0)
+        return array
+
+    def result(self, shape: tuple[int, ...], dtype: np.dtype) -> Array:
+        """What NumPy's or CuPy's own functions make: the one has it from malloc, the other from the pool."""
+        return self.empty(shape, dtype) if self.like.pools_results else self._array(shape, dtype, "results")
+
+    def buffer(self, count: int, dtype: Any) -> Array:
+        return self._array(count, dtype, "buffers")
+
+    def pinned(self, count: int, dtype: Any) -> Array:
+        return self.host.buffer(count, dtype)
+
+    def _array(self, shape: int | tuple[int, ...], dtype: Any, category: str) -> Array:
+        shape, dtype = (shape,) if isinstance(shape, int | np.integer) else tuple(shape), np.dtype(dtype)
+        nbytes = prod(shape) * dtype.itemsize
+        block = Block(self.addresses.take(nbytes), nbytes, self._give_back)
+        memory = p.Range(block.start, block.start + nbytes)
+        block.item = self.add(p.Take(memory, self.place, category, self.label, site()))
+        return block.array(self._kind, shape, dtype)
+
+    def _give_back(self, block: Block) -> None:
+        self._held -= self._pooled.pop(block.start, 0)
+        self.add(p.Free(block.start, site()))
+        self.addresses.give_back(block.start, block.nbytes)
+
+    def called(self, array: Array, category: str) -> None:
+        block = block_of(array)
+        items = self.program.items
+        taken = items[block.item] if block is not None and block.item < len(items) else None
+        if isinstance(taken, p.Take) and taken.memory.start == block.start:
+            items[block.item] = replace(taken, category=category)
+
+    def asarray(self, values: Any, dtype: Any = None) -> Array:
+        if isinstance(values, self._kind):
+            return values.astype(values.dtype if dtype is None else dtype, copy=False)
+        if not isinstance(values, Shaped):
+            values = np.asarray(values, dtype)
+        target = self.result(values.shape, values.dtype if dtype is None else np.dtype(dtype))
+        self.work("copy", (values,), (target,), nbytes=2 * target.nbytes)
+        return target
+
+    def upload(self, values: np.ndarray) -> Array:
+        target = self.result(values.shape, values.dtype)
+        self.work("upload", (), (target,), nbytes=2 * target.nbytes)
+        return target
+
+    def copy(self, target: Array, source: Array) -> None:
+        if target.dtype != source.dtype or target.size != source.size:
+            raise ValueError(
+                f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
+            )
+        self.work("copy", (source,), (target,), nbytes=2 * target.nbytes)
+
+    def add_at(self, target: Array, index: Any, values: Any) -> None:
+        np.add.at(target, index, values)
+
+    def wait_here(self) -> None:
+        self._running.synchronize()
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        """Values that were made up; the host waits for the stream that runs this, as CuPy's does."""
+        if not isinstance(array, Shaped):
+            return array
+        if array.shardrt_device is not self:
+            return array.shardrt_device.to_numpy(array)
+        self.work("copy to host", (array,), ())
+        self.wait_here()
+        return self._value(array)
+
+    def answer(self, reads: Iterable[Array], asked: Any) -> Any:
+        """What a kernel tells the host, which waits for it. asked: `what` it is, and what it is usually."""
+        self.wait_here()
+        return self._told((), np.dtype(type(asked.usual)), asked.what, asked.usual)
+
+    def _told(self, ranges: tuple[p.Range, ...], dtype: np.dtype, what: str = "", usual: Any = None) -> Any:
+        place = site()
+        value, why = self.values(place, dtype, what, usual)
+        self.add(p.HostRead(ranges, why, place))
+        return value
+
+    def _value(self, array: Array) -> np.ndarray:
+        value = self._told(ranges_of(array), array.dtype)
+        found = np.zeros(array.shape, array.dtype)  # pages of zeros take no memory
+        if value:
+            found[...] = value
+        return found
+
+    def read(self, array: Array, planned: np.ndarray) -> np.ndarray:
+        self.to_numpy(array)
+        return planned
+
+    # -- streams
+
+    def new_stream(self, name: str) -> Stream:
+        return SimulatedStream(self.unique(name), self)
+
+    def unique(self, name: str) -> str:
+        """Two streams of one name are two."""
+        number = self._names[name] = self._names.get(name, 0) + 1
+        return name if number == 1 else f"{name} {number}"
+
+    def new_event(self) -> Event:
+        return SimulatedEvent(self)
+
+    def peak_bytes(self) -> int:
+        return self._peak
+
+    def reset_peak(self) -> None:
+        self._peak = self._held
+
+
+class SimulatedHost(SimulatedDevice):
+    """The host beside a simulated device, in the same program: pinned arrays, and updates there."""
+
+    place = "host"
+
+    def __init__(self, device: SimulatedDevice) -> None:
+        self.device = device
+        self.like, self.values, self.name, self.label = CPUDevice, device.values, "cpu", ""
+        self.addresses = device.addresses
+        self._kernels, self._given = None, device._given
+        if self._given is not None:
+            self._kernels = Kernels(self, self._given)
+        self._kind = kind_for(self)
+        self._pooled, self._held, self._peak = {}, 0, 0
+        self.current_stream = self._running = HostStream(HOST, self)
+        self.host = self
+
+    @property
+    def program(self) -> Program:
+        return self.device.program
+
+    def add(self, item: p.Item) -> int:
+        return self.device.add(item)
+
+    def new_mark(self) -> int:
+        return self.device.new_mark()
+
+    def unique(self, name: str) -> str:
+        return self.device.unique(name)
+
+    def to_numpy(self, array: Array) -> np.ndarray:
+        return self._value(array) if isinstance(array, Shaped) else array
+
+
+class Kernels:
+    """The package of kernels: each call of one that says what it costs is work of the device."""
+
+    def __init__(self, device: SimulatedDevice, package: Any) -> None:
+        self._device, self._package = device, package
+
+    def __getattr__(self, module: str) -> "_Module":
+        if module.startswith("_"):
+            raise AttributeError(module)
+        found = self.__dict__[module] = _Module(self._device, getattr(self._package, module), module)
+        return found
+
+
+class _Module:
+    def __init__(self, device: SimulatedDevice, module: ModuleType, name: str) -> None:
+        self._device, self._module, self._name = device, module, name
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        value = getattr(self._module, name)
+        if callable(value):
+            value = _Kernel(self._device, value, f"{self._name}.{name}")
+        self.__dict__[name] = value
+        return value
+
+
+class _Kernel:
+    def __init__(self, device: SimulatedDevice, cost_of: Callable, name: str) -> None:
+        self._device, self._cost_of, self._name = device, cost_of, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        cost = self._cost_of(*args, **kwargs)
+        if not hasattr(cost, "launches"):
+            return cost  # a question
+        value, writes = cost.value, cost.writes
+        if hasattr(value, "shape") and not isinstance(value, np.ndarray):  # one that the kernel makes
+            value = self._device.result(value.shape, np.dtype(value.dtype))
+            writes = (*writes, value)
+        if cost.launches or writes:
+            how = {"flops": cost.flops, "nbytes": cost.nbytes, "launches": cost.launches, "sizes": cost.sizes}
+            self._device.work(self._name, cost.reads, writes, **how)
+        return self._device.answer(cost.reads, value) if hasattr(value, "usual") else value
+
+
+def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
+    """Of all together."""
+    if len(arrays) == 1:
+        return ranges_of(arrays[0])
+    return joined((r.start, r.stop) for array in arrays for r in ranges_of(array))
+
+
+# -- where in the program
+
+_ROOT = Path(__file__).parent.parent  # shardrt/
+_WITHIN = (str(Path(__file__).parent), str(Path(np.__file__).parent), "<")  # nobody's place: also contextlib
+_INSIDE = (str(_ROOT / "kernels"), str(_ROOT.parent / "kernels"))
+_files: dict[CodeType, str] = {}
+_sites: dict[tuple[CodeType, int], str] = {}
+
+
+def site() -> str:
+    """The nearest "file:line" outside of shardrt/device and kernels, from where this is called."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        file = _files.get(code)
+        if file is None:
+            file = _files[code] = _file_of(code.co_filename)
+        if file:
+            key = code, frame.f_lineno
+            if key not in _sites:
+                _sites[key] = f"{file}:{frame.f_lineno}"
+            return _sites[key]
+        frame = frame.f_back
+    return ""
+
+
+def _file_of(path: str) -> str:
+    """How a file is called in a site; "" if it is passed over."""
+    if path.startswith((*_WITHIN, *_INSIDE)) or path.endswith(("contextlib.py", "functools.py")):
+        return ""
+    file = Path(path)
+    near = file.relative_to(_ROOT.parent) if file.is_relative_to(_ROOT.parent) else Path(*file.parts[-2:])
+    return near.as_posix()
