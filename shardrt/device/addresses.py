@@ -4,6 +4,8 @@ Also which bytes an array has, as ranges of addresses.
 """
 
 import mmap
+import sys
+from collections.abc import Callable
 from functools import lru_cache
 from math import prod
 from typing import Any
@@ -67,8 +69,9 @@ class Block:
         """An array of this kind at its beginning."""
         return np.ndarray.__new__(kind, shape, dtype, np.asarray(self))
 
-    def __del__(self) -> None:
-        self.release(self)
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.release(self)
 
 
 def block_of(array: Array) -> Block | None:

@@ -8,8 +8,8 @@ that point is reached. On a device whose streams are threads the same program ru
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from types import ModuleType
+from collections.abc import Callable, Mapping
+from types import MappingProxyType, ModuleType
 from typing import Any
 
 import numpy as np
@@ -74,6 +74,7 @@ class Device(ABC):
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     timed = False  # whether its streams tell the timeline what ran when
     pools_results = False  # whether what the array library makes itself is of the pool as well
+    told_by_kernels: Mapping[str, Any] = MappingProxyType({})  # where they tell other than shardrt.kernels.shape
 
     @property
     def capturing(self) -> Any | None:
