@@ -74,7 +74,9 @@ class Device(ABC):
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     timed = False  # whether its streams tell the timeline what ran when
     pools_results = False  # whether what the array library makes itself is of the pool as well
-    told_by_kernels: Mapping[str, Any] = MappingProxyType({})  # where they tell other than shardrt.kernels.shape
+    told_by_kernels: Mapping[str, Any] = MappingProxyType(
+        {}
+    )  # where they tell other than shardrt.kernels.shape
 
     @property
     def capturing(self) -> Any | None:
