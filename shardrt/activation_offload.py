@@ -284,7 +284,7 @@ class HostBuffer:
     __slots__ = ("array", "ready", "written", "read")
 
     def __init__(self, here: Device, nbytes: int) -> None:
-        self.array = here.pinned(nbytes, np.uint8)
+        self.array = here.called(here.pinned(nbytes, np.uint8), "offloaded activations")
         self.ready, self.written, self.read = here.new_event(), here.new_event(), here.new_event()
 
 

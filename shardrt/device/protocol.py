@@ -130,8 +130,9 @@ class Device(ABC):
     def buffer(self, count: int, dtype: Any) -> Array:
         """A 1-D array that lives as long as it is referred to, outside the pool: for arenas and shards."""
 
-    def called(self, array: Array, category: str) -> None:  # noqa: B027 (who keeps no books need not know)
-        """Say what an array from `buffer` or `pinned` is for, as a memory plan calls it."""
+    def called(self, array: Array, category: str) -> Array:
+        """The array. Says what its memory is for, as a memory plan does, to a device that keeps books."""
+        return array
 
     @abstractmethod
     def pinned(self, count: int, dtype: Any) -> np.ndarray:

@@ -213,12 +213,13 @@ class SimulatedDevice(Device):
         self.add(p.Free(block.start, site()))
         self.addresses.give_back(block.start, block.nbytes)
 
-    def called(self, array: Array, category: str) -> None:
+    def called(self, array: Array, category: str) -> Array:
         block = block_of(array)
         items = self.program.items
         taken = items[block.item] if block is not None and block.item < len(items) else None
         if isinstance(taken, p.Take) and taken.memory.start == block.start:
             items[block.item] = replace(taken, category=category)
+        return array
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         if isinstance(values, self._kind):

@@ -268,8 +268,10 @@ class ParameterGroup(Storage):
         self.built()
         count, dtype = self.layout.shard_size, self._shard.dtype if dtype is None else dtype
         if self.placement.optimizer_state:
-            return host.buffer(self._device, count, dtype, self.placement.directory)
-        return self._device.buffer(count, dtype)
+            array = host.buffer(self._device, count, dtype, self.placement.directory)
+        else:
+            array = self._device.buffer(count, dtype)
+        return self._device.called(array, "optimizer state")
 
     def before_write(self) -> None:
         if self.shard_in_slot and self.ranks.size > 1:

@@ -252,7 +252,10 @@ def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
     else:
         shared = role in ("gathered", "wire") and spec.role == "shard" and group.ranks.size > 1
         allocate = partial(maker.allocate, spec.count, spec.dtype, shared=shared)
-    return Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
+    arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
+    for slot in arena.slots:  # a gathered slot may be the shard
+        here.called(slot.array, buffers.ROLES[spec.role])
+    return arena
 
 
 def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
@@ -284,12 +287,14 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> N
 
 
 def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
-    if spec.host:
-        return host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory)
     maker = buffers.maker_of(spec.role, group.ranks)
-    if maker is None:
-        return facts.device.buffer(spec.count, spec.dtype)
-    return maker.allocate(spec.count, spec.dtype, shared=False)
+    if spec.host:
+        array = host.buffer(facts.device, spec.count, spec.dtype, group.placement.directory)
+    elif maker is None:
+        array = facts.device.buffer(spec.count, spec.dtype)
+    else:
+        array = maker.allocate(spec.count, spec.dtype, shared=False)
+    return facts.device.called(array, buffers.ROLES[spec.role])
 
 
 def _check(units: list[Unit]) -> None:

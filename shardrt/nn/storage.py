@@ -102,7 +102,9 @@ class Storage(ABC):
 
         dtype: the shard's if not given.
         """
-        return device.current().buffer(self.shard.size, self.shard.dtype if dtype is None else dtype)
+        here = device.current()
+        array = here.buffer(self.shard.size, self.shard.dtype if dtype is None else dtype)
+        return here.called(array, "optimizer state")
 
     def before_write(self) -> None:  # noqa: B027 (most storages are read by this rank alone)
         """The shard is about to be written, on every rank: wait until no other rank reads it. Collective."""
@@ -241,7 +243,8 @@ class LocalStorage(Storage):
     def _initial(self, name: str) -> Array:
         """What a parameter of this name starts as."""
         parameter = self._parameter
-        array = device.current().empty(parameter.shape, parameter.dtype)
+        here = device.current()
+        array = here.called(here.empty(parameter.shape, parameter.dtype), "parameters")
         parameter.fill(array.reshape(-1), self.part_of(parameter), name)
         return array
 
