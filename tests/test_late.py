@@ -14,7 +14,7 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.autograd import Function, Late
 from shardrt.comm import single
-from shardrt.device.rehearsal import RehearsalDevice
+from shardrt.device.simulated import SimulatedDevice
 from shardrt.functional import vocabulary
 from shardrt.functional.vocabulary import VocabularyPart
 from shardrt.late import Work
@@ -258,31 +258,31 @@ def test_weights_wait_and_inputs_do_not():
 
 def test_between_the_halves_there_is_what_the_products_need_and_no_more(monkeypatch):
     """Of each layer its input and the gradient of its output; in the end nothing."""
-    here = RehearsalDevice(device.get("cpu"))
+    here = SimulatedDevice()
     with device.use(here):
         model, width, rows = layers(width=128), 128, 256
         for layer in model:
             layer.weight.storage.array(), layer.bias.storage.array()
             layer.weight.gradient_target(), layer.bias.gradient_target()
-        before = here._pool.held_bytes
+        before = here.held_bytes
         x = Tensor(here.empty((rows, width), np.float32))
         y, late = model(x), Late()
         gradient = here.empty(y.shape, np.float32)
         array = rows * width * 4
         # The inputs of all layers, what goes into the two GELUs, the result, and its gradient.
-        assert here._pool.held_bytes - before == (3 + 2 + 1 + 1) * array
+        assert here.held_bytes - before == (3 + 2 + 1 + 1) * array
         autograd.backward(y, gradient, late=late)
         del x, y, gradient
-        assert here._pool.held_bytes - before == 2 * 3 * array
+        assert here.held_bytes - before == 2 * 3 * array
         held, run = [], Work.run
 
         def noted(work):
-            held.append((here._pool.held_bytes - before) // array)
+            held.append((here.held_bytes - before) // array)
             run(work)
 
         monkeypatch.setattr(Work, "run", noted)
         late.run()
-        assert held == [6, 4, 2] and here._pool.held_bytes == before
+        assert held == [6, 4, 2] and here.held_bytes == before
 
 
 def test_one_that_is_dropped_holds_nothing_and_one_that_has_run_neither():

@@ -372,7 +372,7 @@ def planned_and_taken(router, prepare):
         ((y * y).sum() + balance).backward()
 
     planned = memory_plan(model, step=step).device["activations"]
-    assert nn.expert_load(model)["router"].sum() == 0, "a rehearsal has counted"
+    assert nn.expert_load(model)["router"].sum() == 0, "a dry run has counted"
     step()
     model.zero_grad()
     here.reset_peak()

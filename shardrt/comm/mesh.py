@@ -4,7 +4,8 @@ The mesh makes communicators and knows what they are for by a role ("gather", "r
 that gathers never queue behind reductions. It does not say what is sharded along which axis.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, cached_property, partial
 from math import prod
 from typing import Any
@@ -168,6 +169,17 @@ class DeviceMesh:
     def device(self) -> Device:
         """Where the ranks compute."""
         return self._family.device
+
+    @contextmanager
+    def on(self, device: Device) -> Iterator[None]:
+        """Inside a with block, this whole family of meshes is on another device, in other streams."""
+        family = self._family
+        before = family.device, family.streams
+        family.device, family.streams = device, {}
+        try:
+            yield
+        finally:
+            family.device, family.streams = before
 
     @property
     def world(self) -> worlds.World:

@@ -171,7 +171,7 @@ class CPUDevice(Device):
 
     name = "cpu"
     timed = True
-    in_host_memory = True
+    in_host_memory = products_on_host = True
     told_by_kernels = MappingProxyType(
         {"linear.backward_input_gelu": False, "cross_entropy.LEAVES_SCALE": False}
     )

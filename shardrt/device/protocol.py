@@ -72,7 +72,9 @@ class Device(ABC):
     host: "Device"
     current_stream: Stream
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
+    products_on_host = False  # whether BLAS computes them
     timed = False  # whether its streams tell the timeline what ran when
+    alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked
     pools_results = False  # whether what the array library makes itself is of the pool as well
     told_by_kernels: Mapping[str, Any] = MappingProxyType(
         {}

@@ -90,7 +90,7 @@ class SimulatedDevice(Device):
 
     like: the device that it stands for, or its class. values: says what the host reads: (site,
     dtype, what a kernel calls it, its usual value) -> (the value of each element, what it is called).
-    kernels: in place of shardrt.kernels.shape.
+    kernels: in place of shardrt.kernels.shape. alone: ranks tell each other nothing, all say the same.
     """
 
     name = "simulated"
@@ -102,9 +102,13 @@ class SimulatedDevice(Device):
         values: Values = usual,
         kernels: Any = None,
         program: Program | None = None,
+        *,
+        alone: bool = False,
     ) -> None:
-        self.like, self.values = like, values
+        self.like = like.like if isinstance(like, SimulatedDevice) else like
+        self.values = values
         self.program = Program() if program is None else program
+        self.alone, self.products_on_host = alone, like.products_on_host
         self.label = ""
         self._marks = count(1)
         self._names: dict[str, int] = {}
@@ -292,6 +296,11 @@ class SimulatedDevice(Device):
 
     def new_event(self) -> Event:
         return SimulatedEvent(self)
+
+    @property
+    def held_bytes(self) -> int:
+        """What the pool has lent now."""
+        return self._held
 
     def peak_bytes(self) -> int:
         return self._peak

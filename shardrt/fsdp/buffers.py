@@ -7,7 +7,7 @@ gathered unit *is* its shards, side by side in one buffer, and every unit has th
 """
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -70,7 +70,6 @@ class Facts:
     sharers: int  # ranks of a node that share the memory of gathered units; 0 where none can
     together: int = 1  # units that a recomputed module gathers at once, at most
     no_sync: bool = False  # gradients are accumulated before they are reduced
-    held: frozenset[Unit] = frozenset()  # gathered all at once, by `unshard`
 
 
 Specs = dict[ParameterGroup, dict[str, Spec]]
@@ -87,9 +86,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     passing = [group for unit in inner if unit.reshard_after_forward for group in unit.groups]
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
         # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
-        # More are made for units that are held, and one that passes beside them.
-        held = sum(group in unit.groups for unit in facts.held for group in members)
-        slots = min(max(facts.prefetch + 1, facts.together, held + 1), len(members))
+        slots = min(max(facts.prefetch + 1, facts.together), len(members))
         _share(specs, layouts, members, "gathered", _compute(members[0], facts), slots)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in _alike(g for g in filling if "gradients" not in specs[g]):
@@ -109,6 +106,17 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
             specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
     _transit(specs, layouts, groups, facts)
     return specs
+
+
+def have_slots(specs: Specs, slots: dict[tuple[ParameterGroup, str], int]) -> None:
+    """Let arenas have as many slots as a step has needed, where these are more: arenas grow."""
+    grown: dict[Spec, Spec] = {}
+    for group, by_role in specs.items():
+        for role, spec in by_role.items():
+            if slots.get((group, role), 0) > spec.slots:
+                by_role[role] = grown.setdefault(spec, replace(spec, slots=slots[group, role]))
+            elif spec in grown:
+                by_role[role] = grown[spec]
 
 
 def maker_of(role: str, ranks: ProcessGroups) -> Communicator | None:

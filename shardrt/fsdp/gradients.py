@@ -39,6 +39,11 @@ class Gradients:
         self._reduced: list[ParameterGroup] = []  # in the present backward
         self._wrote: dict[ParameterGroup, bool] = {}  # of those that had no gradient before it: this rank
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether each group has slots of its own, since some backward does not reduce."""
+        return bool(self._accumulates)
+
     def have_slots(self, of_their_own: bool = False) -> None:
         """Slots for full gradients: one for each group once some backward does not reduce, else shared.
 

@@ -94,6 +94,18 @@ class Runtime(Protocol):
     def awaits_backward(self, group: "ParameterGroup") -> bool: ...
 
 
+class _NoValues:
+    """In place of the storage that a parameter had before it was sharded."""
+
+    materialised = False
+
+    def give(self, part: Part, out: Array) -> None:
+        """There are none."""
+
+
+_NO_VALUES = _NoValues()
+
+
 class ParameterGroup(Storage):
     """One flat buffer of a unit.
 
@@ -139,6 +151,10 @@ class ParameterGroup(Storage):
         self.ranks: ProcessGroups
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
         self.transfer: Callable[[ParameterGroup, Slot, Streams], None]  # gathers it
+
+    def starts_without_values(self) -> None:
+        """Let `take_over` leave its shard as it is. Before that."""
+        self._initial = [_NO_VALUES] * len(self.parameters)
 
     def take_over(self, device: Device, shard: Array) -> None:
         """Take over the parameters: fill `shard` with this rank's piece of them."""

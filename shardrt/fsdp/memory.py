@@ -11,8 +11,7 @@ from shardrt.fsdp import buffers
 from shardrt.fsdp.group import ParameterGroup
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import ProcessGroups
-from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import arranged, facts_of, lay_out, prefetch_of, process_groups_of, units_for
+from shardrt.fsdp.setup import arranged, connect, facts_of, lay_out, prefetch_of, units_for
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, stages_of
 from shardrt.nn.storage import LocalStorage
@@ -55,8 +54,8 @@ def memory_plan(
     """Bytes per rank that training `model` takes, before anything is allocated. Collective.
 
     step: runs forward and backward of `model` as training will, without the optimizer. It is called once,
-    on a device that computes nothing; the most that it holds at once becomes the plan's activations. None
-    leaves them out. It must not depend on the values of tensors: there are none.
+    on a device that computes nothing, under the model's own schedule; the most that it holds at once becomes
+    the plan's activations. None leaves them out. It must not depend on the values of tensors: there are none.
     optimizer_states: arrays per parameter that the optimizer keeps: 2 for AdamW, 1 for SGD with momentum; 1.5
     for AdamW with exp_avg_dtype="bfloat16", whose first has half the bytes.
     no_sync: some backwards will run under no_sync, and full gradients of all units live at once; what `step`
@@ -71,18 +70,22 @@ def memory_plan(
     wholes = [whole_of("memory_plan", part) for part in stages_of(model) or [model]]
     units = [unit for whole in wholes for unit in whole]
     layouts = lay_out(units)
-    ranks_of = process_groups_of(units)  # collective: before what may fail on one rank alone
-    taken = rehearse(model, units, layouts, step) if step is not None else None
-    held = taken.held if taken is not None else frozenset()
+    ranks_of = connect(units)  # collective: before what may fail on one rank alone
+    for whole in wholes:
+        connect(whole)
+    taken = None if step is None else run_dry(model, units, step)
     device: dict[str, int] = {}
     host: dict[str, int] = {}
     scratch: dict[Communicator, tuple[int, int]] = {}  # which stages have in common
     with _trained_as_asked(units):
         for whole in wholes:
-            waits = taken is not None and not taken.waiting.isdisjoint(whole)
-            facts = facts_of(whole, ranks_of, no_sync=no_sync or waits, held=held & {*whole})
+            waits = taken is not None and not taken.accumulates.isdisjoint(whole)
+            facts = facts_of(whole, ranks_of, no_sync=no_sync or waits)
             own = {group: layouts[group] for unit in whole for group in unit.groups}
-            _add_buffers(device, host, buffers.plan(whole, own, facts), ranks_of)
+            specs = buffers.plan(whole, own, facts)
+            if taken is not None:
+                buffers.have_slots(specs, taken.slots)
+            _add_buffers(device, host, specs, ranks_of)
             for communicator, needed in buffers.scratch(own, ranks_of, facts).items():
                 scratch[communicator] = tuple(map(max, needed, scratch.get(communicator, (0, 0))))
         for on_device, on_host in scratch.values():
@@ -98,6 +101,13 @@ def memory_plan(
         _add(device, "activations", taken.device_bytes)
         _add(host, "offloaded activations", taken.host_bytes)
     return MemoryPlan(device, host)
+
+
+def run_dry(model: Module, units: list[Unit], step: Callable[[], Any]) -> Any:
+    """What dry_run.py's Taken says of a step. The device without elements is imported where it is used."""
+    from shardrt.fsdp.dry_run import dry_run
+
+    return dry_run(model, units, step)
 
 
 def _add_buffers(

@@ -7,6 +7,7 @@ then is it known which unit is the outermost, and with it the full name of every
 import zlib
 from collections.abc import Iterable
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -30,6 +31,8 @@ from shardrt.nn.parameter import Parameter
 from shardrt.nn.share import PARTIAL
 from shardrt.nn.storage import LocalStorage, Rounded
 from shardrt.recompute import Recomputation
+
+Array = Any
 
 
 def unit_of(module: Module) -> Unit | None:
@@ -87,6 +90,16 @@ def build(unit: Unit) -> None:
         u.runs_under(schedule)
     # A rank may read another's shard as soon as it gathers: all must be filled.
     schedule.control.barrier(stream=schedule.streams.compute)
+
+
+def connect(units: list[Unit]) -> dict[ParameterGroup, ProcessGroups]:
+    """Make all communicators that a model of these units needs; gives those of the groups. Collective."""
+    mesh = mesh_of(units)
+    for each in dict.fromkeys((mesh, *(unit.settings.mesh for unit in units))):
+        each.communicator("control")
+    if mesh.size > 1:
+        mesh.communicator("used")
+    return process_groups_of(units)
 
 
 def arranged(unit: Unit) -> list[Unit]:
@@ -161,7 +174,6 @@ def facts_of(
     units: list[Unit],
     ranks_of: dict[ParameterGroup, ProcessGroups],
     no_sync: bool = False,
-    held: frozenset[Unit] = frozenset(),
 ) -> Facts:
     """What the plan of the buffers depends on."""
     gathers = [ranks.gather for group, ranks in ranks_of.items() if group.settings.cut[1] != "none"]
@@ -174,7 +186,6 @@ def facts_of(
         sharers=units[0].settings.mesh.world.local_size if shared else 0,
         together=max((len(units_below(module)) for module in recomputed), default=1),
         no_sync=no_sync or any(unit.accumulates for unit in units),
-        held=held,
     )
 
 
@@ -200,6 +211,8 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
 
 def _reserve(layouts: dict[ParameterGroup, Layout], facts: Facts) -> None:
     """Have communicators take what they need for their own use."""
+    if facts.device.alone:
+        return
     needed = buffers.scratch(layouts, {group: group.ranks for group in layouts}, facts)
     for communicator, (on_device, on_host) in needed.items():
         communicator.reserve(on_device, on_host)
@@ -251,11 +264,18 @@ def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
         allocate = partial(here.buffer, spec.count, spec.dtype)
     else:
         shared = role in ("gathered", "wire") and spec.role == "shard" and group.ranks.size > 1
-        allocate = partial(maker.allocate, spec.count, spec.dtype, shared=shared)
+        allocate = partial(_allocated, maker, spec, here, shared=shared)
     arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
     for slot in arena.slots:  # a gathered slot may be the shard
         here.called(slot.array, buffers.ROLES[spec.role])
     return arena
+
+
+def _allocated(maker: Communicator, spec: Spec, here: Device, *, shared: bool) -> Array:
+    """A buffer by who sends it; on a device that is alone nothing is sent."""
+    if here.alone:
+        return here.buffer(spec.count, spec.dtype)
+    return maker.allocate(spec.count, spec.dtype, shared=shared)
 
 
 def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
@@ -293,7 +313,7 @@ def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
     elif maker is None:
         array = facts.device.buffer(spec.count, spec.dtype)
     else:
-        array = maker.allocate(spec.count, spec.dtype, shared=False)
+        array = _allocated(maker, spec, facts.device, shared=False)
     return facts.device.called(array, buffers.ROLES[spec.role])
 
 

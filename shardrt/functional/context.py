@@ -137,7 +137,7 @@ def _offsets(mesh: DeviceMesh, time: int) -> tuple[int, int]:
 
 
 class _Lane:
-    """One call's collectives, in the stream for them. On a device that stands for another, they are left out.
+    """One call's collectives, in the stream for them.
 
     Arrays belong to the stream of the ops, which waits for each collective before they are given back.
     """
@@ -146,7 +146,6 @@ class _Lane:
         """k, v: (batch, heads, own time, head_dim)."""
         self._mesh, self._k, self._v, self._what, self._here = mesh, k, v, what, device.current()
         self._communicator, self._stream = mesh.communicator(ROLE), mesh.stream(ROLE)
-        self._rehearsed = self._here is not mesh.device
         self._following = self._gather(0)
 
     def whole(self, head: int) -> Array:
@@ -167,10 +166,9 @@ class _Lane:
         ranks = self._mesh.size
         parts = empty((ranks, 2, batch, 2, time // (2 * ranks), width), dtypes.exact(sums.dtype))
         own = empty(parts.shape[1:], parts.dtype)
-        if not self._rehearsed:
-            cut = sums.reshape(2, batch, 2 * ranks, *parts.shape[4:])
-            parts[:, :, :, 0] = cut[:, :, :ranks].transpose(2, 0, 1, 3, 4)
-            parts[:, :, :, 1] = cut[:, :, : ranks - 1 : -1].transpose(2, 0, 1, 3, 4)
+        cut = sums.reshape(2, batch, 2 * ranks, *parts.shape[4:])
+        parts[:, :, :, 0] = cut[:, :, :ranks].transpose(2, 0, 1, 3, 4)
+        parts[:, :, :, 1] = cut[:, :, : ranks - 1 : -1].transpose(2, 0, 1, 3, 4)
         done = self._submit("reduce_scatter", flat(own), flat(parts))
         return own, parts, done
 
@@ -178,33 +176,29 @@ class _Lane:
         """What comes of a `scatter` goes to (batch, own time, head_dim) each."""
         own, _, done = scattered
         self._here.current_stream.wait(done)
-        if not self._rehearsed:
-            dk[...], dv[...] = own.reshape(2, *dk.shape)
+        dk[...], dv[...] = own.reshape(2, *dk.shape)
 
     def _gather(self, head: int) -> tuple[Array, Event]:
         """Begin to gather those of a head."""
         k, v = self._k[:, head], self._v[:, head]
         parts = empty((self._mesh.size, 2, *k.shape), k.dtype)
-        if not self._rehearsed:
-            parts[self._mesh.rank, 0], parts[self._mesh.rank, 1] = k, v
+        parts[self._mesh.rank, 0], parts[self._mesh.rank, 1] = k, v
         return parts, self._submit("all_gather", bits(parts))
 
     def _in_order(self, parts: Array) -> Array:
         """(2, batch, 1, time, head_dim) of the ranks' parts."""
         ranks, _, batch, own, width = parts.shape
         whole = empty((2, batch, 2 * ranks, own // 2, width), parts.dtype)
-        if not self._rehearsed:
-            parts = parts.reshape(ranks, 2, batch, 2, own // 2, width)
-            whole[:, :, :ranks] = parts[:, :, :, 0].transpose(1, 2, 0, 3, 4)
-            whole[:, :, : ranks - 1 : -1] = parts[:, :, :, 1].transpose(1, 2, 0, 3, 4)
+        parts = parts.reshape(ranks, 2, batch, 2, own // 2, width)
+        whole[:, :, :ranks] = parts[:, :, :, 0].transpose(1, 2, 0, 3, 4)
+        whole[:, :, : ranks - 1 : -1] = parts[:, :, :, 1].transpose(1, 2, 0, 3, 4)
         return whole.reshape(2, batch, 1, ranks * own, width)
 
     def _submit(self, call: str, *arrays: Array) -> Event:
         """Run a collective when what comes before in the stream of the ops is done; gives its end."""
         ready, done = self._here.new_event(), self._here.new_event()
-        if not self._rehearsed:
-            self._here.current_stream.record(ready)
-            self._stream.wait(ready)
-            getattr(self._communicator, call)(*arrays, stream=self._stream, what=self._what)
-            self._stream.record(done)
+        self._here.current_stream.record(ready)
+        self._stream.wait(ready)
+        getattr(self._communicator, call)(*arrays, stream=self._stream, what=self._what)
+        self._stream.record(done)
         return done

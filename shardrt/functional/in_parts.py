@@ -199,5 +199,5 @@ def dense(x: Array) -> Array:
 
 
 def on_host() -> bool:
-    """Whether products are computed there; also in a rehearsal, whose arrays are the host's in any case."""
-    return device.current().in_host_memory
+    """Whether products are computed there."""
+    return device.current().products_on_host

@@ -228,7 +228,7 @@ def expert_order(
     places, copies = empty(experts.shape, np.int64), empty(rows, np.int64)
     counts = empty((2, count), np.int64)
     kernels().route.order(experts, by, capacity or 0, places, copies, counts)
-    even = np.diff(rows * np.arange(count + 1) // count)  # a rehearsal's
+    even = np.diff(rows * np.arange(count + 1) // count)  # where nothing is computed
     before, after = device.current().read(counts, np.stack([even, even])).copy()
     return ExpertOrder(places, copies, after, before, capacity)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from shardrt import autograd, device, random, recompute
+from shardrt import autograd, random, recompute
 from shardrt.comm.digits import Digits
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
@@ -123,8 +123,7 @@ class Axis:
         """
         if self.communicator.keeps_host:
             return None
-        here = device.current()  # in a rehearsal another one than the mesh's
-        return self.mesh.stream("tensor") if here is self.mesh.device else here.new_stream("tensor")
+        return self.mesh.stream("tensor")
 
     def leave(self, x: Tensor) -> Tensor:
         """The sum of what ranks made in their own way: P -> I or V."""

@@ -141,7 +141,8 @@ class ToExperts(Converting):
     def _counts_of_all(self, counts: np.ndarray, rows: int, limit: int, module: Module) -> np.ndarray:
         """int64 (ranks, experts here): how many rows each rank has for each expert of this one.
 
-        A rehearsal has what is planned: all of `limit`, or where that is 0 a multiple of this rank's rows.
+        Where nothing is computed it is what is planned: all of `limit`, or where that is 0 a multiple of this
+        rank's rows.
         """
         n, here, control = self.axis.size, device.current(), self.axis.mesh.communicator("control")
         theirs = np.empty_like(counts)

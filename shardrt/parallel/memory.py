@@ -1,6 +1,6 @@
 """What a rank of a pipeline will need, before the first step: units of its stages, what is in flight, links.
 
-A rehearsal computes nothing (fsdp/rehearsal.py), so what other ranks would send need only have the right
+A dry run computes nothing (fsdp/dry_run.py), so what other ranks would send need only have the right
 shapes. The stages tell each other those first, one after the other; then each rank runs its row of the table.
 """
 
@@ -12,11 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from shardrt import dtypes
+from shardrt import device, dtypes
 from shardrt.comm import talk
-from shardrt.fsdp.memory import MemoryPlan, memory_plan, whole_of
-from shardrt.fsdp.rehearsal import rehearse
-from shardrt.fsdp.setup import lay_out
+from shardrt.fsdp.memory import MemoryPlan, memory_plan, run_dry, whole_of
+from shardrt.fsdp.setup import connect
 from shardrt.parallel.carrier import STEP, Arrays, Carrier, key_of
 from shardrt.parallel.pipeline import Loss, Pipeline, Step
 from shardrt.parallel.table import Action, Link
@@ -40,18 +39,28 @@ def pipeline_plan(
         told = f"{type(pipeline).__name__} and {type(loss).__name__}"
         raise TypeError(f"pipeline_plan: it takes a Pipeline and a function, got {told}")
     batches = pipeline.batches("pipeline_plan", batches)
-    with _without_twins(pipeline):
-        messages = _messages(pipeline, loss, batches)
-        links = _Links(messages)
+    for stage in pipeline.stages:
+        connect(whole_of("pipeline_plan", stage))
+    messages = _messages(pipeline, loss, batches)
 
-        def step() -> None:
-            carrier = Carrier(links, pipeline.table, pipeline.mesh.rank, pipeline.facts.kept)
-            Step(pipeline, loss, batches, carrier=carrier).run()
+    def step() -> None:
+        _run(pipeline, loss, batches, messages)
 
-        plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
+    plan = memory_plan(pipeline.model, step=step, optimizer_states=optimizer_states)
     on_device, on_host = pipeline.links.plan(_by_link(pipeline, messages))
     more = [{"links": nbytes} if nbytes else {} for nbytes in (on_device, on_host)]
     return MemoryPlan(plan.device | more[0], plan.host | more[1])
+
+
+def step_alone(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> None:
+    """A step where nothing goes to other ranks (Device.alone), which tell each other shapes. Collective."""
+    _run(pipeline, loss, batches, _messages(pipeline, loss, batches))
+
+
+def _run(pipeline: Pipeline, loss: Loss, batches: Sequence[Any], messages: Messages) -> None:
+    carrier = Carrier(_Links(messages), pipeline.table, pipeline.mesh.rank, pipeline.facts.kept)
+    with _without_twins(pipeline):
+        Step(pipeline, loss, batches, carrier=carrier).run()
 
 
 @contextmanager
@@ -81,7 +90,8 @@ def _messages(pipeline: Pipeline, loss: Loss, batches: Sequence[Any]) -> Message
                 told = _sent(pipeline, loss, batches, row, messages)
             except (ValueError, OSError) as error:
                 raised = error
-        everyone = talk.from_all(control, [told, raised and str(raised)])
+        with device.use(device.get("cpu")):  # also where the device is alone
+            everyone = talk.from_all(control, [told, raised and str(raised)])
         told, wrong = everyone[pipeline.table.rank_of(stage)]
         if raised is not None:
             raise raised
@@ -101,7 +111,8 @@ def _sent(
     """What a stage of this rank sends in these forwards, without computing it."""
     stage, carrier = pipeline.stage(row[0].stage), _Shapes(messages)
     units = whole_of("pipeline_plan", stage)
-    rehearse(stage, units, lay_out(units), lambda: Step(pipeline, loss, batches, row, carrier).run())
+    with _without_twins(pipeline):
+        run_dry(stage, units, lambda: Step(pipeline, loss, batches, row, carrier).run())
     return carrier.sent
 
 

@@ -125,11 +125,14 @@ class Pipeline:
         self._check()
         self._check_sums()
         self._keep_one_copy()
+        if device.current().alone:  # a dry run (fsdp.memory_plan), whose gradients are forgotten
+            from shardrt.parallel.memory import step_alone
+
+            step_alone(self, loss, batches)
+            return
         with self.using_links():
             Step(self, loss, batches).run()
         tied = (p for p in self.model.parameters() if p.place is not None and p.place.tied)
-        if device.current() is not self.mesh.device:
-            return  # a rehearsal (fsdp.memory_plan), which has no gradients
         if all(parameter.storage.reduced for parameter in tied):
             sum_tied(self.model)
             self._summed = True
@@ -267,7 +270,7 @@ def _check_table(
 class Step:
     """One step on this rank: its row of the table, and what is in flight in each stage.
 
-    row, carrier: others, to rehearse it (memory.py), or for forwards alone. kind: see key_of. used: calls of
+    row, carrier: others, to run it dry (memory.py), or for forwards alone. kind: see key_of. used: calls of
     the model that have used random numbers, as far as this rank knows.
     """
 

@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 
 from shardrt import autograd, device, random
-from shardrt.fsdp.rehearsal import buffers_as_they_are
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
@@ -22,7 +21,7 @@ def piece_times(model: Module, batch: Mapping[str, Any], repeats: int = 3) -> li
     Parameters are 0 meanwhile, those of one piece at a time; model and random numbers are left as they were.
     """
     found, x = [], None
-    with random.at(random.state()), buffers_as_they_are(model), autograd.enable_grad():
+    with random.at(random.state()), _buffers_as_they_are(model), autograd.enable_grad():
         for piece in model.pieces():
             with ExitStack() as stack:
                 for parameter in piece.parameters():
@@ -34,6 +33,17 @@ def piece_times(model: Module, batch: Mapping[str, Any], repeats: int = 3) -> li
             found.append(min(taken[1:]))
             x = replaced(y, lambda tensor: Tensor(tensor.data))
     return found
+
+
+@contextmanager
+def _buffers_as_they_are(model: Module) -> Iterator[None]:
+    """What a with block writes to the model's buffers, running statistics say, is undone."""
+    before = [(array, array.copy()) for _, array in model.named_buffers()]
+    try:
+        yield
+    finally:
+        for array, values in before:
+            array[...] = values
 
 
 def _once(piece: Piece, x: Any, batch: Mapping[str, Any]) -> tuple[float, Any]:

@@ -261,7 +261,7 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
 def planned_memory(
     recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any]
 ) -> MemoryPlan:
-    """The memory that training will take, from a rehearsal of one step's micro-batches."""
+    """The memory that training will take, from a dry run of one step's micro-batches."""
     unscaled = optim.GradScaler(enabled=False)
     states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
     pipeline = pipelines.pipeline_of(model)

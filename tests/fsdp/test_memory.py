@@ -44,12 +44,12 @@ def trained(model):
     return full_state_dict(model)
 
 
-def test_a_rehearsal_leaves_the_model_and_the_random_numbers_as_they_were():
+def test_a_dry_run_leaves_the_model_and_the_random_numbers_as_they_were():
     plain = gpt(dropout=0.3)
     expected = trained(plain)
-    rehearsed = gpt(dropout=0.3)
-    memory_plan(rehearsed, step=backward_of(rehearsed))
-    for name, values in trained(rehearsed).items():
+    planned = gpt(dropout=0.3)
+    memory_plan(planned, step=backward_of(planned))
+    for name, values in trained(planned).items():
         np.testing.assert_array_equal(values, expected[name])
 
 

@@ -129,7 +129,7 @@ def planned_and_taken(skewed, capacity, along):
         ((y * y).sum() + balance).backward()
 
     planned = memory_plan(layer, step=step).device["activations"]
-    assert [*most_rows(layer).values()] == [0.0], "a rehearsal has counted"
+    assert [*most_rows(layer).values()] == [0.0], "a dry run has counted"
     step()
     layer.zero_grad()
     here = device.current()

@@ -400,7 +400,7 @@ def test_a_forward_that_raises_on_one_rank_ends_on_the_others(monkeypatch):
     assert run((2, 1, 1), "1F1B", attempt) == [PeerFailed, ZeroDivisionError]
 
 
-def test_a_memory_plan_rehearses_a_step_of_the_stages():
+def test_a_memory_plan_runs_a_step_of_the_stages_dry():
     """Untied and tied; and leaves the step that follows as it was."""
 
     def norm(pipeline, data, plans=True):

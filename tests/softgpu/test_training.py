@@ -147,7 +147,7 @@ def test_each_wait_around_such_a_sum_is_needed(software, monkeypatch, removed):
 
 
 def test_memory_of_what_is_cut_along_tp_is_planned_without_a_collective(software):
-    """NCCL could make none of the arrays of a rehearsal, which are the host's."""
+    """NCCL could make none of the arrays of a dry run, which have no elements."""
 
     def rank():
         mesh, model = made("cuda", communicator="nccl", tp=True, shape=(1, 2))

@@ -216,7 +216,7 @@ def test_gradients_that_are_no_numbers_and_were_applied_in_backward_stop_the_run
         done.append(self.training)
         return forward(self, *how, **more) * (float("nan") if sum(done) == step + 1 else 1.0)
 
-    monkeypatch.setattr(GPT, "forward", wrong)  # its first call is the rehearsal of the plan
+    monkeypatch.setattr(GPT, "forward", wrong)  # its first call is the dry run of the plan
     assert stops("bad", optimizer=UNCLIPPED) == NONFINITE
     assert re.search(rf"error: step {step}: weights are nan or infinite: '.*' first", capfd.readouterr().err)
     steps = [int(path.name[5:]) for path in (folder / "runs" / "bad").glob("checkpoints/*")]

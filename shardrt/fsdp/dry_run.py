@@ -1,0 +1,124 @@
+"""A step of a sharded model that computes nothing: what it takes, before the first one.
+
+The model runs as it is, under its own schedule, on a device without elements (device/simulated.py). That is
+built for it, with buffers that are addresses alone, and forgotten in the end. No rank talks to another.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from shardrt import device, random
+from shardrt.device.program import Free, Program, Take
+from shardrt.device.simulated import SimulatedDevice
+from shardrt.fsdp.group import ParameterGroup
+from shardrt.fsdp.unit import State, Unit
+from shardrt.nn.module import Module
+from shardrt.nn.storage import LocalStorage
+
+Array = Any
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What a step took: activations, and offloaded ones, in bytes at their most; and by the units' buffers.
+
+    slots: of arenas, by group and role. accumulates: units whose full gradients had slots of their own.
+    """
+
+    device_bytes: int
+    host_bytes: int
+    slots: dict[tuple[ParameterGroup, str], int]
+    accumulates: frozenset[Unit]
+
+
+def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
+    """Call `step()`, forward and backward of `model`, without computing; say the most that it held at once.
+
+    Leaves the model, its units and the random numbers as they were. The communicators that the units need
+    must have been made (setup.connect).
+    """
+    here = SimulatedDevice(units[0].settings.mesh.device, alone=True)
+    with ExitStack() as stack:
+        stack.enter_context(units[0].settings.mesh.on(here))
+        stack.enter_context(device.use(here))
+        stack.enter_context(random.at(random.state()))
+        for unit in units:
+            stack.enter_context(_not_built(unit))
+        for parameter in model.parameters():
+            if isinstance(parameter.storage, LocalStorage):
+                stack.enter_context(_without_values(parameter, here))
+        for module in model.modules():
+            stack.enter_context(_with_other_buffers(module, here))
+        step()
+        return _taken(here, units)
+
+
+def _taken(here: SimulatedDevice, units: list[Unit]) -> Taken:
+    slots = {
+        (group, role): len(arena.slots)
+        for unit in units
+        for group in unit.groups
+        for role, arena in group.arenas.items()
+    }
+    waited = frozenset(unit for unit in units if unit.schedule and unit.schedule.gradients.accumulates)
+    return Taken(here.peak_bytes(), _most(here.program, "offloaded activations"), slots, waited)
+
+
+def _most(program: Program, category: str) -> int:
+    """The most bytes that were lent at once for this."""
+    lent: dict[int, int] = {}
+    held = most = 0
+    for item in program.items:
+        if isinstance(item, Take) and item.category == category:
+            lent[item.memory.start] = item.memory.stop - item.memory.start
+            held += lent[item.memory.start]
+            most = max(most, held)
+        elif isinstance(item, Free):
+            held -= lent.pop(item.start, 0)
+    return most
+
+
+@contextmanager
+def _not_built(unit: Unit) -> Iterator[None]:
+    """Inside a with block, nothing has been made of the unit; what is made then is forgotten."""
+    before = [(thing, dict(vars(thing))) for thing in (unit, *unit.groups)]
+    unit.schedule, unit.pending = None, weakref.WeakSet()
+    unit.state, unit.gathered = State.SHARDED, False
+    for group in unit.groups:
+        key, parameters, settings, choices = group.key, group.parameters, group.settings, group.choices
+        vars(group).clear()
+        group.__init__(key, parameters, settings, choices, unit.built)
+        group.starts_without_values()
+    try:
+        yield
+    finally:
+        for thing, attributes in before:
+            vars(thing).clear()
+            vars(thing).update(attributes)
+
+
+@contextmanager
+def _without_values(parameter: Any, here: SimulatedDevice) -> Iterator[None]:
+    """A parameter that no unit has gets values that nobody has made, inside a with block."""
+    array = here.buffer(parameter.size, parameter.dtype).reshape(parameter.shape)
+    before, parameter.storage = parameter.storage, LocalStorage(parameter, array)
+    try:
+        yield
+    finally:
+        parameter.storage = before
+
+
+@contextmanager
+def _with_other_buffers(module: Module, here: SimulatedDevice) -> Iterator[None]:
+    """What a with block writes to the module's buffers, running statistics say, goes elsewhere."""
+    before = dict(module._buffers)
+    for name, array in before.items():
+        setattr(module, name, here.buffer(array.size, array.dtype).reshape(array.shape))
+    try:
+        yield
+    finally:
+        for name, array in before.items():
+            setattr(module, name, array)
