@@ -10,7 +10,7 @@ import queue
 import threading
 import weakref
 from collections.abc import Callable
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -172,9 +172,6 @@ class CPUDevice(Device):
     name = "cpu"
     timed = True
     in_host_memory = products_on_host = True
-    told_by_kernels = MappingProxyType(
-        {"linear.backward_input_gelu": False, "cross_entropy.LEAVES_SCALE": False}
-    )
 
     def __init__(self) -> None:
         self.host = self

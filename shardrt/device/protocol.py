@@ -8,8 +8,8 @@ that point is reached. On a device whose streams are threads the same program ru
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from types import MappingProxyType, ModuleType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -76,9 +76,6 @@ class Device(ABC):
     timed = False  # whether its streams tell the timeline what ran when
     alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked
     pools_results = False  # whether what the array library makes itself is of the pool as well
-    told_by_kernels: Mapping[str, Any] = MappingProxyType(
-        {}
-    )  # where they tell other than shardrt.kernels.shape
 
     @property
     def capturing(self) -> Any | None:

@@ -350,27 +350,28 @@ class Kernels:
 
     def __init__(self, device: SimulatedDevice, package: Any) -> None:
         self._device, self._package = device, package
+        self._own = getattr(package, "ON_CPU", {}) if device.like.in_host_memory else {}
 
     def __getattr__(self, module: str) -> "_Module":
         if module.startswith("_"):
             raise AttributeError(module)
-        found = self.__dict__[module] = _Module(self._device, getattr(self._package, module), module)
+        found = self.__dict__[module] = _Module(self, getattr(self._package, module), module)
         return found
+
+    def kernel(self, name: str, common: Any) -> Any:
+        """What is called `name` in the package, a constant or a function; the CPU has some of its own."""
+        value = self._own.get(name, common)
+        return _Kernel(self._device, value, name) if callable(value) else value
 
 
 class _Module:
-    def __init__(self, device: SimulatedDevice, module: ModuleType, name: str) -> None:
-        self._device, self._module, self._name = device, module, name
+    def __init__(self, package: Kernels, module: ModuleType, name: str) -> None:
+        self._package, self._module, self._name = package, module, name
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        value, told = getattr(self._module, name), self._device.like.told_by_kernels
-        if f"{self._name}.{name}" in told:
-            known = told[f"{self._name}.{name}"]
-            value = (lambda *args, **kwargs: known) if callable(value) else known
-        elif callable(value):
-            value = _Kernel(self._device, value, f"{self._name}.{name}")
+        value = self._package.kernel(f"{self._name}.{name}", getattr(self._module, name))
         self.__dict__[name] = value
         return value
 
