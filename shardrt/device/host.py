@@ -21,7 +21,7 @@ def buffer(device: Device, count: int, dtype: Any, directory: str | Path | None 
     The file has no name once it is mapped, so it goes away with the process, however that ends. Raises
     OSError, naming the directory, where the disk has no room for it.
     """
-    if directory is None or count == 0:
+    if directory is None or count == 0 or not device.writes_files:
         return device.pinned(count, dtype)
     Path(directory).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryFile(dir=directory) as file:

@@ -72,6 +72,7 @@ class Device(ABC):
     host: "Device"
     current_stream: Stream
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
+    writes_files = True  # whether arrays of the host may be mapped files
     products_on_host = False  # whether BLAS computes them
     timed = False  # whether its streams tell the timeline what ran when
     alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked

@@ -94,6 +94,7 @@ class SimulatedDevice(Device):
     """
 
     name = "simulated"
+    writes_files = False
     place = "device"
 
     def __init__(
@@ -409,6 +410,7 @@ _INSIDE = (
     str(_ROOT / "kernels"),
     str(_ROOT.parent / "kernels"),
     str(_ROOT / "functional" / "_arrays.py"),  # no op of its own
+    str(_ROOT / "tensor.py"),
 )
 _files: dict[CodeType, str] = {}
 _sites: dict[tuple[CodeType, int], str] = {}

@@ -64,8 +64,8 @@ def memory_plan(
     `model` may be a part: the units that it is sharded with count as well. A model with stages is planned for
     those of this rank, without what links between ranks take (parallel/memory.py). Where ranks of a node
     share the memory of gathered units, each counts its part. Arrays below 32 KiB are not counted as
-    activations. Raises ValueError if `model` has no unit, or several without one around them all, and
-    whatever the first forward would raise.
+    activations on the CPU. Raises ValueError if `model` has no unit, or several without one around them all,
+    and whatever the first forward would raise.
     """
     wholes = [whole_of("memory_plan", part) for part in stages_of(model) or [model]]
     units = [unit for whole in wholes for unit in whole]

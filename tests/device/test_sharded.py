@@ -27,6 +27,7 @@ SETTINGS = {
     "cuda": (CUDADevice, {}),
     "cuda, 16 bits": (CUDADevice, {"mp_policy": BF16}),
     "cuda, 16 bits, offloaded": (CUDADevice, {"mp_policy": LOW, "offload_policy": CPUOffloadPolicy()}),
+    "cpu, offloaded to files": (CPUDevice, {"offload_policy": CPUOffloadPolicy(directory="nowhere")}),
     "cuda, updated on the host": (CUDADevice, {"offload_policy": CPUOffloadPolicy(step="host")}),
 }
 
