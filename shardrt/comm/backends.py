@@ -24,9 +24,17 @@ def for_device(
     HOST_ROLES are always staged, which leaves host arrays where they are. reduction: one of REDUCTIONS, for
     NCCL.
     """
+    host.role = role
+    made = _carrier(host, device, kind, role, reduction)
+    made.role = role
+    return made
+
+
+def _carrier(host: Communicator, device: Device, kind: str, role: str, reduction: str) -> Communicator:
     if host.size == 1 and device is not device.host:
         return SingleCommunicator(device)
-    if device.in_host_memory:
+    world = worlds.current()
+    if device.in_host_memory or (world.device is device and world.transport is None):
         return host
     if role in HOST_ROLES or kind == "staged":
         return StagedCommunicator(host, device)
@@ -38,7 +46,7 @@ def for_device(
         return StagedCommunicator(host, device)
     from shardrt.comm.nccl import NCCLCommunicator, NCCLTransport
 
-    return NCCLCommunicator(host, device, reduction, worlds.current().transport or NCCLTransport)
+    return NCCLCommunicator(host, device, reduction, world.transport or NCCLTransport)
 
 
 def create(kind: str = "auto") -> Communicator:

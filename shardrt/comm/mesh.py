@@ -243,8 +243,8 @@ class DeviceMesh:
     def among(self, places: Sequence[int]) -> "DeviceMesh | None":
         """The ranks at these places of this mesh, which has one axis; None for others. Collective over it."""
         inside = self.rank in places
-        base = self._base.split(0 if inside else None, places.index(self.rank) if inside else 0)
-        if not inside:
+        base = self._base.among(places, 0) if inside else self._base.split(None, 0)
+        if base is None:
             return None
         return DeviceMesh(self._family, self.ranks[list(places)], base, self.mesh_dim_names)
 
@@ -354,9 +354,16 @@ class DeviceMesh:
         keys = ranks * 0
         for each in axes:
             keys = keys * d.size_of(each) + d.number_in(each, ranks)
-        base = within._base.split(int(colors[self.rank]), int(keys[self.rank]))
         row = ranks[colors == colors[self.rank]]
-        return DeviceMesh(self._family, row[np.argsort(keys[row])], base, None)
+        row = row[np.argsort(keys[row])]
+        base = within._base.among(within._places(row), int(colors[self.rank]))
+        return DeviceMesh(self._family, row, base, None)
+
+    def _places(self, ranks: np.ndarray) -> list[int]:
+        """Where ranks of the world are in this mesh."""
+        own = self.ranks.ravel()
+        order = np.argsort(own)
+        return order[np.searchsorted(own, ranks.ravel(), sorter=order)].tolist()
 
     def _along(self, axes: tuple[int, ...]) -> "DeviceMesh":
         """The sub-mesh of this rank along some of the axes. Collective."""
@@ -364,7 +371,7 @@ class DeviceMesh:
         place = [self.coordinate[axis] for axis in others]
         rows = self.ranks.transpose(*others, *axes)[tuple(place)]
         color = np.ravel_multi_index(place, [self.shape[axis] for axis in others]) if others else 0
-        base = self._base.split(int(color), rows.ravel().tolist().index(self.ranks[self.coordinate]))
+        base = self._base.among(self._places(rows), int(color))
         names = tuple(self.mesh_dim_names[axis] for axis in axes) if self.mesh_dim_names else None
         known = [self._axes[axis] for axis in axes] if len(axes) > 1 else None
         return DeviceMesh(self._family, rows, base, names, known)
@@ -390,8 +397,8 @@ class DeviceMesh:
 
         `source` is their rank 0. Collective; others at each call, which nobody else uses (comm/links.py).
         """
-        place = {source: 0, to: 1}.get(self.rank)
-        host, family = self._base.split(None if place is None else 0, place or 0), self._family
+        inside, family = self.rank in (source, to), self._family
+        host = self._base.among((source, to), 0) if inside else self._base.split(None, 0)
         if host is None:
             return None
         made = for_device(host.duplicate(), family.device, family.kind, "link", family.reduction)

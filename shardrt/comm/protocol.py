@@ -42,6 +42,7 @@ class Communicator(ABC):
     keeps_host = True  # whether a call keeps the thread that runs it until it is done
     recorder: Any = None  # a flight.Recorder, told of every call by the name that this communicator has there
     recorded_as = ""
+    role = ""  # what its mesh wants it for
     _call_number = 0
 
     def all_gather(self, buffer: Any, *, stream: Any, what: str = "") -> None:
@@ -221,6 +222,13 @@ class Communicator(ABC):
 
         Collective, and done when it returns: it has no stream.
         """
+
+    def among(self, members: Sequence[int], color: int) -> "Communicator":
+        """As `split`, where the caller knows who is with it: these ranks, in this order.
+
+        Ranks with other members, or in no group at all, come as well, with other colors, or to `split`.
+        """
+        return self.split(color, list(members).index(self.rank))
 
     def duplicate(self) -> "Communicator":
         """An independent communicator over the same ranks, for another stream. Collective."""

@@ -63,6 +63,9 @@ class StagedCommunicator(Communicator):
             start += size
         return staged
 
+    def _talk(self, data: bytes) -> list[bytes]:
+        return self._host._talk(data)
+
     def _copy(self, target: Array, source: Array) -> None:
         """Copy, and wait: the host is about to read what the device has written, or to write it again."""
         if target is not source:

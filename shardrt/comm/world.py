@@ -23,7 +23,8 @@ class World:
     """All ranks of this run. `root` is what communicators are made from: MPI's, or one over all ranks.
 
     `device` and `transport` are those of a simulated world: what its ranks compute on, whatever device is
-    named, and what takes the place of NCCL between them, made of (host communicator, device).
+    named, and what takes the place of NCCL between them, made of (host communicator, device); None where the
+    host's communicators carry its arrays.
     """
 
     kind: str  # "single", "thread", "mpi" or "simulated"

@@ -151,6 +151,10 @@ class SimulatedDevice(Device):
     def new_mark(self) -> int:
         return next(self._marks)
 
+    def stream_here(self) -> str:
+        """The name of the stream that runs this."""
+        return self._running.name
+
     @contextmanager
     def running_in(self, stream: SimulatedStream, label: str) -> Iterator[None]:
         before = self._running, self.label
@@ -411,6 +415,9 @@ _INSIDE = (
     str(_ROOT.parent / "kernels"),
     str(_ROOT / "functional" / "_arrays.py"),  # no op of its own
     str(_ROOT / "tensor.py"),
+    # How a call comes to who carries it; links between ranks have places of their own.
+    *(str(_ROOT / "comm" / name) for name in ("protocol.py", "nccl.py", "staged.py", "simulated.py")),
+    *(str(_ROOT / "comm" / name) for name in ("reduction.py", "wrapper.py", "counted.py")),
 )
 _files: dict[CodeType, str] = {}
 _sites: dict[tuple[CodeType, int], str] = {}

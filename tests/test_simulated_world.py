@@ -1,0 +1,185 @@
+"""comm/simulated.py: one recorded rank of many makes the calls of real ranks, and hears what they say."""
+
+from collections import Counter
+from contextlib import contextmanager
+from functools import cache
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import device, nn, optim
+from shardrt import functional as F
+from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.comm import world as worlds
+from shardrt.comm.backends import create
+from shardrt.comm.simulated import world_of
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.program import HOST, Collective
+from shardrt.device.simulated import SimulatedDevice
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.ranks import run_ranks
+
+TOKENS = np.random.default_rng(0).integers(0, 64, (4, 32))
+HYBRID = {"shape": (2, 2), "mesh_dim_names": ("replicate", "shard")}
+SETTINGS = {
+    "FULL_SHARD": ({}, {}),
+    "SHARD_GRAD_OP": ({}, {"strategy": "SHARD_GRAD_OP"}),
+    "NO_SHARD": ({}, {"strategy": "NO_SHARD"}),
+    "HYBRID_SHARD": (HYBRID, {"strategy": "HYBRID_SHARD"}),
+    "offloaded": ({}, {"offload_policy": CPUOffloadPolicy()}),
+    "16 bits on the wire": ({}, {"mp_policy": MixedPrecisionPolicy("bfloat16", "bfloat16")}),
+}
+
+
+@contextmanager
+def simulated(like, size, rank=0):
+    """Inside a with block, this is one rank of so many on a simulated device."""
+    here, before = SimulatedDevice(like), device.current()
+    try:
+        with worlds.use(world_of(size, here, rank)):
+            yield here
+    finally:
+        device.set_current(before)
+
+
+def trained(name, steps=2, **options):
+    """Train a small GPT; the calls and the bytes of the last step, by role and call."""
+    how, settings = SETTINGS[name]
+    made = []
+
+    def counted(communicator):
+        made.append(CountedCommunicator(communicator))
+        return made[-1]
+
+    shardrt.manual_seed(1)
+    mesh = init_device_mesh("auto", **{**how, **options}, wrap=counted)
+    model = GPT(GPTConfig(2, 2, 64, 64, 64))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(steps):
+        for each in made:
+            each.reset()
+        F.cross_entropy(model(TOKENS), TOKENS).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    calls, nbytes = Counter(), Counter()
+    for each in made:
+        calls.update({(each.inner.role, call): n for call, n in each.calls.items() if n})
+        nbytes.update({(each.inner.role, call): n for call, n in each.bytes.items() if n})
+    return calls, nbytes
+
+
+@cache
+def really(name):
+    return run_ranks(4, trained, name)[1]
+
+
+@pytest.mark.parametrize("like", [CPUDevice, CUDADevice])
+@pytest.mark.parametrize("name", SETTINGS)
+def test_a_step_makes_the_calls_of_real_ranks(name, like):
+    """As many, of as many bytes, for the same roles."""
+    with simulated(like, 4, rank=1) as here:
+        found = trained(name)
+    assert sum(found[0].values()) > 0
+    if like is CPUDevice:  # whose 16 bits are computed in 32
+        assert found == really(name)
+    assert found[0] == really(name)[0]
+    recorded = Counter(item.call for item in here.program.items if isinstance(item, Collective))
+    assert recorded >= Counter(call for _, call in found[0])
+
+
+@pytest.fixture(scope="module")
+def programs():
+    """Those of all ranks of a hybrid mesh of 8, on GPUs: one step."""
+    found = []
+    for rank in range(8):
+        with simulated(CUDADevice, 8, rank) as here:
+            trained("HYBRID_SHARD", 1, shape=(2, 4))
+        found.append(here.program)
+    return found
+
+
+def test_recordings_of_all_ranks_fit_together(programs):
+    """A group of one name has the same ranks wherever it is told, and they make the same calls in it."""
+    ranks_of, calls_of = {}, {}
+    for program in programs:
+        for name, group in program.groups.items():
+            assert program.rank in group.ranks
+            assert ranks_of.setdefault(name, group) == group
+        calls = {}
+        for item in program.items:
+            if isinstance(item, Collective):
+                calls.setdefault(item.group, []).append((item.number, item.call, item.nbytes))
+        for name, made in calls.items():
+            assert [number for number, *_ in made] == list(range(len(made)))
+            assert calls_of.setdefault(name, made) == made
+    for name, group in ranks_of.items():
+        assert [name in program.groups for program in programs] == [rank in group.ranks for rank in range(8)]
+    assert {(group.role, len(group.ranks)) for group in ranks_of.values()} >= {
+        ("gather", 4),
+        ("reduce", 4),
+        ("copies", 2),
+        ("control", 8),
+    }
+
+
+def test_a_call_is_in_the_stream_that_runs_it_at_the_place_that_wants_it(programs):
+    calls = [item for item in programs[0].items if isinstance(item, Collective)]
+    streams = {(programs[0].groups[item.group].role, item.stream) for item in calls}
+    assert streams >= {("gather", "gather"), ("reduce", "reduce"), ("control", HOST), ("used", "used")}
+    gathers = [item for item in calls if item.call == "all_gather" and item.stream == "gather"]
+    assert {item.site.split(":")[0] for item in gathers} == {"shardrt/fsdp/collectives.py"}
+    own = {sum(r.stop - r.start for r in item.reads) * 4 == item.nbytes for item in gathers}
+    others = {sum(r.stop - r.start for r in item.writes) * 4 == 3 * item.nbytes for item in gathers}
+    assert own == others == {True}
+
+
+VALUES = {
+    "all_gather": lambda comm, x, **how: comm.all_gather(x, **how),
+    "sum": lambda comm, x, **how: comm.all_reduce(x, **how),
+    "max": lambda comm, x, **how: comm.all_reduce(x, op="max", **how),
+    "prod": lambda comm, x, **how: comm.all_reduce(x, op="prod", **how),
+    "broadcast": lambda comm, x, **how: comm.broadcast(x, root=2, **how),
+    "reduce_scatter": lambda comm, x, **how: comm.reduce_scatter(x[:4], x[4:16].copy(), scale=0.5, **how),
+    "accumulated": lambda comm, x, **how: comm.reduce_scatter(x[:4], x[4:16].copy(), accumulate=True, **how),
+    "all_to_all": lambda comm, x, **how: comm.all_to_all(x[:12], x[12:].copy(), **how),
+}
+
+
+@pytest.mark.parametrize("call", VALUES)
+def test_values_of_the_host_are_as_if_every_rank_had_said_the_same(call):
+    """As of ranks that say it. (Of all_to_all: what this one keeps.)"""
+
+    def told():
+        x = np.arange(1.0, 25.0)
+        VALUES[call](create("auto"), x, stream=device.get("cpu").current_stream)
+        return x
+
+    with simulated(CUDADevice, 3, rank=2):
+        found = told()
+    expected = run_ranks(3, told)[2]
+    if call == "all_gather":  # of which each has another slice
+        expected[:] = np.tile(expected[16:], 3)
+    if call == "all_to_all":
+        found, expected = found[8:12], expected[8:12]
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_ranks_agree_and_what_a_peer_alone_knows_is_refused():
+    with simulated(CUDADevice, 1 << 14, rank=5) as here:
+        mesh = init_device_mesh("auto", (512, 32), mesh_dim_names=("replicate", "shard"))
+        assert (mesh.size, mesh.rank_of("shard"), mesh.device) == (1 << 14, 5, here)
+        assert mesh.communicator("control").talk(b"here") == [b"here"] * mesh.size
+        control = mesh["shard"].communicator("control")
+        assert (control.rank, control.size) == (5, 32)
+        with pytest.raises(NotImplementedError, match="what rank 4 sends is not known"):
+            control.recv(np.zeros(1), peer=4, stream=here.current_stream)
+        groups = here.program.groups.values()
+    assert {group.ranks for group in groups} == {range(1 << 14)}
+    assert mesh["replicate"].communicator("control")._host.channel.ranks == range(5, 1 << 14, 32)
