@@ -5,17 +5,19 @@ That its numbers are right is held by tests/mpi/memory.py, where every rank is a
 
 import sys
 
+import ml_dtypes
 import numpy as np
 import psutil
 import pytest
 
 import shardrt
 from models.gpt import GPT, GPTConfig
-from shardrt import Tensor, nn, optim
+from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import CPUOffloadPolicy, fully_shard, memory_plan, no_sync
+from shardrt.device.cpu import CPUDevice
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync
 from shardrt.recompute import checkpoint_blocks
 from tests.fsdp.nets import Net, loss_of, shard
 from tests.ranks import run_ranks
@@ -194,3 +196,22 @@ def test_a_plan_leaves_running_statistics_as_they_are():
     (buffers,) = run_ranks(1, rank)
     np.testing.assert_array_equal(buffers["0.running_mean"], 0)
     np.testing.assert_array_equal(buffers["0.running_var"], 1)
+
+
+class InBfloat16(CPUDevice):
+    """It computes in 16 bits, as GPUs do."""
+
+    @staticmethod
+    def compute_dtype(name):
+        return np.dtype(ml_dtypes.bfloat16 if name == "bfloat16" else name)
+
+
+def test_a_step_in_bfloat16_can_be_planned_and_takes_half_of_one_in_float32():
+    mesh, planned = init_device_mesh(InBfloat16()), {}
+    try:
+        for name in (None, "bfloat16"):
+            model = gpt(512, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=name))
+            planned[name] = memory_plan(model, step=backward_of(model)).device["activations"]
+    finally:
+        device.set_current(device.get("cpu"))
+    assert 0.45 * planned[None] < planned["bfloat16"] < 0.6 * planned[None]
