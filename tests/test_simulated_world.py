@@ -14,7 +14,7 @@ from shardrt import functional as F
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
-from shardrt.comm.simulated import world_of
+from shardrt.comm.simulated import run, world_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HOST, Collective
@@ -169,6 +169,41 @@ def test_values_of_the_host_are_as_if_every_rank_had_said_the_same(call):
     if call == "all_to_all":
         found, expected = found[8:12], expected[8:12]
     np.testing.assert_array_equal(found, expected)
+
+
+def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():
+    """Of 8 ranks, two: each for the half that is like it."""
+
+    def told():
+        comm, stream = create("auto"), device.get("cpu").current_stream
+        x, rows, message = np.array([comm.rank + 1.0, -comm.rank]), np.zeros(8), np.zeros(1)
+        comm.all_reduce(x, stream=stream)
+        rows[comm.rank] = comm.rank
+        comm.all_gather(rows, stream=stream)
+        largest = np.array([comm.rank])
+        comm.all_reduce(largest, op="max", stream=stream)
+        if comm.rank == 1:
+            comm.send(np.array([7.0]), peer=5, stream=stream)
+        else:
+            comm.recv(message, peer=1, stream=stream)
+        return x.tolist(), rows.tolist(), comm.talk(str(comm.rank).encode()), largest.item(), message.item()
+
+    halves = {1: range(4), 5: range(4, 8)}
+    found = run(8, halves, lambda rank: SimulatedDevice(CUDADevice), told)
+    assert found[0][:-1] == found[1][:-1]
+    assert found[0] == ([32.0, -24.0], [1.0] * 4 + [5.0] * 4, [b"1"] * 4 + [b"5"] * 4, 5, 0.0)
+    assert found[1][-1] == 7.0
+
+
+def test_a_recorded_rank_that_fails_wakes_those_that_wait_for_it():
+    def told():
+        comm = create("auto")
+        if comm.rank == 0:
+            raise KeyError("it is over")
+        comm.talk(b"")
+
+    with pytest.raises(KeyError, match="it is over"):
+        run(2, {0: [0], 1: [1]}, lambda rank: SimulatedDevice(CUDADevice), told)
 
 
 def test_ranks_agree_and_what_a_peer_alone_knows_is_refused():

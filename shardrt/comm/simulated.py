@@ -1,45 +1,83 @@
-"""A world of many ranks of which one is recorded: its communicators move nothing, and record every call.
+"""A world of many ranks of which a few are recorded: its communicators move nothing, and record every call.
 
 Arrays without elements (device/shapes.py) are told to the program as a Collective. Arrays of the host have
-values: they become what they would if every rank said the same. So a sum is as many times one's own, what is
-gathered is one's own from each, and ranks always agree. What another rank alone can say, such as what a stage
-of a pipeline sends, is not known here: to receive it is an error.
+values: they become what they would if every rank said what the recorded rank says that stands for it. With
+one recorded rank a sum is as many times its own, what is gathered is its own from each, and ranks always
+agree. Several hear each other (board.py), each in a thread. What none of them sends can't be received.
 
 The number of a Collective counts the calls of its group, those of messages apart for each pair and direction.
 Groups are named by how they were made, which is alike on all of their ranks: recordings of several ranks fit.
 """
 
+import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from typing import Any
 
 import numpy as np
 
+from shardrt.comm import world as worlds
+from shardrt.comm.board import Board
 from shardrt.comm.counts import equal, slices
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.transport import Transport
-from shardrt.comm.world import World
 from shardrt.device.addresses import joined, ranges_of
 from shardrt.device.program import HOST, Collective, Group
 from shardrt.device.simulated import SimulatedDevice, site
 
 Array = Any
 Ranks = tuple[int, ...] | range
-_UNKNOWN = "what rank {} sends is not known in a simulated world"
+_UNKNOWN = "what rank {} sends is not known: in this simulated world it is not recorded"
 
 
-def world_of(size: int, device: SimulatedDevice, rank: int = 0, local_size: int = 8) -> World:
+def world_of(
+    size: int, device: SimulatedDevice, rank: int = 0, local_size: int = 8, board: Board | None = None
+) -> worlds.World:
     """A world of `size` ranks on `device`, `local_size` a node, for world.use: this is number `rank`.
 
-    Raises ValueError for a rank that is not of it.
+    board: of all recorded ranks, if there are others. Raises ValueError for a rank that is not of the world.
     """
     if not 0 <= rank < size:
         raise ValueError(f"world_of: rank {rank} is not one of {size}")
     device.program.rank, device.program.world_size = rank, size
     transport = None if device.like.in_host_memory else SimulatedTransport
-    root = SimulatedCommunicator(device, range(size), rank, "world")
+    root = SimulatedCommunicator(device, range(size), rank, "world", board or Board({rank: range(size)}))
     local_size = min(local_size, size)
-    return World("simulated", rank, size, rank % local_size, local_size, root, device, transport)
+    return worlds.World("simulated", rank, size, rank % local_size, local_size, root, device, transport)
+
+
+def run(
+    size: int,
+    stands_for: Mapping[int, Iterable[int]],
+    device_of: Callable[[int], SimulatedDevice],
+    function: Callable[[], Any],
+    local_size: int = 8,
+) -> list[Any]:
+    """Call `function()` for each recorded rank of such a world, each in a thread; results in their order.
+
+    stands_for: see Board. device_of(rank): a device of its own. The first error of a rank is raised here.
+    """
+    board, results, errors = Board(stands_for), {}, []
+
+    def one(rank: int) -> None:
+        try:
+            with worlds.use(world_of(size, device_of(rank), rank, local_size, board)):
+                results[rank] = function()
+        except BaseException as error:  # raised below, with what it has caused left out
+            error.add_note(f"on recorded rank {rank} of {size}")
+            errors.append(error)
+            board.fail(error)
+
+    threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in stands_for]
+    for thread in threads:
+        thread.daemon = True
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
+    return [results[rank] for rank in stands_for]
 
 
 class Channel:
@@ -62,8 +100,8 @@ class Channel:
         peer: int = -1,
         source: int = -1,
         launches: int = 1,
-    ) -> None:
-        """Keep a call. What has elements is in no range."""
+    ) -> int:
+        """Keep a call, and give its number. What has elements is in no range."""
         counted = (call, peer if call in ("send", "recv") else -1) if peer >= 0 else ""
         number = self._numbers[counted]
         self._numbers[counted] += 1
@@ -80,6 +118,7 @@ class Channel:
         where = self.device.label, site()
         ends = peer, launches, *where, source
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
+        return number
 
 
 class SimulatedTransport(Transport):
@@ -127,19 +166,20 @@ class SimulatedTransport(Transport):
 class SimulatedCommunicator(Communicator):
     """In place of MPI, or shared memory: calls of the host, and of devices whose arrays are the host's."""
 
-    def __init__(self, device: SimulatedDevice, ranks: Ranks, rank: int, name: str) -> None:
+    def __init__(self, device: SimulatedDevice, ranks: Ranks, rank: int, name: str, board: Board) -> None:
         """ranks: by their numbers in the world; rank: this one's number among them."""
         self.rank = rank
         self.size = len(ranks)
         self.channel = Channel(device, name, ranks)
         self._device = device
+        self._board = board
         self._made = 0
 
     def among(self, members: Sequence[int], color: int) -> "SimulatedCommunicator":
         self._made += 1
         ranks = _short([self.channel.ranks[member] for member in members])
         name = f"{self.channel.name}/{self._made}" + f".{color}" * (len(members) < self.size)
-        return SimulatedCommunicator(self._device, ranks, list(members).index(self.rank), name)
+        return SimulatedCommunicator(self._device, ranks, list(members).index(self.rank), name, self._board)
 
     def duplicate(self) -> "SimulatedCommunicator":
         return self.among(range(self.size), 0)
@@ -153,69 +193,105 @@ class SimulatedCommunicator(Communicator):
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
         return self._device.buffer(count, dtype)
 
-    def _talk(self, data: bytes) -> list[bytes]:
-        self._keep("all_gather", self.size * len(data))
-        return [data] * self.size
-
-    def _keep(self, call: str, nbytes: int, *args: Any, **kwargs: Any) -> None:
+    def _keep(self, call: str, nbytes: int, *args: Any, **kwargs: Any) -> int:
         """By the host, or the thread of it that runs this; on a CPU all streams are."""
         stream = self._device.host.stream_here()
         if stream == HOST and self._device.like.in_host_memory:
             stream = self._device.stream_here()
         self.channel.role = self.role
-        self.channel.keep(call, stream, nbytes, *args, **kwargs)
+        return self.channel.keep(call, stream, nbytes, *args, **kwargs)
+
+    # What is said.
+
+    @cached_property
+    def _speakers(self) -> list[int]:
+        return self._board.speakers(self.channel.ranks)
+
+    def _told(self, number: int, own: Any) -> dict[int, Any]:
+        """What recorded ranks say in a call, by rank of the world; ours for those not in the group."""
+        recorded = self._board.recorded.intersection(self.channel.ranks)
+        here = self.channel.ranks[self.rank]
+        key = self.channel.name, number
+        told = self._board.meet(key, here, own, recorded) if len(recorded) > 1 else {here: own}
+        return {speaker: told.get(speaker, own) for speaker in set(self._speakers)}
+
+    def _talk(self, data: bytes) -> list[bytes]:
+        told = self._told(self._keep("all_gather", self.size * len(data)), data)
+        return [told[speaker] for speaker in self._speakers]
 
     def _all_gather(self, buffer: Array, what: str) -> None:
         own, others = _apart(buffer, self.rank, self.size)
-        self._keep("all_gather", buffer.nbytes, own, others)
+        number = self._keep("all_gather", buffer.nbytes, own, others)
         if _has_values(buffer):
-            rows = buffer.reshape(self.size, -1)
-            rows[:] = rows[self.rank].copy()
+            told = self._told(number, own[0].copy())
+            for row, speaker in zip(buffer.reshape(self.size, -1), self._speakers, strict=True):
+                row[:] = told[speaker]
 
     def _reduce_scatter(
         self, output: Array, buffer: Array, scale: float, accumulate: bool, op: str, kind: str, what: str
     ) -> None:
-        self._keep("reduce_scatter", buffer.nbytes, [buffer, output] if accumulate else [buffer], [output])
+        reads = [buffer, output] if accumulate else [buffer]
+        number = self._keep("reduce_scatter", buffer.nbytes, reads, [output])
         if _has_values(output):
-            own = buffer[self.rank * output.size : (self.rank + 1) * output.size]
-            total = scale * self._combined(own, op)
+            own = slice(self.rank * output.size, (self.rank + 1) * output.size)
+            total = scale * self._combined(number, buffer, op)[own]
             output[...] = output + total if accumulate else total
 
     def _all_reduce(self, buffer: Array, op: str, what: str) -> None:
-        self._keep("all_reduce", buffer.nbytes, [buffer], [buffer])
+        number = self._keep("all_reduce", buffer.nbytes, [buffer], [buffer])
         if _has_values(buffer):
-            buffer[...] = self._combined(buffer, op)
+            buffer[...] = self._combined(number, buffer, op)
 
     _all_reduce_small = _all_reduce
 
-    def _combined(self, own: np.ndarray, op: str) -> np.ndarray:
-        return {"sum": lambda: own * self.size, "prod": lambda: own**self.size}.get(op, lambda: own)()
+    def _combined(self, number: int, own: np.ndarray, op: str) -> np.ndarray:
+        told, times = self._told(number, own.copy()), Counter(self._speakers)
+        if op == "sum":
+            return sum(told[speaker] * count for speaker, count in times.items())
+        if op == "prod":
+            return np.prod([told[speaker] ** count for speaker, count in times.items()], axis=0)
+        return (np.max if op == "max" else np.min)(list(told.values()), axis=0)
 
     def _broadcast(self, buffer: Array, root: int, what: str) -> None:
         both = [[buffer], []]
-        self._keep("broadcast", buffer.nbytes, *(both if root == self.rank else both[::-1]))
+        number = self._keep("broadcast", buffer.nbytes, *(both if root == self.rank else both[::-1]))
+        if _has_values(buffer):
+            buffer[...] = self._told(number, buffer.copy())[self._speakers[root]]
 
     def _all_to_all(self, output: Array, buffer: Array, received: Any, sent: Any, what: str) -> None:
-        self._keep("all_to_all", buffer.nbytes, [buffer], [output])
+        number = self._keep("all_to_all", buffer.nbytes, [buffer], [output])
         if _has_values(output):
-            own = buffer[slices(sent or equal(buffer.size, self.size))[self.rank]]
-            for part in slices(received or equal(output.size, self.size)):
-                output[part] = np.resize(own, part.stop - part.start)
+            sent = sent or equal(buffer.size, self.size)
+            told = self._told(number, (buffer.copy(), slices(sent)))
+            parts = slices(received or equal(output.size, self.size))
+            for part, speaker in zip(parts, self._speakers, strict=True):
+                theirs, cut = told[speaker]
+                output[part] = np.resize(theirs[cut[self.rank]], part.stop - part.start)
+
+    # Messages.
+
+    def _letter(self, number: int, source: int, to: int) -> tuple:
+        return self.channel.name, "letter", number, self.channel.ranks[source], self.channel.ranks[to]
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        self._keep("send", buffer.nbytes, [buffer], peer=peer)
+        number = self._keep("send", buffer.nbytes, [buffer], peer=peer)
+        if _has_values(buffer) and self.channel.ranks[peer] in self._board.recorded:
+            self._board.put(self._letter(number, self.rank, peer), buffer.copy())
 
     def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
+        if _has_values(buffer) and self.channel.ranks[peer] not in self._board.recorded:
+            raise NotImplementedError(f"recv {what}: {_UNKNOWN.format(peer)}")
+        number = self._keep("recv", buffer.nbytes, [], [buffer], peer=peer)
         if _has_values(buffer):
-            raise NotImplementedError(
-                f"recv {what}: what rank {peer} sends is not known in a simulated world"
-            )
-        self._keep("recv", buffer.nbytes, [], [buffer], peer=peer)
+            buffer[...] = self._board.take(self._letter(number, peer, self.rank))
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
+        number = self._keep("exchange", buffer.nbytes, [buffer], [output], peer=to, source=source)
         if _has_values(output):
-            raise NotImplementedError(f"exchange: {_UNKNOWN.format(source)}")
-        self._keep("exchange", buffer.nbytes, [buffer], [output], peer=to, source=source)
+            if not {self.channel.ranks[peer] for peer in (to, source)} <= self._board.recorded:
+                raise NotImplementedError(f"exchange: {_UNKNOWN.format(source)}")
+            self._board.put(self._letter(number, self.rank, to), buffer.copy())
+            output[...] = self._board.take(self._letter(number, source, self.rank))
 
     def _barrier(self, what: str) -> None:
         self._keep("barrier", 0)

@@ -1,0 +1,67 @@
+"""What the recorded ranks of a simulated world tell each other, each from a thread of its own."""
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from shardrt.faults.failure import PeerFailed
+
+_PATIENCE = 600  # seconds a rank waits for another
+
+
+class Board:
+    """One for all recorded ranks.
+
+    stands_for: the ranks of the world, by the recorded rank that says what they say; itself among them.
+    """
+
+    def __init__(self, stands_for: Mapping[int, Iterable[int]]) -> None:
+        self.recorded = frozenset(stands_for)
+        self._stands_for = {rank: by for by, ranks in stands_for.items() for rank in ranks}
+        self._told: dict[Any, dict[int, Any]] = {}
+        self._left: Counter[Any] = Counter()
+        self._changed = threading.Condition()
+        self._failed: BaseException | None = None
+
+    def speakers(self, ranks: Iterable[int]) -> list[int]:
+        """Who says what each of these ranks says."""
+        return [self._stands_for[rank] for rank in ranks]
+
+    def meet(self, key: Any, rank: int, value: Any, among: frozenset[int]) -> dict[int, Any]:
+        """What all `among` tell for this key, once all have. Raises PeerFailed where one has failed."""
+        with self._changed:
+            told = self._told.setdefault(key, {})
+            told[rank] = value
+            self._changed.notify_all()
+            self._wait(lambda: among <= told.keys(), key)
+            self._left[key] += 1
+            if self._left[key] == len(among):
+                del self._told[key], self._left[key]
+            return told
+
+    def put(self, key: Any, value: Any) -> None:
+        """Leave a message; `key` says which."""
+        with self._changed:
+            self._told[key] = value
+            self._changed.notify_all()
+
+    def take(self, key: Any) -> Any:
+        """The message, once it is there. Raises PeerFailed where a rank has failed."""
+        with self._changed:
+            self._wait(lambda: key in self._told, key)
+            return self._told.pop(key)
+
+    def fail(self, error: BaseException) -> None:
+        """Wake whoever waits."""
+        with self._changed:
+            self._failed = self._failed or error
+            self._changed.notify_all()
+
+    def _wait(self, until: Callable[[], bool], key: Any) -> None:
+        there = self._changed.wait_for(lambda: until() or self._failed is not None, _PATIENCE)
+        if not until():
+            reason = (
+                f"a recorded rank failed: {self._failed!r}" if there else f"no sign of it in {_PATIENCE} s"
+            )
+            raise PeerFailed(f"{key}: {reason}")
