@@ -1,5 +1,6 @@
 """device: whose an array is, and a device that is neither the CPU nor CUDA under all that is above it."""
 
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
-from shardrt.device import host, timeline
+from shardrt.device import StreamError, host, timeline
 from shardrt.fsdp import CPUOffloadPolicy, units
 from tests.beside import Beside, OverHost
 from tests.fsdp import nets
@@ -113,6 +114,22 @@ def test_a_world_may_have_a_device_and_a_transport_of_its_own(reduction):
     assert calls == {"gather", {"tree": "swap", "nccl": "reduce_scatter"}[reduction]}
     for name, array in nets.plain(3)[1].items():
         np.testing.assert_array_equal(weights[name], array)
+
+
+def test_a_stream_that_has_failed_is_told_by_its_events_which_wait_for_nothing():
+    stream, going_on = device.get("cpu").new_stream("beside"), threading.Event()
+    before, failed = device.get("cpu").new_event(), device.get("cpu").new_event()
+    stream.record(before)
+    stream.submit(going_on.wait)
+    stream.submit(int, "no number")
+    stream.record(failed)
+    failed.check()
+    going_on.set()
+    with pytest.raises(StreamError, match="no number"):
+        stream.synchronize()
+    before.check()
+    with pytest.raises(StreamError, match="no number"):
+        failed.check()
 
 
 def test_all_times_of_a_recording_are_of_the_clock_that_it_is_given():

@@ -1,5 +1,6 @@
 """comm/simulated.py: one recorded rank of many makes the calls of real ranks, and hears what they say."""
 
+import threading
 from collections import Counter
 from contextlib import contextmanager
 from functools import cache
@@ -14,12 +15,14 @@ from shardrt import functional as F
 from shardrt.comm import CountedCommunicator, init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
+from shardrt.comm.protocol import Communicator
 from shardrt.comm.simulated import run, world_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HOST, Collective
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from tests.parallel import piped
 from tests.ranks import run_ranks
 
 TOKENS = np.random.default_rng(0).integers(0, 64, (4, 32))
@@ -171,6 +174,30 @@ def test_values_of_the_host_are_as_if_every_rank_had_said_the_same(call):
     np.testing.assert_array_equal(found, expected)
 
 
+def test_stages_of_a_pipeline_are_recorded_together_and_make_the_calls_of_real_ranks(monkeypatch):
+    """Two of four ranks: one for each stage. They tell each other the shapes of what they send."""
+    here, submit = threading.local(), Communicator._submit
+
+    def counted(self, stream, label, call, what, array, *args):
+        here.calls[self.role, call, what, 0 if array is None else array.nbytes] += 1
+        submit(self, stream, label, call, what, array, *args)
+
+    def step():
+        here.calls = Counter()
+        pipeline, data = piped.build((2, 1, 2), "1F1B", first=lambda model: here.calls.clear())
+        optimizer = optim.AdamW(pipeline.model.parameters(), lr=1e-2)
+        pipeline.step(piped.loss_of, piped.batches_of(0, data))
+        nn.utils.clip_grad_norm_(pipeline.model.parameters(), 1.0)
+        optimizer.step()
+        return here.calls
+
+    monkeypatch.setattr(Communicator, "_submit", counted)
+    expected = run_ranks(4, step)
+    found = run(4, {0: (0, 1), 2: (2, 3)}, lambda rank: SimulatedDevice(CPUDevice), step)
+    assert found == [expected[0], expected[2]]
+    assert {role for role, *_ in found[0]} >= {"link", "shapes", "gather", "reduce", "control"}
+
+
 def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():
     """Of 8 ranks, two: each for the half that is like it."""
 
@@ -214,7 +241,7 @@ def test_ranks_agree_and_what_a_peer_alone_knows_is_refused():
         control = mesh["shard"].communicator("control")
         assert (control.rank, control.size) == (5, 32)
         with pytest.raises(NotImplementedError, match="what rank 4 sends is not known"):
-            control.recv(np.zeros(1), peer=4, stream=here.current_stream)
+            control.recv(np.zeros(1, np.int64), peer=4, stream=here.current_stream)
         groups = here.program.groups.values()
     assert {group.ranks for group in groups} == {range(1 << 14)}
     assert mesh["replicate"].communicator("control")._host.channel.ranks == range(5, 1 << 14, 32)

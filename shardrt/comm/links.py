@@ -258,8 +258,7 @@ class _Outgoing(_End):
         elif layout != self.layouts[key]:
             raise ValueError(f"send {what}: {layout}, but with this key there was {self.layouts[key]} before")
         for sent in self._kept:
-            if sent.delivered.done():
-                sent.delivered.synchronize()  # raises what has failed
+            sent.delivered.check()
         while keep is not None and len(self._kept) >= keep:
             self._let_go()
         written, delivered = self._mesh.device.new_event(), self._new_event()

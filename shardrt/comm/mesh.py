@@ -402,6 +402,7 @@ class DeviceMesh:
         if host is None:
             return None
         made = for_device(host.duplicate(), family.device, family.kind, "link", family.reduction)
+        host.role = "shapes"
         return (family.wrap(made) if family.wrap else made), host
 
     def recorder_of(self, role: str, *ranks: int) -> tuple[Recorder | None, str]:

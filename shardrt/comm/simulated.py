@@ -3,7 +3,8 @@
 Arrays without elements (device/shapes.py) are told to the program as a Collective. Arrays of the host have
 values: they become what they would if every rank said what the recorded rank says that stands for it. With
 one recorded rank a sum is as many times its own, what is gathered is its own from each, and ranks always
-agree. Several hear each other (board.py), each in a thread. What none of them sends can't be received.
+agree. Several hear each other (board.py), each in a thread. Of what none of them sends, floats stay as they
+are, as if they were right; other numbers, which a program depends on, can't be received.
 
 The number of a Collective counts the calls of its group, those of messages apart for each pair and direction.
 Groups are named by how they were made, which is alike on all of their ranks: recordings of several ranks fit.
@@ -279,10 +280,11 @@ class SimulatedCommunicator(Communicator):
             self._board.put(self._letter(number, self.rank, peer), buffer.copy())
 
     def _recv(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        if _has_values(buffer) and self.channel.ranks[peer] not in self._board.recorded:
+        unknown = self.channel.ranks[peer] not in self._board.recorded
+        if _has_values(buffer) and unknown and buffer.dtype.kind != "f":
             raise NotImplementedError(f"recv {what}: {_UNKNOWN.format(peer)}")
         number = self._keep("recv", buffer.nbytes, [], [buffer], peer=peer)
-        if _has_values(buffer):
+        if _has_values(buffer) and not unknown:
             buffer[...] = self._board.take(self._letter(number, peer, self.rank))
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:

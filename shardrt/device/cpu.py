@@ -63,6 +63,10 @@ class CPUEvent(Event):
         if self.mark is not None:
             self.mark.wait()
 
+    def check(self) -> None:
+        if self.done():
+            self.synchronize()
+
 
 class InlineStream(Stream):
     """The calling thread: work runs at once, so a record is reached when it is made.

@@ -32,6 +32,9 @@ class Event(ABC):
     def synchronize(self) -> None:
         """Return when the recorded point has been reached (at once if never recorded)."""
 
+    def check(self) -> None:  # noqa: B027 (elsewhere nothing is known before it is waited for)
+        """Raise StreamError if the point has been reached and work before it has failed; wait for nothing."""
+
 
 class Stream(ABC):
     """A queue of work that runs in order."""
