@@ -17,11 +17,12 @@ from shardrt.comm import world as worlds
 from shardrt.comm.backends import create
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.simulated import run, world_of
+from shardrt.device.addresses import joined, ranges_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HOST, Collective
 from shardrt.device.simulated import SimulatedDevice
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, units
 from tests.parallel import piped
 from tests.ranks import run_ranks
 
@@ -196,6 +197,34 @@ def test_stages_of_a_pipeline_are_recorded_together_and_make_the_calls_of_real_r
     found = run(4, {0: (0, 1), 2: (2, 3)}, lambda rank: SimulatedDevice(CPUDevice), step)
     assert found == [expected[0], expected[2]]
     assert {role for role, *_ in found[0]} >= {"link", "shapes", "gather", "reduce", "control"}
+
+
+def test_cpus_of_a_node_share_what_they_gather():
+    """As under mpirun: one buffer of all ranks, in which each has its shard; a gather is a barrier."""
+
+    def step():
+        mesh = init_device_mesh("auto")
+        model = fully_shard(nn.Linear(64, 64), mesh=mesh)
+        plan = memory_plan(model)
+        optimizer = optim.SGD(model.parameters(), lr=1.0)
+        model(np.zeros((4, 64), np.float32)).sum().backward()
+        optimizer.step()
+        (group,) = units(model)[0].groups
+        (slot,) = group.arenas["gathered"].slots
+        return mesh.device, ranges_of(slot.array), ranges_of(group.shard), plan.device["sharded parameters"]
+
+    found = run(4, {r: [r] for r in range(4)}, lambda r: SimulatedDevice(CPUDevice), step, 4, shared=True)
+    devices, slots, shards, planned = zip(*found, strict=True)
+    assert len(set(slots)) == 1 and joined((r.start, r.stop) for (r,) in shards) == slots[0]
+    assert sum(planned) == slots[0][0].stop - slots[0][0].start
+    for here in devices:
+        calls = {item.call for item in here.program.items if isinstance(item, Collective)}
+        assert "barrier" in calls and "reduce_scatter" in calls
+        gathers = [i for i in here.program.items if isinstance(i, Collective) and i.call == "all_gather"]
+        assert {here.program.groups[item.group].role for item in gathers} == {"control"}
+    for size_of_node in (1, 2):
+        with worlds.use(world_of(2, SimulatedDevice(CPUDevice), 0, size_of_node, shared=True)):
+            assert create("auto").shares_memory == (size_of_node == 2)
 
 
 def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():

@@ -1,6 +1,7 @@
 """What the recorded ranks of a simulated world tell each other, each from a thread of its own."""
 
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -14,10 +15,12 @@ class Board:
     """One for all recorded ranks.
 
     stands_for: the ranks of the world, by the recorded rank that says what they say; itself among them.
+    shared: blocks of memory (device/addresses.py) that ranks of a node have in common.
     """
 
     def __init__(self, stands_for: Mapping[int, Iterable[int]]) -> None:
         self.recorded = frozenset(stands_for)
+        self.shared: weakref.WeakSet = weakref.WeakSet()
         self._stands_for = {rank: by for by, ranks in stands_for.items() for rank in ranks}
         self._told: dict[Any, dict[int, Any]] = {}
         self._left: Counter[Any] = Counter()

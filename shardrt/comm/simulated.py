@@ -23,7 +23,7 @@ from shardrt.comm.board import Board
 from shardrt.comm.counts import equal, slices
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.transport import Transport
-from shardrt.device.addresses import joined, ranges_of
+from shardrt.device.addresses import block_of, joined, ranges_of
 from shardrt.device.program import HOST, Collective, Group
 from shardrt.device.simulated import SimulatedDevice, site
 
@@ -33,18 +33,27 @@ _UNKNOWN = "what rank {} sends is not known: in this simulated world it is not r
 
 
 def world_of(
-    size: int, device: SimulatedDevice, rank: int = 0, local_size: int = 8, board: Board | None = None
+    size: int,
+    device: SimulatedDevice,
+    rank: int = 0,
+    local_size: int = 8,
+    *,
+    shared: bool = False,
+    board: Board | None = None,
 ) -> worlds.World:
     """A world of `size` ranks on `device`, `local_size` a node, for world.use: this is number `rank`.
 
-    board: of all recorded ranks, if there are others. Raises ValueError for a rank that is not of the world.
+    shared: CPUs of a node share what they gather, as they do under mpirun. board: of all recorded ranks, if
+    there are others. Raises ValueError for a rank that is not of the world.
     """
     if not 0 <= rank < size:
         raise ValueError(f"world_of: rank {rank} is not one of {size}")
     device.program.rank, device.program.world_size = rank, size
     transport = None if device.like.in_host_memory else SimulatedTransport
-    root = SimulatedCommunicator(device, range(size), rank, "world", board or Board({rank: range(size)}))
     local_size = min(local_size, size)
+    board = board or Board({rank: range(size)})
+    node = local_size if shared and transport is None else 0
+    root = SimulatedCommunicator(device, range(size), rank, "world", board, node)
     return worlds.World("simulated", rank, size, rank % local_size, local_size, root, device, transport)
 
 
@@ -54,16 +63,19 @@ def run(
     device_of: Callable[[int], SimulatedDevice],
     function: Callable[[], Any],
     local_size: int = 8,
+    *,
+    shared: bool = False,
 ) -> list[Any]:
     """Call `function()` for each recorded rank of such a world, each in a thread; results in their order.
 
-    stands_for: see Board. device_of(rank): a device of its own. The first error of a rank is raised here.
+    stands_for: see Board. device_of(rank): a device of its own. For the others see world_of. The first error
+    of a rank is raised here.
     """
     board, results, errors = Board(stands_for), {}, []
 
     def one(rank: int) -> None:
         try:
-            with worlds.use(world_of(size, device_of(rank), rank, local_size, board)):
+            with worlds.use(world_of(size, device_of(rank), rank, local_size, shared=shared, board=board)):
                 results[rank] = function()
         except BaseException as error:  # raised below, with what it has caused left out
             error.add_note(f"on recorded rank {rank} of {size}")
@@ -99,11 +111,10 @@ class Channel:
         reads: Sequence[Array] = (),
         writes: Sequence[Array] = (),
         peer: int = -1,
-        source: int = -1,
         launches: int = 1,
     ) -> int:
         """Keep a call, and give its number. What has elements is in no range."""
-        counted = (call, peer if call in ("send", "recv") else -1) if peer >= 0 else ""
+        counted = (call, peer) if peer >= 0 else None
         number = self._numbers[counted]
         self._numbers[counted] += 1
         self.device.program.groups.setdefault(self.name, Group(self.ranks, self.role))
@@ -116,8 +127,7 @@ class Channel:
             )
             for arrays in (reads, writes)
         )
-        where = self.device.label, site()
-        ends = peer, launches, *where, source
+        ends = peer, launches, self.device.label, site()
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
         return number
 
@@ -161,26 +171,36 @@ class SimulatedTransport(Transport):
         self._keep("recv", buffer, [], [buffer], peer=peer)
 
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        self._keep("exchange", buffer, [buffer], [output], peer=to, source=source, launches=2)
+        self.send(buffer, to)
+        self.recv(output, source)
 
 
 class SimulatedCommunicator(Communicator):
     """In place of MPI, or shared memory: calls of the host, and of devices whose arrays are the host's."""
 
-    def __init__(self, device: SimulatedDevice, ranks: Ranks, rank: int, name: str, board: Board) -> None:
-        """ranks: by their numbers in the world; rank: this one's number among them."""
+    def __init__(
+        self, device: SimulatedDevice, ranks: Ranks, rank: int, name: str, board: Board, node: int
+    ) -> None:
+        """ranks: by their numbers in the world; rank: this one's number among them.
+
+        node: how many ranks of a node share memory, 0 for none.
+        """
         self.rank = rank
         self.size = len(ranks)
         self.channel = Channel(device, name, ranks)
         self._device = device
         self._board = board
+        self._node = node
         self._made = 0
+        self.shares_memory = node > 0 and len({each // node for each in (min(ranks), max(ranks))}) == 1
 
     def among(self, members: Sequence[int], color: int) -> "SimulatedCommunicator":
         self._made += 1
         ranks = _short([self.channel.ranks[member] for member in members])
         name = f"{self.channel.name}/{self._made}" + f".{color}" * (len(members) < self.size)
-        return SimulatedCommunicator(self._device, ranks, list(members).index(self.rank), name, self._board)
+        return SimulatedCommunicator(
+            self._device, ranks, list(members).index(self.rank), name, self._board, self._node
+        )
 
     def duplicate(self) -> "SimulatedCommunicator":
         return self.among(range(self.size), 0)
@@ -192,7 +212,14 @@ class SimulatedCommunicator(Communicator):
         raise NotImplementedError("split: in a simulated world nobody else says a color; use `among`")
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> Array:
-        return self._device.buffer(count, dtype)
+        if not (shared and self.shares_memory):
+            return self._device.buffer(count, dtype)
+        self._made += 1
+        first = min(self._recorded)
+        own = self._device.buffer(count, dtype) if self._here == first else None
+        memory = self._meet(("memory", self._made), own)[first]
+        self._board.shared.add(block_of(memory))
+        return self._device.its_own(memory)
 
     def _keep(self, call: str, nbytes: int, *args: Any, **kwargs: Any) -> int:
         """By the host, or the thread of it that runs this; on a CPU all streams are."""
@@ -205,15 +232,26 @@ class SimulatedCommunicator(Communicator):
     # What is said.
 
     @cached_property
+    def _here(self) -> int:
+        return self.channel.ranks[self.rank]
+
+    @cached_property
+    def _recorded(self) -> frozenset[int]:
+        return self._board.recorded.intersection(self.channel.ranks)
+
+    @cached_property
     def _speakers(self) -> list[int]:
         return self._board.speakers(self.channel.ranks)
 
+    def _meet(self, what: Any, own: Any) -> dict[int, Any]:
+        """What the recorded ranks of the group say, by their numbers in the world."""
+        if len(self._recorded) == 1:
+            return {self._here: own}
+        return self._board.meet((self.channel.name, what), self._here, own, self._recorded)
+
     def _told(self, number: int, own: Any) -> dict[int, Any]:
-        """What recorded ranks say in a call, by rank of the world; ours for those not in the group."""
-        recorded = self._board.recorded.intersection(self.channel.ranks)
-        here = self.channel.ranks[self.rank]
-        key = self.channel.name, number
-        told = self._board.meet(key, here, own, recorded) if len(recorded) > 1 else {here: own}
+        """As _meet, for all who speak for a rank of the group; ours for those who are not in it."""
+        told = self._meet(number, own)
         return {speaker: told.get(speaker, own) for speaker in set(self._speakers)}
 
     def _talk(self, data: bytes) -> list[bytes]:
@@ -221,6 +259,8 @@ class SimulatedCommunicator(Communicator):
         return [told[speaker] for speaker in self._speakers]
 
     def _all_gather(self, buffer: Array, what: str) -> None:
+        if block_of(buffer) in self._board.shared:  # everyone's slice is written, here
+            return self._barrier(what)
         own, others = _apart(buffer, self.rank, self.size)
         number = self._keep("all_gather", buffer.nbytes, own, others)
         if _has_values(buffer):
@@ -288,12 +328,8 @@ class SimulatedCommunicator(Communicator):
             buffer[...] = self._board.take(self._letter(number, peer, self.rank))
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        number = self._keep("exchange", buffer.nbytes, [buffer], [output], peer=to, source=source)
-        if _has_values(output):
-            if not {self.channel.ranks[peer] for peer in (to, source)} <= self._board.recorded:
-                raise NotImplementedError(f"exchange: {_UNKNOWN.format(source)}")
-            self._board.put(self._letter(number, self.rank, to), buffer.copy())
-            output[...] = self._board.take(self._letter(number, source, self.rank))
+        self._send(buffer, to, "", False)
+        self._recv(output, source, "", False)
 
     def _barrier(self, what: str) -> None:
         self._keep("barrier", 0)

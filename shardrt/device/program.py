@@ -60,7 +60,6 @@ class Collective:
     launches: int = 1
     label: str = ""
     site: str = ""
-    source: int = -1
 
 
 @dataclass(frozen=True, slots=True)

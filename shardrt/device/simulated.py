@@ -206,6 +206,10 @@ class SimulatedDevice(Device):
     def buffer(self, count: int, dtype: Any) -> Array:
         return self._array(count, dtype, "buffers")
 
+    def its_own(self, array: Array) -> Array:
+        """An array of this device in memory that another one has taken."""
+        return np.ndarray.view(array, self._kind)
+
     def pinned(self, count: int, dtype: Any) -> Array:
         return self.host.buffer(count, dtype)
 
