@@ -144,6 +144,20 @@ def test_a_call_is_in_the_stream_that_runs_it_at_the_place_that_wants_it(program
     assert own == others == {True}
 
 
+def test_what_ranks_compare_before_the_first_step_does_not_grow_with_the_model():
+    """Of parameters that nobody has given values, not even whether anybody has."""
+
+    def told(blocks):
+        with simulated(CUDADevice, 1 << 10) as here:
+            mesh = init_device_mesh("auto")
+            model = fully_shard(nn.Sequential(*(nn.Linear(8, 8) for _ in range(blocks))), mesh=mesh)
+            units(model)
+        calls = [item for item in here.program.items if isinstance(item, Collective)]
+        return [(item.call, item.nbytes) for item in calls]
+
+    assert told(1) == told(9)
+
+
 VALUES = {
     "all_gather": lambda comm, x, **how: comm.all_gather(x, **how),
     "sum": lambda comm, x, **how: comm.all_reduce(x, **how),
