@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 import shardrt
-from shardrt import Tensor
+from shardrt import Tensor, autograd
 from shardrt import functional as F
 from shardrt.functional.route import gumbel
 from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
@@ -66,6 +66,14 @@ def test_a_full_expert_keeps_the_highest_and_then_the_first():
     np.testing.assert_array_equal(there.data, [x[0], x[4], x[2], [0] * WIDTH])
     back = F.combine(there, weights, order)
     np.testing.assert_array_equal(back.data, [x[0], [0] * WIDTH, x[2], [0] * WIDTH, x[4]])
+
+
+def test_the_gradient_of_a_token_with_one_row_is_moved_and_not_added_up():
+    order = F.expert_order(np.array([[1], [0], [1]]), 2)
+    x = Tensor(np.ones((3, 2), np.float32), requires_grad=True)
+    autograd.backward([F.dispatch(x, order)], [np.array([[1, -0.0], [2, -0.0], [3, 0]], np.float32)])
+    np.testing.assert_array_equal(x.grad, [[2, 0], [1, 0], [3, 0]])
+    assert np.signbit(x.grad[:, 1]).tolist() == [True, True, False]  # a sum that begins with 0 has no -0
 
 
 def test_a_capacity_plans_the_same_rows_whatever_is_chosen():
