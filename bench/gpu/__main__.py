@@ -37,6 +37,7 @@ SECTIONS: dict[str, tuple[str, str, float]] = {
     "sharding": ("bench.gpu.training", "sharded", 90),
     "offload": ("bench.gpu.training", "offloaded", 90),
     "convolution": ("bench.gpu.convolution", "measure", 60),
+    "experts": ("bench.gpu.experts", "measure", 60),
     "gpt2-xl": ("bench.gpu.training", "beside_torch", 240),
 }
 LEAST = 5.0  # seconds, below which no section is begun

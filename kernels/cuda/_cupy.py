@@ -69,6 +69,10 @@ class CuPyBackend:
         """From CuPy's pool, which gives memory out again in the order of the stream."""
         return cupy.ndarray(shape, dtype)
 
+    def upload(self, values: np.ndarray) -> Array:
+        """Through pinned memory that CuPy keeps until the copy is made."""
+        return cupy.asarray(values)
+
     def gemm(
         self,
         a: Array,

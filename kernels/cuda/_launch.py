@@ -39,6 +39,9 @@ class Backend(Protocol):
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory that lives until the kernels launched so far have used it."""
 
+    def upload(self, values: np.ndarray) -> Array:
+        """A copy of a small array of the host, made when the current stream comes to it; nobody waits."""
+
     def gemm(
         self,
         a: Array,

@@ -270,8 +270,9 @@ def grouped_linear(x: "Tensor", weight: "Tensor", counts: Sequence[int] | np.nda
     """A linear layer for each group of rows: (rows, inputs) -> (rows, outputs).
 
     weight: (groups, outputs, inputs). counts: how many rows each group has, on the host; a group's rows are
-    side by side. Rows behind the last group give 0. Each group's product is a call of its own: on the CPU
-    with the bits of F.linear. Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    side by side. Rows behind the last group give 0. On the CPU each group's product has the bits of F.linear;
+    on a GPU groups of few rows have one launch together. Raises ValueError for sizes that don't fit,
+    TypeError for other dtypes.
     """
     x, weight = _matrix("grouped_linear", "x", x), tensor(weight)
     if weight.ndim != 3 or x.shape[1] != weight.shape[2] or len(counts) != weight.shape[0]:

@@ -21,6 +21,7 @@ from bench.gpu import (
     clock,
     contestant,
     convolution,
+    experts,
     first_step,
     host,
     kernels,
@@ -484,6 +485,15 @@ def test_convolution_beside_torch(played, torch_played):
     assert all(row.beside == "torch" and row.check.startswith("differ by") for row in rows.values())
     assert not [row for row in rows.values() if "WRONG" in row.check]
     assert played.rows[0].figure == pytest.approx(2 * (2 * 6 * 4 * 4) * (2 * 3 * 3) / 5e-4 / 1e12)
+
+
+@pytest.mark.torch
+def test_experts_in_one_launch_beside_a_product_for_each(played, torch_played):
+    limit = experts.grouped.FEW
+    experts.measure(played, {"small": experts.Shape(3, 16, 24)}, (2, 5))
+    rows = fine(played)
+    assert [row.beside for row in rows.values()] == 2 * [*2 * ["cublasLt, one by one"], "torch grouped_mm"]
+    assert not [row for row in rows.values() if "WRONG" in row.check] and experts.grouped.FEW == limit
 
 
 def test_launches(played, monkeypatch):

@@ -1,0 +1,133 @@
+"""Products of experts: all groups in one launch beside a call of cublasLt for each; and PyTorch's forward.
+
+The first two are the two ways of kernels/cuda/grouped.py, which takes the one or the other by a group's rows.
+Each is timed on the GPU alone, behind a queue, and with the host that launches it: a layer's forward and both
+gradients.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from bench.gpu.clock import Clock, Torch, blank, difference, filled
+from bench.gpu.products import CLOSE
+from bench.gpu.state import Run
+from shardrt.kernels.cuda import grouped
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A layer of all experts."""
+
+    experts: int
+    inputs: int
+    outputs: int
+
+
+SHAPES = {
+    "OLMoE's up": Shape(64, 2048, 2048),
+    "Qwen3-MoE's up": Shape(128, 2048, 1536),
+    "8 x 1024": Shape(8, 1024, 1024),
+}
+ROWS = (4, 16, 64, 256)  # of each expert
+
+
+def measure(run: Run, shapes: dict[str, Shape] | None = None, rows: tuple[int, ...] = ROWS) -> None:
+    """Three rows for each shape and number of rows."""
+    clock = Clock()
+    torch = Torch(clock)
+    with torch.stream():
+        for name, shape in (shapes or SHAPES).items():
+            for count in rows:
+                with run.guarded(f"{name}, {count} rows each"):
+                    compare(run, clock, torch, f"{name}, {count} rows each", shape, count)
+
+
+def compare(run: Run, clock: Clock, torch: Torch, name: str, shape: Shape, rows: int) -> None:
+    layer = Layer(shape, rows)
+    works = [layer.with_limit(limit) for limit in (1 << 62, 0)]
+    results = []
+    for work in works:
+        work()
+        results.append([array.astype("float32") for array in layer.results])
+    off = max(float(abs(a - b).max() / abs(b).max()) for a, b in zip(*results, strict=True))
+    check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
+    beside = {"beside": "cublasLt, one by one", "check": check}
+    (together, apart), _ = clock.by_turns(works)
+    run.add(f"{name}, GPU", 1e6 * together, "us", theirs=1e6 * apart, **beside)
+    together, apart = with_host(clock, works)
+    run.add(f"{name}, with the host", 1e6 * together, "us", theirs=1e6 * apart, **beside)
+    if torch.there and hasattr(torch.torch.nn.functional, "grouped_mm"):
+        theirs, result = layer.of_torch(torch)
+        ours, theirs = with_host(clock, [layer.forward, theirs])
+        off = difference(torch.of(layer.y), result())
+        check = f"differ by {off:.0e}{'' if off < CLOSE else ' WRONG'}"
+        more = {"beside": "torch grouped_mm", "theirs": 1e6 * theirs, "check": check}
+        run.add(f"{name}, forward as chosen", 1e6 * ours, "us", **more)
+
+
+class Layer:
+    """Arrays in bfloat16, the gradient of the weights in float32."""
+
+    def __init__(self, shape: Shape, rows: int) -> None:
+        self.counts = (rows,) * shape.experts
+        total = rows * shape.experts
+        self.x, self.dy = filled(total, shape.inputs), filled(total, shape.outputs, seed=1)
+        self.weight = filled(shape.experts, shape.outputs, shape.inputs, seed=2, scale=0.02)
+        self.y, self.dx = blank(*self.dy.shape), blank(*self.x.shape)
+        self.dweight = blank(*self.weight.shape, dtype="float32")
+        self.results = self.y, self.dx, self.dweight
+
+    def forward(self) -> None:
+        grouped.forward(self.x, self.weight, self.counts, self.y)
+
+    def with_limit(self, limit: int) -> Callable[[], None]:
+        """Forward and both gradients, in one launch each up to this work of a group."""
+
+        def work() -> None:
+            with few(limit):
+                self.forward()
+                grouped.backward_input(self.dy, self.weight, self.counts, self.dx)
+                grouped.backward_weight(self.x, self.dy, self.counts, self.dweight, False)
+
+        return work
+
+    def of_torch(self, torch: Torch) -> tuple[Callable[[], None], Callable[[], Any]]:
+        """(PyTorch's forward, what gives its result)."""
+        t, made = torch.torch, [None]
+        x, weight = torch.of(self.x), torch.of(self.weight).transpose(1, 2)
+        ends = t.tensor(self.counts).cumsum(0).to(t.int32).to(x.device)
+
+        def call() -> None:
+            made[0] = t.nn.functional.grouped_mm(x, weight, offs=ends)
+
+        return call, lambda: made[0]
+
+
+@contextmanager
+def few(limit: int) -> Iterator[None]:
+    """Another limit than the library's."""
+    before, grouped.FEW = grouped.FEW, limit
+    try:
+        yield
+    finally:
+        grouped.FEW = before
+
+
+def with_host(
+    clock: Clock, works: list[Callable[[], Any]], calls: int = 20, rounds: int = 5
+) -> tuple[float, ...]:
+    """Seconds of a call of each where nothing is queued before: the least of rounds by turns."""
+    found: list[list[float]] = [[] for _ in works]
+    for _ in range(rounds):
+        for work, seconds in zip(works, found, strict=True):
+            work()
+            clock.finish()
+            start = time.perf_counter()
+            for _ in range(calls):
+                work()
+            clock.finish()
+            seconds.append((time.perf_counter() - start) / calls)
+    return tuple(min(seconds) for seconds in found)
