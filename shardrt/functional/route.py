@@ -294,9 +294,10 @@ def balance_loss(probabilities: "Tensor", counts: Array, k: int) -> "Tensor":
     probabilities (T, E), from `route`; counts (E,): how many of the T tokens chose each expert. (Megatron's
     form of Fedus et al., Switch Transformers, 2021, a layer at a time.)
     """
+    probabilities = tensor(probabilities)
     tokens, experts = probabilities.shape
-    sums = balance_sums(probabilities, counts)
-    return mul(sum(mul(sums[0], sums[1])), experts / (k * max(1, tokens) ** 2))
+    chosen = tensor(device.current().asarray(counts, probabilities.dtype))
+    return mul(sum(mul(chosen, sum(probabilities, 0))), experts / (k * max(1, tokens) ** 2))
 
 
 def balance_sums(probabilities: "Tensor", counts: Array) -> "Tensor":

@@ -143,6 +143,21 @@ def test_gradients_of_the_losses():
     check_gradients(F.router_z_loss, leaf(LOGITS))
 
 
+def test_the_balance_loss_is_a_layer_of_the_pooled_one_to_the_bit_in_four_ops():
+    probabilities = Tensor(normal(TOKENS, COUNT).astype(np.float32) ** 2, requires_grad=True)
+    sums = F.balance_sums(probabilities, np.arange(COUNT))
+    expected = F.sum(sums[0] * sums[1]) * (COUNT / (K * TOKENS**2))
+    expected.backward()
+    slope, probabilities.grad = probabilities.grad, None
+    found = F.balance_loss(probabilities, np.arange(COUNT), K)
+    ops, left = 0, [found.node]
+    while left:
+        ops, left = ops + len(left), [e.node for n in left for e in n.edges if e is not None and e.node]
+    assert ops == 4 and found.item() == expected.item()
+    found.backward()
+    np.testing.assert_array_equal(probabilities.grad, slope)
+
+
 def test_the_balance_loss_is_1_in_balance_and_more_elsewhere():
     even = Tensor(np.full((8, 4), 0.25))
     assert F.balance_loss(even, [4, 4, 4, 4], 2).item() == 1
