@@ -1,8 +1,13 @@
-"""What the layers of experts cost: a product for each group that has rows."""
+"""What the layers of experts cost: a product for each group that has rows.
+
+Those of groups with few rows are one launch, behind the upload of a table.
+"""
 
 from collections.abc import Sequence
 
 from shardrt.kernels.shape._cost import Array, Cost, cost
+
+FEW = 1 << 28  # operations of a group that has no product of its own, as in the CUDA twin
 
 
 def forward(x: Array, weight: Array, counts: Sequence[int], y: Array) -> Cost:
@@ -14,9 +19,9 @@ def backward_input(dy: Array, weight: Array, counts: Sequence[int], dx: Array) -
 
 
 def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, accumulate: bool) -> Cost:
-    rows, (groups, outputs, inputs) = sum(counts), dweight.shape
+    rows, (_, outputs, inputs) = sum(counts), dweight.shape
     full = sum(count > 0 for count in counts)
-    launches = full if accumulate else groups
+    launches = _launches(counts, outputs, inputs, least=1 if accumulate else 0)
     reads = x[:rows], dy[:rows], dweight if accumulate else None
     how = {"launches": launches, "sizes": (outputs, inputs, rows, full)}
     return cost(reads, (dweight,), 2 * rows * outputs * inputs, **how)
@@ -24,8 +29,16 @@ def backward_weight(x: Array, dy: Array, counts: Sequence[int], dweight: Array, 
 
 def _groups(x: Array, weight: Array, counts: Sequence[int], y: Array, outputs: int, inputs: int) -> Cost:
     rows, full = sum(counts), sum(count > 0 for count in counts)
-    launches = full + (rows < len(y))  # rows behind the last group are set to 0
+    launches = _launches(counts, outputs, inputs, least=1)
+    launches += rows < len(y)  # rows behind the last group are set to 0
     how = {"launches": launches, "sizes": (rows, outputs, inputs, full)}
     found = cost((x[:rows], weight), (y,), 2 * rows * outputs * inputs, **how)
     idle = (len(counts) - full) * outputs * inputs * weight.dtype.itemsize
     return found._replace(nbytes=found.nbytes - idle)
+
+
+def _launches(counts: Sequence[int], outputs: int, inputs: int, least: int) -> int:
+    """Of the groups of `least` rows or more."""
+    large = sum(2 * count * outputs * inputs > FEW for count in counts)
+    small = any(least <= count and 2 * count * outputs * inputs <= FEW for count in counts)
+    return large + 2 * small

@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from shardrt.kernels import cpu, shape
+from shardrt.kernels import cpu, cuda, shape
 from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._cublaslt import _takes
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
@@ -229,6 +229,10 @@ class Counting:
         x = x.view(type("Counted", (Counted,), {"backend": self}))
         return x
 
+    def upload(self, values):
+        self.launches += 1
+        return self.own(values)
+
     def gemm(self, a, b, out, *, accumulate, bias=None, varied=False):
         self.launches += 1
 
@@ -287,6 +291,19 @@ def test_launches_are_those_of_the_gpu(name, case, dtype, counting):
     if not name.startswith(OTHER_BYTES) and not patches:
         once = sum(x.nbytes for x in (*cost.reads, *cost.writes))
         assert cost.nbytes == once + 2 * counting.scratch
+
+
+@pytest.mark.parametrize("function", ["forward", "backward_input", "backward_weight"])
+def test_experts_of_many_rows_are_launched_one_by_one(function, counting):
+    assert shape.grouped.FEW == cuda.grouped.FEW
+    counts, sizes = [700, 0, 3, 690, 9], (256, 1024)  # 2 * 512 * 256 * 1024 is the most
+    x, y = (counting.own(np.empty((1500, size), np.float16)) for size in sizes[::-1])
+    weight = counting.own(np.empty((5, *sizes), np.float16))
+    arguments = {"forward": (x, weight, counts, y), "backward_input": (y, weight, counts, x)}
+    given = arguments.get(function, (x, y, counts, weight, True))
+    getattr(cuda.grouped, function)(*given)
+    assert getattr(shape.grouped, function)(*given).launches == counting.launches
+    assert counting.launches == 2 + 2 + (function != "backward_weight")
 
 
 def test_many_parts_of_many_elements_are_summed_some_at_a_time(counting):
