@@ -14,9 +14,8 @@ COUNTS = {"some": (3, 0, 1, 6), "one": (0, 0, 10, 0), "none": (0, 0, 0, 0), "all
 MANY = (35, 0, 2, 40)  # more rows than a tile
 
 
-@pytest.fixture
-def products(emulated, monkeypatch):
-    """How many products cublasLt was asked for."""
+def asked(emulated, monkeypatch):
+    """The products that cublasLt is asked for from now on. (No fixture: tests/gpu runs these tests, too.)"""
     found, gemm = [], emulated.gemm
     monkeypatch.setattr(emulated, "gemm", lambda *args, **how: (found.append(args), gemm(*args, **how))[1])
     return found
@@ -49,7 +48,8 @@ def compare(element, counts, inputs, outputs, offset=0, gradient=None):
 @pytest.mark.parametrize("few", [0, cuda.FEW], ids=["cublasLt", "together"])
 @pytest.mark.parametrize("element", ELEMENTS)
 @pytest.mark.parametrize("counts", COUNTS.values(), ids=COUNTS)
-def test_products(products, monkeypatch, element, counts, few):
+def test_products(emulated, monkeypatch, element, counts, few):
+    products = asked(emulated, monkeypatch)
     monkeypatch.setattr(cuda, "FEW", few)
     compare(element, counts, 5, 7)
     assert len(products) == (0 if few else 4 * sum(count > 0 for count in counts))
@@ -61,7 +61,8 @@ def test_products(products, monkeypatch, element, counts, few):
     [(72, 40, 0), (40, 72, 0), (72, 40, 1), (33, 66, 0)],
     ids=["vectors", "vectors, wide", "not aligned", "odd"],
 )
-def test_products_of_several_tiles(products, element, inputs, outputs, offset):
+def test_products_of_several_tiles(emulated, monkeypatch, element, inputs, outputs, offset):
+    products = asked(emulated, monkeypatch)
     compare(element, MANY, inputs, outputs, offset)
     assert not products
 
@@ -72,7 +73,8 @@ def test_gradients_of_weights_in_float32(emulated, element, width):
     compare(element, MANY, width, width, gradient=np.float32)
 
 
-def test_groups_of_few_rows_have_one_launch_and_the_others_a_product_each(emulated, products, monkeypatch):
+def test_groups_of_few_rows_have_one_launch_and_the_others_a_product_each(emulated, monkeypatch):
+    products = asked(emulated, monkeypatch)
     monkeypatch.setattr(cuda, "FEW", 2 * 8 * 8 * 3)  # three rows
     compare("float32", (3, 4, 0, 1, 9), 8, 8)
     assert emulated.launches == ["forward", "backward_input", "backward_weight", "backward_weight"]
@@ -98,29 +100,6 @@ def test_the_bits_of_a_group_do_not_depend_on_the_others(emulated, element):
     apart = zip(of((30,), 0, slice(0, 1)), of((37, 13), 30, slice(1, 3)), strict=True)
     for whole, parts in zip(together, apart, strict=True):
         np.testing.assert_array_equal(whole, np.concatenate(parts))
-
-
-def test_the_host_does_not_wait_for_the_gpu(software, gpu):
-    """There nothing runs before it does."""
-    x, weight = (gpu.asarray(normal(*shape).astype(np.float32)) for shape in ((12, 5), (4, 7, 5)))
-    y = gpu.empty((12, 7), np.float32)
-    gpu.current_stream.synchronize()
-    begun, before = len(software.log), waiting(software)
-    cuda.forward(x, weight, COUNTS["some"], y)
-    issued = [what for what, *_ in software.log[begun:]]
-    assert "launch" in issued and waiting(software) == before + len(issued)
-    assert_close(gpu.to_numpy(y)[:10], np.concatenate([a @ b.T for a, b in parts(x, weight)]))
-
-
-def waiting(software):
-    """What was issued and has not run; other tests may have left some in streams of their own."""
-    return sum(len(stream.queue) for stream in software.working())
-
-
-def parts(x, weight):
-    """(rows, weight) of each group of COUNTS["some"], on the host."""
-    x, weight = x.get(), weight.get()
-    return zip(np.split(x[:10], np.cumsum(COUNTS["some"])[:-1]), weight, strict=True)
 
 
 def test_its_tiles_are_those_of_the_source():

@@ -115,3 +115,30 @@ def test_ops_take_arrays_of_the_device(gpu):
     order = F.expert_order(experts, 3, capacity=2, priority=weights)
     y = F.combine(F.dispatch(x, order), weights, order)
     assert y.shape == (6, 3) and (order.counts <= 2).all()
+
+
+COUNTS = (3, 0, 1, 6)  # rows of each group
+
+
+def test_the_host_does_not_wait_for_the_table_of_a_launch_of_products(software, gpu):
+    """There nothing runs before it does."""
+    x, weight = (gpu.asarray(normal(*shape).astype(np.float32)) for shape in ((12, 5), (4, 7, 5)))
+    y = gpu.empty((12, 7), np.float32)
+    gpu.current_stream.synchronize()
+    begun, before = len(software.log), waiting(software)
+    gpu.kernels.grouped.forward(x, weight, COUNTS, y)
+    issued = [what for what, *_ in software.log[begun:]]
+    assert "launch" in issued and waiting(software) == before + len(issued)
+    expected = np.concatenate([a @ b.T for a, b in parts(x, weight)])
+    np.testing.assert_allclose(gpu.to_numpy(y)[:10], expected, rtol=1e-5, atol=1e-6)
+
+
+def waiting(software):
+    """What was issued and has not run; other tests may have left some in streams of their own."""
+    return sum(len(stream.queue) for stream in software.working())
+
+
+def parts(x, weight):
+    """(rows, weight) of each group, on the host."""
+    x, weight = x.get(), weight.get()
+    return zip(np.split(x[:10], np.cumsum(COUNTS)[:-1]), weight, strict=True)
