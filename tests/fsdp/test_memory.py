@@ -17,7 +17,8 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, no_sync, units
+from shardrt.fsdp.schedule import Schedule
 from shardrt.recompute import checkpoint_blocks
 from tests.fsdp.nets import Net, loss_of, shard
 from tests.ranks import run_ranks
@@ -53,6 +54,17 @@ def test_a_dry_run_leaves_the_model_and_the_random_numbers_as_they_were():
     memory_plan(planned, step=backward_of(planned))
     for name, values in trained(planned).items():
         np.testing.assert_array_equal(values, expected[name])
+
+
+def test_a_step_is_planned_under_the_schedule_that_runs_it(monkeypatch):
+    told = []
+    monkeypatch.setattr(Schedule, "tell", lambda self, point, unit=None: told.append((point, unit)))
+    model = gpt(layers=3)
+    memory_plan(model, step=backward_of(model))
+    planned = told.copy()
+    told.clear()
+    backward_of(model)()
+    assert planned == told and ("reduce", units(model)[2]) in told
 
 
 def test_a_model_that_has_been_trained_can_be_planned_and_goes_on():
@@ -125,8 +137,8 @@ def test_accumulation_in_the_step_is_seen():
     assert found.device["full gradients"] == asked.device["full gradients"] > each.device["full gradients"]
 
 
-@pytest.mark.parametrize("units", ["one", "blocks"])
-def test_forwards_in_flight_are_recomputed_in_a_plan(units):
+@pytest.mark.parametrize("sharded", ["one", "blocks"])
+def test_forwards_in_flight_are_recomputed_in_a_plan(sharded):
     """As they are in a pipeline: one backward comes between the forwards of others."""
 
     class Stack(nn.Module):
@@ -141,7 +153,7 @@ def test_forwards_in_flight_are_recomputed_in_a_plan(units):
 
     model = Stack()
     checkpoint_blocks(list(model.blocks)[1:])
-    for block in model.blocks if units == "blocks" else ():
+    for block in model.blocks if sharded == "blocks" else ():
         fully_shard(block)
     fully_shard(model)
 
