@@ -345,6 +345,11 @@ def _streams() -> Streams:
     return streams[here]
 
 
+def forget(here: Device) -> None:
+    """Drop this thread's streams and host buffers on a device that is used no more."""
+    _state.__dict__.get("streams", {}).pop(here, None)
+
+
 def _copy(here: Device, pairs: list[tuple[Array, Array]]) -> None:
     for target, source in pairs:
         here.copy(target, source)

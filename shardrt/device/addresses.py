@@ -35,7 +35,7 @@ class Addresses:
         if self._free.get(size):
             return self._free[size].pop()
         if self._next + size > self._end:
-            self._reserve(max(size, _CHUNK))
+            self._reserve(size)
         start, self._next = self._next, self._next + size
         return start
 
@@ -43,12 +43,16 @@ class Addresses:
         """They may be lent again at once."""
         self._free.setdefault(_aligned(nbytes), []).append(start)
 
-    def _reserve(self, size: int) -> None:
+    def _reserve(self, least: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
-        try:
-            memory = mmap.mmap(-1, size, flags=flags, prot=_PROT_NONE)
-        except (OSError, ValueError) as error:
-            raise MemoryError(f"no addresses for {size} bytes more ({error}); see `ulimit -v`") from error
+        for size in (max(least, _CHUNK), least):
+            try:
+                memory = mmap.mmap(-1, size, flags=flags, prot=_PROT_NONE)
+                break
+            except (OSError, ValueError) as error:
+                raised = error
+        else:
+            raise MemoryError(f"no addresses for {least} bytes more ({raised}); see `ulimit -v`")
         self._chunks.append(np.frombuffer(memory, np.uint8))
         self._next = self._chunks[-1].__array_interface__["data"][0]
         self._end = self._next + size

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from shardrt import device, random
+from shardrt import activation_offload, device, random
 from shardrt.device.program import Free, Program, Take
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp.group import ParameterGroup
@@ -42,6 +42,7 @@ def dry_run(model: Module, units: list[Unit], step: Callable[[], Any]) -> Taken:
     """
     here = SimulatedDevice(units[0].settings.mesh.device, alone=True)
     with ExitStack() as stack:
+        stack.callback(activation_offload.forget, here)
         stack.enter_context(units[0].settings.mesh.on(here))
         stack.enter_context(device.use(here))
         stack.enter_context(random.at(random.state()))

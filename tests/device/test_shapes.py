@@ -220,3 +220,21 @@ def test_terabytes_of_addresses_take_no_memory(here):
     arrays = [here.buffer(1 << 38, np.float32) for _ in range(4)]  # 1 TiB each
     assert arrays[3][1 << 37 :].nbytes == 1 << 39
     assert isinstance(items_of(here, lambda: arrays[0].__iadd__(arrays[1]))[1][-1], Work)
+
+
+LIMITED = """
+import resource, numpy as np
+from shardrt.device.addresses import Addresses
+resource.setrlimit(resource.RLIMIT_AS, (8 << 30, 8 << 30))
+addresses = Addresses()
+addresses.take(1 << 30)
+try:
+    addresses.take(1 << 40)
+except MemoryError as error:
+    print(error)
+"""
+
+
+def test_few_addresses_are_enough_for_small_models_and_too_few_an_error():
+    ended = subprocess.run([sys.executable, "-c", LIMITED], capture_output=True, text=True, timeout=60)
+    assert "no addresses for 1099511627776 bytes more" in ended.stdout, ended.stderr

@@ -3,7 +3,9 @@
 That its numbers are right is held by tests/mpi/memory.py, where every rank is a process.
 """
 
+import gc
 import sys
+import weakref
 
 import ml_dtypes
 import numpy as np
@@ -14,6 +16,7 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
+from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
@@ -101,6 +104,21 @@ def test_planning_two_gigabytes_takes_a_few_megabytes():
     plan = memory_plan(model, step=lambda: F.cross_entropy(model(tokens), tokens).backward())
     taken = psutil.Process().memory_info().rss - before
     assert plan.device_bytes > 2e9 and taken < 60e6, (plan.device_bytes, taken)
+
+
+def test_what_a_plan_was_made_on_goes_with_it():
+    model, seen = gpt(), []
+    for block in model.blocks:
+        offload_activations(block)
+
+    def step():
+        seen.append(weakref.ref(device.current()))
+        backward_of(model)()
+
+    memory_plan(model, step=step)
+    for _ in range(2):  # arrays, which the collector does not look into, and then what they held
+        gc.collect()
+    assert seen[0]() is None
 
 
 def test_categories_say_where_things_are():
