@@ -9,7 +9,8 @@ import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import device, nn, optim
 from shardrt import functional as F
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, world
+from shardrt.comm.simulated import world_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HOST, Free, HostWait, Record, Take, Wait, Work
@@ -71,15 +72,18 @@ def alive(program):
     return held
 
 
+@pytest.mark.parametrize("ranks", [1, 6, 16384])
 @pytest.mark.parametrize("accumulate", [False, True])
 @pytest.mark.parametrize("name", SETTINGS)
-def test_buffers_are_those_of_the_plan_to_the_byte(name, accumulate):
+def test_buffers_are_those_of_the_plan_to_the_byte(name, accumulate, ranks):
     like, settings = SETTINGS[name]
     here = SimulatedDevice(like)
-    model = sharded(here, **settings)
-    plan = memory_plan(model, no_sync=accumulate)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-    step(model, optimizer, accumulate)
+    # One rank a node: memory that ranks share is counted in parts.
+    with world.use(world_of(ranks, here, rank=ranks - 1, local_size=1)):
+        model = sharded(here, **settings)
+        plan = memory_plan(model, no_sync=accumulate)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+        step(model, optimizer, accumulate)
     held = alive(here.program)
     planned = {("device", name): n for name, n in plan.device.items()}
     planned |= {("host", name): n for name, n in plan.host.items()}
