@@ -23,6 +23,7 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HOST, Collective
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan, units
+from shardrt.simulate.races import races
 from tests.parallel import piped
 from tests.ranks import run_ranks
 
@@ -239,6 +240,27 @@ def test_cpus_of_a_node_share_what_they_gather():
     for size_of_node in (1, 2):
         with worlds.use(world_of(2, SimulatedDevice(CPUDevice), 0, size_of_node, shared=True)):
             assert create("auto").shares_memory == (size_of_node == 2)
+
+
+def pipelined():
+    pipeline, data = piped.build((2, 1, 2), "1F1B")
+    for step in range(2):
+        pipeline.step(piped.loss_of, piped.batches_of(step, data))
+
+
+@pytest.mark.parametrize(
+    ("stands_for", "like", "shared", "function"),
+    [
+        ({rank: [rank] for rank in range(2)}, CPUDevice, True, lambda: trained("FULL_SHARD")),
+        ({rank: [rank] for rank in range(4)}, CUDADevice, False, lambda: trained("HYBRID_SHARD")),
+        ({0: (0, 1), 2: (2, 3)}, CUDADevice, False, pipelined),
+    ],
+    ids=["sharing memory", "hybrid", "pipeline"],
+)
+def test_recordings_of_several_ranks_have_no_race_between_them(stands_for, like, shared, function):
+    devices = {rank: SimulatedDevice(like) for rank in stands_for}
+    run(sum(map(len, stands_for.values())), stands_for, devices.__getitem__, function, shared=shared)
+    assert not races([here.program for here in devices.values()])
 
 
 def test_recorded_ranks_hear_each_other_and_those_that_they_stand_for():

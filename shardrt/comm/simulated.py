@@ -218,6 +218,7 @@ class SimulatedCommunicator(Communicator):
         first = min(self._recorded)
         own = self._device.buffer(count, dtype) if self._here == first else None
         memory = self._meet(("memory", self._made), own)[first]
+        self._barrier("")  # whoever took it has filled it with zeros
         self._board.shared.add(block_of(memory))
         return self._device.its_own(memory)
 

@@ -204,7 +204,12 @@ class SimulatedDevice(Device):
         return self.empty(shape, dtype) if self.like.pools_results else self._array(shape, dtype, "results")
 
     def buffer(self, count: int, dtype: Any) -> Array:
-        return self._array(count, dtype, "buffers")
+        array = self._array(count, dtype, "buffers")
+        if self.host is not self:  # as CUDA's: zeros, and other streams may use it at once
+            with self.running_in(self.current_stream, self.label):
+                self.work("memset", (), (array,))
+            self.current_stream.synchronize()
+        return array
 
     def its_own(self, array: Array) -> Array:
         """An array of this device in memory that another one has taken."""
