@@ -30,6 +30,11 @@ class Block:
     indices: tuple[int, ...] = (0,)
     count: int = 1
 
+    @property
+    def together(self) -> int:
+        """How many ranks have blocks of the same part."""
+        return self.count // len(self.indices)
+
     def cut(self, index: int, count: int) -> "Block":
         """Of these blocks together, equal part `index` of `count` along time."""
         finer = count // gcd(count, len(self.indices))

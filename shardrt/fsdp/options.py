@@ -6,6 +6,7 @@ Each call holds for all units of a module; what is changed lies in their `Choice
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from shardrt import autograd
 from shardrt.comm import talk
 from shardrt.fsdp.setup import units_for
 from shardrt.kernels.determinism import use_deterministic_algorithms
@@ -61,7 +62,8 @@ def set_find_unused_parameters(module: Module, find: bool = True) -> None:
 def set_world_invariant(module: Module, micro_batches: int) -> None:
     """Train to the same bits on 1, 2, 4, ... ranks. Call it on the outermost module, after fully_shard.
 
-    micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W.
+    micro_batches: M, those of a step on all ranks together; a power of two, as is the number of ranks W
+    (where sequences lie on several ranks, of groups of them: the bits depend on how many that are).
     A step is M / W times forward and backward, rank r of W having micro-batch j W + r as its j-th, then the
     update and zero_grad. The gradients of the M micro-batches are added by one tree, whatever W is, so divide
     the loss of each by M, or by the tokens of the step; the divide factor is 1. Dropout masks are those of
@@ -85,8 +87,10 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
             f"set_world_invariant: {tied!r} is on two stages, whose gradients are not added by the tree of "
             "micro-batches; untie it"
         )
+    with autograd.enable_grad():
+        block = module.batch_block
     for unit in units_for("set_world_invariant", module):
-        size = unit.settings.mesh.size
+        size = unit.data_ranks // (1 if block is None else block.together)
         for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"set_world_invariant: {name} must be a power of two, got {value}")

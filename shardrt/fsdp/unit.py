@@ -100,7 +100,7 @@ class Unit:
     def micro_batches(self) -> int | None:
         """Of a step, over all ranks; None without set_world_invariant."""
         own = self.choices.micro_batches
-        return None if own is None else own * self.settings.mesh.size
+        return None if own is None else own * self.data_ranks
 
     def built(self) -> Any:
         """The schedule. Builds that of the whole model, and the shards, if there is none yet: collective."""

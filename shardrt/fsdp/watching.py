@@ -62,7 +62,11 @@ class MicroBatches:
     def _begin(self) -> None:
         groups = [group for unit in self._units for group in unit.groups if group.trainable]
         done = {group.sum.reductions for group in groups} or {0}
-        done_before, each, size = max(done), self._units[0].choices.micro_batches, self._mesh.size
+        done_before, each = max(done), self._units[0].choices.micro_batches
+        block = self._units[0].modules[0].batch_block
+        size, own = self._mesh.size, self._mesh.rank
+        if block is not None:  # ranks that have parts of the time have the same micro-batch
+            size, own = size // block.together, block.part
         if random.turn() is not None:  # of a pipeline: backwards lag behind
             self._before = done_before if random.turn() == 0 else self._before
             done_before = self._before + random.turn()
@@ -74,7 +78,7 @@ class MicroBatches:
             )
         if done_before == 0:
             self._calls = random.calls()
-        random.begin_micro_batch(done_before * size + self._mesh.rank, self._calls)
+        random.begin_micro_batch(done_before * size + own, self._calls)
 
 
 _DEBUG = os.environ.get("SHARDRT_DEBUG", "0") not in ("", "0")

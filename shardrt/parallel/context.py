@@ -132,11 +132,6 @@ class Summing:
                     f"ContextParallel: gradients of unit {unit.label} are summed over {unit.settings.mesh!r} "
                     f"alone, not over {self._mesh!r}, along which sequences lie: {take}"
                 )
-            if unit.micro_batches is not None:
-                raise ValueError(
-                    "set_world_invariant: the tree of its sums has whole micro-batches as leaves, and ranks "
-                    f"of {self._mesh!r} have parts of one"
-                )
         for parameter in module.parameters():
             storage = parameter.storage
             if parameter.requires_grad and isinstance(storage, LocalStorage) and not storage.ignored:

@@ -9,24 +9,29 @@ import pytest
 
 import shardrt
 from models.generate import ByteText, generate
+from models.plans import plan_of
 from models.vit import SIZES, ViT
-from shardrt import Tensor, no_grad
+from shardrt import Tensor, no_grad, optim
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
-from shardrt.comm import CountedCommunicator, init_device_mesh
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh, talk
 from shardrt.fsdp import (
     MixedPrecisionPolicy,
     explain,
     fully_shard,
     memory_plan,
+    set_gradient_divide_factor,
     set_world_invariant,
 )
 from shardrt.functional.context import context_attention, positions_of
+from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import (
     ColwiseParallel,
     ContextParallel,
     context_plan,
     parallelize_module,
+    set_tensor_invariant,
     shard_sequence,
 )
 from shardrt.parallel.pipeline import Pipeline
@@ -223,6 +228,57 @@ def test_stages_of_a_pipeline():
     assert [norm for _, norm in ranks] == [pytest.approx(norm / 2, rel=1e-5)] * 4  # the mean over ranks
 
 
+def by_a_tree(axes, tree=True, sequence=False, steps=2):
+    """(losses of all micro-batches in their order, norms, weights) in micro-batches of one sequence."""
+    mesh = mesh_of(**axes)
+    model, plan = make("gpt"), plan_of(make("gpt"), sequence_parallel=sequence)
+    for axis, own in ((mesh["tp"], plan), (mesh["cp"], PLAN)):
+        parallelize_module(model, axis, own)
+    if tree:
+        set_tensor_invariant(model, 2)
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=data_of(mesh))
+    set_world_invariant(model, BATCH) if tree else set_gradient_divide_factor(model, 1.0)
+    rows = mesh["dp_replicate", "dp_shard"]
+    optimizer, losses, norms = optim.AdamW(model.parameters(), lr=1e-2), [], []
+    for step in range(steps):
+        shardrt.manual_seed(3, step=step)
+        text = np.random.default_rng(step).integers(0, VOCAB, (BATCH, TIME + 1))
+        for row in range(rows.rank, BATCH, rows.size):
+            part = shard_sequence(text[[row], :-1], text[[row], 1:], mesh=mesh["cp"])
+            loss = model(**part._asdict(), reduction="sum") * (1 / (BATCH * TIME))
+            loss.backward()
+            losses.append((step, row, mesh.rank_of("cp"), loss.item()))
+        norms.append(clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        optimizer.zero_grad()
+    everyone = talk.from_all(mesh.communicator("control"), losses)
+    return sorted({tuple(each) for own in everyone for each in own}), norms, full_state_dict(model)
+
+
+def same_in_all(found, expected):
+    assert found[:2] == expected[:2]
+    for name, values in expected[2].items():
+        np.testing.assert_array_equal(found[2][name], values, err_msg=name)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_with_a_tree_over_micro_batches_and_parts_of_modules_other_axes_change_no_bit(sequence):
+    """Both modes, with dropout. How many ranks share a sequence does."""
+    expected = run_ranks(2, by_a_tree, {"cp": 2}, sequence=sequence)[0]
+    for axes in ({"shards": 2, "cp": 2}, {"cp": 2, "tp": 2}, {"copies": 2, "cp": 2, "tp": 2}):
+        found = run_ranks(int(np.prod([*axes.values()])), by_a_tree, axes, sequence=sequence)[0]
+        same_in_all(found, expected)
+    (alone,) = run_ranks(1, by_a_tree, {}, sequence=sequence)
+    np.testing.assert_allclose(alone[1], expected[1], rtol=1e-5)
+    assert alone[1] != expected[1]
+
+
+def test_without_these_modes_the_ranks_of_the_data_change_bits():
+    found = [run_ranks(2 * dp, by_a_tree, {"shards": dp, "cp": 2}, tree=False)[0] for dp in (1, 2)]
+    assert found[0][1] != found[1][1]
+
+
 # --- without a backward
 
 
@@ -335,11 +391,6 @@ def in_another(model, batch):
     outer(batch["tokens"])
 
 
-def beside_a_tree(model, mesh):
-    fully_shard(model, mesh=data_of(mesh))
-    set_world_invariant(model, 4)
-
-
 REFUSED = {
     "positions that are left out": ({"call": without_positions}, "train on parts of sequences"),
     "gradients that nobody sums": (
@@ -350,7 +401,6 @@ REFUSED = {
         {"spread": lambda model, mesh: fully_shard(model, mesh=mesh["dp_shard"])},
         "alone, not over .*, along which sequences lie",
     ),
-    "a tree of sums": ({"spread": beside_a_tree}, "have parts of one"),
     "a whole that was put together afterwards": ({"call": in_another}, "call it on the outermost module"),
     "a second plan": (
         {"spread": lambda model, mesh: parallelize_module(model, mesh["cp"], PLAN)},

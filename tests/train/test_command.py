@@ -79,11 +79,6 @@ BAD_INPUT = {
         USAGE,
         "parallel.cp: 2 ranks need samples of a multiple of 4 tokens, not 10",
     ),
-    "sequences over ranks beside a tree of sums": (
-        ["--parallel.cp", "2", "--deterministic", "world-invariant"],
-        USAGE,
-        "leave parallel.cp at 1",
-    ),
     "a schedule that the micro-batches do not fit": (
         ["--parallel.pp", "2", "--micro-batches", "3"],
         USAGE,

@@ -71,6 +71,14 @@ def test_every_number_of_ranks_leaves_the_same(folder):
         assert left(folder, f"on {ranks}") == left(folder, "alone")
 
 
+def test_so_it_is_where_two_ranks_share_each_sequence(folder):
+    for ranks in (2, 4):
+        run(ranks, f"cp 2 on {ranks}", "--steps", "6", "--parallel.cp", "2")
+    assert left(folder, "cp 2 on 4") == left(folder, "cp 2 on 2")
+    found, expected = curves(folder, "cp 2 on 2")[0], curves(folder, "alone")[0]
+    np.testing.assert_allclose(found, expected, rtol=1e-5)
+
+
 def test_without_the_mode_bits_differ(folder):
     """Same batch, same micro-batches, same data and masks but for the order of sums."""
     without = ("--deterministic", "per-world", "--model.dropout", "0.0", "--steps", "6")
