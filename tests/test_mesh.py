@@ -7,7 +7,7 @@ import shardrt
 from shardrt import nn, optim
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import digits as d
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import fully_shard, units
 from tests.fsdp.nets import Block, Net, batches, loss_of, shard, train
 from tests.parallel import nets
@@ -187,6 +187,19 @@ def test_three_axes_are_folded_at_any_place(size):
         assert told["meet"] == [False, size == 4, True]
         assert told["ep, tp"] == ranks[row].tolist()  # tp lies inside
         assert told["but"] == (row, column // 2)
+
+
+def test_stages_make_slices_of_folds_without_each_other(monkeypatch):
+    """Experts of one stage, say, where the other has none."""
+    monkeypatch.setattr(thread, "_PATIENCE", 2.0)
+
+    def body():
+        mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("pp", "dp_shard"))
+        fold = mesh.fold("ep", 2, over=("dp_shard",))
+        mesh.come_apart(mesh["pp"].axes)
+        return met(mesh.along(fold["ep"].axes)) if mesh.rank_of("pp") else None
+
+    assert run_ranks(8, body) == [None] * 4 + [[4, 5]] * 2 + [[6, 7]] * 2
 
 
 def test_a_fold_of_an_axis_that_others_lie_inside():

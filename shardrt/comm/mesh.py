@@ -223,7 +223,7 @@ class DeviceMesh:
         """
         root = self.root
         others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
-        if axes and len(others) > 1:
+        if axes and others:
             root._within = root[tuple(others)]
 
     def names_of(self, axes: Digits) -> list[str]:

@@ -7,6 +7,7 @@ from typing import TypeVar
 from shardrt.comm import talk
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.nn.module import Module
+from shardrt.nn.moe import MoE
 from shardrt.nn.share import CUT, SAME, Share
 from shardrt.parallel.around import Deciding
 from shardrt.parallel.axis import Alone, Axis, batch_of
@@ -71,6 +72,11 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     batch = batch_of(model, mesh.root)
     batch.same += mesh.axes
     axis = Axis(mesh, in_sequence(style for _, style in chosen), batch)
+    routed = next((path for path, module in model.named_modules() if isinstance(module, MoE)), None)
+    if axis.sequence and routed is not None:
+        raise ValueError(
+            f"SequenceParallel: {routed!r} has experts, whose gradients would be those of a part of the time"
+        )
     for role in ("tensor", "control"):
         mesh.communicator(role)
     mesh.root.communicator("control")
