@@ -5,7 +5,7 @@ rows side by side, and a token's choices are in ascending order of experts. What
 how much it counts has.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any
@@ -321,12 +321,16 @@ def router_z_loss(logits: "Tensor") -> "Tensor":
     return mean(square(logsumexp(logits, -1)))
 
 
-def top2_gate(logits: "Tensor", noisy: bool) -> "tuple[Tensor, ExpertOrder, Tensor]":
+def top2_gate(
+    logits: "Tensor", noisy: bool, of_all: Callable[[np.ndarray], np.ndarray] | None = None
+) -> "tuple[Tensor, ExpertOrder, Tensor]":
     """(weights (tokens, 2), order, loss) of FairScale's top2gating: see nn.Top2Gate.
 
     logits (tokens, experts). noisy: Gumbel noise of this step's random numbers where the second expert is
-    chosen. Raises ValueError where the tokens are no multiple of the experts, TypeError for other than
-    floats.
+    chosen. of_all: gives how many first choices of each expert the loss counts, of as many tokens, from those
+    of these tokens, int64 (experts,) on the host, which waits for them; None: these.
+
+    Raises ValueError where the tokens are no multiple of the experts, TypeError for other than floats.
     """
     logits = _matrix("top2_gate", "logits", logits)
     tokens, count = logits.shape
@@ -346,8 +350,12 @@ def top2_gate(logits: "Tensor", noisy: bool) -> "tuple[Tensor, ExpertOrder, Tens
     order = expert_order(experts, count, capacity=2 * tokens // count, priority=priority)
     taken = mul(Take.apply(gates, experts), tensor((order.places >= 0).astype(logits.dtype)))
     weights = div(taken, clamp(sum(taken, -1, keepdims=True), np.finfo(logits.dtype).eps))
-    loss = mean(mul(mean(gates, 0), mean(tensor(is_first), 0)))
-    return weights, order, loss
+    share = mean(tensor(is_first), 0)
+    if of_all is not None:
+        even = np.full(count, tokens // count)
+        firsts = np.rint(device.current().read(share.data, even / tokens) * tokens).astype(np.int64)
+        share = tensor(device.current().asarray(of_all(firsts) / tokens, logits.dtype))
+    return weights, order, mean(mul(mean(gates, 0), share))
 
 
 def gumbel(shape: tuple[int, int], dtype: Any) -> Array:

@@ -67,18 +67,18 @@ class Router(Module):
             self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.widened(mesh.axes)
             self.balance_mesh.communicator("control")
 
-    def chosen(self, order: ExpertOrder) -> np.ndarray:
+    def of_all(self, chosen: np.ndarray) -> np.ndarray:
         """How many tokens chose each expert, for the balance loss: over several ranks the mean of theirs.
 
         So that it is of as many tokens as this rank has. The sums are of integers.
         """
         if self.balance_mesh is None:
-            return order.chosen
-        total, here = order.chosen.copy(), device.current()
+            return chosen
+        total, here = chosen.copy(), device.current()
         ranks = self.balance_mesh.communicator("control")
         ranks.all_reduce(total, stream=here.current_stream, what="balance loss")
         here.wait_here()
-        return total * (order.chosen.sum() / max(1, total.sum()))
+        return total * (chosen.sum() / max(1, total.sum()))
 
 
 class TopKRouter(Router):
@@ -139,10 +139,11 @@ class TopKRouter(Router):
 
     def _loss(self, logits: Tensor, probabilities: Tensor, order: ExpertOrder) -> Tensor:
         if self.pooled:
-            return F.balance_sums(probabilities, self.chosen(order))
+            return F.balance_sums(probabilities, self.of_all(order.chosen))
         loss = None
         if self.balance_loss:
-            loss = F.balance_loss(probabilities, self.chosen(order), self.per_token) * self.balance_loss
+            chosen = self.of_all(order.chosen)
+            loss = F.balance_loss(probabilities, chosen, self.per_token) * self.balance_loss
         if self.z_loss:
             z_loss = F.router_z_loss(logits) * self.z_loss
             loss = z_loss if loss is None else loss + z_loss
@@ -174,7 +175,8 @@ class Top2Gate(Router):
         self.balance_loss = balance_loss
 
     def forward(self, x: Tensor) -> Routing:
-        weights, order, loss = F.top2_gate(self.logits(x), self.training)
+        of_all = None if self.balance_mesh is None else self.of_all
+        weights, order, loss = F.top2_gate(self.logits(x), self.training, of_all)
         self.count(order)
         return Routing(weights, order, loss * self.balance_loss)
 
@@ -265,11 +267,11 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     cut.) An all-reduce of an integer for each expert, in each forward of each router. Ranks with parts of the
     same samples, by TokenParallel or ContextParallel, are counted besides. Call it on every rank.
 
-    Raises ValueError if `model` has no nn.TopKRouter, or one of another kind.
+    Raises ValueError if `model` has no router of this package, TopKRouter or Top2Gate.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
-    if not routers or not all(isinstance(router, TopKRouter) for router in routers):
-        raise ValueError(f"balance_over: {type(model).__name__} must have routers, all of them nn.TopKRouter")
+    if not routers:
+        raise ValueError(f"balance_over: {type(model).__name__} must have routers, TopKRouter or Top2Gate")
     for router in routers:
         router.balance_along(mesh)
 

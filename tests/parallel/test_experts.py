@@ -152,6 +152,34 @@ def test_the_gradient_of_the_balance_loss_is_the_same_on_every_mesh():
     assert any(np.abs(own[name] - gradient).max() > 1e-4 for name, gradient in expected.items())
 
 
+def gate_gradient(shards, ep, tokens, over=True):
+    """(loss, gradient of its weight) of a Top2Gate by its balance loss, of this rank."""
+    model = make()
+    for block in model.blocks:
+        block.moe.router = nn.Top2Gate(WIDTH, COUNT)
+    model, data = spread(shards, ep, over=over, model=model)
+    model.balance = lambda x: model.blocks[0](x)[1]
+    register_forward_method(model, "balance")
+    loss = model.balance(Tensor(np.split(tokens, data.size)[data.rank]))
+    loss.backward()
+    found = {name: np.array(gradient) for name, gradient in full_gradients(model)}
+    return loss.item(), found["blocks.0.moe.router.weight"]
+
+
+def test_so_is_that_of_fairscales_gate():
+    """Its shares of first choices are those of all tokens; it has neither noise nor what is dropped in it."""
+    tokens = tokens_of(4)[: 8 * COUNT]
+    tokens[2 * COUNT :, 0] += 2
+    ((loss, expected),) = run_ranks(1, gate_gradient, 1, 1, tokens)
+    assert np.abs(expected).max() > 1e-4
+    for mesh in ((2, 1), (1, 2), (2, 2)):
+        found = run_ranks(mesh[0] * mesh[1], gate_gradient, *mesh, tokens)
+        assert np.mean([each[0] for each in found]) == pytest.approx(loss, rel=1e-6)
+        np.testing.assert_allclose(found[0][1], expected, atol=1e-6 * np.abs(expected).max())
+    own = run_ranks(2, gate_gradient, 2, 1, tokens, over=False)[0][1]
+    assert np.abs(own - expected).max() > 1e-2 * np.abs(expected).max()
+
+
 def test_what_can_not_be_is_said_in_one_line():
     def refused():
         mesh = init_device_mesh("cpu", (1, 2), ("efsdp", "ep"))
