@@ -6,9 +6,8 @@ Each call holds for all units of a module; what is changed lies in their `Choice
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from shardrt import autograd
 from shardrt.comm import talk
-from shardrt.fsdp.setup import units_for
+from shardrt.fsdp.setup import sharing_of, units_for
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
 from shardrt.nn.vision import BatchNorm2d
@@ -73,7 +72,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
 
     Raises ValueError for numbers that don't fit, `module` without a unit, and batch norm, whose statistics
     depend on which samples one rank, or all ranks at one time, have. When the units are built, it is raised
-    for gradients on the host, trained parameters that are ignored, and NCCL's own sums: the mesh must have
+    for gradients on the host, trained parameters that are ignored, nn.balance_over, experts on several ranks
+    that are no neighbours or send gradients of 16 bits, and NCCL's own sums: the mesh must have
     reduction="tree". RuntimeError if they are built already.
     """
     normed = next((path for path, part in module.named_modules() if isinstance(part, BatchNorm2d)), None)
@@ -87,10 +87,8 @@ def set_world_invariant(module: Module, micro_batches: int) -> None:
             f"set_world_invariant: {tied!r} is on two stages, whose gradients are not added by the tree of "
             "micro-batches; untie it"
         )
-    with autograd.enable_grad():
-        block = module.batch_block
     for unit in units_for("set_world_invariant", module):
-        size = unit.data_ranks // (1 if block is None else block.together)
+        size = unit.data_ranks // sharing_of(module)
         for name, value in (("micro_batches", micro_batches), ("the number of ranks", size)):
             if value < 1 or value & (value - 1):
                 raise ValueError(f"set_world_invariant: {name} must be a power of two, got {value}")

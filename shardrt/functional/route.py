@@ -18,6 +18,7 @@ from shardrt.functional._arrays import check_floats, chosen, compute, empty, ker
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
+from shardrt.functional.in_parts import add_neighbours
 from shardrt.functional.reduce import logsumexp, mean, sum
 from shardrt.functional.shape import stack
 from shardrt.functional.softmax import softmax
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from shardrt.tensor import Tensor
 
 Array = Any
+Counts = tuple[tuple[int, ...], ...]  # rows of each expert, of one source or several
 
 SCORES = ("softmax", "sigmoid", "softmax_of_chosen")
 
@@ -116,19 +118,20 @@ class Combine(Function):
 
 
 class GroupedLinear(Function):
-    """A product for each expert, of its rows with its weight."""
+    """A product for each expert of each source, of its rows with its weight."""
 
     __slots__ = ()
     handles = (1,)
     expensive = True
 
-    def forward(self, x: Array, weight: Variable, counts: tuple[int, ...]) -> Array:
+    def forward(self, x: Array, weight: Variable, counts: Counts) -> Array:
         self.saved = (x if self.needs[1] else None, weight, counts)
-        y = empty((x.shape[0], weight.shape[1]), x.dtype)
-        kernels().grouped.forward(x, contiguous(weight.lent()), counts, y)
+        y, matrices = empty((x.shape[0], weight.shape[1]), x.dtype), contiguous(weight.lent())
+        for rows, own in zip(_sources(counts), counts, strict=True):
+            kernels().grouped.forward(x[rows], matrices, own, y[rows])
         return y
 
-    def resume(self, kept: tuple, x: Array, weight: Variable, counts: tuple[int, ...]) -> Array:
+    def resume(self, kept: tuple, x: Array, weight: Variable, counts: Counts) -> Array:
         self.saved = (x if self.needs[1] else None, weight, counts)
         return kept[0]
 
@@ -136,15 +139,36 @@ class GroupedLinear(Function):
         x, weight, counts = self.saved
         dx = None
         if self.needs[0]:
-            dx = empty((dy.shape[0], weight.shape[2]), dy.dtype)
-            kernels().grouped.backward_input(dy, contiguous(weight.lent()), counts, dx)
+            dx, matrices = empty((dy.shape[0], weight.shape[2]), dy.dtype), contiguous(weight.lent())
+            for rows, own in zip(_sources(counts), counts, strict=True):
+                kernels().grouped.backward_input(dy[rows], matrices, own, dx[rows])
         into = (weight if self.needs[1] else None,)
         return dx, *autograd.later(_add_gradients, x, dy, counts, into=into), None
 
 
-def _add_gradients(x: Array, dy: Array, counts: tuple[int, ...], weight: Variable) -> tuple:
+def _sources(counts: Counts) -> list[slice]:
+    """The rows of each source; the last one has those that are not used."""
+    starts = np.cumsum([0, *map(np.sum, counts[:-1])]).tolist()
+    return [slice(start, stop) for start, stop in zip(starts, [*starts[1:], None], strict=True)]
+
+
+def _add_gradients(x: Array, dy: Array, counts: Counts, weight: Variable) -> tuple:
     dweight, accumulate, token = weight.gradient_target()
-    kernels().grouped.backward_weight(x, dy, counts, dweight, accumulate)
+    multiply = kernels().grouped.backward_weight
+    if len(counts) == 1:
+        multiply(x, dy, counts[0], dweight, accumulate)
+        return (token,)
+    if accumulate:
+        raise RuntimeError(
+            "grouped_linear: a weight whose sums are made source by source can be used once in a backward"
+        )
+    sources = _sources(counts)
+
+    def product(source: int, out: Array) -> None:
+        rows = sources[source]
+        multiply(x[rows], dy[rows], counts[source], out.reshape(dweight.shape), False)
+
+    add_neighbours(dweight.reshape(-1, dweight.shape[2]), len(counts), product, dweight.dtype)
     return (token,)
 
 
@@ -271,21 +295,28 @@ def grouped_linear(x: "Tensor", weight: "Tensor", counts: Sequence[int] | np.nda
 
     weight: (groups, outputs, inputs). counts: how many rows each group has, on the host; a group's rows are
     side by side. Rows behind the last group give 0. On the CPU each group's product has the bits of F.linear;
-    on a GPU groups of few rows have one launch together. Raises ValueError for sizes that don't fit,
-    TypeError for other dtypes.
+    on a GPU groups of few rows have one launch together. counts (sources, groups): so it is for each of
+    several sources, whose rows lie one behind the other, and their gradients of the weight are added as
+    neighbours, (0 + 1) + (2 + 3).
+
+    Raises ValueError for sizes that don't fit, TypeError for other dtypes; in backward RuntimeError for a
+    weight with several sources that is used twice.
     """
     x, weight = _matrix("grouped_linear", "x", x), tensor(weight)
-    if weight.ndim != 3 or x.shape[1] != weight.shape[2] or len(counts) != weight.shape[0]:
+    given, counts = counts, np.asarray(counts)
+    sources = counts.shape[0] if counts.ndim == 2 else 1
+    fits = counts.ndim in (1, 2) and counts.shape[-1:] == weight.shape[:1] and not sources & (sources - 1)
+    if weight.ndim != 3 or x.shape[1] != weight.shape[2] or not (fits and sources):
         raise ValueError(
-            "grouped_linear: x must be (rows, inputs), weight (groups, outputs, inputs), counts (groups,), "
-            f"got {x.shape}, {weight.shape} and {len(counts)} counts"
+            "grouped_linear: x must be (rows, inputs), weight (groups, outputs, inputs), counts (groups,) or "
+            f"(sources, groups), sources a power of two; got {x.shape}, {weight.shape} and {counts.shape}"
         )
-    if min(counts) < 0 or np.sum(counts) > x.shape[0]:
+    if counts.min() < 0 or counts.sum() > x.shape[0]:
         raise ValueError(
-            f"grouped_linear: counts must not be negative, and sum to {x.shape[0]} at most, got {counts}"
+            f"grouped_linear: counts must not be negative, and sum to {x.shape[0]} at most, got {given}"
         )
     check_floats("grouped_linear", x=x, weight=weight)
-    return GroupedLinear.apply(x, weight, tuple(map(int, counts)))
+    return GroupedLinear.apply(x, weight, tuple(map(tuple, counts.reshape(sources, -1).tolist())))
 
 
 def balance_loss(probabilities: "Tensor", counts: Array, k: int) -> "Tensor":

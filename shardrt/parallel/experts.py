@@ -15,6 +15,7 @@ import numpy as np
 from shardrt import device
 from shardrt import functional as F
 from shardrt.comm.mesh import DeviceMesh
+from shardrt.fsdp.group import ParameterGroup
 from shardrt.functional._arrays import empty
 from shardrt.functional.collective import all_to_all_rows, named
 from shardrt.functional.route import ExpertOrder
@@ -132,6 +133,9 @@ class ToExperts(Converting):
         theirs = self._counts_of_all(np.ascontiguousarray(counts), rows.shape[0], limit, module)
         sent, received = (each.reshape(ranks.size, -1).sum(1) for each in (counts, theirs))
         most = max(limit, int(received.sum()))
+        if _by_micro_batch(module):  # a rank has one: its rows stay together, with sums of their own
+            arrived = all_to_all_rows(rows, ranks, sent, received, rows=most)
+            return all_to_all_rows(forward(arrived, theirs), ranks, received, sent, rows=rows.shape[0])
         there, back = _by_expert(theirs, most)
         arrived = all_to_all_rows(rows, ranks, sent, received, rows=most)
         given = forward(F.dispatch(arrived, there), there.counts)
@@ -160,6 +164,12 @@ class ToExperts(Converting):
         others = counts.size - own.size
         even = np.diff((total - own.sum()) * np.arange(others + 1) // others)
         return np.insert(even, self.axis.rank * own.size, own)
+
+
+def _by_micro_batch(module: Module) -> bool:
+    """Whether gradients of micro-batches are added by a tree (set_world_invariant)."""
+    storage = module.up.storage
+    return isinstance(storage, ParameterGroup) and storage.sum.exact
 
 
 def _by_expert(counts: np.ndarray, rows: int) -> tuple[ExpertOrder, ExpertOrder]:

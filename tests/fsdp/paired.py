@@ -263,7 +263,7 @@ def build(options, mesh, directory):
 
 
 def shard(options, model, wholes, mesh, directory):
-    """Units of the blocks, and of what is around them, that this rank has; of experts that are spread."""
+    """Units of the blocks, of experts, and of what is around them, that this rank has."""
     data, parts = data_of(mesh), [[block] for block in model.blocks]
     if "unit_of_two" in options:
         parts[:2] = [parts[0] + parts[1]]
@@ -271,9 +271,12 @@ def shard(options, model, wholes, mesh, directory):
         if any(parameter.absent for block in part for parameter in block.parameters()):
             continue
         how = of_unit(options, index, directory)
-        if spread(options) and isinstance(part[0], Routed):
-            own = how | {"strategy": ALONE.get(how["strategy"], how["strategy"])}
-            fully_shard(part[0].moe.experts, mesh=fold_of(mesh)["efsdp"], **own)
+        if isinstance(part[0], Routed):
+            ranks, own = data, how
+            if spread(options):
+                ranks = fold_of(mesh)["efsdp"]
+                own = how | {"strategy": ALONE.get(how["strategy"], how["strategy"])}
+            fully_shard(part[0].moe.experts, mesh=ranks, **own)
         fully_shard(part, mesh=data, **how)
     ignored = [model.norm] if "ignored" in options else []
     for whole in wholes:

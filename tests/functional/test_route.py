@@ -128,6 +128,27 @@ def test_a_weight_of_groups_may_be_the_result_of_an_op_and_be_used_twice():
     check_gradients(twice, leaf(normal(7, 3)), leaf(normal(2, 3, 3)))
 
 
+def test_sources_have_products_of_their_own_and_sums_as_neighbours():
+    counts = np.array([[3, 0, 2], [0, 4, 1], [1, 1, 1], [0, 0, 5]])
+    x, dy, weight = normal(20, 6), normal(20, 4), leaf(normal(3, 4, 6))
+    y = F.grouped_linear(whole := leaf(x), weight, counts)
+    y.backward(dy)
+    each = []
+    for own, rows in zip(counts, np.split(np.arange(18), np.cumsum(counts.sum(1))[:-1]), strict=True):
+        part, alone = leaf(x[rows]), leaf(weight.data)
+        F.grouped_linear(part, alone, own).backward(dy[rows])
+        np.testing.assert_array_equal(y.data[rows], F.grouped_linear(x[rows], weight.data, own).data)
+        np.testing.assert_array_equal(whole.grad[rows], part.grad)
+        each.append(alone.grad)
+    assert not y.data[18:].any() and not whole.grad[18:].any()
+    np.testing.assert_array_equal(weight.grad, (each[0] + each[1]) + (each[2] + each[3]))
+    check_gradients(lambda x, w: F.grouped_linear(x, w, counts), leaf(normal(20, 6)), leaf(normal(3, 4, 6)))
+    with pytest.raises(RuntimeError, match="can be used once in a backward"):
+        F.grouped_linear(whole, weight, counts).backward(dy)
+    with pytest.raises(ValueError, match="sources a power of two"):
+        F.grouped_linear(x, weight, counts[:3])
+
+
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_a_group_gives_the_bits_of_its_own_layer(dtype):
     x, weight = normal(60, 16).astype(dtype), normal(3, 24, 16).astype(dtype)

@@ -10,13 +10,14 @@ from models.llama import Llama, LlamaConfig
 from shardrt import Tensor, nn, optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import CheckpointManager, full_state_dict, get_optimizer_state_dict
-from shardrt.comm import init_device_mesh
+from shardrt.comm import init_device_mesh, talk
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
     full_gradients,
     fully_shard,
     register_forward_method,
+    set_gradient_divide_factor,
     set_world_invariant,
 )
 from shardrt.nn.runs import take
@@ -27,7 +28,19 @@ from shardrt.recompute import checkpoint
 from tests import late
 from tests.parallel import piped
 from tests.parallel.nets import whole_gradients
-from tests.parallel.routed import COUNT, TOKENS, WIDTH, K, Model, learn, make, spread, tokens_of, trained
+from tests.parallel.routed import (
+    COUNT,
+    PLAN,
+    TOKENS,
+    WIDTH,
+    K,
+    Model,
+    learn,
+    make,
+    spread,
+    tokens_of,
+    trained,
+)
 from tests.ranks import mpirun, run_ranks
 
 ROUTERS = {
@@ -227,14 +240,75 @@ def test_units_of_experts_and_of_the_rest_must_be_on_the_same_ranks():
         with pytest.raises(ValueError, match="gradients would be summed over other ranks"):
             model(Tensor(tokens_of(1)))
 
-    def invariant():
-        model, data = spread(1, 2, over=False)
-        with pytest.raises(ValueError, match="leave ExpertParallel out"):
-            set_world_invariant(model, 4)
-            model(Tensor(tokens_of(1)))
-
     run_ranks(4, wrong_rest)
-    run_ranks(2, invariant)
+
+
+M = 8  # micro-batches of a step
+ROUTED = {
+    "dropless": {},
+    "biased": {"expert_bias": True, "z_loss": 0.1},
+    "capacity": {"capacity_factor": 0.75},
+    "recomputed": {"before": lambda block: checkpoint(block, "matmul")},
+    "float32 sums of bfloat16": {"mp_policy": MixedPrecisionPolicy("bfloat16", "float32")},
+}
+HOW = ("before", "mp_policy")  # of what is spread, not of routers
+
+
+def by_a_tree(shards, ep, case, tree=True):
+    """(losses of micro-batches in their order, norms, weights) of three steps."""
+    settings = ROUTED[case]
+    model = make(**{name: value for name, value in settings.items() if name not in HOW})
+    how = {name: value for name, value in settings.items() if name in HOW}
+    model, data = spread(shards, ep, over=False, model=model, **how)
+    set_world_invariant(model, M) if tree else set_gradient_divide_factor(model, 1.0)
+    optimizer, losses, norms = optim.AdamW(model.parameters(), lr=1e-2), [], []
+    for step in range(3):
+        x = tokens_of(M, number=step).reshape(M, TOKENS, WIDTH)
+        for number in range(data.rank, M, data.size):
+            loss = model(Tensor(x[number])) * (1 / M)
+            loss.backward()
+            losses.append((step, number, loss.item()))
+        norms.append(clip_grad_norm_(model.parameters(), 0.5))
+        optimizer.step()
+        nn.update_expert_bias(model, 0.01)
+        optimizer.zero_grad()
+    everyone = talk.from_all(data.communicator("control"), losses)
+    return sorted(tuple(each) for own in everyone for each in own), norms, full_state_dict(model)
+
+
+@pytest.mark.parametrize("case", ROUTED)
+def test_with_a_tree_over_micro_batches_every_mesh_trains_to_the_same_bits(case):
+    """Without experts on several ranks as well: their products and sums are those of each micro-batch."""
+    ((losses, norms, weights),) = run_ranks(1, by_a_tree, 1, 1, case)
+    for mesh in ((2, 1), (1, 2), (2, 2), (1, 4)) if case == "dropless" else ((2, 2),):
+        found = run_ranks(mesh[0] * mesh[1], by_a_tree, *mesh, case)[0]
+        assert found[:2] == (losses, norms)
+        for name, values in weights.items():
+            np.testing.assert_array_equal(found[2][name], values, err_msg=f"{name} {mesh}")
+    assert run_ranks(2, by_a_tree, 1, 2, case, tree=False)[0][1] != norms
+
+
+def test_what_no_tree_can_have_is_said_in_one_line():
+    def spread_over_no_neighbours():
+        mesh = init_device_mesh("cpu", (2, 2), ("ep", "efsdp"))
+        model = parallelize_module(make(), mesh["ep"], PLAN)
+        for block in model.blocks:
+            fully_shard(block.moe.experts, mesh=mesh["efsdp"])
+        return fully_shard(model, mesh=mesh.flat("ep", "efsdp"))
+
+    low = MixedPrecisionPolicy("bfloat16")
+
+    def refused():
+        for model, told in (
+            (spread_over_no_neighbours(), "are no neighbours among those of the data"),
+            (spread(2, 2, over=False, mp_policy=low)[0], "are added before they are rounded to 16 bits"),
+            (spread(2, 2)[0], "nn.balance_over makes a balance loss of"),
+        ):
+            set_world_invariant(model, M)
+            with pytest.raises(ValueError, match=told):
+                model(Tensor(tokens_of(1)))
+
+    run_ranks(4, refused)
 
 
 MOVES = {
