@@ -27,6 +27,8 @@ CUDA = start()
 
 import numpy as np  # noqa: E402  after what is below CuPy
 
+from shardrt.checkpoint import full_state_dict  # noqa: E402
+from tests.fsdp import paired  # noqa: E402
 from tests.fsdp import test_pairs as pairs  # noqa: E402
 from tests.softgpu.cuda import MODES  # noqa: E402
 
@@ -99,7 +101,7 @@ def torch_trained(kind, sgd):
 
     def fresh():
         mesh = init_device_mesh("cpu")
-        return pairs.full_state_dict(pairs.build({}, mesh, None)[0]), pairs.batches(mesh)
+        return full_state_dict(paired.build({}, mesh, None)[0]), paired.batches(mesh)
 
     state, batches = thread.run(1, fresh)[0]
     masters = {name: torch.tensor(np.array(values), requires_grad=True) for name, values in state.items()}
