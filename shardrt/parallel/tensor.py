@@ -72,10 +72,12 @@ def _cut_modules(model: Module, mesh: DeviceMesh, chosen: list[tuple[Module, Sty
     batch = batch_of(model, mesh.root)
     batch.same += mesh.axes
     axis = Axis(mesh, in_sequence(style for _, style in chosen), batch)
-    routed = next((path for path, module in model.named_modules() if isinstance(module, MoE)), None)
-    if axis.sequence and routed is not None:
+    here = {module for module, _ in chosen}
+    routed = (m for m in model.modules() if isinstance(m, MoE) and m not in here)
+    if axis.sequence and (left := next(routed, None)) is not None:
         raise ValueError(
-            f"SequenceParallel: {routed!r} has experts, whose gradients would be those of a part of the time"
+            f"parallelize_module: {left.name!r} would route a part of the time, and nobody would sum its "
+            "gradients; with SequenceParallel give it TokenParallel()"
         )
     for role in ("tensor", "control"):
         mesh.communicator(role)

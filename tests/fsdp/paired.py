@@ -32,6 +32,7 @@ from shardrt.parallel import (
     Pipeline,
     RowwiseParallel,
     SequenceParallel,
+    TokenParallel,
     VocabParallel,
     parallelize_module,
     set_tensor_invariant,
@@ -164,6 +165,8 @@ def plan_for(options):
         plan |= {"blocks.*.attention.qkv": ColwiseParallel(3), "blocks.*.attention.output": RowwiseParallel()}
     if "sequence" in options.get("parallel", []):
         plan |= {"norm": SequenceParallel(), "blocks.*.dropout": SequenceParallel()}
+    if "experts" in options and "parallel" in options:
+        plan["blocks.2.moe"] = TokenParallel()
     return plan
 
 
@@ -225,9 +228,8 @@ def data_of(mesh):
 
 
 def fold_of(mesh):
-    """The ranks of the data as "efsdp" x "ep"."""
-    over = [name for name in mesh.mesh_dim_names if name[:2] == "dp" or name == "cp"]
-    return mesh.fold("ep", 2, over=tuple(over))
+    """The ranks with parts of the tokens as "efsdp" x "ep"."""
+    return mesh.fold("ep", 2, over=tuple(name for name in mesh.mesh_dim_names if name != "pp"))
 
 
 def build(options, mesh, directory):

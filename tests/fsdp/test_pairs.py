@@ -107,12 +107,16 @@ REFUSED = {
     # The head is tied to the embedding, and what two stages use is added up when both have all of it.
     ("world-invariant", "pipeline"): (ValueError, "set_world_invariant: 'embed.weight' is on two stages"),
     ("in backward", "pipeline"): (RuntimeError, f"sum_tied: {APPLIED}"),
-    # Not built yet: experts beside axes whose ranks have the same rows.
-    ("tensor parallel", "expert parallel"): (ValueError, "is not built for a model that is cut along"),
-    ("sequence parallel", "expert parallel"): (ValueError, "SequenceParallel: 'blocks.2.moe' has experts"),
-    ("sequence parallel", "experts"): (ValueError, "SequenceParallel: 'blocks.2.moe' has experts"),
-    ("context parallel", "experts"): (ValueError, "ContextParallel: 'blocks.2.moe' has experts"),
-    ("context parallel", "expert parallel"): (ValueError, "ContextParallel: 'blocks.2.moe' has experts"),
+    # Of tokens that lie along "tp" nobody makes sums in parts, or by the tree.
+    **{
+        (cut, "tensor-invariant", name): (ValueError, "TokenParallel, which .* has, knows no sums in parts")
+        for cut in ("tensor parallel", "sequence parallel")
+        for name in ("experts", "expert parallel")
+    },
+    **{
+        ("world-invariant", "tensor parallel", name): (ValueError, "leave adapters and TokenParallel out")
+        for name in ("experts", "expert parallel")
+    },
     # A pipeline calls forward.
     ("forward method", "pipeline"): (ValueError, "register_forward_method: Net has stages"),
 }

@@ -156,7 +156,7 @@ def test_evaluation_takes_any_number_of_tokens_and_training_says_what_it_can_not
 
 
 def test_each_rank_draws_noise_of_its_own_for_its_tokens():
-    """FairScale's gate: its noise, its capacity and its loss are of the tokens of one rank."""
+    """FairScale's gate: its noise and its capacity are of the tokens of one rank, its loss is of all."""
 
     def blocks():
         layer = nn.ModuleList([nn.MoE(nn.Top2Gate(WIDTH, COUNT), nn.Experts(COUNT, WIDTH, 5))])
@@ -166,6 +166,16 @@ def test_each_rank_draws_noise_of_its_own_for_its_tokens():
 
     (first, loss), (second, other) = run_ranks(2, blocks)
     assert (first.indices, second.indices) == ((0,), (1,)) and loss == other
+
+
+def test_experts_that_a_plan_with_the_sequence_cut_forgets_are_refused():
+    def forgotten():
+        model, mesh = make(), mesh_of(tp=2)
+        plan = plan_of(model, sequence_parallel=True)
+        with pytest.raises(ValueError, match="'blocks.0.mlp' would route a part of the time"):
+            parallelize_module(model, mesh["tp"], {k: v for k, v in plan.items() if k != "blocks.*.mlp"})
+
+    run_ranks(2, forgotten)
 
 
 MOVES = {
