@@ -80,11 +80,6 @@ class Recipe:
                 "deterministic = 'world-invariant' adds up by a tree over micro-batches alone: leave "
                 "parallel.sequence off, or set parallel.tensor_invariant"
             )
-        if self.parallel.ep > 1 and self.invariant:
-            raise ValueError(
-                "deterministic = 'world-invariant' adds up by a tree over whole micro-batches: leave "
-                "parallel.ep at 1"
-            )
         if self.parallel.ep > 1 and self.fsdp.copies > 1:
             raise ValueError("parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1")
         if self.reduce_each and self.invariant:

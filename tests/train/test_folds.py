@@ -59,6 +59,16 @@ def test_ten_steps_are_those_of_one_rank(folder, name):
             assert found[figure] == expected[figure]
 
 
+def test_in_the_mode_for_it_all_numbers_of_ranks_have_the_same_bits_with_experts_spread_or_not(folder):
+    how = ("--deterministic", "world-invariant", "--micro-batches", "4", "--steps", "3")
+    for name, ranks, options in (("tree 1", 1, ()), ("tree 2", 2, ("--parallel.ep", "2"))):
+        run(ranks, name, *how, *options)
+    run(4, "tree 4", *how, "--parallel.ep", "2")
+    for name in ("tree 2", "tree 4"):
+        for found, expected in zip(curves(folder, name), curves(folder, "tree 1"), strict=True):
+            assert found.tolist() == expected.tolist()
+
+
 def test_the_record_names_the_axes_and_the_most_rows(folder):
     assert records(folder, "all, ep 2", "run")[0]["axes"] == {
         "pp": 2,
@@ -121,6 +131,7 @@ def test_the_recipe_with_experts_can_be_spread(folder):
         assert all("cut on ep (0 1)" in line for line in told)
 
 
+LOW = ("--precision.param", "bfloat16", "--precision.reduce", "bfloat16")
 BAD = {
     "ranks that it does not divide": (
         (4, ("--parallel.ep", "3")),
@@ -147,8 +158,8 @@ BAD = {
         "parallel.ep: experts on several ranks have no copies: leave fsdp.copies at 1",
     ),
     "the tree": (
-        (2, ("--parallel.ep", "2", "--deterministic", "world-invariant")),
-        "leave parallel.ep at 1",
+        (2, ("--parallel.ep", "2", "--deterministic", "world-invariant", *LOW)),
+        "are added before they are rounded to 16 bits",
     ),
     "the tree and tp": (
         (2, ("--parallel.tp", "2", "--deterministic", "world-invariant")),
