@@ -111,6 +111,24 @@ def test_a_capacity_drops_what_each_rank_alone_would_drop():
         np.testing.assert_allclose(own, expected[: len(own)], atol=1e-6)
 
 
+def test_a_capacity_is_of_the_rows_of_each_source_rank_and_not_of_all_together():
+    """Each rank's tokens want another expert: both are over their share, though not of all tokens."""
+
+    def kept(ranks, together):
+        layer = layer_of("one expert gets all", capacity_factor=1.0)
+        layer.router.weight.data[:, 0] = [-9, 9, 0, 0]
+        mesh = init_device_mesh("cpu", (ranks,), ("ep",))
+        parallelize_module(layer, mesh, {"experts": ExpertParallel()})
+        tokens = tokens_of(2)
+        tokens[:, 0] = np.repeat([1, -1], TOKENS)
+        own = tokens if together else tokens[mesh.rank * TOKENS : (mesh.rank + 1) * TOKENS]
+        y = layer(Tensor(own))[0].numpy()
+        return np.any(y, axis=1).reshape(-1, TOKENS).sum(1).tolist()
+
+    assert run_ranks(2, kept, 2, False) == [[3], [3]]  # ceil(10 / 4)
+    assert run_ranks(1, kept, 1, True) == [[5, 5]]  # ceil(20 / 4)
+
+
 MESHES = ((4, 1), (2, 2), (1, 4))
 
 
