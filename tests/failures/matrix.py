@@ -9,14 +9,17 @@ import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from models.language import LlamaRecipe
+from models.llama import LlamaConfig
 from shardrt.faults.failure import HANG, MISMATCH, OUT_OF_MEMORY
 from shardrt.tools import autopsy
 from shardrt.train import config as settings
 from shardrt.train.errors import DIFFERS
-from tests.failures.victim import DIFFERENCES, FAILURES, MISMATCHES, PHASES
+from tests.failures.victim import DIFFERENCES, EXCHANGES, FAILURES, MISMATCHES, PHASES
 from tests.ranks import clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI, TINY, furnish
 
+EXPERTS = LlamaConfig(2, 2, 1, 16, 12, 16, 256, tied=False, experts=4)
 LIMIT = 2.0  # seconds of the watchdog in the phase in which something hangs
 CODES = {"raise": 1, "memory": OUT_OF_MEMORY, "stop": HANG, "loop": HANG}
 CODES |= dict.fromkeys(MISMATCHES, MISMATCH) | dict.fromkeys(DIFFERENCES, DIFFERS)
@@ -43,6 +46,7 @@ class Case:
     size: int
     tp: int = 1  # the others of the ranks go along the data
     pp: int = 1
+    ep: int = 1  # of a model with experts, over ranks of the data
 
     @property
     def victim(self) -> int:
@@ -54,7 +58,9 @@ class Case:
         return grace + (LIMIT if self.failure in ("stop", "loop") else 0.0)
 
     def __str__(self) -> str:
-        axes = f"-tp{self.tp}" * (self.tp > 1) + f"-pp{self.pp}" * (self.pp > 1)
+        axes = "".join(
+            f"-{name}{getattr(self, name)}" for name in ("tp", "pp", "ep") if getattr(self, name) > 1
+        )
         return f"{self.failure}-{self.phase}-{self.size}{axes}"
 
     @property
@@ -64,7 +70,7 @@ class Case:
 
 
 def cases(sizes: tuple[int, ...]) -> list[Case]:
-    """All of them; of an even number of ranks with two along tp, and along pp, too."""
+    """All of them; of an even number of ranks with two along tp, along pp, and with experts on two, too."""
     kinds = [(failure, phase) for failure in (*FAILURES, *MISMATCHES) for phase in PHASES]
     kinds += [(difference, "set-up") for difference in DIFFERENCES]
     meshes = [(size, tp) for size in sizes for tp in (1, 2) if size % tp == 0]
@@ -72,8 +78,11 @@ def cases(sizes: tuple[int, ...]) -> list[Case]:
     # Ranks of several stages come to a collective of all between their actions alone.
     acting = ("forward", "backward", "eval")
     within = [kind for kind in kinds if kind[0] not in MISMATCHES or kind[1] not in acting]
-    return [Case(*kind, *mesh) for mesh in meshes for kind in kinds] + [
-        Case(*kind, *mesh) for mesh in staged for kind in within
+    exchanged = [(failure, phase) for failure in (*FAILURES, *MISMATCHES) for phase in EXCHANGES]
+    return [
+        *(Case(*kind, *mesh) for mesh in meshes for kind in kinds),
+        *(Case(*kind, *mesh) for mesh in staged for kind in within),
+        *(Case(*kind, size, ep=2) for size, *_ in staged for kind in exchanged),
     ]
 
 
@@ -81,7 +90,8 @@ def short() -> list[Case]:
     """A selection, at 2 and 3 ranks: each failure and each mismatch in one phase, some differences.
 
     And on 2 x 2 ranks, tensor parallelism beside data's: ranks that are killed, hang and mismatch. And in
-    stages: ranks of the first and of the last that are killed, hang and raise.
+    stages: ranks of the first and of the last that are killed, hang and raise. And where rows go to experts
+    of other ranks: one that is killed, and one that raises on their way back.
 
     (tests/train/test_stop.py has those in settings, of which the seed is one.)
     """
@@ -93,7 +103,8 @@ def short() -> list[Case]:
     crossed = (("kill", "forward"), ("loop", "backward"), ("unit", "optimizer"))
     chosen += [Case(*kind, 4, tp=2) for kind in crossed]
     staged = (("stop", "forward"), ("loop", "backward"), ("kill", "backward"), ("raise", "forward"))
-    return chosen + [Case(*kind, 2 + 2 * (number % 2), pp=2) for number, kind in enumerate(staged)]
+    chosen += [Case(*kind, 2 + 2 * (number % 2), pp=2) for number, kind in enumerate(staged)]
+    return chosen + [Case("kill", "exchange", 2, ep=2), Case("raise", "exchange back", 2, ep=2)]
 
 
 def prepare(folder: Path) -> Path:
@@ -111,6 +122,8 @@ def prepare(folder: Path) -> Path:
     (folder / "other" / "text.txt").write_text("Tomorrow, and tomorrow, and tomorrow.\n" * 60)
     for place in (folder, folder / "other"):
         settings.dump(config, place / "tiny.toml")
+    routed = LlamaRecipe(**vars(config) | {"architecture": "llama", "model": EXPERTS})
+    settings.dump(routed, folder / "experts.toml")
     return folder
 
 
@@ -122,7 +135,8 @@ def check(
     grace: seconds to see the failure, which the promise of docs/failures.md has 2 of, and to end.
     """
     command = [launcher or mpirun_path(), "-n", str(case.size), python, "-m", "tests.failures.victim"]
-    command += [case.failure, case.phase, str(case.victim), "--config", "tiny.toml"]
+    command += [case.failure, case.phase, str(case.victim)]
+    command += ["--config", "experts.toml" if case.ep > 1 else "tiny.toml", "--parallel.ep", str(case.ep)]
     command += ["--parallel.tp", str(case.tp), "--parallel.pp", str(case.pp)]
     command += ["--parallel.micro-batches", "3"] if case.pp > 1 else []
     command += [f"--watchdog.{BUDGETS.get(case.phase, 'limit')}", str(LIMIT)]

@@ -22,6 +22,7 @@ from shardrt.comm import world as worlds
 from shardrt.faults import diagnosis
 from shardrt.faults.flight import read_all
 from shardrt.fsdp.schedule import Schedule
+from shardrt.functional import collective
 from shardrt.parallel import Stage
 from shardrt.train import job, loop
 
@@ -93,6 +94,7 @@ FAILURES = {
 MISMATCHES = ("order", "shape", "dtype", "unit")
 DIFFERENCES = ("settings", "seed", "data", "code")
 PHASES = ("set-up", "forward", "backward", "optimizer", "save", "eval")
+EXCHANGES = ("exchange", "exchange back")  # rows on their way to experts of other ranks, and their gradients
 
 
 class Trap:
@@ -149,6 +151,10 @@ def prepare(failure: str, phase: str, victim: int) -> None:
         trap.before(loop, "update")
     elif phase == "save":
         trap.before(CheckpointManager, "_begin")
+    elif phase == "exchange":
+        trap.before(collective, "exchanged_rows")
+    elif phase == "exchange back":
+        trap.before(collective.AllToAllRows, "backward")
     elif phase == "eval":
         trap.before(GPT, "forward", lambda model, *how: not model.training)
         trap.before(Stage, "forward", lambda stage, *how: not stage.model.training)
