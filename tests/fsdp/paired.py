@@ -93,7 +93,7 @@ class Routed(nn.Module):
 
     def forward(self, x, positions=None):
         y, loss = self.moe(x)
-        return x + self.dropout(y), loss
+        return x + self.dropout(F.cast(y, x.value_dtype.name)), loss  # as in Net.headed
 
 
 class Net(nn.Module):
