@@ -2,7 +2,7 @@
 
 Read in this order, in which no file knows a later one: strategy, policy, layout, rows, process_groups, tree,
 group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
-boundary, setup, dry_run, memory, full, replicas, options, api, wrap.
+boundary, tree_checks, checks, setup, dry_run, memory, full, replicas, options, api, wrap.
 """
 
 from shardrt.fsdp.api import fully_shard, register_forward_method, units

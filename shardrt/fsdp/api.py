@@ -10,11 +10,11 @@ from typing import TypeVar
 from shardrt import dtypes
 from shardrt.comm.digits import Digits, meet, without
 from shardrt.comm.mesh import DeviceMesh, default_mesh
-from shardrt.fsdp.boundary import UnitBoundary
+from shardrt.fsdp.boundary import UnitBoundary, unit_of
 from shardrt.fsdp.full import built_units
 from shardrt.fsdp.group import GroupKey
 from shardrt.fsdp.policy import CPUOffloadPolicy, MixedPrecisionPolicy, Settings
-from shardrt.fsdp.setup import build, unit_of
+from shardrt.fsdp.setup import build
 from shardrt.fsdp.strategy import ShardingStrategy
 from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, stages_of

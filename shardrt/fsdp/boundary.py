@@ -88,3 +88,9 @@ def _caster(dtype: str | None, low_only: bool = False) -> Callable[[Any], Any] |
         return F.cast(Variable.result_type(given), dtype).data
 
     return cast
+
+
+def unit_of(module: Module) -> Unit | None:
+    """The unit that fully_shard made of this very module, if it did."""
+    boundary = module.around(UnitBoundary)
+    return None if boundary is None else boundary.unit

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from shardrt.comm import talk
-from shardrt.fsdp.setup import sharing_of, units_for
+from shardrt.fsdp.setup import units_for
+from shardrt.fsdp.tree_checks import sharing_of
 from shardrt.kernels.determinism import use_deterministic_algorithms
 from shardrt.nn.module import Module
 from shardrt.nn.vision import BatchNorm2d

@@ -1,45 +1,35 @@
-"""Builds the schedule of a model: finds its units, checks them, lays out memory, makes this rank's shards.
+"""Builds the schedule of a model: finds its units, lays out memory, makes this rank's shards.
 
 Runs once, when something first needs the parameters: the optimizer, the first forward, or a state dict. Only
 then is it known which unit is the outermost, and with it the full name of every parameter.
 """
 
-import zlib
 from collections.abc import Iterable
 from functools import partial
 from typing import Any
 
 import numpy as np
 
-from shardrt import autograd, device, dtypes
-from shardrt.comm import talk
-from shardrt.comm.digits import size_of, union, without
+from shardrt.comm.digits import union
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, collectives
-from shardrt.fsdp.boundary import UnitBoundary
+from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import Facts, Spec, Specs
+from shardrt.fsdp.checks import check_mesh, check_reachable, check_same_on_all_ranks, check_same_values
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
 from shardrt.fsdp.schedule import Schedule
-from shardrt.fsdp.unit import Unit, data_of
+from shardrt.fsdp.tree_checks import check_sums, check_world_invariant
+from shardrt.fsdp.unit import Unit
 from shardrt.nn.module import Module, caller_of, stages_of
-from shardrt.nn.moe import Router
-from shardrt.nn.parameter import Parameter
-from shardrt.nn.share import PARTIAL
-from shardrt.nn.storage import LocalStorage, Rounded
+from shardrt.nn.storage import Rounded
 from shardrt.recompute import Recomputation
 
 Array = Any
-
-
-def unit_of(module: Module) -> Unit | None:
-    """The unit that fully_shard made of this very module, if it did."""
-    boundary = module.around(UnitBoundary)
-    return None if boundary is None else boundary.unit
 
 
 def units_below(*modules: Module) -> list[Unit]:
@@ -66,17 +56,17 @@ def build(unit: Unit) -> None:
     layouts = lay_out(units)
     schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
     # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
-    _check_same_on_all_ranks(schedule, units)
+    check_same_on_all_ranks(schedule, units)
     data = units[0].settings.mesh
     for mesh in dict.fromkeys(unit.settings.mesh for unit in units):
-        _check_same_values(
+        check_same_values(
             mesh.communicator("control"), [u for u in units if u.settings.mesh is mesh], cut=True
         )
     if schedule.mesh is not data:
-        _check_same_values(schedule.control, units, cut=False)
+        check_same_values(schedule.control, units, cut=False)
     _compile_once(schedule)
     ranks_of = process_groups_of(units)
-    _check_sums(units[0], ranks_of.values())
+    check_sums(units[0], ranks_of.values())
     facts = facts_of(units, ranks_of)
     specs = buffers.plan(units, layouts, facts)
     # The arenas before the shards: where ranks share memory, a shard is a part of its arena's slot.
@@ -197,7 +187,7 @@ def make_gradient_slots(units: list[Unit], accumulates: bool) -> None:
     accumulated, which takes a slot for each group. If that changes later, or what is trained, they are made
     anew, with all else that reductions need.
     """
-    _check_world_invariant(units)
+    check_world_invariant(units)
     layouts = {group: group.layout for unit in units for group in unit.groups}
     facts = facts_of(units, process_groups_of(units), no_sync=accumulates)
     specs = buffers.plan(units, layouts, facts)
@@ -327,7 +317,7 @@ def _check(units: list[Unit]) -> None:
                 f"fully_shard: unit {u.label} was used before the model around it was sharded; call "
                 "fully_shard on the outermost module before the optimizer is made and the first forward runs"
             )
-        _check_mesh(u, first)
+        check_mesh(u, first)
         if u.settings.prefetch not in (None, prefetch_of(units)):
             raise ValueError(
                 f"fully_shard: unit {u.label} has prefetch={u.settings.prefetch}, the outermost one "
@@ -337,172 +327,7 @@ def _check(units: list[Unit]) -> None:
             alike = f" ({group.key})"
             group.label = group.called = u.label + alike * (len(u.groups) > 1)
             group.train(group.to_train(bool(u.pending)), u.choices.find_unused)
-    _check_world_invariant(units)
+    check_world_invariant(units)
     owners = {id(p): u for u in units for p in u.parameters}
     for module in first.modules:
-        _check_reachable(module, [], owners)
-
-
-def _check_mesh(unit: Unit, first: Unit) -> None:
-    """Raise unless both are on the same ranks, over all of which their gradients are then summed."""
-    own, theirs = unit.settings.mesh, first.settings.mesh
-    if own.root is not theirs.root:
-        raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
-    alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
-    for parameter in unit.parameters if unit is not first else ():
-        share = parameter.share
-        apart = share is not None and (share.own_data or share.kind == PARTIAL)
-        if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
-            beside = f" beside {share.mesh!r}" if apart else ""
-            raise ValueError(
-                f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
-                "gradients would be summed over other ranks: take axes of the mesh that together have the "
-                "same ranks"
-            )
-
-
-def _check_world_invariant(units: list[Unit]) -> None:
-    """All units add up by one tree, or none does; with a tree, every gradient belongs to a unit."""
-    first = units[0]
-    for u in units:
-        if u.micro_batches != first.micro_batches:
-            raise ValueError(
-                f"set_world_invariant: unit {u.label} has micro_batches {u.micro_batches}, {first.label} "
-                f"{first.micro_batches}; call it on the outermost module, after fully_shard"
-            )
-        if u.micro_batches is not None and u.settings.placement.gradients:
-            raise ValueError(
-                f"set_world_invariant: unit {u.label} has its gradients on the host, where they are not "
-                "added up by a tree; give CPUOffloadPolicy(gradients=False)"
-            )
-        if u.micro_batches is not None and any(p.share and p.share.partial for p in u.parameters):
-            raise ValueError(
-                f"set_world_invariant: gradients of unit {u.label} are summed over another axis as well, and "
-                "not by the tree of micro-batches; leave adapters and TokenParallel out, and with "
-                "SequenceParallel call set_tensor_invariant"
-            )
-        if u.micro_batches is not None:
-            _check_experts(u, first)
-        trained = {group.key.dtype for group in u.groups if group.trainable}
-        if u.micro_batches is not None and trained - {"float32"}:
-            raise ValueError(f"set_world_invariant: trained parameters of unit {u.label} must be float32")
-    parameters = [p for module in first.modules for p in module.parameters() if p.requires_grad]
-    alone = [p for p in parameters if isinstance(p.storage, LocalStorage)]
-    if first.micro_batches is not None and alone:
-        raise ValueError(
-            f"set_world_invariant: parameter {alone[0].name!r} is ignored, so its gradient is each rank's "
-            "own; freeze it, or let it be sharded"
-        )
-
-
-def _check_experts(unit: Unit, first: Unit) -> None:
-    """With a tree of micro-batches, their ranks add up what is the beginning of it."""
-    for group in unit.groups:
-        apart = [p.share.mesh.ranks for p in group.parameters if p.share is not None and p.share.own_data]
-        places = np.searchsorted(first.settings.mesh.ranks.ravel(), apart[0].ravel()) if apart else ()
-        if (np.diff(places) != 1).any():
-            raise ValueError(
-                f"set_world_invariant: ranks with experts of unit {unit.label} are no neighbours among those "
-                "of the data; take an axis of mesh.fold"
-            )
-        if apart and group.key.reduce in dtypes.LOW:
-            raise ValueError(
-                f"set_world_invariant: gradients of the experts of unit {unit.label} are added before they "
-                'are rounded to 16 bits; give MixedPrecisionPolicy(reduce_dtype="float32")'
-            )
-    data, alone = first.settings.mesh.axes, sharing_of(first.modules[0])
-    for router in (m for top in unit.modules for m in top.modules() if isinstance(m, Router)):
-        along = () if router.balance_mesh is None else router.balance_mesh.axes
-        if size_of(along) > size_of(without(along, data)) * alone:
-            raise ValueError(
-                "set_world_invariant: nn.balance_over makes a balance loss of the micro-batches that all "
-                "ranks have at one time; leave it out"
-            )
-
-
-def sharing_of(module: Module) -> int:
-    """How many ranks of the data have parts of the same samples."""
-    with autograd.enable_grad():
-        block = module.batch_block
-    return 1 if block is None else block.together
-
-
-def _check_sums(first: Unit, used: Iterable[ProcessGroups]) -> None:
-    """Sums that are part of one tree must be made by it."""
-    reducers = [made for ranks in used for made in (ranks.reduce, ranks.copies) if made]
-    if first.micro_batches is not None and any(made.reduction != "tree" for made in reducers):
-        raise ValueError(
-            "set_world_invariant: NCCL adds in an order that depends on the number of ranks; make the mesh "
-            "by init_device_mesh(..., reduction='tree')"
-        )
-
-
-def _check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:
-    """A parameter must belong to a unit that is gathered whenever the module that uses it runs."""
-    unit = unit_of(module)
-    around = [*around, unit] if unit is not None else around
-    for name, parameter in module._parameters.items():
-        owner = owners.get(id(parameter))
-        if owner is not None and owner not in around:
-            raise ValueError(
-                f"fully_shard: parameter {parameter.name!r} of unit {owner.label} is tied to "
-                f"{module.name + '.' + name!r}, outside that unit; leave both to a unit that contains both, "
-                "or make both modules one unit: fully_shard([first, second])"
-            )
-    for child in module.children():
-        _check_reachable(child, around, owners)
-
-
-def _check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
-    """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
-    described = [
-        (
-            u.label,
-            (u.settings.strategy, u.settings.by_rank),
-            (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
-            (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
-            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
-            u.settings.placement.parameters,
-            u.settings.placement.gradients,
-            [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
-        )
-        for u in units
-    ]
-    described.append((schedule.prefetch,))
-    rank, differing = schedule.mesh.rank, talk.agree(schedule.control, described)
-    if differing:
-        seeds = sorted({p.seed for u in units for p in u.parameters})
-        raise ValueError(
-            f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
-            f"(rank {rank}: {len(units)} units, seeds {seeds})"
-        )
-
-
-def _check_same_values(control: Communicator, units: list[Unit], cut: bool) -> None:
-    """Values given before sharding must be the same on every rank: nobody broadcasts them.
-
-    cut: also of parameters whose modules are cut; then over ranks that have the same part of them.
-    """
-    groups = [group for u in units for group in u.groups if cut or not group.key.cut]
-    initial = [pair for group in groups for pair in group.initial()]
-    made = bytes(storage.materialised for _, storage in initial)
-    if talk.agree(control, made):  # they differ: now each rank needs all the others'
-        made = bytes(map(max, *control.talk(made)))
-    given = [place for place, there in enumerate(made) if there]
-    checksums = [_checksum(*initial[place]) for place in given]
-    if not given or not talk.agree(control, checksums):
-        return
-    everyone = talk.from_all(control, checksums)
-    for place, ranks in zip(given, zip(*everyone, strict=True), strict=True):
-        if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
-            raise ValueError(
-                f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {other[0]} than "
-                "on rank 0; give every rank the same before sharding, or let manual_seed make them"
-            )
-
-
-def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
-    """Of the parameter's values, which may not have been made on this rank yet."""
-    values = device.current().empty((parameter.size,), parameter.dtype)
-    storage.give(storage.part_of(parameter), values)
-    return zlib.crc32(device.current().to_numpy(values))
+        check_reachable(module, [], owners)

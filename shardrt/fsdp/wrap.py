@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from shardrt.fsdp.api import fully_shard
-from shardrt.fsdp.setup import unit_of
+from shardrt.fsdp.boundary import unit_of
 from shardrt.nn.layers import Embedding
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter

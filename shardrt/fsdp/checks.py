@@ -1,0 +1,105 @@
+"""What is checked before a schedule is built: units that train together, ranks that have the same of them."""
+
+import zlib
+
+from shardrt import device
+from shardrt.comm import talk
+from shardrt.comm.digits import without
+from shardrt.comm.protocol import Communicator
+from shardrt.fsdp.boundary import unit_of
+from shardrt.fsdp.schedule import Schedule
+from shardrt.fsdp.unit import Unit, data_of
+from shardrt.nn.module import Module
+from shardrt.nn.parameter import Parameter
+from shardrt.nn.share import PARTIAL
+from shardrt.nn.storage import LocalStorage
+from shardrt.recompute import Recomputation
+
+
+def check_mesh(unit: Unit, first: Unit) -> None:
+    """Raise unless both are on the same ranks, over all of which their gradients are then summed."""
+    own, theirs = unit.settings.mesh, first.settings.mesh
+    if own.root is not theirs.root:
+        raise ValueError(f"fully_shard: unit {unit.label} has another mesh than {first.label}")
+    alike = own is theirs or sorted(own.ranks.ravel()) == sorted(theirs.ranks.ravel())
+    for parameter in unit.parameters if unit is not first else ():
+        share = parameter.share
+        apart = share is not None and (share.own_data or share.kind == PARTIAL)
+        if not (data_of(share, own) == without(theirs.axes, share.one_loss) if apart else alike):
+            beside = f" beside {share.mesh!r}" if apart else ""
+            raise ValueError(
+                f"fully_shard: unit {unit.label} is on {own!r}{beside}, {first.label} on {theirs!r}; "
+                "gradients would be summed over other ranks: take axes of the mesh that together have the "
+                "same ranks"
+            )
+
+
+def check_reachable(module: Module, around: list[Unit], owners: dict[int, Unit]) -> None:
+    """A parameter must belong to a unit that is gathered whenever the module that uses it runs."""
+    unit = unit_of(module)
+    around = [*around, unit] if unit is not None else around
+    for name, parameter in module._parameters.items():
+        owner = owners.get(id(parameter))
+        if owner is not None and owner not in around:
+            raise ValueError(
+                f"fully_shard: parameter {parameter.name!r} of unit {owner.label} is tied to "
+                f"{module.name + '.' + name!r}, outside that unit; leave both to a unit that contains both, "
+                "or make both modules one unit: fully_shard([first, second])"
+            )
+    for child in module.children():
+        check_reachable(child, around, owners)
+
+
+def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
+    """Ranks whose models, seeds or settings differ would exchange nonsense; say so instead."""
+    described = [
+        (
+            u.label,
+            (u.settings.strategy, u.settings.by_rank),
+            (u.reshard_after_forward, u.reshard_after_backward, u.choices.divide_factor, u.micro_batches),
+            (u.choices.find_unused, [sorted(group.trained) for group in u.groups]),
+            [module.around(Recomputation) is not None for top in u.modules for module in top.modules()],
+            u.settings.placement.parameters,
+            u.settings.placement.gradients,
+            [(g.key, [(p.name, p.whole_shape, p.seed) for p in g.parameters]) for g in u.groups],
+        )
+        for u in units
+    ]
+    described.append((schedule.prefetch,))
+    rank, differing = schedule.mesh.rank, talk.agree(schedule.control, described)
+    if differing:
+        seeds = sorted({p.seed for u in units for p in u.parameters})
+        raise ValueError(
+            f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
+            f"(rank {rank}: {len(units)} units, seeds {seeds})"
+        )
+
+
+def check_same_values(control: Communicator, units: list[Unit], cut: bool) -> None:
+    """Values given before sharding must be the same on every rank: nobody broadcasts them.
+
+    cut: also of parameters whose modules are cut; then over ranks that have the same part of them.
+    """
+    groups = [group for u in units for group in u.groups if cut or not group.key.cut]
+    initial = [pair for group in groups for pair in group.initial()]
+    made = bytes(storage.materialised for _, storage in initial)
+    if talk.agree(control, made):  # they differ: now each rank needs all the others'
+        made = bytes(map(max, *control.talk(made)))
+    given = [place for place, there in enumerate(made) if there]
+    checksums = [_checksum(*initial[place]) for place in given]
+    if not given or not talk.agree(control, checksums):
+        return
+    everyone = talk.from_all(control, checksums)
+    for place, ranks in zip(given, zip(*everyone, strict=True), strict=True):
+        if other := [rank for rank, checksum in enumerate(ranks) if checksum != ranks[0]]:
+            raise ValueError(
+                f"fully_shard: parameter {initial[place][0].name!r} has other values on rank {other[0]} than "
+                "on rank 0; give every rank the same before sharding, or let manual_seed make them"
+            )
+
+
+def _checksum(parameter: Parameter, storage: LocalStorage) -> int:
+    """Of the parameter's values, which may not have been made on this rank yet."""
+    values = device.current().empty((parameter.size,), parameter.dtype)
+    storage.give(storage.part_of(parameter), values)
+    return zlib.crc32(device.current().to_numpy(values))
