@@ -19,8 +19,10 @@ from models.llama import Block as LlamaBlock
 from models.vit import Block as ViTBlock
 from shardrt import functional as F
 from shardrt import nn
-from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import by_class, full_gradients, wrap
+from shardrt.comm import init_device_mesh, thread, world
+from shardrt.fsdp import by_class, fully_shard, wrap
+from shardrt.parallel import expert_plan, parallelize_module
+from tests.parallel.nets import whole_gradients
 
 pytestmark = pytest.mark.torch
 
@@ -104,9 +106,9 @@ def mixture(kind):
         own = {"intermediate_size": 40, "num_local_experts": 4, "num_experts_per_tok": 2}
         return MixtralForCausalLM(MixtralConfig(**shape, **own))
     if kind == "qwen3-moe":
-        own = {"moe_intermediate_size": 24, "num_experts": 6, "num_experts_per_tok": 3, "head_dim": 16}
+        own = {"moe_intermediate_size": 24, "num_experts": 8, "num_experts_per_tok": 3, "head_dim": 16}
         return Qwen3MoeForCausalLM(Qwen3MoeConfig(**shape, **own, norm_topk_prob=True))
-    own = {"intermediate_size": 24, "num_experts": 5, "num_experts_per_tok": 2, "clip_qkv": 1.2}
+    own = {"intermediate_size": 24, "num_experts": 4, "num_experts_per_tok": 3, "clip_qkv": 1.2}
     return OlmoeForCausalLM(OlmoeConfig(**shape, **own))
 
 
@@ -163,28 +165,43 @@ def blocks_are_units(model, **how):
     return wrap(model, by_class(GPTBlock, LlamaBlock, ViTBlock), **how)
 
 
-def step(folder, kind):
+def sharded(folder, ep=1):
+    """(model, mesh of all ranks): blocks are units, experts are spread over `ep` of the ranks."""
+    if ep == 1:
+        mesh = init_device_mesh("auto")
+        return blocks_are_units(load_pretrained(folder), mesh=mesh), mesh
+    mesh = init_device_mesh("auto", (world.current().size,), ("dp_shard",))
+    fold, model = mesh.fold("ep", ep, over=("dp_shard",)), load_pretrained(folder)
+    parallelize_module(model, fold["ep"], expert_plan(model))
+    for block in model.blocks:
+        fully_shard(block.mlp.experts, mesh=fold["efsdp"])
+    return blocks_are_units(model, mesh=mesh), mesh
+
+
+def step(folder, kind, ep=1):
     """This rank's logits and loss, and the gradients under transformers' names."""
-    mesh = init_device_mesh("auto")
-    model = load_pretrained(folder)
-    blocks_are_units(model, mesh=mesh)
+    model, mesh = sharded(folder, ep)
     inputs, targets = (np.split(whole, mesh.size)[mesh.rank] for whole in asked(kind))
     logits = model(inputs)
     loss = F.cross_entropy(logits, targets)
     loss.backward()
     form, _ = hub.described(model)
     places, gradients = dict(form.tensors(model.config)), {}
-    for name, values in full_gradients(model):
-        for part, tensor in hub.in_files(values, places[name]):
+    for name, values in whole_gradients(model).items():
+        for part, tensor in hub.in_files(values, places[name]) if mesh.rank == 0 else ():
             gradients[form.full_name(part.name)] = np.array(tensor)
     return np.array(logits.data), loss.item(), gradients
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, ranks):
+SPREAD = [(ranks, kind, ep) for kind in EXPERTS for ranks, ep in ((2, 2), (4, 2), (4, 4))]
+
+
+@pytest.mark.parametrize(
+    "ranks, kind, ep", [*((ranks, kind, 1) for kind in KINDS for ranks in (1, 2, 4)), *SPREAD]
+)
+def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, ranks, ep):
     reference = references(kind)
-    found = thread.run(ranks, step, reference.folder, kind)
+    found = thread.run(ranks, step, reference.folder, kind, ep)
     logits = np.concatenate([logits for logits, _, _ in found])
     assert np.abs(logits - reference.logits).max() <= 1e-4 * np.abs(reference.logits).max()
     assert np.mean([loss for _, loss, _ in found]) == pytest.approx(reference.loss, rel=1e-5)
@@ -197,25 +214,36 @@ def test_logits_loss_and_gradients_are_those_of_transformers(references, kind, r
         assert difference <= 1e-4 * np.linalg.norm(scale), name
 
 
-def went_on(folder):
-    model = load_pretrained(folder).eval()
-    blocks_are_units(model)
+def went_on(folder, ep):
+    model = sharded(folder, ep)[0].eval()
     return continued(model, TOKENS[:2, :5], 64, greedy, block_size=128)
 
 
-@pytest.mark.parametrize("kind", LANGUAGE)
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_it_goes_on_as_transformers_does_token_for_token(references, kind, ranks):
+@pytest.mark.parametrize(
+    "ranks, kind, ep",
+    [*((ranks, kind, 1) for kind in LANGUAGE for ranks in (1, 2)), *((2, kind, 2) for kind in EXPERTS)],
+)
+def test_greedy_it_goes_on_as_transformers_does_token_for_token(references, kind, ranks, ep):
     reference = references(kind)
-    for found in thread.run(ranks, went_on, reference.folder):
+    for found in thread.run(ranks, went_on, reference.folder, ep):
         np.testing.assert_array_equal(found, reference.greedy[:, 5:])
     assert len(np.unique(reference.greedy)) > 10  # not one token over and over
 
 
-def exported(source, target):
-    model = load_pretrained(source)
-    blocks_are_units(model)
-    save_pretrained(model, target, file_bytes=40_000)
+def exported(source, target, ep=1):
+    save_pretrained(sharded(source, ep)[0], target, file_bytes=40_000)
+
+
+@pytest.mark.parametrize("ranks, kind, ep", SPREAD)
+def test_files_of_spread_experts_are_those_they_came_from_to_the_bit(references, tmp_path, ranks, kind, ep):
+    thread.run(ranks, exported, references(kind).folder, tmp_path, ep)
+    before = load_file(references(kind).folder / "model.safetensors")
+    after = {
+        name: values for file in tmp_path.glob("*.safetensors") for name, values in load_file(file).items()
+    }
+    assert after.keys() == before.keys() and any(".experts." in name for name in before)
+    for name, values in before.items():
+        np.testing.assert_array_equal(after[name], values, err_msg=name)
 
 
 @pytest.mark.parametrize("kind", KINDS)
