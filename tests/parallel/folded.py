@@ -47,16 +47,25 @@ def make(**changes):
 
 
 def build(
-    mesh, ep=1, over=AXES[1:], sequence=False, experts_first=False, before=None, model=None, **settings
+    mesh,
+    ep=1,
+    over=AXES[1:],
+    sequence=False,
+    experts_first=False,
+    balanced=True,
+    before=None,
+    model=None,
+    **settings,
 ):
-    """The model, cut along tp, cp and ep, and sharded over what is left."""
+    """The model, cut along tp, cp and ep, and sharded over what is left. balanced: over the data as well."""
     model = make() if model is None else model
     fold = mesh.fold("ep", ep, over=over)
     plans = [(mesh["tp"], plan_of(model, sequence_parallel=sequence)), (mesh["cp"], PLAN)]
     plans.insert(0 if experts_first else 2, (fold["ep"], expert_plan(model)))
     for axis, plan in plans:
         parallelize_module(model, axis, plan)
-    nn.balance_over(model, data_of(mesh))
+    if balanced:
+        nn.balance_over(model, data_of(mesh))
     for block in model.blocks:
         if before is not None:
             before(block)

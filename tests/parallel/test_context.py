@@ -147,7 +147,7 @@ def test_ranks_have_the_same_number_of_pairs():
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_trains_as_on_one_rank_with_documents(kind, cp):
     """Dropout of GPT included: the masks are those of whole sequences."""
-    same_to_1e5(trained(kind, {"cp": cp}, True), alone(kind, True))
+    same_to_1e5(trained(kind, {"cp": cp}, True, 10), alone(kind, True, 10))
 
 
 OTHER_AXES = {

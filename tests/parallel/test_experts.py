@@ -97,18 +97,27 @@ def test_it_is_one_rank_with_all_tokens_to_the_bit(routing):
 
 
 def test_a_capacity_drops_what_each_rank_alone_would_drop():
+    """Outputs and gradients; with more than one source, experts get rows of several such ranks."""
+
     def alone(rank):
         layer = layer_of("skewed", capacity_factor=0.75)
         x = tokens_of(4, rank)
         x[:, 0] = 1
-        return layer(Tensor(x))[0].numpy()
+        x = Tensor(x, requires_grad=True)
+        y, _ = layer(x)
+        (y * tokens_of(4, rank, number=1)).sum().backward()
+        assert (y.numpy() == 0).all(-1).any(), "nothing was dropped"
+        return y.numpy(), x.grad, {name: p.grad for name, p in layer.named_parameters()}
 
-    expected = np.concatenate([alone(rank) for rank in range(4)])
     for size in (2, 4):
-        own = np.concatenate(
-            [each[0] for each in run_ranks(size, passed, size, size, "skewed", capacity_factor=0.75)]
-        )
-        np.testing.assert_allclose(own, expected[: len(own)], atol=1e-6)
+        ys, slopes, gradients = zip(*map(alone, range(size)), strict=True)
+        found = run_ranks(size, passed, size, size, "skewed", capacity_factor=0.75)
+        np.testing.assert_allclose(np.concatenate([each[0] for each in found]), np.concatenate(ys), atol=1e-6)
+        dx = np.concatenate([each[1]["x"] for each in found])
+        np.testing.assert_allclose(dx, np.concatenate(slopes), atol=1e-5)
+        for name in ("experts.up", "experts.down"):
+            total = sum(each[name] for each in gradients)
+            np.testing.assert_allclose(found[0][1][name], total, rtol=1e-5, atol=1e-5, err_msg=name)
 
 
 def test_a_capacity_is_of_the_rows_of_each_source_rank_and_not_of_all_together():

@@ -36,6 +36,7 @@ CASES = {  # name: axes, ep, how
     "tp 4, ep 2 in it": ({"tp": 4}, 2, {}),
     "cp 2, whole experts": ({"cp": 2}, 1, {}),
     "cp 2, ep 2, documents": ({"cp": 2}, 2, {"documents": True}),
+    "cp 2, tp 2, balanced by their plans": ({"cp": 2, "tp": 2}, 2, {"balanced": False}),
     "dp 2, tp 2, ep 2 over dp": ({"shards": 2, "tp": 2}, 2, {**SP, "over": ("dp_shard",)}),
     "cp 2, tp 2, ep 4": ({"cp": 2, "tp": 2}, 4, SP),
     "dp 2, cp 2, tp 2, ep 4": ({"shards": 2, "cp": 2, "tp": 2}, 4, SP),

@@ -229,7 +229,7 @@ def test_and_with_the_time_cut(axes):
     same(trained("llama", axes, steps=5, tree=True, sequence=True), expected, losses=False)
 
 
-STAGES = {"1F1B": (2, 1, 2), "GPipe": (2, 1, 1), "Interleaved1F1B": (2, 2, 1)}
+STAGES = {"1F1B": (2, 1, 2), "GPipe": (2, 2, 2), "Interleaved1F1B": (2, 2, 1)}
 
 
 @pytest.mark.parametrize("schedule", STAGES)
