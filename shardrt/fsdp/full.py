@@ -49,7 +49,7 @@ def full_parameters(module: Module, *, writeback: bool = False) -> Iterator[Modu
     The arrays are copies in the type of the shards (float32). writeback: at the end each rank copies its part
     of the arrays into its shard; write the same values on every rank. Costs the bytes of the whole parameters
     of `module`; call it on one block after the other where that is too much. The plain parameters of a module
-    that is not sharded are simply there.
+    that is not sharded are simply there. One that parallelize_module has cut is this rank's part, whole.
     """
     units = units_below(module)
     with ExitStack() as stack:
@@ -69,7 +69,7 @@ def full_gradients(module: Module) -> Iterator[tuple[str, Array | None]]:
 
     Collective: every rank must iterate to the end. The gradients are copies on the device, in the type of the
     shards, or None; only those of one unit take memory at a time. The plain parameters of a module that is
-    not sharded are there as well.
+    not sharded are there as well. One that parallelize_module has cut has the gradient of this rank's part.
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     for parameter in module.parameters():

@@ -1,9 +1,9 @@
 """Module: a tree of layers with named parameters, and the seams where sharding and saving memory attach.
 
-`Module.__call__` lets what was attached by `run_inside` run the forward, each inside the next: recomputation,
-then activation offload, then the boundary of a sharded unit. That is all that a layer knows of them. Modules
-know their parent, so a parameter's full name, which its initial values depend on, can be told as soon as the
-tree stands.
+`Module.__call__` lets what was attached by `run_inside` run the forward, each inside the next: what converts
+activations of a module that is cut over ranks, recomputation, activation offload, the boundary of a sharded
+unit. That is all that a layer knows of them. Modules know their parent, so a parameter's full name, which its
+initial values depend on, can be told as soon as the tree stands.
 """
 
 import copy
