@@ -57,6 +57,9 @@ def test_ten_steps_are_those_of_one_rank(folder, name):
     for found, expected in zip(records(folder, name, "step"), records(folder, "one", "step"), strict=True):
         for figure in ("expert_load", "empty_experts"):
             assert found[figure] == expected[figure]
+    whole = runs.weights(folder, "one")
+    for key, values in runs.weights(folder, name).items():
+        np.testing.assert_allclose(values, whole[key], rtol=0, atol=2e-5, err_msg=key)
 
 
 def test_in_the_mode_for_it_all_numbers_of_ranks_have_the_same_bits_with_experts_spread_or_not(folder):
