@@ -15,6 +15,15 @@ from shardrt.parallel.saved import gather_again
 from shardrt.tensor import Tensor
 
 
+def check_whole(module: Module) -> None:
+    """Raise RuntimeError where the model that was cut is not the whole any more."""
+    if module.parent is not None:
+        raise RuntimeError(
+            f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
+            "the whole together first, and call it on the outermost module"
+        )
+
+
 class Converting:
     """Around the forward of a module that is cut. Innermost: what is recomputed converts again."""
 
@@ -94,10 +103,6 @@ class Deciding(Converting):
     order = 3  # outermost
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        if module.parent is not None:
-            raise RuntimeError(
-                f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
-                "the whole together first, and call it on the outermost module"
-            )
+        check_whole(module)
         with self.axis.decided():
             return forward(*args, **kwargs)

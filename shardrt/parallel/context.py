@@ -18,6 +18,7 @@ from shardrt.functional.context import ROLE, context_attention, own_chunks, posi
 from shardrt.nn.module import Module
 from shardrt.nn.moe import Router
 from shardrt.nn.storage import LocalStorage
+from shardrt.parallel.around import check_whole
 from shardrt.parallel.axis import Axis, batch_of, recorded
 from shardrt.parallel.styles import Style, check_alone
 from shardrt.tensor import Tensor
@@ -112,11 +113,7 @@ class Summing:
         raise TypeError(f"copy.deepcopy: the model's sequences lie on {self._mesh!r}, so it can't be copied")
 
     def run(self, module: Module, forward: Callable, /, *args: Any, **kwargs: Any) -> Any:
-        if module.parent is not None:
-            raise RuntimeError(
-                f"parallelize_module: it was called on what is {module.name!r} of another module now; put "
-                "the whole together first, and call it on the outermost module"
-            )
+        check_whole(module)
         if not self._checked and recorded() and device.current() is self._mesh.device:
             self._check(module)
             self._checked = True

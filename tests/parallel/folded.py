@@ -13,6 +13,7 @@ from shardrt.comm import talk
 from shardrt.fsdp import fully_shard, set_gradient_divide_factor
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import expert_plan, parallelize_module
+from tests.parallel.nets import whole_gradients
 from tests.parallel.sequences import (
     AXES,
     BATCH,
@@ -22,7 +23,6 @@ from tests.parallel.sequences import (
     batch_of,
     data_of,
     mesh_of,
-    whole_gradients,
 )
 from tests.ranks import run_ranks
 

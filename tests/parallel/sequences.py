@@ -19,10 +19,10 @@ from shardrt import device, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, talk
-from shardrt.fsdp import full_gradients, fully_shard, memory_plan, set_gradient_divide_factor
-from shardrt.nn.share import joined
+from shardrt.fsdp import fully_shard, memory_plan, set_gradient_divide_factor
 from shardrt.nn.utils import clip_grad_norm_
 from shardrt.parallel import ContextParallel, parallelize_module, shard_sequence
+from tests.parallel.nets import whole_gradients
 from tests.ranks import run_ranks
 
 VOCAB, BATCH, TIME = 37, 4, 16
@@ -103,15 +103,6 @@ def train(kind, axes, documents=False, steps=2, **how):
     everyone = talk.from_all(mesh.communicator("control"), told["losses"])
     told["losses"] = np.sum(everyone, 0) / mesh.size_of("tp")
     return told | {"final": full_state_dict(model)}
-
-
-def whole_gradients(model):
-    """Name -> whole gradient on rank 0; elsewhere None or a part. Collective."""
-    found, parameters = {}, dict(model.named_parameters())
-    for name, gradient in full_gradients(model):
-        whole = joined(parameters[name], np.array(gradient))
-        found[name] = None if whole is None else whole.copy()
-    return found
 
 
 def trained(kind, axes, *args, **how):
