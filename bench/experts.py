@@ -395,8 +395,11 @@ def compared(contestants: list[Contestant], mesh: DeviceMesh, rounds: int) -> di
             if not off < CLOSE:
                 raise RuntimeError(f"{each.name}: {name} is off by {off:.1e} on rank {mesh.rank}")
         each.clear()
-    found = np.array([[timed(each, mesh) for each in contestants] for _ in range(rounds + 1)])[1:]
-    seconds, used = found[..., 0], found[..., 1]  # (rounds, contestants)
+    found = np.zeros((rounds + 1, len(contestants), 2))
+    for number, place in np.ndindex(found.shape[:2]):
+        turn = (number + place) % len(contestants)  # each comes first in its turn
+        found[number, turn] = timed(contestants[turn], mesh)
+    seconds, used = found[1:, :, 0], found[1:, :, 1]  # (rounds, contestants); the first is a warm-up
     peer = 1 + int(np.median(seconds[:, 1:], axis=0).argmin())
     ms = (1e3 * np.median(seconds, axis=0)).round(3).tolist()
     quarter, ratio, most = np.percentile(seconds[:, 0] / seconds[:, peer], (25, 50, 75)).round(3).tolist()
