@@ -17,7 +17,9 @@ import numpy as np
 from shardrt import device, nn, no_grad
 from shardrt.checkpoint import load
 from shardrt.comm import init_device_mesh
+from shardrt.comm.talk import from_first
 from shardrt.fsdp import fully_shard
+from shardrt.nn.module import ranks_of
 from shardrt.parallel import Pipeline
 from shardrt.train import config as settings
 from shardrt.train import options
@@ -146,12 +148,12 @@ def continued(
     than `count` once all have ended.
 
     model: a GPT or a Llama, sharded or not, or its Pipeline, in evaluation mode. choose: the next token of
-    each sequence from logits (batch, vocab) on the host, the same on every rank; `greedy` is one.
+    each sequence from logits (batch, vocab) on the host; `greedy` is one. What rank 0 chooses counts.
     """
     text = np.asarray(tokens, np.int64)
     start, read = text.shape[1], 0
-    layers = len((model.model if isinstance(model, Pipeline) else model).blocks)
-    cache = KVCache(layers, min(block_size, start + count))
+    net = model.model if isinstance(model, Pipeline) else model
+    cache, ranks = KVCache(len(net.blocks), min(block_size, start + count)), ranks_of(net)
     ended = np.zeros((len(text), 1), bool)
     with no_grad():
         for _ in range(count):
@@ -160,7 +162,10 @@ def continued(
             else:
                 logits = model(text[:, -block_size:])
             last = device.current().to_numpy(logits.data[:, -1])  # (batch, time, vocab) -> (batch, vocab)
-            chosen = np.where(ended, text[:, -1:], np.reshape(choose(last), (-1, 1)))
+            found = np.reshape(choose(last), (-1, 1))
+            if ranks is not None:  # an expert that others send rows to may round mine and theirs differently
+                found = np.array(from_first(ranks, found.tolist()))
+            chosen = np.where(ended, text[:, -1:], found)
             text = np.concatenate([text, chosen], axis=1)
             ended = np.isin(chosen, list(ends))
             if ended.all():

@@ -11,7 +11,7 @@ from models.gpt import Block as GPTBlock
 from models.llama import Block as LlamaBlock
 from models.llama import Llama, LlamaConfig
 from shardrt import no_grad
-from shardrt.comm import thread
+from shardrt.comm import init_device_mesh, thread
 from shardrt.fsdp import by_class, wrap
 from shardrt.train.config import SampleConfig
 
@@ -50,6 +50,21 @@ def test_the_tokens_are_those_of_whole_forwards_beyond_the_window_as_well(kind, 
     for found in thread.run(ranks, with_cache, kind):
         np.testing.assert_array_equal(found, expected)
     assert len(np.unique(expected)) > 5
+
+
+def as_its_bits_say(kind):
+    """The tokens of this rank, which would choose others than rank 0 from the same logits."""
+    model, rank = made(kind), init_device_mesh().rank
+    wrap(model, by_class(GPTBlock, LlamaBlock))
+    return continued(model, PROMPT, 4, lambda logits: (greedy(logits) + rank) % 31, block_size=24)
+
+
+def test_ranks_whose_logits_differ_in_rounding_go_on_with_the_tokens_of_rank_0():
+    """An expert on another rank has the rows of all of them, and BLAS may round equal rows differently."""
+    expected, *others = thread.run(2, as_its_bits_say, "experts")
+    np.testing.assert_array_equal(expected, thread.run(1, as_its_bits_say, "experts")[0])
+    for found in others:
+        np.testing.assert_array_equal(found, expected)
 
 
 def test_a_sequence_ends_behind_its_end_and_the_others_go_on():
