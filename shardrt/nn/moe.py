@@ -12,6 +12,7 @@ import numpy as np
 
 from shardrt import autograd, device, random
 from shardrt import functional as F
+from shardrt.comm.digits import meet
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.functional.route import SCORES, ExpertOrder
 from shardrt.nn import init as initial
@@ -61,8 +62,11 @@ class Router(Module):
     def balance_along(self, mesh: DeviceMesh) -> None:
         """Let the balance loss be that of the tokens of all ranks of `mesh`, beside those of before.
 
-        Collective over the root of `mesh`.
+        Collective over the root of `mesh`. Raises ValueError where its ranks have other stages.
         """
+        place = self.weight.place
+        if place is not None and place.mesh.root is mesh.root and meet(place.axes, mesh.axes):
+            raise ValueError(f"balance_over: ranks of {mesh!r} have other stages than that of {self.name!r}")
         if mesh.size > 1:
             self.balance_mesh = mesh if self.balance_mesh is None else self.balance_mesh.widened(mesh.axes)
             self.balance_mesh.communicator("control")
@@ -267,7 +271,8 @@ def balance_over(model: Module, mesh: DeviceMesh) -> None:
     cut.) An all-reduce of an integer for each expert, in each forward of each router. Ranks with parts of the
     same samples, by TokenParallel or ContextParallel, are counted besides. Call it on every rank.
 
-    Raises ValueError if `model` has no router of this package, TopKRouter or Top2Gate.
+    Raises ValueError if `model` has no router of this package, TopKRouter or Top2Gate, and for a `mesh` along
+    which ranks have other stages.
     """
     routers = [module for module in model.modules() if isinstance(module, Router)]
     if not routers:

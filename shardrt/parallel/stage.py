@@ -13,10 +13,12 @@ from typing import Any
 
 from shardrt import device, random
 from shardrt.comm import talk
+from shardrt.comm.digits import meet
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.nn.containers import ModuleList
 from shardrt.nn.module import Module, label_of, stages_of
+from shardrt.nn.moe import Router
 from shardrt.nn.parameter import Parameter
 from shardrt.nn.pieces import Piece
 from shardrt.nn.place import Place
@@ -142,11 +144,12 @@ def pipeline_stages(
 
     Raises TypeError for what is no Module or DeviceMesh and a model without pieces(); ValueError for more
     stages than pieces, a stage without pieces, a rank without a stage, costs that do not fit, a parameter
-    that is in no piece, or in two stages though no piece says that it is tied, a mesh of several axes, ranks
-    that have another model, seed or cut; RuntimeError for a model that is sharded, has an optimizer, or
-    stages already.
+    that is in no piece, or in two stages though no piece says that it is tied, a mesh of several axes, a
+    module that is cut or balanced along `mesh`, ranks that have another model, seed or cut; RuntimeError for
+    a model that is sharded, has an optimizer, or stages already.
     """
     pieces = _pieces(model, mesh)
+    _check_apart(model, mesh)
     begins = _begins(model, mesh, pieces, stages, costs, batch)
     ranks = _ranks(placement, len(begins), mesh.size)
     used = _used(model, pieces, begins)
@@ -223,6 +226,20 @@ def _pieces(model: Module, mesh: DeviceMesh) -> list[Piece]:
             f"pipeline_stages: {type(model).__name__} has no method pieces(), which gives its nn.Pieces"
         )
     return list(give(model))
+
+
+def _check_apart(model: Module, mesh: DeviceMesh) -> None:
+    """Raise ValueError for a module that would wait for ranks along `mesh`, which have other stages."""
+    for module in model.modules():
+        meshes = [p.share.mesh for p in module._parameters.values() if p.share is not None]
+        if isinstance(module, Router) and module.balance_mesh is not None:
+            meshes.append(module.balance_mesh)
+        for other in meshes:
+            if other.root is mesh.root and meet(other.axes, mesh.axes):
+                raise ValueError(
+                    f"pipeline_stages: {module.name!r} is on {other!r}, along which are the stages too: take "
+                    "other axes for it, those behind the pipeline's"
+                )
 
 
 def _begins(

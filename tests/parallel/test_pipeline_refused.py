@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 
 import shardrt
+from models.llama import Llama, LlamaConfig
 from models.plans import plan_of
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import fully_shard, set_world_invariant
 from shardrt.nn.utils import clip_grad_norm_
-from shardrt.parallel import parallelize_module
+from shardrt.parallel import expert_plan, parallelize_module
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.parallel.schedules import schedule
 from shardrt.parallel.table import Action, Table
 from shardrt.recompute import checkpoint
-from tests.parallel.piped import Nests, batches_of, build, gpt, llama, loss_of
+from tests.parallel.piped import SMALL, Nests, batches_of, build, gpt, llama, loss_of
 from tests.ranks import run_ranks
 
 
@@ -379,3 +380,29 @@ def test_a_step_after_one_that_has_raised():
     assert run_ranks(1, norm, 1) == run_ranks(1, without)
     with pytest.raises(RuntimeError, match="an earlier step has raised on this rank"):
         run_ranks(2, norm, 2)
+
+
+def mixtures():
+    return Llama(LlamaConfig(**SMALL, n_kv_head=1, n_hidden=8, experts=2))
+
+
+def along_stages(pp):
+    """What would make a stage wait for the ranks of another one: (model, what is done to it)."""
+    yield llama(), lambda model: parallelize_module(model, pp, plan_of(model))
+    yield mixtures(), lambda model: parallelize_module(model, pp.fold("ep", 2)["ep"], expert_plan(model))
+    yield mixtures(), lambda model: nn.balance_over(model, pp)
+
+
+def test_nothing_is_cut_or_balanced_along_the_axis_of_the_stages():
+    def refused():
+        pp = mesh_of_two()["pp"]
+        for model, done in along_stages(pp):
+            done(model)
+            with pytest.raises(ValueError, match="along which are the stages too: take other axes"):
+                Pipeline(model, pp)
+        model = mixtures()
+        Pipeline(model, pp)
+        with pytest.raises(ValueError, match="have other stages than that of 'blocks.0.mlp.router'"):
+            nn.balance_over(model, pp)
+
+    run_ranks(2, refused)
