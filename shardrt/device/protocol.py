@@ -137,6 +137,9 @@ class Device(ABC):
         """The array. Says what its memory is for, as a memory plan does, to a device that keeps books."""
         return array
 
+    def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
+        """An optimizer has issued all of a step: to a device that keeps books."""
+
     @abstractmethod
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """A 1-D host array to and from which this device copies asynchronously."""

@@ -111,6 +111,8 @@ class SimulatedDevice(Device):
         self.program = Program() if program is None else program
         self.alone, self.products_on_host = alone, like.products_on_host
         self.label = ""
+        self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
+        self._steps = count()
         self._marks = count(1)
         self._names: dict[str, int] = {}
         self.addresses = Addresses()
@@ -147,6 +149,12 @@ class SimulatedDevice(Device):
         ranges = _ranges(reads), _ranges(writes)
         stream = self._running.name
         self.add(p.Work(stream, name, *ranges, flops, nbytes, launches, self.label, site(), sizes))
+
+    def stepped(self) -> None:
+        number = next(self._steps)
+        self.add(p.Step(number))
+        if self.on_step is not None:
+            self.on_step(number)
 
     def new_mark(self) -> int:
         return next(self._marks)
@@ -427,6 +435,7 @@ _INSIDE = (
     # How a call comes to who carries it; links between ranks have places of their own.
     *(str(_ROOT / "comm" / name) for name in ("protocol.py", "nccl.py", "staged.py", "simulated.py")),
     *(str(_ROOT / "comm" / name) for name in ("reduction.py", "wrapper.py", "counted.py")),
+    str(_ROOT / "faults" / "flight.py"),
 )
 _files: dict[CodeType, str] = {}
 _sites: dict[tuple[CodeType, int], str] = {}

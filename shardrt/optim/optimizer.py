@@ -143,6 +143,7 @@ class Optimizer:
             self._update_here(here)
         if self.updates is not None:
             self.updates.settle()
+        self._device.stepped()
         return loss
 
     def numbers(self, group: dict, steps: int) -> tuple[float, ...]:

@@ -74,7 +74,8 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
     with one_line(USAGE, mesh):
         plan = planned_memory(recipe, mesh, task, model, batches)
         failure.describe_memory(lambda: f"memory as planned, per rank:\n{plan}")
-        run = run_log(recipe) if mesh.rank == 0 else RunLog(None)
+        simulated = mesh.world.device is not None  # of such a run nothing is kept
+        run = RunLog(None) if mesh.rank or simulated else run_log(recipe)
 
     with closing(run):
         go(job_of(recipe, mesh, task, model, run, watch), plan, began)
@@ -85,7 +86,8 @@ def go(job: "Job", plan: MemoryPlan, began: float) -> None:
     recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         first, told = resume(job)  # before anything of a run that was there is changed
-    watch.keep(run.directory / "flight" if run.directory else None)
+    if mesh.world.device is None:
+        watch.keep(run.directory / "flight" if run.directory else None)
     with one_line(DATA, mesh):
         if run.directory:
             settings.dump(recipe, run.directory / "config.toml")

@@ -1,0 +1,160 @@
+"""Runs a script or module as it stands in a simulated world, up to some optimizer step, and records it.
+
+    (program,) = record(["train.py", "--lr", "1e-3"], ranks=4096)
+
+`init_device_mesh` gives the simulated mesh there. What the script prints goes to stderr: its numbers are made
+up. What it writes, it writes; the training command makes no run directory.
+"""
+
+import importlib.util
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stdout
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import Any
+
+from shardrt.comm.simulated import run
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.program import Program
+from shardrt.device.protocol import Device
+from shardrt.device.simulated import SimulatedDevice
+from shardrt.simulate.values import Values
+
+
+class _Ended(BaseException):
+    """Enough steps: unwinds the script, which may catch errors."""
+
+
+def record(
+    command: Sequence[str],
+    ranks: int = 1,
+    *,
+    steps: int = 2,
+    like: Device | type[Device] = CUDADevice,
+    stands_for: Mapping[int, Iterable[int]] | None = None,
+    local_size: int = 8,
+    shared: bool = False,
+    values: Values | None = None,
+) -> list[Program]:
+    """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
+
+    command: a script and its arguments; or a module and its own, with "-m" before it or without. ranks: how
+    many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it speaks
+    for: rank 0 for all if not told. shared: see comm.simulated.world_of. like, values: see SimulatedDevice.
+
+    Raises ValueError where there is no such script, SystemExit where it ends with a code that is not 0, and
+    whatever it raises.
+    """
+    with _command(command) as start:
+        return record_of(
+            start,
+            ranks,
+            steps=steps,
+            like=like,
+            stands_for=stands_for,
+            local_size=local_size,
+            shared=shared,
+            values=values,
+        )
+
+
+def record_of(
+    function: Any,
+    ranks: int = 1,
+    *,
+    steps: int = 0,
+    like: Device | type[Device] = CUDADevice,
+    stands_for: Mapping[int, Iterable[int]] | None = None,
+    local_size: int = 8,
+    shared: bool = False,
+    values: Values | None = None,
+) -> list[Program]:
+    """As `record`, of what `function()` does. steps: 0 for all."""
+    own = threading.local()  # each recorded rank is a thread
+
+    def device_of(rank: int) -> SimulatedDevice:
+        own.device = SimulatedDevice(like, values or Values())
+        return own.device
+
+    def one() -> Program:
+        here, kept = own.device, []
+        program = here.program
+
+        def stepped(number: int) -> None:
+            if number + 1 == steps:
+                here.program = Program()  # of what the script does while it is left
+                raise _Ended
+
+        here.on_step = stepped
+        try:
+            kept.append(function())  # what is given back when all is over is nobody's
+        except _Ended:
+            pass
+        except SystemExit as end:
+            if end.code:
+                raise
+        here.program = Program()
+        return program
+
+    return run(
+        ranks,
+        {0: range(ranks)} if stands_for is None else stands_for,
+        device_of,
+        one,
+        local_size,
+        shared=shared,
+    )
+
+
+@contextmanager
+def _command(command: Sequence[str]) -> Iterator[Any]:
+    """What starts it, once for each rank that calls. Inside, sys.argv and sys.path are as Python has them."""
+    name, arguments, is_module = _target(list(command))
+    before = sys.argv, sys.path[:]
+    sys.path.insert(0, str(Path.cwd() if is_module else Path(name).resolve().parent))
+    try:
+        code, module = _module(name) if is_module else (_script(name), {"__file__": name})
+        sys.argv = [module["__file__"], *arguments]
+
+        def start() -> dict[str, Any]:
+            names = ModuleType("__main__").__dict__
+            names.update(module)
+            exec(code, names)
+            return names
+
+        with redirect_stdout(sys.stderr):
+            yield start
+    finally:
+        sys.argv, sys.path[:] = before
+
+
+def _target(command: list[str]) -> tuple[str, list[str], bool]:
+    """(script or module, its arguments, whether it is a module)."""
+    told = command[0] == "-m" if command else False
+    if len(command) <= told:
+        raise ValueError("no script: say which after --")
+    name, *arguments = command[told:]
+    return name, arguments, told or not (name.endswith(".py") or Path(name).is_file())
+
+
+def _script(name: str) -> CodeType:
+    try:
+        return compile(Path(name).read_bytes(), name, "exec")
+    except OSError as error:
+        raise ValueError(f"{name}: {error.strerror}") from None
+
+
+def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
+    """Its code, and what it knows about itself."""
+    try:
+        found = importlib.util.find_spec(name)
+        if found is not None and found.submodule_search_locations is not None:
+            found = importlib.util.find_spec(f"{name}.__main__")
+    except (ImportError, ValueError):
+        found = None
+    code = found.loader.get_code(found.name) if found is not None and found.loader is not None else None
+    if code is None:
+        raise ValueError(f"{name}: no such script or module")
+    return code, {"__file__": found.origin, "__package__": found.parent, "__spec__": found}

@@ -1,0 +1,120 @@
+"""simulate/script.py: scripts and modules run as they stand in a simulated world, for some steps."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+
+from shardrt.device.program import Collective, Step
+from shardrt.simulate.script import record, record_of
+from tests.ranks import ROOT, clean_environment
+
+TRAINED = """
+import sys
+import numpy as np
+from shardrt import device, nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from beside import WIDTH
+
+if __name__ == "__main__":
+    mesh = init_device_mesh("auto")
+    model = fully_shard(nn.Linear(WIDTH, WIDTH), mesh=mesh)
+    optimizer = optim.SGD(model.parameters(), lr=1.0)
+    try:
+        for step in range(int(sys.argv[1])):
+            model(device.current().zeros((2, WIDTH), np.float32)).sum().backward()
+            optimizer.step()
+            print("step", step, "of", sys.argv[0])
+    finally:
+        model(device.current().zeros((2, WIDTH), np.float32))
+"""
+
+
+def steps_of(program):
+    return [item.number for item in program.items if isinstance(item, Step)]
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "beside.py").write_text("WIDTH = 16\n")
+    file = tmp_path / "train.py"
+    file.write_text(TRAINED)
+    return file
+
+
+RECORDED = """
+import sys
+from shardrt.simulate.races import races
+from shardrt.simulate.script import record
+(program,) = record(sys.argv[1:], ranks=4096, steps=3)
+print(program.rank, program.world_size, {len(group.ranks) for group in program.groups.values()})
+print([item.number for item in program.items if type(item).__name__ == "Step"], races([program]))
+"""
+
+
+def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as_wanted(tmp_path):
+    """In a process of its own: it calls models by another name."""
+    file = tmp_path / "train.py"
+    file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
+    command = [sys.executable, "-c", RECORDED, str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert done.stdout == "0 4096 {4096}\n[0, 1, 2] []\n", done.stderr
+
+
+def test_a_script_has_its_arguments_and_neighbours_and_what_comes_behind_the_last_step_is_not_kept(
+    script, capsys
+):
+    before = sys.argv, sys.path[:], sys.modules["__main__"]
+    (program,) = record(["train.py", "9"], ranks=2, steps=2)
+    assert steps_of(program) == [0, 1] and isinstance(program.items[-1], Step)
+    out, told = capsys.readouterr()
+    assert (out, told) == ("", "step 0 of train.py\n")  # the second has not come back
+    assert (sys.argv, sys.path, sys.modules["__main__"]) == before
+    (program,) = record(["train.py", "1"], ranks=2, steps=2)  # which ends by itself
+    assert steps_of(program) == [0] and not isinstance(program.items[-1], Step)
+
+
+def test_several_ranks_are_recorded_together(script):
+    programs = record([str(script), "1"], ranks=6, stands_for={0: range(3), 4: range(3, 6)})
+    assert [program.rank for program in programs] == [0, 4]
+    calls = [[item.call for item in each.items if isinstance(item, Collective)] for each in programs]
+    assert calls[0] == calls[1] != []
+
+
+@pytest.mark.parametrize("command", [["-m", "models.train"], ["models.train"]])
+def test_a_module_is_recorded_and_the_training_command_leaves_nothing(command, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text").write_text("to be, or not to be, that is the question. " * 200)
+    small = "--model.n-layer 1 --model.n-head 2 --model.n-embd 16 --model.block-size 16 --batch-size 4"
+    (program,) = record([*command, *small.split(), "--data", "text"], ranks=2)
+    assert steps_of(program) == [0, 1]
+    assert [path.name for path in tmp_path.iterdir()] == ["text"]
+
+
+def test_what_is_wrong_with_a_script_is_told(tmp_path):
+    file = tmp_path / "ends.py"
+    file.write_text("import sys\nsys.exit(int(sys.argv[1]))\n")
+    assert record([str(file), "0"])[0].items == []
+    with pytest.raises(SystemExit) as end:
+        record([str(file), "3"])
+    assert end.value.code == 3
+    for command, told in (
+        ([], "no script"),
+        (["-m"], "no script"),
+        (["nowhere.py"], "nowhere.py: No such file"),
+        (["no.module"], "no.module: no such script or module"),
+        (["-m", "shardrt.nn"], "shardrt.nn: no such"),
+    ):
+        with pytest.raises(ValueError, match=told):
+            record(command)
+
+
+def test_a_function_is_recorded_too(script):
+    def step():
+        raise KeyError("its own")
+
+    with pytest.raises(KeyError, match="its own"):
+        record_of(step, 2)
