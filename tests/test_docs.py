@@ -101,6 +101,14 @@ def test_the_tutorial_shows_the_schedule_that_its_program_prints(alone):
         assert printed == [line.replace("[rank 0]", f"[rank {rank}]") for line in shown]
 
 
+def test_the_page_of_races_shows_the_report_that_its_program_prints(alone):
+    page = ROOT / "docs" / "races.md"
+    shown = re.search(r"^```text\n(.*?)^```", page.read_text(), re.DOTALL | re.MULTILINE)[1]
+    told = (alone / "races" / "out").read_text()
+    told, shown = (re.sub("0x[0-9a-f]+", "an address", text) for text in (told, shown))
+    assert told == shown
+
+
 def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
     pytest.importorskip("torch")
     page = (ROOT / "docs" / "from_pytorch.md").read_text()
@@ -145,6 +153,7 @@ FEATURES = (
     "memory",
     "determinism",
     "optimizers",
+    "races",
 )
 
 

@@ -22,26 +22,30 @@ _PROT_NONE, _MAP_NORESERVE = 0, 0x4000  # of Linux; Python has no names for them
 
 
 class Addresses:
-    """Reserved in chunks. What is given back is lent again first, to whoever asks for as many bytes."""
+    """Reserved in chunks. What a pool is given back it lends again first, if asked for as many bytes.
+
+    Each `owner` has a pool of its own. None has none: nobody is lent these addresses again.
+    """
 
     def __init__(self) -> None:
         self._chunks: list[np.ndarray] = []
         self._next = self._end = 0
-        self._free: dict[int, list[int]] = {}
+        self._free: dict[tuple[str, int], list[int]] = {}
 
-    def take(self, nbytes: int) -> int:
+    def take(self, nbytes: int, owner: str | None = None) -> int:
         """The address of that many bytes, aligned."""
         size = _aligned(nbytes)
-        if self._free.get(size):
-            return self._free[size].pop()
+        if owner is not None and self._free.get((owner, size)):
+            return self._free[owner, size].pop()
         if self._next + size > self._end:
             self._reserve(size)
         start, self._next = self._next, self._next + size
         return start
 
-    def give_back(self, start: int, nbytes: int) -> None:
-        """They may be lent again at once."""
-        self._free.setdefault(_aligned(nbytes), []).append(start)
+    def give_back(self, start: int, nbytes: int, owner: str | None = None) -> None:
+        """They may be lent again at once, by the same pool."""
+        if owner is not None:
+            self._free.setdefault((owner, _aligned(nbytes)), []).append(start)
 
     def _reserve(self, least: int) -> None:
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
@@ -61,10 +65,10 @@ class Addresses:
 class Block:
     """Bytes lent to one array and its views; `release(block)` is called when the last of them dies."""
 
-    __slots__ = ("start", "nbytes", "release", "item", "__array_interface__", "__weakref__")
+    __slots__ = ("start", "nbytes", "release", "owner", "item", "__array_interface__", "__weakref__")
 
-    def __init__(self, start: int, nbytes: int, release: Any) -> None:
-        self.start, self.nbytes, self.release = start, nbytes, release
+    def __init__(self, start: int, nbytes: int, release: Any, owner: str | None = None) -> None:
+        self.start, self.nbytes, self.release, self.owner = start, nbytes, release, owner
         self.item = -1  # place of its Take among the items of a program
         interface = {"data": (start, False), "shape": (nbytes,), "typestr": "|u1", "version": 3}
         self.__array_interface__ = interface

@@ -140,6 +140,9 @@ class Device(ABC):
     def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
         """An optimizer has issued all of a step: to a device that keeps books."""
 
+    def doing(self, part: str) -> None:  # noqa: B027
+        """Ops are of this part of the step from now on ("forward blocks.0"): to a device that keeps books."""
+
     @abstractmethod
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """A 1-D host array to and from which this device copies asynchronously."""

@@ -110,7 +110,7 @@ class SimulatedDevice(Device):
         self.values = values
         self.program = Program() if program is None else program
         self.alone, self.products_on_host = alone, like.products_on_host
-        self.label = ""
+        self.label = self._part = ""
         self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
         self._steps = count()
         self._marks = count(1)
@@ -146,9 +146,13 @@ class SimulatedDevice(Device):
         reads, writes = ([x for x in given if isinstance(x, Shaped)] for given in (reads, writes))
         if nbytes is None:
             nbytes = sum(x.nbytes for x in (*reads, *writes))
-        ranges = _ranges(reads), _ranges(writes)
-        stream = self._running.name
-        self.add(p.Work(stream, name, *ranges, flops, nbytes, launches, self.label, site(), sizes))
+        ranges, dtype = (_ranges(reads), _ranges(writes)), _dtype(reads or writes)
+        label = self.label or (self._part if self._running is self.current_stream else "")
+        what = flops, nbytes, launches, label, site(), sizes, dtype
+        self.add(p.Work(self._running.name, name, *ranges, *what))
+
+    def doing(self, part: str) -> None:
+        self._part = part
 
     def stepped(self) -> None:
         number = next(self._steps)
@@ -195,7 +199,7 @@ class SimulatedDevice(Device):
     # -- arrays
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
-        array = self._array(shape, dtype, "activations")
+        array = self._array(shape, dtype, "activations", pool=not self.like.in_host_memory)
         block = block_of(array)
         size = self._pooled[block.start] = self.pooled(array.nbytes)
         self._held += size
@@ -226,18 +230,24 @@ class SimulatedDevice(Device):
     def pinned(self, count: int, dtype: Any) -> Array:
         return self.host.buffer(count, dtype)
 
-    def _array(self, shape: int | tuple[int, ...], dtype: Any, category: str) -> Array:
+    def _array(self, shape: int | tuple[int, ...], dtype: Any, category: str, *, pool: bool = False) -> Array:
+        """pool: of the stream that runs this, as CuPy's: what is given back is lent again in its order alone.
+
+        Other memory is not lent again here. On a CPU a queue holds the arrays of what it still has to do, and
+        CUDA's driver frees when all is done: there, no next owner can come too early.
+        """
         shape, dtype = (shape,) if isinstance(shape, int | np.integer) else tuple(shape), np.dtype(dtype)
         nbytes = prod(shape) * dtype.itemsize
-        block = Block(self.addresses.take(nbytes), nbytes, self._give_back)
+        owner = self._running.name if pool else None
+        block = Block(self.addresses.take(nbytes, owner), nbytes, self._give_back, owner)
         memory = p.Range(block.start, block.start + nbytes)
         block.item = self.add(p.Take(memory, self.place, category, self.label, site()))
         return block.array(self._kind, shape, dtype)
 
     def _give_back(self, block: Block) -> None:
         self._held -= self._pooled.pop(block.start, 0)
-        self.add(p.Free(block.start, site()))
-        self.addresses.give_back(block.start, block.nbytes)
+        self.add(p.Free(block.start, site(), block.owner or ""))
+        self.addresses.give_back(block.start, block.nbytes, block.owner)
 
     def called(self, array: Array, category: str) -> Array:
         block = block_of(array)
@@ -341,6 +351,7 @@ class SimulatedHost(SimulatedDevice):
     def __init__(self, device: SimulatedDevice) -> None:
         self.device = device
         self.like, self.values, self.label = CPUDevice, device.values, ""
+        self._part = ""
         self.addresses = device.addresses
         self._kernels, self._given = None, device._given
         if self._given is not None:
@@ -421,6 +432,12 @@ def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
     if len(arrays) == 1:
         return ranges_of(arrays[0])
     return joined((r.start, r.stop) for array in arrays for r in ranges_of(array))
+
+
+def _dtype(arrays: list[Array]) -> str:
+    """What is computed in: the type of the largest that has real numbers."""
+    real = [array for array in arrays if array.dtype.kind not in "iub"]
+    return max(real, key=lambda array: array.nbytes).dtype.name if real else ""
 
 
 # -- where in the program

@@ -15,6 +15,8 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import timeline
 from shardrt.fsdp.unit import Unit
 
+_BEGINS, _ENDS = {"enter", "before backward"}, {"leave", "raised", "after backward"}
+
 
 class Showing:
     """For people: spans of units in traces, the watchdog's word for the part of a step, SHARDRT_DEBUG=1."""
@@ -23,8 +25,11 @@ class Showing:
         self._mesh = mesh
         self._stream = stream
         self._started: dict[Unit, float] = {}
+        self._parts: dict[Unit, str] = {}  # of the step: those that have begun, the innermost last
 
     def __call__(self, point: str, unit: Unit | None) -> None:
+        if point in _BEGINS | _ENDS:
+            self._tell_device(point, unit)
         if point in ("forward", "backward"):
             self._mesh.part(point)
         elif point == "enter" or (point == "before backward" and unit not in self._started):
@@ -39,6 +44,13 @@ class Showing:
         if _DEBUG and point in ("forward", "gather", "release", "reduce"):
             # Each line in one piece: ranks may be threads.
             sys.stderr.write(f"[rank {self._mesh.rank}] {point:8} {unit.label}\n")
+
+    def _tell_device(self, point: str, unit: Unit) -> None:
+        """Which part of the step ops are of now."""
+        self._parts.pop(unit, None)
+        if point in _BEGINS:
+            self._parts[unit] = f"{'forward' if point == 'enter' else 'backward'} {unit.label}"
+        self._mesh.device.doing(next(reversed(self._parts.values()), ""))
 
 
 class MicroBatches:

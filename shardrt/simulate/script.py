@@ -23,6 +23,10 @@ from shardrt.device.simulated import SimulatedDevice
 from shardrt.simulate.values import Values
 
 
+class NoScript(ValueError):
+    """There is no such script or module."""
+
+
 class _Ended(BaseException):
     """Enough steps: unwinds the script, which may catch errors."""
 
@@ -44,7 +48,7 @@ def record(
     many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it speaks
     for: rank 0 for all if not told. shared: see comm.simulated.world_of. like, values: see SimulatedDevice.
 
-    Raises ValueError where there is no such script, SystemExit where it ends with a code that is not 0, and
+    Raises NoScript where there is none, SystemExit where it ends with a code that is not 0, and
     whatever it raises.
     """
     with _command(command) as start:
@@ -134,7 +138,7 @@ def _target(command: list[str]) -> tuple[str, list[str], bool]:
     """(script or module, its arguments, whether it is a module)."""
     told = command[0] == "-m" if command else False
     if len(command) <= told:
-        raise ValueError("no script: say which after --")
+        raise NoScript("no script: say which after --")
     name, *arguments = command[told:]
     return name, arguments, told or not (name.endswith(".py") or Path(name).is_file())
 
@@ -143,7 +147,7 @@ def _script(name: str) -> CodeType:
     try:
         return compile(Path(name).read_bytes(), name, "exec")
     except OSError as error:
-        raise ValueError(f"{name}: {error.strerror}") from None
+        raise NoScript(f"{name}: {error.strerror}") from None
 
 
 def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
@@ -156,5 +160,5 @@ def _module(name: str) -> tuple[CodeType, dict[str, Any]]:
         found = None
     code = found.loader.get_code(found.name) if found is not None and found.loader is not None else None
     if code is None:
-        raise ValueError(f"{name}: no such script or module")
+        raise NoScript(f"{name}: no such script or module")
     return code, {"__file__": found.origin, "__package__": found.parent, "__spec__": found}

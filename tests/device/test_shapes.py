@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 
 from shardrt.device.addresses import ROWS, ranges_of
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Free, HostRead, HostWait, Range, Take, Work
 from shardrt.device.simulated import SimulatedDevice
 
@@ -149,7 +151,9 @@ def test_a_function_is_recorded_with_the_bytes_that_it_reads_and_writes(here):
     assert work.site.startswith("tests/device/test_shapes.py:") or work.site.startswith("device/test_shapes")
 
 
-def test_memory_goes_back_with_the_last_view_and_is_lent_again(here):
+@pytest.mark.parametrize("like", [CPUDevice, CUDADevice])
+def test_memory_goes_back_with_the_last_view_and_a_pool_lends_it_again(like):
+    here = SimulatedDevice(like)
     x = here.empty(1000, np.float32)
     view, at = x[10:], x.__array_interface__["data"][0]
     del x
@@ -157,7 +161,8 @@ def test_memory_goes_back_with_the_last_view_and_is_lent_again(here):
     del view
     assert here.program.items[-1].start == at and isinstance(here.program.items[-1], Free)
     y, items = items_of(here, lambda: here.empty(1000, np.float32))
-    assert isinstance(items[0], Take) and items[0].memory == Range(at, at + 4000) == ranges_of(y)[0]
+    assert isinstance(items[0], Take) and items[0].memory == ranges_of(y)[0]
+    assert (items[0].memory == Range(at, at + 4000)) == (like is CUDADevice)
 
 
 def test_columns_are_ranges_of_their_own_and_together_the_matrix(here):

@@ -194,3 +194,33 @@ def test_nothing_of_it_is_imported_before_it_is_used():
     assert "shardrt.fsdp.memory" in loaded or "shardrt.nn" in loaded
     of_it = {f"shardrt.device.{name}" for name in ("simulated", "shapes", "addresses", "program")}
     assert not of_it & set(loaded) and not any("simulate" in name for name in loaded)
+
+
+def test_a_pool_lends_memory_again_in_the_stream_that_took_it():
+    """As CuPy's. A CPU frees what no queue holds any more, the driver when all is done: nobody is early."""
+    here = SimulatedDevice(CUDADevice)
+    side, taken = here.new_stream("side"), []
+    side.submit(lambda: taken.append(here.empty(100, np.float32)))
+    (memory,) = ranges_of(taken.pop())
+    assert of_kind(here, Free)[-1].stream == "side"
+    assert ranges_of(here.empty(100, np.float32)) != (memory,)
+    side.submit(lambda: taken.append(here.empty(100, np.float32)))
+    assert ranges_of(taken.pop()) == (memory,)
+    for of in (here.buffer, here.pinned, SimulatedDevice(CPUDevice).empty):
+        first = ranges_of(array := of(100, np.float32))
+        program = type(array).shardrt_device.program
+        del array
+        assert [item.stream for item in program.items if isinstance(item, Free)][-1] == ""
+        assert ranges_of(of(100, np.float32)) != first
+
+
+def test_work_says_what_it_computes_in_and_for_which_part_of_a_step(here):
+    x, numbers = here.empty(100, np.float32), here.empty(500, np.int64)
+    here.doing("forward blocks.0")
+    here.kernels.sums.add(x, numbers, x)
+    gather = here.new_stream("gather")
+    gather.submit(here.kernels.sums.add, numbers, numbers, numbers)
+    here.doing("")
+    here.kernels.sums.add(x, x, x)
+    told = [(work.dtype, work.label) for work in of_kind(here, Work)]
+    assert told == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from shardrt.device.program import Collective, Step
-from shardrt.simulate.script import record, record_of
+from shardrt.simulate.script import NoScript, record, record_of
 from tests.ranks import ROOT, clean_environment
 
 TRAINED = """
@@ -30,6 +30,13 @@ if __name__ == "__main__":
     finally:
         model(device.current().zeros((2, WIDTH), np.float32))
 """
+
+
+def in_a_process(command):
+    """What a command prints, which must succeed."""
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
+    assert done.returncode == 0, done.stderr
+    return done.stdout
 
 
 def steps_of(program):
@@ -59,9 +66,8 @@ def test_the_program_of_the_readme_is_recorded_as_it_stands_for_as_many_steps_as
     """In a process of its own: it calls models by another name."""
     file = tmp_path / "train.py"
     file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
-    command = [sys.executable, "-c", RECORDED, str(file)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=clean_environment())
-    assert done.stdout == "0 4096 {4096}\n[0, 1, 2] []\n", done.stderr
+    told = in_a_process([sys.executable, "-c", RECORDED, str(file)])
+    assert told == "0 4096 {4096}\n[0, 1, 2] []\n"
 
 
 def test_a_script_has_its_arguments_and_neighbours_and_what_comes_behind_the_last_step_is_not_kept(
@@ -108,7 +114,7 @@ def test_what_is_wrong_with_a_script_is_told(tmp_path):
         (["no.module"], "no.module: no such script or module"),
         (["-m", "shardrt.nn"], "shardrt.nn: no such"),
     ):
-        with pytest.raises(ValueError, match=told):
+        with pytest.raises(NoScript, match=told):
             record(command)
 
 

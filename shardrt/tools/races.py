@@ -1,0 +1,83 @@
+"""`python -m shardrt races -- script.py`: whether waits put every two conflicting uses of memory in order.
+
+Exit code 0 where there is no race, 1 where there is one, 2 where there is no script, 65 where it fails.
+"""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Sequence
+from typing import Any
+
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.program import Program, Step
+from shardrt.simulate.proof import prove
+from shardrt.simulate.script import NoScript, record
+from shardrt.untrusted import say
+
+RACES, USAGE, FAILED = 1, 2, 65
+DEVICES = {"cuda": CUDADevice, "cpu": CPUDevice}
+
+
+def add_to(commands: Any) -> None:
+    """Add `races` to argparse's subparsers."""
+    told = "prove of a script's steps, without running them, that waits put all uses of memory in order"
+    parser = commands.add_parser("races", help=told, description=told)
+    parser.add_argument("--ranks", type=_positive, default=2, metavar="N", help="how many there are (2)")
+    parser.add_argument("--steps", type=_positive, default=2, metavar="N", help="optimizer steps (2)")
+    parser.add_argument("--device", choices=DEVICES, default="cuda", help="what it would run on (cuda)")
+    parser.add_argument(
+        "--each", action="store_true", help="record every rank, not rank 0 for all: pipelines need it"
+    )
+    parser.add_argument(
+        "--shared", action="store_true", help="ranks are CPUs of a node, which share memory; with --each"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ...",
+        help="a script or module, and its arguments",
+    )
+    parser.set_defaults(run=check)
+
+
+def check(options: argparse.Namespace) -> int:
+    """Record the script, print the proof; gives the exit code."""
+    command = options.command[options.command[:1] == ["--"] :]
+    ranks = range(options.ranks)
+    try:
+        programs = record(
+            command,
+            options.ranks,
+            steps=options.steps,
+            like=DEVICES["cpu" if options.shared else options.device],
+            stands_for={rank: [rank] for rank in ranks} if options.each or options.shared else {0: ranks},
+            local_size=options.ranks if options.shared else 8,
+            shared=options.shared,
+        )
+    except NoScript as error:
+        say(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return FAILED
+    proof = prove(programs)
+    say(f"{_told(programs)}\n\n{proof}", lines=True)
+    return RACES if proof.races or proof.hidden else 0
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def _told(programs: Sequence[Program]) -> str:
+    """Of what the proof is."""
+    which = ", ".join(str(program.rank) for program in programs)
+    steps = min(sum(isinstance(item, Step) for item in program.items) for program in programs)
+    items = sum(len(program.items) for program in programs)
+    ranks = f"rank{'s' * (len(programs) > 1)} {which} of {programs[0].world_size}"
+    return f"{ranks}: {steps} optimizer step{'s' * (steps != 1)}, {items} items"

@@ -1,0 +1,71 @@
+"""`shardrt races`: what it prints of a script, and its exit codes."""
+
+import re
+import sys
+
+import pytest
+
+from shardrt.__main__ import main
+from tests.ranks import ROOT
+from tests.simulate.test_script import in_a_process
+
+RACING = """
+import sys
+import numpy as np
+from shardrt import nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+here = init_device_mesh("auto").device
+model = fully_shard(nn.Linear(8, 8))
+optimizer = optim.SGD(model.parameters(), lr=1.0)
+x, side = here.zeros((4, 8), np.float32), here.new_stream("side")
+for _ in range(2):
+    side.submit(here.copy, here.pinned(32, np.float32), x)
+    if sys.argv[1] == "reads":
+        model(x).sum().item()  # the host waits, for what came first
+    model(x).sum().backward()
+    optimizer.step()
+"""
+
+
+@pytest.fixture
+def script(tmp_path):
+    file = tmp_path / "train.py"
+    file.write_text(RACING)
+    return str(file)
+
+
+def test_a_race_is_told_with_both_sides_and_the_exit_code_is_1(script, capsys):
+    assert main(["races", "--", script, "writes"]) == 1
+    told = capsys.readouterr().out
+    assert told.startswith("rank 0 of 2: 2 optimizer steps, ")
+    first, second = (re.search(rf"  {word} +(.*)", told)[1] for word in ("first", "second"))
+    assert re.match(r"rank 0, compute: numpy.fill writes, .*train.py:10", first)
+    assert re.match(r"rank 0, side: copy reads, .*train.py:12", second)
+    assert "repair  record an event in stream compute after the first, and let stream side wait" in told
+
+
+def test_the_ranks_that_share_memory_are_recorded_each(script, capsys):
+    """Shards of all are in one buffer, and no rank may write its own while another one reads."""
+    main(["races", "--ranks", "3", "--shared", script, "writes"])
+    told = capsys.readouterr().out
+    assert told.startswith("ranks 0, 1, 2 of 3: 2 optimizer steps, ")
+    assert "waits for the other ranks" in told
+
+
+def test_a_script_that_fails_is_no_proof(script, tmp_path, capsys):
+    assert main(["races", "--", script]) == 65  # it wants a word more
+    assert "IndexError" in capsys.readouterr().err
+    assert main(["races", "--", str(tmp_path / "nowhere.py")]) == 2
+    assert main(["races"]) == 2
+    assert capsys.readouterr().err.count("error: ") == 2
+
+
+def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_told(tmp_path):
+    file = tmp_path / "loop.py"
+    file.write_text(re.search(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text(), re.S | re.M)[1])
+    told = in_a_process([sys.executable, "-m", "shardrt", "races", "--ranks", "4", str(file)])
+    assert "no race, at any speed of host, streams and links" in told
+    assert re.search(r"compute: \w+\.forward\w* forward blocks\.\d reads", told)
+    assert "compute: layer_norm.backward backward blocks.3 writes" in told
+    assert re.search(r"waits needed\nshardrt/fsdp/gathers.py:\d+: needed \(gather waits for compute", told)
