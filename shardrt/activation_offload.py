@@ -5,9 +5,11 @@ while the module before computes. (Rhu et al., vDNN, 2016.) Works on what ops ha
 shardrt.recompute on the same module only the kept inputs travel. docs/activation_offload.md has the costs.
 """
 
+import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from enum import Enum
 from typing import Any
 
@@ -15,7 +17,7 @@ import numpy as np
 
 from shardrt import autograd, device, pytree
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.device import Device
+from shardrt.device import Device, StreamError
 from shardrt.functional._arrays import broadcast
 from shardrt.nn.module import Module
 from shardrt.nn.parameter import Parameter
@@ -201,6 +203,13 @@ class SavedTensors:
         if self.state is State.COMING:
             self._streams.compute.wait(self._loan.buffer.read)  # the copies have filled the arrays
             self._settle()
+
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        """A call that no backward comes to: what compute puts where its arrays were comes after copies."""
+        copied = {State.LEAVING: "written", State.COMING: "read"}.get(self.state)
+        if copied and not ending():
+            with suppress(StreamError):  # told to whoever waits for that stream next
+                self._streams.compute.wait(getattr(self._loan.buffer, copied))
 
     def _settle(self) -> None:
         """From now on the arrays belong to the nodes alone, which free them as backward goes."""

@@ -4,6 +4,7 @@ import gc
 import threading
 import time
 import weakref
+from contextlib import suppress
 from types import SimpleNamespace
 
 import numpy as np
@@ -14,9 +15,13 @@ from shardrt import Tensor, autograd, device, nn, no_grad, pytree
 from shardrt import functional as F
 from shardrt.activation_offload import ALIGNMENT, HostPool, Marker, Offloaded, _streams, offload_activations
 from shardrt.autograd import Function
+from shardrt.comm import init_device_mesh
 from shardrt.device import StreamError, timeline
 from shardrt.device.cpu import CPUDevice, InlineStream, finish_streams
+from shardrt.device.program import Work
 from shardrt.recompute import checkpoint
+from shardrt.simulate.races import races
+from shardrt.simulate.script import record_of
 from tests.gradcheck import leaf, normal, sliced
 from tests.test_recompute import (
     TOKENS,
@@ -424,6 +429,44 @@ def test_arrays_stay_on_the_device_until_the_host_has_them(slow_copies):
         forward_ended = time.perf_counter()
     ended = [span.stop for span in spans if span.label in ("offload 0", "offload 1")]
     assert len(ended) == 2 and max(ended) < forward_ended
+
+
+WAYS_THAT_END = ("no backward", "forward raises", "backward raises", "backward")
+
+
+@pytest.mark.parametrize("way", WAYS_THAT_END)
+def test_memory_of_a_call_that_no_backward_comes_to_is_lent_again_behind_its_copies(way):
+    """On CUDA, whose pool lends what compute took to compute again, at once."""
+
+    def fail(*args):
+        raise KeyError(way)
+
+    def once(x):
+        for number, layer in enumerate(layers):
+            x = layer(x)
+            if number == 2 and way == "backward raises":
+                x.register_hook(fail)
+            if number == 2 and way == "forward raises":
+                fail()
+        if way.startswith("backward"):
+            x.sum().backward()
+
+    def both():
+        with suppress(KeyError):
+            once(Tensor(device.current().zeros((4, 8), np.float32), requires_grad=True))
+        for layer in layers:  # in whose memory nobody may have left anything
+            layer(Tensor(device.current().zeros((4, 8), np.float32)))
+
+    def step():
+        init_device_mesh("auto")
+        layers.extend(offload_activations(nn.Sequential(nn.Linear(8, 8), nn.GELU())) for _ in range(4))
+        both()
+
+    layers = []
+    (program,) = record_of(step)
+    copies = {item.stream for item in program.items if isinstance(item, Work)}
+    assert copies >= {"compute", "offload"} | ({"fetch"} if way.startswith("backward") else set())
+    assert not [str(race) for race in races([program])]
 
 
 def test_a_copy_that_fails_is_an_error_where_it_is_waited_for(monkeypatch):
