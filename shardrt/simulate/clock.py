@@ -77,7 +77,7 @@ class Timing:
     def split(self, number: int, step: int = -1) -> dict[str, float]:
         """Seconds for which each stream of a program was busy with what a step issued; "host" with waits."""
         found: dict[str, float] = defaultdict(float)
-        for index, item in self._of(number, step):
+        for index, item in self.items_of(number, step):
             if not isinstance(item, Wait | Record):
                 found[getattr(item, "stream", HOST) or HOST] += (
                     self.ended[number][index] - self.began[number][index]
@@ -90,7 +90,7 @@ class Timing:
         "" is that of all together: of what runs at the same time once.
         """
         working, moving = [], defaultdict(list)
-        for index, item in self._of(number, step):
+        for index, item in self.items_of(number, step):
             span = self.began[number][index], self.ended[number][index]
             if isinstance(item, Work):
                 working.append(span)
@@ -100,18 +100,26 @@ class Timing:
         found = {label: _beyond(_joined(spans), hidden) for label, spans in moving.items()}
         return {"": _beyond(_joined([s for spans in moving.values() for s in spans]), hidden)} | found
 
-    def _of(self, number: int, step: int) -> list[tuple[int, Item]]:
+    def window(self, number: int, step: int = -1) -> tuple[float, float]:
+        """When a step of a program begins and ends, as `steps` counts it."""
+        ends = [0.0, *accumulate(self.steps[number])]
+        return tuple(list(pairwise(ends))[step])
+
+    def items_of(self, number: int, step: int = -1) -> list[tuple[int, Item]]:
+        """The items of a step with their places; all, where no step ended."""
         program = self.programs[number]
         begin, end = (_steps(program) or [(0, len(program.items))])[step]
-        return list(enumerate(program.items))[begin:end]
+        return list(enumerate(islice(program.items, begin, end), begin))
 
 
 def price(programs: Sequence[Program], machine: Machine) -> Timing:
     """Run the programs of some ranks on a machine.
 
-    Raises ValueError where they wait for each other for ever, or for a mark that nobody records.
+    What dies from now on adds nothing to them: they are copied. Raises ValueError where they wait for each
+    other for ever, or for a mark that nobody records.
     """
-    return _Clock(programs, machine).run()
+    copied = [Program(each.rank, each.world_size, list(each.items), each.groups) for each in programs]
+    return _Clock(copied, machine).run()
 
 
 @dataclass(eq=False)
@@ -154,7 +162,7 @@ class _Clock:
         self.hosts = [_Host(number, HOST) for number in range(len(programs))]
         self.own = {HOST, *machine.host_streams}
         self.lanes: dict[tuple[int, str], _Lane] = {}
-        self.copies = [_copies(program) for program in programs]
+        self.copies = [copies(program) for program in programs]
         self.transfers: dict[Hashable, Transfer] = {}
         self.now = 0.0
         self.wakes: list[tuple[float, int, _Lane]] = []
@@ -403,7 +411,7 @@ def _kernel(processor: Processor, work: Work, number: int, of: str) -> tuple[flo
     return seconds, {resource: part for resource, part in parts.items() if part}
 
 
-def _copies(program: Program) -> dict[int, tuple[str, int]]:
+def copies(program: Program) -> dict[int, tuple[str, int]]:
     """By item, those between host and device memory: "to device" or "to host", and their bytes."""
     host: list[tuple[int, int]] = []  # what is lent of host memory, ascending
     found = {}
