@@ -27,8 +27,8 @@ from shardrt.device.program import (
 from shardrt.device.timeline import Span
 from shardrt.simulate.clock import Timing, copies, price
 from shardrt.simulate.machine import Machine, transfer
+from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
 
-PRODUCTS = ("linear", "matmul", "grouped", "conv2d", "attention")
 _ATTENTION = 12 / 10  # operations of attention over those of its backward kernel, which makes scores again
 FORMULA = (
     "MFU: matrix products and attention of forward, once, and of backward, over the peak; recomputed ones "
@@ -133,15 +133,11 @@ def report(
 # -- how much is computed
 
 
-def _family(work: Work) -> str:
-    return work.name.partition(".")[0]
-
-
 def _of_products(work: Work) -> int:
     """Operations of its products, without those of what a kernel does beside them: activations, biases."""
-    if _family(work) == "linear":
+    if family(work) == "linear":
         return 2 * prod(work.sizes) if len(work.sizes) == 3 else 0
-    return work.flops if _family(work) in PRODUCTS else 0
+    return work.flops if family(work) in PRODUCTS else 0
 
 
 def _flops(works: list[Work]) -> tuple[float, float]:
@@ -154,8 +150,8 @@ def _flops(works: list[Work]) -> tuple[float, float]:
         name = work.name.removesuffix("_gelu").replace("_parameters", "_weight")
         flops[name] += _of_products(work)
     mine = float(flops["matmul.matmul"]) + _ATTENTION * flops["attention.backward"]
-    for family in ("linear", "grouped", "conv2d"):
-        both = flops[f"{family}.backward_input"], flops[f"{family}.backward_weight"]
+    for kind in ("linear", "grouped", "conv2d"):
+        both = flops[f"{kind}.backward_input"], flops[f"{kind}.backward_weight"]
         mine += sum(both) + max(both)
     return mine, float(sum(flops.values()))
 
@@ -186,7 +182,7 @@ def _tokens(timing: Timing, number: int, ranks: int) -> int:
 
 def _split(timing: Timing, spans: Sequence[Span]) -> dict[str, float]:
     """Milliseconds of the compute stream in the last step by what it did; they add up to the step."""
-    phase_of = _phases([span for span in spans if span.stream == "compute"])
+    phases = phases_of(spans)
     begin, end = timing.window(0)
     found: dict[str, float] = defaultdict(float)
     for index, item in timing.items_of(0):
@@ -198,31 +194,9 @@ def _split(timing: Timing, spans: Sequence[Span]) -> dict[str, float]:
         elif isinstance(item, Collective):
             found["collectives in compute"] += stop - start
         elif isinstance(item, Work):
-            found[_part(item, phase_of.get(index, ""))] += stop - start
+            found[part_of(item, phases.get(index, ""))] += stop - start
     found["waiting for the host"] = max(0.0, end - begin - sum(found.values()))
     return {part: 1e3 * seconds for part, seconds in sorted(found.items(), key=lambda each: -each[1])}
-
-
-def _part(work: Work, phase: str) -> str:
-    family, _, name = work.name.partition(".")
-    if family in ("adamw", "sgd", "lion") or phase == "optimizer":
-        return "optimizer"
-    if phase == "backward" and name.startswith("forward"):
-        return "recomputed forward"
-    if phase in ("forward", "backward"):
-        return phase
-    if family in (*PRODUCTS, "cross_entropy", "embedding", "rms_norm", "layer_norm"):
-        return "backward" if name.startswith("backward") else "forward"
-    return "other"
-
-
-def _phases(spans: Sequence[Span]) -> dict[int, str]:
-    """By item, the first word of the innermost span that it lies in."""
-    found: dict[int, str] = {}
-    for span in sorted(spans, key=lambda each: each.start - each.stop):  # the longest first
-        phase = span.label.partition(" ")[0]
-        found.update(dict.fromkeys(range(int(span.start), int(span.stop)), phase))
-    return found
 
 
 # -- bytes

@@ -43,6 +43,7 @@ ACTION_COLOURS = {
     "I": ("#f58518", "#ffbf79"),
     "W": ("#54a24b", "#88d27a"),
 }
+_ROUNDED = 2e-3  # microseconds by which the end of a span may seem to lie behind what follows at once
 _PIXELS = 850  # of a step's picture
 _ACTION_NAMES = {"F": "forward", "B": "backward", "I": "gradients of inputs", "W": "gradients of weights"}
 
@@ -126,7 +127,7 @@ def split(events: list[Event], rank: int, step: int) -> dict[str, float]:
     parts: dict[str, float] = {}
     around: list[tuple[float, str]] = []  # end and part of the spans that are going on
     for event in spans_in(events, rank, step)["compute"]:
-        while around and around[-1][0] <= event["ts"]:
+        while around and around[-1][0] <= event["ts"] + _ROUNDED:
             around.pop()
         part = _part(event["name"])
         parts[part] = parts.get(part, 0.0) + event["dur"] / 1e3

@@ -1,0 +1,94 @@
+"""`python -m shardrt simulate`: scripts and modules as they stand, on more ranks than there are."""
+
+import json
+
+import pytest
+
+from shardrt import device
+from shardrt.__main__ import main as shell
+from shardrt.tools import trace
+from shardrt.tools.runs import read_trace
+
+SCRIPT = """
+import sys
+import numpy as np
+import shardrt
+from shardrt import functional as F, nn, optim
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from models.gpt import GPT, GPTConfig
+
+mesh = init_device_mesh("auto")
+model = GPT(GPTConfig(2, 2, 32, 32, 64))
+for block in model.blocks:
+    fully_shard(block, mesh=mesh)
+fully_shard(model, mesh=mesh)
+optimizer = optim.AdamW(model.parameters(), lr=float(sys.argv[1]))
+tokens = np.zeros((2, 32), np.int64)
+while True:
+    F.cross_entropy(model(tokens), tokens).backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+    print("a step of", mesh.size)
+"""
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """As `record` leaves it, with the device of before."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text(SCRIPT)
+    before = device.current()
+    yield ["--", "train.py", "0.1"]
+    device.set_current(before)
+
+
+def told(capsys, *arguments):
+    assert shell(["simulate", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def test_a_script_on_4096_ranks_is_told_to_people_and_to_programs(script, capsys):
+    many = "--ranks", "4096", "--machine", "h100-8"
+    text = told(capsys, *many, *script)
+    assert text.startswith("rank 0 of 4,096 on h100-8, step 1: ")
+    assert "262,144 tokens a step" in text and "measured = false" in text
+    assert "shardrt/nn/utils.py" in text and "made up: norm" in text
+    found = json.loads(told(capsys, *many, "--json", *script))
+    assert (found["ranks"], found["step"], found["tokens"]) == (4096, 1, 4096 * 64)
+    assert sum(found["split"].values()) == pytest.approx(found["ms"])
+    assert {"forward", "backward", "optimizer"} <= found["split"].keys()
+    assert {"all_gather blocks.0", "reduce_scatter blocks.1"} <= found["exposed"].keys()
+    assert json.loads(told(capsys, *many, "--json", *script)) == found  # a simulation knows no noise
+
+
+def test_more_nodes_take_longer_and_measure_the_wait(script, capsys):
+    one, many = (json.loads(told(capsys, "--ranks", n, "--json", *script)) for n in ("8", "4096"))
+    assert many["exposed"][""] > 10 * one["exposed"][""]
+    assert "between nodes" in many["links"] and "between nodes" not in one["links"]
+    assert many["memory"]["device"]["sharded parameters"] < one["memory"]["device"]["sharded parameters"]
+
+
+def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
+    found = json.loads(told(capsys, "--ranks", "16", "--json", "--steps", "3", "--trace", "t.json", *script))
+    events = read_trace(tmp_path / "t.json")
+    assert list(trace.steps_of(events, 0)) == [found["step"]] == [2]
+    parts = trace.split(events, 0, 2)
+    assert sum(parts.values()) == pytest.approx(found["ms"], abs=0.01)
+    for part in ("forward", "backward", "waiting for streams"):
+        assert parts[part] == pytest.approx(found["split"].get(part, 0.0), rel=0.1, abs=0.05)
+    assert {"gather", "reduce"} <= trace.busy(events, 0, 2).keys()
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--machine", "abacus", "--", "train.py", "1"], "there is no machine 'abacus'"),
+        (["--", "nowhere.py"], "nowhere.py"),
+        (["--record", "1", "--", "train.py", "1"], "--record: ranks from 0"),
+    ],
+)
+def test_what_is_not_there_is_named(script, arguments, message, capsys):
+    assert shell(["simulate", *arguments]) == 65
+    assert message in capsys.readouterr().err
