@@ -109,6 +109,12 @@ def test_the_page_of_races_shows_the_report_that_its_program_prints(alone):
     assert told == shown
 
 
+def test_the_page_about_simulating_shows_what_its_program_prints(alone):
+    page = (ROOT / "docs" / "simulate.md").read_text()
+    shown = re.search(r"^```text\n(.*?)^```", page, re.DOTALL | re.MULTILINE)[1]
+    assert (alone / "simulate" / "out").read_text() == shown
+
+
 def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
     pytest.importorskip("torch")
     page = (ROOT / "docs" / "from_pytorch.md").read_text()
@@ -151,6 +157,7 @@ FEATURES = (
     "recomputation",
     "lora",
     "memory",
+    "simulate",
     "determinism",
     "optimizers",
     "races",
