@@ -8,6 +8,7 @@ import inspect
 import os
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from difflib import get_close_matches
@@ -22,6 +23,7 @@ from shardrt.untrusted import printable
 
 Settings = TypeVar("Settings")
 _TRUTH = {"true": True, "false": False}
+_parsing = threading.Lock()  # CPython 3.11 may raise SystemError where two threads parse at once
 
 
 def parse(kind: type[Settings], arguments: Sequence[str], *, file: Path | None, program: str) -> Settings:
@@ -193,7 +195,8 @@ def _comments(kind: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for owner in reversed(kind.__mro__[:-1]):
         try:
-            lines = inspect.getsource(owner).splitlines()
+            with _parsing:
+                lines = inspect.getsource(owner).splitlines()
         except (OSError, TypeError):  # no sources here
             continue
         above: list[str] = []

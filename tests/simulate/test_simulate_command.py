@@ -83,13 +83,24 @@ def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "arguments, message",
+    "arguments, code, message",
     [
-        (["--machine", "abacus", "--", "train.py", "1"], "there is no machine 'abacus'"),
-        (["--", "nowhere.py"], "nowhere.py"),
-        (["--record", "1", "--", "train.py", "1"], "--record: ranks from 0"),
+        (["--machine", "abacus", "--", "train.py", "1"], 2, "there is no machine 'abacus'"),
+        (["--", "nowhere.py"], 2, "nowhere.py"),
+        (["--record", "1", "--", "train.py", "1"], 2, "--record: ranks from 0"),
+        (["--", "train.py"], 65, "IndexError"),
     ],
 )
-def test_what_is_not_there_is_named(script, arguments, message, capsys):
-    assert shell(["simulate", *arguments]) == 65
+def test_what_is_wrong_is_named(script, arguments, code, message, capsys):
+    assert shell(["simulate", *arguments]) == code
     assert message in capsys.readouterr().err
+
+
+def test_stages_of_a_pipeline_are_recorded_each(script, capsys):
+    """A batch of each of 8 ranks goes through both stages."""
+    options = "--batch-size", "32", "--parallel.pp", "2", "--steps", "2", "--model.n-layer", "2"
+    found = json.loads(
+        told(capsys, "--ranks", "16", "--record", "0,8", "--json", "--", "models.train", *options)
+    )
+    assert found["tokens"] == 32 * 128 and "2 ranks recorded" in found["assumptions"]
+    assert any(label.startswith("recv") for label in found["exposed"])

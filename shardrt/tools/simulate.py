@@ -1,0 +1,127 @@
+"""`python -m shardrt simulate --ranks N --machine M -- SCRIPT ...`: a step on ranks that are not there.
+
+Exit code 0; 2 where there is no such script, machine or rank, 65 where the script fails or makes no step.
+"""
+
+import argparse
+import json
+import sys
+import traceback
+from collections.abc import Sequence
+from dataclasses import asdict
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shardrt import device
+from shardrt.device import timeline
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.program import Program
+from shardrt.device.timeline import Span
+from shardrt.simulate.clock import Timing, price
+from shardrt.simulate.machine import Machine
+from shardrt.simulate.phases import traced
+from shardrt.simulate.report import Report, report
+from shardrt.simulate.script import NoScript, record
+from shardrt.simulate.values import Values
+from shardrt.train.trace import events_of, names_of, write
+from shardrt.untrusted import say
+
+USAGE, FAILED = 2, 65
+
+
+def add_to(commands: Any) -> None:
+    """Add `simulate` to argparse's subparsers."""
+    told = "say what a step of a script would take on a machine, without it"
+    parser = commands.add_parser("simulate", help=told, description=told)
+    parser.add_argument("--ranks", type=_positive, default=1, metavar="N", help="in all (1)")
+    parser.add_argument(
+        "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
+    )
+    parser.add_argument(
+        "--steps", type=_positive, default=2, metavar="N", help="optimizer steps to run; the last is told (2)"
+    )
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument(
+        "--norm", choices=("large", "small"), default="large", help="of gradients: clipped or not (large)"
+    )
+    parser.add_argument("--overflow", action="store_true", help="GradScaler finds one")
+    parser.add_argument(
+        "--record", default="0", metavar="R,R", help="ranks, one of each pipeline stage, with commas (0)"
+    )
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ...",
+        help="a script or module, and its arguments",
+    )
+    parser.set_defaults(run=simulate)
+
+
+def simulate(options: argparse.Namespace) -> int:
+    """Record, price, print; gives the exit code."""
+    try:
+        machine = Machine.load(options.machine)
+        stands_for = _stands_for(options.record, options.ranks)
+    except (OSError, ValueError) as error:
+        say(f"error: {error}", file=sys.stderr)
+        return USAGE
+    try:
+        programs, spans = _recorded(options, machine, stands_for)
+        timing = price(programs, machine)
+        found = report(programs, machine, spans, [len(ranks) for ranks in stands_for.values()], timing)
+    except NoScript as error:
+        say(f"error: {error}", file=sys.stderr)
+        return USAGE
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return FAILED
+    if options.trace:
+        _write_trace(timing, spans, found, options.trace)
+    if options.json:
+        say(json.dumps(asdict(found) | {"tokens_per_s": found.tokens_per_s}, indent=1), lines=True)
+    else:
+        say(str(found), lines=True)
+    return 0
+
+
+def _recorded(
+    options: argparse.Namespace, machine: Machine, stands_for: dict[int, range]
+) -> tuple[list[Program], Sequence[Span]]:
+    """What the ranks issue; and, of one rank, spans whose times are places of its items."""
+    command = options.command[options.command[:1] == ["--"] :]
+    with timeline.record_all(lambda: float(len(device.current().program.items))) as kept:
+        programs = record(
+            command,
+            options.ranks,
+            steps=options.steps,
+            like=CPUDevice if machine.host_link is None else CUDADevice,
+            stands_for=stands_for,
+            local_size=machine.ranks_per_node,
+            values=Values(clips=options.norm == "large", overflow=options.overflow),
+        )
+    return programs, kept.spans if len(programs) == 1 else []
+
+
+def _stands_for(record: str, ranks: int) -> dict[int, range]:
+    """Each recorded rank speaks for itself and those up to the next."""
+    firsts = sorted({int(rank) for rank in record.split(",")})
+    if firsts[0] != 0 or firsts[-1] >= ranks:
+        raise ValueError(f"--record: ranks from 0 up to {ranks - 1}, and 0 among them, not {record}")
+    return {rank: range(rank, stop) for rank, stop in pairwise([*firsts, ranks])}
+
+
+def _write_trace(timing: Timing, spans: Sequence[Span], found: Report, path: Path) -> None:
+    """The last step, as one of a run that is traced."""
+    events = events_of(traced(timing, spans), found.rank, timing.window(0)[0])
+    named = names_of(found.rank, f"{found.machine}, simulated", events)
+    write([*named, *events], {"ranks": found.ranks, "steps": [found.step, found.step]}, path)
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
