@@ -263,6 +263,12 @@ def test_import_loads_neither_numba_nor_mpi():
     assert not {"numba", "mpi4py", "matplotlib", "safetensors", "torch"} & set(loaded)
 
 
+def test_import_loads_nothing_that_simulates():
+    loaded = _python("import shardrt, sys; print(*sorted(m for m in sys.modules if 'shardrt' in m))").split()
+    rooms = "shardrt.simulate", "shardrt.tools", "shardrt.device.simulated", "shardrt.comm.simulated"
+    assert not [name for name in loaded if name.startswith((*rooms, "shardrt.kernels.shape"))]
+
+
 @pytest.mark.serial
 def test_import_takes_no_longer_than_a_few_of_numpy():
     code = "import time; t = time.process_time(); import {}; print(time.process_time() - t)"

@@ -131,6 +131,7 @@ class _Lane:
     queue: deque[tuple[int, float]] = field(default_factory=deque)  # item, when it had been submitted
     busy: bool = False
     since: float | None = None  # waits since then
+    woken: float | None = None  # when it will be
 
 
 @dataclass(eq=False)
@@ -170,7 +171,7 @@ class _Clock:
         self.running: list[_Run] = []
         self.changed = False  # what runs, since their shares were made
         self.true: set[Hashable] = set()  # marks that were reached, messages that came
-        self.waiting: dict[Hashable, list[_Lane]] = defaultdict(list)
+        self.waiting: dict[Hashable, dict[_Lane, None]] = defaultdict(dict)
         self.met: dict[Hashable, list[tuple[_Lane, int]]] = defaultdict(list)
         self.ready: deque[_Lane] = deque(self.hosts)
 
@@ -211,7 +212,9 @@ class _Clock:
             run.left -= (time - self.now) * run.speed
         self.now = time
         while self.wakes and self.wakes[0][0] <= time:
-            self.ready.append(heappop(self.wakes)[2])
+            lane = heappop(self.wakes)[2]
+            lane.woken = None
+            self.ready.append(lane)
         nothing = _NOTHING + 1e-15 * time  # what rounding may leave
         ended = [run for run in self.running if run.left <= nothing]
         if ended:
@@ -275,7 +278,9 @@ class _Clock:
         return lane.next if isinstance(lane, _Host) else lane.queue[0][0]
 
     def _wake(self, time: float, lane: _Lane) -> None:
-        heappush(self.wakes, (time, next(self.order), lane))
+        if lane.woken != time:  # once is enough
+            lane.woken = time
+            heappush(self.wakes, (time, next(self.order), lane))
 
     def _done(self, lane: _Lane, index: int) -> None:
         """The lane's item has ended now."""
@@ -323,7 +328,7 @@ class _Clock:
 
     def _has_come(self, lane: _Lane, what: Hashable) -> bool:
         if what not in self.true:
-            self.waiting[what].append(lane)
+            self.waiting[what][lane] = None
         return what in self.true
 
     def _come(self, what: Hashable) -> None:

@@ -19,7 +19,7 @@ from shardrt.device.program import (
     Work,
 )
 from shardrt.parallel.schedules import schedule
-from shardrt.simulate.clock import price
+from shardrt.simulate.clock import _Clock, price
 from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at, transfer
 from shardrt.tools import trace
 from shardrt.train.trace import events_of
@@ -422,3 +422,18 @@ def test_what_is_no_machine_is_refused_with_its_file_and_key(tmp_path, change, t
 def test_a_machine_that_is_not_there_is_told_with_those_that_are():
     with pytest.raises(FileNotFoundError, match="no machine 'h100', only a100-8, h100-8"):
         Machine.load("h100")
+
+
+def test_each_lane_is_woken_once_for_an_item():
+    """Not again for each that asks: what prices a long program would grow faster than the program."""
+    program = Written()
+    for number in range(200):
+        program.work("gather", "", nbytes=3)
+        program.wait("compute", program.record("gather"), "")
+        program.work("compute", "", flops=2)
+        if number % 10 == 9:
+            program.wait(HOST, program.record("compute"), "")
+            program.host("", reads=(0, 4))
+    clock = _Clock([program], replace(PLAIN, host=Host(item=1.0)))
+    clock.run()
+    assert next(clock.order) <= len(program.items)
