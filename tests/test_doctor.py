@@ -43,7 +43,7 @@ def test_of_a_run_that_is_done_it_says_so(folder, capsys):
     found = json.loads(told(capsys, "runs/whole", "--json")[1])
     assert [rank["state"] for rank in found["ranks"]] == ["done", "done"]
     assert (found["behind"], found["first"], found["told"]) == ([], None, [])
-    assert found["ranks"][1]["done"].startswith("all_gather #")
+    assert found["ranks"][1]["done"].startswith("talk #")  # of the sample's last token
 
 
 def test_of_a_run_that_raised_it_says_who_and_what(folder, capsys, monkeypatch):

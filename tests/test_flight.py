@@ -235,6 +235,12 @@ def test_the_rank_that_is_behind_is_the_one_that_waits_for_nobody(tmp_path, call
     assert diagnosis.behind(waiting(tmp_path, calls)) == behind
 
 
+def test_a_rank_that_has_no_file_yet_is_behind_where_another_waits_for_its_message(tmp_path):
+    recorder = Recorder(tmp_path, 0, 2)
+    recorder._write(flight.ENTERED, *recorder.facts("g", 1, "recv", flight.message_from(1, "u"), None))
+    assert diagnosis.blame(read_all(tmp_path)[0]).startswith("rank 1 is behind: rank 0 waits in recv")
+
+
 def test_a_rank_whose_file_is_missing_is_told(tmp_path):
     run_ranks(3, recorded, tmp_path)
     (tmp_path / "rank-1.bin").unlink()

@@ -36,7 +36,7 @@ def behind(flights: Sequence[Flight]) -> list[int]:
     """The ranks for which others wait and which wait for nobody; where all wait in a circle, all of those."""
     waits = {flight.rank: waits_for(flight, flights) for flight in flights}
     awaited = sorted({rank for ranks in waits.values() for rank in ranks})
-    return [rank for rank in awaited if not waits[rank]] or awaited
+    return [rank for rank in awaited if not waits.get(rank)] or awaited  # one may not have begun a file
 
 
 def blame(flights: Sequence[Flight]) -> str:
