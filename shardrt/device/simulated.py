@@ -260,6 +260,8 @@ class SimulatedDevice(Device):
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         if isinstance(values, self._kind):
             return values.astype(values.dtype if dtype is None else dtype, copy=False)
+        if hasattr(values, "__cuda_array_interface__"):  # it is on the GPU already, for which this stands
+            return self.asarray(self._array(values.shape, values.dtype, "buffers"), dtype)
         if not isinstance(values, Shaped):
             values = np.asarray(values, dtype)
         target = self.result(values.shape, values.dtype if dtype is None else np.dtype(dtype))

@@ -224,3 +224,20 @@ def test_work_says_what_it_computes_in_and_for_which_part_of_a_step(here):
     here.kernels.sums.add(x, x, x)
     told = [(work.dtype, work.label) for work in of_kind(here, Work)]
     assert told == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]
+
+
+class OnTheGPU:
+    """What CuPy's arrays are like to who does not know CuPy."""
+
+    shape, dtype = (3, 4), np.dtype(np.int64)
+    __cuda_array_interface__: dict = {}
+
+    def __array__(self, *args, **kwargs):
+        raise TypeError("Implicit conversion to a NumPy array is not allowed.")
+
+
+def test_an_array_that_is_on_the_gpu_already_is_neither_read_nor_copied(here):
+    array = here.asarray(OnTheGPU())
+    assert (array.shape, array.dtype) == ((3, 4), np.int64)
+    assert [type(item) for item in here.program.items] == [Take]
+    assert here.peak_bytes() == 0  # not the pool's
