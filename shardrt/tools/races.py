@@ -4,8 +4,6 @@ Exit code 0 where there is no race, 1 where there is one, 2 where there is no sc
 """
 
 import argparse
-import sys
-import traceback
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,10 +11,11 @@ from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Program, Step
 from shardrt.simulate.proof import prove
-from shardrt.simulate.script import NoScript, record
+from shardrt.simulate.script import record
+from shardrt.tools.scripts import add_script, of_script, positive
 from shardrt.untrusted import say
 
-RACES, USAGE, FAILED = 1, 2, 65
+RACES = 1
 DEVICES = {"cuda": CUDADevice, "cpu": CPUDevice}
 
 
@@ -24,8 +23,8 @@ def add_to(commands: Any) -> None:
     """Add `races` to argparse's subparsers."""
     told = "prove of a script's steps, without running them, that waits put all uses of memory in order"
     parser = commands.add_parser("races", help=told, description=told)
-    parser.add_argument("--ranks", type=_positive, default=2, metavar="N", help="how many there are (2)")
-    parser.add_argument("--steps", type=_positive, default=2, metavar="N", help="optimizer steps (2)")
+    parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many there are (2)")
+    parser.add_argument("--steps", type=positive, default=2, metavar="N", help="optimizer steps (2)")
     parser.add_argument("--device", choices=DEVICES, default="cuda", help="what it would run on (cuda)")
     parser.add_argument(
         "--each", action="store_true", help="record every rank, not rank 0 for all: pipelines need it"
@@ -33,21 +32,16 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--shared", action="store_true", help="ranks are CPUs of a node, which share memory; with --each"
     )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- SCRIPT ...",
-        help="a script or module, and its arguments",
-    )
+    add_script(parser)
     parser.set_defaults(run=check)
 
 
 def check(options: argparse.Namespace) -> int:
     """Record the script, print the proof; gives the exit code."""
-    command = options.command[options.command[:1] == ["--"] :]
     ranks = range(options.ranks)
-    try:
-        programs = record(
+    code, programs = of_script(
+        options,
+        lambda command: record(
             command,
             options.ranks,
             steps=options.steps,
@@ -55,23 +49,13 @@ def check(options: argparse.Namespace) -> int:
             stands_for={rank: [rank] for rank in ranks} if options.each or options.shared else {0: ranks},
             local_size=options.ranks if options.shared else 8,
             shared=options.shared,
-        )
-    except NoScript as error:
-        say(f"error: {error}", file=sys.stderr)
-        return USAGE
-    except (Exception, SystemExit):
-        traceback.print_exc()
-        return FAILED
+        ),
+    )
+    if programs is None:
+        return code
     proof = prove(programs)
     say(f"{_told(programs)}\n\n{proof}", lines=True)
     return RACES if proof.races or proof.hidden else 0
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number
 
 
 def _told(programs: Sequence[Program]) -> str:

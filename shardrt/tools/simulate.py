@@ -6,7 +6,6 @@ Exit code 0; 2 where there is no such script, machine or rank, 65 where the scri
 import argparse
 import json
 import sys
-import traceback
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
@@ -23,24 +22,23 @@ from shardrt.simulate.clock import Timing, price
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.report import Report, report
-from shardrt.simulate.script import NoScript, record
+from shardrt.simulate.script import record
 from shardrt.simulate.values import Values
+from shardrt.tools.scripts import USAGE, add_script, of_script, positive
 from shardrt.train.trace import events_of, names_of, write
 from shardrt.untrusted import say
-
-USAGE, FAILED = 2, 65
 
 
 def add_to(commands: Any) -> None:
     """Add `simulate` to argparse's subparsers."""
     told = "say what a step of a script would take on a machine, without it"
     parser = commands.add_parser("simulate", help=told, description=told)
-    parser.add_argument("--ranks", type=_positive, default=1, metavar="N", help="in all (1)")
+    parser.add_argument("--ranks", type=positive, default=1, metavar="N", help="in all (1)")
     parser.add_argument(
         "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
     )
     parser.add_argument(
-        "--steps", type=_positive, default=2, metavar="N", help="optimizer steps to run; the last is told (2)"
+        "--steps", type=positive, default=2, metavar="N", help="optimizer steps to run; the last is told (2)"
     )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -51,12 +49,7 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--record", default="0", metavar="R,R", help="ranks, one of each pipeline stage, with commas (0)"
     )
-    parser.add_argument(
-        "command",
-        nargs=argparse.REMAINDER,
-        metavar="-- SCRIPT ...",
-        help="a script or module, and its arguments",
-    )
+    add_script(parser)
     parser.set_defaults(run=simulate)
 
 
@@ -68,16 +61,16 @@ def simulate(options: argparse.Namespace) -> int:
     except (OSError, ValueError) as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE
-    try:
-        programs, spans = _recorded(options, machine, stands_for)
+
+    def told(command: Sequence[str]) -> tuple[Timing, Sequence[Span], Report]:
+        programs, spans = _recorded(command, options, machine, stands_for)
         timing = price(programs, machine)
-        found = report(programs, machine, spans, [len(ranks) for ranks in stands_for.values()], timing)
-    except NoScript as error:
-        say(f"error: {error}", file=sys.stderr)
-        return USAGE
-    except (Exception, SystemExit):
-        traceback.print_exc()
-        return FAILED
+        return timing, spans, report(programs, machine, spans, list(map(len, stands_for.values())), timing)
+
+    code, done = of_script(options, told)
+    if done is None:
+        return code
+    timing, spans, found = done
     if options.trace:
         _write_trace(timing, spans, found, options.trace)
     if options.json:
@@ -88,10 +81,9 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _recorded(
-    options: argparse.Namespace, machine: Machine, stands_for: dict[int, range]
+    command: Sequence[str], options: argparse.Namespace, machine: Machine, stands_for: dict[int, range]
 ) -> tuple[list[Program], Sequence[Span]]:
     """What the ranks issue; and, of one rank, spans whose times are places of its items."""
-    command = options.command[options.command[:1] == ["--"] :]
     with timeline.record_all(lambda: float(len(device.current().program.items))) as kept:
         programs = record(
             command,
@@ -118,10 +110,3 @@ def _write_trace(timing: Timing, spans: Sequence[Span], found: Report, path: Pat
     events = events_of(traced(timing, spans), found.rank, timing.window(0)[0])
     named = names_of(found.rank, f"{found.machine}, simulated", events)
     write([*named, *events], {"ranks": found.ranks, "steps": [found.step, found.step]}, path)
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
-    return number

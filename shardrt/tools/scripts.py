@@ -1,0 +1,43 @@
+"""What the commands that record a script have in common: which one, how many ranks, what its end means."""
+
+import argparse
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from shardrt.simulate.script import NoScript
+from shardrt.untrusted import say
+
+USAGE, FAILED = 2, 65
+R = TypeVar("R")
+
+
+def add_script(parser: argparse.ArgumentParser) -> None:
+    """Add the script and its arguments, which come last, behind "--"."""
+    parser.add_argument(
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="-- SCRIPT ...",
+        help="a script or module, and its arguments",
+    )
+
+
+def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R]) -> tuple[int, R | None]:
+    """(0, what `recorded` gives of the script), or the exit code where there is none or it fails: told."""
+    try:
+        return 0, recorded(options.command[options.command[:1] == ["--"] :])
+    except NoScript as error:
+        say(f"error: {error}", file=sys.stderr)
+        return USAGE, None
+    except (Exception, SystemExit):
+        traceback.print_exc()
+        return FAILED, None
+
+
+def positive(text: str) -> int:
+    """For argparse: a number of 1 or more."""
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
