@@ -12,23 +12,20 @@ import shardrt  # noqa: F401  isort: skip  before NumPy: it sets the threads of 
 
 import argparse
 import json
-import socket
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import numpy as np
 
-from bench import ranks
+from bench.beside_gloo import joined, over_ranks
 from bench.command_line import Parser, add_forms, check_known, nbytes, words
-from bench.environment import facts, write_result
-from bench.quiet import DISTURBED, announce, watched
+from bench.environment import write_result
+from bench.quiet import DISTURBED
 from bench.table import as_csv
 from shardrt import device
-from shardrt.comm import Communicator, create, world
-from shardrt.comm.talk import from_first
+from shardrt.comm import Communicator, create
 from shardrt.train.errors import USAGE, one_line
 
 PATTERNS = ("balanced", "skewed")
@@ -81,17 +78,9 @@ def main() -> None:
         check_known("--memory", options.memory, MEMORY)
         if min(options.ranks, options.rounds, options.least // 4) < 1 or options.factor < 2:
             raise ValueError("--ranks, --rounds and sizes must be positive, --factor at least 2")
-    if world.launch() is not None:
-        rows = list(measured(options))
-        if rows:
-            print(json.dumps({"rows": rows}))
-        return
-    announce(1, options.patience)
-    with one_line(USAGE, kinds=(RuntimeError,)):
-        command = ["-m", "bench.exchanges", *sys.argv[1:]]
-        found = watched(lambda: json.loads(ranks.mpirun(command, options.ranks)), options.patience)
-    told = facts(" ".join(["python", *command])) | {"ranks": options.ranks, "rounds": options.rounds} | found
-    show(told, options)
+    result = over_ranks("bench.exchanges", options, lambda: list(measured(options)))
+    if result is not None:
+        show(result, options)
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict]:
@@ -124,21 +113,6 @@ def product(options: argparse.Namespace, sizes: list[int]) -> Iterator[tuple[str
         for memory in options.memory:
             for size in sizes:
                 yield pattern, memory, size
-
-
-def joined(own: Communicator) -> object:
-    """torch.distributed, with gloo among the same ranks. Collective."""
-    import torch
-    import torch.distributed
-
-    torch.set_num_threads(1)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = from_first(own, free.getsockname()[1])
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=own.rank, world_size=own.size
-    )
-    return torch.distributed
 
 
 def ours_of(own: Communicator, case: Case) -> Callable[[], None]:

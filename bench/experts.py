@@ -18,7 +18,6 @@ import shardrt  # noqa: F401  isort: skip  before NumPy: it sets the threads of 
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,11 +25,10 @@ from typing import Any
 
 import numpy as np
 
-from bench import ranks
+from bench.beside_gloo import joined, over_ranks
 from bench.command_line import Parser, add_forms, check_known, words
-from bench.environment import facts, write_result
-from bench.exchanges import joined
-from bench.quiet import DISTURBED, announce, watched
+from bench.environment import write_result
+from bench.quiet import DISTURBED
 from bench.table import as_csv
 from models.llama import Llama, LlamaConfig
 from shardrt import Tensor, autograd, device, nn, optim
@@ -102,17 +100,9 @@ def main() -> None:
         uneven = [name for name in options.sizes if SIZES[name].experts % options.ranks]
         if uneven:
             raise ValueError(f"--ranks {options.ranks} does not divide the experts of {', '.join(uneven)}")
-    if world.launch() is not None:
-        rows = list(measured(options))
-        if rows:
-            print(json.dumps({"rows": rows}))
-        return
-    announce(1, options.patience)
-    with one_line(USAGE, kinds=(RuntimeError,)):
-        command = ["-m", "bench.experts", *sys.argv[1:]]
-        found = watched(lambda: json.loads(ranks.mpirun(command, options.ranks)), options.patience)
-    told = facts(" ".join(["python", *command])) | {"ranks": options.ranks, "rounds": options.rounds} | found
-    show(told, options)
+    result = over_ranks("bench.experts", options, lambda: list(measured(options)))
+    if result is not None:
+        show(result, options)
 
 
 def measured(options: argparse.Namespace) -> Iterator[dict]:
