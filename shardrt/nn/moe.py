@@ -78,10 +78,7 @@ class Router(Module):
         """
         if self.balance_mesh is None:
             return chosen
-        total, here = chosen.copy(), device.current()
-        ranks = self.balance_mesh.communicator("control")
-        ranks.all_reduce(total, stream=here.current_stream, what="balance loss")
-        here.wait_here()
+        total = _summed(self.balance_mesh, chosen.copy(), "balance loss")
         return total * (chosen.sum() / max(1, total.sum()))
 
 
@@ -292,10 +289,16 @@ def balance_targets(model: Module, counted: int, tokens: int) -> float:
     mesh = next((router.balance_mesh for router in routers), None)
     if mesh is None:
         return float(counted)
-    both, here = np.array([counted, tokens], np.int64), device.current()
-    mesh.communicator("control").all_reduce(both, stream=here.current_stream, what="targets of balance")
-    here.wait_here()
+    both = _summed(mesh, np.array([counted, tokens], np.int64), "targets of balance")
     return tokens * float(both[0] / max(1, both[1]))
+
+
+def _summed(mesh: DeviceMesh, numbers: np.ndarray, what: str) -> np.ndarray:
+    """`numbers` over all ranks of `mesh`, in place, when they are there. Collective."""
+    here = device.current()
+    mesh.communicator("control").all_reduce(numbers, stream=here.current_stream, what=what)
+    here.wait_here()
+    return numbers
 
 
 def expert_load(model: Module) -> dict[str, np.ndarray]:
