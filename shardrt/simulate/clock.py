@@ -42,7 +42,8 @@ from shardrt.device.program import (
     Work,
 )
 from shardrt.device.timeline import Passed, Recording, Span
-from shardrt.simulate.machine import Machine, Processor, Transfer, transfer
+from shardrt.simulate.links import Transfer, transfer
+from shardrt.simulate.machine import Machine, Processor
 
 _NOTHING = 1e-12  # seconds; what takes no longer takes no time
 

@@ -26,7 +26,8 @@ from shardrt.device.program import (
 )
 from shardrt.device.timeline import Span
 from shardrt.simulate.clock import Timing, copies, price
-from shardrt.simulate.machine import Machine, transfer
+from shardrt.simulate.links import transfer
+from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
 
 _ATTENTION = 12 / 10  # operations of attention over those of its backward kernel, which makes scores again

@@ -20,7 +20,8 @@ from shardrt.device.program import (
 )
 from shardrt.parallel.schedules import schedule
 from shardrt.simulate.clock import _Clock, price
-from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at, transfer
+from shardrt.simulate.links import transfer
+from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at
 from shardrt.tools import trace
 from shardrt.train.trace import events_of
 from tests.simulate.written import Truth, Written, programs

@@ -1,0 +1,69 @@
+"""What a collective, or a message, takes the links of a machine: seconds, and bytes on each."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from math import log2
+
+from shardrt.simulate.machine import Machine
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A collective alone: seconds of latency, bytes that a rank sends, seconds on each link."""
+
+    latency: float
+    sent: float
+    node: float = 0.0
+    network: float = 0.0
+
+    @property
+    def seconds(self) -> float:
+        return self.latency + max(self.node, self.network)
+
+
+def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
+    """What a collective of `nbytes` (the whole buffer of a rank), or a message, takes these ranks.
+
+    Rings, as NCCL's: a gather or a reduce-scatter is ranks - 1 steps, of which nodes - 1 cross nodes, and
+    each rank sends all but its part; an all-reduce is both, or a tree where that is faster. There are as many
+    rings as a node has ranks, and each leaves it over a network link of its own with its part of the bytes.
+    An all-to-all and a message are one step.
+    """
+    size, nodes = len(ranks), _nodes(machine, ranks)
+    base, step, far = machine.collectives.base, machine.node.latency, machine.network.latency
+    if size < 2 and call not in ("send", "recv"):
+        return Transfer(base, 0.0)
+    each = size / nodes
+    if call in ("send", "recv"):
+        return _shared(machine, base + (step if nodes == 1 else far), nbytes, nodes, 1)
+    if call == "barrier":
+        return Transfer(base + _tree(each, nodes, step, far) / 2, 0.0)
+    ring = base + (size - nodes) * step + (nodes - 1) * far
+    part = nbytes * (size - 1) / size
+    if call == "all_to_all":
+        inside = nbytes * (each - 1) / size / machine.node.bandwidth
+        outside = nbytes * (size - each) / size / machine.network.bandwidth
+        return Transfer(base + (step if nodes == 1 else far), part, inside, outside)
+    if call != "all_reduce":  # all_gather, reduce_scatter, and a broadcast in pieces
+        return _shared(machine, ring, nbytes if call == "broadcast" else part, nodes, each)
+    around = _shared(machine, 2 * ring - base, 2 * part, nodes, each)
+    down = _shared(machine, base + _tree(each, nodes, step, far), 2 * nbytes, nodes, each)
+    return min(around, down, key=lambda found: found.seconds)
+
+
+def _tree(each: float, nodes: int, step: float, far: float) -> float:
+    """Up and down a tree of nodes, with a chain in each."""
+    return 2 * ((each - 1) * step + (log2(nodes) * far if nodes > 1 else 0))
+
+
+def _shared(machine: Machine, latency: float, sent: float, nodes: int, each: float) -> Transfer:
+    """Every rank sends `sent` to its neighbour; of a node, `each` ranks have a network link each."""
+    inside = sent / machine.node.bandwidth if nodes == 1 or each > 1 else 0.0
+    return Transfer(latency, sent, inside, sent / each / machine.network.bandwidth if nodes > 1 else 0.0)
+
+
+def _nodes(machine: Machine, ranks: Sequence[int]) -> int:
+    """How many nodes ranks in ascending order lie on."""
+    found = [rank // machine.ranks_per_node for rank in ranks]
+    return 1 + sum(a != b for a, b in pairwise(found))
