@@ -1,10 +1,12 @@
-"""What a collective, or a message, takes the links of a machine: seconds, and bytes on each."""
+"""What a collective, or a message, takes the links of a machine: seconds, and bytes on each; and copies."""
 
+from bisect import bisect_right, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from math import log2
 
+from shardrt.device.program import HOST, Free, Program, Range, Take, Work
 from shardrt.simulate.machine import Machine
 
 
@@ -65,5 +67,31 @@ def _shared(machine: Machine, latency: float, sent: float, nodes: int, each: flo
 
 def _nodes(machine: Machine, ranks: Sequence[int]) -> int:
     """How many nodes ranks in ascending order lie on."""
+    if isinstance(ranks, range) and 0 < ranks.step <= machine.ranks_per_node:
+        return 1 + ranks[-1] // machine.ranks_per_node - ranks[0] // machine.ranks_per_node
     found = [rank // machine.ranks_per_node for rank in ranks]
     return 1 + sum(a != b for a, b in pairwise(found))
+
+
+def copies(program: Program) -> dict[int, tuple[str, int]]:
+    """By item, those between host and device memory: "to device" or "to host", and their bytes."""
+    host: list[tuple[int, int]] = []  # what is lent of host memory, ascending
+    found = {}
+    for index, item in enumerate(program.items):
+        if isinstance(item, Take) and item.place == "host":
+            insort(host, (item.memory.start, item.memory.stop))
+        elif isinstance(item, Free) and host:
+            place = bisect_right(host, (item.start, 0))
+            if place < len(host) and host[place][0] == item.start:
+                del host[place]
+        elif isinstance(item, Work) and item.stream != HOST and host:
+            read, written = ([r for r in ranges if _within(r, host)] for ranges in (item.reads, item.writes))
+            if read or written:
+                nbytes = sum(r.stop - r.start for r in read or written)
+                found[index] = "to device" if read else "to host", nbytes
+    return found
+
+
+def _within(memory: Range, lent: list[tuple[int, int]]) -> bool:
+    place = bisect_right(lent, (memory.start, float("inf"))) - 1
+    return place >= 0 and memory.start < lent[place][1]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from shardrt.device.program import Item, Work
 from shardrt.device.timeline import Recording, Span
-from shardrt.simulate.clock import Timing
+from shardrt.simulate.timing import Timing
 
 PRODUCTS = ("linear", "matmul", "grouped", "conv2d", "attention")
 AGAIN = "recomputed forward"

@@ -25,10 +25,11 @@ from shardrt.device.program import (
     Work,
 )
 from shardrt.device.timeline import Span
-from shardrt.simulate.clock import Timing, copies, price
-from shardrt.simulate.links import transfer
+from shardrt.simulate.clock import price
+from shardrt.simulate.links import copies, transfer
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
+from shardrt.simulate.timing import Timing
 
 _ATTENTION = 12 / 10  # operations of attention over those of its backward kernel, which makes scores again
 FORMULA = (

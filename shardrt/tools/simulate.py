@@ -18,11 +18,12 @@ from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Program
 from shardrt.device.timeline import Span
-from shardrt.simulate.clock import Timing, price
+from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.report import Report, report
 from shardrt.simulate.script import record
+from shardrt.simulate.timing import Timing
 from shardrt.simulate.values import Values
 from shardrt.tools.scripts import USAGE, add_script, of_script, positive
 from shardrt.train.trace import events_of, names_of, write
