@@ -4,7 +4,7 @@
     timing.steps[0][-1], timing.split(0), timing.exposed(0)
 
 - The host goes through its program; each item costs it time, and it stops where it waits. What the machine
-  says the host does itself (`host_streams`, and items of the host) stops it until it is done.
+  says the host does itself (`host_streams`, and items of the host) then stops it until it is done.
 - A stream runs its items in order, each when it has been submitted; one that waits runs nothing.
 - A kernel takes the longer of its computing and its moving of bytes, and a constant. Copies between host and
   device go over the link between them.
@@ -76,6 +76,7 @@ class _Lane:
 class _Host(_Lane):
     next: int = 0
     time: float = 0.0  # how far it is; submitting runs ahead of `now`
+    paid: int = -1  # the item whose issuing it has spent its time on
 
 
 @dataclass(eq=False)
@@ -193,8 +194,10 @@ class _Clock:
                 host.next += 1
                 continue
             stream = getattr(item, "stream", HOST) or HOST
-            if stream not in self.own:
+            if stream != HOST and host.paid != index:
+                host.paid = index
                 host.time += item_cost + launch_cost * getattr(item, "launches", 0)
+            if stream not in self.own:
                 lane = self._lane(host, stream)
                 lane.queue.append((index, host.time))
                 if len(lane.queue) == 1:  # else it runs, waits, or will be woken

@@ -2,12 +2,12 @@
 
 from bisect import bisect_right, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import log2
 
 from shardrt.device.program import HOST, Free, Program, Range, Take, Work
-from shardrt.simulate.machine import Machine
+from shardrt.simulate.machine import Machine, at
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,15 @@ def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> 
     Rings, as NCCL's: a gather or a reduce-scatter is ranks - 1 steps, of which nodes - 1 cross nodes, and
     each rank sends all but its part; an all-reduce is both, or a tree where that is faster. There are as many
     rings as a node has ranks, and each leaves it over a network link of its own with its part of the bytes.
-    An all-to-all and a message are one step.
+    An all-to-all and a message are one step. Inside a node what was measured of a call goes before.
     """
+    found, curve = _by_links(machine, call, nbytes, ranks), machine.collectives.calls.get(call)
+    if curve and found.sent and not found.network:
+        return replace(found, node=found.sent / at(curve, found.sent))
+    return found
+
+
+def _by_links(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
     size, nodes = len(ranks), _nodes(machine, ranks)
     base, step, far = machine.collectives.base, machine.node.latency, machine.network.latency
     if size < 2 and call not in ("send", "recv"):

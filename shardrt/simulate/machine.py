@@ -20,6 +20,8 @@ from shardrt.device.program import Work
 
 FOLDER = Path(__file__).parent / "machines"
 
+PRODUCTS = ("linear.", "matmul.")  # whose three sizes are m, n, k
+
 Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; straight between, over log size
 
 
@@ -28,13 +30,15 @@ class Kernel:
     """Kernels whose names begin with `name`: which part of the peaks they reach.
 
     flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all. tile: of
-    products, whose sizes are m, n, k: how m and n are cut; none: not at all.
+    products, whose sizes are m, n, k: how m and n are cut; none: not at all. narrow: of products, over the
+    smallest of m, n and k, besides `flops`.
     """
 
     name: str = ""
     flops: Curve = ((1, 1),)
     bandwidth: Curve = ((1, 1),)
     tile: Sequence[int] = ()
+    narrow: Curve = ((1, 1),)
 
 
 @dataclass(frozen=True)
@@ -59,7 +63,10 @@ class Processor:
         computing = moving = 0.0
         if work.flops:
             peak = self.flops.get(work.dtype, self.flops[""])
-            computing = work.flops / (peak * at(kernel.flops, work.flops) * self._filled(kernel, work))
+            part = at(kernel.flops, work.flops) * self._filled(kernel, work)
+            if len(work.sizes) == 3 and work.name.startswith(PRODUCTS):
+                part *= at(kernel.narrow, min(work.sizes))
+            computing = work.flops / (peak * part)
         if work.nbytes:
             moving = work.nbytes / (self.bandwidth * at(kernel.bandwidth, work.nbytes))
         return computing, moving
@@ -93,12 +100,15 @@ class Host:
 class Collectives:
     """base: seconds of each call. processor: the part of the processor that one keeps while it runs.
 
-    memory: bytes that move through a rank's memory for each that it sends.
+    memory: bytes that move through a rank's memory for each that it sends. calls: by name, what was measured
+    between ranks of a node: bytes per second that a rank sends, over the bytes that it sends, in place of the
+    link's bandwidth.
     """
 
     base: float = 0.0
     processor: float = 0.0
     memory: float = 2.0
+    calls: Mapping[str, Curve] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -93,6 +93,7 @@ def _recorded(
             like=CPUDevice if machine.host_link is None else CUDADevice,
             stands_for=stands_for,
             local_size=machine.ranks_per_node,
+            shared=machine.host_link is None,
             values=Values(clips=options.norm == "large", overflow=options.overflow),
         )
     return programs, kept.spans if len(programs) == 1 else []

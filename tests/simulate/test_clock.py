@@ -155,13 +155,30 @@ def test_where_the_host_computes_its_kernels_stop_it():
     assert price([program], machine).ended[0] == near([4, 5])
 
 
-def test_what_the_host_does_itself_comes_after_it_has_submitted_what_was_before():
+def test_what_the_host_does_itself_comes_after_it_has_submitted_what_was_before_and_takes_time_to_begin():
     machine = replace(PLAIN, host=Host(item=1.0), host_streams=["compute"])
     program = Written()
     for _ in range(3):
         program.work("copy", "", nbytes=1)
     program.work("compute", "", flops=2)
-    assert price([program], machine).ended[0] == near([2, 3, 4, 5])
+    assert price([program], machine).ended[0] == near([2, 3, 4, 6])
+
+
+def test_narrow_products_lose_by_their_smallest_size():
+    kernel = Kernel("linear.", flops=[[1, 0.5]], narrow=[[1, 0.1], [100, 1.0]])
+    device = Processor({"": 10.0}, 1.0, kernels=(Kernel(), kernel))
+    for sizes, seconds in ((1000, 100, 1000), 1), ((1000, 10, 1000), 1 / 0.55), ((1, 50, 70), 10):
+        work = Work("compute", "linear.forward", flops=5, sizes=sizes)
+        assert device.demands(work) == (near(seconds), 0)
+
+
+def test_what_was_measured_of_a_collective_goes_before_the_link_inside_a_node():
+    calls = {"reduce_scatter": [[1, 0.5], [100, 5.0]]}
+    machine = replace(PLAIN, collectives=Collectives(base=1.0, memory=0.0, calls=calls))
+    assert transfer(machine, "reduce_scatter", 200, range(2)).seconds == near(1 + 100 / 5)
+    assert transfer(machine, "reduce_scatter", 20, range(2)).seconds == near(1 + 10 / 2.75)
+    assert transfer(machine, "all_gather", 20, range(2)).seconds == near(1 + 10)
+    assert transfer(machine, "reduce_scatter", 200, range(4)).seconds == near(1 + 150 / 2 / 0.5)  # two nodes
 
 
 def test_work_of_the_host_itself_runs_on_its_processor():
