@@ -222,6 +222,7 @@ class DeviceMesh:
         They need not make the same ones from now on. Collective over `root`.
         """
         root = self.root
+        self.device.coming_apart(axes)
         others = [number for number, each in enumerate(root._axes) if not d.meet(each.axes, axes)]
         if axes and others:
             root._within = root[tuple(others)]

@@ -112,6 +112,7 @@ class Channel:
         writes: Sequence[Array] = (),
         peer: int = -1,
         launches: int = 1,
+        grouped: bool = False,
     ) -> int:
         """Keep a call, and give its number. What has elements is in no range."""
         counted = (call, peer) if peer >= 0 else None
@@ -127,7 +128,7 @@ class Channel:
             )
             for arrays in (reads, writes)
         )
-        ends = peer, launches, self.device.label, site()
+        ends = peer, launches, self.device.label, site(), grouped
         self.device.add(Collective(stream, call, self.name, number, nbytes, reads, writes, *ends))
         return number
 
@@ -171,7 +172,7 @@ class SimulatedTransport(Transport):
         self._keep("recv", buffer, [], [buffer], peer=peer)
 
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        self.send(buffer, to)
+        self._keep("send", buffer, [buffer], peer=to, grouped=True)
         self.recv(output, source)
 
 
@@ -315,8 +316,8 @@ class SimulatedCommunicator(Communicator):
     def _letter(self, number: int, source: int, to: int) -> tuple:
         return self.channel.name, "letter", number, self.channel.ranks[source], self.channel.ranks[to]
 
-    def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
-        number = self._keep("send", buffer.nbytes, [buffer], peer=peer)
+    def _send(self, buffer: Array, peer: int, what: str, direct: bool, grouped: bool = False) -> None:
+        number = self._keep("send", buffer.nbytes, [buffer], peer=peer, grouped=grouped)
         if _has_values(buffer) and self.channel.ranks[peer] in self._board.recorded:
             self._board.put(self._letter(number, self.rank, peer), buffer.copy())
 
@@ -329,7 +330,7 @@ class SimulatedCommunicator(Communicator):
             buffer[...] = self._board.take(self._letter(number, peer, self.rank))
 
     def _exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
-        self._send(buffer, to, "", False)
+        self._send(buffer, to, "", False, grouped=True)
         self._recv(output, source, "", False)
 
     def _barrier(self, what: str) -> None:

@@ -4,6 +4,7 @@ Nothing here has a time. A clock prices a program on a machine, a checker proves
 same items. Addresses are those of a simulated device: nothing is ever stored there.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 HOST = "host"  # the thread that issues; every other thread of a program is a stream
@@ -47,6 +48,7 @@ class Collective:
     nbytes: of the whole buffer on this rank. peer: the other rank, within the group, of a message ("send" or
     "recv"), else -1; messages are numbered by themselves, for each sender and receiver. A collective begins
     when all of the group have come to it; a message leaves when its sender has, and waits for its receiver.
+    grouped: a message goes with the next one of its stream, at once, so that neither waits for the other.
     """
 
     stream: str
@@ -60,6 +62,7 @@ class Collective:
     launches: int = 1
     label: str = ""
     site: str = ""
+    grouped: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +153,13 @@ class Group:
 
 @dataclass
 class Program:
-    """All that rank `rank` of `world_size` issued."""
+    """All that rank `rank` of `world_size` issued. alike: the ranks that do the same, itself among them."""
 
     rank: int = 0
     world_size: int = 1
     items: list[Item] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
+    alike: Sequence[int] = ()  # nobody says
 
     @property
     def streams(self) -> list[str]:

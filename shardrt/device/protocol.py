@@ -140,6 +140,9 @@ class Device(ABC):
     def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
         """An optimizer has issued all of a step: to a device that keeps books."""
 
+    def coming_apart(self, digits: tuple[tuple[int, int], ...]) -> None:  # noqa: B027
+        """Ranks that differ in these digits (comm/digits.py) do not do the same from now on."""
+
     def doing(self, part: str) -> None:  # noqa: B027
         """Ops are of this part of the step from now on ("forward blocks.0"): to a device that keeps books."""
 

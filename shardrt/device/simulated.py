@@ -112,6 +112,7 @@ class SimulatedDevice(Device):
         self.alone, self.products_on_host = alone, like.products_on_host
         self.label = self._part = ""
         self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
+        self.on_apart: Callable[[tuple[tuple[int, int], ...]], None] | None = None  # told as `coming_apart`
         self._steps = count()
         self._marks = count(1)
         self._names: dict[str, int] = {}
@@ -153,6 +154,10 @@ class SimulatedDevice(Device):
 
     def doing(self, part: str) -> None:
         self._part = part
+
+    def coming_apart(self, digits: tuple[tuple[int, int], ...]) -> None:
+        if self.on_apart is not None:
+            self.on_apart(digits)
 
     def stepped(self) -> None:
         number = next(self._steps)

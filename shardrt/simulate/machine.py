@@ -12,7 +12,7 @@ import tomllib
 from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from math import ceil, log, prod
+from math import ceil, inf, log, prod
 from pathlib import Path
 from typing import Any
 
@@ -100,14 +100,15 @@ class Host:
 class Collectives:
     """base: seconds of each call. processor: the part of the processor that one keeps while it runs.
 
-    memory: bytes that move through a rank's memory for each that it sends. calls: by name, what was measured
-    between ranks of a node: bytes per second that a rank sends, over the bytes that it sends, in place of the
-    link's bandwidth.
+    memory: bytes that move through a rank's memory for each that it sends. eager: a message of more bytes
+    waits for its receiver to come; others leave at once. calls: by name, what was measured between ranks of a
+    node: bytes per second that a rank sends, over the bytes that it sends, in place of the link's bandwidth.
     """
 
     base: float = 0.0
     processor: float = 0.0
     memory: float = 2.0
+    eager: float = inf
     calls: Mapping[str, Curve] = field(default_factory=dict)
 
 

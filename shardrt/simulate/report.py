@@ -96,8 +96,8 @@ def report(
     """Price the programs, unless `timing` says what they take, and say what their last step was.
 
     spans: of the first program's compute stream in places of its items, not seconds (script.py); without
-    them forward and backward are told by the names of kernels. stands_for: how many ranks each program does;
-    of one program all. Raises ValueError where no step ended.
+    them forward and backward are told by the names of kernels. stands_for: how many ranks each program does,
+    if they don't say so themselves; of one program all. Raises ValueError where no step ended.
     """
     timing = timing or price(programs, machine)
     program = timing.programs[0]
@@ -109,7 +109,9 @@ def report(
     works = [item for _, item in items if isinstance(item, Work)]
     dtype, peak = _peak(works, machine)
     mine, all_run = _flops(works)
-    ranks = list(stands_for) or [program.world_size] * (len(programs) == 1) or [1] * len(programs)
+    ranks = list(stands_for) or [len(each.alike) for each in programs]
+    if not all(ranks):
+        ranks = [program.world_size] if len(programs) == 1 else [1] * len(programs)
     return Report(
         machine=machine.name,
         measured=machine.measured,

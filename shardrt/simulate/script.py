@@ -9,18 +9,26 @@ up. What it writes, it writes; the training command makes no run directory.
 import importlib.util
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
+from dataclasses import replace
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
+from shardrt import device
+from shardrt.comm.digits import Digits
 from shardrt.comm.simulated import run
+from shardrt.device import timeline
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Program
 from shardrt.device.protocol import Device
 from shardrt.device.simulated import SimulatedDevice
+from shardrt.device.timeline import Span
+from shardrt.simulate.roles import Roles, recorded
 from shardrt.simulate.values import Values
+
+_MOST = 1 << 40  # items of a program
 
 
 class NoScript(ValueError):
@@ -37,7 +45,7 @@ def record(
     *,
     steps: int = 2,
     like: Device | type[Device] = CUDADevice,
-    stands_for: Mapping[int, Iterable[int]] | None = None,
+    stands_for: Roles | None = None,
     local_size: int = 8,
     shared: bool = False,
     values: Values | None = None,
@@ -46,7 +54,8 @@ def record(
 
     command: a script and its arguments; or a module and its own, with "-m" before it or without. ranks: how
     many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it speaks
-    for: rank 0 for all if not told. shared: see comm.simulated.world_of. like, values: see SimulatedDevice.
+    for; if not told, one of each role (roles.py), for which a pipeline begins twice. shared: see
+    comm.simulated.world_of. like, values: see SimulatedDevice.
 
     Raises NoScript where there is none, SystemExit where it ends with a code that is not 0, and
     whatever it raises.
@@ -70,16 +79,38 @@ def record_of(
     *,
     steps: int = 0,
     like: Device | type[Device] = CUDADevice,
-    stands_for: Mapping[int, Iterable[int]] | None = None,
+    stands_for: Roles | None = None,
     local_size: int = 8,
     shared: bool = False,
     values: Values | None = None,
 ) -> list[Program]:
     """As `record`, of what `function()` does. steps: 0 for all."""
+
+    def of(roles: Roles, on_apart: Callable[[Digits], None] | None) -> list[Program]:
+        return _recorded(
+            function, ranks, roles, on_apart, steps, like, local_size, shared, values or Values()
+        )
+
+    return of(stands_for, None) if stands_for is not None else recorded(of, ranks)
+
+
+def _recorded(
+    function: Any,
+    ranks: int,
+    stands_for: Roles,
+    on_apart: Callable[[Digits], None] | None,
+    steps: int,
+    like: Device | type[Device],
+    local_size: int,
+    shared: bool,
+    values: Values,
+) -> list[Program]:
     own = threading.local()  # each recorded rank is a thread
 
     def device_of(rank: int) -> SimulatedDevice:
-        own.device = SimulatedDevice(like, values or Values())
+        own.device = SimulatedDevice(like, values)
+        own.device.on_apart = on_apart
+        own.device.program.alike = stands_for[rank]
         return own.device
 
     def one() -> Program:
@@ -102,14 +133,32 @@ def record_of(
         here.program = Program()
         return program
 
-    return run(
-        ranks,
-        {0: range(ranks)} if stands_for is None else stands_for,
-        device_of,
-        one,
-        local_size,
-        shared=shared,
-    )
+    return run(ranks, stands_for, device_of, one, local_size, shared=shared)
+
+
+@contextmanager
+def spans_kept() -> Iterator[Callable[[Program], list[Span]]]:
+    """Inside, spans are kept whose times are places among a program's items; it gives those of a program.
+
+    Raises RuntimeError where a timeline is recorded already.
+    """
+    numbers: dict[int, tuple[int, Program]] = {}  # kept, so that no other one has the same id
+
+    def place() -> float:
+        program = device.current().program
+        number, _ = numbers.setdefault(id(program), (len(numbers), program))
+        return float(number * _MOST + len(program.items))
+
+    def of(program: Program) -> list[Span]:
+        first = numbers[id(program)][0] * _MOST if id(program) in numbers else -1.0
+        return [
+            replace(span, start=span.start - first, stop=span.stop - first)
+            for span in kept.spans
+            if first <= span.start < first + _MOST
+        ]
+
+    with timeline.record_all(place) as kept:
+        yield of
 
 
 @contextmanager

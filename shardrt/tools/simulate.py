@@ -7,13 +7,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from shardrt import device
-from shardrt.device import timeline
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Program
@@ -22,7 +20,8 @@ from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.report import Report, report
-from shardrt.simulate.script import record
+from shardrt.simulate.roles import Compared, Roles, columns, compared, launches
+from shardrt.simulate.script import record, spans_kept
 from shardrt.simulate.timing import Timing
 from shardrt.simulate.values import Values
 from shardrt.tools.scripts import USAGE, add_script, of_script, positive
@@ -48,7 +47,13 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--overflow", action="store_true", help="GradScaler finds one")
     parser.add_argument(
-        "--record", default="0", metavar="R,R", help="ranks, one of each pipeline stage, with commas (0)"
+        "--record", metavar="R,R", help="ranks, each for itself and those up to the next (one of each role)"
+    )
+    parser.add_argument(
+        "--check-roles", type=positive, default=0, metavar="N", help="compare N more ranks of each role"
+    )
+    parser.add_argument(
+        "--jitter", type=float, default=0.0, metavar="S", help="standard deviation of ranks' arrivals, s (0)"
     )
     add_script(parser)
     parser.set_defaults(run=simulate)
@@ -58,15 +63,22 @@ def simulate(options: argparse.Namespace) -> int:
     """Record, price, print; gives the exit code."""
     try:
         machine = Machine.load(options.machine)
-        stands_for = _stands_for(options.record, options.ranks)
+        stands_for = _stands_for(options.record, options.ranks) if options.record else None
     except (OSError, ValueError) as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE
 
     def told(command: Sequence[str]) -> tuple[Timing, Sequence[Span], Report]:
-        programs, spans = _recorded(command, options, machine, stands_for)
-        timing = price(programs, machine)
-        return timing, spans, report(programs, machine, spans, list(map(len, stands_for.values())), timing)
+        programs, spans, checked = _recorded(command, options, machine, stands_for)
+        timing = price(programs, machine, options.jitter)
+        found = report(programs, machine, spans, timing=timing)
+        more = [f"roles: {each}" for each in checked]
+        if options.jitter:
+            more.append(
+                f"ranks come to each collective at independent normal times ({1e3 * options.jitter:g} ms of "
+                "standard deviation), whatever they were before, and it begins with the last"
+            )
+        return timing, spans, replace(found, assumptions=(*found.assumptions, *more))
 
     code, done = of_script(options, told)
     if done is None:
@@ -82,11 +94,15 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _recorded(
-    command: Sequence[str], options: argparse.Namespace, machine: Machine, stands_for: dict[int, range]
-) -> tuple[list[Program], Sequence[Span]]:
-    """What the ranks issue; and, of one rank, spans whose times are places of its items."""
-    with timeline.record_all(lambda: float(len(device.current().program.items))) as kept:
-        programs = record(
+    command: Sequence[str], options: argparse.Namespace, machine: Machine, stands_for: Roles | None
+) -> tuple[list[Program], Sequence[Span], list[Compared]]:
+    """What the ranks issue, spans of the first in places of its items, and more ranks beside them.
+
+    Of those that are compared the ones with most launches are told.
+    """
+
+    def recorded(stands_for: Roles | None) -> list[Program]:
+        return record(
             command,
             options.ranks,
             steps=options.steps,
@@ -96,7 +112,16 @@ def _recorded(
             shared=machine.host_link is None,
             values=Values(clips=options.norm == "large", overflow=options.overflow),
         )
-    return programs, kept.spans if len(programs) == 1 else []
+
+    checked: list[Compared] = []
+    with spans_kept() as spans_of:
+        first = most = recorded(stands_for)
+        for more in columns(first, options.check_roles):
+            others = recorded(more)
+            checked += [compared(*pair) for pair in zip(others, first, strict=True)]
+            if launches(others[0]) > launches(most[0]):
+                most = others
+        return most, spans_of(most[0]), checked
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -19,7 +20,7 @@ from shardrt.device.program import (
     Work,
 )
 from shardrt.parallel.schedules import schedule
-from shardrt.simulate.clock import _Clock, price
+from shardrt.simulate.clock import _Clock, lateness, price
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at
 from shardrt.tools import trace
@@ -455,3 +456,38 @@ def test_each_lane_is_woken_once_for_an_item():
     clock = _Clock([program], replace(PLAIN, host=Host(item=1.0)))
     clock.run()
     assert next(clock.order) <= len(program.items)
+
+
+@pytest.mark.parametrize("before", [(3, 10), (10, 3)])
+def test_a_message_that_is_too_large_for_its_receiver_s_buffer_waits_for_it(before):
+    machine = replace(PLAIN, collectives=Collectives(memory=0.0, eager=2))
+    for nbytes, ends in (2, (before[0] + 2, max(before[0] + 2, before[1]))), (4, (14, 14)):
+        sender, receiver = Written(0, 2), Written(1, 2)
+        for program, flops in (sender, before[0]), (receiver, before[1]):
+            program.work("link", "", flops=flops)
+        sender.call("link", "send", "", nbytes=nbytes, number=1, peer=1)
+        receiver.call("link", "recv", "", nbytes=nbytes, number=1, peer=0)
+        timing = price([sender, receiver], machine)
+        assert (timing.ended[0][1], timing.ended[1][1]) == near(ends)
+
+
+def test_ranks_that_exchange_large_messages_do_not_wait_for_each_other_for_ever():
+    machine = replace(PLAIN, collectives=Collectives(memory=0.0, eager=0))
+    written = [Written(rank, 2) for rank in range(2)]
+    for program in written:
+        program.call("link", "send", "", nbytes=4, number=1, peer=1 - program.rank)
+        program.call("link", "recv", "", nbytes=4, number=1, peer=1 - program.rank)
+    with pytest.raises(ValueError, match="wait for ever"):
+        price(written, machine)
+    for program in written:
+        program.items[0] = replace(program.items[0], grouped=True)
+    assert price(written, machine).seconds == near(4)
+
+
+def test_jitter_makes_a_collective_wait_for_the_last_of_its_ranks():
+    program = Written(0, 8)
+    program.call("gather", "all_gather", "", nbytes=8)
+    alone = seconds(program)
+    assert price([program], PLAIN, 0.5).seconds == near(alone + 0.5 * lateness(8))
+    last = np.random.default_rng(1).standard_normal((4000, 64)).max(1).mean()
+    assert (lateness(1), lateness(64)) == (0.0, pytest.approx(last, rel=0.02))

@@ -96,11 +96,20 @@ def test_what_is_wrong_is_named(script, arguments, code, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_stages_of_a_pipeline_are_recorded_each(script, capsys):
+def test_stages_of_a_pipeline_are_recorded_each_and_other_ranks_of_them_are_compared(script, capsys):
     """A batch of each of 8 ranks goes through both stages."""
     options = "--batch-size", "32", "--parallel.pp", "2", "--steps", "2", "--model.n-layer", "2"
-    found = json.loads(
+    more = "--check-roles", "1", "--jitter", "1e-3", "--json"
+    found = json.loads(told(capsys, "--ranks", "16", *more, "--", "models.train", *options))
+    assert found["tokens"] == 32 * 128 and "2 ranks recorded" in found["assumptions"]
+    for rank, first in (7, 0), (15, 8):
+        words = f"roles: rank {rank} has the collectives and bytes of rank {first}"
+        assert any(told.startswith(words) for told in found["assumptions"])
+    assert any("1 ms of standard deviation" in told for told in found["assumptions"])
+    assert {"forward", "backward"} <= found["split"].keys()
+    again = json.loads(
         told(capsys, "--ranks", "16", "--record", "0,8", "--json", "--", "models.train", *options)
     )
-    assert found["tokens"] == 32 * 128 and "2 ranks recorded" in found["assumptions"]
+    assert (again["tokens"], again["memory"]) == (found["tokens"], found["memory"])
+    assert again["ms"] < found["ms"]
     assert any(label.startswith("recv") for label in found["exposed"])
