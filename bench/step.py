@@ -33,6 +33,7 @@ from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
 from shardrt.train.errors import DATA, USAGE, one_line
 
+_ALONE = ("clip", "loss_chunk", "recompute")  # what an unsharded training has of the options
 STRATEGIES = tuple(strategy.name for strategy in ShardingStrategy)
 SIDE = 1536  # of the matrices of the product that a step is compared with
 
@@ -58,6 +59,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--loss-chunk", type=w.natural, default=0, metavar="ROWS", help="of logits at a time (all)"
     )
+    parser.add_argument("--recompute", action="store_true", help="each block's activations, in backward")
     parser.add_argument(
         "--inject",
         type=float,
@@ -84,11 +86,11 @@ def main() -> None:
         delays = hidden.Delays()
         wrap = counter if options.inject is None else delays
         mesh = init_device_mesh("cpu", shape, communicator=options.communicator, wrap=wrap)
-        names = ("prefetch", "clip", "loss_chunk", "micro_batches", "costs")
+        names = ("prefetch", "clip", "loss_chunk", "micro_batches", "costs", "recompute")
         how = {name: getattr(options, name) for name in names}
         training = Training(workload, mesh, options.strategy, **how)
     if options.inject is not None:
-        alone = Training(workload, mesh, UNSHARDED, clip=options.clip, loss_chunk=options.loss_chunk)
+        alone = Training(workload, mesh, UNSHARDED, **{name: how[name] for name in _ALONE})
         hide(options, alone, training, delays)
         return
     with one_line(DATA, mesh):
@@ -252,6 +254,7 @@ def about(options: argparse.Namespace, training: Training) -> dict:
             "warmup": options.warmup,
             "clip": options.clip,
             "loss_chunk": options.loss_chunk,
+            "recompute": options.recompute,
             **stages(training),
         },
         "versions": {

@@ -18,6 +18,7 @@ from shardrt.comm import DeviceMesh
 from shardrt.fsdp import fully_shard
 from shardrt.parallel import parallelize_module
 from shardrt.parallel.pipeline import Pipeline
+from shardrt.recompute import checkpoint_blocks
 
 UNSHARDED = "NONE"
 TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too
@@ -46,6 +47,7 @@ class Training:
 
     strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own; or
     one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages are cut.
+    recompute: backward makes the activations of each block again.
     """
 
     def __init__(
@@ -60,10 +62,13 @@ class Training:
         model: nn.Module | None = None,
         micro_batches: int = 8,
         costs: str = "parameters",
+        recompute: bool = False,
     ) -> None:
         shardrt.manual_seed(0)
         self.workload, self.mesh, self.clip = workload, mesh, clip
         self.model = model_of(workload, loss_chunk) if model is None else model
+        if recompute:
+            checkpoint_blocks(self.model.blocks)
         self.strategy = strategy
         self.pipeline: Pipeline | None = None
         if strategy in PIPELINE:
