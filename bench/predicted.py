@@ -242,11 +242,9 @@ def lines(rows: list[Row]) -> list[str]:
         f"{'ms':<36}{'measured':>10}{'simulated':>10}{'error':>8}{'exposed':>9}{'simulated':>10}{'error':>8}"
     ]
     for row in rows:
-        (here, there), (shown, told_) = row.seconds, row.exposed
-        told.append(
-            f"{row.size + ', ' + row.strategy:<36}{1e3 * here:10.1f}{1e3 * there:10.1f}{100 * row.error:+7.1f}%"
-            f"{1e3 * shown:9.1f}{1e3 * told_:10.1f}{100 * row.exposed_error:+7.1f}%"
-        )
+        step, waited = ([1e3 * each for each in pair] for pair in (row.seconds, row.exposed))
+        text = f"{row.size + ', ' + row.strategy:<36}{step[0]:10.1f}{step[1]:10.1f}{100 * row.error:+7.1f}%"
+        told.append(f"{text}{waited[0]:10.1f}{waited[1]:10.1f}{100 * row.exposed_error:+7.1f}%")
     found = figures(rows)
     told.append(
         f"{len(rows)} rows: median error {100 * found['median_error']:.1f} %, worst "
