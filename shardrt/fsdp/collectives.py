@@ -168,6 +168,20 @@ def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collect
         stream.record(group.gradient_ready)
         return
     staged = group.arenas["download"].acquire()
+    try:
+        _reduce_to_host(group, slot, streams, written, staged)
+    except BaseException:
+        stream.record(staged.free)  # what was issued so far may still use it
+        raise
+    finally:
+        staged.arena.release(staged)
+
+
+def _reduce_to_host(
+    group: ParameterGroup, slot: Slot, streams: Streams, written: Collection[int], staged: Slot
+) -> None:
+    """The sum goes to the host through `staged`."""
+    stream, goes, sums = streams.reduce, group.sum.place, group.sum.buffers
     array = staged.array[: group.layout.shard_size]
     if goes.accumulate:  # what was accumulated so far comes back, so that the sum is the same to the bit
         streams.upload.wait(staged.free)  # the gradient that used the slot before is on the host
@@ -184,7 +198,6 @@ def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collect
     streams.download.submit(streams.device.copy, sums[0], array, label=f"download {group.label}")
     streams.download.record(staged.free)
     streams.download.record(group.gradient_ready)
-    staged.arena.release(staged)
 
 
 def _sum(

@@ -103,8 +103,14 @@ class Gradients:
         opened, group.open_gradient = group.open_gradient, None
         _zero_unwritten(group, opened)
         wrote = bool(opened.written)
-        collectives.reduce(group, opened.slot, self._streams, opened.written)
-        opened.slot.give_back()
+        try:
+            collectives.reduce(group, opened.slot, self._streams, opened.written)
+        except BaseException:
+            for event in (opened.slot.free, group.gradient_ready):
+                self._streams.reduce.record(event)  # what was issued so far may still use the memory
+            raise
+        finally:
+            opened.slot.give_back()
         group.sum.issued(group.trained)
         self._reduced.append(group)
         # Whether there is a gradient, this rank knows if it has written one now, or there was one before.

@@ -10,6 +10,7 @@ import shardrt
 from shardrt import autograd, nn, optim
 from shardrt.comm import Communicator, init_device_mesh, thread
 from shardrt.fsdp import (
+    CPUOffloadPolicy,
     MixedPrecisionPolicy,
     explain,
     fully_shard,
@@ -421,3 +422,22 @@ def test_an_optimizer_may_take_the_place_of_another():
 def test_what_is_no_mesh_and_no_choice_is_refused(wrong, told):
     with pytest.raises(TypeError, match=told):
         fully_shard(Net(), **wrong)
+
+
+@pytest.mark.parametrize("on_host", [False, True])
+def test_reductions_that_raise_give_their_memory_back(on_host, monkeypatch):
+    def fail(*args, **kwargs):
+        raise ArithmeticError
+
+    model, ((tokens, targets),) = Net(), batches(1, size=4)
+    offload = CPUOffloadPolicy(parameters=False, optimizer_state=False) if on_host else None
+    shard(model, init_device_mesh("auto"), offload_policy=offload, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    for _ in range(4):
+        loss = loss_of(model, tokens, targets)
+        with monkeypatch.context() as patch, pytest.raises(ArithmeticError):
+            patch.setattr(Communicator, "reduce_scatter", fail)
+            loss.backward()
+    loss_of(model, tokens, targets).backward()
+    arenas = {arena for unit in units(model) for group in unit.groups for arena in group.arenas.values()}
+    assert all(arena.in_use == 0 for arena in arenas if arena.name not in ("wire", "reduce_wire"))
+    assert all(len(arena.slots) <= 2 for arena in arenas)
