@@ -27,15 +27,17 @@ from bench import workload as w
 from bench.command_line import Parser
 from bench.parts import COMPUTE, EXPOSED, PARTS, STREAMS, busy, parts
 from bench.traffic import Counter, expected, expected_of_stage, expected_of_tensor
-from bench.training import PIPELINE, TENSOR, UNSHARDED, Training, gathered
+from bench.training import LOW, PIPELINE, TENSOR, UNSHARDED, Training, gathered
+from shardrt import device
 from shardrt.comm import init_device_mesh, world
 from shardrt.device import timeline
 from shardrt.fsdp import ShardingStrategy
+from shardrt.kernels import onednn
 from shardrt.train.errors import DATA, USAGE, one_line
 
 _ALONE = ("clip", "loss_chunk", "recompute")  # what an unsharded training has of the options
 STRATEGIES = tuple(strategy.name for strategy in ShardingStrategy)
-SIDE = 1536  # of the matrices of the product that a step is compared with
+SIDE = w.SIDE
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -44,11 +46,11 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument("--device", type=w.cpu, default="cpu", help="cpu; on a GPU: python -m bench.gpu")
     parser.add_argument(
         "--strategy",
-        choices=[*STRATEGIES, *TENSOR, *PIPELINE, UNSHARDED, "all"],
+        choices=[*STRATEGIES, *(name + LOW for name in STRATEGIES), *TENSOR, *PIPELINE, UNSHARDED, "all"],
         default="FULL_SHARD",
         help="NONE: not sharded at all; every rank then trains a model of its own. TP: modules cut over all "
         "ranks, which train on the batches of all; TP_SP: the sequence as well. PP_1F1B, PP_ZB-H1 ..: stages "
-        "on all ranks, and all batches in micro-batches",
+        "on all ranks, and all batches in micro-batches. FULL_SHARD-bf16 ..: parameters in bfloat16",
     )
     parser.add_argument(
         "--costs", choices=("parameters", "time"), default="parameters", help="of stages (parameters)"
@@ -160,7 +162,7 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
     """This rank's steps. Collective; rank 0 prints the figures."""
     mesh, workload = training.mesh, training.workload
     gathered([0.0], mesh)  # all ranks multiply at the same time, as in a step
-    product = gathered([product_gflops()], mesh).mean()
+    product = gathered([product_gflops(options.strategy.endswith(LOW))], mesh).mean()
     for number in range(options.warmup):
         training.step(*training.batch(number))
     before, used, steps = counter.bytes, 0.0, []
@@ -226,15 +228,14 @@ def middle(steps: list[tuple[float, dict, dict]]) -> dict[str, float]:
     return {name: statistics.fmean(each[name] for each in chosen) for name in chosen[0]}
 
 
-def product_gflops() -> float:
-    """10^9 operations per second of our BLAS on a product of square matrices in fp32; the best of several."""
-    a, b, c = (np.ones((SIDE, SIDE), np.float32) for _ in range(3))
-    times = []
-    for _ in range(6):
-        start = time.perf_counter()
-        np.matmul(a, b, out=c)
-        times.append(time.perf_counter() - start)
-    return 2e-9 * SIDE**3 / min(times)
+def product_gflops(low: bool) -> float:
+    """10^9 operations per second of a product of our kernels: of square matrices, float32 or bfloat16."""
+    in_bits = low and device.current().gathered_dtype("bfloat16") == np.uint16
+    a, b = (np.ones((SIDE, SIDE), np.float32) for _ in range(2))
+    if in_bits:
+        a, b = ((x.view(np.uint32) >> 16).astype(np.uint16) for x in (a, b))
+    c = np.empty((SIDE, SIDE), np.float32)
+    return w.product_gflops(lambda: device.current().kernels.matmul.matmul(a, b, c), SIDE)
 
 
 def about(options: argparse.Namespace, training: Training) -> dict:
@@ -260,9 +261,15 @@ def about(options: argparse.Namespace, training: Training) -> dict:
         "versions": {
             "shardrt": shardrt.__version__,
             # The kernels that it chose decide more than anything else here: AVX-512 or not.
-            "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}",
+            "blas": f"{blas['internal_api']} {blas['version']} {blas.get('architecture', '')}".strip(),
+            **({"onednn": version} if (version := onednn_version()) else {}),
         },
     }
+
+
+def onednn_version() -> str:
+    """Of the one that is installed for us; "" without."""
+    return "" if (library := onednn.library()) is None else library.version
 
 
 def stages(training: Training) -> dict:
@@ -279,7 +286,7 @@ def lines(result: dict, workload: w.Job) -> list[str]:
     told = ", ".join(f"{part} {split[part]:.1f}" for part in PARTS if split[part] >= 0.05)
     per_s = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
     return [
-        f"{workload}, {result['parameters'] / 1e6:.1f} M parameters, fp32",
+        f"{workload}, {result['parameters'] / 1e6:.1f} M parameters",
         f"{result['contestant']}: {result['world_size']} ranks, {result['step_ms_median']:.1f} ms per step, "
         f"{per_s}, loss {result['loss']:.6f}",
         f"the step: {told} ms",

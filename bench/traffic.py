@@ -6,7 +6,7 @@ a pipeline's stages.
 
 from math import prod
 
-from shardrt import nn
+from shardrt import dtypes, nn
 from shardrt.comm import Communicator, CountedCommunicator
 from shardrt.fsdp import units
 from shardrt.nn.share import PARTIAL
@@ -29,14 +29,15 @@ class Counter:
 
 
 def expected(model: nn.Module) -> float:
-    """Bytes for each rank and step of a model in fp32, all of it sharded."""
+    """Bytes for each rank and step of a model, all of it sharded; one that sends gradients in float32."""
     total = 0.0
     for unit in units(model):
         copies, shards = (1, *unit.settings.mesh.shape)[-2:]
         gathers = 2 if unit.reshard_after_forward else 1
         for group in unit.groups:
             nbytes = 4 * group.layout.total
-            total += (gathers + 1) * nbytes * (shards - 1) / shards
+            gathered = dtypes.storage(group.key.param).itemsize * group.layout.total
+            total += (gathers * gathered + nbytes) * (shards - 1) / shards
             total += 2 * nbytes / shards * (copies - 1) / copies
     return total
 

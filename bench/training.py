@@ -15,7 +15,7 @@ from models.vit import ViT, ViTConfig
 from shardrt import Tensor, device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import DeviceMesh
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 from shardrt.parallel import parallelize_module
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.recompute import checkpoint_blocks
@@ -23,6 +23,7 @@ from shardrt.recompute import checkpoint_blocks
 UNSHARDED = "NONE"
 TENSOR = {"TP": False, "TP_SP": True}  # modules cut over all ranks; whether the sequence is, too
 SCHEDULES = ("GPipe", "1F1B", "ZB-H1", "ZBVZeroBubble", "DualPipeV")  # the last two have two stages per rank
+LOW = "-bf16"  # behind the name of a strategy that shards: parameters in bfloat16, gradients sent in float32
 PIPELINE = {f"PP_{schedule}": schedule for schedule in SCHEDULES}
 
 
@@ -45,8 +46,9 @@ class Stamps:
 class Training:
     """A model and its optimizer; begins with the same weights wherever the workload is the same.
 
-    strategy: a ShardingStrategy's name, or UNSHARDED: each rank then trains a model of its own; or
-    one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages are cut.
+    strategy: a ShardingStrategy's name, also with LOW behind it, or UNSHARDED: each rank then trains a model
+    of its own; or one of TENSOR or PIPELINE. micro_batches: of a pipeline's step; costs: by which its stages
+    are cut.
     recompute: backward makes the activations of each block again.
     """
 
@@ -76,8 +78,10 @@ class Training:
         elif strategy in TENSOR:
             parallelize_module(self.model, mesh, plan_of(self.model, sequence_parallel=TENSOR[strategy]))
         elif strategy != UNSHARDED:
+            kinds = ("bfloat16", "float32") if strategy.endswith(LOW) else (None, None)
+            how = {"strategy": strategy.removesuffix(LOW), "mp_policy": MixedPrecisionPolicy(*kinds)}
             for unit in (*self.model.blocks, self.model):
-                fully_shard(unit, mesh=mesh, strategy=strategy, prefetch=prefetch)
+                fully_shard(unit, mesh=mesh, prefetch=prefetch, **how)
         self.optimizer: optim.AdamW | None = None
         self.losses: list[float] = []
 

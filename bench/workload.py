@@ -4,12 +4,15 @@ Knows neither shardrt nor PyTorch.
 """
 
 import argparse
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 
+SIDE = 1536  # of the matrices of the product that a step is compared with
 LEARNING_RATE = 3e-4
 WEIGHT_DECAY = 0.1
 
@@ -165,6 +168,16 @@ SIZES: dict[str, Job] = {
     "vit-s16": ViTWorkload(),
 }
 SHAPE = tuple(dict.fromkeys(field.name for size in SIZES.values() for field in fields(size)))
+
+
+def product_gflops(product: Callable[[], object], side: int) -> float:
+    """10^9 operations per second of a product of square matrices; the best of several."""
+    times = []
+    for _ in range(6):
+        start = time.perf_counter()
+        product()
+        times.append(time.perf_counter() - start)
+    return 2e-9 * side**3 / min(times)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

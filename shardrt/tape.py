@@ -138,6 +138,10 @@ class Variable:
         """The array that an op reads by a handle: while it runs, and no longer."""
         return self.data
 
+    def lent_bits(self) -> Array:
+        """As `lent`; of a parameter gathered in bfloat16 where ops compute in float32, the bits (uint16)."""
+        return self.lent()
+
     def edge(self) -> "Edge":
         """Where the gradient of this variable goes, as the graph stands now."""
         return Edge(self.node, self.index, self if self.node is None else None)

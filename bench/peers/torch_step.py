@@ -91,6 +91,9 @@ def run(options: argparse.Namespace) -> None:
         given = workload.batch_of_all(step, world_size) if together else workload.batch_of(step, rank)
         return (torch.from_numpy(array) for array in given)
 
+    gflops = [None] * world_size
+    dist.barrier()  # all ranks multiply at the same time, as in a step
+    dist.all_gather_object(gflops, product_gflops(options.strategy.endswith("bf16")))
     seconds, losses, processor = [], [], []
     for step in range(options.warmup + options.steps):
         inputs, targets = batch(step)
@@ -123,8 +126,8 @@ def run(options: argparse.Namespace) -> None:
             contestant=f"torch {STRATEGIES[options.strategy]}",
             parameters=parameters,
             settings=settings,
-            versions={"torch": torch.__version__},
-        )
+            versions={"torch": torch.__version__, "blas": blas(torch.__config__.show())},
+        ) | {"product_gflops": round(fmean(gflops), 1)}
         rate = f"{result[f'{workload.UNIT}_per_s']:.1f} {workload.UNIT}/s"
         memory = f"{result['peak_rss_mb']:.0f} MB RSS and {result['peak_pss_mb']:.0f} MB PSS per rank"
         told = f"{world_size} ranks, {result['step_ms_median']:.1f} ms per step, {rate}, {memory}"
@@ -168,6 +171,21 @@ def build(workload: w.Job, options: argparse.Namespace):
         for unit in (*model.blocks, model):
             fully_shard(unit, mesh=mesh, mp_policy=policy)
     return model, parameters
+
+
+def product_gflops(low: bool) -> float:
+    """10^9 operations per second of PyTorch's product of square matrices, float32 or bfloat16."""
+    import torch
+
+    kind = torch.bfloat16 if low else torch.float32
+    a, b = (torch.ones(w.SIDE, w.SIDE, dtype=kind) for _ in range(2))
+    return w.product_gflops(lambda: torch.mm(a, b), w.SIDE)
+
+
+def blas(config: str) -> str:
+    """The libraries of products among what PyTorch tells of how it was built."""
+    told = [line.strip(" -") for line in config.splitlines() if "MKL" in line or "BLAS_INFO" in line]
+    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in told[:2])
 
 
 def loss_of_parts(options: argparse.Namespace):

@@ -24,7 +24,8 @@ def step(
 
     ranges: float64 (count, 8), in order, without overlap: start, stop, what the weights are multiplied by,
     what the step is multiplied by, 1 / the root of the second moment's bias, beta1, beta2 and eps.
-    rounded: as long; there the ranges become what they are in param rounded to `kind`, as cast.round_to does.
+    rounded: as long; there the ranges become what they are in param rounded to `kind`: numbers, or if it is
+    uint16 bits.
     """
     real = param.dtype.type
     for start, stop, keep, rate, correction, beta1, beta2, eps in ranges.tolist():
@@ -34,7 +35,7 @@ def step(
         kernel = _step_low if m.dtype == np.uint16 else _step
         run_rows(kernel, size, size, param[piece], grad[piece], m[piece], v[piece], numbers)
         if rounded is not None:
-            cast.round_to(param[piece], rounded[piece], kind)
+            cast.narrow(param[piece], rounded[piece], kind)
 
 
 @fused

@@ -33,6 +33,11 @@ def unpack(x: Array, out: Array, kind: str) -> None:
     run_rows(_of(kind, unpack_bfloat16, unpack_float16), x.size, x.size, x, out)
 
 
+def narrow(x: Array, out: Array, kind: str) -> None:
+    """As pack if `out` is uint16, else as round_to."""
+    (pack if out.dtype == np.uint16 else round_to)(x, out, kind)
+
+
 def check_kind(kind: str) -> None:
     """Raise ValueError for a type that is not one of the two."""
     if kind not in ("bfloat16", "float16"):

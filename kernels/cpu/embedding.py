@@ -2,8 +2,11 @@
 
 from typing import Any
 
+import numpy as np
+
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.cast import widened
 
 Array = Any
 
@@ -11,10 +14,13 @@ Array = Any
 def forward(indices: Array, weight: Array, y: Array, first: int = 0, vocab: int | None = None) -> None:
     """y[i] = weight[indices[i]]. indices int64 (rows,), weight (vocab, width), y (rows, width).
 
+    weight may be uint16, the bits of bfloat16, where y is float32.
+
     first, vocab: where weight is a part of a table of `vocab` rows, those from `first` on. Rows of the other
     parts are 0.
     """
-    run_rows(_forward, indices.size, y.size, indices, weight, y, int(first))
+    kernel = _forward_bits if weight.dtype == np.uint16 else _forward
+    run_rows(kernel, indices.size, y.size, indices, weight, y, int(first))
 
 
 def backward(indices: Array, dy: Array, dweight: Array, first: int = 0) -> None:
@@ -35,6 +41,18 @@ def _forward(start, stop, indices, weight, y, first):
         source = weight[index]
         for j in range(out.size):
             out[j] = source[j]
+
+
+@exact
+def _forward_bits(start, stop, indices, weight, y, first):
+    for row in range(start, stop):
+        index, out = indices[row] - first, y[row]
+        if not 0 <= index < len(weight):
+            out[:] = 0
+            continue
+        source = weight[index]
+        for j in range(out.size):
+            out[j] = widened(source[j])
 
 
 @exact

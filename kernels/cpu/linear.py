@@ -1,4 +1,8 @@
-"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products and one sum over rows."""
+"""Linear layer: y = x weight^T + bias, or GELU of that. Three matrix products and one sum over rows.
+
+The operands of a product, x, weight and dy, may be uint16: the bits of bfloat16, both or none. What comes of
+it is float32, and so is a bias.
+"""
 
 from typing import Any
 
@@ -7,7 +11,8 @@ import numpy as np
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.activation import CUBE, ROOT
-from shardrt.kernels.cpu.matmul import matmul
+from shardrt.kernels.cpu.cast import narrowed
+from shardrt.kernels.cpu.matmul import affine, matmul
 from shardrt.kernels.cpu.reduce import ROWS, column_sum, combine_blocks
 
 Array = Any
@@ -15,9 +20,10 @@ Array = Any
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""
-    if bias is not None:
-        y[...] = bias  # the product adds to it: one pass less than adding the bias after
-    matmul(x, weight.T, y, accumulate=bias is not None)
+    if bias is None:
+        matmul(x, weight.T, y)
+    else:
+        affine(x, weight.T, bias, y)
 
 
 def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
@@ -28,10 +34,14 @@ def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: A
 
 
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
-    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added."""
+    """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
+
+    dinner may be uint16: bits, as cast.pack makes them.
+    """
     blocks = -(-inner.shape[0] // ROWS)
     partials = np.empty((blocks, inner.shape[1]), inner.dtype)
-    run_rows(_gelu_slope_and_sum, blocks, inner.size, dy, inner, dinner, partials)
+    kernel = _gelu_slope_and_sum_low if dinner.dtype == np.uint16 else _gelu_slope_and_sum
+    run_rows(kernel, blocks, inner.size, dy, inner, dinner, partials)
     if dbias is not None:
         combine_blocks(partials, dbias, accumulate)
 
@@ -77,6 +87,25 @@ def _shift_and_gelu(start, stop, inner, bias, y):
             v = line[j] + bias[j]
             line[j] = v
             out[j] = v / (one + exp(twice * (v + cube * v * v * v)))
+
+
+@fused
+def _gelu_slope_and_sum_low(start, stop, dy, inner, dinner, sums):
+    """As _gelu_slope_and_sum; what is kept is rounded, the sums are of what is not."""
+    kind = inner.dtype.type
+    one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
+    slope, cubes = kind(2 * ROOT), kind(3 * CUBE)
+    for block in range(start, stop):
+        total = sums[block]
+        total[:] = 0
+        for row in range(block * ROWS, min((block + 1) * ROWS, inner.shape[0])):
+            upper, line, out = dy[row], inner[row], dinner[row]
+            for j in range(line.size):
+                v = line[j]
+                s = one / (one + exp(twice * (v + cube * v * v * v)))
+                d = upper[j] * (s + v * s * (one - s) * slope * (one + cubes * v * v))
+                out[j] = narrowed(d)
+                total[j] += d
 
 
 @fused

@@ -2,6 +2,9 @@
 
 np.matmul cannot, and a weight gradient that is added to another needs just that: no temporary, no second
 pass. Transposed and strided views are passed on as they are. Without the symbol np.matmul takes over.
+
+Where oneDNN is installed (onednn.py) and faster (_choice.py), it computes the product. Operands may then be
+bfloat16, as bits (uint16); sums are made in float32 in any case.
 """
 
 import ctypes
@@ -11,13 +14,47 @@ from typing import Any
 import numpy as np
 from threadpoolctl import threadpool_info
 
+from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _choice
+from shardrt.kernels.cpu._threads import threads
+from shardrt.kernels.cpu.cast import unpack
+
 Array = Any
 
 _ROW_MAJOR, _PLAIN, _TRANSPOSED = 101, 111, 112
 
 
 def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
-    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched."""
+    """out = a @ b, plus out itself if `accumulate`: 2-D, transposed or strided as it comes; 3-D, batched.
+
+    a and b may both be uint16, the bits of bfloat16, where they are 2-D and out is float32.
+    """
+    _product(a, b, None, out, accumulate)
+
+
+def affine(a: Array, b: Array, bias: Array, out: Array) -> None:
+    """out (m, n) = a @ b + bias (n,) in each row, for a and b as matmul takes them."""
+    _product(a, b, bias, out, False)
+
+
+def _product(a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> None:
+    if a.ndim == 2 and _choice.open_to(a, b, out, onednn.library()):
+        ways = {"blas": _by_blas, "onednn": _by_onednn}
+        ways[_choice.choose(ways, a, b, bias, out, accumulate)](a, b, bias, out, accumulate)
+    else:
+        _by_blas(a, b, bias, out, accumulate)
+
+
+def _by_onednn(a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> None:
+    onednn.product(a, b, out, bias=bias, accumulate=accumulate, threads=threads())
+
+
+def _by_blas(a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> None:
+    if a.dtype == np.uint16:
+        a, b = _widened(a), _widened(b)
+    if bias is not None:
+        out[...] = bias  # the product adds to it: one pass less than adding the bias after
+        accumulate = True
     if a.ndim == 2:
         gemm = _gemm(a.dtype.char)
         if gemm is not None and min(*a.shape, *b.shape) > 1:
@@ -29,6 +66,15 @@ def matmul(a: Array, b: Array, out: Array, *, accumulate: bool = False) -> None:
         out += np.matmul(a, b)
     else:
         np.matmul(a, b, out=out)
+
+
+def _widened(bits: Array) -> Array:
+    """The float32 of a matrix in bfloat16, as it lies."""
+    if bits.strides[0] == bits.itemsize and bits.shape[0] > 1:
+        return _widened(bits.T).T
+    numbers = np.empty(bits.shape, np.float32)
+    unpack(np.ascontiguousarray(bits).reshape(-1), numbers.reshape(-1), "bfloat16")
+    return numbers
 
 
 def set_blas_threads(count: int) -> None:
@@ -74,6 +120,16 @@ def _plain(a: Array) -> tuple[bool, int] | None:
     if down == item and right % item == 0 and right >= rows * item:
         return True, right // item
     return None
+
+
+@cache
+def blas_told() -> str:
+    """Name, version and kernels of the BLAS that computes here."""
+    library, _, _ = _library()
+    for found in threadpool_info():
+        if library is not None and found["filepath"] == library._name:
+            return f"{found['internal_api']} {found['version']} {found.get('architecture', '')}"
+    return "NumPy's"
 
 
 @cache

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from shardrt.kernels import kept
+
 HERE = Path(__file__).parent
 _SPILLS = r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads"
 Defines = tuple[tuple[str, str], ...]
@@ -46,11 +48,11 @@ def compile(file: str, defines: Defines, arch: str) -> bytes:
 
     Raises RuntimeError with NVRTC's messages if it does not compile.
     """
-    kept = cache_directory() / f"{file}-{_key(file, defines, arch)}.cubin"
-    if kept.exists():
-        return kept.read_bytes()
+    known = cache_directory() / f"{file}-{_key(file, defines, arch)}.cubin"
+    if known.exists():
+        return known.read_bytes()
     code, _ = compile_with_log(file, defines, arch)
-    _keep(kept, code)
+    _keep(known, code)
     return code
 
 
@@ -114,7 +116,7 @@ def _key(file: str, defines: Defines, arch: str) -> str:
 
 def cache_directory() -> Path:
     """Where what is computed once is kept for later processes."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "shardrt" / "cuda"
+    return kept.cache_directory() / "cuda"
 
 
 def _keep(file: Path, code: bytes) -> None:

@@ -19,6 +19,7 @@ from shardrt import dtypes
 from shardrt.device import timeline
 from shardrt.device.memory import SMALL, Pool, rounded
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
+from shardrt.kernels import onednn
 
 _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 
@@ -192,6 +193,12 @@ class CPUDevice(Device):
     @staticmethod
     def compute_dtype(name: str) -> np.dtype:
         return np.dtype(dtypes.float32 if name in dtypes.LOW else name)  # no arithmetic in 16 bits
+
+    @classmethod
+    def gathered_dtype(cls, name: str) -> np.dtype:
+        computed = cls.compute_dtype(name)
+        in_bits = name == dtypes.bfloat16 and computed == np.float32 and onednn.computes_bf16()
+        return dtypes.storage(name) if in_bits else computed
 
     def warm_up(self) -> None:
         self.kernels.warm_up()

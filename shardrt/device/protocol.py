@@ -103,6 +103,14 @@ class Device(ABC):
     def compute_dtype(name: str) -> np.dtype:
         """What arrays of the type `name` (see shardrt.dtypes) are computed in on this device."""
 
+    @classmethod
+    def gathered_dtype(cls, name: str) -> np.dtype:
+        """What parameters of the type `name` are kept in while they are gathered; uint16: the bits of it.
+
+        Where that is not what they are computed in, products read it as it is, and other ops a widened copy.
+        """
+        return cls.compute_dtype(name)
+
     @abstractmethod
     def warm_up(self) -> None:
         """Compile the kernels that training needs, or load them from the cache on disk."""

@@ -192,6 +192,9 @@ class SimulatedDevice(Device):
     def compute_dtype(self, name: str) -> np.dtype:
         return self.like.compute_dtype(name)
 
+    def gathered_dtype(self, name: str) -> np.dtype:
+        return self.like.gathered_dtype(name)
+
     def row_elements(self, columns: int) -> int:
         return self.like.row_elements(columns)
 

@@ -87,7 +87,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
         # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
         slots = min(max(facts.prefetch + 1, facts.together), len(members))
-        _share(specs, layouts, members, "gathered", _compute(members[0], facts), slots)
+        _share(specs, layouts, members, "gathered", _gathered(members[0], facts), slots)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in _alike(g for g in filling if "gradients" not in specs[g]):
         _share(
@@ -100,7 +100,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
         )
     for group in groups:
         total = layouts[group].total
-        specs[group].setdefault("gathered", Spec("gathered", total, _compute(group, facts)))
+        specs[group].setdefault("gathered", Spec("gathered", total, _gathered(group, facts)))
         if group.trainable:
             total = _length("gradients", group, layouts[group])
             specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
@@ -178,7 +178,7 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
         roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
-    computed = _compute(group, facts)
+    computed = _gathered(group, facts)
     if layout.shards == 1 and not place.parameters and computed.itemsize < np.dtype(dtype).itemsize:
         # Nothing is gathered: the copy in 16 bits stays, and the optimizer writes it.
         roles["gathered"] = Spec("gathered", layout.total, computed)
@@ -217,7 +217,7 @@ def _transit(
 ) -> None:
     """The buffers through which data passes: one, or two slots, for all groups of a kind and cut."""
     low = [g for g in groups if g.key.param in dtypes.LOW and layouts[g].shards > 1]
-    for members in _alike(g for g in low if _compute(g, facts).name not in dtypes.LOW):
+    for members in _alike(g for g in low if _gathered(g, facts).itemsize > 2):
         _share(specs, layouts, members, "wire", dtypes.storage(members[0].key.param), 1)
     low = [g for g in groups if g.trainable and g.key.reduce in dtypes.LOW]
     for members in _alike(low):
@@ -272,6 +272,10 @@ def summed_in_place(group: ParameterGroup, layout: Layout, facts: Facts) -> bool
     """Whether backward may write full gradients where their sum goes: it is as long, and of their type."""
     exact = group.key.reduce not in dtypes.LOW and np.dtype(group.key.dtype) == _gradient(group, facts)
     return layout.shards == 1 and exact and not group.placement.gradients
+
+
+def _gathered(group: ParameterGroup, facts: Facts) -> np.dtype:
+    return facts.device.gathered_dtype(group.key.param)
 
 
 def _compute(group: ParameterGroup, facts: Facts) -> np.dtype:

@@ -27,7 +27,7 @@ def transfer_of(group: ParameterGroup) -> Callable[[ParameterGroup, Slot, Stream
     """
     if group.shard_in_slot and group.ranks.size == 1:
         return _nothing
-    if dtypes.low(group.arenas["gathered"].slots[0].array.dtype):
+    if group.key.param in dtypes.LOW and group.arenas["gathered"].slots[0].array.itemsize == 2:
         return _native
     if "wire" in group.arenas:
         return _packed
@@ -62,7 +62,7 @@ def as_sent(array: Array) -> Array:
 
 
 def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
-    """The device computes in 16 bits: the shard is rounded into its place in the slot, which then travels."""
+    """The slot has 16 bits, as ops read them: the shard is rounded into its place, which then travels."""
     stream, new = streams.gather, _is_new(group, streams)
     if new and group.ranks.size == 1:
         return

@@ -319,6 +319,14 @@ class ParameterGroup(Storage):
         return read_only(self.lent(parameter))
 
     def lent(self, parameter: Parameter) -> Array:
+        lent = self.lent_bits(parameter)
+        if self.full_views is not None or not self._in_bits(lent):
+            return lent
+        numbers = self._device.empty(lent.shape, self._device.compute_dtype(self.key.param))
+        self._device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
+        return numbers
+
+    def lent_bits(self, parameter: Parameter) -> Array:
         position = self.position[id(parameter)]
         if self.full_views is not None:
             return self.full_views[position]
@@ -333,7 +341,13 @@ class ParameterGroup(Storage):
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
+        if self.full_views is None and there and self._in_bits(there[0]):
+            return self._device.compute_dtype(self.key.param)
         return there[0].dtype if there else parameter.dtype
+
+    def _in_bits(self, gathered: Array) -> bool:
+        """Whether what is gathered are bits, which ops can't compute with as they are."""
+        return self.key.param in dtypes.LOW and gathered.dtype == dtypes.storage(self.key.param)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

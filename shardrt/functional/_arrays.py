@@ -123,6 +123,31 @@ def empty_like(x: Array) -> Array:
     return device.current().empty(x.shape, x.dtype)
 
 
+def for_product(x: Array, other: Array) -> Array:
+    """x as a product with `other` takes it: in bfloat16, as bits, if the other is that."""
+    if product_dtype(x, other) == x.dtype:
+        return x
+    bits = empty(x.shape, np.uint16)
+    kernels().cast.pack(flat(x), flat(bits), dtypes.bfloat16)
+    return bits
+
+
+def operands(x: Array, weight: Variable) -> tuple[Array, Array]:
+    """What goes into their product: both in bfloat16, as bits, where the weight was gathered so."""
+    matrix = contiguous(weight.lent_bits())
+    return for_product(x, matrix), matrix
+
+
+def product_dtype(x: Array, other: Array) -> np.dtype:
+    """The type in which a product with `other` takes x."""
+    return other.dtype if other.dtype == np.uint16 else x.dtype
+
+
+def computed(x: Array) -> np.dtype:
+    """The type that a product of `x` comes in: float32 if it is bits."""
+    return np.dtype(np.float32) if x.dtype == np.uint16 else x.dtype
+
+
 def rows(x: Array) -> Array:
     """A C-contiguous array as (rows, last dimension); no copy."""
     return x.reshape(prod(x.shape[:-1]), x.shape[-1])

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional import in_time
-from shardrt.functional._arrays import check_floats, empty, flat, kernels, rows, tensor
+from shardrt.functional._arrays import check_floats, computed, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
 
 if TYPE_CHECKING:
@@ -20,8 +20,8 @@ class Embedding(Function):
 
     def forward(self, indices: Array, weight: Variable) -> Array:
         self.saved = (indices, weight)
-        table = contiguous(weight.lent())
-        y = empty((*indices.shape, weight.shape[1]), table.dtype)
+        table = contiguous(weight.lent_bits())
+        y = empty((*indices.shape, weight.shape[1]), computed(table))
         kernels().embedding.forward(flat(indices), table, rows(y))
         return y
 

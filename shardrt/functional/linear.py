@@ -7,7 +7,19 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, empty, empty_like, flat, kernels, rows, tensor
+from shardrt.functional._arrays import (
+    check_floats,
+    computed,
+    empty,
+    empty_like,
+    flat,
+    for_product,
+    kernels,
+    operands,
+    product_dtype,
+    rows,
+    tensor,
+)
 from shardrt.functional.activation import gelu
 from shardrt.functional.in_parts import Columns, InParts, Rows
 from shardrt.functional.in_time import add_bias
@@ -24,14 +36,15 @@ class Linear(Function):
     expensive = True
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, bias)
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
+        x, matrix = operands(x, weight)
+        self.saved = (x if self.needs[1] else None, weight, bias)
         bias_data = None if bias is None else contiguous(bias.lent())
-        kernels().linear.forward(rows(x), contiguous(weight.lent()), bias_data, rows(y))
+        kernels().linear.forward(rows(x), matrix, bias_data, rows(y))
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, bias)
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias)
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
@@ -39,14 +52,18 @@ class Linear(Function):
 
     def _gradients(self, x: Array | None, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
         """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted."""
-        dx = self._input_gradient(weight, dy) if self.needs[0] else None
+        dx, factor = None, dy if x is None else for_product(dy, x)
+        if self.needs[0]:
+            factor, matrix = operands(factor, weight)
+            dx = self._input_gradient(matrix, factor)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        return dx, *autograd.later(_add_gradients, x, dy, into=into)
+        whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
+        return dx, *autograd.later(_add_gradients, x, factor, whole, into=into)
 
-    def _input_gradient(self, weight: Variable, dy: Array) -> Array:
+    def _input_gradient(self, matrix: Array, dy: Array) -> Array:
         """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
-        dx = empty((*dy.shape[:-1], weight.shape[1]), dy.dtype)
-        matrices, gelu = (rows(dy), contiguous(weight.lent())), self._gelu_before()
+        dx = empty((*dy.shape[:-1], matrix.shape[1]), computed(dy))
+        matrices, gelu = (rows(dy), matrix), self._gelu_before()
         if gelu is not None:
             *_, inner = gelu.saved
             if kernels().linear.backward_input_gelu(*matrices, rows(inner), rows(dx)):
@@ -64,18 +81,21 @@ class Linear(Function):
         return node if once and running.feeds_only(node) else None
 
 
-def _add_gradients(x: Array | None, dy: Array, weight: Variable | None, bias: Variable | None) -> tuple:
-    """Of the handles given; their tokens."""
+def _add_gradients(
+    x: Array | None, factor: Array, dy: Array | None, weight: Variable | None, bias: Variable | None
+) -> tuple:
+    """Of the handles given; their tokens. factor: dy as products take it; dy itself is for the bias."""
     linear, of_weight, of_bias = kernels().linear, None, None
     if weight is not None:
         *of_weight, weight_token = weight.gradient_target()
     if bias is not None:
         *of_bias, bias_token = bias.gradient_target()
-    if of_weight and of_bias:
+    if of_weight and of_bias and factor is dy:
         linear.backward_parameters(rows(x), rows(dy), *of_weight, *of_bias)
-    elif of_weight:
-        linear.backward_weight(rows(x), rows(dy), *of_weight)
-    elif of_bias:
+        return weight_token, bias_token
+    if of_weight:
+        linear.backward_weight(rows(x), rows(factor), *of_weight)
+    if of_bias:
         linear.backward_bias(rows(dy), *of_bias)
     return weight_token if of_weight else None, bias_token if of_bias else None
 
@@ -89,7 +109,8 @@ class LinearGELU(Linear):
         inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         y = empty_like(inner)
         bias_data = None if bias is None else contiguous(bias.lent())
-        kernels().linear.forward_gelu(rows(x), contiguous(weight.lent()), bias_data, rows(inner), rows(y))
+        x, matrix = operands(x, weight)
+        kernels().linear.forward_gelu(rows(x), matrix, bias_data, rows(inner), rows(y))
         self.saved = (x if self.needs[1] else None, weight, bias, inner)
         return y
 
@@ -98,7 +119,7 @@ class LinearGELU(Linear):
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
         (inner,) = kept
-        self.saved = (x if self.needs[1] else None, weight, bias, inner)
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias, inner)
         y = empty_like(inner)
         kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
         return y
@@ -108,7 +129,7 @@ class LinearGELU(Linear):
         running = autograd.running()
         if running is not None and running.passed is self:
             return self._gradients(x, weight, bias, dy)
-        dinner = empty_like(inner)
+        dinner = empty(inner.shape, product_dtype(inner, weight.lent_bits() if x is None else x))
         dbias = accumulate = bias_token = None
         if self.needs[2]:
             dbias, accumulate, bias_token = bias.gradient_target()

@@ -8,11 +8,15 @@ from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     check_floats,
+    computed,
+    empty,
     empty_exact,
     empty_like,
     empty_rows,
     flat,
+    for_product,
     kernels,
+    operands,
     rows,
     tensor,
 )
@@ -93,9 +97,10 @@ class LinearCrossEntropy(Function):
     handles = (1,)
 
     def forward(self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str) -> Array:
-        x2, matrix = rows(x), contiguous(weight.lent())
-        losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
-        logits = empty_rows(len(x2), len(matrix), x.dtype)
+        losses, lse = (empty_exact((len(rows(x)),), x) for _ in range(2))
+        x, matrix = operands(x, weight)
+        x2 = rows(x)
+        logits = empty_rows(len(x2), len(matrix), computed(x))
         kernels().linear.forward(x2, matrix, None, logits)
         entropy = kernels().cross_entropy
         forward = entropy.forward_in_place if any(self.needs) else entropy.forward
@@ -106,20 +111,19 @@ class LinearCrossEntropy(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, logits, targets, lse, ignore_index, reduction, count = self.saved
-        matrix = contiguous(weight.lent())
         scale = flat(dy).astype(np.float64) if reduction == "none" else scale_of(dy, reduction, count)
         entropy = kernels().cross_entropy
         entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
         left = scale if entropy.LEAVES_SCALE else None
-        dx = None
+        dx, dlogits = None, for_product(logits, x)
+        self.saved = logits = None  # the logits are gone: a second backward is an error
         if self.needs[0]:
-            dx = empty_like(x)
-            kernels().linear.backward_input(logits, matrix, rows(dx))
+            dx = empty(x.shape, computed(x))
+            kernels().linear.backward_input(*operands(dlogits, weight), rows(dx))
             if left is not None:
                 entropy.scale_rows(rows(dx), left, rows(dx))
         into = (weight if self.needs[1] else None,)
-        (token,) = autograd.later(_add_weight_gradient, x, logits, left, into=into)
-        self.saved = None  # the logits are gone: a second backward is an error
+        (token,) = autograd.later(_add_weight_gradient, x, dlogits, left, into=into)
         return dx, token, None, None, None
 
 
@@ -143,9 +147,10 @@ class ChunkedCrossEntropy(Function):
     def forward(
         self, x: Array, weight: Variable, targets: Array, ignore_index: int, reduction: str, chunk: int
     ) -> Array:
-        x2, matrix = rows(x), contiguous(weight.lent())
-        losses, lse = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
-        memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
+        losses, lse = (empty_exact((len(rows(x)),), x) for _ in range(2))
+        x, matrix = operands(x, weight)
+        x2 = rows(x)
+        memory = empty_rows(min(chunk, len(x2)), len(matrix), computed(x))
         for part, logits in chunks(memory, len(x2)):
             kernels().linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.forward(
@@ -157,11 +162,11 @@ class ChunkedCrossEntropy(Function):
 
     def backward(self, dy: Array) -> tuple:
         x, weight, targets, lse, ignore_index, reduction, count, chunk = self.saved
-        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent())
+        linear, x2, matrix = kernels().linear, rows(x), contiguous(weight.lent_bits())
         scale = scale_of(dy, reduction, count)
-        dx = empty_like(x) if self.needs[0] else None
+        dx = empty(x.shape, computed(x)) if self.needs[0] else None
         dweight, accumulate, token = weight.gradient_target() if self.needs[1] else (None, False, None)
-        memory = empty_rows(min(chunk, len(x2)), len(matrix), x.dtype)
+        memory = empty_rows(min(chunk, len(x2)), len(matrix), computed(x))
         for part, logits in chunks(memory, len(x2)):
             linear.forward(x2[part], matrix, None, logits)
             kernels().cross_entropy.backward(
@@ -169,10 +174,11 @@ class ChunkedCrossEntropy(Function):
             )
             if reduction == "none":
                 logits *= flat(dy)[part][:, None]
+            dlogits = for_product(logits, matrix)
             if dx is not None:
-                linear.backward_input(logits, matrix, rows(dx)[part])
+                linear.backward_input(dlogits, matrix, rows(dx)[part])
             if dweight is not None:
-                linear.backward_weight(x2[part], logits, dweight, accumulate)
+                linear.backward_weight(x2[part], dlogits, dweight, accumulate)
                 accumulate = True
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows

@@ -140,6 +140,9 @@ class Parameter(Tensor):
     def lent(self) -> Array:
         return self.storage.lent(self)
 
+    def lent_bits(self) -> Array:
+        return self.storage.lent_bits(self)
+
     def detach(self) -> Tensor:
         """Its values without its past: a copy where it is sharded, as `value`."""
         return Tensor(self.value())

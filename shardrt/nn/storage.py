@@ -175,6 +175,10 @@ class Storage(ABC):
         """As `full`, for an op that reads it now and keeps nothing."""
         return self.full(parameter)
 
+    def lent_bits(self, parameter: "Parameter") -> Array:
+        """As `lent`, but the bits (uint16) where the values have 16 and are stored so."""
+        return self.lent(parameter)
+
     def value_dtype(self, parameter: "Parameter") -> Any:
         """The dtype of what `full` gives."""
         return parameter.dtype

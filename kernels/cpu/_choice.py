@@ -1,0 +1,133 @@
+"""Who computes a matrix product, BLAS or oneDNN: the faster, measured once for each shape, and kept on disk.
+
+A file is for one shape, number of threads, processor, BLAS and version of oneDNN (kernels/kept.py). What
+can't be measured, or must not be (use_deterministic_algorithms), goes by the type alone: bfloat16 to oneDNN,
+float32 to BLAS.
+"""
+
+import platform
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from shardrt.kernels import determinism, kept, onednn
+from shardrt.kernels.cpu._threads import threads
+
+Array = Any
+Way = Callable[[Array, Array, Array | None, Array, bool], None]
+
+LEAST = 2**23  # operations of a float32 product that is worth a look: below, a call costs more than is won
+GAIN = 0.95  # of BLAS's time: float32 goes to oneDNN where that takes less
+ROUNDS = 4
+BUDGET = 30.0  # seconds of a process, after which new shapes go by their type
+
+_chosen: dict[tuple, str] = {}
+_spent = 0.0
+
+
+def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> bool:
+    """Whether there is a choice: oneDNN is here, reads these operands, and the product is worth it."""
+    if library is None:
+        return False
+    if a.dtype == np.uint16:
+        return a.size > 0 and b.size > 0 and _read(a) and _read(b) and out.strides[1] == out.itemsize
+    if a.dtype != np.float32 or 2 * a.size * b.shape[1] < LEAST or _by_rule():
+        return False
+    return min(*a.shape, b.shape[1]) > 1 and _read(a) and _read(b) and out.strides[1] == out.itemsize
+
+
+def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> str:
+    """The name of the way that computes this product."""
+    by_rule = _by_rule()
+    what = (*map(onednn.matrix, (a, b, out)), bias is not None, accumulate, threads())
+    found = _chosen.get((what, by_rule))
+    if found is None:
+        rule = "onednn" if a.dtype == np.uint16 else "blas"
+        found = rule if by_rule else _kept(ways, what, rule, a, b, bias, out, accumulate)
+        _chosen[what, by_rule] = found
+    return found
+
+
+def _by_rule() -> bool:
+    """Whether nothing may depend on what was measured."""
+    return determinism.are_deterministic_algorithms_enabled()
+
+
+def forget() -> None:
+    """Read from disk, or measure, anew."""
+    global _spent
+    _chosen.clear()
+    _store.cache_clear()
+    _spent = 0.0
+
+
+def _kept(ways: dict[str, Way], what: tuple, rule: str, *product: Any) -> str:
+    """What is on disk, or is measured now."""
+    global _spent
+    store, name = _store(), repr(what)
+    found = store.read(name)
+    if found in ways:
+        return found
+    if _spent > BUDGET:
+        return rule
+    begin = perf_counter()
+    found = store.write(name, _faster(ways, rule, *product), instead_of=found)
+    _spent += perf_counter() - begin
+    return found if found in ways and store.read(name) == found else rule  # a folder that can't be written
+
+
+def _faster(
+    ways: dict[str, Way], rule: str, a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool
+) -> str:
+    """The least time of each decides, by turns; at equal speed the rule."""
+    target = np.zeros(out.shape, out.dtype)
+    least = dict.fromkeys(ways, np.inf)
+    for _ in range(ROUNDS):
+        for name, way in ways.items():
+            begin = perf_counter()
+            way(a, b, bias, target, accumulate)
+            least[name] = min(least[name], perf_counter() - begin)
+    other = next(name for name in ways if name != rule)
+    return other if least[other] < GAIN * least[rule] else rule
+
+
+def _read(x: Array) -> bool:
+    """Whether oneDNN reads the matrix where it lies."""
+    (rows, columns), (down, right), size = x.shape, x.strides, x.itemsize
+    plain = (right == size or columns == 1) and down >= columns * size
+    turned = (down == size or rows == 1) and right >= rows * size
+    return (plain or turned or rows == 1 or columns == 1) and down % size == 0 and right % size == 0
+
+
+@cache
+def _store() -> kept.Kept:
+    return kept.Kept(_folder, _identity, "way", "processor or library")
+
+
+def _folder() -> Path:
+    return kept.cache_directory() / "cpu" / "products"
+
+
+@cache
+def _identity() -> dict[str, Any]:
+    from shardrt.kernels.cpu.matmul import blas_told
+
+    library = onednn.library()
+    version = "" if library is None else f"{library.version} isa {library.isa:#x}"
+    return {"processor": processor(), "blas": blas_told(), "onednn": version}
+
+
+@cache
+def processor() -> str:
+    """The processor by name, family and model."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().split("\n\n")[0].splitlines()
+    except OSError:
+        return platform.processor() or platform.machine()
+    told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
+    name = told.get("model name", platform.machine())
+    return f"{name}, family {told.get('cpu family', '?')} model {told.get('model', '?')}"

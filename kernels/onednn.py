@@ -1,0 +1,241 @@
+"""oneDNN's matrix product through its C interface: bfloat16 operands as bits, or float32; the result float32.
+
+The library comes with the extra `bf16` (onednn-cpu-gomp) and is found at run time. Knows neither Numba nor
+what is faster: kernels/cpu/products.py chooses. (Names and numbers: oneDNN 3, dnnl.h and dnnl_types.h.)
+"""
+
+import ctypes
+import threading
+from collections import OrderedDict
+from functools import cache
+from importlib.metadata import PackageNotFoundError, distribution
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Array = Any
+
+PACKAGE = "onednn-cpu-gomp"
+_BF16, _F32 = 2, 3  # dnnl_data_type_t
+_SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41  # DNNL_ARG_*
+_CPU, _IN_ORDER = 1, 1  # dnnl_engine_kind_t, dnnl_stream_flags_t
+_ISA_BF16 = 0xE7  # dnnl_cpu_isa_avx512_core_bf16: bits that each later one has as well
+_KEPT = 512  # products of a thread that stay ready, the oldest go
+
+_pointer, _int = ctypes.c_void_p, ctypes.c_int
+_out = ctypes.POINTER(_pointer)
+_SIGNATURES = {
+    "dnnl_engine_create": (_out, _int, ctypes.c_size_t),
+    "dnnl_stream_create": (_out, _pointer, ctypes.c_uint),
+    "dnnl_memory_desc_create_with_strides": (_out, _int, _pointer, _int, _pointer),
+    "dnnl_memory_desc_destroy": (_pointer,),
+    "dnnl_memory_create": (_out, _pointer, _pointer, _pointer),
+    "dnnl_memory_set_data_handle": (_pointer, _pointer),
+    "dnnl_memory_destroy": (_pointer,),
+    "dnnl_post_ops_create": (_out,),
+    "dnnl_post_ops_append_sum": (_pointer, ctypes.c_float, ctypes.c_int32, _int),
+    "dnnl_post_ops_destroy": (_pointer,),
+    "dnnl_primitive_attr_create": (_out,),
+    "dnnl_primitive_attr_set_post_ops": (_pointer, _pointer),
+    "dnnl_primitive_attr_destroy": (_pointer,),
+    "dnnl_matmul_primitive_desc_create": (_out, *[_pointer] * 6),
+    "dnnl_primitive_desc_destroy": (_pointer,),
+    "dnnl_primitive_create": (_out, _pointer),
+    "dnnl_primitive_destroy": (_pointer,),
+    "dnnl_primitive_execute": (_pointer, _pointer, _int, _pointer),
+    "dnnl_stream_wait": (_pointer,),
+}
+
+
+class OneDNNError(RuntimeError):
+    """A call of oneDNN failed; the message has its function and the name of the status."""
+
+
+class _Argument(ctypes.Structure):
+    """dnnl_exec_arg_t."""
+
+    _fields_ = (("arg", _int), ("memory", _pointer))
+
+
+class Matrix(NamedTuple):
+    """What of an operand decides which product computes it: elements of uint16 are bits of bfloat16."""
+
+    rows: int
+    columns: int
+    down: int  # elements from a row to the next
+    right: int
+    kind: int
+
+
+class _Version(ctypes.Structure):
+    """dnnl_version_t, as far as it is read."""
+
+    _fields_ = tuple((name, _int) for name in ("major", "minor", "patch"))
+
+
+class Library:
+    """libdnnl with its engine. Raises OSError if it can't be loaded, OneDNNError if it does not start."""
+
+    def __init__(self, path: str) -> None:
+        self._library = ctypes.CDLL(path)
+        for name, types in _SIGNATURES.items():
+            function = getattr(self._library, name)
+            function.argtypes, function.restype = types, _int
+        self._library.dnnl_status2str.argtypes = (_int,)
+        self._library.dnnl_status2str.restype = ctypes.c_char_p
+        self._library.dnnl_version.restype = ctypes.POINTER(_Version)
+        found = self._library.dnnl_version().contents
+        self.version = f"{found.major}.{found.minor}.{found.patch}"
+        self.isa = int(self._library.dnnl_get_effective_cpu_isa())
+        self._openmp = ctypes.CDLL(
+            "libgomp.so.1"
+        )  # the one that libdnnl, and PyTorch if it is here, has loaded
+        self.engine = self.made("dnnl_engine_create", _CPU, 0)
+
+    @property
+    def computes_bf16(self) -> bool:
+        """Whether the processor has instructions for it: AVX512-BF16, or AMX."""
+        return self.isa & _ISA_BF16 == _ISA_BF16
+
+    def call(self, name: str, *arguments: Any) -> None:
+        """Call a function. Raises OneDNNError with the name of its status if that is not success."""
+        status = getattr(self._library, name)(*arguments)
+        if status:
+            told = self._library.dnnl_status2str(status).decode()
+            raise OneDNNError(f"oneDNN {self.version}: {name} says {told!r}")
+
+    def made(self, name: str, *arguments: Any) -> Any:
+        """What a function makes, whose first argument is where to put it."""
+        handle = _pointer()
+        self.call(name, ctypes.byref(handle), *arguments)
+        return handle
+
+    def with_threads(self, count: int, function: Any, *arguments: Any) -> Any:
+        """function(*arguments), with so many threads of OpenMP; then as many as the caller had."""
+        before = self._openmp.omp_get_max_threads()
+        if before == count:
+            return function(*arguments)
+        self._openmp.omp_set_num_threads(count)
+        try:
+            return function(*arguments)
+        finally:
+            self._openmp.omp_set_num_threads(before)
+
+    def descriptor(self, matrix: Matrix) -> Any:
+        sizes, strides = (ctypes.c_int64 * 2)(*matrix[:2]), (ctypes.c_int64 * 2)(*matrix[2:4])
+        return self.made("dnnl_memory_desc_create_with_strides", 2, sizes, matrix.kind, strides)
+
+
+class _Product:
+    """A primitive for operands of certain sizes and strides, which only their addresses distinguish."""
+
+    def __init__(self, library: Library, operands: tuple[Matrix, ...], accumulate: bool) -> None:
+        self._library = library
+        names = (_SRC, _WEIGHTS, _DST, _BIAS)[: len(operands)]
+        descriptors = [library.descriptor(each) for each in operands]
+        attributes = library.made("dnnl_primitive_attr_create")
+        if accumulate:
+            sums = library.made("dnnl_post_ops_create")
+            library.call("dnnl_post_ops_append_sum", sums, 1.0, 0, 0)
+            library.call("dnnl_primitive_attr_set_post_ops", attributes, sums)
+            library.call("dnnl_post_ops_destroy", sums)
+        a, b, out, *bias = descriptors
+        what = library.made(
+            "dnnl_matmul_primitive_desc_create",
+            library.engine,
+            a,
+            b,
+            bias[0] if bias else None,
+            out,
+            attributes,
+        )
+        self._primitive = library.made("dnnl_primitive_create", what)
+        self._memories = [
+            library.made("dnnl_memory_create", each, library.engine, None) for each in descriptors
+        ]
+        self._arguments = (_Argument * len(names))(*zip(names, self._memories, strict=True))
+        library.call("dnnl_primitive_desc_destroy", what)
+        library.call("dnnl_primitive_attr_destroy", attributes)
+        for each in descriptors:
+            library.call("dnnl_memory_desc_destroy", each)
+
+    def __call__(self, stream: Any, arrays: tuple[Array, ...]) -> None:
+        for memory, array in zip(self._memories, arrays, strict=True):
+            self._library.call("dnnl_memory_set_data_handle", memory, array.__array_interface__["data"][0])
+        self._library.call("dnnl_primitive_execute", self._primitive, stream, len(arrays), self._arguments)
+        self._library.call("dnnl_stream_wait", stream)
+
+    def __del__(self) -> None:
+        for memory in getattr(self, "_memories", ()):
+            self._library.call("dnnl_memory_destroy", memory)
+        if hasattr(self, "_primitive"):
+            self._library.call("dnnl_primitive_destroy", self._primitive)
+
+
+class _Ready(threading.local):
+    """Of this thread: a stream, and products by their operands. Ranks may be threads of one process."""
+
+    def __init__(self) -> None:
+        self.stream: Any = None
+        self.products: OrderedDict[tuple, _Product] = OrderedDict()
+
+
+_ready = _Ready()
+
+
+@cache
+def library() -> Library | None:
+    """oneDNN, if its package is installed. Raises OSError, OneDNNError where it is and does not load."""
+    try:
+        files = distribution(PACKAGE).files or ()
+    except PackageNotFoundError:
+        return None
+    found = [file for file in files if file.name == "libdnnl.so.3"]
+    return Library(str(Path(found[0].locate()).resolve())) if found else None
+
+
+def computes_bf16() -> bool:
+    """Whether products of bfloat16 are computed as such here: oneDNN is installed, and the processor can."""
+    return (here := library()) is not None and here.computes_bf16
+
+
+def product(
+    a: Array, b: Array, out: Array, *, bias: Array | None = None, accumulate: bool = False, threads: int = 1
+) -> None:
+    """out = a @ b, plus bias in each row, or plus out itself if `accumulate`. Sums are made in float32.
+
+    a (m, k), b (k, n): both uint16, the bits of bfloat16, or both float32; each with one stride that is that
+    of an element. out (m, n), C-contiguous rows, and bias (n,), float32. None is empty.
+    Raises OneDNNError if the library refuses.
+    """
+    here = library()
+    if here is None:
+        raise OneDNNError(f"{PACKAGE} is not installed: pip install 'shardrt[bf16]'")
+    arrays = (a, b, out) if bias is None else (a, b, out, bias)
+    key = (*map(matrix, arrays), accumulate, threads)
+    here.with_threads(threads, _compute, here, key, arrays)
+
+
+def _compute(here: Library, key: tuple, arrays: tuple[Array, ...]) -> None:
+    products = _ready.products
+    found = products.get(key)
+    if found is None:
+        *operands, accumulate, _ = key
+        if _ready.stream is None:
+            _ready.stream = here.made("dnnl_stream_create", here.engine, _IN_ORDER)
+        found = products[key] = _Product(here, tuple(operands), accumulate)
+        if len(products) > _KEPT:
+            products.popitem(last=False)
+    found(_ready.stream, arrays)
+
+
+def matrix(x: Array) -> Matrix:
+    """What of an array the choice of a product depends on: all but its address."""
+    kind = _BF16 if x.dtype == np.uint16 else _F32
+    if x.ndim == 1:
+        return Matrix(1, x.size, x.size, 1, kind)
+    (rows, columns), (down, right), size = x.shape, x.strides, x.itemsize
+    # The stride of one row or column may be anything in NumPy.
+    down, right = down // size, right // size
+    return Matrix(rows, columns, columns if rows == 1 else down, 1 if columns == 1 else right, kind)
