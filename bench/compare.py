@@ -43,9 +43,13 @@ class Contestant:
     preload: str = ""
 
     @property
-    def tolerance(self) -> float:
-        """How far its losses may be from ours, which are float32."""
-        return LOW_TOLERANCE if self.strategy.endswith("bf16") else TOLERANCE
+    def low(self) -> bool:
+        """Whether it computes in bfloat16."""
+        return self.strategy.endswith("bf16")
+
+    def tolerance(self, first: "Contestant") -> float:
+        """How far its losses may be from those of the first."""
+        return LOW_TOLERANCE if self.low or first.low else TOLERANCE
 
     def run(self, arguments: list[str], count: int) -> dict:
         """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
@@ -173,7 +177,9 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
     first = rounds[0][0]
     return {
         "contestants": [
-            entry(contestant, [each[position] for each in rounds], [each[0] for each in rounds])
+            entry(
+                contestant, contestants[0], [each[position] for each in rounds], [each[0] for each in rounds]
+            )
             for position, contestant in enumerate(contestants)
         ],
         "workload": first["workload"],
@@ -184,17 +190,17 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
     }
 
 
-def entry(contestant: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
+def entry(contestant: Contestant, leader: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
     """One contestant's figures; where its losses are not the first's, only how far they differ."""
     alone = contestant.strategy == "NONE"  # trains on a rank's batches only: equal until the first update
     off = max(difference(firsts[0]["losses"], run["losses"], 1 if alone else None) for run in runs)
     told = {
         "contestant": contestant.name,
         "loss_difference": off,
-        "loss_tolerance": contestant.tolerance,
+        "loss_tolerance": contestant.tolerance(leader),
         "settings": runs[0]["settings"],
     }
-    if off > contestant.tolerance:
+    if off > contestant.tolerance(leader):
         return told
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
@@ -222,6 +228,7 @@ _MEDIANS = (
     "peak_pss_mb",
     "job_pss_mb",
     "gflops_per_rank",
+    "product_gflops",
 )
 
 
@@ -237,9 +244,9 @@ def table(result: dict, workload: str) -> str:
     unit = "images" if "images_per_s" in entries[0] else "tokens"
     size = f"{result['parameters'] / 1e6:.1f} M parameters"
     lines = [
-        f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread",
-        f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8}  "
-        f"time over {entries[0]['contestant']}'s, processors' likewise",
+        f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread; {result['processor']}",
+        f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8} "
+        f"{'GFLOP/s':>8}  time over {entries[0]['contestant']}'s, processors' likewise",
     ]
     for each in entries:
         if "step_ms" not in each:
@@ -252,9 +259,12 @@ def table(result: dict, workload: str) -> str:
         )
         lines.append(
             f"{each['contestant']:<22} {each['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
-            f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f}  {spread}"
+            f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f} "
+            f"{each['product_gflops']:8.0f}  {spread}"
         )
-    lines.append(f"shardrt's matrix products: {entries[0]['versions']['blas']}")
+    told = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
+    lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in told.items()]
+    lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
     for limit in sorted({each["loss_tolerance"] for each in entries}):
         off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)
         types = "" if limit == TOLERANCE else " of those in bfloat16"
@@ -264,6 +274,12 @@ def table(result: dict, workload: str) -> str:
     if disturbed:
         lines.append(f"doubtful, other processes were busy meanwhile: {', '.join(disturbed)}")
     return "\n".join(lines)
+
+
+def products_of(versions: dict) -> str:
+    """Who computes them."""
+    ours = f"; oneDNN {versions['onednn']} where faster" if "onednn" in versions else ""
+    return versions["blas"] + ours
 
 
 if __name__ == "__main__":

@@ -44,7 +44,6 @@ _SIGNATURES = {
     "dnnl_primitive_create": (_out, _pointer),
     "dnnl_primitive_destroy": (_pointer,),
     "dnnl_primitive_execute": (_pointer, _pointer, _int, _pointer),
-    "dnnl_stream_wait": (_pointer,),
 }
 
 
@@ -91,6 +90,7 @@ class Library:
         self._openmp = ctypes.CDLL(
             "libgomp.so.1"
         )  # the one that libdnnl, and PyTorch if it is here, has loaded
+        self._threads = self._openmp.omp_get_max_threads
         self.engine = self.made("dnnl_engine_create", _CPU, 0)
 
     @property
@@ -100,7 +100,14 @@ class Library:
 
     def call(self, name: str, *arguments: Any) -> None:
         """Call a function. Raises OneDNNError with the name of its status if that is not success."""
-        status = getattr(self._library, name)(*arguments)
+        self.check(name, self.function(name)(*arguments))
+
+    def function(self, name: str) -> Any:
+        """It gives a status."""
+        return getattr(self._library, name)
+
+    def check(self, name: str, status: int) -> None:
+        """Raise OneDNNError unless the status that the function gave is success."""
         if status:
             told = self._library.dnnl_status2str(status).decode()
             raise OneDNNError(f"oneDNN {self.version}: {name} says {told!r}")
@@ -113,7 +120,7 @@ class Library:
 
     def with_threads(self, count: int, function: Any, *arguments: Any) -> Any:
         """function(*arguments), with so many threads of OpenMP; then as many as the caller had."""
-        before = self._openmp.omp_get_max_threads()
+        before = self._threads()
         if before == count:
             return function(*arguments)
         self._openmp.omp_set_num_threads(count)
@@ -130,8 +137,8 @@ class Library:
 class _Product:
     """A primitive for operands of certain sizes and strides, which only their addresses distinguish."""
 
-    def __init__(self, library: Library, operands: tuple[Matrix, ...], accumulate: bool) -> None:
-        self._library = library
+    def __init__(self, library: Library, stream: Any, operands: tuple[Matrix, ...], accumulate: bool) -> None:
+        self._library, self._stream = library, stream
         names = (_SRC, _WEIGHTS, _DST, _BIAS)[: len(operands)]
         descriptors = [library.descriptor(each) for each in operands]
         attributes = library.made("dnnl_primitive_attr_create")
@@ -154,17 +161,22 @@ class _Product:
         self._memories = [
             library.made("dnnl_memory_create", each, library.engine, None) for each in descriptors
         ]
+        self._count = len(names)
         self._arguments = (_Argument * len(names))(*zip(names, self._memories, strict=True))
+        self._move = library.function("dnnl_memory_set_data_handle")
+        self._run = library.function("dnnl_primitive_execute")
         library.call("dnnl_primitive_desc_destroy", what)
         library.call("dnnl_primitive_attr_destroy", attributes)
         for each in descriptors:
             library.call("dnnl_memory_desc_destroy", each)
 
-    def __call__(self, stream: Any, arrays: tuple[Array, ...]) -> None:
+    def __call__(self, arrays: tuple[Array, ...]) -> None:
+        move = self._move
         for memory, array in zip(self._memories, arrays, strict=True):
-            self._library.call("dnnl_memory_set_data_handle", memory, array.__array_interface__["data"][0])
-        self._library.call("dnnl_primitive_execute", self._primitive, stream, len(arrays), self._arguments)
-        self._library.call("dnnl_stream_wait", stream)
+            status = move(memory, array.__array_interface__["data"][0])
+        status = status or self._run(self._primitive, self._stream, self._count, self._arguments)
+        if status:
+            self._library.check("dnnl_primitive_execute", status)
 
     def __del__(self) -> None:
         for memory in getattr(self, "_memories", ()):
@@ -212,22 +224,32 @@ def product(
     here = library()
     if here is None:
         raise OneDNNError(f"{PACKAGE} is not installed: pip install 'shardrt[bf16]'")
+    # Shapes, strides and types in fewer steps than `matrix` takes: this is asked each time.
+    what = (
+        a.shape,
+        a.strides,
+        b.shape,
+        b.strides,
+        out.strides,
+        a.dtype.char,
+        bias is None,
+        accumulate,
+        threads,
+    )
     arrays = (a, b, out) if bias is None else (a, b, out, bias)
-    key = (*map(matrix, arrays), accumulate, threads)
-    here.with_threads(threads, _compute, here, key, arrays)
+    here.with_threads(threads, _compute, here, what, arrays)
 
 
-def _compute(here: Library, key: tuple, arrays: tuple[Array, ...]) -> None:
+def _compute(here: Library, what: tuple, arrays: tuple[Array, ...]) -> None:
     products = _ready.products
-    found = products.get(key)
+    found = products.get(what)
     if found is None:
-        *operands, accumulate, _ = key
         if _ready.stream is None:
             _ready.stream = here.made("dnnl_stream_create", here.engine, _IN_ORDER)
-        found = products[key] = _Product(here, tuple(operands), accumulate)
+        found = products[what] = _Product(here, _ready.stream, tuple(map(matrix, arrays)), what[-2])
         if len(products) > _KEPT:
             products.popitem(last=False)
-    found(_ready.stream, arrays)
+    found(arrays)
 
 
 def matrix(x: Array) -> Matrix:
