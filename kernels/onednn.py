@@ -7,12 +7,11 @@ what is faster: kernels/cpu/products.py chooses. (Names and numbers: oneDNN 3, d
 import ctypes
 import threading
 from collections import OrderedDict
+from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any, NamedTuple
-
-import numpy as np
 
 Array = Any
 
@@ -65,6 +64,11 @@ class Matrix(NamedTuple):
     down: int  # elements from a row to the next
     right: int
     kind: int
+
+    @property
+    def turned(self) -> "Matrix":
+        """Its transpose, where it lies."""
+        return Matrix(self.columns, self.rows, self.right, self.down, self.kind)
 
 
 class _Version(ctypes.Structure):
@@ -170,10 +174,10 @@ class _Product:
         for each in descriptors:
             library.call("dnnl_memory_desc_destroy", each)
 
-    def __call__(self, arrays: tuple[Array, ...]) -> None:
+    def __call__(self, *addresses: int) -> None:
         move = self._move
-        for memory, array in zip(self._memories, arrays, strict=True):
-            status = move(memory, array.__array_interface__["data"][0])
+        for memory, address in zip(self._memories, addresses, strict=True):
+            status = move(memory, address)
         status = status or self._run(self._primitive, self._stream, self._count, self._arguments)
         if status:
             self._library.check("dnnl_primitive_execute", status)
@@ -242,22 +246,41 @@ def product(
 
 def _compute(here: Library, what: tuple, arrays: tuple[Array, ...]) -> None:
     products = _ready.products
-    found = products.get(what)
-    if found is None:
-        if _ready.stream is None:
-            _ready.stream = here.made("dnnl_stream_create", here.engine, _IN_ORDER)
-        found = products[what] = _Product(here, _ready.stream, tuple(map(matrix, arrays)), what[-2])
-        if len(products) > _KEPT:
-            products.popitem(last=False)
-    found(arrays)
+    found = products.get(what) or _made(here, what, tuple(map(matrix, arrays)), what[-2])
+    found(*[array.__array_interface__["data"][0] for array in arrays])
+
+
+def prepared(
+    a: Matrix, b: Matrix, out: Matrix, *, accumulate: bool = False
+) -> Callable[[int, int, int], None]:
+    """What computes such products of this thread by one thread, given the addresses of a, b and out.
+
+    To be made and called inside Library.with_threads(1, ..). Raises OneDNNError if the library refuses.
+    """
+    what = (a, b, out, accumulate)
+    return _ready.products.get(what) or _made(library(), what, (a, b, out), accumulate)
+
+
+def _made(here: Library, what: tuple, operands: tuple[Matrix, ...], accumulate: bool) -> _Product:
+    """A product that is ready from now on."""
+    if _ready.stream is None:
+        _ready.stream = here.made("dnnl_stream_create", here.engine, _IN_ORDER)
+    made = _ready.products[what] = _Product(here, _ready.stream, operands, accumulate)
+    if len(_ready.products) > _KEPT:
+        _ready.products.popitem(last=False)
+    return made
+
+
+def described(rows: int, columns: int, down: int, right: int, item: int) -> Matrix:
+    """A matrix by its sizes, the elements between neighbours, and the bytes of one: 2, bfloat16, or 4."""
+    # The stride of one row or column may be anything in NumPy.
+    kind = _BF16 if item == 2 else _F32
+    return Matrix(rows, columns, columns if rows == 1 else down, 1 if columns == 1 else right, kind)
 
 
 def matrix(x: Array) -> Matrix:
     """What of an array the choice of a product depends on: all but its address."""
-    kind = _BF16 if x.dtype == np.uint16 else _F32
+    size = x.itemsize
     if x.ndim == 1:
-        return Matrix(1, x.size, x.size, 1, kind)
-    (rows, columns), (down, right), size = x.shape, x.strides, x.itemsize
-    # The stride of one row or column may be anything in NumPy.
-    down, right = down // size, right // size
-    return Matrix(rows, columns, columns if rows == 1 else down, 1 if columns == 1 else right, kind)
+        return described(1, x.size, x.size, 1, size)
+    return described(*x.shape, x.strides[0] // size, x.strides[1] // size, size)

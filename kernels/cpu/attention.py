@@ -3,20 +3,21 @@
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
 exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
-keys and values (Ainslie et al., GQA, 2023).
+keys and values (Ainslie et al., GQA, 2023). Products of bfloat16 are those of _attention_bits.py.
 """
 
 from typing import Any
 
 import numpy as np
 
+from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _attention_bits
+from shardrt.kernels.cpu._attention_bits import TILE, tiles
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
-from shardrt.kernels.cpu.matmul import matmul, set_blas_threads
+from shardrt.kernels.cpu.matmul import matmul, set_blas_threads, widened
 
 Array = Any
-
-TILE = 128  # queries: with 256 keys, their scores and gradients are 256 KiB
 
 
 def forward(
@@ -40,8 +41,12 @@ def forward(
 
     offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
     place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
+
+    q, k and v may be uint16, the bits of bfloat16, where the rest is float32.
     """
-    _over_heads(_forward, q, k, (q, k, v, y, lse), causal, scale, starts, offsets)
+    q, k, v = _readable(q, k, v)
+    kernel = _forward if q.dtype == y.dtype else _attention_bits.forward
+    _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets)
 
 
 def backward(
@@ -64,7 +69,16 @@ def backward(
 
     With keys that no query sees, their gradients are 0.
     """
-    _over_heads(_backward, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
+    q, k, v = _readable(q, k, v)
+    kernel, scale = _backward if q.dtype == y.dtype else _attention_bits.backward, lse.dtype.type(scale)
+    _over_heads(kernel, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
+
+
+def _readable(*arrays: Array) -> tuple[Array, ...]:
+    """Queries, keys and values as products take them here: bits become float32 without oneDNN."""
+    if arrays[0].dtype != np.uint16 or onednn.library() is not None:
+        return arrays
+    return tuple(widened(x) for x in arrays)
 
 
 def _over_heads(
@@ -73,7 +87,7 @@ def _over_heads(
     k: Array,
     arrays: tuple,
     causal: bool,
-    scale: float,
+    scale: Any,
     starts: Array | None,
     offsets: tuple[int, ...],
 ) -> None:
@@ -87,7 +101,7 @@ def _over_heads(
     rows = [None] * batch if starts is None else starts
     spans = [_spans(row, time, k.shape[2], causal, offsets) for row in rows]
     chunks = causal and (offsets != (0,) or k.shape[2] > time)
-    how = (spans, chunks, causal, q.dtype.type(scale))
+    how = (spans, chunks, causal, scale)
     run_rows(kernel, batch * kv_heads, work, kv_heads, heads // kv_heads, arrays, *how)
     if split:
         set_blas_threads(threads())
@@ -111,12 +125,6 @@ def _spans(starts: Array | None, time: int, keys: int, causal: bool, offsets: tu
     return found
 
 
-def _tiles(time: int, keys: int, first: int, causal: bool) -> list[tuple[int, int, int]]:
-    """(first query, one past the last, keys that they see) of every tile."""
-    tiles = [(low, min(low + TILE, time)) for low in range(0, time, TILE)]
-    return [(low, high, first + high if causal else keys) for low, high in tiles]
-
-
 def _forward(
     start: int,
     stop: int,
@@ -134,7 +142,7 @@ def _forward(
         for own, others, first in spans[sequence]:
             q, y, lse = (arrays[i][sequence, head, own] for i in (0, 3, 4))
             k, v = (arrays[i][sequence, head // group, others] for i in (1, 2))
-            for low, high, seen in _tiles(len(q), len(k), first, causal):
+            for low, high, seen in tiles(len(q), len(k), first, causal):
                 scores = memory[: (high - low) * seen].reshape(high - low, seen)
                 np.matmul(q[low:high], k[:seen].T, out=scores)
                 _softmax(scores, lse[low:high], scale, first + low)
@@ -162,7 +170,7 @@ def _backward(
             dy, q, y, lse, dq = (arrays[i][sequence, head, own] for i in (0, 1, 4, 5, 6))
             k, v, dk, dv = (arrays[i][sequence, head // group, others] for i in (2, 3, 7, 8))
             # From the last tile, which sees all keys: there the first of a group writes their gradients.
-            for low, high, seen in reversed(_tiles(len(q), len(k), first, causal)):
+            for low, high, seen in reversed(tiles(len(q), len(k), first, causal)):
                 scores = memory[: (high - low) * seen].reshape(high - low, seen)
                 dscores = dmemory[: (high - low) * seen].reshape(high - low, seen)
                 np.matmul(q[low:high], k[:seen].T, out=scores)

@@ -51,7 +51,7 @@ def _by_onednn(a: Array, b: Array, bias: Array | None, out: Array, accumulate: b
 
 def _by_blas(a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> None:
     if a.dtype == np.uint16:
-        a, b = _widened(a), _widened(b)
+        a, b = widened(a), widened(b)
     if bias is not None:
         out[...] = bias  # the product adds to it: one pass less than adding the bias after
         accumulate = True
@@ -68,10 +68,10 @@ def _by_blas(a: Array, b: Array, bias: Array | None, out: Array, accumulate: boo
         np.matmul(a, b, out=out)
 
 
-def _widened(bits: Array) -> Array:
-    """The float32 of a matrix in bfloat16, as it lies."""
-    if bits.strides[0] == bits.itemsize and bits.shape[0] > 1:
-        return _widened(bits.T).T
+def widened(bits: Array) -> Array:
+    """The float32 of an array in bfloat16, as it lies."""
+    if bits.ndim == 2 and bits.strides[0] == bits.itemsize and bits.shape[0] > 1:
+        return widened(bits.T).T
     numbers = np.empty(bits.shape, np.float32)
     unpack(np.ascontiguousarray(bits).reshape(-1), numbers.reshape(-1), "bfloat16")
     return numbers

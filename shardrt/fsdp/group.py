@@ -320,7 +320,7 @@ class ParameterGroup(Storage):
 
     def lent(self, parameter: Parameter) -> Array:
         lent = self.lent_bits(parameter)
-        if self.full_views is not None or not self._in_bits(lent):
+        if not self.gathers_bits:
             return lent
         numbers = self._device.empty(lent.shape, self._device.compute_dtype(self.key.param))
         self._device.kernels.cast.unpack(lent.reshape(-1), numbers.reshape(-1), self.key.param)
@@ -341,13 +341,16 @@ class ParameterGroup(Storage):
 
     def value_dtype(self, parameter: Parameter) -> np.dtype:
         there = self.full_views or self.views
-        if self.full_views is None and there and self._in_bits(there[0]):
+        if there and self.gathers_bits:
             return self._device.compute_dtype(self.key.param)
         return there[0].dtype if there else parameter.dtype
 
-    def _in_bits(self, gathered: Array) -> bool:
-        """Whether what is gathered are bits, which ops can't compute with as they are."""
-        return self.key.param in dtypes.LOW and gathered.dtype == dtypes.storage(self.key.param)
+    @property
+    def gathers_bits(self) -> bool:
+        kind = self.key.param
+        if kind not in dtypes.LOW or self.full_views is not None or self.runtime is None:
+            return False
+        return self._device.gathered_dtype(kind) == dtypes.storage(kind)
 
     def assign(self, parameter: Parameter, values: Any) -> None:
         if self.full_views is None:

@@ -125,8 +125,11 @@ def empty_like(x: Array) -> Array:
 
 def for_product(x: Array, other: Array) -> Array:
     """x as a product with `other` takes it: in bfloat16, as bits, if the other is that."""
-    if product_dtype(x, other) == x.dtype:
-        return x
+    return x if product_dtype(x, other) == x.dtype else packed(x)
+
+
+def packed(x: Array) -> Array:
+    """The bits of a C-contiguous float32 array in bfloat16."""
     bits = empty(x.shape, np.uint16)
     kernels().cast.pack(flat(x), flat(bits), dtypes.bfloat16)
     return bits

@@ -9,9 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import device
+from shardrt import autograd, device
 from shardrt.autograd import Function
-from shardrt.functional._arrays import asarray, check_floats, empty, empty_exact, empty_like, kernels, tensor
+from shardrt.functional._arrays import (
+    asarray,
+    check_floats,
+    computed,
+    empty,
+    empty_exact,
+    empty_like,
+    kernels,
+    packed,
+    tensor,
+)
 from shardrt.functional.words import also
 
 if TYPE_CHECKING:
@@ -93,6 +103,7 @@ class SelfAttention(Function):
         batch, time, width = qkv.shape
         y = empty((batch, time, width // sum(heads) * heads[0]), qkv.dtype)
         lse = empty_exact((batch, heads[0], time), qkv)
+        qkv = _as_computed(qkv)
         (y_heads,) = split_heads(y, heads[:1])
         how = {"causal": causal, "scale": scale, "starts": starts}
         kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, **how)
@@ -106,17 +117,25 @@ class SelfAttention(Function):
         self, kept: tuple, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None
     ) -> Array:
         y, lse = kept
+        qkv = _as_computed(qkv)
         self.saved = (qkv, y, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
         return y
 
     def backward(self, dy: Array) -> tuple:
         qkv, y, lse, heads, how = self.saved
-        dqkv = empty_like(qkv)
+        dqkv = empty(qkv.shape, computed(qkv))
         (dy_heads,), (y_heads,) = split_heads(dy, heads[:1]), split_heads(y, heads[:1])
         q, k, v = split_heads(qkv, heads)
         gradients = split_heads(dqkv, heads)
         kernels().attention.backward(dy_heads, q, k, v, y_heads, lse, *gradients, **how)
         return dqkv, None, None, None, None
+
+
+def _as_computed(qkv: Array) -> Array:
+    """In bfloat16, as bits, where the layer that attends has its parameters so, and multiplies by them."""
+    layers = autograd.modules()
+    mine = next(layers[-1].parameters(), None) if layers else None
+    return packed(qkv) if mine is not None and mine.gathered_as_bits and qkv.dtype == np.float32 else qkv
 
 
 def self_attention(

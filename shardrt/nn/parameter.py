@@ -140,6 +140,11 @@ class Parameter(Tensor):
     def lent(self) -> Array:
         return self.storage.lent(self)
 
+    @property
+    def gathered_as_bits(self) -> bool:
+        """Whether `lent_bits` gives bits, where it can be asked: while its unit is gathered."""
+        return self.storage.gathers_bits
+
     def lent_bits(self) -> Array:
         return self.storage.lent_bits(self)
 

@@ -67,6 +67,7 @@ class Storage(ABC):
 
     communicator: Communicator | None = None
     rounded: Rounded | None = None  # what it keeps of the shard in 16 bits, if it does
+    gathers_bits = False  # what `lent_bits` gives
     everyone: Communicator | None = None  # joins all ranks that train with this one, once there is a shard
     placement = HostPlacement()
     on_gradient: Callable[[], None] | None = None
