@@ -244,7 +244,8 @@ def table(result: dict, workload: str) -> str:
     unit = "images" if "images_per_s" in entries[0] else "tokens"
     size = f"{result['parameters'] / 1e6:.1f} M parameters"
     lines = [
-        f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread; {result['processor']}",
+        f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread",
+        f"processor: {result['processor']}",
         f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8} "
         f"{'GFLOP/s':>8}  time over {entries[0]['contestant']}'s, processors' likewise",
     ]

@@ -184,8 +184,9 @@ def product_gflops(low: bool) -> float:
 
 def blas(config: str) -> str:
     """The libraries of products among what PyTorch tells of how it was built."""
-    told = [line.strip(" -") for line in config.splitlines() if "MKL" in line or "BLAS_INFO" in line]
-    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in told[:2])
+    lines = (line.strip(" -") for line in config.splitlines())
+    told = [line for line in lines if "Library Version" in line or line.startswith("Intel(R) MKL-DNN")]
+    return "; ".join(line.split(" for ")[0].split(" (Git")[0] for line in told)
 
 
 def loss_of_parts(options: argparse.Namespace):

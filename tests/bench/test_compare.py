@@ -137,7 +137,27 @@ def fake(milliseconds, losses=(2.0, 1.0), other_load=0.0):
         figures.RankFigures([milliseconds / 2e3] * 3, 0.002, losses, 20.0, 5.0),
     ]
     about = {"contestant": "fake", "parameters": 5, "settings": {}, "versions": {"blas": "none"}}
-    return figures.figures(TINY, ranks, **about) | {"other_load": other_load}
+    return figures.figures(TINY, ranks, **about) | {"other_load": other_load, "product_gflops": 77.0}
+
+
+def told_of(result):
+    return compare.table(result | {"processor": "a processor"}, "")
+
+
+def test_no_ratio_stands_without_the_processor_the_libraries_and_their_rates():
+    contestants = [
+        compare.Contestant("shardrt", "", "FULL_SHARD"),
+        compare.Contestant("torch x", "", "fsdp2"),
+    ]
+    told = told_of(compare.summary(contestants, [[fake(10), fake(20)]]))
+    assert "processor: a processor" in told and told.count(" 77 ") == 2
+    assert "products of shardrt: none" in told and "products of torch: none" in told
+
+
+def test_losses_in_bfloat16_are_held_to_its_own_limit_on_either_side():
+    exact, low = (compare.Contestant("a", "", name) for name in ("FULL_SHARD", "FULL_SHARD-bf16"))
+    assert exact.tolerance(exact) == compare.TOLERANCE
+    assert exact.tolerance(low) == low.tolerance(exact) == compare.LOW_TOLERANCE
 
 
 def test_the_slowest_rank_and_the_largest_memory_count():
@@ -153,7 +173,7 @@ def test_ratios_are_taken_within_a_round():
     result = compare.summary(contestants, rounds)
     assert result["contestants"][1]["ratios"] == [2.0, 1.5, 3.0]
     assert result["contestants"][1]["ratio"] == 2.0
-    assert "2.00 (1.50 to 3.00)" in compare.table(result, "")
+    assert "2.00 (1.50 to 3.00)" in told_of(result)
 
 
 @pytest.mark.parametrize(
@@ -169,7 +189,7 @@ def test_ratios_are_taken_within_a_round():
 def test_who_has_other_losses_gets_no_figures(strategy, losses, shown):
     contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", strategy)]
     result = compare.summary(contestants, [[fake(10), fake(10)], [fake(10), fake(98765, losses)]])
-    told = compare.table(result, "")
+    told = told_of(result)
     assert ("step_ms" in result["contestants"][1]) == shown
     assert ("LOSSES DIFFER" in told) == (not shown) and ("98765" in told + json.dumps(result)) == shown
 
@@ -178,7 +198,7 @@ def test_who_has_other_losses_gets_no_figures(strategy, losses, shown):
 def test_a_run_beside_busy_processes_is_called_doubtful(other_load, doubtful):
     contestants = [compare.Contestant("a", "", "FULL_SHARD"), compare.Contestant("b", "", "fsdp2")]
     rounds = [[fake(10), fake(20)], [fake(10), fake(20, other_load=other_load)]]
-    assert ("doubtful" in compare.table(compare.summary(contestants, rounds), "")) == doubtful
+    assert ("doubtful" in told_of(compare.summary(contestants, rounds))) == doubtful
 
 
 def test_the_load_of_other_processes_is_seen():

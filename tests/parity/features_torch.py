@@ -1,7 +1,8 @@
 """Runs jobs in every way that test_features.py compares with, in PyTorch on gloo, one process per rank.
 
 python -m tests.parity.features_torch FOLDER, in two processes. FOLDER/torch.npz is what they made of
-FOLDER/job.npz: NAME/losses, NAME/gradient/..., for each name in TWINS; and curve/losses of FOLDER/curve.npz.
+FOLDER/job.npz: NAME/losses, NAME/gradient/..., for each name in TWINS; and curve/losses and
+curve bfloat16/losses of FOLDER/curve.npz.
 
 No twin is FSDP1 with CPUOffload: "Cannot access accelerator device when none is available".
 """
@@ -40,7 +41,10 @@ def main(folder: str) -> None:
     results = {name: run(twin, dist.group.WORLD, *load(f"{folder}/job.npz")) for name, twin in TWINS.items()}
     if dist.get_rank() == 0:
         # The whole batch: two ranks would take ten times as long, and the steps above are theirs.
-        results["curve"] = run(Twin(one_unit, optimizer=adamw), alone, *load(f"{folder}/curve.npz"))
+        curve = load(f"{folder}/curve.npz")
+        results["curve"] = run(Twin(one_unit, optimizer=adamw), alone, *curve)
+        low = partial(low_precision, policy=MixedPrecisionPolicy(BF16, torch.float32))
+        results["curve bfloat16"] = run(Twin(low, optimizer=adamw), alone, *curve)
         named = {f"{name}/{key}": v for name, result in results.items() for key, v in result.items()}
         np.savez(f"{folder}/torch.npz", **named)
     leave(dist)

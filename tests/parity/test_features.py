@@ -170,6 +170,14 @@ def test_loss_curves_of_200_steps_on_real_text_differ_by_less_than_a_thousandth(
     assert np.abs(ours - theirs).max() < 1e-3
 
 
+@pytest.mark.slow
+def test_200_steps_in_bfloat16_stay_as_near_to_float32_as_those_of_torch(world):
+    exact, theirs = (world.twin(name)["losses"] for name in ("curve", "curve bfloat16"))
+    ours = world.train(2, "curve", optimizer="adamw", **in_16_bits("bfloat16", "float32"))["losses"]
+    far, allowed = np.linalg.norm(ours - exact), 2 * np.linalg.norm(theirs - exact)
+    assert 0 < far <= allowed, f"{far:.1e}, {allowed:.1e}"
+
+
 # -- accumulation
 
 
