@@ -2,7 +2,7 @@
 
 import zlib
 
-from shardrt import device
+from shardrt import device, dtypes
 from shardrt.comm import talk
 from shardrt.comm.digits import without
 from shardrt.comm.protocol import Communicator
@@ -72,6 +72,19 @@ def check_same_on_all_ranks(schedule: Schedule, units: list[Unit]) -> None:
         raise ValueError(
             f"fully_shard: ranks {differing} have another model, seed or sharding than rank 0 "
             f"(rank {rank}: {len(units)} units, seeds {seeds})"
+        )
+
+
+def check_same_types(schedule: Schedule, units: list[Unit]) -> None:
+    """What is gathered must have the same type on every rank: it is memory that they share."""
+    kinds = sorted({group.key.param for u in units for group in u.groups} & {*dtypes.LOW})
+    here = schedule.streams.device
+    found = [f"{kind} as {here.gathered_dtype(kind).name}" for kind in kinds]
+    if found and (differing := talk.agree(schedule.control, found)):
+        raise ValueError(
+            f"fully_shard: ranks {differing} gather parameters in other types than rank 0 "
+            f"(rank {schedule.mesh.rank}: {', '.join(found)}); have the extra bf16 installed for all ranks or "
+            "none, on processors of one type"
         )
 
 

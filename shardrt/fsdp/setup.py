@@ -18,7 +18,13 @@ from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp import buffers, collectives
 from shardrt.fsdp.boundary import unit_of
 from shardrt.fsdp.buffers import Facts, Spec, Specs
-from shardrt.fsdp.checks import check_mesh, check_reachable, check_same_on_all_ranks, check_same_values
+from shardrt.fsdp.checks import (
+    check_mesh,
+    check_reachable,
+    check_same_on_all_ranks,
+    check_same_types,
+    check_same_values,
+)
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup, Streams
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.process_groups import Axes, ProcessGroups, shape_of
@@ -57,6 +63,7 @@ def build(unit: Unit) -> None:
     schedule = Schedule(mesh_of(units), units, prefetch_of(units), _streams(units), make_gradient_slots)
     # First what ranks may differ in: what follows are collectives that would hang, or exchange nonsense.
     check_same_on_all_ranks(schedule, units)
+    check_same_types(schedule, units)
     data = units[0].settings.mesh
     for mesh in dict.fromkeys(unit.settings.mesh for unit in units):
         check_same_values(

@@ -8,7 +8,7 @@ import pytest
 
 import shardrt
 from shardrt import autograd, nn, optim
-from shardrt.comm import Communicator, init_device_mesh, thread
+from shardrt.comm import Communicator, init_device_mesh, thread, world
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     MixedPrecisionPolicy,
@@ -19,6 +19,7 @@ from shardrt.fsdp import (
     set_gradient_divide_factor,
     units,
 )
+from shardrt.kernels import onednn
 from tests.fsdp.nets import Net, batches, gradients, loss_of, shard
 
 
@@ -85,6 +86,19 @@ def different_seeds():
 def test_ranks_with_different_seeds_are_told():
     with pytest.raises(ValueError, match=r"ranks \[1\] have another model, seed or sharding"):
         thread.run(2, different_seeds)
+
+
+def in_bfloat16():
+    model = Net()
+    mesh = init_device_mesh("auto")
+    fully_shard(model, mesh=mesh, mp_policy=MixedPrecisionPolicy("bfloat16"))
+    units(model)
+
+
+def test_ranks_that_multiply_by_other_types_are_told(monkeypatch):
+    monkeypatch.setattr(onednn, "computes_bf16", lambda: world.current().rank == 1)
+    with pytest.raises(ValueError, match=r"ranks \[1\] gather .* bfloat16 as .*extra bf16"):
+        thread.run(2, in_bfloat16)
 
 
 class Leaky(Net):
