@@ -23,7 +23,7 @@ Way = Callable[[Array, Array, Array | None, Array, bool], None]
 LEAST = 2**23  # operations of a float32 product that is worth a look: below, a call costs more than is won
 GAIN = 0.95  # of BLAS's time: float32 goes to oneDNN where that takes less
 ROUNDS = 4
-BUDGET = 30.0  # seconds of a process, after which new shapes go by their type
+BUDGET = 30.0  # seconds of a process, after which new shapes go by their type, from then on
 
 _chosen: dict[tuple, str] = {}
 _spent = 0.0
@@ -72,10 +72,9 @@ def _kept(ways: dict[str, Way], what: tuple, rule: str, *product: Any) -> str:
     found = store.read(name)
     if found in ways:
         return found
-    if _spent > BUDGET:
-        return rule
     begin = perf_counter()
-    found = store.write(name, _faster(ways, rule, *product), instead_of=found)
+    choice = rule if _spent > BUDGET else _faster(ways, rule, *product)
+    found = store.write(name, choice, instead_of=found)
     _spent += perf_counter() - begin
     return found if found in ways and store.read(name) == found else rule  # a folder that can't be written
 

@@ -83,8 +83,8 @@ def check_same_types(schedule: Schedule, units: list[Unit]) -> None:
     if found and (differing := talk.agree(schedule.control, found)):
         raise ValueError(
             f"fully_shard: ranks {differing} gather parameters in other types than rank 0 "
-            f"(rank {schedule.mesh.rank}: {', '.join(found)}); have the extra bf16 installed for all ranks or "
-            "none, on processors of one type"
+            f"(rank {schedule.mesh.rank}: {', '.join(found)}); have the extra bf16 installed for all ranks "
+            "or none, on processors of one type"
         )
 
 

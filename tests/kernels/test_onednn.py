@@ -196,6 +196,14 @@ def test_processes_that_measure_differently_agree(kept):
     assert len(told) == 1 and len(list(kept.iterdir())) == 4
 
 
+def test_what_there_was_no_time_to_measure_goes_by_the_type_for_good(kept, monkeypatch):
+    asked = measured(monkeypatch, {"blas": 1.0, "onednn": 2.0})
+    monkeypatch.setattr(_choice, "_spent", 2 * _choice.BUDGET)
+    assert compute(True) == "onednn" and not asked
+    _choice.forget()  # another process, with all the time
+    assert compute(True) == "onednn" and not asked
+
+
 def test_a_damaged_file_is_measured_anew_with_a_warning(kept, monkeypatch):
     measured(monkeypatch, {"blas": 2.0, "onednn": 1.0})
     compute(True)
