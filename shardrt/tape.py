@@ -203,6 +203,9 @@ class Function:
 
     Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
 
+    The results in `again_cheap` (0 for the only one) can be made again by `again` from what is saved: who uses
+    one need not save it as well (functional/_again.py).
+
     An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
     returned after forward, `resume` takes, and leaves the op as forward would have.
     """
@@ -218,6 +221,7 @@ class Function:
     handles: tuple[int, ...] = ()
     strided = False
     expensive = False
+    again_cheap: tuple[int, ...] = ()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.forward")
@@ -229,6 +233,10 @@ class Function:
     def resume(self, kept: tuple[Array, ...], *args: Any) -> Any:
         """In place of forward: set `self.saved`, return the result."""
         raise NotImplementedError(f"{type(self).__name__}.resume")
+
+    def again(self, index: int) -> Array:
+        """Result `index` once more, to the bit."""
+        raise NotImplementedError(f"{type(self).__name__}.again")
 
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.backward")

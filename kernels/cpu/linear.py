@@ -17,6 +17,10 @@ from shardrt.kernels.cpu.reduce import ROWS, column_sum, combine_blocks
 
 Array = Any
 
+# Whether a norm or an activation is to make an input again for backward, not keep it: here that pass costs
+# about what the page faults and caches of more memory do.
+INPUT_AGAIN = True
+
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""

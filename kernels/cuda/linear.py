@@ -13,6 +13,8 @@ from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_b
 
 Array = Any
 
+INPUT_AGAIN = False  # whether a norm or an activation is to make an input again for backward, not keep it
+
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
     """x (rows, inputs), weight (outputs, inputs), bias (outputs,) or None -> y (rows, outputs)."""

@@ -8,6 +8,7 @@ from shardrt.kernels.shape._cost import Array, Cost, cost, real, upto
 from shardrt.kernels.shape.matmul import matmul
 from shardrt.kernels.shape.reduce import ROWS, column_sum
 
+INPUT_AGAIN = False
 _MULTIPLE = 8  # of columns that a GELU in an epilogue takes
 
 

@@ -29,9 +29,14 @@ Array = Any
 
 class GELUTanh(Function):
     __slots__ = ()
+    again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
+        return self.again(0)
+
+    def again(self, index: int) -> Array:
+        (x,) = self.saved
         y = empty_like(x)
         kernels().activation.gelu_tanh_forward(flat(x), flat(y))
         return y
@@ -45,9 +50,14 @@ class GELUTanh(Function):
 
 class GELUErf(Function):
     __slots__ = ()
+    again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
+        return self.again(0)
+
+    def again(self, index: int) -> Array:
+        (x,) = self.saved
         y = empty_like(x)
         kernels().activation.gelu_erf_forward(flat(x), flat(y))
         return y
@@ -75,9 +85,14 @@ def gelu(x: "Tensor", approximate: str = "none") -> "Tensor":
 
 class SiLU(Function):
     __slots__ = ()
+    again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
+        return self.again(0)
+
+    def again(self, index: int) -> Array:
+        (x,) = self.saved
         y = empty_like(x)
         kernels().activation.silu_forward(flat(x), flat(y))
         return y
@@ -98,9 +113,14 @@ def silu(x: "Tensor") -> "Tensor":
 
 class SwiGLU(Function):
     __slots__ = ()
+    again_cheap = (0,)
 
     def forward(self, x: Array) -> Array:
         self.saved = (x,)
+        return self.again(0)
+
+    def again(self, index: int) -> Array:
+        (x,) = self.saved
         y = empty((*x.shape[:-1], x.shape[-1] // 2), x.dtype)
         kernels().swiglu.forward(rows(x), rows(y))
         return y

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
+from shardrt.functional import _again
 from shardrt.functional._arrays import (
     check_floats,
     computed,
@@ -37,28 +38,37 @@ class Linear(Function):
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-        x, matrix = operands(x, weight)
-        self.saved = (x if self.needs[1] else None, weight, bias)
+        low, matrix = operands(x, weight)
+        self.saved = (self._input(x, low), weight, bias)
         bias_data = None if bias is None else contiguous(bias.lent())
-        kernels().linear.forward(rows(x), matrix, bias_data, rows(y))
+        kernels().linear.forward(rows(low), matrix, bias_data, rows(y))
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
-        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias)
+        self.saved = (self._input(x, operands(x, weight)[0]), weight, bias)
         return kept[0]
+
+    def _input(self, x: Array, low: Array) -> Any:
+        """What is saved of x. low: x as the product takes it; saved where that is narrower."""
+        if not self.needs[1]:
+            return None
+        return low if low is not x else _again.to_save(self, 0, x)
 
     def backward(self, dy: Array) -> tuple:
         return self._gradients(*self.saved, dy)
 
-    def _gradients(self, x: Array | None, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
-        """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted."""
-        dx, factor = None, dy if x is None else for_product(dy, x)
+    def _gradients(self, x: Any, weight: Variable, bias: Variable | None, dy: Array) -> tuple:
+        """What backward returns, of dy of x weight^T + bias. bias: None if its own gradient is not wanted.
+
+        x: what is saved of it.
+        """
+        dx, factor = None, dy if x is None or type(x) is _again.Again else for_product(dy, x)
         if self.needs[0]:
             factor, matrix = operands(factor, weight)
             dx = self._input_gradient(matrix, factor)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
-        return dx, *autograd.later(_add_gradients, x, factor, whole, into=into)
+        return dx, *autograd.later(_add_gradients, _again.saved(x), factor, whole, into=into)
 
     def _input_gradient(self, matrix: Array, dy: Array) -> Array:
         """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
@@ -104,14 +114,15 @@ class LinearGELU(Linear):
     """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it."""
 
     __slots__ = ()
+    again_cheap = (0,)
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
         inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         y = empty_like(inner)
         bias_data = None if bias is None else contiguous(bias.lent())
-        x, matrix = operands(x, weight)
-        kernels().linear.forward_gelu(rows(x), matrix, bias_data, rows(inner), rows(y))
-        self.saved = (x if self.needs[1] else None, weight, bias, inner)
+        low, matrix = operands(x, weight)
+        kernels().linear.forward_gelu(rows(low), matrix, bias_data, rows(inner), rows(y))
+        self.saved = (self._input(x, low), weight, bias, inner)
         return y
 
     def keep(self, result: Array) -> tuple[Array]:
@@ -119,7 +130,11 @@ class LinearGELU(Linear):
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None) -> Array:
         (inner,) = kept
-        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias, inner)
+        self.saved = (self._input(x, operands(x, weight)[0]), weight, bias, inner)
+        return self.again(0)
+
+    def again(self, index: int) -> Array:
+        *_, inner = self.saved
         y = empty_like(inner)
         kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
         return y
@@ -129,7 +144,8 @@ class LinearGELU(Linear):
         running = autograd.running()
         if running is not None and running.passed is self:
             return self._gradients(x, weight, bias, dy)
-        dinner = empty(inner.shape, product_dtype(inner, weight.lent_bits() if x is None else x))
+        factor = weight.lent_bits() if x is None or type(x) is _again.Again else x
+        dinner = empty(inner.shape, product_dtype(inner, factor))
         dbias = accumulate = bias_token = None
         if self.needs[2]:
             dbias, accumulate, bias_token = bias.gradient_target()
@@ -141,7 +157,7 @@ def linear(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None) -> "Tens
     """x times the transpose of weight, plus bias: (..., inputs) -> (..., outputs).
 
     weight: (outputs, inputs). bias: (outputs,) or None. All float32 or all float64. x is saved for backward
-    only if the weight's gradient is wanted.
+    only if the weight's gradient is wanted, and not where a norm or an activation can make it again.
 
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """

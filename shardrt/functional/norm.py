@@ -20,6 +20,7 @@ Array = Any
 
 class LayerNorm(Function):
     __slots__ = ()
+    again_cheap = (0,)
     handles = (1, 2)
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None, eps: float) -> Array:
@@ -28,8 +29,11 @@ class LayerNorm(Function):
         mean, rstd = empty_exact((len(x2),), x), empty_exact((len(x2),), x)
         bias_data = None if bias is None else contiguous(bias.lent())
         kernels().layer_norm.forward(x2, contiguous(weight.lent()), bias_data, rows(y), mean, rstd, eps)
-        self.saved = (x, weight, bias, mean, rstd)
+        self.saved = (x, weight, bias, mean, rstd, eps)
         return y
+
+    def again(self, index: int) -> Array:
+        return _layer_normed(self.saved)
 
     def backward(self, dy: Array) -> tuple:
         return *_layer_norm_backward(self.saved, dy, self.needs[:3]), None
@@ -39,6 +43,7 @@ class AddLayerNorm(Function):
     """x + added, and the layer norm of that: one pass less in each direction than two ops."""
 
     __slots__ = ()
+    again_cheap = (1,)
     handles = (2, 3)
 
     def forward(self, x: Array, added: Array, weight: Variable, bias: Variable | None, eps: float) -> tuple:
@@ -50,8 +55,11 @@ class AddLayerNorm(Function):
         kernels().layer_norm.forward(
             x2, contiguous(weight.lent()), bias_data, rows(y), *statistics, rows(added), rows(total)
         )
-        self.saved = (total, weight, bias, mean, rstd)
+        self.saved = (total, weight, bias, mean, rstd, eps)
         return total, y
+
+    def again(self, index: int) -> Array:
+        return _layer_normed(self.saved)
 
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
@@ -61,9 +69,18 @@ class AddLayerNorm(Function):
         return dx, dx, weight_token, bias_token, None
 
 
+def _layer_normed(saved: tuple) -> Array:
+    """The result, from what is saved."""
+    x, weight, bias, mean, rstd, eps = saved
+    y, shift = empty_like(x), None if bias is None else contiguous(bias.lent())
+    found = (empty_like(mean), empty_like(rstd), eps)  # the same as were found then
+    kernels().layer_norm.forward(rows(x), contiguous(weight.lent()), shift, rows(y), *found)
+    return y
+
+
 def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
     """(dx, the weight's token, the bias's), as far as `needs` says; dtotal is added to dx."""
-    x, weight, bias, mean, rstd = saved
+    x, weight, bias, mean, rstd, _ = saved
     dx = empty_like(x) if needs[0] else None
     how = getattr(weight, "in_parts", None)
     if how is not None and any(needs[1:]):
@@ -138,6 +155,7 @@ def group_norm(
 
 class RMSNorm(Function):
     __slots__ = ()
+    again_cheap = (0,)
     handles = (1,)
 
     def forward(self, x: Array, weight: Variable, eps: float) -> Array:
@@ -145,8 +163,11 @@ class RMSNorm(Function):
         x2 = rows(x)
         rstd = empty_exact((len(x2),), x)
         kernels().rms_norm.forward(x2, contiguous(weight.lent()), rows(y), rstd, eps)
-        self.saved = (x, weight, rstd)
+        self.saved = (x, weight, rstd, eps)
         return y
+
+    def again(self, index: int) -> Array:
+        return _rms_normed(self.saved)
 
     def backward(self, dy: Array) -> tuple:
         return *_rms_norm_backward(self.saved, dy, self.needs[:2]), None
@@ -156,6 +177,7 @@ class AddRMSNorm(Function):
     """x + added, and the RMS norm of that: one pass less in each direction than two ops."""
 
     __slots__ = ()
+    again_cheap = (1,)
     handles = (2,)
 
     def forward(self, x: Array, added: Array, weight: Variable, eps: float) -> tuple:
@@ -165,8 +187,11 @@ class AddRMSNorm(Function):
         kernels().rms_norm.forward(
             x2, contiguous(weight.lent()), rows(y), rstd, eps, rows(added), rows(total)
         )
-        self.saved = (total, weight, rstd)
+        self.saved = (total, weight, rstd, eps)
         return total, y
+
+    def again(self, index: int) -> Array:
+        return _rms_normed(self.saved)
 
     def backward(self, dtotal: Array | None, dy: Array | None) -> tuple:
         if dy is None:
@@ -176,9 +201,17 @@ class AddRMSNorm(Function):
         return dx, dx, token, None
 
 
+def _rms_normed(saved: tuple) -> Array:
+    """The result, from what is saved."""
+    x, weight, rstd, eps = saved
+    y = empty_like(x)
+    kernels().rms_norm.forward(rows(x), contiguous(weight.lent()), rows(y), empty_like(rstd), eps)
+    return y
+
+
 def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | None = None) -> tuple:
     """(dx, the weight's token), as far as `needs` says; dtotal is added to dx."""
-    x, weight, rstd = saved
+    x, weight, rstd, _ = saved
     dx = empty_like(x) if needs[0] else None
     how = getattr(weight, "in_parts", None)
     if how is not None and needs[1]:

@@ -1,0 +1,48 @@
+"""Inputs that an op does not save, since the op that made them makes them again from what it saves itself.
+
+The result of a norm or a GELU is one pass over memory away from that op's input, which stays until the op's
+own backward, later than that of whoever used the result. No op.
+"""
+
+from typing import Any
+
+from shardrt.autograd import Function, describe
+from shardrt.functional._arrays import kernels
+
+Array = Any
+
+
+class Again:
+    """In place of an array in `saved`: the result `index` of `maker`."""
+
+    __slots__ = ("maker", "index")
+
+    def __init__(self, maker: Function, index: int) -> None:
+        self.maker = maker
+        self.index = index
+
+    def array(self) -> Array:
+        """Raises RuntimeError where an earlier backward has freed what it is made of."""
+        if self.maker.saved is None:
+            raise RuntimeError(
+                f"backward: the saved arrays of {describe(self.maker)} were freed by an earlier backward; "
+                "call that one with retain_graph=True"
+            )
+        return self.maker.again(self.index)
+
+
+def to_save(node: Function, position: int, x: Array) -> "Array | Again":
+    """What `node` saves of its argument x at `position`: the array, unless that can be made again.
+
+    Backward of `node` must bring a gradient to whoever made x: then that op still has what it has saved.
+    """
+    edge = node.edges[position] if node.needs[position] else None
+    maker = None if edge is None else edge.node
+    if maker is None or edge.index not in maker.again_cheap or not kernels().linear.INPUT_AGAIN:
+        return x
+    return Again(maker, edge.index)
+
+
+def saved(x: "Array | Again | None") -> Array | None:
+    """The array that `to_save` stands for."""
+    return x.array() if type(x) is Again else x
