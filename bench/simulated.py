@@ -4,18 +4,17 @@
     python -m bench.simulated cost       # Llama 405B on 16,384 ranks, 8B on 128: seconds and memory
 
 Other stacks have other kernels, and the machines are data sheets. So each source, stack and machine has one
-factor, from its first row; the others test what is simulated: sizes, ranks, links. Nothing here was measured
-on a GPU by us.
+factor of how fast kernels are, from its first row; the others test what is simulated: sizes, ranks, links.
+Nothing here was measured on a GPU by us.
 """
 
 import argparse
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
 
 import numpy as np
 
@@ -24,7 +23,8 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.device.program import Program
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
-from shardrt.recompute import checkpoint_blocks
+from shardrt.recompute import checkpoint
+from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Link, Machine
 from shardrt.simulate.report import Report, report
 from shardrt.simulate.script import record_of
@@ -43,13 +43,18 @@ MODELS = {
 
 @dataclass(frozen=True)
 class Training:
-    """How a model is trained. again: what is recomputed: "", "matmul" (all but products), "full", "half"."""
+    """How a model is trained.
+
+    again: what is recomputed, "", "matmul" (all but products and attention) or "full". part: of how many of
+    the blocks all is.
+    """
 
     model: str
     ranks: int
     batch: int
     length: int
     again: str = ""
+    part: float = 0.0
     strategy: str = "FULL_SHARD"
     micro_batches: int = 1
     reduced: str = "float32"
@@ -63,8 +68,11 @@ class Training:
         mesh = init_device_mesh("auto", **shape)
         model = Llama(replace(MODELS[self.model], loss_chunk=self.loss_chunk))
         if self.again:
-            policy = "matmul" if self.again == "matmul" else "full"
-            checkpoint_blocks(model.blocks, every=2 if self.again == "half" else 1, policy=policy)
+            count = len(model.blocks)
+            whole = {n for n in range(count) if int((n + 1) * self.part) > int(n * self.part)}
+            for number, block in enumerate(model.blocks):
+                if number in whole or self.again == "matmul":
+                    checkpoint(block, "full" if number in whole else "matmul")
         how = {"mp_policy": MixedPrecisionPolicy("bfloat16", self.reduced), "strategy": self.strategy}
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh, **how)
@@ -77,10 +85,14 @@ class Training:
             optimizer.step()
             optimizer.zero_grad()
 
+    def recorded(self, machine: Machine, steps: int = 2) -> list[Program]:
+        """What a rank of such a machine issues."""
+        return record_of(self.run, self.ranks, steps=steps, local_size=machine.ranks_per_node)
+
 
 def simulated(training: Training, machine: Machine, steps: int = 2) -> tuple[Report, list[Program]]:
     """A step of it on a machine."""
-    programs = record_of(training.run, training.ranks, steps=steps, local_size=machine.ranks_per_node)
+    programs = training.recorded(machine, steps)
     return report(programs, machine), programs
 
 
@@ -99,22 +111,29 @@ def sources() -> list[Source]:
     a100, h100 = Machine.load("a100-8"), Machine.load("h100-8")
     slow = replace(h100, device=replace(h100.device, bandwidth=2.4e12))
     h200 = replace(h100, device=replace(h100.device, bandwidth=4.8e12), ranks_per_node=4)
-    titan = partial(Training, "8B", batch=2, length=8192, again="matmul")
+    titan = partial(Training, "8B", batch=2, length=8192, again="matmul", part=_every_second("8B", 8192))
     every_node = "the network's figure is a node's, not a GPU's"
     vela, vela2 = (
         replace(m, network=Link(m.network.latency, gigabits * 1e9 / 8 / 8))
         for m, gigabits in ((a100, 400), (h100, 800))
     )
     seven = Training("Llama 2 7B", 0, 2, 4096, strategy="HYBRID_SHARD", reduced="bfloat16")
-    larger = [replace(seven, model=f"Llama 2 {n}", again="half", strategy="FULL_SHARD") for n in _FMS]
 
-    def fms(ranks: int, published: Sequence[float]) -> list[tuple[Training, float]]:
-        each = [replace(training, ranks=ranks) for training in (seven, *larger)]
-        return list(zip(each, published, strict=True))
+    def fms(ranks: int, *published: tuple[float, float]) -> list[tuple[Training, float]]:
+        """(tokens per second and GPU, HFU) of each size: the first is a hybrid that recomputes nothing."""
+        peak = (a100 if ranks == 128 else h100).device.flops["bfloat16"]
+        rows = []
+        for size, (tokens, hfu) in zip(("7B", "13B", "34B", "70B"), published, strict=True):
+            training = replace(seven, model=f"Llama 2 {size}", ranks=ranks)
+            if size != "7B":
+                part = recomputed(MODELS[training.model], training.length, hfu * peak / tokens)
+                training = replace(training, again="full", part=part, strategy="FULL_SHARD")
+            rows.append((training, tokens))
+        return rows
 
-    per_op = ["its recomputation per op is ours of all but products and attention"]
-    half = [every_node, "its selective recomputation is that of every second block"]
-    kempner = partial(Training, "8B", batch=4, length=4096, again="full", micro_batches=2)
+    per_op = ["its recomputation of every second product is ours of as many operations in some blocks"]
+    counted = [every_node, "which part of the blocks is recomputed follows from HFU, as published"]
+    kempner = partial(Training, "8B", batch=4, length=4096, again="full", part=1.0, micro_batches=2)
     return [
         Source("torchtitan 2024-12, H100 500 W", slow, [(titan(8), 5762), (titan(128), 5605)], per_op),
         Source("the same, compiled", slow, [(titan(8), 6667), (titan(128), 6514)], per_op),
@@ -122,13 +141,23 @@ def sources() -> list[Source]:
             "torchtitan 2024, A100",
             a100,
             [
-                (Training("8B", 64, 1, 8192, "matmul"), 2973),
-                (Training("70B", 64, 1, 8192, "full"), 331),
+                (Training("8B", 64, 1, 8192, "matmul", _every_second("8B", 8192)), 2973),
+                (Training("70B", 64, 1, 8192, "full", 1.0), 331),
             ],
             per_op,
         ),
-        Source("fms-fsdp, A100, compiled", vela, fms(128, (4550, 2150, 820, 410)), half),
-        Source("fms-fsdp, H100, compiled", vela2, fms(96, (9600, 4850, 1830, 890)), half),
+        Source(
+            "fms-fsdp, A100, compiled",
+            vela,
+            fms(128, (4550, 0.68), (2150, 0.69), (820, 0.74), (410, 0.74)),
+            counted,
+        ),
+        Source(
+            "fms-fsdp, H100, compiled",
+            vela2,
+            fms(96, (9600, 0.46), (4850, 0.46), (1830, 0.49), (890, 0.47)),
+            counted,
+        ),
         Source(
             "KempnerForge, H200, compiled",
             h200,
@@ -142,42 +171,78 @@ def sources() -> list[Source]:
     ]
 
 
-_FMS = ("13B", "34B", "70B")
+def _every_second(model: str, length: int) -> float:
+    """Which part of the blocks has as many operations as every second product of all: k, o, and up."""
+    config = MODELS[model]
+    kept = config.n_embd // config.n_head * config.n_kv_head
+    some = config.n_embd * (kept + config.n_embd + config.n_hidden)
+    every = config.n_embd * (2 * kept + 2 * config.n_embd + 3 * config.n_hidden)
+    return some / (every + config.n_embd * length)
+
+
+def recomputed(config: LlamaConfig, length: int, operations: float) -> float:
+    """Which part of the blocks is recomputed, by the operations for a token that PyTorch's counter finds.
+
+    Those of products and, for attention, of all pairs: 4 L C T in forward and 10 in backward.
+    """
+    head = config.n_embd * config.vocab_size
+    kept = config.n_embd * config.n_embd // config.n_head * config.n_kv_head
+    blocks = config.n_layer * (2 * config.n_embd**2 + 2 * kept + 3 * config.n_embd * config.n_hidden)
+    attention = config.n_layer * config.n_embd * length
+    return (operations - 6 * (blocks + head) - 14 * attention) / (2 * blocks + 4 * attention)
 
 
 def compare() -> None:
-    """Print each row: published, simulated, and with the factor of its source."""
-    found: dict[Any, float] = {}
+    """Print each row: published, simulated, and with kernels as fast as its source's first row says."""
+    recorded: dict[Training, list[Program]] = {}
     errors = []
-    print(f"{'':34}{'tokens/s and GPU':>18}{'simulated':>11}{'factor':>8}{'with it':>9}{'error':>8}")
+    print(f"{'':34}{'tokens/s and GPU':>18}{'simulated':>11}{'kernels':>9}{'with it':>9}{'error':>8}")
     for source in sources():
         print(f"{source.name} ({'; '.join(source.assumed)})")
         factor = 0.0
         for training, published in source.rows:
-            key = training, source.machine.device.bandwidth, source.machine.network.bandwidth
-            if key not in found:
-                told, _ = simulated(training, source.machine)
-                found[key] = told.tokens_per_s / told.ranks * training.batch * training.length
-                found[key] *= training.micro_batches / (told.tokens / told.ranks)
+            if training not in recorded:
+                recorded[training] = training.recorded(source.machine)
+            seconds = partial(_seconds, recorded[training], source.machine)
+            tokens = training.batch * training.length * training.micro_batches
             given = not factor
-            factor = factor or published / found[key]
-            error = factor * found[key] / published - 1
+            factor = factor or _factor(seconds, tokens / published)
+            fitted = tokens / seconds(factor)
+            error = fitted / published - 1
             errors += [] if given else [abs(error)]
             row = f"  {training.model}, {training.strategy}, {training.ranks} ranks"
-            fitted = factor * found[key]
             shown = "       -" if given else f"{100 * error:+7.1f}%"
-            print(f"{row:34}{published:18,.0f}{found[key]:11,.0f}{factor:8.3f}{fitted:9,.0f}{shown}")
+            print(
+                f"{row:34}{published:18,.0f}{tokens / seconds(1.0):11,.0f}{factor:9.3f}{fitted:9,.0f}{shown}"
+            )
     errors.sort()
     print(
         f"{len(errors)} rows: median {100 * errors[len(errors) // 2]:.1f} %, worst {100 * errors[-1]:.1f} %"
     )
 
 
+def _seconds(programs: list[Program], machine: Machine, factor: float) -> float:
+    """Of the last step, where kernels compute and move bytes by a factor faster."""
+    device = machine.device
+    flops = {dtype: peak * factor for dtype, peak in device.flops.items()}
+    device = replace(device, flops=flops, bandwidth=device.bandwidth * factor)
+    return price(programs, replace(machine, device=device)).steps[0][-1]
+
+
+def _factor(seconds: Callable[[float], float], wanted: float) -> float:
+    """With which kernels a step takes as long as it has taken."""
+    slow, fast = 0.1, 4.0
+    for _ in range(20):
+        middle = (slow * fast) ** 0.5
+        slow, fast = (middle, fast) if seconds(middle) > wanted else (slow, middle)
+    return middle
+
+
 def cost() -> None:
     """Print what two large models cost to simulate: one step, from the call to the report."""
     for training in (
-        Training("8B", 128, 1, 8192, "full", loss_chunk=2048),
-        Training("405B", 16384, 1, 8192, "full", loss_chunk=2048),
+        Training("8B", 128, 1, 8192, "full", 1.0, loss_chunk=2048),
+        Training("405B", 16384, 1, 8192, "full", 1.0, loss_chunk=2048),
     ):
         began = time.perf_counter(), time.process_time()
         told, programs = simulated(training, Machine.load("h100-8"), steps=1)

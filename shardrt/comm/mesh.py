@@ -71,7 +71,7 @@ def _made(
 ) -> "DeviceMesh":
     world = worlds.current()
     place = _device(device, world, communicator)
-    shape = (world.size,) if shape is None else tuple(shape)
+    shape = tuple(shape or world.shape or (world.size,))
     _check(shape, mesh_dim_names, world.size)
     base = create(communicator)
     devices.set_current(place)

@@ -40,11 +40,13 @@ def world_of(
     *,
     shared: bool = False,
     board: Board | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> worlds.World:
     """A world of `size` ranks on `device`, `local_size` a node, for world.use: this is number `rank`.
 
     shared: CPUs of a node share what they gather, as they do under mpirun. board: of all recorded ranks, if
-    there are others. Raises ValueError for a rank that is not of the world.
+    there are others. shape: of a mesh that nobody gives one, see World. Raises ValueError for a rank that is
+    not of the world.
     """
     if not 0 <= rank < size:
         raise ValueError(f"world_of: rank {rank} is not one of {size}")
@@ -54,7 +56,9 @@ def world_of(
     board = board or Board({rank: range(size)})
     node = local_size if shared and transport is None else 0
     root = SimulatedCommunicator(device, range(size), rank, "world", board, node)
-    return worlds.World("simulated", rank, size, rank % local_size, local_size, root, device, transport)
+    return worlds.World(
+        "simulated", rank, size, rank % local_size, local_size, root, device, transport, shape
+    )
 
 
 def run(
@@ -65,6 +69,7 @@ def run(
     local_size: int = 8,
     *,
     shared: bool = False,
+    shape: tuple[int, ...] | None = None,
 ) -> list[Any]:
     """Call `function()` for each recorded rank of such a world, each in a thread; results in their order.
 
@@ -75,7 +80,8 @@ def run(
 
     def one(rank: int) -> None:
         try:
-            with worlds.use(world_of(size, device_of(rank), rank, local_size, shared=shared, board=board)):
+            how = {"shared": shared, "board": board, "shape": shape}
+            with worlds.use(world_of(size, device_of(rank), rank, local_size, **how)):
                 results[rank] = function()
         except BaseException as error:  # raised below, with what it has caused left out
             error.add_note(f"on recorded rank {rank} of {size}")

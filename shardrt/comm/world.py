@@ -24,7 +24,7 @@ class World:
 
     `device` and `transport` are those of a simulated world: what its ranks compute on, whatever device is
     named, and what takes the place of NCCL between them, made of (host communicator, device); None where the
-    host's communicators carry its arrays.
+    host's communicators carry its arrays. shape: of meshes for which nobody says one; None: one axis.
     """
 
     kind: str  # "single", "thread", "mpi" or "simulated"
@@ -35,6 +35,7 @@ class World:
     root: Any = None
     device: Device | None = None
     transport: Callable[[Any, Device], Any] | None = None
+    shape: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

@@ -111,13 +111,17 @@ class HostWrite:
 
 @dataclass(frozen=True, slots=True)
 class Take:
-    """Memory is lent. place: "device" or "host". category: as in a memory plan."""
+    """Memory is lent. place: "device" or "host". category: as in a memory plan.
+
+    owner: the module, or unit, that it is for; "" where it is nobody's own, as slots that units have in turn.
+    """
 
     memory: Range
     place: str
     category: str = ""
     label: str = ""
     site: str = ""
+    owner: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -141,8 +141,11 @@ class Device(ABC):
     def buffer(self, count: int, dtype: Any) -> Array:
         """A 1-D array that lives as long as it is referred to, outside the pool: for arenas and shards."""
 
-    def called(self, array: Array, category: str) -> Array:
-        """The array. Says what its memory is for, as a memory plan does, to a device that keeps books."""
+    def called(self, array: Array, category: str, owner: str | None = None) -> Array:
+        """The array. Says what its memory is for, as a memory plan does, to a device that keeps books.
+
+        owner: whose it is, a unit's label; "" for nobody's own. None: that of the module that runs.
+        """
         return array
 
     def stepped(self) -> None:  # noqa: B027 (nobody keeps books)

@@ -113,6 +113,7 @@ class SimulatedDevice(Device):
         self.label = self._part = ""
         self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
         self.on_apart: Callable[[tuple[tuple[int, int], ...]], None] | None = None  # told as `coming_apart`
+        self.whose: Callable[[], str] = str  # the module that runs now, which memory is lent to
         self._steps = count()
         self._marks = count(1)
         self._names: dict[str, int] = {}
@@ -249,7 +250,7 @@ class SimulatedDevice(Device):
         owner = self._running.name if pool else None
         block = Block(self.addresses.take(nbytes, owner), nbytes, self._give_back, owner)
         memory = p.Range(block.start, block.start + nbytes)
-        block.item = self.add(p.Take(memory, self.place, category, self.label, site()))
+        block.item = self.add(p.Take(memory, self.place, category, self.label, site(), self.whose()))
         return block.array(self._kind, shape, dtype)
 
     def _give_back(self, block: Block) -> None:
@@ -257,12 +258,13 @@ class SimulatedDevice(Device):
         self.add(p.Free(block.start, site(), block.owner or ""))
         self.addresses.give_back(block.start, block.nbytes, block.owner)
 
-    def called(self, array: Array, category: str) -> Array:
+    def called(self, array: Array, category: str, owner: str | None = None) -> Array:
         block = block_of(array)
         items = self.program.items
         taken = items[block.item] if block is not None and block.item < len(items) else None
         if isinstance(taken, p.Take) and taken.memory.start == block.start:
-            items[block.item] = replace(taken, category=category)
+            owner = taken.owner if owner is None else owner
+            items[block.item] = replace(taken, category=category, owner=owner)
         return array
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
@@ -368,6 +370,7 @@ class SimulatedHost(SimulatedDevice):
             self._kernels = Kernels(self, self._given)
         self._kind = kind_for(self)
         self._pooled, self._held, self._peak = {}, 0, 0
+        self.whose = lambda: device.whose()
         self.current_stream = self._running = HostStream(HOST, self)
         self.host = self
 

@@ -287,7 +287,7 @@ class ParameterGroup(Storage):
             array = host.buffer(self._device, count, dtype, self.placement.directory)
         else:
             array = self._device.buffer(count, dtype)
-        return self._device.called(array, "optimizer state")
+        return self._device.called(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
         if self.shard_in_slot and self.ranks.size > 1:

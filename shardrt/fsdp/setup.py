@@ -265,7 +265,7 @@ def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
         allocate = partial(_allocated, maker, spec, here, shared=shared)
     arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
     for slot in arena.slots:  # a gathered slot may be the shard
-        here.called(slot.array, buffers.ROLES[spec.role])
+        here.called(slot.array, buffers.ROLES[spec.role], group.label if spec.role == "shard" else "")
     return arena
 
 
@@ -312,7 +312,7 @@ def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:
         array = facts.device.buffer(spec.count, spec.dtype)
     else:
         array = _allocated(maker, spec, facts.device, shared=False)
-    return facts.device.called(array, buffers.ROLES[spec.role])
+    return facts.device.called(array, buffers.ROLES[spec.role], group.label)
 
 
 def _check(units: list[Unit]) -> None:

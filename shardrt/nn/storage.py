@@ -249,7 +249,8 @@ class LocalStorage(Storage):
         """What a parameter of this name starts as."""
         parameter = self._parameter
         here = device.current()
-        array = here.called(here.empty(parameter.shape, parameter.dtype), "parameters")
+        owner = name.rpartition(".")[0]
+        array = here.called(here.empty(parameter.shape, parameter.dtype), "parameters", owner)
         parameter.fill(array.reshape(-1), self.part_of(parameter), name)
         return array
 

@@ -277,7 +277,12 @@ class _Clock:
         elif kind is Collective:
             if not self._collective(lane, index, item):
                 return False
-        elif kind not in (Record, HostRead, HostWrite):
+        elif kind is HostRead or kind is HostWrite:
+            seconds = self._touching(item)
+            if seconds > _NOTHING:
+                self._start([(lane, index)], seconds, {})
+                return False
+        elif kind is not Record:
             raise ValueError(f"price: {kind.__name__} is no item of a stream")
         self._done(lane, index)
         if kind is Record:
@@ -384,6 +389,15 @@ class _Clock:
             processor, of = (machine.host_processor, "host ") if own else (machine.device, "")
             self.kernels[key] = _kernel(processor, work, number, of)
         return self.kernels[key]
+
+    def _touching(self, item: HostRead | HostWrite) -> float:
+        """Seconds in which the host itself reads or writes."""
+        ranges, processor = (
+            item.reads if isinstance(item, HostRead) else item.writes,
+            self.machine.host_processor,
+        )
+        nbytes = sum(each.stop - each.start for each in ranges)
+        return self.machine.host.touch + (nbytes / processor.bandwidth if processor is not None else 0.0)
 
 
 def _kernel(processor: Processor, work: Work, number: int, of: str) -> Cost:

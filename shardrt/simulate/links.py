@@ -9,15 +9,25 @@ from math import log2
 from shardrt.device.program import HOST, Free, Program, Range, Take, Work
 from shardrt.simulate.machine import Machine, at
 
+_PAT_BASE, _PAT_HOPS, _PAT_EFFICIENCY = 8e-6, 3.5, 0.75  # of NCCL's tuner
+
 
 @dataclass(frozen=True)
 class Transfer:
-    """A collective alone: seconds of latency, bytes that a rank sends, seconds on each link."""
+    """A collective alone. inside, outside: bytes that a rank sends within its node and out of it.
+
+    node, network: seconds for which that keeps each link. latency: seconds besides.
+    """
 
     latency: float
-    sent: float
+    inside: float = 0.0
+    outside: float = 0.0
     node: float = 0.0
     network: float = 0.0
+
+    @property
+    def sent(self) -> float:
+        return self.inside + self.outside
 
     @property
     def seconds(self) -> float:
@@ -27,10 +37,18 @@ class Transfer:
 def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
     """What a collective of `nbytes` (the whole buffer of a rank), or a message, takes these ranks.
 
-    Rings, as NCCL's: a gather or a reduce-scatter is ranks - 1 steps, of which nodes - 1 cross nodes, and
-    each rank sends all but its part; an all-reduce is both, or a tree where that is faster. There are as many
-    rings as a node has ranks, and each leaves it over a network link of its own with its part of the bytes.
-    An all-to-all and a message are one step. Inside a node what was measured of a call goes before.
+    As NCCL's tuner says (src/graph/tuning.cc of 2.30, protocol Simple), with what is fastest of:
+
+    - rings: a gather or a reduce-scatter is ranks - 1 steps, of which nodes - 1 cross nodes, and each rank
+      sends all but its part; an all-reduce is both. There are as many rings as a node has ranks, and each
+      leaves it over a network link of its own with its part of the bytes.
+    - a tree of nodes, with a chain in each, of an all-reduce.
+    - the switch of the node, which adds and copies (NVLS): an all-reduce, also under a tree of nodes, and
+      a gather or a reduce-scatter within one node.
+    - parallel trees (PAT) of a gather or a reduce-scatter, with one rank a node.
+
+    An all-to-all and a message are one step. A broadcast is a ring, in pieces. Inside a node what was
+    measured of a call goes before.
     """
     found, curve = _by_links(machine, call, nbytes, ranks), machine.collectives.calls.get(call)
     if curve and found.sent and not found.network:
@@ -40,36 +58,90 @@ def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> 
 
 def _by_links(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> Transfer:
     size, nodes = len(ranks), _nodes(machine, ranks)
-    base, step, far = machine.collectives.base, machine.node.latency, machine.network.latency
     if size < 2 and call not in ("send", "recv"):
-        return Transfer(base, 0.0)
-    each = size / nodes
-    if call in ("send", "recv"):
-        return _shared(machine, base + (step if nodes == 1 else far), nbytes, nodes, 1)
+        return Transfer(machine.collectives.base)
+    way = _Way(machine, nbytes, size, nodes)
+    if call in ("send", "recv", "all_to_all"):
+        return way.step(call)
     if call == "barrier":
-        return Transfer(base + _tree(each, nodes, step, far) / 2, 0.0)
-    ring = base + (size - nodes) * step + (nodes - 1) * far
-    part = nbytes * (size - 1) / size
-    if call == "all_to_all":
-        inside = nbytes * (each - 1) / size / machine.node.bandwidth
-        outside = nbytes * (size - each) / size / machine.network.bandwidth
-        return Transfer(base + (step if nodes == 1 else far), part, inside, outside)
-    if call != "all_reduce":  # all_gather, reduce_scatter, and a broadcast in pieces
-        return _shared(machine, ring, nbytes if call == "broadcast" else part, nodes, each)
-    around = _shared(machine, 2 * ring - base, 2 * part, nodes, each)
-    down = _shared(machine, base + _tree(each, nodes, step, far), 2 * nbytes, nodes, each)
-    return min(around, down, key=lambda found: found.seconds)
+        return Transfer(machine.collectives.base + way.tree_latency / 2)
+    if call == "broadcast":
+        return way.ring(nbytes)
+    ways = way.reductions() if call == "all_reduce" else way.halves()
+    return min(ways, key=lambda found: found.seconds)
 
 
-def _tree(each: float, nodes: int, step: float, far: float) -> float:
-    """Up and down a tree of nodes, with a chain in each."""
-    return 2 * ((each - 1) * step + (log2(nodes) * far if nodes > 1 else 0))
+@dataclass(frozen=True)
+class _Way:
+    """The ways of a collective over some nodes, with as many ranks on each."""
 
+    machine: Machine
+    nbytes: int
+    size: int
+    nodes: int
 
-def _shared(machine: Machine, latency: float, sent: float, nodes: int, each: float) -> Transfer:
-    """Every rank sends `sent` to its neighbour; of a node, `each` ranks have a network link each."""
-    inside = sent / machine.node.bandwidth if nodes == 1 or each > 1 else 0.0
-    return Transfer(latency, sent, inside, sent / each / machine.network.bandwidth if nodes > 1 else 0.0)
+    @property
+    def each(self) -> float:
+        return self.size / self.nodes
+
+    def over(self, latency: float, sent: float) -> Transfer:
+        """Every rank sends `sent` to its neighbours: one ring of `each` leaves the node at this rank."""
+        latency += self.machine.collectives.base
+        outside = sent / self.each if self.nodes > 1 else 0.0
+        return self._of(latency, sent - outside, outside)
+
+    def _of(self, latency: float, inside: float, outside: float) -> Transfer:
+        """Of bytes within the node and out of it."""
+        links = inside / self.machine.node.bandwidth, outside / self.machine.network.bandwidth
+        return Transfer(latency, inside, outside, *links)
+
+    def step(self, call: str) -> Transfer:
+        latency = self.machine.node.latency if self.nodes == 1 else self.machine.network.latency
+        latency += self.machine.collectives.base
+        if call != "all_to_all":
+            return self._of(latency, *((self.nbytes, 0.0) if self.nodes == 1 else (0.0, self.nbytes)))
+        part = self.nbytes / self.size
+        return self._of(latency, part * (self.each - 1), part * (self.size - self.each))
+
+    def ring(self, sent: float, rounds: int = 1) -> Transfer:
+        node, network = self.machine.node.latency, self.machine.network.latency
+        around = (self.size - self.nodes) * node + (self.nodes - 1) * network
+        return self.over(rounds * around, sent)
+
+    @property
+    def tree_latency(self) -> float:
+        """Up and down."""
+        hops = log2(self.nodes) * self.machine.network.latency
+        return 2 * ((self.each - 1) * self.machine.node.latency + hops)
+
+    def halves(self) -> list[Transfer]:
+        """Of a gather or a reduce-scatter, of which an all-reduce has both."""
+        machine, part = self.machine, self.nbytes * (self.size - 1) / self.size
+        found = [self.ring(part)]
+        if machine.switch is not None and self.nodes == 1:
+            seconds = self.nbytes / (machine.switch.efficiency * machine.node.bandwidth)
+            seconds *= self.size / (self.size - 1)
+            found.append(Transfer(machine.switch.latency, part, 0.0, seconds))
+        if machine.collectives.parallel_trees and self.nodes == self.size:
+            latency = _PAT_BASE + log2(self.nodes) * machine.network.latency / _PAT_HOPS
+            latency += self.size * machine.collectives.parallel_trees
+            seconds = self.nbytes / (_PAT_EFFICIENCY * machine.network.bandwidth)
+            found.append(Transfer(latency, 0.0, part, 0.0, seconds))
+        return found
+
+    def reductions(self) -> list[Transfer]:
+        """Of an all-reduce."""
+        machine, part = self.machine, self.nbytes * (self.size - 1) / self.size
+        found = [self.ring(2 * part, rounds=2), self.over(self.tree_latency, 2 * self.nbytes)]
+        if machine.switch is not None and self.each > 1:
+            latency = machine.switch.latency
+            inside, outside = self.nbytes + self.nbytes / self.each, 0.0  # all is read, a part is written
+            seconds = part / (machine.switch.efficiency * machine.node.bandwidth)
+            if self.nodes > 1:
+                latency += 2 * log2(self.nodes) * machine.switch.hop
+                outside = (part if self.nodes == 2 else 2 * part) / self.each
+            found.append(Transfer(latency, inside, outside, seconds, outside / machine.network.bandwidth))
+        return found
 
 
 def _nodes(machine: Machine, ranks: Sequence[int]) -> int:

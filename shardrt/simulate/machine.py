@@ -89,11 +89,28 @@ class Link:
 
 
 @dataclass(frozen=True)
+class Switch:
+    """What connects a node, where it adds and copies itself (NVLS).
+
+    efficiency: the part of the node's bandwidth. latency: of a collective. hop: of each level of a tree of
+    nodes, besides.
+    """
+
+    latency: float
+    hop: float
+    efficiency: float
+
+
+@dataclass(frozen=True)
 class Host:
-    """The thread that issues. item: seconds of each item. launch: of each launch, besides."""
+    """The thread that issues. item: seconds of each item. launch: of each launch, besides.
+
+    touch: of each time that it reads or writes values itself, besides their bytes at its memory's bandwidth.
+    """
 
     item: float = 0.0
     launch: float = 0.0
+    touch: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -103,6 +120,7 @@ class Collectives:
     memory: bytes that move through a rank's memory for each that it sends. eager: a message of more bytes
     waits for its receiver to come; others leave at once. calls: by name, what was measured between ranks of a
     node: bytes per second that a rank sends, over the bytes that it sends, in place of the link's bandwidth.
+    parallel_trees: seconds of NCCL's PAT for each rank; 0 where it is not there.
     """
 
     base: float = 0.0
@@ -110,11 +128,12 @@ class Collectives:
     memory: float = 2.0
     eager: float = inf
     calls: Mapping[str, Curve] = field(default_factory=dict)
+    parallel_trees: float = 0.0
 
 
 @dataclass(frozen=True)
 class Machine:
-    """ranks_per_node: neighbouring ranks that `node` connects; `network` connects nodes.
+    """ranks_per_node: neighbouring ranks that `node` connects; `network` connects nodes. switch: of a node.
 
     host_link: between a device and host memory; None where they are one. host_streams: whose work the host
     does itself, in its thread. host: the processor of what the host computes.
@@ -128,6 +147,7 @@ class Machine:
     device: Processor
     node: Link
     network: Link
+    switch: Switch | None = None
     host: Host = Host()
     host_processor: Processor | None = None
     host_link: Link | None = None
@@ -157,6 +177,7 @@ _PARTS = {
     "host_processor": Processor,
     "node": Link,
     "network": Link,
+    "switch": Switch,
     "host_link": Link,
     "host": Host,
     "collectives": Collectives,

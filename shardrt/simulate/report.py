@@ -14,13 +14,11 @@ from math import prod
 from shardrt.device.program import (
     HOST,
     Collective,
-    Free,
     HostRead,
     HostWait,
     Item,
     Program,
     Step,
-    Take,
     Wait,
     Work,
 )
@@ -28,6 +26,7 @@ from shardrt.device.timeline import Span
 from shardrt.simulate.clock import price
 from shardrt.simulate.links import copies, transfer
 from shardrt.simulate.machine import Machine
+from shardrt.simulate.memory import by_category, by_module, peaks
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
 from shardrt.simulate.timing import Timing
 
@@ -55,7 +54,8 @@ class Report:
 
     split: ms of the compute stream, which add up to the step. streams: ms that each stream is busy.
     exposed: ms of collectives beside which nothing runs, by name and unit; "" all together.
-    memory: place -> category -> bytes when that place has most. links: link -> call -> bytes sent.
+    memory: place -> category -> bytes when that place has most. modules: the same bytes, place -> module or
+    unit -> category; "" is what none has alone. links: link -> call -> bytes sent.
     """
 
     machine: str
@@ -73,6 +73,7 @@ class Report:
     streams: dict[str, float]
     exposed: dict[str, float]
     memory: dict[str, dict[str, int]]
+    modules: dict[str, dict[str, dict[str, int]]]
     links: dict[str, dict[str, int]]
     waits: tuple[Waited, ...]
     assumptions: tuple[str, ...] = field(default=())
@@ -109,6 +110,7 @@ def report(
     works = [item for _, item in items if isinstance(item, Work)]
     dtype, peak = _peak(works, machine)
     mine, all_run = _flops(works)
+    most = peaks(program, items[0][0], items[-1][0])
     ranks = list(stands_for) or [len(each.alike) for each in programs]
     if not all(ranks):
         ranks = [program.world_size] if len(programs) == 1 else [1] * len(programs)
@@ -127,7 +129,8 @@ def report(
         split=_split(timing, spans),
         streams={stream: 1e3 * s for stream, s in timing.split(0).items() if stream != HOST},
         exposed={label: 1e3 * s for label, s in timing.exposed(0).items()},
-        memory=_memory(program, items[0][0], items[-1][0]),
+        memory={place: by_category(peak) for place, peak in most.items()},
+        modules={place: by_module(peak) for place, peak in most.items()},
         links=_links(program, items, machine),
         waits=_waits(timing, items),
         assumptions=_assumptions(machine, len(programs)),
@@ -206,27 +209,6 @@ def _split(timing: Timing, spans: Sequence[Span]) -> dict[str, float]:
 # -- bytes
 
 
-def _memory(program: Program, first: int, last: int) -> dict[str, dict[str, int]]:
-    """What is lent in each place, by category, when it is most between two items."""
-    lent: dict[int, Take] = {}
-    held: dict[str, Counter[str]] = defaultdict(Counter)
-    most: dict[str, Counter[str]] = defaultdict(Counter)
-    for index, item in enumerate(program.items[: last + 1]):
-        if isinstance(item, Take):
-            lent[item.memory.start] = item
-            held[item.place][item.category] += item.memory.stop - item.memory.start
-        elif isinstance(item, Free) and item.start in lent:
-            gone = lent.pop(item.start)
-            held[gone.place][gone.category] -= gone.memory.stop - gone.memory.start
-        if index == first or index > first and isinstance(item, Take):
-            for place in held:
-                if held[place].total() > most[place].total():
-                    most[place] = +held[place]
-    return {
-        place: dict(sorted(parts.items(), key=lambda each: -each[1])) for place, parts in sorted(most.items())
-    }
-
-
 def _links(program: Program, items: list[tuple[int, Item]], machine: Machine) -> dict[str, dict[str, int]]:
     """Bytes that this rank sends in the step: within its node, out of it, to and from the host."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
@@ -241,8 +223,8 @@ def _links(program: Program, items: list[tuple[int, Item]], machine: Machine) ->
             if key not in known:
                 known[key] = transfer(machine, item.call, item.nbytes, ranks)
             if item.call != "recv":
-                found["within the node"][item.call] += round(known[key].node * machine.node.bandwidth)
-                found["between nodes"][item.call] += round(known[key].network * machine.network.bandwidth)
+                found["within the node"][item.call] += round(known[key].inside)
+                found["between nodes"][item.call] += round(known[key].outside)
         elif index in over_host:
             direction, nbytes = over_host[index]
             found["between host and device"][direction] += nbytes
@@ -301,6 +283,7 @@ def _lines(found: Report) -> list[str]:
     for place, parts in found.memory.items():
         lines.append(f"{place} memory at its peak, MB: {sum(parts.values()) / 1e6:,.1f}")
         lines += [f"  {nbytes / 1e6:10,.1f}  {category or 'other'}" for category, nbytes in parts.items()]
+        lines.append("  by module: " + _of_modules(found.modules[place]))
     for link, parts in found.links.items():
         sums = ", ".join(f"{call} {nbytes / 1e6:,.1f}" for call, nbytes in parts.items())
         lines.append(f"sent {link}, MB: {sums}")
@@ -308,6 +291,15 @@ def _lines(found: Report) -> list[str]:
         made = f", made up: {', '.join(wait.values)}" if wait.values else ""
         lines.append(f"the host waits at {wait.site}: {wait.times} times, {wait.ms:,.2f} ms{made}")
     return [*lines, FORMULA, *(f"assumed: {told}" for told in found.assumptions)]
+
+
+def _of_modules(parts: dict[str, dict[str, int]]) -> str:
+    """Those with most."""
+    own = {module: sum(categories.values()) / 1e6 for module, categories in parts.items() if module}
+    told = [f"{module} {nbytes:,.1f}" for module, nbytes in list(own.items())[:_TOLD]]
+    if len(own) > _TOLD:
+        told.append(f"{len(own) - _TOLD:,} more {sum(list(own.values())[_TOLD:]):,.1f}")
+    return ", ".join([*told, f"no module's own {sum(parts.get('', {}).values()) / 1e6:,.1f}"])
 
 
 def _listed(parts: dict[str, float]) -> str:

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
-from shardrt import device
+from shardrt import autograd, device
 from shardrt.comm.digits import Digits
 from shardrt.comm.simulated import run
 from shardrt.device import timeline
@@ -49,13 +49,15 @@ def record(
     local_size: int = 8,
     shared: bool = False,
     values: Values | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> list[Program]:
     """What the recorded ranks issue in `steps` optimizer steps, or until the script ends.
 
     command: a script and its arguments; or a module and its own, with "-m" before it or without. ranks: how
     many there are, `local_size` a node. stands_for: the recorded ones, each with the ranks that it speaks
     for; if not told, one of each role (roles.py), for which a pipeline begins twice. shared: see
-    comm.simulated.world_of. like, values: see SimulatedDevice.
+    comm.simulated.world_of. like, values: see SimulatedDevice. shape: of a mesh that the script
+    gives none.
 
     Raises NoScript where there is none, SystemExit where it ends with a code that is not 0, and
     whatever it raises.
@@ -70,6 +72,7 @@ def record(
             local_size=local_size,
             shared=shared,
             values=values,
+            shape=shape,
         )
 
 
@@ -83,13 +86,13 @@ def record_of(
     local_size: int = 8,
     shared: bool = False,
     values: Values | None = None,
+    shape: tuple[int, ...] | None = None,
 ) -> list[Program]:
     """As `record`, of what `function()` does. steps: 0 for all."""
+    world = {"local_size": local_size, "shared": shared, "shape": shape}
 
     def of(roles: Roles, on_apart: Callable[[Digits], None] | None) -> list[Program]:
-        return _recorded(
-            function, ranks, roles, on_apart, steps, like, local_size, shared, values or Values()
-        )
+        return _recorded(function, ranks, roles, on_apart, steps, like, values or Values(), **world)
 
     return of(stands_for, None) if stands_for is not None else recorded(of, ranks)
 
@@ -101,15 +104,14 @@ def _recorded(
     on_apart: Callable[[Digits], None] | None,
     steps: int,
     like: Device | type[Device],
-    local_size: int,
-    shared: bool,
     values: Values,
+    **world: Any,
 ) -> list[Program]:
     own = threading.local()  # each recorded rank is a thread
 
     def device_of(rank: int) -> SimulatedDevice:
         own.device = SimulatedDevice(like, values)
-        own.device.on_apart = on_apart
+        own.device.on_apart, own.device.whose = on_apart, _module_now
         own.device.program.alike = stands_for[rank]
         return own.device
 
@@ -133,7 +135,16 @@ def _recorded(
         here.program = Program()
         return program
 
-    return run(ranks, stands_for, device_of, one, local_size, shared=shared)
+    return run(ranks, stands_for, device_of, one, **world)
+
+
+def _module_now() -> str:
+    """The innermost layer whose forward runs in this thread, or whose backward does."""
+    if running := autograd.modules():
+        return running[-1].name
+    run = autograd.running()
+    node = run.nodes[run.position] if run is not None and run.position < len(run.nodes) else None
+    return node.module.name if node is not None and node.module is not None else ""
 
 
 @contextmanager

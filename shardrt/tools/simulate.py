@@ -9,6 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import pairwise
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,9 @@ def add_to(commands: Any) -> None:
     parser.add_argument(
         "--steps", type=positive, default=2, metavar="N", help="optimizer steps to run; the last is told (2)"
     )
+    parser.add_argument(
+        "--mesh", type=_shape, metavar="512x8", help="the shape, where the script says none: copies x shards"
+    )
     parser.add_argument("--trace", type=Path, metavar="FILE", help="write the last step for Perfetto")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument(
@@ -63,6 +67,8 @@ def simulate(options: argparse.Namespace) -> int:
     """Record, price, print; gives the exit code."""
     try:
         machine = Machine.load(options.machine)
+        if options.mesh and prod(options.mesh) != options.ranks:
+            raise ValueError(f"--mesh: {options.mesh} has {prod(options.mesh)} ranks, not {options.ranks}")
         stands_for = _stands_for(options.record, options.ranks) if options.record else None
     except (OSError, ValueError) as error:
         say(f"error: {error}", file=sys.stderr)
@@ -110,6 +116,7 @@ def _recorded(
             stands_for=stands_for,
             local_size=machine.ranks_per_node,
             shared=machine.host_link is None,
+            shape=options.mesh,
             values=Values(clips=options.norm == "large", overflow=options.overflow),
         )
 
@@ -122,6 +129,10 @@ def _recorded(
             if launches(others[0]) > launches(most[0]):
                 most = others
         return most, spans_of(most[0]), checked
+
+
+def _shape(text: str) -> tuple[int, ...]:
+    return tuple(positive(size) for size in text.split("x"))
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:

@@ -22,7 +22,7 @@ from shardrt.device.program import (
 from shardrt.parallel.schedules import schedule
 from shardrt.simulate.clock import _Clock, lateness, price
 from shardrt.simulate.links import transfer
-from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, at
+from shardrt.simulate.machine import FOLDER, Collectives, Host, Kernel, Link, Machine, Processor, Switch, at
 from shardrt.tools import trace
 from shardrt.train.trace import events_of
 from tests.simulate.written import Truth, Written, programs
@@ -156,6 +156,16 @@ def test_where_the_host_computes_its_kernels_stop_it():
     assert price([program], machine).ended[0] == near([4, 5])
 
 
+def test_the_host_takes_time_for_what_it_reads_and_writes_itself_where_the_machine_says_so():
+    program = Written()
+    program.host("", reads=(0, 6))
+    program.host("", writes=[(0, 4), (8, 12)])
+    assert seconds(program) == 0
+    assert seconds(program, machine=replace(PLAIN, host=Host(touch=0.5))) == near(1)
+    machine = replace(PLAIN, host=Host(touch=0.5), host_processor=Processor({"": 1.0}, 2.0))
+    assert price([program], machine).ended[0] == near([0.5 + 6 / 2, 4 + 8 / 2])
+
+
 def test_what_the_host_does_itself_comes_after_it_has_submitted_what_was_before_and_takes_time_to_begin():
     machine = replace(PLAIN, host=Host(item=1.0), host_streams=["compute"])
     program = Written()
@@ -232,6 +242,37 @@ def test_a_collective_of_80_bytes_takes_what_its_ring_takes(call, ranks, expecte
     if (call, len(ranks)) == ("all_reduce", 4):
         expected = min(expected, 1000 + 2 * (1 + 100) + 160 / 2)
     assert found.seconds == near(expected)
+
+
+SWITCHED = replace(LINKS, switch=Switch(latency=5.0, hop=40.0, efficiency=0.5))
+TREES = replace(LINKS, collectives=Collectives(base=1000.0, parallel_trees=2.0))
+
+
+@pytest.mark.parametrize(
+    "machine, call, ranks, expected, sent",
+    [
+        (SWITCHED, "all_reduce", range(2), 5 + 40 / 5, (80 + 40, 0)),  # all is read, a half is written
+        (SWITCHED, "all_reduce", range(4), 5 + 2 * 40 + 60 / 2, (80 + 40, 60 / 2)),  # two nodes, once
+        (SWITCHED, "all_reduce", range(8), 5 + 2 * 2 * 40 + 2 * 70 / 2, (80 + 40, 70)),
+        (SWITCHED, "all_gather", range(2), 5 + 2 * 80 / 5, (40, 0)),
+        (SWITCHED, "all_gather", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),  # not beyond a node
+        (SWITCHED, "all_reduce", (0, 2), 1000 + 2 * 100 + 80, (0, 80)),  # nor with one rank on each
+        (TREES, "reduce_scatter", (0, 2, 4, 6), 8e-6 + 2 * 100 / 3.5 + 4 * 2 + 80 / 0.75, (0, 60)),
+        (TREES, "reduce_scatter", range(4), 1000 + 2 * 1 + 100 + 60 / 2, (30, 30)),
+    ],
+)
+def test_switches_that_add_and_parallel_trees_are_taken_where_they_are_faster(
+    machine, call, ranks, expected, sent
+):
+    found = transfer(machine, call, 80, ranks)
+    assert found.seconds == near(expected)
+    assert (found.inside, found.outside) == near(sent)
+
+
+def test_with_much_to_move_a_ring_gathers_faster_than_a_switch():
+    for nbytes, ring in (80, False), (1 << 20, True):
+        found = transfer(SWITCHED, "all_gather", nbytes, range(2))
+        assert (found.latency == 1001) == ring
 
 
 def test_a_tree_is_taken_where_a_ring_has_too_many_steps():

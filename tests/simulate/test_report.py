@@ -1,5 +1,6 @@
 """simulate/report.py: figures of programs written by hand; of recorded ones, against plans and formulas."""
 
+from collections import Counter
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -7,22 +8,25 @@ import numpy as np
 import pytest
 
 import shardrt
+from bench import traffic
 from models.gpt import GPT, GPTConfig
-from shardrt import device, nn, optim
+from shardrt import autograd, device, nn, optim
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.comm import world as worlds
 from shardrt.comm.simulated import world_of
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
-from shardrt.device.program import HOST, Step, Work
+from shardrt.device.program import HOST, Collective, Step, Work
 from shardrt.device.simulated import SimulatedDevice
 from shardrt.device.timeline import Span
 from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard, memory_plan
 from shardrt.recompute import checkpoint_blocks
 from shardrt.simulate.clock import price
+from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Link, Machine
 from shardrt.simulate.report import report
+from shardrt.simulate.script import _module_now
 from tests.simulate.test_clock import PLAIN, near
 from tests.simulate.written import Written
 
@@ -100,6 +104,41 @@ def test_memory_is_told_when_a_place_has_most_in_the_last_step():
     assert report([program], PLAIN).memory == {"device": {"activations": 20}, "host": {"activations": 5}}
 
 
+def test_bytes_at_the_peak_are_those_of_units_and_of_the_layers_that_run():
+    """Of two blocks, alike: their shards and states, and what they keep for backward."""
+    with world(CUDADevice, 8) as here:
+        here.whose = _module_now
+        stepped("FULL_SHARD", 8)
+        found = report([here.program], Machine.load("h100-8"))
+    modules = found.modules["device"]
+    for category, nbytes in found.memory["device"].items():
+        assert sum(parts.get(category, 0) for parts in modules.values()) == nbytes
+    shards = [modules[f"blocks.{number}"]["sharded parameters"] for number in range(2)]
+    assert shards[0] == shards[1] and modules["blocks.0"]["optimizer state"] == 2 * shards[0]
+    assert modules[""].keys() >= {"gathered parameters"} and "sharded parameters" not in modules[""]
+    up = [modules[f"blocks.{number}.mlp.up"]["activations"] for number in range(2)]
+    assert up[0] == up[1] >= TOKENS.size * 4 * CONFIG.n_embd * 4
+    assert "by module: " in str(found) and "no module's own" in str(found)
+
+
+def test_what_backward_takes_belongs_to_the_layer_that_is_differentiated():
+    seen = set()
+
+    class Noted(SimulatedDevice):
+        def _array(self, *args, **kwargs):
+            if autograd.running() is not None:
+                seen.add(_module_now())
+            return super()._array(*args, **kwargs)
+
+    before = device.current()
+    try:
+        with worlds.use(world_of(1, Noted(CUDADevice))):
+            stepped("bfloat16", 1)
+    finally:
+        device.set_current(before)
+    assert {"blocks.1.mlp.up", "blocks.0.mlp.up"} <= seen
+
+
 def test_copies_to_and_from_the_host_are_told_apart():
     program = Written()
     program.take((0, 8), place="host")
@@ -159,18 +198,36 @@ def stepped(name, ranks, again=False):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
-    return plan
+    return plan, model
 
 
 @pytest.mark.parametrize("like", [CPUDevice, CUDADevice])
 @pytest.mark.parametrize("name", SETTINGS)
 def test_buffers_of_16384_ranks_take_the_bytes_of_the_plan(name, like):
     with world(like, 1 << 14) as here:
-        plan = stepped(name, 1 << 14)
+        plan, _ = stepped(name, 1 << 14)
         memory = report([here.program], Machine.load("h100-8")).memory
     for place, planned in (("device", plan.device), ("host", plan.host)):
         own = {k: n for k, n in memory.get(place, {}).items() if k in planned and k != "activations"}
         assert own == {k: n for k, n in planned.items() if k != "activations"}
+
+
+@pytest.mark.parametrize("name, ranks", [("FULL_SHARD", 8), ("FULL_SHARD", 32), ("HYBRID_SHARD", 32)])
+def test_bytes_of_all_links_are_those_of_the_formulas(name, ranks):
+    """Those of bench.traffic for units; clipping and checks say some numbers of the host besides."""
+    machine = replace(Machine.load("h100-8"), switch=None)
+    with world(CUDADevice, ranks) as here:
+        model = stepped(name, ranks)[1]
+        found = report([here.program], machine)
+        sums = Counter()
+        for _, item in price([here.program], machine).items_of(0):
+            if isinstance(item, Collective) and item.reads:
+                moved = transfer(machine, item.call, item.nbytes, here.program.groups[item.group].ranks)
+                sums[item.call] += moved.sent
+        assert sums.total() == pytest.approx(traffic.expected(model), rel=1e-12)
+    for call, nbytes in sums.items():
+        told = sum(calls.get(call, 0) for calls in found.links.values())
+        assert 0 <= told - round(nbytes) < 0.02 * nbytes
 
 
 @pytest.mark.parametrize("again", [False, True])

@@ -71,6 +71,17 @@ def test_more_nodes_take_longer_and_measure_the_wait(script, capsys):
     assert many["memory"]["device"]["sharded parameters"] < one["memory"]["device"]["sharded parameters"]
 
 
+def test_a_mesh_is_given_to_a_script_that_says_no_shape(script, capsys):
+    """Two axes: copies, and shards inside the nodes."""
+    found = json.loads(told(capsys, "--ranks", "64", "--mesh", "8x8", "--json", *script))
+    assert set(found["links"]["between nodes"]) <= {"all_reduce", "all_gather", "reduce_scatter"}
+    flat = json.loads(told(capsys, "--ranks", "64", "--json", *script))
+    between, of_flat = (each["links"]["between nodes"]["all_gather"] for each in (found, flat))
+    assert between < 0.1 * of_flat
+    shards = (each["memory"]["device"]["sharded parameters"] for each in (found, flat))
+    assert next(shards) > 4 * next(shards)
+
+
 def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
     found = json.loads(told(capsys, "--ranks", "16", "--json", "--steps", "3", "--trace", "t.json", *script))
     events = read_trace(tmp_path / "t.json")
@@ -87,6 +98,7 @@ def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
     [
         (["--machine", "abacus", "--", "train.py", "1"], 2, "there is no machine 'abacus'"),
         (["--", "nowhere.py"], 2, "nowhere.py"),
+        (["--ranks", "8", "--mesh", "2x8", "--", "train.py", "1"], 2, "(2, 8) has 16 ranks, not 8"),
         (["--record", "1", "--", "train.py", "1"], 2, "--record: ranks from 0"),
         (["--", "train.py"], 65, "IndexError"),
     ],
