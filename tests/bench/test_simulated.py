@@ -6,7 +6,7 @@ import pytest
 
 from bench import simulated
 from bench.simulated import Source, Training
-from shardrt.simulate.machine import Machine
+from shardrt.simulate.machine import Host, Machine
 
 SMALL = Training("8B", 8, 2, 64)
 
@@ -18,22 +18,31 @@ def small(monkeypatch):
     monkeypatch.setattr(simulated, "MODELS", models)
 
 
-def test_the_first_row_of_a_source_sets_its_factor_and_the_others_are_held_against_it(
+def test_the_first_row_of_a_source_sets_how_fast_kernels_are_and_the_others_are_held_against_it(
     small, monkeypatch, capsys
 ):
     machine = Machine.load("h100-8")
-    told, _ = simulated.simulated(SMALL, machine)
-    each = told.tokens_per_s / told.ranks
-    hybrid = replace(SMALL, ranks=16, strategy="HYBRID_SHARD", again="half", micro_batches=2)
-    other, _ = simulated.simulated(hybrid, machine)
-    assert other.tokens == 16 * 2 * 2 * 64
-    given = 2 * other.tokens_per_s / other.ranks / 1.25  # as 2 is the factor, 25 % too much is simulated
-    source = Source("somebody", machine, [(SMALL, 2 * each), (hybrid, given)], ["much"])
+    machine = replace(machine, host=Host(), device=replace(machine.device, constant=0.0))
+    hybrid = replace(SMALL, ranks=16, strategy="HYBRID_SHARD", again="full", part=0.5, micro_batches=2)
+    faster = [simulated._seconds(each.recorded(machine), machine, 0.01) for each in (SMALL, hybrid)]
+    once, both = 2 * 64 / faster[0], 2 * 2 * 64 / faster[1]
+    source = Source("somebody", machine, [(SMALL, once), (hybrid, both / 1.25)], ["much"])
     monkeypatch.setattr(simulated, "sources", lambda: [source])
+    monkeypatch.setattr(simulated, "_SLOWEST", 1e-3)
     assert simulated.main([]) == 0
     text = capsys.readouterr().out
-    assert "somebody (much)" in text and " 2.000" in text and "+25.0%" in text
+    assert "somebody (much)" in text and " 0.010" in text and "+25.0%" in text
     assert "1 rows: median 25.0 %, worst 25.0 %" in text
+
+
+def test_what_is_recomputed_follows_from_the_operations_that_were_counted():
+    """Llama 2 7B, without: 6 for each weight and 14 L C T. Whole blocks again: 2 and 4 more."""
+    config, length = simulated.LLAMA2, 4096
+    attention = 32 * 4096 * length
+    blocks = 32 * (4 * 4096**2 + 3 * 4096 * 11008)
+    once = 6 * (blocks + 4096 * 32000) + 14 * attention
+    assert simulated.recomputed(config, length, once) == 0
+    assert simulated.recomputed(config, length, once + blocks + 2 * attention) == pytest.approx(0.5)
 
 
 def test_the_sources_have_rows_to_be_tested_by():
@@ -45,7 +54,8 @@ def test_the_sources_have_rows_to_be_tested_by():
 def test_more_ranks_issue_no_more_items_and_recomputation_is_work_but_no_use(small):
     machine = Machine.load("h100-8")
     (few, one), (many, other) = (
-        simulated.simulated(replace(SMALL, ranks=ranks, again="full"), machine) for ranks in (128, 16384)
+        simulated.simulated(replace(SMALL, ranks=ranks, again="full", part=1.0), machine)
+        for ranks in (128, 16384)
     )
     assert len(other[0].items) <= len(one[0].items)
     assert many.hfu > many.mfu
