@@ -85,7 +85,7 @@ class Timing:
     def exposed(self, number: int, step: int = -1) -> dict[str, float]:
         """Seconds of a step's collectives and messages, by label, in which no kernel of the rank ran.
 
-        "" is that of all together: of what runs at the same time once.
+        "" is that of all together. Where several run at a time each has its part of it: labels add up to all.
         """
         working, moving = [], defaultdict(list)
         for index, item in self.items_of(number, step):
@@ -95,8 +95,18 @@ class Timing:
             elif isinstance(item, Collective):
                 moving[label_of(item)].append(span)
         hidden = _joined(working)
-        found = {label: _beyond(_joined(spans), hidden) for label, spans in moving.items()}
-        return {"": _beyond(_joined([s for spans in moving.values() for s in spans]), hidden)} | found
+        ends = []  # of what is exposed: (when, label, whether it begins)
+        for label, spans in moving.items():
+            for start, stop in _outside(_joined(spans), hidden):
+                ends += [(start, label, True), (stop, label, False)]
+        found, running, before = {"": 0.0} | dict.fromkeys(moving, 0.0), set(), 0.0
+        for time, label, begins in sorted(ends):
+            for each in running:
+                found[each] += (time - before) / len(running)
+            found[""] += time - before if running else 0.0
+            (running.add if begins else running.remove)(label)
+            before = time
+        return found
 
     def window(self, number: int, step: int = -1) -> tuple[float, float]:
         """When a step of a program begins and ends, as `steps` counts it."""
@@ -136,15 +146,20 @@ def _joined(spans: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
-def _beyond(spans: list[tuple[float, float]], others: list[tuple[float, float]]) -> float:
-    """How much of the first lies outside of the others; both ascending and without overlap."""
-    beyond, place = 0.0, 0
+def _outside(
+    spans: list[tuple[float, float]], others: list[tuple[float, float]]
+) -> list[tuple[float, float]]:
+    """What of the first lies outside of the others; all ascending and without overlap."""
+    found, place = [], 0
     for start, stop in spans:
-        beyond += stop - start
         while place < len(others) and others[place][1] <= start:
             place += 1
         for begin, end in islice(others, place, None):
             if begin >= stop:
                 break
-            beyond -= min(stop, end) - max(start, begin)
-    return beyond
+            if begin > start:
+                found.append((start, begin))
+            start = max(start, end)
+        if start < stop:
+            found.append((start, stop))
+    return found

@@ -152,6 +152,13 @@ def busy(events: list[Event], rank: int, step: int) -> dict[str, float]:
 
 def picture(events: list[Event], rank: int, step: int) -> str:
     """One step, for a page: gathers above, compute, reductions and copies below."""
+    rows, legend = rows_of(events, rank, step)
+    of = f"rank {rank} of {len(ranks_of(events))}"
+    return charts.schedule(f"step {step}, {of}", rows, legend, axis=f"milliseconds of one step, {of}")
+
+
+def rows_of(events: list[Event], rank: int, step: int) -> tuple[dict[str, list[charts.Bar]], dict[str, str]]:
+    """What `picture` draws of a step: the bars of each stream, in ms, and what their colours mean."""
     spans = spans_in(events, rank, step)
     begin = spans["compute"][0]["ts"]
     order = sorted(spans, key=lambda s: (["gather", "compute", "reduce"].index(s) if s in _FIRST else 3, s))
@@ -171,10 +178,8 @@ def picture(events: list[Event], rank: int, step: int) -> str:
             label = "" if phase == "wait" else unit or name
             bars.append(charts.Bar(start, start + event["dur"] / 1e3, label, colour, told, faint=outer))
         rows[f"{stream} stream"] = bars
-    of = f"rank {rank} of {len(ranks_of(events))}"
     order_of = [*(NAMES.get(phase, phase) for phase in COLOURS), "copies, updates"]
-    legend = {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
-    return charts.schedule(f"step {step}, {of}", rows, legend, axis=f"milliseconds of one step, {of}")
+    return rows, {name: legend[name] for name in dict.fromkeys(order_of) if name in legend}
 
 
 _FIRST = ("gather", "compute", "reduce")

@@ -376,6 +376,22 @@ def test_what_ran_long_before_hides_no_communication():
     assert price([program], PLAIN).exposed(0) == {"": near(4), "all_gather": near(4)}
 
 
+def test_what_is_exposed_is_divided_among_the_collectives_that_run_then():
+    program = Written(0, 2)
+    program.call("gather", "all_gather", "", nbytes=12)  # 6 s alone, more beside others
+    program.call("reduce", "reduce_scatter", "", nbytes=4)
+    program.work("compute", "", flops=1)
+    program.items.append(Step(0))
+    timing = price([program], PLAIN)
+    found = timing.exposed(0)
+    gather, reduce = (timing.ended[0][index] for index in range(2))
+    assert reduce < gather
+    assert found == near(
+        {"": gather - 1, "all_gather": gather - reduce + (reduce - 1) / 2}
+        | {"reduce_scatter": (reduce - 1) / 2}
+    )
+
+
 def test_programs_that_wait_for_ever_are_named():
     first, second = Written(0, 2), Written(1, 2)
     for program, numbers in (first, (1, 2)), (second, (2, 1)):
