@@ -38,7 +38,9 @@ class Kept:
         """The choice for a product; None if there is none, or what is there is damaged: with one warning."""
         text = self._read(product)
         if text is None and os.path.lexists(self._file(product)):
-            self.complain(product)
+            text = self._read(product)  # another process may have made it in between
+            if text is None:
+                self.complain(product)
         return text
 
     def write(self, product: str, text: str, instead_of: str | None = None) -> str:

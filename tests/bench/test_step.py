@@ -164,7 +164,8 @@ for sys.argv[1:] in json.loads(sys.argv[1]):
 
 @pytest.fixture(scope="module")
 def two_ranks():
-    words = [*WRONG.values(), [*TINY.arguments(), *STEPS, "--clip", "0.5"]]
+    low = [*TINY.arguments(), *STEPS, "--strategy", "FULL_SHARD-bf16"]
+    words = [*WRONG.values(), low, [*TINY.arguments(), *STEPS, "--clip", "0.5"]]
     return mpirun(2, ["-c", MAIN, json.dumps(words)], timeout=120)
 
 
@@ -172,6 +173,15 @@ def two_ranks():
 def test_a_clipped_step_on_two_ranks_shows_its_collectives(two_ranks):
     told = figures_of(two_ranks)
     assert told["parts_ms"]["collectives"] > 0 and told["received_mb"] >= told["formula_mb"]
+
+
+@pytest.mark.mpi
+def test_a_step_in_bfloat16_is_told_like_the_others_and_gathers_half_the_bytes(two_ranks):
+    low, exact = (json.loads(line) for line in two_ranks.stdout.splitlines() if line.startswith("{"))
+    check(low, ranks=2)
+    assert low["settings"]["strategy"] == "FULL_SHARD-bf16"
+    assert 0.5 * exact["formula_mb"] < low["formula_mb"] < 0.75 * exact["formula_mb"]
+    np.testing.assert_allclose(low["losses"][0], exact["losses"][0], rtol=1e-3)
 
 
 @pytest.mark.mpi

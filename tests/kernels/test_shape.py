@@ -20,7 +20,10 @@ from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
 from tests.kernels.shape_cases import CASES, Arrays
 
-NO_KERNELS = {"cast.check_kind", "reduce.power_rows", "matmul.set_blas_threads"}
+NO_KERNELS = {
+    *("cast.check_kind", "cast.narrow", "reduce.power_rows"),
+    *("matmul.set_blas_threads", "matmul.affine", "matmul.widened"),
+}
 CALLS = [pytest.param(name, case, id=f"{name}-{i}") for name in CASES for i, case in enumerate(CASES[name])]
 
 
