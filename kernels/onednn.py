@@ -202,13 +202,17 @@ _ready = _Ready()
 
 @cache
 def library() -> Library | None:
-    """oneDNN, if its package is installed. Raises OSError, OneDNNError where it is and does not load."""
+    """oneDNN, if its package is installed. Raises OneDNNError where it is and does not load."""
     try:
         files = distribution(PACKAGE).files or ()
     except PackageNotFoundError:
         return None
     found = [file for file in files if file.name == "libdnnl.so.3"]
-    return Library(str(Path(found[0].locate()).resolve())) if found else None
+    try:
+        return Library(str(Path(found[0].locate()).resolve())) if found else None
+    except OSError as error:
+        told = "it needs GNU's OpenMP (libgomp1); or uninstall it"
+        raise OneDNNError(f"{PACKAGE} is installed and does not load: {error}; {told}") from error
 
 
 def computes_bf16() -> bool:

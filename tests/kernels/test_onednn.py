@@ -121,6 +121,18 @@ def test_errors_have_the_function_and_the_name_of_the_status():
         onednn.product(bits(numbers(3, 4)), bits(numbers(5, 3)), wrong)
 
 
+def test_a_library_that_does_not_load_is_told_not_passed_over(monkeypatch):
+    def broken(path):
+        raise OSError("libgomp.so.1: cannot open shared object file")
+
+    monkeypatch.setattr(onednn, "Library", broken)
+    onednn.library.cache_clear()
+    with pytest.raises(onednn.OneDNNError, match="installed and does not load: libgomp.*uninstall"):
+        onednn.library()
+    monkeypatch.undo()
+    assert onednn.library() is not None
+
+
 def test_the_number_of_threads_of_others_is_left_as_it_was():
     here = onednn.library()
     before = here._openmp.omp_get_max_threads()
