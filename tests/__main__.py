@@ -1,7 +1,8 @@
 """All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
 
-First those that may run beside others, JOBS at a time, then those that measure time, one after the other.
-Then those for a GPU, on one in software. (`make gpu` runs them on a GPU.)
+First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
+runs them on a GPU.) Then those whose jobs must end in time and mostly wait, two at a time, and those that
+measure time, one after the other.
 """
 
 import os
@@ -13,7 +14,7 @@ from pathlib import Path
 from tests.softgpu.available import missing
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
-QUICK = "not slow and not torch and not serial and not mpi"
+QUICK = "not slow and not torch and not timed and not serial and not mpi"
 # Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
 LONG = (
     *(
@@ -43,26 +44,27 @@ def main() -> int:
     """pytest's exit code, that of the first part that failed."""
     parser = ArgumentParser("python -m tests", description=__doc__.splitlines()[0], add_help=True)
     parser.add_argument("--quick", action="store_true", help="nothing against PyTorch, nothing long")
-    parser.add_argument("-n", dest="jobs", default="2", help="tests at a time (2)")
+    parser.add_argument("-n", dest="jobs", default="3", help="tests at a time (3)")
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
-    parts = [[*beside, "-m", QUICK if options.quick else "not serial"]]
+    parts = [[*beside, "-m", QUICK if options.quick else "not timed and not serial"]]
     parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
-        parts += [["-m", "serial", *serial_files(others)]]
         parts += [] if named(others) or missing() else [[*beside, *software()]]
+        parts += [["-n", "2", "--maxschedchunk", "1", "-m", "timed", *files_with("timed", others)]]
+        parts += [["-m", "serial", *files_with("serial", others)]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
     return next((code for code in codes if code), 0)
 
 
-def serial_files(others: list[str]) -> list[str]:
+def files_with(mark: str, others: list[str]) -> list[str]:
     """Files with such tests, for to import all takes ten seconds; none where the caller names files."""
     if named(others):
         return []
     files = sorted(Path(__file__).parent.rglob("test_*.py"))
-    return [str(file) for file in files if "pytest.mark.serial" in file.read_text()]
+    return [str(file) for file in files if f"pytest.mark.{mark}" in file.read_text()]
 
 
 def software() -> list[str]:

@@ -1,6 +1,7 @@
 """How long things may take: so many times what this machine needs for something else now, never seconds.
 
-Tests that measure time are marked `serial`: `make test` runs them with nothing beside them.
+Tests that measure time are marked `serial`: `make test` runs them with nothing beside them. Tests of jobs
+that must end within some times whole_job are marked `timed`: they run two at a time, and so does whole_job.
 """
 
 import time

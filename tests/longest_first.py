@@ -6,16 +6,22 @@ Else one would go on alone with a long file that comes last.
 from pathlib import Path
 
 HERE = Path(__file__).parent
-LONGEST = (  # by the seconds of each
-    *("softgpu/test_training.py", "test_comm.py", "cuda/test_compile.py", "softgpu/test_pairs.py"),
-    *("test_docs.py", "parity/test_features.py", "fsdp/test_pairs.py", "test_wheel.py", "test_failure.py"),
-    *("bench/test_step.py", "train/test_parallel.py", "train/test_pipeline.py", "train/test_context.py"),
-    *("test_beyond_memory.py", "softgpu/test_collectives.py", "cuda/test_functions.py", "test_untrusted.py"),
-    *("bench/test_compare.py", "bench/test_gpu.py", "train/test_resume.py", "train/test_command.py"),
-    *("parallel/test_pipeline_runs.py", "parallel/test_invariant.py", "checkpoint/test_crash_points.py"),
-    *("train/test_tasks.py", "parallel/test_processes.py", "parity/test_tensor.py", "cuda/test_attention.py"),
-    *("cuda/test_vision_training.py", "functional/test_conv2d.py", "parity/test_pipeline.py"),
-    *("gpu/test_kernels.py", "gpu/test_conv2d.py", "gpu/test_attention.py", "cuda/test_communicators.py"),
+LONGEST = (  # by the seconds of a processor that each takes with its processes
+    *("test_comm.py", "softgpu/test_pairs.py", "test_docs.py", "softgpu/test_training.py"),
+    *("fsdp/test_pairs.py", "races/test_pairs.py", "cuda/test_compile.py", "parity/test_features.py"),
+    *("train/test_resume.py", "train/test_command.py", "train/test_folds.py", "bench/test_step.py"),
+    *("train/test_pipeline.py", "train/test_parallel.py", "test_wheel.py", "train/test_context.py"),
+    *("softgpu/test_collectives.py", "parallel/test_processes.py", "parallel/test_invariant.py"),
+    *("models/test_hub.py", "cuda/test_functions.py", "checkpoint/test_crash_points.py"),
+    *("bench/test_compare.py", "parallel/test_context.py", "train/test_tasks.py"),
+    *("cuda/test_reduce.py", "cuda/test_vision_training.py", "bench/test_gpu.py"),
+    *("parallel/test_schedules.py", "parity/test_tensor.py", "parallel/test_pipeline.py"),
+    *("train/test_world_invariant.py", "functional/test_conv2d.py", "parity/test_pipeline.py"),
+    *("cuda/test_attention.py", "cuda/test_moe.py", "models/test_transformers.py"),
+    *("parallel/test_experts.py", "cuda/test_norms.py", "test_untrusted.py"),
+    *("parallel/test_meshes.py", "parallel/test_pipeline_features.py", "softgpu/test_processes.py"),
+    *("test_failure.py", "test_watching.py", "train/test_stop.py"),
+    *("gpu/test_kernels.py", "gpu/test_conv2d.py", "gpu/test_attention.py"),
 )
 
 

@@ -62,7 +62,7 @@ def run(case, communicator="shm", everyone="", size=2):
     return done, ended - float(raised[1]) if raised else None
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 @pytest.mark.parametrize(
     ("case", "where", "communicator", "size"),
     [
@@ -91,7 +91,7 @@ def test_ranks_that_all_raise_print_one_traceback(communicator):
     assert len(re.findall(r"failed in its main thread:", done.stderr)) == 1
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_sys_exit_on_one_rank_ends_the_job_with_its_code(communicator):
     done, seconds = run("leave()", communicator)
@@ -112,7 +112,7 @@ def test_sys_exit_that_is_caught_is_no_exit_and_ranks_may_end_at_different_times
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 def test_an_interrupted_rank_ends_the_job():
     done, seconds = run("raise KeyboardInterrupt")
     assert done.returncode == 130
@@ -120,7 +120,7 @@ def test_an_interrupted_rank_ends_the_job():
     assert done.stderr.count("rank 1 of 2 was interrupted") == 1
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 @pytest.mark.parametrize(("case", "communicator"), [("raise SystemExit(3)", "shm"), ("sys.exit(0)", "mpi")])
 def test_a_rank_that_just_ends_is_missed_by_those_who_wait(case, communicator):
     done, seconds = run(case, communicator, size=3)
@@ -150,7 +150,7 @@ def test_a_rank_leaves_when_its_streams_are_done_and_is_not_missed_by_groups_wit
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 def test_ranks_out_of_step_and_out_of_memory_have_codes_of_their_own():
     done, _ = run("comm.all_reduce(np.zeros(5), stream=stream)", "mpi")
     assert done.returncode == 70

@@ -52,7 +52,7 @@ def run(folder, case, limits, size=1):
     return done, time.time() - float(re.search(r"stuck at ([\d.]+)", done.stdout)[1])
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 def test_a_rank_alone_is_watched_as_well(tmp_path):
     done, seconds = run(tmp_path / "flight", "while True: time.sleep(0.01)", "set_up=1")
     assert (done.returncode, 1 < seconds < 1 + 2 * whole_job(2)) == (124, True)
@@ -62,14 +62,14 @@ def test_a_rank_alone_is_watched_as_well(tmp_path):
     assert (tmp_path / "flight" / "hang.txt").read_text() == done.stderr
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 def test_a_rank_that_holds_the_interpreter_lock_is_ended_by_the_timer_below(tmp_path):
     done, seconds = run(tmp_path / "flight", HOLDS_THE_LOCK, "set_up=1")
     assert (done.returncode, 2 <= seconds < 2 + 2 * whole_job(2)) == (124, True)
     assert " in stick" in (tmp_path / "flight" / "stacks-0.txt").read_text()
 
 
-@pytest.mark.serial
+@pytest.mark.timed
 @pytest.mark.mpi
 def test_the_others_name_a_rank_that_holds_the_lock_and_have_its_stack(tmp_path):
     done, seconds = run(tmp_path / "flight", HOLDS_THE_LOCK, "set_up=1", size=2)

@@ -20,7 +20,7 @@ from tests.failures.launcher import KILLS, RECIPES, Run, check, of_ranks, prepar
 from tests.failures.matrix import survivors
 from tests.ranks import ROOT, clean_environment, mpirun_path
 
-pytestmark = [pytest.mark.mpi, pytest.mark.serial]
+pytestmark = [pytest.mark.mpi, pytest.mark.timed]
 PROGRAM = """
 import os, time
 from shardrt.comm import init_device_mesh

@@ -9,7 +9,7 @@ from shardrt import device
 from tests.clock import whole_job
 from tests.failures.matrix import CODES, EXCHANGES, PHASES, Case, check, prepare, short
 
-pytestmark = [pytest.mark.mpi, pytest.mark.serial]
+pytestmark = [pytest.mark.mpi, pytest.mark.timed]
 
 
 @pytest.fixture(scope="module")
