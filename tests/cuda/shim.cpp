@@ -1,6 +1,4 @@
 // The threads of shim.h: fibers, one block after the other.
-#undef _FORTIFY_SOURCE  // its longjmp refuses to go from one stack to another
-#include <setjmp.h>
 #include <ucontext.h>
 
 #include <cstdio>
@@ -16,9 +14,13 @@ Launch now;
 
 namespace {
 enum class Status { running, at_barrier, in_warp, done };
+// Where to go on: of g++'s own setjmp, which keeps three words, for glibc's takes four times as long. Whoever
+// jumps must be another function than who set it, and callers must not count on registers that these leave alone.
+typedef void* Place[5];
+#define APART __attribute__((noipa))
 struct Fiber : Thread {
     ucontext_t context;  // to enter the stack for the first time; then jumps do, which ask nothing of the system
-    jmp_buf here;
+    Place here;
     bool entered;
     Status status;
     // What it waits with, and from when it goes on what it was given:
@@ -27,23 +29,34 @@ struct Fiber : Thread {
     uint64_t given;
 };
 constexpr unsigned MOST = 1024;
-constexpr size_t STACK = 64 << 10;
+constexpr size_t STACK = (64 << 10) + 320;  // or else all of them have their tops in the same lines of the cache
 Fiber fibers[MOST];
 char* stacks = static_cast<char*>(malloc(MOST * STACK));  // what nobody touches takes no memory
 unsigned count;
 uint64_t slots[MOST];  // what a lane gave to the operation that its warp had last
 bool any;              // what the block gave to its last barrier
 std::string error;
-jmp_buf scheduler;
+Place scheduler;
 void (*kernel)(void** arguments);
 void** arguments;
 shadow::Shadow memory;
 
 Fiber& self() { return *static_cast<Fiber*>(now.current); }
-void yield(Status status) {
+[[noreturn]] APART void to_scheduler() { __builtin_longjmp(scheduler, 1); }
+// The next thread's turn, as run_block would have it; it comes to those that have no stack yet.
+[[noreturn]] APART void to_next(unsigned after) {
+    for (unsigned i = after + 1; i < count; i++) {
+        if (fibers[i].status != Status::running) continue;
+        if (!fibers[i].entered) break;
+        now.current = &fibers[i];
+        __builtin_longjmp(fibers[i].here, 1);
+    }
+    to_scheduler();
+}
+APART void yield(Status status) {
     Fiber& fiber = self();
     fiber.status = status;
-    if (!_setjmp(fiber.here)) _longjmp(scheduler, 1);
+    if (!__builtin_setjmp(fiber.here)) to_next(fiber.number);
 }
 // What a fiber does: a thread of one block after the other.
 void start() {
@@ -52,10 +65,8 @@ void start() {
         yield(Status::done);
     }
 }
-void enter(Fiber& fiber) {
-    now.current = &fiber;
-    if (_setjmp(scheduler)) return;
-    if (fiber.entered) _longjmp(fiber.here, 1);
+[[noreturn]] APART void go_on(Fiber& fiber) {
+    if (fiber.entered) __builtin_longjmp(fiber.here, 1);
     fiber.entered = true;
     getcontext(&fiber.context);
     fiber.context.uc_stack.ss_sp = stacks + fiber.number * STACK;
@@ -63,6 +74,11 @@ void enter(Fiber& fiber) {
     fiber.context.uc_link = nullptr;
     makecontext(&fiber.context, start, 0);
     setcontext(&fiber.context);
+    __builtin_unreachable();
+}
+APART void enter(Fiber& fiber) {
+    now.current = &fiber;
+    if (!__builtin_setjmp(scheduler)) go_on(fiber);
 }
 
 std::string place(const Fiber& fiber) {
@@ -70,7 +86,8 @@ std::string place(const Fiber& fiber) {
     return "thread " + std::to_string(fiber.number) + " at " + fiber.call.what + " in " +
            (name ? name + 1 : fiber.call.file) + ":" + std::to_string(fiber.call.line);
 }
-bool same(const Call& a, const Call& b) { return a.line == b.line && !strcmp(a.file, b.file); }
+bool same(const char* a, const char* b) { return a == b || !strcmp(a, b); }
+bool same(const Call& a, const Call& b) { return a.line == b.line && same(a.file, b.file); }
 
 // Lets the block go on if every thread that lives waits at the barrier.
 bool release_block() {
@@ -105,7 +122,7 @@ bool release_warp(unsigned first) {
         unsigned wanted = lanes[i].mask & living, came = 0;
         for (unsigned j = 0; j < width; j++)
             came |= unsigned(lanes[j].status == Status::in_warp && lanes[j].mask == lanes[i].mask &&
-                             !strcmp(lanes[j].call.what, lanes[i].call.what)) << j;
+                             same(lanes[j].call.what, lanes[i].call.what)) << j;
         if (wanted & ~came) continue;
         for (unsigned j = 0; j < width; j++) {
             if (!(wanted >> j & 1)) continue;
@@ -146,7 +163,7 @@ bool run_block() {
 // Ends the launch in the middle of a thread.
 [[noreturn]] void fail(const std::string& why) {
     error = why;
-    _longjmp(scheduler, 1);
+    to_scheduler();
 }
 // A thread accesses memory; not its own stack, or what is here.
 void see(shadow::Kind kind, const void* at, size_t size, const void* caller) {
