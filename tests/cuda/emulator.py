@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from shardrt.kernels.cuda._compile import HERE
-from tests.cuda.libraries import GXX, built, head, library_folder
+from tests.cuda.libraries import ALONE, GXX, built, head, library_folder
 
 _ONE_AT_A_TIME = threading.Lock()
 ROOT = Path(__file__).parents[2]
@@ -154,7 +154,7 @@ class Library:
             wrappers.append(_WRAPPER % (name, name, ", ".join(values)))
         code = "\n".join([f'#line 1 "{path.name}"', source, *wrappers])
         runtime()
-        options = (*options, *(f"-D{macro}={value}" for macro, value in defines), f"-I{path.parent}")
+        options = (*ALONE, *options, *(f"-D{macro}={value}" for macro, value in defines), f"-I{path.parent}")
         self.path = _compiled(path.stem, code, options, path.parent, '#include "shim.h"\n')
         self._library = ctypes.CDLL(str(self.path))
 

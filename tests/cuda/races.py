@@ -14,8 +14,8 @@ import numpy as np
 
 from tests.cuda.emulator import Emulator, Library, runtime
 
-# Without the run-time library of the sanitizer; with lines; no variable shared by two libraries.
-_OPTIONS = ("-fsanitize=thread", "-nodefaultlibs", "-g1", "-gdwarf-4", "-fno-exceptions", "-fno-gnu-unique")
+# With lines; no variable shared by two libraries. (ALONE leaves out the run-time library of the sanitizer.)
+_OPTIONS = ("-fsanitize=thread", "-g1", "-gdwarf-4", "-fno-exceptions", "-fno-gnu-unique")
 _KINDS = ("read", "write", "atomic")
 _WHATS = ("race", "read before it was written", "not of an array of the launch")
 

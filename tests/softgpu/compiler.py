@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.cuda.libraries import GXX, DoesNotCompile, built, head
+from tests.cuda.libraries import ALONE, GXX, DoesNotCompile, built, head
 
 HERE = Path(__file__).parent
 SHIM = HERE.parent / "cuda" / "shim.h"
@@ -58,7 +58,7 @@ class NVRTC:
         source = _DYNAMIC.sub(r"DYNAMIC_SHARED(\1, \2);", self._sources[program])
         names = _KERNEL.findall(source)
         code = source + "".join(_CALL.format(name) for name in names)
-        command = (*GXX, f"-I{HERE / 'include'}", *kept)
+        command = (*GXX, *ALONE, f"-I{HERE / 'include'}", *kept)
         before = head(self._folder, _HEAD + _CUPYS.match(source)[0], command, headers())
         try:
             library = built(self._folder, "kernels", code, ".cpp", [*command, *before], headers())
