@@ -69,6 +69,7 @@ NUMBERS = {
     "expert parallel": {"experts": "spread"},
 }
 FEATURES = MOVES | NUMBERS
+PLACES = {name: place for place, name in enumerate(FEATURES)}
 KNOWN = FEATURES | {"attention": {"attention": True}}
 BY_RANK = {"unused units", "dropout"}  # what happens depends on the rank, so one rank is no reference
 MASKS = {"world-invariant", "accumulate", "dropout"}  # together: a micro-batch has its own masks on any rank
@@ -200,12 +201,14 @@ def sets_of(pairs, most=6):
 
 
 def fit(names):
-    return not any(set(names).issuperset(refused) for refused in REFUSED)
+    names = set(names)
+    return not any(names.issuperset(refused) for refused in REFUSED)
 
 
 def with_each(name, others):
     """Pairs, in the order of FEATURES."""
-    return [tuple(sorted((name, other), key=list(FEATURES).index)) for other in others]
+    place = PLACES[name]
+    return [(name, other) if place < PLACES[other] else (other, name) for other in others]
 
 
 def twos(names):

@@ -11,6 +11,7 @@ the sets. Prints JSON: {what was trained: what was wrong}.
 """
 
 import argparse
+import gc
 import json
 import os
 import re
@@ -164,6 +165,9 @@ def main():
     if options.jobs > 1 and options.process is None:
         found, code = of_processes(options.jobs)
     else:
+        import torch  # noqa: F401  for `allowed`
+
+        gc.freeze()  # modules: collections look at them again and again
         warnings.simplefilter("ignore")
         mine = list(jobs(options.all))[options.process or 0 :: options.jobs]
         found = {}
