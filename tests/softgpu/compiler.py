@@ -14,6 +14,7 @@ from tests.cuda.libraries import ALONE, GXX, DoesNotCompile, built, head
 
 HERE = Path(__file__).parent
 SHIM = HERE.parent / "cuda" / "shim.h"
+COMMAND = (*GXX, *ALONE, f"-I{HERE / 'include'}")
 _KERNEL = re.compile(r'extern\s+"C"\s+__global__\s+void\s+(?:__launch_bounds__\([^)]*\)\s*)?(\w+)\s*\(')
 _CALL = """
 extern "C" void call_{0}(void** arguments) {{ shim::call({0}, arguments); }}
@@ -58,7 +59,7 @@ class NVRTC:
         source = _DYNAMIC.sub(r"DYNAMIC_SHARED(\1, \2);", self._sources[program])
         names = _KERNEL.findall(source)
         code = source + "".join(_CALL.format(name) for name in names)
-        command = (*GXX, *ALONE, f"-I{HERE / 'include'}", *kept)
+        command = (*COMMAND, *kept)
         before = head(self._folder, _HEAD + _CUPYS.match(source)[0], command, headers())
         try:
             library = built(self._folder, "kernels", code, ".cpp", [*command, *before], headers())

@@ -76,8 +76,8 @@ def show_for_good(cuda: CUDA, nvrtc_type: type = compiler.NVRTC, key: str = "") 
 
 
 def _key() -> str:
-    """What the compiler makes is no machine code, and changes with the headers."""
-    return sha256(compiler.headers().encode()).hexdigest()[:16]
+    """What the compiler makes is no machine code, and changes with the headers and with its options."""
+    return sha256(repr((compiler.COMMAND, compiler.headers())).encode()).hexdigest()[:16]
 
 
 @cache
