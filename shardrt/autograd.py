@@ -19,6 +19,7 @@ from shardrt.late import Late, Work
 from shardrt.tape import (
     WRITTEN,
     Edge,
+    Fill,
     Function,
     Keeper,
     Variable,
@@ -42,6 +43,7 @@ __all__ = [
     "WRITTEN",
     "Backward",
     "Edge",
+    "Fill",
     "Function",
     "Keeper",
     "Late",

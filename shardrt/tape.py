@@ -9,7 +9,7 @@ gradient where it belongs returns WRITTEN for it: the edge then carries order, b
 """
 
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
 from typing import Any, Protocol
@@ -18,6 +18,8 @@ from shardrt import device, late
 from shardrt.hooks import Hooks, RemovableHandle
 
 Array = Any
+# fill(first, stop, out, accumulate): writes, or adds, rows [first, stop) of a gradient to `out`.
+Fill = Callable[[int, int, Array, bool], None]
 
 
 class _Written:
@@ -161,6 +163,16 @@ class Variable:
         self.grad = device.current().empty(self.data.shape, self.data.dtype)
         return self.grad, False, WRITTEN
 
+    def put_rows(self, fill: Fill) -> Any:
+        """Put the gradient of this handle, a matrix, where it belongs, by calls of `fill`; gives the token.
+
+        As gradient_target, for an op that can make rows of the gradient by themselves. They may be asked for
+        later in this backward: what `fill` reads must stay as it is.
+        """
+        target, accumulate, token = self.gradient_target()
+        fill(0, len(target), target, accumulate)
+        return token
+
     def accumulate_gradient(self, gradient: Array) -> None:
         """Put an array that an op returned for this leaf where its gradient belongs."""
         target, accumulate, _ = self.gradient_target()
@@ -203,8 +215,8 @@ class Function:
 
     Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
 
-    The results in `again_cheap` (0 for the only one) can be made again by `again` from what is saved: who uses
-    one need not save it as well (functional/_again.py).
+    The results in `again_cheap` (0 for the only one) can be made again by `again` from what is saved: who
+    uses one need not save it as well (functional/_again.py).
 
     An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
     returned after forward, `resume` takes, and leaves the op as forward would have.

@@ -1,8 +1,8 @@
 """Fully sharded data parallelism.
 
-Read in this order, in which no file knows a later one: strategy, policy, layout, rows, process_groups, tree,
-group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching, schedule, buffers,
-boundary, tree_checks, checks, setup, dry_run, memory, full, replicas, options, api, wrap.
+Read in this order, in which no file knows a later one: strategy, policy, layout, rows, pieces,
+process_groups, tree, group, unit, nodes, collectives, plan, gathers, forward, trained, gradients, watching,
+schedule, buffers, boundary, tree_checks, checks, setup, dry_run, memory, full, replicas, options, api, wrap.
 """
 
 from shardrt.fsdp.api import fully_shard, register_forward_method, units

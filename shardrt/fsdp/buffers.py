@@ -18,12 +18,14 @@ from shardrt.device import Device
 from shardrt.fsdp import tree
 from shardrt.fsdp.group import GRADIENT_ROLES, ParameterGroup
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.pieces import Pieces
 from shardrt.fsdp.process_groups import ProcessGroups
 from shardrt.fsdp.rows import Rows
 from shardrt.fsdp.unit import Unit
 
 GRADIENT_SLOTS = 2  # one that backward fills while the other is reduced
 STAGING_SLOTS = 2  # one that is copied while the other is used
+IN_PIECES = 1 << 25  # bytes of full gradients from which on a unit around others makes them in pieces
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,6 +100,11 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
             _gradient(members[0], facts),
             min(GRADIENT_SLOTS, len(members)),
         )
+    inside = {(g.key, g.settings.cut): specs[g]["gradients"] for g in filling}
+    for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
+        slot = inside.get((group.key, group.settings.cut))
+        if slot is not None and _can_be_in_pieces(group, layouts[group], facts):
+            specs[group]["gradients"] = slot
     for group in groups:
         total = layouts[group].total
         specs[group].setdefault("gathered", Spec("gathered", total, _gathered(group, facts)))
@@ -202,6 +209,22 @@ def rows_of(group: ParameterGroup, layout: Layout) -> Rows | None:
     return Rows.plan(layout, group.trained, group.finds_unused)
 
 
+def pieces_of(group: ParameterGroup, layout: Layout, roles: dict[str, Spec]) -> Pieces | None:
+    """How the full gradients of the group are made; None where its slot holds all of them."""
+    slot = roles.get("gradients")
+    if slot is None or slot.count >= _length("gradients", group, layout):
+        return None
+    return Pieces.plan(layout, slot.count)
+
+
+def _can_be_in_pieces(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
+    """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies."""
+    long = layout.total * _gradient(group, facts).itemsize >= IN_PIECES
+    once = group.choices.micro_batches is None and not facts.no_sync and not group.placement.gradients
+    cut = layout.shards > 1 and layout.copies == 1
+    return long and once and cut and rows_of(group, layout) is None
+
+
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:
     """Elements of a buffer for this group alone."""
     if role in ("upload", "download"):
@@ -241,6 +264,10 @@ def _share(
 ) -> None:
     """One Spec, as long as the largest needs, for all `members`."""
     count = max(_length(role, group, layouts[group]) for group in members)
+    if role == "reduce_wire":  # of a group in pieces one piece is on the way
+        whole = [group for group in members if pieces_of(group, layouts[group], specs[group]) is None]
+        pieces = [specs[group]["gradients"].count for group in members if group not in whole]
+        count = max([_length(role, group, layouts[group]) for group in whole] + pieces)
     spec = Spec(role, count, dtype, min(slots, len(members)))
     for group in members:
         specs[group][role] = spec

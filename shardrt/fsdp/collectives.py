@@ -146,10 +146,17 @@ def _upload(device: Device, target: Array, shard: Array) -> None:
     host.drop(shard)
 
 
-def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collection[int]) -> None:
+def reduce(
+    group: ParameterGroup,
+    slot: Slot,
+    streams: Streams,
+    written: Collection[int],
+    part: tuple[int, int] | None = None,
+) -> None:
     """Sum the full gradients in `slot` over the ranks into the group's sharded gradient, or a part of it.
 
-    written: positions of the parameters that this rank has used.
+    written: positions of the parameters that this rank has used. part: (start, stop) of what the slot has of
+    each shard; None for all.
     `slot.free` is recorded when the slot has been read, `group.gradient_ready` when the sum is in its place.
     """
     if slot is group.sum.slot and group.ranks.copies is None and group.choices.divide_factor == 1:
@@ -159,7 +166,8 @@ def reduce(group: ParameterGroup, slot: Slot, streams: Streams, written: Collect
     streams.compute.record(slot.ready)
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
-        _sum(group, slot, written, sums[goes.buffer], goes.accumulate, stream, streams.device)
+        out = sums[goes.buffer] if part is None else sums[goes.buffer][slice(*part)]
+        _sum(group, slot, written, out, goes.accumulate, stream, streams.device)
         stream.record(slot.free)
         # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.
         for low in range(goes.buffer, goes.buffer - goes.merges, -1):
@@ -218,7 +226,7 @@ def _sum(
     ranks, rows, in_place = group.ranks, group.rows, slot is group.sum.slot
     # The factor is applied once, in float32, to the sum over all ranks: with copies that is the second one.
     scale = 1.0 / group.choices.divide_factor
-    wire, kind = _wire(group, slot, written, stream, device)
+    wire, kind = _wire(group, slot, out.size * group.layout.shards, written, stream, device)
     if ranks.copies is None and rows is None:
         ranks.reduce.reduce_scatter(
             out, wire, stream=stream, scale=scale, accumulate=accumulate, kind=kind, what=group.called
@@ -245,14 +253,15 @@ def _sum(
 
 
 def _wire(
-    group: ParameterGroup, slot: Slot, written: Collection[int], stream: Stream, device: Device
+    group: ParameterGroup, slot: Slot, count: int, written: Collection[int], stream: Stream, device: Device
 ) -> tuple[Array, str]:
     """The gradients as they are sent, and the kind of their bits if they are sent in 16.
 
+    count: elements in the slot, where there are no rows.
     One buffer serves all groups: everything that touches it is in the reduce stream, in order.
     """
     rows, kind = group.rows, ""
-    full = slot.array[: group.layout.total if rows is None else rows.full]
+    full = slot.array[: count if rows is None else rows.full]
     if group.key.reduce in dtypes.LOW:
         wire, kind = group.arenas["reduce_wire"].slots[0].array, group.key.reduce
     elif rows is not None:

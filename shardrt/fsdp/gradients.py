@@ -6,15 +6,18 @@ sooner than it is asked. So ranks do not meet where backward ends: they tell eac
 in a stream of the hosts.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
 
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.device import Event
+from shardrt.device.arena import Slot
 from shardrt.fsdp import collectives
 from shardrt.fsdp.group import OpenGradient, ParameterGroup, Streams
+from shardrt.fsdp.pieces import InPieces
 from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import Unit
 
@@ -70,15 +73,26 @@ class Gradients:
         """What was accumulated goes to the memory made anew, where other parameters may have a place too."""
         before, group.open_gradient = group.open_gradient, None
         opened = self.open(group)
+        if isinstance(before, InPieces):
+            before.move(opened.target, self._streams.compute)
+            return
         for position in before.written:
-            now, then = opened.views[position], before.views[position]
+            now, then = opened.target(position)[0], before.views[position]
             self._streams.compute.submit(self._streams.device.copy, now, then)
-        opened.written = before.written
 
-    def open(self, group: ParameterGroup) -> OpenGradient:
+    def open(self, group: ParameterGroup) -> OpenGradient | InPieces:
         """Memory for the full gradients of `group`, which backward is about to write."""
         if self._accumulates is None or self._trained.changed:
             self.have_slots()  # an op outside every forward
+        if group.pieces is not None:
+            dtype = group.arenas["gradients"].slots[0].array.dtype
+            group.open_gradient = InPieces(group.pieces, self._streams.device, dtype)
+        else:
+            group.open_gradient = group.opened(self._slot(group))
+        return group.open_gradient
+
+    def _slot(self, group: ParameterGroup) -> Slot:
+        """One that nobody reads any more."""
         slot = None if group.rows is not None else group.sum.slot
         arena = group.arenas["gradients"]
         if slot is not None:  # a pass that has raised may still have a reduction under way to it
@@ -89,28 +103,26 @@ class Gradients:
             arena.grow()
             slot = arena.acquire()
         self._streams.compute.wait(slot.free)  # the reduction of the group that had the slot has read it
-        group.open_gradient = group.opened(slot)
-        return group.open_gradient
+        return slot
 
     def discard(self, group: ParameterGroup) -> None:
         """Give back the slot of gradients that are not wanted any more."""
         slot, group.open_gradient = group.open_gradient.slot, None
+        if slot is None:
+            return
         self._streams.compute.record(slot.free)
         slot.give_back()
 
     def reduce(self, group: ParameterGroup) -> None:
         """Hand the full gradients of `group` to the reduce stream; it has opened them."""
         opened, group.open_gradient = group.open_gradient, None
-        _zero_unwritten(group, opened)
         wrote = bool(opened.written)
-        try:
-            collectives.reduce(group, opened.slot, self._streams, opened.written)
-        except BaseException:
-            for event in (opened.slot.free, group.gradient_ready):
-                self._streams.reduce.record(event)  # what was issued so far may still use the memory
-            raise
-        finally:
-            opened.slot.give_back()
+        if isinstance(opened, InPieces):
+            self._reduce_pieces(group, opened)
+        else:
+            _zero_unwritten(group, opened)
+            with self._handing_over(group, opened.slot):
+                collectives.reduce(group, opened.slot, self._streams, opened.written)
         group.sum.issued(group.trained)
         self._reduced.append(group)
         # Whether there is a gradient, this rank knows if it has written one now, or there was one before.
@@ -119,6 +131,27 @@ class Gradients:
             group.sum.touched = True  # the reduction tells of each parameter
         elif group in self._wrote or not group.sum.is_touched():
             group.sum.touched = self._wrote[group] = wrote or self._wrote.get(group, False)
+
+    def _reduce_pieces(self, group: ParameterGroup, opened: InPieces) -> None:
+        """Make the next piece while the one before is reduced, where there are two slots."""
+        for start, stop in opened.pieces:
+            slot = self._slot(group)
+            full = slot.array[: group.layout.shards * (stop - start)]
+            with self._handing_over(group, slot):
+                opened.write(start, stop, full, self._streams.compute)
+                collectives.reduce(group, slot, self._streams, opened.written, (start, stop))
+
+    @contextmanager
+    def _handing_over(self, group: ParameterGroup, slot: Slot) -> Iterator[None]:
+        """Give the slot back behind what is issued in a with block, also if that raises."""
+        try:
+            yield
+        except BaseException:
+            for event in (slot.free, group.gradient_ready):
+                self._streams.reduce.record(event)  # what was issued so far may still use the memory
+            raise
+        finally:
+            slot.give_back()
 
     def left_out(self, unit: Unit) -> list[ParameterGroup]:
         """The groups of `unit` that are still to be reduced when backward ends."""

@@ -13,11 +13,12 @@ from typing import Any, Protocol
 import numpy as np
 
 from shardrt import autograd, dtypes
-from shardrt.autograd import WRITTEN, Edge, Function
+from shardrt.autograd import WRITTEN, Edge, Fill, Function
 from shardrt.comm.protocol import Communicator
 from shardrt.device import Device, Stream, host
 from shardrt.device.arena import Arena, Slot
 from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.pieces import InPieces, Pieces
 from shardrt.fsdp.policy import Choices, Settings
 from shardrt.fsdp.process_groups import Axes, ProcessGroups
 from shardrt.fsdp.rows import Rows
@@ -60,6 +61,17 @@ class OpenGradient:
     views: dict[int, Array]  # by position of the parameter
     written: set[int] = field(default_factory=set)  # positions of the parameters written so far
 
+    def target(self, position: int) -> tuple[Array, bool]:
+        """Where the gradient of a parameter goes; whether to add to it."""
+        accumulate = position in self.written
+        self.written.add(position)
+        return self.views[position], accumulate
+
+    def put_rows(self, position: int, fill: Fill) -> None:
+        """Have all rows of a parameter's gradient written, or added."""
+        target, accumulate = self.target(position)
+        fill(0, len(target), target, accumulate)
+
 
 @dataclass
 class Streams:
@@ -83,7 +95,7 @@ class Runtime(Protocol):
 
     def readable(self, group: "ParameterGroup") -> bool: ...
 
-    def open_gradient(self, group: "ParameterGroup") -> OpenGradient: ...
+    def open_gradient(self, group: "ParameterGroup") -> OpenGradient | InPieces: ...
 
     def discard_gradient(self, group: "ParameterGroup") -> None: ...
 
@@ -136,11 +148,12 @@ class ParameterGroup(Storage):
         self.finds_unused = False  # as choices.find_unused, since the last forward began
         self.called = ""  # its name in collectives: the label, and what is trained if that has changed
         self.rows: Rows | None = None  # how gradients are sent; None: the flat buffer as it is
+        self.pieces: Pieces | None = None  # how full gradients are made; None: as a whole
         self.sum = GradientSum(choices)
         self.slot: Slot | None = None
         self.views: tuple[Array, ...] = ()
         self.full_views: tuple[Array, ...] | None = None  # full float32 values, lent by full_parameters
-        self.open_gradient: OpenGradient | None = None
+        self.open_gradient: OpenGradient | InPieces | None = None
         self.arenas: dict[str, Arena] = {}  # by role, see buffers.py
         # In the gathered slot, where that is this group's alone and holds nothing else of this rank's part:
         self.rounded: Rounded | None = None
@@ -364,13 +377,20 @@ class ParameterGroup(Storage):
         return Edge(self.built().unshard_node(self), 0, parameter)
 
     def gradient_target(self, parameter: Parameter) -> tuple[Array, bool, Any]:
+        opened, position = self._opened_for(parameter)
+        return *opened.target(position), WRITTEN
+
+    def put_rows(self, parameter: Parameter, fill: Fill) -> Any:
+        opened, position = self._opened_for(parameter)
+        opened.put_rows(position, fill)
+        return WRITTEN
+
+    def _opened_for(self, parameter: Parameter) -> tuple[OpenGradient | InPieces, int]:
+        """The full gradients, and the position of a parameter of which there is to be one."""
         position = self.position[id(parameter)]
         if position not in self.trained:
             raise RuntimeError(
                 f"parameter {parameter.name!r} was unfrozen after the forward had begun that used it; set "
                 "requires_grad before"
             )
-        opened = self.open_gradient or self.runtime.open_gradient(self)
-        accumulate = position in opened.written
-        opened.written.add(position)
-        return opened.views[position], accumulate, WRITTEN
+        return self.open_gradient or self.runtime.open_gradient(self), position

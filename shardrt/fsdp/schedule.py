@@ -23,6 +23,7 @@ from shardrt.fsdp.gathers import Gathers
 from shardrt.fsdp.gradients import Gradients
 from shardrt.fsdp.group import OpenGradient, ParameterGroup, Streams
 from shardrt.fsdp.nodes import Regather, Tape
+from shardrt.fsdp.pieces import InPieces
 from shardrt.fsdp.plan import Plan
 from shardrt.fsdp.trained import Trained
 from shardrt.fsdp.unit import State, Unit
@@ -230,7 +231,7 @@ class Schedule:
             return False
         return self.forward.depth > 0 or (unit.choices.held and unit.state is not State.STALE)
 
-    def open_gradient(self, group: ParameterGroup) -> OpenGradient:
+    def open_gradient(self, group: ParameterGroup) -> OpenGradient | InPieces:
         return self.gradients.open(group)
 
     def discard_gradient(self, group: ParameterGroup) -> None:

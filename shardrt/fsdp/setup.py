@@ -302,6 +302,7 @@ def _make_sums(group: ParameterGroup, specs: dict[str, Spec], facts: Facts) -> N
     if "used" in specs and group.sum.uses is None:
         group.sum.uses = _buffer(group, specs["used"], facts)
     group.rows = buffers.rows_of(group, group.layout)
+    group.pieces = buffers.pieces_of(group, group.layout, specs)
 
 
 def _buffer(group: ParameterGroup, spec: Spec, facts: Facts) -> np.ndarray:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt import device, dtypes
-from shardrt.autograd import Variable, contiguous
+from shardrt.autograd import Fill, Variable, contiguous
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -184,6 +184,16 @@ def chosen(condition: Array, x: Any, y: Any, shape: tuple[int, ...], dtype: Any)
     np.copyto(z, y)
     np.copyto(z, x, where=condition)
     return z
+
+
+def weight_gradient(x: Array, dy: Array) -> Fill:
+    """Rows of the gradient of a weight: x (rows, inputs), dy (rows, outputs) of its product."""
+
+    def fill(first: int, stop: int, out: Array, accumulate: bool) -> None:
+        own = dy if len(out) == dy.shape[1] else dy[:, first:stop]
+        kernels().linear.backward_weight(x, own, out, accumulate)
+
+    return fill
 
 
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:

@@ -37,11 +37,13 @@ def _add_rows(indices: Array, dy: Array, weight: Variable) -> tuple:
         table.fill(0)
         kernels().embedding.backward(flat(indices), rows(dy), table)
         return (in_time.put(weight, how.joined(table)),)
-    dweight, accumulate, token = weight.gradient_target()
-    if not accumulate:
-        dweight.fill(0)  # the kernel adds: most rows have no gradient
-    kernels().embedding.backward(flat(indices), rows(dy), dweight)
-    return (token,)
+
+    def fill(first: int, stop: int, out: Array, accumulate: bool) -> None:
+        if not accumulate:
+            out.fill(0)  # the kernel adds: most rows have no gradient
+        kernels().embedding.backward(flat(indices), rows(dy), out, first)
+
+    return (weight.put_rows(fill),)
 
 
 def embedding(indices: Any, weight: "Tensor") -> "Tensor":

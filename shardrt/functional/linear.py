@@ -20,6 +20,7 @@ from shardrt.functional._arrays import (
     product_dtype,
     rows,
     tensor,
+    weight_gradient,
 )
 from shardrt.functional.activation import gelu
 from shardrt.functional.in_parts import Columns, InParts, Rows
@@ -95,19 +96,19 @@ def _add_gradients(
     x: Array | None, factor: Array, dy: Array | None, weight: Variable | None, bias: Variable | None
 ) -> tuple:
     """Of the handles given; their tokens. factor: dy as products take it; dy itself is for the bias."""
-    linear, of_weight, of_bias = kernels().linear, None, None
+    linear, of_weight = kernels().linear, None
+    if bias is None:
+        return weight.put_rows(weight_gradient(rows(x), rows(factor))), None
     if weight is not None:
         *of_weight, weight_token = weight.gradient_target()
-    if bias is not None:
-        *of_bias, bias_token = bias.gradient_target()
-    if of_weight and of_bias and factor is dy:
+    *of_bias, bias_token = bias.gradient_target()
+    if of_weight and factor is dy:
         linear.backward_parameters(rows(x), rows(dy), *of_weight, *of_bias)
         return weight_token, bias_token
     if of_weight:
         linear.backward_weight(rows(x), rows(factor), *of_weight)
-    if of_bias:
-        linear.backward_bias(rows(dy), *of_bias)
-    return weight_token if of_weight else None, bias_token if of_bias else None
+    linear.backward_bias(rows(dy), *of_bias)
+    return weight_token if of_weight else None, bias_token
 
 
 class LinearGELU(Linear):

@@ -19,6 +19,7 @@ from shardrt.functional._arrays import (
     operands,
     rows,
     tensor,
+    weight_gradient,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
 from shardrt.functional.words import also
@@ -130,12 +131,10 @@ class LinearCrossEntropy(Function):
 def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: Variable) -> tuple:
     """Of what made the logits. left: a factor for each row that dlogits lack."""
     x2 = rows(x)
-    dweight, accumulate, token = weight.gradient_target()
     if left is not None:
         x2, unscaled = empty_like(x2), x2
         kernels().cross_entropy.scale_rows(unscaled, left, x2)
-    kernels().linear.backward_weight(x2, dlogits, dweight, accumulate)
-    return (token,)
+    return (weight.put_rows(weight_gradient(x2, dlogits)),)
 
 
 class ChunkedCrossEntropy(Function):

@@ -321,10 +321,18 @@ class Parameter(Tensor):
         return self.storage.edge(self)
 
     def gradient_target(self) -> tuple[Array, bool, Any]:
+        self._before_gradient()
+        return self.storage.gradient_target(self)
+
+    def put_rows(self, fill: autograd.Fill) -> Any:
+        self._before_gradient()
+        return self.storage.put_rows(self, fill)
+
+    def _before_gradient(self) -> None:
+        """An op is about to add to it."""
         if self._hooks and autograd.running() is not None:
             autograd.running().at_end(self._call_hooks, hook=True)
         late.settle(self)
-        return self.storage.gradient_target(self)
 
     def register_hook(self, hook: Any) -> RemovableHandle:
         """Raises RuntimeError: the whole gradient of a parameter is never there as one array of its own."""

@@ -196,6 +196,12 @@ class Storage(ABC):
     def gradient_target(self, parameter: "Parameter") -> tuple[Array, bool, Any]:
         """As Variable.gradient_target."""
 
+    def put_rows(self, parameter: "Parameter", fill: autograd.Fill) -> Any:
+        """As Variable.put_rows."""
+        target, accumulate, token = self.gradient_target(parameter)
+        fill(0, len(target), target, accumulate)
+        return token
+
     @abstractmethod
     def zero_grad(self) -> None:
         """Forget the gradient."""

@@ -18,7 +18,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import HostWait, Program, Wait
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import buffers, fully_shard
 from shardrt.simulate.races import races, without_values
 from shardrt.simulate.script import record_of
 from tests.races.recorded import recorded
@@ -43,6 +43,8 @@ CONFIGURATIONS = (
     (CUDADevice, ("unused units", "in backward")),
     (CUDADevice, ("given up",)),
     (CUDADevice, ("frozen later",)),
+    (CUDADevice, ("in pieces",)),
+    (CPUDevice, ("in pieces",)),
 )
 
 # By "file function: who waits", those that no configuration above misses alone: the others that cover it, one
@@ -51,13 +53,13 @@ END, KEPT = (
     "fsdp/gradients.py end_backward: self._streams.compute.wait(group.gradient_ready)",
     "nn/storage.py complete_gradient: device.of(gradient).current_stream.wait(self.gradient_ready)",
 )
-OPEN = "fsdp/gradients.py open: self._streams.compute.wait(slot.free)"
+OPEN = "fsdp/gradients.py _slot: self._streams.compute.wait(slot.free)"
 REFRESH = "fsdp/gathers.py refresh: streams.gather.wait(self._shards_ready)"
 FREED = "fsdp/collectives.py reduce: streams.upload.wait(staged.free)"
 COVERED = {
     END: [KEPT],
     "fsdp/collectives.py _rounded: streams.gather.wait(slot.free)": [REFRESH],
-    "fsdp/gradients.py open: self._streams.compute.wait(group.gradient_ready)": [END, KEPT, OPEN],
+    "fsdp/gradients.py _slot: self._streams.compute.wait(group.gradient_ready)": [END, KEPT, OPEN],
     "fsdp/collectives.py reduce: streams.upload.wait(group.gradient_ready)": [
         FREED,
         "fsdp/gathers.py refresh: streams.upload.wait(self._shards_ready)",
@@ -98,14 +100,15 @@ SITES = {name: site for path in FILES for name, site in waits_in(path)}
 def steps(name):
     """Of three blocks and what is around them: a step, something else, a step."""
     mesh, tokens = init_device_mesh("auto"), np.zeros((2, 16), np.int64)
-    model = GPT(GPTConfig(3, 2, 16, 16, 16))
+    model = GPT(GPTConfig(3, 2, 16, 16, 1024 if name == "in pieces" else 16))
     for block in model.blocks:
         fully_shard(offload_activations(block) if name == "given up" else block, mesh=mesh)
     fully_shard(model, mesh=mesh)
     optimizer = optim.AdamW(model.parameters(), lr=1e-3)
 
     def step():
-        F.cross_entropy(model(tokens), tokens).backward()
+        loss = model(tokens, tokens) if name == "in pieces" else F.cross_entropy(model(tokens), tokens)
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -127,8 +130,11 @@ def steps(name):
 @cache
 def program_of(like, names, directory):
     """Without the values that the host asks for, whose waits hide others."""
-    if names[0] in ("given up", "frozen later"):
-        (program,) = record_of(lambda: steps(*names), 2, like=like)
+    if names[0] in ("given up", "frozen later", "in pieces"):
+        with pytest.MonkeyPatch.context() as patch:
+            if names[0] == "in pieces":
+                patch.setattr(buffers, "IN_PIECES", 0)
+            (program,) = record_of(lambda: steps(*names), 2, like=like)
     else:
         (program,) = recorded(names, directory, like)
     return without_values(program)

@@ -1,0 +1,264 @@
+"""Full gradients in pieces: the same bits as whole ones, in slots that the units inside have as well."""
+
+from functools import cache
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from shardrt import Tensor, device, optim
+from shardrt import functional as F
+from shardrt.checkpoint import full_state_dict
+from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, units
+from shardrt.fsdp.layout import Layout
+from shardrt.fsdp.pieces import FEW, InPieces, Pieces
+
+WIDTH, WORDS = 24, 997
+TOKENS = np.random.default_rng(0).integers(0, WORDS, (12, 16))
+BATCHES = [np.random.default_rng(i).integers(0, WORDS, (12, 16)) for i in range(3)]
+
+
+class Stops(GPT):
+    """Whose backward can raise at its end, when the gradient of the head has been left."""
+
+    fails = False
+
+    def embedded(self, tokens, positions):
+        x = super().embedded(tokens, positions)
+        if self.fails:
+            x.register_hook(self.stop)
+        return x
+
+    def stop(self, gradient):
+        raise OverflowError("stopped")
+
+
+def gpt(mesh, **settings):
+    shardrt.manual_seed(1)
+    model = Stops(GPTConfig(n_layer=2, n_head=2, n_embd=WIDTH, block_size=16, vocab_size=WORDS))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **settings)
+    return fully_shard(model, mesh=mesh, **settings)
+
+
+@pytest.fixture
+def all_in_pieces(monkeypatch):
+    monkeypatch.setattr(buffers, "IN_PIECES", 0)
+
+
+def trained(way="usual", shape=None, **settings):
+    """(weights after three steps, reductions of the last, whether the root has the blocks' slots)."""
+    made = []
+    wrap = lambda inner: made.append(CountedCommunicator(inner)) or made[-1]  # noqa: E731
+    mesh = init_device_mesh("auto", shape, wrap=wrap)
+    model = gpt(mesh, **settings)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2, in_backward=way == "in backward")
+    own = [np.array_split(batch, mesh.world.size)[mesh.world.rank] for batch in BATCHES]
+
+    def backward(tokens):
+        logits = way == "logits"
+        (F.cross_entropy(model(tokens), tokens) if logits else model(tokens, tokens)).backward()
+
+    for tokens in own:
+        before = sum(each.calls["reduce_scatter"] for each in made)
+        if way == "accumulated":
+            with no_sync(model):
+                backward(tokens[:1])
+        if way == "twice":
+            backward(tokens[:1])
+        backward(tokens)
+        if way != "in backward":
+            optimizer.step()
+        optimizer.zero_grad()
+    reductions = sum(each.calls["reduce_scatter"] for each in made) - before
+    arenas = [unit.groups[0].arenas["gradients"] for unit in units(model)]
+    return full_state_dict(model), reductions, arenas[0] is arenas[1]
+
+
+@cache
+def whole(ranks, way="usual", low=False):
+    """`trained` with whole gradients."""
+    assert 4 * WORDS * WIDTH < buffers.IN_PIECES
+    return thread.run(ranks, trained, way, **policy(low))[0]
+
+
+def policy(low):
+    return {"mp_policy": MixedPrecisionPolicy(param_dtype="bfloat16")} if low else {}
+
+
+def check_equal(one, other):
+    assert list(one) == list(other)
+    for name, values in one.items():
+        np.testing.assert_array_equal(values, other[name], err_msg=name)
+
+
+@pytest.mark.parametrize("way", ["usual", "twice", "logits", "in backward", "accumulated"])
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_the_same_bits_as_whole(ranks, way, request):
+    expected, few, apart = whole(ranks, way)
+    request.getfixturevalue("all_in_pieces")
+    weights, reductions, shared = thread.run(ranks, trained, way)[0]
+    check_equal(expected, weights)
+    assert not apart
+    if way == "accumulated":  # what waits for a later backward has a place of its own
+        assert reductions == few and not shared
+    else:
+        assert reductions >= few + 2 and shared
+
+
+@pytest.mark.parametrize("strategy", ["SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD", "HYBRID_SHARD"])
+def test_the_same_bits_for_every_strategy(strategy, request):
+    expected, few, _ = whole(4)
+    request.getfixturevalue("all_in_pieces")
+    shape = (2, 2) if strategy.startswith("HYBRID") else None
+    weights, _, shared = thread.run(4, trained, shape=shape, strategy=strategy)[0]
+    check_equal(expected, weights)
+    assert shared == (strategy == "SHARD_GRAD_OP")  # the others' are reduced more than once, or not cut
+
+
+def test_what_travels_in_16_bits_is_in_pieces_too(request):
+    expected, few, _ = whole(2, low=True)
+    request.getfixturevalue("all_in_pieces")
+    weights, reductions, shared = thread.run(2, trained, **policy(True))[0]
+    check_equal(expected, weights)
+    assert reductions >= few + 2 and shared
+
+
+def planned():
+    model = gpt(init_device_mesh("auto"), **policy(True))
+    own = BATCHES[0][:4]
+    plan = memory_plan(model, step=lambda: model(own, own).backward()).device
+    model(own, own).backward()
+    sizes = [unit.groups[0].layout.total for unit in units(model)]
+    arenas = units(model)[0].groups[0].arenas
+    made = {role: [slot.array.nbytes for slot in arenas[role].slots] for role in ("gradients", "reduce_wire")}
+    return plan, made, sizes
+
+
+def test_the_plan_and_the_arenas_have_no_whole_gradient(all_in_pieces):
+    plan, made, (root, block, _) = thread.run(2, planned)[0]
+    assert root > 3 * block
+    assert made == {"gradients": 2 * [4 * block], "reduce_wire": [2 * block]}
+    assert plan["full gradients"] == 8 * block and plan["16-bit gradients on the way"] == 2 * block
+
+
+def stopped_before():
+    model = gpt(init_device_mesh("auto"))
+    tokens = BATCHES[0][:2]
+    found = []
+    for fails in (False, True, False):
+        model.fails = fails
+        loss = model(tokens, tokens)
+        group = units(model)[0].groups[0]
+        if fails:
+            with pytest.raises(OverflowError):
+                loss.backward()
+            assert isinstance(group.open_gradient, InPieces)
+            model.zero_grad()
+            assert group.open_gradient is None
+        else:
+            loss.backward()
+            found.append([parameter.grad.copy() for parameter in model.parameters()])
+            model.zero_grad()
+        assert group.arenas["gradients"].in_use == 0
+    return all((a == b).all() for a, b in zip(*found, strict=True))
+
+
+def test_a_backward_that_raises_leaves_nothing(all_in_pieces):
+    assert all(thread.run(2, stopped_before))
+
+
+def accumulated_since():
+    """no_sync around backward alone: what was collected goes to a whole gradient made later."""
+    model = gpt(init_device_mesh("auto"))
+    first, second = BATCHES[0][:1], BATCHES[1][:1]
+    loss = model(first, first)
+    with no_sync(model):
+        loss.backward()
+    group = units(model)[0].groups[0]
+    collected = isinstance(group.open_gradient, InPieces)
+    model(second, second).backward()
+    found = [parameter.grad.copy() for parameter in model.parameters()]
+    model.zero_grad()
+    with no_sync(model):
+        model(first, first).backward()
+    assert not isinstance(group.open_gradient, InPieces)
+    model(second, second).backward()
+    usual = [parameter.grad for parameter in model.parameters()]
+    return collected, all((a == b).all() for a, b in zip(found, usual, strict=True))
+
+
+def test_what_is_collected_moves_to_a_whole_gradient(all_in_pieces):
+    assert thread.run(2, accumulated_since) == [(True, True)] * 2
+
+
+# -- pieces themselves
+
+
+@pytest.mark.parametrize("shapes", [[(40, 24), (7,)], [(5,), (40, 24), (3, 3)], [(41, 7), (2, 5)]], ids=str)
+@pytest.mark.parametrize("shards", [1, 2, 3])
+@pytest.mark.parametrize("count", [100, 333, 10_000])
+def test_every_element_is_made_once(shapes, shards, count):
+    """A matrix by rows, with two terms; a vector as an array; another matrix not at all."""
+    here = device.get("cpu")
+    layout = Layout.plan([(str(i), shape) for i, shape in enumerate(shapes)], shards)
+    pieces = Pieces.plan(layout, max(count, 16 * shards))
+    opened = InPieces(pieces, here, np.float32)
+    matrix = max(range(len(shapes)), key=lambda i: np.prod(shapes[i]))
+    values = np.random.default_rng(0).standard_normal(shapes[matrix]).astype(np.float32)
+
+    def fill(first, stop, out, accumulate):
+        assert stop - first == len(out) >= min(FEW, len(values))
+        out[...] = out + values[first:stop] if accumulate else values[first:stop]
+
+    opened.put_rows(matrix, fill)
+    opened.put_rows(matrix, fill)
+    other = 1 - matrix if len(shapes) == 2 else 0
+    array, accumulate = opened.target(other)
+    assert not accumulate
+    array[...] = np.arange(array.size).reshape(array.shape)
+    expected = np.zeros(layout.total, np.float32)
+    for position, found in ((matrix, values + values), (other, array)):
+        entry = layout.entries[position]
+        expected[entry.offset : entry.stop] = found.reshape(-1)
+    made = np.full(layout.total, np.nan, np.float32).reshape(shards, -1)
+    for start, stop in pieces:
+        out = np.full(shards * (stop - start), np.nan, np.float32)
+        assert out.size <= max(count, 16 * shards)
+        opened.write(start, stop, out, here.current_stream)
+        made[:, start:stop] = out.reshape(shards, -1)
+    np.testing.assert_array_equal(made.reshape(-1), expected)
+
+
+def test_an_array_that_is_asked_for_has_what_was_left_before():
+    layout = Layout.plan([("a", (20, 4))], 2)
+    opened = InPieces(Pieces.plan(layout, 32), device.get("cpu"), np.float64)
+    ones = lambda first, stop, out, accumulate: out.__setitem__(..., 1 + out if accumulate else 1)  # noqa: E731
+    opened.put_rows(0, ones)
+    array, accumulate = opened.target(0)
+    assert accumulate and (array == 1).all()
+    opened.put_rows(0, ones)
+    assert (array == 2).all() and opened.target(0) == (array, True)
+
+
+def test_an_ops_rows_are_those_of_its_whole_gradient():
+    """What the two ops leave: rows of the gradient of a head, and of an embedding."""
+    x = Tensor(np.random.default_rng(0).standard_normal((33, WIDTH)).astype(np.float32), requires_grad=True)
+    left = []
+
+    class Weight(Tensor):
+        def put_rows(self, fill):
+            left.append(fill)
+            return super().put_rows(fill)
+
+    table = np.random.default_rng(1).standard_normal((300, WIDTH)).astype(np.float32)
+    weight = Weight(table, requires_grad=True)
+    tokens = np.arange(33) * 7
+    F.linear_cross_entropy(x + F.embedding(tokens, weight), weight, tokens, chunk=0).backward()
+    rows = np.empty((100, WIDTH), np.float32)
+    for number, fill in enumerate(left):
+        fill(100, 200, rows, number > 0)
+    assert len(left) == 2
+    np.testing.assert_array_equal(rows, weight.grad[100:200])
