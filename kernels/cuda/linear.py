@@ -14,6 +14,9 @@ from shardrt.kernels.cuda.reduce import ROWS, column_grid, column_sum, combine_b
 Array = Any
 
 INPUT_AGAIN = False  # whether a norm or an activation is to make an input again for backward, not keep it
+BLOCK = (
+    1 << 62
+)  # cublasLt chooses by sizes, so rows of a weight's gradient need not have the bits of the whole
 
 
 def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
@@ -71,9 +74,13 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
     return bool(dy.size) and _launch.backend().gemm_gelu_backward(dy, weight, inner, dinner, apart)
 
 
-def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> None:
-    """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to."""
-    matmul(dy.T, x, dweight, accumulate=accumulate)
+def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> None:
+    """x (rows, inputs), dy (rows, outputs) -> dweight (outputs, inputs), written or added to.
+
+    dweight may be some of these rows, those from `first` on.
+    """
+    own = dy if len(dweight) == dy.shape[1] else dy[:, first : first + len(dweight)]
+    matmul(own.T, x, dweight, accumulate=accumulate)
 
 
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:

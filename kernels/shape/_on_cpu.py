@@ -23,6 +23,7 @@ ON_CPU = {
     "cross_entropy.LEAVES_SCALE": False,
     "cross_entropy.backward_in_place": _backward_in_place,
     "cross_entropy.forward_in_place": cross_entropy.forward,
+    "linear.BLOCK": 4096,
     "linear.INPUT_AGAIN": True,
     "linear.backward_input_gelu": _backward_input_gelu,
 }

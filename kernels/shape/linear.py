@@ -9,6 +9,7 @@ from shardrt.kernels.shape.matmul import matmul
 from shardrt.kernels.shape.reduce import ROWS, column_sum
 
 INPUT_AGAIN = False
+BLOCK = 1 << 62
 _MULTIPLE = 8  # of columns that a GELU in an epilogue takes
 
 
@@ -47,8 +48,9 @@ def backward_input_gelu(dy: Array, weight: Array, inner: Array, dinner: Array) -
     return found._replace(value=True)
 
 
-def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool) -> Cost:
-    return matmul(dy.T, x, dweight, accumulate=accumulate)
+def backward_weight(x: Array, dy: Array, dweight: Array, accumulate: bool, first: int = 0) -> Cost:
+    own = dy if len(dweight) == dy.shape[1] else dy[:, first : first + len(dweight)]
+    return matmul(own.T, x, dweight, accumulate=accumulate)
 
 
 def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> Cost:

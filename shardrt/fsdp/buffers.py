@@ -218,10 +218,14 @@ def pieces_of(group: ParameterGroup, layout: Layout, roles: dict[str, Spec]) -> 
 
 
 def _can_be_in_pieces(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
-    """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies."""
+    """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies.
+
+    On a device whose products give rows of a result the bits of the whole.
+    """
     long = layout.total * _gradient(group, facts).itemsize >= IN_PIECES
     once = group.choices.micro_batches is None and not facts.no_sync and not group.placement.gradients
     cut = layout.shards > 1 and layout.copies == 1
+    long = long and facts.device.products_on_host
     return long and once and cut and rows_of(group, layout) is None
 
 

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from shardrt import device, dtypes
-from shardrt.autograd import Fill, Variable, contiguous
+from shardrt.autograd import Variable, contiguous
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -186,14 +186,21 @@ def chosen(condition: Array, x: Any, y: Any, shape: tuple[int, ...], dtype: Any)
     return z
 
 
-def weight_gradient(x: Array, dy: Array) -> Fill:
-    """Rows of the gradient of a weight: x (rows, inputs), dy (rows, outputs) of its product."""
+def put_weight_gradient(weight: Variable, x: Array, dy: Array) -> Any:
+    """Put it where it belongs, by rows if these have the bits of the whole; gives the token.
+
+    x (rows, inputs), dy (rows, outputs) of the product with the weight.
+    """
+    linear = kernels().linear
 
     def fill(first: int, stop: int, out: Array, accumulate: bool) -> None:
-        own = dy if len(out) == dy.shape[1] else dy[:, first:stop]
-        kernels().linear.backward_weight(x, own, out, accumulate)
+        linear.backward_weight(x, dy, out, accumulate, first)
 
-    return fill
+    if dy.shape[1] > linear.BLOCK:
+        return weight.put_rows(fill)
+    target, accumulate, token = weight.gradient_target()
+    linear.backward_weight(x, dy, target, accumulate)
+    return token
 
 
 def sum_to(gradient: Array, shape: tuple[int, ...]) -> Array:

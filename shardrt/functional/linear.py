@@ -18,9 +18,9 @@ from shardrt.functional._arrays import (
     kernels,
     operands,
     product_dtype,
+    put_weight_gradient,
     rows,
     tensor,
-    weight_gradient,
 )
 from shardrt.functional.activation import gelu
 from shardrt.functional.in_parts import Columns, InParts, Rows
@@ -98,7 +98,7 @@ def _add_gradients(
     """Of the handles given; their tokens. factor: dy as products take it; dy itself is for the bias."""
     linear, of_weight = kernels().linear, None
     if bias is None:
-        return weight.put_rows(weight_gradient(rows(x), rows(factor))), None
+        return put_weight_gradient(weight, rows(x), rows(factor)), None
     if weight is not None:
         *of_weight, weight_token = weight.gradient_target()
     *of_bias, bias_token = bias.gradient_target()

@@ -17,9 +17,9 @@ from shardrt.functional._arrays import (
     for_product,
     kernels,
     operands,
+    put_weight_gradient,
     rows,
     tensor,
-    weight_gradient,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
 from shardrt.functional.words import also
@@ -134,7 +134,7 @@ def _add_weight_gradient(x: Array, dlogits: Array, left: Array | None, weight: V
     if left is not None:
         x2, unscaled = empty_like(x2), x2
         kernels().cross_entropy.scale_rows(unscaled, left, x2)
-    return (weight.put_rows(weight_gradient(x2, dlogits)),)
+    return (put_weight_gradient(weight, x2, dlogits),)
 
 
 class ChunkedCrossEntropy(Function):

@@ -1,5 +1,7 @@
 """functional/linear.py: gradients against differences; where the weight's gradient goes."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 
@@ -8,7 +10,8 @@ from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.autograd import WRITTEN
-from shardrt.kernels.cpu import linear
+from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _choice, linear
 from shardrt.recompute import checkpoint
 from tests.gradcheck import LAYOUTS, check_direction, check_gradients, contiguous, leaf, normal
 
@@ -277,6 +280,30 @@ def test_sizes_that_do_not_fit_are_an_error(x, weight, bias, text):
 def test_dtypes_do_not_mix():
     with pytest.raises(TypeError, match="x float32, weight float64"):
         F.linear(normal(3, 4).astype(np.float32), normal(2, 4))
+
+
+@pytest.mark.parametrize("accumulate", [False, True])
+@pytest.mark.parametrize("way", ["blas", "onednn"])
+@pytest.mark.parametrize("low", [False, True])
+@pytest.mark.parametrize("rows, inputs, outputs", [(64, 96, 5003), (33, 65, 4097), (200, 64, 9001)])
+def test_rows_of_a_weights_gradient_have_the_bits_of_the_whole(
+    rows, inputs, outputs, low, way, accumulate, monkeypatch
+):
+    """Whoever computes it; outputs are more than a block."""
+    if way == "onednn" and (onednn.library() is None or (low and not onednn.computes_bf16())):
+        pytest.skip("no oneDNN, or none for bfloat16 on this processor")
+    monkeypatch.setattr(_choice, "choose", lambda *_: way)
+    monkeypatch.setattr(_choice, "LEAST", 0)
+    x, dy = (normal(rows, count, seed=count).astype(np.float32) for count in (inputs, outputs))
+    if low:
+        x, dy = ((array.view(np.uint32) >> 16).astype(np.uint16) for array in (x, dy))
+    before = normal(outputs, inputs, seed=3).astype(np.float32)
+    whole = before.copy()
+    linear.backward_weight(x, dy, whole, accumulate)
+    made, places = before.copy(), [0, 16, 33, 700, outputs - 300, outputs]
+    for first, stop in pairwise(places):
+        linear.backward_weight(x, dy, made[first:stop], accumulate, first)
+    np.testing.assert_array_equal(made, whole)
 
 
 @pytest.mark.torch
