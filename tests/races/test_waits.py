@@ -54,12 +54,12 @@ END, KEPT = (
 )
 OPEN = "fsdp/gradients.py _slot: self._streams.compute.wait(slot.free)"
 REFRESH = "fsdp/gathers.py refresh: streams.gather.wait(self._shards_ready)"
-FREED = "fsdp/collectives.py reduce: streams.upload.wait(staged.free)"
+FREED = "fsdp/collectives.py _reduce_to_host: streams.upload.wait(staged.free)"
 COVERED = {
     END: [KEPT],
     "fsdp/collectives.py _rounded: streams.gather.wait(slot.free)": [REFRESH],
     "fsdp/gradients.py _slot: self._streams.compute.wait(group.gradient_ready)": [END, KEPT, OPEN],
-    "fsdp/collectives.py reduce: streams.upload.wait(group.gradient_ready)": [
+    "fsdp/collectives.py _reduce_to_host: streams.upload.wait(group.gradient_ready)": [
         FREED,
         "fsdp/gathers.py refresh: streams.upload.wait(self._shards_ready)",
     ],
