@@ -31,6 +31,7 @@ from bench.training import Training, gathered
 from shardrt.comm import init_device_mesh, world
 from shardrt.fsdp import buffers, memory_plan
 from shardrt.kernels.cpu import linear
+from shardrt.kernels.shape import ON_CPU
 from shardrt.train.errors import USAGE, one_line
 
 # Name -> (rows of logits at a time, whole gradients of long units, inputs kept that could be made again).
@@ -95,11 +96,12 @@ def set_to(way: str) -> Iterator[None]:
     before = buffers.IN_PIECES, linear.INPUT_AGAIN
     _, whole, kept = WAYS[way]
     buffers.IN_PIECES = sys.maxsize if whole else before[0]
-    linear.INPUT_AGAIN = before[1] and not kept
+    linear.INPUT_AGAIN = ON_CPU["linear.INPUT_AGAIN"] = before[1] and not kept  # the second is for the plan
     try:
         yield
     finally:
         buffers.IN_PIECES, linear.INPUT_AGAIN = before
+        ON_CPU["linear.INPUT_AGAIN"] = before[1]
 
 
 def measure(options: argparse.Namespace, workload: w.Job) -> None:

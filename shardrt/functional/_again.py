@@ -41,8 +41,3 @@ def to_save(node: Function, position: int, x: Array) -> "Array | Again":
     if maker is None or edge.index not in maker.again_cheap or not kernels().linear.INPUT_AGAIN:
         return x
     return Again(maker, edge.index)
-
-
-def saved(x: "Array | Again | None") -> Array | None:
-    """The array that `to_save` stands for."""
-    return x.array() if type(x) is Again else x

@@ -50,10 +50,11 @@ class Linear(Function):
         return kept[0]
 
     def _input(self, x: Array, low: Array) -> Any:
-        """What is saved of x. low: x as the product takes it; saved where that is narrower."""
+        """What is saved of x, if it can't be made again: `low`, x as the product takes it."""
         if not self.needs[1]:
             return None
-        return low if low is not x else _again.to_save(self, 0, x)
+        saved = _again.to_save(self, 0, x)
+        return low if saved is x else saved
 
     def backward(self, dy: Array) -> tuple:
         return self._gradients(*self.saved, dy)
@@ -69,7 +70,9 @@ class Linear(Function):
             dx = self._input_gradient(matrix, factor)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
         whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
-        return dx, *autograd.later(_add_gradients, _again.saved(x), factor, whole, into=into)
+        if type(x) is _again.Again:
+            x = for_product(x.array(), factor)
+        return dx, *autograd.later(_add_gradients, x, factor, whole, into=into)
 
     def _input_gradient(self, matrix: Array, dy: Array) -> Array:
         """Of x; of what goes into the GELU that made x, if one product makes that, and that op is told."""
