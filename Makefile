@@ -22,7 +22,7 @@ export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check gpu softgpu docs lint clean
+.PHONY: help setup train test check hosts gpu softgpu docs lint clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -39,6 +39,9 @@ test: $(FOR_TESTS) ## run all tests, JOBS=3 at a time; against PyTorch if it can
 
 check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
+
+hosts: $(FOR_TESTS) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
+	$(BIN)/python -m pytest -q tests/hosts $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .

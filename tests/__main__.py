@@ -1,7 +1,7 @@
 """All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
-runs them on a GPU.) Then those whose jobs must end in time and mostly wait, two at a time, and those that
+runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly wait, two at a time, and those that
 measure time, one after the other.
 """
 
@@ -47,12 +47,12 @@ def main() -> int:
     parser.add_argument("-n", dest="jobs", default="3", help="tests at a time (3)")
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
-    parts = [[*beside, "-m", QUICK if options.quick else "not timed and not serial"]]
+    parts = [[*beside, "-m", QUICK if options.quick else "not timed and not serial and not hosts"]]
     parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
         parts += [] if named(others) or missing() else [[*beside, *software()]]
-        parts += [["-n", "2", "--maxschedchunk", "1", "-m", "timed", *files_with("timed", others)]]
-        parts += [["-m", "serial", *files_with("serial", others)]]
+        parts += [["-n", "2", "--maxschedchunk", "1", "-m", "timed and not hosts", *files_with("timed", others)]]
+        parts += [["-m", "serial and not hosts", *files_with("serial", others)]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]

@@ -14,6 +14,7 @@ import pytest
 from shardrt.comm import thread
 
 ROOT = Path(__file__).parent.parent
+on_hosts: tuple[str, dict[str, str]] | None = None  # an mpirun, and its variables: see tests/hosts/hosts.py
 _LAUNCHERS = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_", "HYDRA_", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 
 
@@ -23,6 +24,11 @@ def run_ranks(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def mpirun_path() -> str:
+    """What starts jobs: on hosts where those were made, else `own_mpirun`."""
+    return own_mpirun() if on_hosts is None else on_hosts[0]
+
+
+def own_mpirun() -> str:
     """The mpirun beside this Python, or else of the system; skips the test where there is none at all."""
     beside = Path(sys.executable).parent / "mpirun"
     found = str(beside) if beside.exists() else shutil.which("mpirun")
@@ -44,6 +50,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
     """
     dropped = (name for name in os.environ if name.startswith(_LAUNCHERS) or name.endswith("_NUM_THREADS"))
     kept = {name: os.environ[name] for name in os.environ.keys() - set(dropped)}
+    kept |= on_hosts[1] if on_hosts is not None else {}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables
 
 

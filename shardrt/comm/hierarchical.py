@@ -2,21 +2,29 @@
 
 A gathered buffer is one physical buffer per node: every rank fetches the slices of its counterparts on the
 other nodes straight into it, so that each slice crosses the network once per node, not once per rank.
-Everything else goes through MPI over all ranks: the tree of a sum must be the same wherever the ranks are, so
-a sum cannot be added up per node first.
+
+A sum is made in the memory of each node first where whole nodes are subtrees of the tree over ranks, so that
+its bits are those of ranks anywhere: 2, 4, 8, ... ranks on each, which follow one another. Then each rank
+sends its counterparts sums of their nodes, and 1/ranks-per-node of the bytes crosses the network. Everything
+else, and what is little, goes through MPI over all ranks.
 """
 
 import warnings
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
 from mpi4py import MPI
 
+from shardrt.comm import outbox
 from shardrt.comm.calls import Names
-from shardrt.comm.mpi import MPICommunicator
+from shardrt.comm.mpi import _CHUNK, _SCRATCH, _TAG, MPICommunicator, _pieces
+from shardrt.comm.patience import Patience
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
 from shardrt.comm.segments import Segments, SharedMemoryUnavailable
 from shardrt.comm.shm import ShmCommunicator
+from shardrt.faults.failure import PeerFailed
 
 
 def create(mpi: MPI.Intracomm, node: int | None = None, names: Names | None = None) -> Communicator:
@@ -67,7 +75,11 @@ class HierarchicalCommunicator(MPICommunicator):
         self._segments = segments
         self._node = node
         self._across = mpi.Split(local.rank, mpi.rank)
-        self._counterparts = self._across.allgather(mpi.rank)
+        self._counterparts = self._across.allgather(mpi.rank)  # by node
+        self._across_patience = Patience(self._across)
+        here = self._across.rank * local.size + local.rank
+        self._nested = all(mpi.allgather(here == mpi.rank and not local.size & (local.size - 1)))
+        self.bytes_across = 0  # that all_gather and reduce_scatter have sent from this rank to other nodes
 
     def split(self, color: int | None, key: int) -> Communicator | None:
         mpi = self._split(color, key)
@@ -79,9 +91,7 @@ class HierarchicalCommunicator(MPICommunicator):
         return HierarchicalCommunicator(self._mpi.Dup(), local, self._segments, self._node, self._names)
 
     def allocate(self, count: int, dtype: Any, *, shared: bool) -> np.ndarray:
-        if shared:
-            return self._local.allocate(count, dtype, shared=True)
-        return super().allocate(count, dtype, shared=False)
+        return self._local.allocate(count, dtype, shared=shared)
 
     def close(self) -> None:
         self._across.Free()
@@ -89,11 +99,92 @@ class HierarchicalCommunicator(MPICommunicator):
         super().close()
 
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
-        place = self._segments.find(buffer)
-        if place is None:
+        place, n = self._segments.find(buffer), buffer.size // self.size
+        shared = place is not None and place.segment.shared
+        if not shared and (not self._nested or self._teller.fits(n * buffer.itemsize, False)):
             return super()._all_gather(buffer, what)
-        self._meet("all_gather", buffer, 0, what, "", place.word)
-        n = buffer.size // self.size
-        places = ([n] * self._across.size, [rank * n for rank in self._counterparts])
-        self._across.Allgatherv(MPI.IN_PLACE, [buffer, places])
-        return self._local._all_gather(buffer, what)  # until every rank of the node has fetched its part
+        self._meet("all_gather", buffer, 0, what, "", 0 if place is None else place.word)
+        slices = [buffer[rank * n : (rank + 1) * n] for rank in self._counterparts]
+        own = slices[self._across.rank]
+        self._finish(self._exchange_across([own] * len(slices), slices), "all_gather", buffer)
+        if shared:
+            return self._local._all_gather(buffer, what)  # until every rank of the node has fetched its part
+        for rows in buffer.reshape(self._across.size, -1):  # of each node
+            self._local._all_gather(rows, what)
+        return None
+
+    def _reduce_scatter(
+        self,
+        output: np.ndarray,
+        buffer: np.ndarray,
+        scale: float,
+        accumulate: bool,
+        op: str,
+        kind: str,
+        what: str,
+    ) -> None:
+        place = self._local.separate("reduce_scatter", buffer)
+        if not self._nested or self._teller.fits(buffer.nbytes, True):
+            return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
+        self._meet("reduce_scatter", buffer, op, what, kind, 0 if place is None else place.word)
+        nodes, own = self._across.size, self._across.rank
+        each = min(output.size, max(1, min(_CHUNK, _SCRATCH // nodes) // output.itemsize))
+        memory = self._scratch_array(4 * nodes * each, output.dtype).reshape(2, 2, nodes, each)
+        under_way = None
+        for columns, everyone in self._columns(buffer.reshape(self.size, -1), each, op, what, kind):
+            memory = memory[::-1]  # two by turns: the next sums are made while these are sent
+            sums, parts = memory[0, :, :, : columns.stop - columns.start]
+            for part, rank in zip(sums, self._counterparts, strict=True):
+                combine(part, [rows[rank] for rows in everyone], op=op, kind=kind)
+            requests = self._exchange_across(sums, parts)
+            if under_way is not None:
+                self._add(*under_way, scale, accumulate, op)
+            under_way = output[columns], [*parts[:own], sums[own], *parts[own + 1 :]], requests, memory
+        return self._add(*under_way, scale, accumulate, op)
+
+    def _columns(
+        self, rows: np.ndarray, each: int, op: str, what: str, kind: str
+    ) -> Iterator[tuple[slice, list[np.ndarray]]]:
+        """As those of the node, at most `each` at a time."""
+        for columns, everyone in self._local.columns(rows, op, what, kind):
+            first, end, _ = columns.indices(rows.shape[1])
+            for start in range(first, end, each):
+                stop = min(start + each, end)
+                yield slice(start, stop), [part[:, start - first : stop - first] for part in everyone]
+
+    def _add(
+        self,
+        output: np.ndarray,
+        parts: list[np.ndarray],
+        requests: list[MPI.Request],
+        memory: np.ndarray,
+        scale: float,
+        accumulate: bool,
+        op: str,
+    ) -> None:
+        """What has come from all nodes, in which every node's sum is one part."""
+        self._finish(requests, "reduce_scatter", memory)
+        combine(output, parts, scale, accumulate, op)
+
+    def _exchange_across(
+        self, given: Sequence[np.ndarray], wanted: Sequence[np.ndarray]
+    ) -> list[MPI.Request]:
+        """Begin to send `given` to this rank's counterpart on each other node, and to receive `wanted`."""
+        nodes, own = self._across.size, self._across.rank
+        others = [(own + step) % nodes for step in range(1, nodes)]
+        requests = [
+            self._across.Irecv(piece, node, _TAG) for node in others for piece in _pieces(wanted[node])
+        ]
+        for node in others:
+            requests += [self._across.Isend(piece, node, _TAG) for piece in _pieces(given[node])]
+            self.bytes_across += given[node].nbytes
+        return requests
+
+    def _finish(self, requests: list[MPI.Request], doing: str, memory: Any) -> None:
+        """Wait for what was begun in `memory`."""
+        try:
+            for request in requests:
+                self._across_patience.wait(request, doing)
+        except PeerFailed:
+            outbox.keep(requests, memory)
+            raise

@@ -8,6 +8,7 @@ the other ranks can read them, piece by piece; so are direct messages of two ran
 through MPI.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -85,25 +86,35 @@ class ShmCommunicator(MPICommunicator):
         kind: str,
         what: str,
     ) -> None:
-        place = self._separate("reduce_scatter", buffer)
         if self._flags.fits(buffer.nbytes, True):
+            self.separate("reduce_scatter", buffer)
             return super()._reduce_scatter(output, buffer, scale, accumulate, op, kind, what)
-        if place is None:
-            rows = buffer.reshape(self.size, -1)
-            each = max(1, _STAGED // (self.size * buffer.itemsize))
-            for start in range(0, output.size, each):
-                pieces = rows[:, start : start + each]
-                parts = self._staged(pieces, "reduce_scatter", buffer, op, what, kind)
-                own = [part.reshape(pieces.shape)[self.rank] for part in parts]
-                combine(output[start : start + each], own, scale, accumulate, op, kind)
-            return None
-        self._meet("reduce_scatter", buffer, op, what, kind, place.word)
-        own = slice(self.rank * output.size, (self.rank + 1) * output.size)
-        combine(output, [place.of(r, buffer)[own] for r in range(self.size)], scale, accumulate, op, kind)
-        return self._flags.part("reduce_scatter")
+        for columns, everyone in self.columns(buffer.reshape(self.size, -1), op, what, kind):
+            own = [rows[self.rank] for rows in everyone]
+            combine(output[columns], own, scale, accumulate, op, kind)
+        return None
+
+    def columns(
+        self, rows: np.ndarray, op: str, what: str, kind: str
+    ) -> Iterator[tuple[slice, list[np.ndarray]]]:
+        """For a reduce_scatter, columns of an array, and what each rank has there, until all columns were.
+
+        Every rank comes with such an array, and goes on to the end. What a rank has is read until the next.
+        """
+        place = self.separate("reduce_scatter", rows)
+        if place is not None:
+            self._meet("reduce_scatter", rows, op, what, kind, place.word)
+            yield slice(None), [place.of(rank, rows).reshape(rows.shape) for rank in range(self.size)]
+            self._flags.part("reduce_scatter")
+            return
+        each = max(1, _STAGED // (len(rows) * rows.itemsize))
+        for start in range(0, rows.shape[1], each):
+            columns = slice(start, start + each)
+            parts = self._staged(rows[:, columns], "reduce_scatter", rows, op, what, kind)
+            yield columns, [part.reshape(len(rows), -1) for part in parts]
 
     def _all_reduce(self, buffer: np.ndarray, op: str, what: str) -> None:
-        place = self._separate("all_reduce", buffer)
+        place = self.separate("all_reduce", buffer)
         if place is not None or self._flags.fits(buffer.nbytes, False):
             return super()._all_reduce(buffer, op, what)
         each = _STAGED // buffer.itemsize
@@ -169,7 +180,7 @@ class ShmCommunicator(MPICommunicator):
         sent: tuple[int, ...] | None,
         what: str,
     ) -> None:
-        place = self._separate("all_to_all", buffer)
+        place = self.separate("all_to_all", buffer)
         if sent is not None:
             return self._all_to_all_by_counts(output, buffer, place, received, sent, what)
         if self._flags.fits(buffer.nbytes, True):
@@ -268,7 +279,7 @@ class ShmCommunicator(MPICommunicator):
         else:
             super()._recv(buffer, peer, what, direct)
 
-    def _separate(self, call: str, buffer: np.ndarray) -> Place | None:
+    def separate(self, call: str, buffer: np.ndarray) -> Place | None:
         """Where a buffer lies of which each rank has its own. Raises ValueError if they have one together."""
         place = self._segments.find(buffer)
         if place is not None and place.segment.shared:

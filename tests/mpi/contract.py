@@ -505,9 +505,9 @@ class Contract:
         def body(comm):
             time.sleep(0.02 * comm.rank)
             times = np.zeros((comm.size, 2))
-            times[comm.rank, 0] = time.monotonic()
+            times[comm.rank, 0] = time.time()  # hosts have one such clock, and others by themselves
             comm.barrier(stream=INLINE)
-            times[comm.rank, 1] = time.monotonic()
+            times[comm.rank, 1] = time.time()
             comm.all_gather(times.reshape(-1), stream=INLINE)
             assert times[:, 0].max() <= times[:, 1].min()
 

@@ -9,6 +9,7 @@ import warnings
 import numpy as np
 import pytest
 
+from shardrt import dtypes
 from shardrt.comm import (
     CollectiveMismatch,
     PeerFailed,
@@ -30,6 +31,8 @@ from tests import links
 from tests.mpi.contract import INLINE, LITTLE, Contract, digest, exchange, own, same, values
 
 SIZE = world.of_mpi().size
+ONE_HOST = world.of_mpi().local_size == SIZE
+KINDS = ["mpi", "shm", "auto"] if ONE_HOST else ["mpi", "auto"]
 
 
 def mapped():
@@ -144,6 +147,7 @@ class TestMPI(OverMPI if SIZE in (1, 2) else Bits):
         few.close()
 
 
+@pytest.mark.skipif(not ONE_HOST, reason="hosts share no memory")
 class TestShm(OverMPI if SIZE in (1, 3) else Bits):
     @staticmethod
     def make():
@@ -246,7 +250,7 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
 class TestLinks:
     """tests/test_links.py has what threads show as well."""
 
-    @pytest.mark.parametrize("kind", ["mpi", "shm", "auto"])
+    @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("chunks", [1, 2])
     def test_the_bits_are_those_of_one_rank(self, kind, chunks):
         program = links.Program(init_device_mesh("cpu", communicator=kind), chunks=chunks)
@@ -255,6 +259,7 @@ class TestLinks:
             links.check(found, chunks * SIZE)
         program.links.close()
 
+    @pytest.mark.skipif(not ONE_HOST, reason="hosts share no memory")
     def test_a_rank_that_sleeps_is_woken_by_a_message_and_by_its_being_taken(self, monkeypatch):
         monkeypatch.setattr(mailbox, "_NAP", 100 * 10**9)  # without the nap, a wake that is lost takes long
         monkeypatch.setattr(mailbox, "PIECE", 4096)
@@ -274,7 +279,7 @@ class TestLinks:
                     assert (received == step + turn).all()
         assert time.monotonic() - start < mailbox._NAP / 1e9
 
-    @pytest.mark.parametrize("kind", ["mpi", "shm"])
+    @pytest.mark.parametrize("kind", KINDS[:2])
     def test_links_that_are_closed_in_the_middle_of_a_step_wait_no_more(self, kind):
         def fail(kind, stage, m):
             if (kind, m) == ("B", 1):
@@ -302,14 +307,55 @@ def on_nodes(*nodes):
 
 
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
-class TestNodesInTurn(OverMPI):
-    """MPI's calls at four ranks, too. (In test_hosts, ranks follow each other on a node.)"""
+class TestNodes(OverMPI):
+    """Sums are made in each node first. MPI's calls at four ranks, too."""
+
+    @staticmethod
+    def make():
+        made = on_nodes(0, 0, 1, 1) if ONE_HOST else create("auto")
+        assert type(made) is HierarchicalCommunicator
+        return made
+
+    @pytest.mark.parametrize("kind", ["", *dtypes.LOW])
+    @pytest.mark.parametrize("owner", ["caller", "communicator"])
+    def test_what_crosses_is_one_sum_of_each_node(self, kind, owner):
+        made, n = self.make(), 300_001
+        dtype = np.uint16 if kind else np.float32
+        reduced, output = np.zeros(SIZE * n, dtype), np.zeros(n, np.float32)
+        gathered = np.zeros(SIZE * n, np.float32)
+        if owner == "communicator":
+            reduced = made.allocate(SIZE * n, dtype, shared=False)
+            gathered = made.allocate(SIZE * n, np.float32, shared=True)
+        made.reduce_scatter(output, reduced, kind=kind, stream=INLINE)
+        assert made.bytes_across == output.nbytes  # by two ranks, for two of the other node
+        made.all_gather(gathered, stream=INLINE)
+        assert made.bytes_across == 2 * output.nbytes
+        made.close()
+
+
+@pytest.mark.skipif(SIZE != 4 or not ONE_HOST, reason="two nodes of two, as they are told")
+class TestNodesInTurn(Bits):
+    """No node is a part of the tree over ranks, so sums go through MPI alone."""
+
+    test_all_gather_collects_every_slice = Contract.test_all_gather_collects_every_slice
+    test_all_gather_reuses_a_part_of_an_allocation = Contract.test_all_gather_reuses_a_part_of_an_allocation
+    test_reduce_scatter_into_its_own_slice = Contract.test_reduce_scatter_into_its_own_slice
+    test_broadcast_on_shared_memory = Contract.test_broadcast_on_shared_memory_is_what_root_wrote
 
     @staticmethod
     def make():
         made = on_nodes(1, 0, 0, 1)
         assert type(made) is HierarchicalCommunicator
         return made
+
+
+@pytest.mark.skipif(SIZE != 8 or not ONE_HOST, reason="nodes of more than two")
+@pytest.mark.parametrize("nodes", [(0,) * 4 + (1,) * 4, (0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4])
+def test_the_bits_of_sums_are_the_same_on_any_nodes(nodes):
+    made, flat = on_nodes(*nodes), create("mpi")
+    assert digest(made) == digest(flat)
+    made.close()
+    flat.close()
 
 
 @pytest.mark.skipif(SIZE != 3, reason="a node of two and a node of one")

@@ -12,7 +12,8 @@ from tests.fsdp.nets import Net, batches, loss_of, shard
 from tests.mpi import memory, readers
 
 SIZE = world.of_mpi().size
-BACKENDS = pytest.mark.parametrize("backend", ["shm", "mpi"])
+SHARED = "shm" if world.of_mpi().local_size == SIZE else "auto"
+BACKENDS = pytest.mark.parametrize("backend", [SHARED, "mpi"])
 
 
 def weights(mesh, **settings):
@@ -54,4 +55,4 @@ def test_late_readers_and_several_models_on_one_mesh(backend):
 
 @pytest.mark.skipif(SIZE % 2, reason="for 2 and 4 ranks")
 def test_training_holds_what_the_plan_said():
-    memory.main("shm")
+    memory.main(SHARED)
