@@ -1,0 +1,22 @@
+"""Figures of two hosts whose link has a rate and a latency: `python -m tests.hosts [RATE] [MILLISECONDS]`.
+
+What sums and gathers take beside MPI's own, and steps by strategy, as JSON lines.
+"""
+
+import sys
+
+from tests.hosts.hosts import Hosts
+from tests.ranks import mpirun
+
+
+def main(rate: str = "1gbit", milliseconds: str = "1") -> None:
+    """milliseconds: from host to host, one way."""
+    with Hosts(rate=rate, latency=float(milliseconds) / 2e3) as hosts, hosts.launching():
+        for command in (["crossing", "16", "7"], ["steps", "1024", "8", "7", "FULL_SHARD", "HYBRID_SHARD"]):
+            done = mpirun(4, ["-m", f"tests.hosts.{command[0]}", *command[1:]])
+            print(done.stdout, done.stderr, sep="", flush=True)
+            assert done.returncode == 0
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,37 @@
+"""What crosses is what the formulas say: by the cables' own counters, and by the communicator's."""
+
+import json
+
+import pytest
+
+from tests.hosts.hosts import unavailable
+from tests.ranks import mpirun
+
+pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
+HEADERS = 0.08  # of what is sent: Ethernet, IP and TCP, what acknowledges, and what ranks tell each other
+
+
+def test_sums_and_gathers_send_once_per_host_what_flat_ones_send_once_per_rank(hosts):
+    done = mpirun(4, ["-m", "tests.hosts.crossing", "4", "3"])
+    assert done.returncode == 0, done.stderr
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    found = {(row["call"], row["way"]): row for row in rows}
+    nbytes, ranks, slots, count = rows[0]["buffer"], 4, 2, 2
+    each = nbytes / ranks
+    into_a_host = {  # bytes that its two ranks receive
+        ("reduce_scatter", "ours"): slots * (count - 1) * each,
+        ("all_gather", "ours"): slots * (count - 1) * each,
+        ("reduce_scatter", "flat"): slots * (ranks - slots) * each,
+    }
+    for key, expected in into_a_host.items():
+        assert expected <= found[key]["wire"] < (1 + HEADERS) * expected, (key, found[key], expected)
+    for call in ("reduce_scatter", "all_gather"):
+        assert found[call, "ours"]["across"] == (count - 1) * each
+
+
+@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+def test_a_step_sends_between_hosts_what_its_strategy_says(hosts, strategy):
+    done = mpirun(4, ["-m", "tests.hosts.steps", "512", "4", "3", strategy])
+    assert done.returncode == 0, done.stderr
+    (row,) = map(json.loads, done.stdout.splitlines())
+    assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
