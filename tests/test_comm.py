@@ -459,6 +459,27 @@ def test_what_is_for_gpus_is_refused_on_the_cpu(kind):
             },
             (5, 8, 1, 4),
         ),
+        (  # hosts with unequal numbers of ranks
+            {
+                "SLURM_PROCID": "9",
+                "SLURM_STEP_NUM_TASKS": "11",
+                "SLURM_LOCALID": "1",
+                "SLURM_NODEID": "2",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2),3",
+            },
+            (9, 11, 1, 3),
+        ),
+        (  # srun --mpi=pmi2
+            {
+                "PMI_RANK": "5",
+                "PMI_SIZE": "8",
+                "SLURM_LOCALID": "1",
+                "SLURM_NODEID": "1",
+                "SLURM_STEP_TASKS_PER_NODE": "4(x2)",
+            },
+            (5, 8, 1, 4),
+        ),
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, (1, 4, 0, 4)),
         ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, None),  # a batch script, not a task of srun
     ],
 )

@@ -6,6 +6,7 @@ MPI is imported only when a launcher started this process or when MPI is asked f
 
 import os
 import shutil
+import socket
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -61,6 +62,7 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # srun
 )
 
+_MOST_HOSTS = 1 << 16
 _SHM = "/dev/shm"
 _MPICH_BYTES = 1_100_000  # of shared memory for each rank of a host, measured
 _UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # beyond that
@@ -99,15 +101,28 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
     for rank, size, local_rank, local_size in _LAUNCHERS:
         if rank in environment and size in environment:
             ranks = int(environment[size])
-            here = environment.get(local_size, "").split("(")[0].split(",")[0]  # Slurm: "4(x2),3"
+            if local_rank not in environment:  # under srun --mpi=pmi2 Slurm alone knows it
+                local_rank, local_size = _LAUNCHERS[-1][2:]
             return Launch(
                 int(environment[rank]),
                 ranks,
                 int(environment.get(local_rank, 0)),
-                int(here) if here.isdigit() else ranks,
+                _local_size(environment.get(local_size, ""), environment.get("SLURM_NODEID", "0")) or ranks,
                 size,
             )
     return None
+
+
+def _local_size(told: str, node: str) -> int:
+    """Ranks of this host: "4", or as Slurm says it of all hosts, "4(x2),3" for 4, 4 and 3; 0 if not said."""
+    counts: list[int] = []
+    for part in told.split(","):
+        each, _, times = part.rstrip(")").partition("(x")
+        if not each.isdigit() or not (times or "1").isdigit():
+            return 0
+        counts += [int(each)] * min(int(times or 1), _MOST_HOSTS)
+    number = int(node) if node.isdigit() else 0
+    return counts[number] if number < len(counts) else counts[0]
 
 
 @cache
@@ -174,7 +189,8 @@ def _check_room(launched: Launch) -> None:
     if room < needed:
         raise NoRoom(
             f"{_SHM} has {room >> 10} KiB free, and MPI needs {needed >> 10} KiB for {launched.local_size} "
-            f"ranks: make it larger (`docker run --shm-size 1g`), or start fewer ranks"
+            f"ranks of host {socket.gethostname()}, of which rank {launched.rank} is one: make it larger "
+            f"(`docker run --shm-size 1g`), or start fewer ranks"
         )
 
 
