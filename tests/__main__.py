@@ -1,8 +1,8 @@
 """All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
-runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly wait, two at a time, and those that
-measure time, one after the other.
+runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly
+wait, two at a time, and those that measure time, one after the other.
 """
 
 import os
@@ -51,7 +51,9 @@ def main() -> int:
     parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
         parts += [] if named(others) or missing() else [[*beside, *software()]]
-        parts += [["-n", "2", "--maxschedchunk", "1", "-m", "timed and not hosts", *files_with("timed", others)]]
+        parts += [
+            ["-n", "2", "--maxschedchunk", "1", "-m", "timed and not hosts", *files_with("timed", others)]
+        ]
         parts += [["-m", "serial and not hosts", *files_with("serial", others)]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
