@@ -151,7 +151,11 @@ def sources() -> list[Source]:
         return rows
 
     per_op = ["its recomputation of every second product is ours of as many operations in some blocks"]
-    counted = [every_node, "which part of the blocks is recomputed follows from HFU, as published"]
+    counted = [
+        every_node,
+        "which part of the blocks is recomputed follows from HFU, as published",
+        "the hybrid adds copies in bfloat16",
+    ]
     kempner = partial(Training, "8B", batch=4, length=4096, again="full", part=1.0, micro_batches=2)
     return [
         Source("torchtitan 2024-12, H100 500 W", slow, [(titan(8), 5762), (titan(128), 5605)], per_op),
