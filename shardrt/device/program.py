@@ -67,12 +67,13 @@ class Collective:
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """The point `mark` is here in `stream`. Every record has a mark of its own, whatever the event."""
+    """The point `mark` is here in `stream`. Every record has a mark of its own, whatever the `event`."""
 
     stream: str
     mark: int
     label: str = ""
     site: str = ""
+    event: int = 0
 
 
 @dataclass(frozen=True, slots=True)

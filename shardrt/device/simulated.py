@@ -10,8 +10,10 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import lru_cache
 from itertools import count
 from math import prod
+from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
@@ -36,10 +38,10 @@ def usual(site: str, dtype: np.dtype, what: str = "", value: Any = None) -> tupl
 class SimulatedEvent(Event):
     """A mark of its own for each record, and the host never learns whether it has been reached."""
 
-    __slots__ = ("mark", "_device")
+    __slots__ = ("mark", "number", "_device")
 
     def __init__(self, device: "SimulatedDevice") -> None:
-        self.mark = 0
+        self.mark, self.number = 0, device.new_number()
         self._device = device
 
     def done(self) -> bool:
@@ -63,7 +65,7 @@ class SimulatedStream(Stream):
 
     def record(self, event: SimulatedEvent) -> None:
         event.mark = self._device.new_mark()
-        self._device.add(p.Record(self.name, event.mark, self._device.label, site()))
+        self._device.add(p.Record(self.name, event.mark, self._device.label, site(), event.number))
 
     def wait(self, event: SimulatedEvent) -> None:
         if event.mark:
@@ -115,7 +117,7 @@ class SimulatedDevice(Device):
         self.on_apart: Callable[[tuple[tuple[int, int], ...]], None] | None = None  # told as `coming_apart`
         self.whose: Callable[[], str] = str  # the module that runs now, which memory is lent to
         self._steps = count()
-        self._marks = count(1)
+        self._marks, self._events = count(1), count(1)
         self._names: dict[str, int] = {}
         self.addresses = Addresses()
         self._kernels = None if kernels is None else Kernels(self, kernels)
@@ -168,6 +170,10 @@ class SimulatedDevice(Device):
 
     def new_mark(self) -> int:
         return next(self._marks)
+
+    def new_number(self) -> int:
+        """Of an event."""
+        return next(self._events)
 
     def stream_here(self) -> str:
         """The name of the stream that runs this."""
@@ -384,6 +390,9 @@ class SimulatedHost(SimulatedDevice):
     def new_mark(self) -> int:
         return self.device.new_mark()
 
+    def new_number(self) -> int:
+        return self.device.new_number()
+
     def unique(self, name: str) -> str:
         return self.device.unique(name)
 
@@ -450,7 +459,10 @@ def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
 def _dtype(arrays: list[Array]) -> str:
     """What is computed in: the type of the largest that has real numbers."""
     real = [array for array in arrays if array.dtype.kind not in "iub"]
-    return max(real, key=lambda array: array.nbytes).dtype.name if real else ""
+    return _name(max(real, key=_nbytes).dtype) if real else ""
+
+
+_name, _nbytes = lru_cache(attrgetter("name")), attrgetter("nbytes")
 
 
 # -- where in the program

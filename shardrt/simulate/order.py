@@ -70,7 +70,7 @@ class Order:
             for point, _ in joins:
                 other = self.thread[point]
                 if latest[thread][other] < point:
-                    clock = [max(pair) for pair in zip(latest[thread], clocks[point], strict=True)]
+                    clock = list(map(max, latest[thread], clocks[point]))
                     clock[other] = max(clock[other], point)
                     latest[thread] = clock
             clocks.append(latest[thread])

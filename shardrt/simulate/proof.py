@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shardrt.device.program import Program
-from shardrt.simulate.races import Race, races, without_values
+from shardrt.simulate.races import Race, races_both_ways, without_values
 from shardrt.simulate.waits import COVERED, NEEDED, NEVER, WaitSite, waits
 
 
@@ -41,18 +41,11 @@ def prove(programs: Sequence[Program]) -> Proof:
 
     Raises ValueError as `order_of` does.
     """
-    asking_nothing = [without_values(program) for program in programs]
-    known, found = races(programs), races(asking_nothing)
-    sites = {_sites(race) for race in known}
-    hidden = [race for race in found if _sites(race) not in sites]
-    alone = {site.site: site for site in waits(asking_nothing)}
+    known, hidden = races_both_ways(programs)
+    alone = {site.site: site for site in waits([without_values(program) for program in programs])}
     better = (NEEDED, COVERED, NEVER).index
     both = [
         min(site, alone.get(site.site, site), key=lambda either: better(either.verdict))
         for site in waits(programs)
     ]
     return Proof(known, hidden, both)
-
-
-def _sites(race: Race) -> tuple[str, str]:
-    return race.first.item.site, race.second.item.site

@@ -14,7 +14,7 @@ lent it next (pools lend by stream), whatever others have done with it must be i
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from shardrt.device.program import HOST, Free, HostRead, HostWait, Item, Program, Range, Take
@@ -87,8 +87,25 @@ def races(programs: Sequence[Program]) -> list[Race]:
     ValueError as `order_of` does.
     """
     order = order_of(programs)
+    return _races(order, neighbours(order))
+
+
+def races_both_ways(programs: Sequence[Program]) -> tuple[list[Race], list[Race]]:
+    """`races`; and those more that are there if the host asks for no value, see `without_values`."""
+    order = order_of(programs)
+    asked = [_asked(program) for program in programs]
+    points = {point for point, (number, index) in enumerate(order.place) if index in asked[number]}
+    pairs = neighbours(order, points)
+    found = _races(order, pairs)
+    joins = [() if point in points else joins for point, joins in enumerate(order.joins)]
+    left = {pair: address for pair, address in pairs.items() if points.isdisjoint(pair)}
+    known = {_sites(race) for race in found}
+    return found, [race for race in _races(replace(order, joins=joins), left) if _sites(race) not in known]
+
+
+def _races(order: Order, pairs: Mapping[tuple[int, int], int]) -> list[Race]:
     clocks, found, counts = order.clocks(), {}, Counter()
-    for (first, second), address in neighbours(order).items():
+    for (first, second), address in pairs.items():
         if clocks[second][order.thread[first]] < first:
             sites = _site(order, first), _site(order, second)
             counts[sites] += 1
@@ -102,19 +119,28 @@ def without_values(program: Program) -> Program:
     A value has a `why`, or is read directly behind a wait of the same site. Such a wait may hide that another
     one is missing, in programs that ask for no value.
     """
-    dropped = set()
+    asked = _asked(program)
+    items = [item for index, item in enumerate(program.items) if index not in asked]
+    return Program(program.rank, program.world_size, items, program.groups)
+
+
+def _asked(program: Program) -> set[int]:
+    """The numbers of the items that `without_values` leaves out."""
+    found = set()
     for index, item in enumerate(program.items):
         if isinstance(item, HostRead):
             before = program.items[index - 1] if index else None
             waits = isinstance(before, HostWait) and before.site == item.site
-            dropped |= {index} if waits or item.why else set()
-            dropped |= {index - 1} if waits else set()
-    items = [item for index, item in enumerate(program.items) if index not in dropped]
-    return Program(program.rank, program.world_size, items, program.groups)
+            found |= {index} if waits or item.why else set()
+            found |= {index - 1} if waits else set()
+    return found
 
 
-def neighbours(order: Order) -> dict[tuple[int, int], int]:
-    """(first, second): points of different threads that must be in order; the lowest address of both."""
+def neighbours(order: Order, apart: Container[int] = ()) -> dict[tuple[int, int], int]:
+    """(first, second): points of different threads that must be in order; the lowest address of both.
+
+    apart: points that read, and stand for no earlier read of their thread: they may be left out.
+    """
     shadow, found = Shadow(), {}
     given_back = [_given_back(program) for program in order.programs]
     for point, (number, index) in enumerate(order.place):
@@ -124,7 +150,8 @@ def neighbours(order: Order) -> dict[tuple[int, int], int]:
         if isinstance(item, Free):
             touched = shadow.conflicts(given_back[number][index])
         else:
-            touched = shadow.access(point, thread, getattr(item, "reads", ()), getattr(item, "writes", ()))
+            who = ~thread if point in apart else thread
+            touched = shadow.access(point, who, getattr(item, "reads", ()), getattr(item, "writes", ()))
         for first, address in touched:
             if order.thread[first] != thread:
                 found[first, point] = min(address, found.get((first, point), address))
@@ -173,6 +200,10 @@ def _lent(buffer: Take | None) -> str:
         return "memory that no Take tells of"
     told = " ".join(word for word in (buffer.category, buffer.label) if word) or "a buffer"
     return f"{told} on the {buffer.place}{f', taken at {buffer.site}' if buffer.site else ''}"
+
+
+def _sites(race: Race) -> tuple[str, str]:
+    return race.first.item.site, race.second.item.site
 
 
 def _site(order: Order, point: int) -> str:

@@ -1,11 +1,14 @@
 """Races of programs written by hand, told by name, and of random ones, against a search in their graph."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from shardrt.device.program import HOST, Free, Group, HostWait, Range, Record, Take, Wait
+from shardrt.device.program import HOST, Free, Group, HostRead, HostWait, Range, Record, Take, Wait
 from shardrt.simulate.order import order_of
-from shardrt.simulate.races import neighbours, races, without_values
+from shardrt.simulate.races import neighbours, races, races_both_ways, without_values
 from tests.simulate.written import Truth, Written, programs
 
 SLOT = (100, 200)
@@ -283,6 +286,23 @@ def test_races_of_a_random_program_are_those_that_a_search_of_its_graph_finds(wr
     assert {pair for pair in pairs if truth.conflict(*pair)} == pairs
     by_search = {pair for pair in by_bytes(truth) if not truth.in_order(*pair)}
     assert {tuple(items[n].site for _, n in pair) for pair in by_search} == set(sites)
+
+
+@settings(max_examples=60, deadline=None)
+@given(programs(), st.sets(st.integers(0, 23)))
+def test_races_with_and_without_values_are_found_at_once(written, asked):
+    for program in written:
+        for n in asked & set(range(len(program.items))):
+            if isinstance(program.items[n], HostRead):
+                program.items[n] = replace(program.items[n], why="loss")
+
+    def sites(found):
+        return {(race.first.item.site, race.second.item.site) for race in found}
+
+    both, hidden = map(sites, races_both_ways(written))
+    with_values, without = sites(races(written)), sites(races([without_values(p) for p in written]))
+    assert with_values <= both and bool(both) == bool(with_values)
+    assert hidden == without - both
 
 
 def by_bytes(truth):
