@@ -119,8 +119,13 @@ class Gathers:
         for group, slot in zip(unit.groups, slots, strict=True):
             group.attach(slot)
         unit.move(State.GATHERING)  # from here on `drop_prefetched` finds the slots, whatever is raised
-        for group, slot in zip(unit.groups, slots, strict=True):
-            group.transfer(group, slot, self.streams)
+        try:
+            for group, slot in zip(unit.groups, slots, strict=True):
+                group.transfer(group, slot, self.streams)
+        except BaseException:
+            for slot in slots:
+                self.streams.gather.record(slot.ready)  # what was issued so far may still write it
+            raise
         self._tell("gather", unit)
 
     def _release(self, unit: Unit) -> None:

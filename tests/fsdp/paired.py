@@ -265,21 +265,22 @@ def build(options, mesh, directory):
 
 
 def shard(options, model, wholes, mesh, directory):
-    """Units of the blocks, of experts, and of what is around them, that this rank has."""
-    data, parts = data_of(mesh), [[block] for block in model.blocks]
+    """Units of the blocks, of experts, and of what is around them, that this rank has; or one of all."""
+    data, parts, several = data_of(mesh), [[block] for block in model.blocks], "one_unit" not in options
     if "unit_of_two" in options:
         parts[:2] = [parts[0] + parts[1]]
     for index, part in enumerate(parts):
         if any(parameter.absent for block in part for parameter in block.parameters()):
             continue
         how = of_unit(options, index, directory)
-        if isinstance(part[0], Routed):
+        if isinstance(part[0], Routed) and (several or spread(options)):
             ranks, own = data, how
             if spread(options):
                 ranks = fold_of(mesh)["efsdp"]
                 own = how | {"strategy": ALONE.get(how["strategy"], how["strategy"])}
             fully_shard(part[0].moe.experts, mesh=ranks, **own)
-        fully_shard(part, mesh=data, **how)
+        if several:
+            fully_shard(part, mesh=data, **how)
     ignored = [model.norm] if "ignored" in options else []
     for whole in wholes:
         fully_shard(whole, mesh=data, ignored=ignored, **of_unit(options, len(parts), directory))

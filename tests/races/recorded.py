@@ -1,11 +1,20 @@
-"""What features of tests/fsdp/test_pairs.py issue in three steps, recorded: nothing runs."""
+"""What features of tests/fsdp/test_pairs.py issue in three steps, recorded: nothing runs.
 
+On one rank that speaks for all, or on ranks of a node that share memory; in five units or in one; with a
+first attempt at the second step that raises.
+"""
+
+import threading
 import warnings
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
 
+from shardrt.autograd import Function
 from shardrt.comm import init_device_mesh
+from shardrt.comm.protocol import Communicator
+from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
 from shardrt.simulate.script import record_of
 from tests.fsdp import paired
@@ -14,17 +23,122 @@ from tests.fsdp.test_pairs import options_of, ranks_for
 # Values are made up, so no checkpoint can be read back.
 LEFT_OUT = {"save and load"}
 IN_TREES = {"world-invariant", "tensor-invariant"}  # sums over NCCL have to be made by the fixed tree
+FAILS = (
+    "forward",
+    "backward",
+    "gather",
+    "reduce",
+)  # the last two: in a collective in the stream of this name
+_backward = paired.backward
+_calls = {"gather": Communicator.all_gather, "reduce": Communicator.reduce_scatter}
 
 
-def recorded(names, directory, like=CUDADevice):
-    """The programs of rank 0, for all ranks; of pipelines, of each rank."""
-    names = tuple(name for name in names if name not in LEFT_OUT)
-    ranks = int(ranks_for(names))
-    each = {rank: [rank] for rank in range(ranks)} if "pipeline" in names else {0: range(ranks)}
+@dataclass(frozen=True)
+class Case:
+    """names: the features. like: what the device stands for.
+
+    shared: how many ranks along the data's axis share memory, with all others on their node; 0: none do.
+    one_unit: the model is one. fails: where the second step raises at first, one of FAILS; turn: at which of
+    the places there.
+    """
+
+    names: tuple[str, ...]
+    like: type = CUDADevice
+    shared: int = 0
+    one_unit: bool = False
+    fails: str = ""
+    turn: int = 0
+
+    def __str__(self):
+        words = [" + ".join(self.names)]
+        words += [f"{self.shared} sharing"] if self.shared else []
+        words += ["one unit"] if self.one_unit else []
+        words += [f"fails in {self.fails} {self.turn}"] if self.fails else []
+        return ", ".join(words)
+
+    @property
+    def ranks(self):
+        return int(ranks_for(self.names, self.shared or 2))
+
+
+def recorded(case, directory):
+    """The programs of rank 0, for all ranks; of pipelines, and of ranks that share memory, of each rank."""
+    names = tuple(name for name in case.names if name not in LEFT_OUT)
+    each = case.shared or "pipeline" in names
     mesh = partial(init_device_mesh, reduction="tree" if IN_TREES & set(names) else "nccl")
+    options = options_of(names) | ({"one_unit": [True]} if case.one_unit else {})
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         warnings.filterwarnings("ignore", "fully_shard: expected")  # unused units do
         patch.setattr(paired, "init_device_mesh", mesh)
+        if case.fails:
+            failing = _Failing(case.fails, case.turn)
+            patch.setattr(paired, "backward", failing.backward)
+            for stream, call in _calls.items():
+                patch.setattr(Communicator, call.__name__, failing.call(stream, call))
         return record_of(
-            partial(paired.train, options_of(names), directory), ranks, stands_for=each, like=like
+            partial(paired.train, options, directory),
+            case.ranks,
+            stands_for={rank: [rank] for rank in range(case.ranks)} if each else {0: range(case.ranks)},
+            like=CPUDevice if case.shared else case.like,
+            local_size=case.ranks if case.shared else 8,
+            shared=case.shared > 0,
         )
+
+
+class Fault(Exception):
+    """What an attempt raises."""
+
+
+class _Raises(Function):
+    """Its input; backward raises."""
+
+    def forward(self, x):
+        return x.copy()
+
+    def backward(self, dy):
+        raise Fault
+
+
+class _Failing(threading.local):
+    """In place of paired.backward: a rank's second call raises first, and what it has summed is forgotten."""
+
+    def __init__(self, where, turn):
+        self._where, self._turn = where, turn
+        self._steps = self._calls = 0  # collectives of the first step that might raise
+        self._left = -1  # before the one that raises
+
+    def backward(self, model, *args):
+        self._steps += 1
+        if self._steps == 2 and (self._where not in _calls or self._calls):
+            self._left = self._turn % self._calls if self._where in _calls else -1
+            hook = self._hook(model.blocks[-1 if self._turn % 2 else 0])
+            with pytest.raises(Fault):
+                _backward(model, *args)
+            hook()
+            model.zero_grad()
+        return _backward(model, *args)
+
+    def _hook(self, block):
+        """Have the block raise, where it is a block that does; gives what ends that."""
+        if self._where == "forward":
+            return block.register_forward_pre_hook(_raise).remove
+        if self._where == "backward":
+            return block.register_forward_hook(lambda block, x, y: _Raises.apply(y)).remove
+        return lambda: None
+
+    def call(self, name, call):
+        """A method of communicators that raises when its turn has come."""
+
+        def called(communicator, *arrays, stream, **options):
+            if stream.name == name == self._where:
+                self._calls += self._steps == 1
+                self._left -= 1
+                if self._left == -1:
+                    raise Fault
+            call(communicator, *arrays, stream=stream, **options)
+
+        return called
+
+
+def _raise(*args):
+    raise Fault

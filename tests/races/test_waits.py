@@ -1,184 +1,223 @@
-"""Each wait of fsdp/, optim/offload and activation_offload taken away: a race is told, or a row says why.
+"""Each wait, record and barrier made wrong in each way: a race is told, or a row says why not.
 
-A recording does not depend on waits, so one is taken away by leaving its items out.
+Those of fsdp/, of updates on the host, of activation offload, of links between stages, and of what runs
+beside ops and in parallel/. The rows are in waits.toml; a wrong or a useless one fails.
 """
 
 import ast
-from contextlib import suppress
+import importlib
+import tomllib
+from collections import defaultdict
+from dataclasses import replace
 from functools import cache
 
-import numpy as np
 import pytest
 
-from models.gpt import GPT, GPTConfig
-from shardrt import functional as F
-from shardrt import optim
-from shardrt.activation_offload import offload_activations
-from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
-from shardrt.device.cuda import CUDADevice
-from shardrt.device.program import HostWait, Program, Wait
-from shardrt.fsdp import buffers, fully_shard
-from shardrt.simulate.races import races, without_values
-from shardrt.simulate.script import record_of
-from tests.races.recorded import recorded
+from shardrt.device.program import HostWait, Record, Wait
+from shardrt.simulate.races import without_values
+from tests.races.mutations import FILES, REMOVED, SHARDRT, SITES, Recording, sites_of
+from tests.races.recorded import Case, recorded
+from tests.races.scripts import SCRIPTS
 from tests.ranks import ROOT
 
-FILES = [
-    *sorted((ROOT / "shardrt" / "fsdp").glob("*.py")),
-    ROOT / "shardrt" / "nn" / "storage.py",
-    ROOT / "shardrt" / "optim" / "offload.py",
-    ROOT / "shardrt" / "activation_offload.py",
+CASES = [
+    Case(("offload all", "bf16", "clip norm")),
+    Case(("offload activations", "late", "clip norm")),
+    Case(("step on host", "in backward")),
+    Case(("offload optimizer", "clip norm")),
+    Case(("offload gradients", "accumulate")),
+    Case(("bf16",), CPUDevice),
+    Case(("bf16", "NO_SHARD", "SGD"), CPUDevice),
+    Case(("unused units", "in backward")),
+    Case(("offload parameters",)),
+    Case(("late", "pipeline")),
+    Case(("context parallel",)),
+    Case(("expert parallel",)),
+    Case(("sequence parallel", "tensor-invariant")),
+    Case(("offload parameters", "offload gradients"), fails="gather", turn=16),
+    Case(("NO_SHARD", "accumulate"), fails="reduce", turn=8),
+    Case(("bf16",), fails="reduce", turn=2),
+    Case(("offload gradients", "accumulate", "bf16"), fails="reduce", turn=7),
 ]
-WAITS = ("wait", "synchronize")
-CONFIGURATIONS = (
-    (CUDADevice, ("offload all", "bf16", "clip norm")),
-    (CUDADevice, ("offload activations", "late", "clip norm")),
-    (CUDADevice, ("step on host", "in backward")),
-    (CUDADevice, ("offload optimizer", "clip norm")),
-    (CUDADevice, ("offload gradients", "accumulate")),
-    (CUDADevice, ("NO_SHARD", "no_sync")),
-    (CPUDevice, ("bf16",)),
-    (CPUDevice, ("bf16", "NO_SHARD", "SGD")),
-    (CUDADevice, ("unused units", "in backward")),
-    (CUDADevice, ("given up",)),
-    (CUDADevice, ("frozen later",)),
-    (CPUDevice, ("in pieces",)),
-)
-
-# By "file function: who waits", those that no configuration above misses alone: the others that cover it, one
-# of which is enough; or why nobody can miss it here.
-END, KEPT = (
-    "fsdp/gradients.py end_backward: self._streams.compute.wait(group.gradient_ready)",
-    "nn/storage.py complete_gradient: device.of(gradient).current_stream.wait(self.gradient_ready)",
-)
-OPEN = "fsdp/gradients.py _slot: self._streams.compute.wait(slot.free)"
-REFRESH = "fsdp/gathers.py refresh: streams.gather.wait(self._shards_ready)"
-FREED = "fsdp/collectives.py _reduce_to_host: streams.upload.wait(staged.free)"
-COVERED = {
-    END: [KEPT],
-    "fsdp/collectives.py _rounded: streams.gather.wait(slot.free)": [REFRESH],
-    "fsdp/gradients.py _slot: self._streams.compute.wait(group.gradient_ready)": [END, KEPT, OPEN],
-    "fsdp/collectives.py _reduce_to_host: streams.upload.wait(group.gradient_ready)": [
-        FREED,
-        "fsdp/gathers.py refresh: streams.upload.wait(self._shards_ready)",
-    ],
-    "optim/offload.py issue: stream.wait(route.updated)": [
-        "optim/offload.py _issue_chunk: first.wait(slot.free)",
-        "optim/offload.py settle: self.device.current_stream.wait(route.updated)",
-    ],
-    "activation_offload.py depart: streams.offload.wait(host.read)": [
-        "activation_offload.py depart: streams.offload.wait(host.ready)"
-    ],
-}
-OUTSIDE = "memory outside of the pool: the driver frees it when all is done, a CPU when no queue holds it"
-VALUES = "it waits for values of the host, which have no addresses here"
-NOT_SEEN = {
-    "fsdp/gradients.py have_slots: self._streams.reduce.synchronize()": OUTSIDE,
-    "fsdp/trained.py follow: streams.reduce.synchronize()": OUTSIDE,
-    "fsdp/trained.py follow: streams.download.synchronize()": OUTSIDE,
-    "fsdp/trained.py agree: streams.reduce.synchronize()": OUTSIDE,
-    "fsdp/gradients.py _told: told.synchronize()": VALUES,
-    "fsdp/gathers.py _drop: self.streams.compute.wait(group.slot.ready)": "the next to write is gather, too",
-    "fsdp/tree.py has: self.ready.synchronize()": "none of these configurations comes to it",
-}
-
-
-def waits_in(path):
-    """(name, site) of each call of `wait` or `synchronize`."""
-    file = path.relative_to(ROOT / "shardrt").as_posix()
-    for function in ast.walk(ast.parse(path.read_text())):
-        for node in ast.walk(function) if isinstance(function, ast.FunctionDef) else ():
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", "") in WAITS:
-                yield f"{file} {function.name}: {ast.unparse(node)}", f"shardrt/{file}:{node.lineno}"
-
-
-SITES = {name: site for path in FILES for name, site in waits_in(path)}
-
-
-def steps(name):
-    """Of three blocks and what is around them: a step, something else, a step."""
-    mesh, tokens = init_device_mesh("auto"), np.zeros((2, 16), np.int64)
-    model = GPT(GPTConfig(3, 2, 16, 16, 8192 if name == "in pieces" else 16))
-    for block in model.blocks:
-        fully_shard(offload_activations(block) if name == "given up" else block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        loss = model(tokens, tokens) if name == "in pieces" else F.cross_entropy(model(tokens), tokens)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def fail(*args):
-        raise KeyError
-
-    step()
-    if name == "frozen later":
-        model.blocks[1].requires_grad_(False)
-    else:
-        model(tokens)  # no backward comes to it
-        hook = model.blocks[1].register_forward_pre_hook(fail)  # the next one is gathered already
-        with suppress(KeyError):
-            model(tokens)
-        hook.remove()
-    step()
-
-
-@cache
-def program_of(like, names, directory):
-    """Without the values that the host asks for, whose waits hide others."""
-    if names[0] in ("given up", "frozen later", "in pieces"):
-        with pytest.MonkeyPatch.context() as patch:
-            if names[0] == "in pieces":
-                patch.setattr(buffers, "IN_PIECES", 0)
-            (program,) = record_of(lambda: steps(*names), 2, like=like)
-    else:
-        (program,) = recorded(names, directory, like)
-    return without_values(program)
-
-
-def without(program, sites):
-    items = [item for item in program.items if not (isinstance(item, Wait | HostWait) and item.site in sites)]
-    return Program(program.rank, program.world_size, items, program.groups)
-
-
-def races_without(directory, *names):
-    """Those of each configuration that are there if these waits are left out."""
-    sites = {SITES[name] for name in names}
-    for like, features in CONFIGURATIONS:
-        program = program_of(like, features, directory)
-        there = {item.site for item in program.items if isinstance(item, Wait | HostWait)}
-        yield races([without(program, sites)]) if sites <= there else []
+ROWS = tomllib.loads((ROOT / "tests" / "races" / "waits.toml").read_text())["row"]
 
 
 @pytest.fixture(scope="module")
-def directory(tmp_path_factory):
-    return tmp_path_factory.mktemp("files")
+def recordings(tmp_path_factory):
+    """Without the values that the host asks for, whose waits hide others."""
+    directory = tmp_path_factory.mktemp("files")
+    made = {str(case): recorded(case, directory) for case in CASES}
+    made |= {name: script() for name, script in SCRIPTS.items()}
+    return {name: Recording([without_values(program) for program in made[name]]) for name in made}
 
 
-def test_as_they_are_the_configurations_have_no_race(directory):
-    for like, names in CONFIGURATIONS:
-        assert not races([program_of(like, names, directory)]), names
+@cache
+def excused():
+    """By site, the mutations that rows say nobody can miss: row -> "every" or a list."""
+    found = defaultdict(list)
+    for row in ROWS:
+        found[row["site"]].append(row)
+    return found
 
 
-def test_every_row_names_waits_that_are_there():
-    named = {other for row in COVERED.values() for other in row}
-    assert COVERED.keys() | NOT_SEEN.keys() | named <= SITES.keys()
+def row_of(site, mutation):
+    rows = excused().get(site.name, ())
+    return next((row for row in rows if row["mutations"] == "every" or mutation in row["mutations"]), None)
+
+
+def reported(recordings, site, mutation, others=()):
+    """Whether a recording has more races with a mutation, and `others` removed, than with these removed."""
+    removed = [(SITES[name].line, SITES[name].kind, REMOVED) for name in others]
+    for recording in recordings.values():
+        if mutation in recording.mutations(site):
+            more = recording.races([(site.line, site.kind, mutation), *removed])
+            if len(more) > (len(recording.races(removed)) if removed else 0):
+                return recording, more
+    return None
+
+
+def test_as_they_are_the_recordings_have_no_race(recordings):
+    for name, recording in recordings.items():
+        assert not [str(recording.told(race)) for race in recording.races()], name
+
+
+def test_every_row_is_of_sites_that_are_there_and_says_one_thing():
+    for row in ROWS:
+        assert {row["site"], *row.get("covered_by", ())} <= SITES.keys()
+        assert ("covered_by" in row) != ("reason" in row), row["site"]
+
+
+def test_every_wait_and_record_in_these_files_is_known(recordings):
+    """By its line; `new_event().synchronize()` and the like inside of device/ are their callers'."""
+    known = {(site.line, site.kind) for site in SITES.values()}
+    files = {f"shardrt/{path.relative_to(SHARDRT).as_posix()}" for path in FILES}
+    for recording in recordings.values():
+        for program in recording.order.programs:
+            waited = {item.mark for item in program.items if isinstance(item, Wait | HostWait)}
+            synchronized = {item.site for item in program.items if isinstance(item, HostWait)}
+            for item in (item for item in program.items if getattr(item, "mark", 0) in waited):
+                if isinstance(item, Wait | Record) and item.site.rpartition(":")[0] in files:
+                    kind = "record" if isinstance(item, Record) else "wait"
+                    assert (item.site, kind) in known or item.site in synchronized, item
 
 
 @pytest.mark.parametrize("name", SITES)
-def test_a_wait_that_is_taken_away_is_missed_or_covered(name, directory):
-    found = [race for each in races_without(directory, name) for race in each]
-    if name not in NOT_SEEN and name not in COVERED:
-        assert found, "no race without it, and no row that says what covers it"
-        assert all("let " in race.repair for race in found)
-        return
-    assert not found, f"its row is wrong: {found[0]}"
-    if name in COVERED:
-        others, both = (
-            [sum(race.count for race in found) for found in races_without(directory, *names)]
-            for names in (COVERED[name], [name, *COVERED[name]])
+def test_what_is_wrong_with_a_site_is_told_or_a_row_says_why_not(name, recordings):
+    site = SITES[name]
+    mutations = dict.fromkeys(m for recording in recordings.values() for m in recording.mutations(site))
+    assert mutations or row_of(site, REMOVED), "no recording comes to it"
+    for mutation in mutations:
+        found, row = reported(recordings, site, mutation), row_of(site, mutation)
+        if row is None:
+            assert found, f"{mutation}: no race, and no row that says what covers it"
+            recording, races = found
+            race = recording.told(races[0])
+            assert "let " in race.repair and race.first.item.site and race.second.item.site
+        elif row["mutations"] != "every" or mutation == REMOVED:
+            assert not found, f"{mutation}: its row is of no use, {found and found[0].told(found[1][0])}"
+            if "covered_by" in row:
+                told = f"{mutation}: {row['covered_by']} do not cover it"
+                assert reported(recordings, site, mutation, row["covered_by"]), told
+
+
+def test_every_site_is_found_in_the_source_once():
+    sites = [site for path in FILES for site in sites_of(path)]
+    assert len(sites) == len(SITES) and len({(site.line, site.kind) for site in sites}) == len(sites)
+
+
+# --- what changes the source itself -----------------------------------------------------------------------
+
+
+def changed(patch, file, name, edit):
+    """Have a function, "Class.name" or "name", run with `edit(statements)` of one of its blocks."""
+    module = importlib.import_module(f"shardrt.{file.removesuffix('.py').replace('/', '.')}")
+    tree, owner, times = ast.parse((SHARDRT / file).read_text()), module, 0
+    *classes, last = name.split(".")
+    for part in classes:
+        owner = getattr(owner, part)
+    node = next(n for where, n in _functions(tree, ()) if ".".join(where) == name)
+    for block in (getattr(n, "body", None) for n in ast.walk(node)):
+        times += edit(block) if isinstance(block, list) else 0
+    assert times == 1, name
+    made = {}
+    exec(compile(ast.Module([node], []), str(SHARDRT / file), "exec"), module.__dict__, made)
+    patch.setattr(owner, last, made[last])
+
+
+def _functions(node, where):
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.ClassDef):
+            yield (*where, child.name), child
+            yield from _functions(child, (*where, child.name))
+
+
+def issued(programs):
+    """All but what puts streams in order."""
+    left_out = Wait | HostWait | Record
+    return [
+        [(type(item), getattr(item, "stream", ""), getattr(item, "site", "")) for item in program.items]
+        for program in (
+            replace(p, items=[i for i in p.items if not isinstance(i, left_out)]) for p in programs
         )
-        assert any(more > less for less, more in zip(others, both, strict=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "fsdp/gathers.py Gathers.refresh: streams.gather.wait(self._shards_ready)",
+        "fsdp/collectives.py _cast: streams.gather.record(staged.free)",
+        "optim/offload.py Updates.settle: self.device.current_stream.wait(route.updated)",
+    ],
+)
+def test_a_source_without_a_site_issues_all_else_as_it_was(name, monkeypatch, tmp_path):
+    place, _, source = name.partition(": ")
+
+    def without(block):
+        found = [n for n, statement in enumerate(block) if ast.unparse(statement) == source]
+        for n in found:
+            block[n] = ast.copy_location(ast.Pass(), block[n])
+        return len(found)
+
+    whole = recorded(CASES[0], tmp_path)
+    changed(monkeypatch, *place.split(), without)
+    less = recorded(CASES[0], tmp_path)
+    assert issued(less) == issued(whole)
+    assert len(less[0].items) < len(whole[0].items)
+
+
+RELEASES = {
+    "fsdp/gathers.py Gathers._release": 0,
+    "fsdp/gradients.py Gradients.discard": 16,
+    "fsdp/collectives.py _cast": 0,
+    "optim/offload.py Updates._issue_chunks": 3,
+    "comm/links.py _Incoming.free": 9,
+}
+
+
+@pytest.mark.parametrize("place", RELEASES)
+def test_a_slot_released_before_its_record_is_the_same_since_nobody_takes_it_between(
+    place, monkeypatch, tmp_path
+):
+    def swapped(block):
+        sources = [ast.unparse(s) if isinstance(s, ast.Expr) else "" for s in block]
+        releases = [
+            n for n, told in enumerate(sources) if told.endswith((".release(slot)", ".release(staged)"))
+        ]
+        releases += [n for n, told in enumerate(sources) if told.endswith("slot.give_back()")]
+        for n in releases:
+            record = next(m for m in range(n) if ".record(" in sources[m] and "free" in sources[m])
+            block.insert(record, block.pop(n))
+        return len(releases)
+
+    case = CASES[RELEASES[place]]
+    before = recorded(case, tmp_path)
+    changed(monkeypatch, *place.split(), swapped)
+    after = recorded(case, tmp_path)
+    told = [
+        [(type(item), getattr(item, "stream", ""), getattr(item, "mark", 0)) for item in program.items]
+        for programs in (before, after)
+        for program in programs
+    ]
+    assert told[: len(before)] == told[len(before) :]

@@ -1,0 +1,118 @@
+"""What no pair of features does: steps with something between them, recorded."""
+
+from contextlib import suppress
+
+import numpy as np
+
+from models.gpt import GPT, GPTConfig
+from shardrt import functional as F
+from shardrt import no_grad, optim
+from shardrt.activation_offload import offload_activations
+from shardrt.comm import init_device_mesh
+from shardrt.device.cpu import CPUDevice
+from shardrt.fsdp import (
+    CPUOffloadPolicy,
+    ShardingStrategy,
+    full_parameters,
+    fully_shard,
+    set_find_unused_parameters,
+    set_gradient_divide_factor,
+)
+from shardrt.parallel import Pipeline
+from shardrt.simulate.script import record_of
+
+TOKENS = np.zeros((2, 16), np.int64)
+
+
+def loss_of(model, tokens=TOKENS):
+    return F.cross_entropy(model(tokens), tokens)
+
+
+def trained(
+    change=None, between=None, offloaded=False, find=False, alone=False, in_backward=False, **settings
+):
+    """Three blocks and what is around them: a step, `change`, another; `between` backwards and updates."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
+    for block in model.blocks:
+        fully_shard(offload_activations(block) if offloaded else block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    if find:
+        set_find_unused_parameters(model)
+    if alone:
+        set_gradient_divide_factor(model, 1)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3, in_backward=in_backward)
+    for step in range(3):
+        loss_of(model).backward()
+        if between is not None:
+            between(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if step == 0 and change is not None:
+            change(model)
+
+
+def freeze(model):
+    model.blocks[1].requires_grad_(False)
+
+
+def freeze_and_back(model):
+    freeze(model)
+    loss_of(model).backward()
+    model.zero_grad()
+    model.requires_grad_(True)
+
+
+def give_up(model):
+    """A forward that no backward comes to, and one that raises when the next unit is gathered already."""
+
+    def fail(*args):
+        raise KeyError
+
+    model(TOKENS)
+    hook = model.blocks[1].register_forward_pre_hook(fail)
+    with suppress(KeyError):
+        model(TOKENS)
+    hook.remove()
+
+
+def evaluate(model):
+    with no_grad():
+        loss_of(model)
+
+
+def write(model):
+    with full_parameters(model, writeback=True):
+        model.blocks[0].requires_grad_(True)
+
+
+def piped(schedule="GPipe", count=6):
+    model = GPT(GPTConfig(4, 2, 16, 16, 16))
+    pipeline = Pipeline(model, init_device_mesh("auto"), schedule=schedule, micro_batches=count)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        pipeline.step(loss_of, [TOKENS] * count)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def shared(function, **options):
+    each = {rank: [rank] for rank in range(2)}
+    return record_of(
+        lambda: function(**options), 2, stands_for=each, like=CPUDevice, local_size=2, shared=True
+    )
+
+
+HALF = CPUOffloadPolicy(parameters=False, optimizer_state=False)
+SCRIPTS = {
+    "given up": lambda: record_of(lambda: trained(give_up, offloaded=True), 2),
+    "frozen later": lambda: record_of(lambda: trained(freeze), 2),
+    "frozen and back": lambda: shared(trained, change=freeze_and_back),
+    "unused found": lambda: record_of(lambda: trained(find=True), 2),
+    "unused found, on the host": lambda: record_of(lambda: trained(find=True, offload_policy=HALF), 2),
+    "evaluated before the update": lambda: shared(trained, between=evaluate),
+    "written": lambda: shared(trained, change=write),
+    "alone": lambda: record_of(
+        lambda: trained(alone=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
+    ),
+    "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
+}
