@@ -178,9 +178,6 @@ def reduce(
     staged = group.arenas["download"].acquire()
     try:
         _reduce_to_host(group, slot, streams, written, staged)
-    except BaseException:
-        stream.record(staged.free)  # what was issued so far may still use it
-        raise
     finally:
         staged.arena.release(staged)
 

@@ -121,7 +121,7 @@ class Gradients:
             self._reduce_pieces(group, opened)
         else:
             _zero_unwritten(group, opened)
-            with self._handing_over(group, opened.slot):
+            with self._handing_over(opened.slot):
                 collectives.reduce(group, opened.slot, self._streams, opened.written)
         group.sum.issued(group.trained)
         self._reduced.append(group)
@@ -137,18 +137,17 @@ class Gradients:
         for start, stop in opened.pieces:
             slot = self._slot(group)
             full = slot.array[: group.layout.shards * (stop - start)]
-            with self._handing_over(group, slot):
+            with self._handing_over(slot):
                 opened.write(start, stop, full, self._streams.compute)
                 collectives.reduce(group, slot, self._streams, opened.written, (start, stop))
 
     @contextmanager
-    def _handing_over(self, group: ParameterGroup, slot: Slot) -> Iterator[None]:
+    def _handing_over(self, slot: Slot) -> Iterator[None]:
         """Give the slot back behind what is issued in a with block, also if that raises."""
         try:
             yield
         except BaseException:
-            for event in (slot.free, group.gradient_ready):
-                self._streams.reduce.record(event)  # what was issued so far may still use the memory
+            self._streams.reduce.record(slot.free)  # what was issued so far may still read it
             raise
         finally:
             slot.give_back()

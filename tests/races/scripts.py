@@ -3,6 +3,7 @@
 from contextlib import suppress
 
 import numpy as np
+import pytest
 
 from models.gpt import GPT, GPTConfig
 from shardrt import functional as F
@@ -13,6 +14,7 @@ from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
     ShardingStrategy,
+    buffers,
     full_parameters,
     fully_shard,
     set_find_unused_parameters,
@@ -95,6 +97,24 @@ def piped(schedule="GPipe", count=6):
         optimizer.zero_grad()
 
 
+def in_pieces():
+    """The outer unit's long gradient goes in pieces, on the CPU, whose loss never sees all logits."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 8192))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(3):
+        model(TOKENS, TOKENS).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+def pieces():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(buffers, "IN_PIECES", 0)
+        return record_of(in_pieces, 2, like=CPUDevice)
+
+
 def shared(function, **options):
     each = {rank: [rank] for rank in range(2)}
     return record_of(
@@ -114,5 +134,6 @@ SCRIPTS = {
     "alone": lambda: record_of(
         lambda: trained(alone=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
     ),
+    "in pieces": pieces,
     "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
 }
