@@ -28,10 +28,19 @@ QUICK = [case for kind in KINDS.values() for case in kind[7::40] if case.ranks <
 QUICK.append(Case(("offload parameters", "offload gradients"), fails="gather", turn=16))
 
 
+# Told though it cannot be: of a CPU, sums of gradients on the host are recorded in a stream beside it.
+_TOLD = {
+    "HYBRID_SHARD + offload gradients + recompute + fp16, scaled + pipeline + context parallel, 2 sharing": [
+        pytest.mark.slow,
+        pytest.mark.xfail(strict=True, raises=AssertionError),
+    ]
+}
+
+
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(case, marks=_TOLD.get(str(case), () if case in QUICK else pytest.mark.slow))
         for case in dict.fromkeys([*QUICK, *(case for kind in KINDS.values() for case in kind)])
     ],
     ids=str,
