@@ -1,0 +1,105 @@
+"""Products in bfloat16 inside a unit: gradients beside PyTorch's bfloat16, and what saves what as bits."""
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import Tensor, nn
+from shardrt import functional as F
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
+from shardrt.kernels import cpu as K
+from shardrt.kernels import onednn
+
+pytestmark = pytest.mark.skipif(not onednn.computes_bf16(), reason="no products of bfloat16 here")
+
+ROWS, TIME, WIDTH, HEADS = 2, 40, 64, 2
+
+
+class Layer(nn.Module):
+    """Attention, and a linear layer with a GELU behind it."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.up = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, 2 * WIDTH)
+        self.down = nn.Linear(2 * WIDTH, WIDTH)
+
+    def forward(self, x):
+        y = F.self_attention(self.qkv(x), HEADS)
+        return self.down(F.linear_gelu(y, self.up.weight, self.up.bias))
+
+
+def rounded(x):
+    return F.cast(Tensor(x), "bfloat16").data
+
+
+def trained():
+    """(name -> values, x, dy, name -> gradient) of one step; the gradient of x is called "x"."""
+    shardrt.manual_seed(3)
+    model = Layer()
+    policy = MixedPrecisionPolicy("bfloat16", "float32")
+    fully_shard(model, mesh=init_device_mesh("auto"), mp_policy=policy)
+    random = np.random.default_rng(0)
+    x, dy = (rounded(random.standard_normal((ROWS, TIME, WIDTH)).astype(np.float32)) for _ in range(2))
+    given = Tensor(x, requires_grad=True)
+    model(given).backward(dy)
+    with full_parameters(model):
+        values = {name: rounded(p.data) for name, p in model.named_parameters()}
+    gradients = {}
+    for name, p in model.named_parameters():
+        gradients[name] = p.grad.reshape(p.shape).copy()  # one rank has all
+    return values, x, dy, gradients | {"x": given.grad}
+
+
+def in_torch(values, x, dy, dtype):
+    """Name -> gradient, of the same in PyTorch."""
+    import torch
+
+    p = {name: torch.from_numpy(v.copy()).to(dtype).requires_grad_() for name, v in values.items()}
+    given = torch.from_numpy(x.copy()).to(dtype).requires_grad_()
+    linear = torch.nn.functional.linear
+    q, k, v = (
+        part.reshape(ROWS, TIME, HEADS, -1).transpose(1, 2)
+        for part in linear(given, p["qkv.weight"], p["qkv.bias"]).chunk(3, -1)
+    )
+    y = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    y = y.transpose(1, 2).reshape(ROWS, TIME, WIDTH)
+    inner = torch.nn.functional.gelu(linear(y, p["up.weight"], p["up.bias"]), approximate="tanh")
+    linear(inner, p["down.weight"], p["down.bias"]).backward(torch.from_numpy(dy.copy()).to(dtype))
+    return {name: t.grad.double().numpy() for name, t in (p | {"x": given}).items()}
+
+
+@pytest.mark.torch
+def test_gradients_are_at_least_as_near_to_exact_ones_as_those_of_torch_in_bfloat16():
+    torch = pytest.importorskip("torch")
+    values, x, dy, ours = trained()
+    exact, theirs = (in_torch(values, x, dy, kind) for kind in (torch.float64, torch.bfloat16))
+    for name, true in exact.items():
+        far, allowed = (np.linalg.norm(found[name] - true) for found in (ours, theirs))
+        assert far <= allowed, f"{name}: {far:.1e}, {allowed:.1e}"
+
+
+def test_every_product_of_the_unit_reads_bits(monkeypatch):
+    read = []
+    for name in ("forward", "forward_gelu", "backward_input", "backward_weight"):
+        real = getattr(K.linear, name)
+
+        def spied(a, b, *rest, real=real):
+            read.append((a.dtype, b.dtype))
+            real(a, b, *rest)
+
+        monkeypatch.setattr(K.linear, name, spied)
+    real_attention = K.attention.backward
+    monkeypatch.setattr(
+        K.attention,
+        "backward",
+        lambda dy, q, *rest, **how: read.append((q.dtype, q.dtype)) or real_attention(dy, q, *rest, **how),
+    )
+    trained()
+    assert read == [(np.uint16, np.uint16)] * (3 + 3 + 3 + 1)
+
+
+def test_a_repeated_step_has_the_same_bits():
+    (*_, first), (*_, second) = trained(), trained()
+    for name, gradient in first.items():
+        np.testing.assert_array_equal(gradient, second[name])
