@@ -139,7 +139,8 @@ def test_the_action_of_a_pipeline_is_named_until_the_next_one_or_the_end_of_the_
     recorder.part("forward")  # of the units in it
     recorder.around(recorder.facts("F", 1, "recv", "F3 of stage 0 from rank 1", array), id, (0,))
     assert place() == "forward, F3 of stage 1"
-    (line,) = diagnosis.table(read_all(tmp_path)[0], None)
+    flights = read_all(tmp_path)[0]
+    (line,) = diagnosis.table(flights, flights, {})
     assert line.startswith("rank 0  step 3, forward, F3 of stage 1: last done recv F3 of stage 0 from rank 1")
     recorder.part("forward", "F4 of stage 1")
     assert place() == "forward, F4 of stage 1"

@@ -6,7 +6,7 @@ other.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from shardrt.faults.flight import MESSAGES, Flight, members
 
@@ -39,8 +39,8 @@ def behind(flights: Sequence[Flight]) -> list[int]:
     return [rank for rank in awaited if not waits.get(rank)] or awaited  # one may not have begun a file
 
 
-def blame(flights: Sequence[Flight]) -> str:
-    """A line that names the rank that is behind, and what for."""
+def blame(flights: Sequence[Flight], hosts: Sequence[str] = ()) -> str:
+    """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several."""
     found = behind(flights)
     if not found:
         return "no rank waits for another"
@@ -49,17 +49,32 @@ def blame(flights: Sequence[Flight]) -> str:
     calls = sorted({str(flight.open_call) for flight in waiting})
     verb = "is" if len(found) == 1 else "are"
     waiters = ranks([flight.rank for flight in waiting])
-    return f"{ranks(found)} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+    who = ranks(found, hosts)
+    return f"{who} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+
+
+def out_of_reach(flights: Sequence[Flight], hosts: Sequence[str], silent: Sequence[str], here: str) -> str:
+    """A line that names the hosts that do not answer `here`, and the ranks on them; "" where all answer."""
+    if not silent:
+        return ""
+    gone = [rank for rank, host in enumerate(hosts) if host in silent]
+    inside = {str(flight.open_call) for flight in flights if flight.rank not in gone and flight.open_call}
+    are, do = "is" if len(gone) == 1 else "are", "does" if len(silent) == 1 else "do"
+    waits = f"; the others wait in {', '.join(sorted(inside))}" if inside else ""
+    return (
+        f"{ranks(gone, hosts)} {are} behind: {' and '.join(silent)} {do} not answer {here}, the link or the "
+        f"machine is gone{waits}"
+    )
 
 
 def blamed(report: str) -> tuple[str, list[int]]:
     """(the line of `blame` in a report, the ranks that it names); ("", []) if there is none."""
-    found = re.search(r"^ranks? ([\d,]+) (?:is|are) behind: .*$", report, re.M)
+    found = re.search(r"^ranks? ([\d,]+)(?: on .+?)? (?:is|are) behind: .*$", report, re.M)
     return (found[0], [int(rank) for rank in found[1].split(",")]) if found else ("", [])
 
 
 def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> str:
-    """Where a rank stands. now: monotonic time on this host while the run goes on; None if it is over."""
+    """Where a rank stands. now: monotonic time on its host while the run goes on; None if it is over."""
     last, inside = flight.last, flight.open_call
     reference = last.monotonic if now is None else now
     where = f"step {last.step}, {flight.place}"
@@ -76,18 +91,20 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
     return told + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
 
 
-def table(flights: Sequence[Flight], now: float | None) -> list[str]:
-    """A line per rank, and those that stand alike together."""
+def table(some: Sequence[Flight], flights: Sequence[Flight], now: Mapping[int, float]) -> list[str]:
+    """A line per rank of `some`, and those that stand alike together. now: by rank, as `standing` has it."""
     groups: dict[str, list[int]] = {}
-    for flight in flights:
-        groups.setdefault(standing(flight, flights, now), []).append(flight.rank)
+    for flight in some:
+        groups.setdefault(standing(flight, flights, now.get(flight.rank)), []).append(flight.rank)
     width = max((len(ranks(group)) for group in groups.values()), default=0)
     return [f"{ranks(group):{width}}  {what}" for what, group in groups.items()]
 
 
-def ranks(group: Sequence[int]) -> str:
-    """rank 1; ranks 0,2,3"""
-    return f"rank{'s' * (len(group) > 1)} {','.join(map(str, group))}"
+def ranks(group: Sequence[int], hosts: Sequence[str] = ()) -> str:
+    """rank 1; ranks 0,2,3; where there are several hosts, ranks 2,3 on node1"""
+    there = list(dict.fromkeys(hosts[rank] for rank in group)) if len(set(hosts)) > 1 else []
+    where = f" on {', '.join(there)}" if there else ""
+    return f"rank{'s' * (len(group) > 1)} {','.join(map(str, group))}{where}"
 
 
 def _reached(flight: Flight, communicator: str) -> int:

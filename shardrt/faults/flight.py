@@ -30,7 +30,8 @@ OPERATIONS = ("", "barrier", "all_gather", "reduce_scatter", "all_reduce", "broa
 OPERATIONS += (*MESSAGES, "talk")
 
 _MAGIC = b"shardrt flight 2"
-_HEADER = struct.Struct("<16s I I I I d 64s")  # magic, rank, size, pid, records, start (wall), host
+# Magic, rank, size, pid, records, start (wall), host, seconds by which its clock is ahead of rank 0's.
+_HEADER = struct.Struct("<16s I I I I d 64s d")
 _BEAT = struct.Struct("<d d Q")  # monotonic, wall, resident bytes
 _ENDED = struct.Struct("<d 232s")  # wall, how
 # Number (again at the end: a record cut off by a kill shows), times, elements, step, call, codes, names.
@@ -48,8 +49,12 @@ class DamagedFlight(ValueError):
 class Recorder:
     """Writes the flight file of one rank. Any thread may call it; a record takes no lock."""
 
-    def __init__(self, folder: Path, rank: int, size: int) -> None:
-        """Make folder/rank-N.bin; where that can't be done, what is recorded is only in memory."""
+    def __init__(self, folder: Path, rank: int, size: int, ahead: float = 0.0) -> None:
+        """Make folder/rank-N.bin; where that can't be done, what is recorded is only in memory.
+
+        ahead: seconds by which this host's clock is before that of rank 0.
+        """
+        self._ahead = ahead
         self.rank = rank
         self.size = size
         self.latest = 0  # number of the record written last: it moves with every sign of progress
@@ -80,7 +85,7 @@ class Recorder:
         Without a file where the system allows none: a full disk is no reason to stop.
         """
         host = socket.gethostname().encode()[:64]
-        facts = _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host
+        facts = _MAGIC, self.rank, self.size, os.getpid(), RECORDS, self._began, host, self._ahead
         _HEADER.pack_into(self._memory, 0, *facts)
         path, before = folder / f"rank-{self.rank}.bin", self._file
         try:
@@ -233,13 +238,13 @@ class Record:
 
 @dataclass(frozen=True)
 class Flight:
-    """The contents of a flight file."""
+    """The contents of a flight file. Wall times, but of the start, are by the clock of rank 0's host."""
 
     rank: int
     size: int
     pid: int
     host: str
-    began: float  # wall time
+    began: float  # wall time, by the clock of its own host
     beat_monotonic: float
     beat_wall: float
     resident: int  # bytes, at the last beat
@@ -286,10 +291,11 @@ def read(path: Path) -> Flight:
         raise DamagedFlight(str(error)) from None
     if len(data) != _SIZE:
         raise DamagedFlight(f"{path}: {len(data)} bytes, where a flight file has {_SIZE}")
-    magic, rank, size, pid, records, began, host = _HEADER.unpack_from(data, 0)
-    if magic != _MAGIC or records != RECORDS or not rank < size <= _MOST or not _is_time(began):
+    magic, rank, size, pid, records, began, host, ahead = _HEADER.unpack_from(data, 0)
+    whole = rank < size <= _MOST and _is_time(began) and abs(ahead) < 1e11
+    if magic != _MAGIC or records != RECORDS or not whole:
         raise DamagedFlight(f"{path}: not a flight file of this version")
-    found = [_record(data, place) for place in range(RECORDS)]
+    found = [_record(data, place, ahead) for place in range(RECORDS)]
     ring = sorted((record for record in found if record), key=lambda record: record.number)
     if not ring:
         raise DamagedFlight(f"{path}: holds no whole record")
@@ -297,7 +303,9 @@ def read(path: Path) -> Flight:
     beat = _BEAT.unpack_from(data, _BEAT_AT)
     if not all(map(_is_time, (ended_wall, *beat[:2]))):
         raise DamagedFlight(f"{path}: holds times that are none")
-    return Flight(rank, size, pid, _text(host), began, *beat, ended_wall, _text(ended), tuple(ring))
+    monotonic, wall, resident = beat
+    times = monotonic, wall - ahead, resident, ended_wall and ended_wall - ahead
+    return Flight(rank, size, pid, _text(host), began, *times, _text(ended), tuple(ring))
 
 
 def group_name(role: str, ranks: Sequence[int], world: int) -> str:
@@ -365,7 +373,7 @@ def resident_bytes() -> int:
         return 0
 
 
-def _record(data: bytes, place: int) -> Record | None:
+def _record(data: bytes, place: int, ahead: float) -> Record | None:
     """The record at a place of the ring; None where there is none, or a part of one."""
     number, mono, wall, elements, step, call, *codes, name, unit, again = _RECORD.unpack_from(
         data, _RING_AT + place * _RECORD.size
@@ -376,7 +384,7 @@ def _record(data: bytes, place: int) -> Record | None:
     if not (whole and phase < len(PHASES) and operation < len(OPERATIONS) and kind < len(dtypes.CARRIED)):
         return None
     names = PHASES[phase], OPERATIONS[operation], dtypes.CARRIED[kind], _text(name), _text(unit)
-    return Record(number, mono, wall, elements, step, call, state, *names)
+    return Record(number, mono, wall - ahead, elements, step, call, state, *names)
 
 
 def _is_time(seconds: float) -> bool:

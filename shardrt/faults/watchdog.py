@@ -1,8 +1,9 @@
 """The watchdog: ends a job that has stopped making progress, and says who waits where and for whom.
 
 A thread per rank looks twice a second whether the flight recorder has gone on. It makes no MPI and no NCCL
-call but the last one, Abort. Of the ranks that run out of patience the first speaks for all. Below it a timer
-of the C library, which needs no interpreter lock, ends a rank whose watchdog itself can't run.
+call but the last one, Abort. Of the ranks that run out of patience the first speaks for all, of all hosts
+whose records it sees; and whoever its host can't be heard by, since the link is gone, speaks as well. Below
+it a timer of the C library, which needs no interpreter lock, ends a rank whose watchdog itself can't run.
 """
 
 import faulthandler
@@ -10,19 +11,22 @@ import fcntl
 import os
 import shutil
 import signal
+import socket
 import statistics
 import sys
 import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections import deque
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from shardrt.faults import diagnosis, failure, guard
+from shardrt.faults import failure, guard, reach, reports
 from shardrt.faults.deadline import Deadline, within
 from shardrt.faults.flight import Flight, Recorder, read_all
 
@@ -30,9 +34,13 @@ REPORT = "hang.txt"
 _BEAT = 0.5  # seconds
 _SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 _GATHERING = 0.3  # seconds in which the others write their stacks
+_SPEAKING = 20.0  # seconds that speaking may take at most
+_HEARING = 1.0  # seconds for a host to answer
+_REPORTING = 4.0  # seconds in which the first that speaks has written its report
 _STEPS = 64  # of which the median is taken
 _LIKE_EVAL = ("eval", "sample")
 _PREFIX = "shardrt-flight-"  # of temporary directories
+_CLOCKS = 1.0  # seconds by which clocks of hosts differ without a word
 _SHORTEST, _LONGEST = 0.05, 1e7  # seconds: what timers can do, and what is not a slip
 _KEPT = 86400.0  # seconds for which reports of hangs stay in temporary directories
 _YOUNG = 60.0  # seconds after which a directory that nobody holds is left over
@@ -104,8 +112,11 @@ class Watch:
         limit = self.limits.set_up if mesh.world.kind == "mpi" else 0
         with within(limit, failure.HANG, f"{told}; the job ends with exit code {failure.HANG}"):
             made = _temporary_folder() if mesh.rank == 0 else ""
-            self._folder = Path(_first(mesh, made))
-        self.recorder = Recorder(self._folder, mesh.rank, mesh.size)
+            told = mesh.communicator("control").talk(os.fsencode(f"{socket.gethostname()}\0{made}"))
+        self._hosts = [os.fsdecode(each).partition("\0")[0] for each in told]  # by rank
+        self._folder = Path(os.fsdecode(told[0]).partition("\0")[2])
+        self._addresses: dict[str, str] = {}  # of other hosts that answered at the start
+        self.recorder = Recorder(self._folder, mesh.rank, mesh.size, _ahead(mesh, self._hosts))
         self._temporary: Path | None = self._folder
         self._hold: int | None = _held(self._folder)
         self._kind = mesh.world.kind
@@ -163,6 +174,8 @@ class Watch:
             self._open_stacks()
             self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
             self._thread.start()
+            if len(set(self._hosts)) > 1:  # beside it: names may take long to find
+                threading.Thread(target=self._look_around, name="reach", daemon=True).start()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
@@ -205,6 +218,13 @@ class Watch:
             elif limit and idle > limit:
                 self._speak(idle, limit)
 
+    def _look_around(self) -> None:
+        """Find the other hosts that answer, so that it is seen when one does not any more."""
+        own = self._hosts[self.recorder.rank]
+        known = reach.addresses(dict.fromkeys(host for host in self._hosts if host != own))
+        heard = reach.answering(known, reports.LISTENING)
+        self._addresses = {host: known[host] for host in known if host in heard}
+
     def _all_limits(self) -> list[float]:
         return [self.limits.step, self.limits.set_up, self.limits.save, self.limits.evaluation]
 
@@ -227,20 +247,55 @@ class Watch:
 
     def _speak(self, idle: float, limit: float) -> None:
         """End the job: the first rank that comes here with the report, the others in silence."""
+        if self._deadline is not None:
+            self._deadline.set(_SPEAKING)
+        if self._is_gone(self._hosts[0]):  # or this host is, and nobody would hear it: others go first
+            self._rest(_REPORTING)
         try:
             with open(self._folder / REPORT, "x", encoding="utf-8") as file:
-                flights, told = read_all(self._folder)
-                report = hang_report(self.recorder, flights, told, idle, limit)
-                self._ask_for_stacks(flights)
+                report = self._report(idle, limit)
                 report += f"the Python stacks of the ranks: {self._folder}/stacks-*.txt\n"
                 file.write(report)
         except FileExistsError:
             self._dump_own()
-            time.sleep(5)  # until the one that speaks has ended the job
-            report = ""
+            report = self._unheard(idle, limit)
+            if not report:
+                self._rest(5)  # until the one that speaks has ended the job
         except OSError as error:
             report = f"rank {self.recorder.rank} hangs, and can't write to {self._folder}: {error}\n"
         failure.end_job(report, failure.HANG)
+
+    def _report(self, idle: float, limit: float) -> str:
+        """Where each rank stands, and which one is behind; each is asked for its stacks."""
+        self._ask_for_stacks(read_all(self._folder)[0])
+        recorder, hosts = self.recorder, self._hosts
+        heard = reports.listen(self._folder, recorder.rank, hosts, self._addresses, recorder.beat)
+        return reports.hang(recorder, heard, hosts, idle, limit)
+
+    def _unheard(self, idle: float, limit: float) -> str:
+        """What this rank must say itself, for the one that has spoken is where nobody hears it; "" if not.
+
+        One of each host is enough.
+        """
+        if not self._addresses or self._hosts.index(self._hosts[self.recorder.rank]) != self.recorder.rank:
+            return ""
+        for _ in range(int(_REPORTING / _BEAT)):
+            speaker = reports.speaker(self._folder / REPORT, self._hosts)
+            if speaker:
+                return self._report(idle, limit) if self._is_gone(speaker) else ""
+            self._rest(_BEAT)
+        return ""
+
+    def _is_gone(self, host: str) -> bool:
+        """Whether another host answered when this watch began, and does not now."""
+        address = self._addresses.get(host)
+        return address is not None and not reach.answering({host: address}, _HEARING)
+
+    def _rest(self, seconds: float) -> None:
+        """Sleep, and give signs of life."""
+        for _ in range(int(seconds / _BEAT)):
+            self.recorder.beat()
+            time.sleep(_BEAT)
 
     def _ask_for_stacks(self, flights: list[Flight]) -> None:
         """Have every rank of this host write its stacks, those that hold the interpreter lock as well."""
@@ -310,6 +365,21 @@ def _first(mesh: Watched, path: str) -> str:
     return os.fsdecode(mesh.communicator("control").talk(os.fsencode(path))[0])
 
 
+def _ahead(mesh: Watched, hosts: Sequence[str]) -> float:
+    """Seconds by which this host's clock is ahead of rank 0's, told by rank 0 where it is much. Collective.
+
+    Ranks have just met, so it is wrong by no more than a message takes.
+    """
+    if len(set(hosts)) == 1:
+        return 0.0
+    times = [float(each) for each in mesh.communicator("control").talk(repr(time.time()).encode())]
+    off = {host: seconds - times[0] for host, seconds in zip(hosts, times, strict=True)}
+    told = [f"{host} {seconds:+.0f} s" for host, seconds in off.items() if abs(seconds) > _CLOCKS]
+    if told and mesh.rank == 0:
+        warnings.warn(f"clocks differ from that of {hosts[0]}: {', '.join(told)}", stacklevel=3)
+    return times[mesh.rank] - times[0]
+
+
 def _temporary_folder() -> str:
     """A new one, or what is no folder where there is no room. What killed jobs have left is removed."""
     root = Path(tempfile.gettempdir())
@@ -344,22 +414,3 @@ def _held(folder: Path) -> int | None:
     except OSError:
         return None
     return held
-
-
-def hang_report(recorder: Recorder, flights: list[Flight], told: list[str], idle: float, limit: float) -> str:
-    """Several lines for people: where each rank stands, and which one is behind."""
-    own = next((flight for flight in flights if flight.rank == recorder.rank), None)
-    here = [flight for flight in flights if own is None or flight.host == own.host]
-    lines = [
-        f"hang: no progress on rank {recorder.rank} for {idle:.1f} s in {recorder.phase} "
-        f"(limit {limit:.1f} s); the job ends with exit code {failure.HANG}"
-    ]
-    lines += [f"  {line}" for line in diagnosis.table(here, time.monotonic())]
-    lines += [
-        f"  {diagnosis.ranks([flight.rank])} is on host {flight.host}: its clock can't be compared"
-        for flight in flights
-        if flight not in here
-    ]
-    lines += [f"  {line}" for line in told]
-    lines.append(diagnosis.blame(flights))
-    return "\n".join(lines) + "\n"

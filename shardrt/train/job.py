@@ -34,6 +34,7 @@ from shardrt.train.lock import LOCK
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe
+from shardrt.train.shared import check_shared
 from shardrt.train.tasks import Task
 from shardrt.train.trace import check_timed
 from shardrt.train.versions import own_version, surroundings, versions
@@ -84,6 +85,8 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
 def go(job: "Job", plan: MemoryPlan, began: float) -> None:
     """What is left when the run has its directory: resume, train, save, finish."""
     recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
+    with one_line(DATA, mesh):
+        check_shared(mesh, run.directory)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         first, told = resume(job)  # before anything of a run that was there is changed
     if mesh.world.device is None:

@@ -28,8 +28,8 @@ BUDGETS = {"set-up": "set-up", "save": "save", "eval": "evaluation"}
 MESSAGES = {
     "raise": r"^rank {} of \d failed in its main thread:",
     "memory": r"^rank {} of \d is out of memory in its main thread:",
-    "stop": r"^rank {} is behind: ranks? [\d,]+ waits? in ",
-    "loop": r"^rank {} is behind: ranks? [\d,]+ waits? in ",
+    "stop": r"^rank {}(?: on \S+)? is behind: ranks? [\d,]+ waits? in ",
+    "loop": r"^rank {}(?: on \S+)? is behind: ranks? [\d,]+ waits? in ",
     **dict.fromkeys(MISMATCHES, r"CollectiveMismatch: ranks differ in collective .*rank {} called"),
     **dict.fromkeys(DIFFERENCES, r"^error: ranks differ: .*on rank {}"),
 }
@@ -171,7 +171,7 @@ def check(
             assert re.search(_OF_STAGE, err, re.M), told
             letters = "F" if case.phase == "forward" else "BIW"
             assert re.search(
-                rf"^  rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M
+                rf"^  (?:\S+: )?rank {case.victim} .*{case.phase}, [{letters}]\d+ of stage \d", err, re.M
             ), told
     else:
         assert code not in (0, None), told  # the launcher's own, and its message

@@ -187,13 +187,22 @@ class Hosts:
             self._inside(self.pids[number], ["tc", "-batch", "-"], [f"qdisc replace dev eth0 {words}"])
 
     def cut(self, host: int) -> None:
-        """Pull a host's cable out of the bridge. Nobody is told: what is sent does not arrive."""
-        self._inside(self._holding[0].pid, ["ip", "-batch", "-"], [f"link set port{host} nomaster"])
+        """Pull a host's cable out of the bridge. No connection is told: what is sent does not arrive."""
+        self._inside(self._holding[0].pid, ["ip", "-batch", "-"], [f"link set port{host} nomaster down"])
 
     def run(self, host: int, command: list[str]) -> subprocess.CompletedProcess[str]:
         """A command on one host."""
         inside = ["nsenter", "--target", str(self.pids[host]), "--all", "--wd=/", "--"]
         return subprocess.run([*inside, *command], capture_output=True, text=True, check=True)
+
+    def beside(self, folder: Path, *command: str) -> list[str]:
+        """A command at the bridge, where `mpirun` runs, in a folder."""
+        head = str(self._holding[0].pid)
+        return ["nsenter", "--target", head, "--net", "--uts", "--mount", f"--wd={folder}", "--", *command]
+
+    def launcher(self) -> list[str]:
+        """MPICH's own mpirun with what it takes to start processes on these hosts, but for their names."""
+        return [self._mpirun, "-launcher", "ssh", "-launcher-exec", str(HERE / "enter"), "-iface", "eth0"]
 
     def received(self, host: int) -> int:
         """Bytes that a host's cable has brought to it, with all headers."""

@@ -1,0 +1,219 @@
+"""Whether hosts are fit to train together: what `shardrt doctor --hosts FILE` asks before the first step.
+
+One process on each host, started as ranks are, tells its versions and its memory. Together they compare their
+clocks, look for a file that the first has written, and send each other data, pair by pair.
+"""
+
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from shardrt.comm.talk import differences
+from shardrt.faults import reach
+from shardrt.train.versions import versions
+from shardrt.untrusted import Refused
+
+_ANSWER = 3.0  # seconds
+_PATIENCE = 60.0  # for all to start, and 2 more for each pair
+_CLOCK = 1.0  # seconds by which clocks may differ
+_TRIPS, _TRANSFERS = 20, 3  # of which the shortest counts
+_BYTES = 4 << 20  # of a transfer
+_SEEN = 5.0  # seconds until a file of another host is seen
+_SHM = 64 << 20
+_SLOW = 4  # times slower than the fastest pair, which is told
+
+
+def hosts_of(path: Path) -> list[str]:
+    """The names in a host file, of MPICH (`node1:8`) or Open MPI (`node1 slots=8`), each once.
+
+    Raises OSError; Refused where there are none.
+    """
+    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
+    found = list(dict.fromkeys(words[0].partition(":")[0] for words in lines if words))
+    if not found:
+        raise Refused(f"{path} names no host; a line is `node1:8`, or `node1 slots=8`")
+    return found
+
+
+def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
+    """Everything, as JSON has it; `code` is the exit code of the command, `lacking` says why it is not 0.
+
+    mpirun: the command, and options of its own.
+    """
+    known = reach.addresses(dict.fromkeys(hosts))
+    answers = reach.answering(known, _ANSWER)
+    lacking = [f"{host}: its name is not known here" for host in hosts if host not in known]
+    lacking += [f"{host} ({known[host]}) does not answer" for host in known if host not in answers]
+    found: dict[str, Any] = {"hosts": [], "pairs": []}
+    if not lacking:
+        pairs = len(hosts) * (len(hosts) - 1) // 2
+        told = _started(hosts, mpirun, _PATIENCE + 2 * pairs)
+        if isinstance(told, str):
+            lacking.append(f"one process on each host could not be run: {told}")
+        else:
+            found = told
+            lacking += _lacking(found)
+    return found | {"lacking": lacking, "code": int(bool(lacking))}
+
+
+def lines(found: dict[str, Any]) -> list[str]:
+    """The same for people."""
+    told = [
+        f"{host['host']}: {host['cores']} cores, {host['shm'] / 1e9:.1f} GB in /dev/shm, clock "
+        f"{host['clock']:+.3f} s, shardrt {host['versions']['shardrt']}, Python {host['versions']['python']}"
+        for host in found["hosts"]
+    ]
+    told += [
+        f"{pair['hosts'][0]} - {pair['hosts'][1]}: {pair['latency'] * 1e3:.3f} ms, "
+        f"{pair['there'] / 1e6:.0f} MB/s there, {pair['back'] / 1e6:.0f} MB/s back"
+        for pair in found["pairs"]
+    ]
+    return told + [f"lacking: {what}" for what in found["lacking"]]
+
+
+def _lacking(found: dict[str, Any]) -> list[str]:
+    hosts = found["hosts"]
+    names = [host["host"] for host in hosts]
+    told = []
+    for what in differences([host["versions"] for host in hosts]):
+        told.append(f"hosts differ: {what}, which are of {', '.join(names)}")
+    for host in hosts:
+        if abs(host["clock"]) > _CLOCK:
+            told.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
+        if not host["seen"]:
+            told.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
+        if host["shm"] < _SHM:
+            told.append(f"{host['host']}: /dev/shm has less than 64 MB free")
+    pairs = found["pairs"] if len(hosts) > 2 else []  # two have nothing to be compared with
+    best = max((pair[way] for pair in pairs for way in ("there", "back")), default=0.0)
+    for pair in pairs:
+        slowest = min(pair["there"], pair["back"])
+        if slowest < best / _SLOW:
+            between = " - ".join(pair["hosts"])
+            told.append(f"{between}: {slowest / 1e6:.0f} MB/s, where others reach {best / 1e6:.0f} MB/s")
+    return told
+
+
+def launcher() -> list[str]:
+    """The mpirun beside this Python, or that of the system; [] where there is none."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun")
+    return [found] if found else []
+
+
+def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dict[str, Any] | str:
+    """What the processes found, or what went wrong."""
+    if not mpirun:
+        return "no mpirun: pip install mpich"
+    try:
+        about = subprocess.run([mpirun[0], "--version"], capture_output=True, text=True, timeout=seconds)
+        mpich = "HYDRA" in about.stdout
+        names = ",".join(host if mpich else f"{host}:1" for host in hosts)
+        where = ["-hosts" if mpich else "--host", names, "-n", str(len(hosts))]
+        command = [*mpirun, *where, sys.executable, "-m", "shardrt.tools.hosts"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+    except subprocess.TimeoutExpired:
+        return f"it took more than {seconds:.0f} s"
+    except OSError as error:
+        return str(error)
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def main() -> None:
+    """One process of each host, under mpirun: the first prints what all have found."""
+    from mpi4py import MPI
+
+    world = MPI.COMM_WORLD
+    own = {
+        "host": socket.gethostname(),
+        "versions": versions(),
+        "cores": len(os.sched_getaffinity(0)),
+        "shm": shutil.disk_usage("/dev/shm").free if os.path.isdir("/dev/shm") else 0,
+        "clock": _clock(world),
+        "seen": _sees(world),
+    }
+    hosts = [json.loads(text) for text in world.allgather(json.dumps(own))]
+    pairs = []
+    for here, there in combinations(range(world.size), 2):
+        world.Barrier()
+        measured = _pair(world, here, there) if world.rank in (here, there) else None
+        measured = world.bcast(json.dumps(measured), root=here)
+        pairs.append({"hosts": [hosts[here]["host"], hosts[there]["host"]]} | json.loads(measured))
+    if world.rank == 0:
+        print(json.dumps({"hosts": hosts, "pairs": pairs, "folder": os.getcwd()}), flush=True)
+
+
+def _clock(world: Any) -> float:
+    """Seconds by which this host's clock is ahead of the first one's: that of the shortest of some trips."""
+    best, ahead = float("inf"), 0.0
+    for rank in range(1, world.size):
+        for _ in range(_TRIPS):
+            if world.rank == 0:
+                world.recv(source=rank)
+                world.send(time.time(), rank)
+            elif world.rank == rank:
+                began, sent = time.monotonic(), time.time()
+                world.send(None, 0)
+                theirs = world.recv(source=0)
+                took = time.monotonic() - began
+                if took < best:
+                    best, ahead = took, sent + took / 2 - theirs
+    return ahead
+
+
+def _sees(world: Any) -> bool:
+    """Whether this host sees a file that the first one writes to the current directory."""
+    mark = None
+    if world.rank == 0:
+        mark = Path.cwd() / f".seen-{os.urandom(6).hex()}"
+        try:
+            mark.touch()
+        except OSError:
+            mark = None
+    told = world.bcast(None if mark is None else str(mark))
+    deadline = time.monotonic() + _SEEN
+    while told and not (seen := os.path.exists(told)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    world.Barrier()
+    if mark is not None:
+        with suppress(OSError):
+            mark.unlink()
+    return bool(told) and seen
+
+
+def _pair(world: Any, here: int, there: int) -> dict[str, float]:
+    """Of two hosts: seconds of a message, bytes per second in each direction; as the first one sees it."""
+    import numpy as np
+
+    data, little = np.zeros(_BYTES, np.uint8), np.zeros(1, np.uint8)
+
+    def trip(out: Any, back: Any) -> float:
+        began = time.monotonic()
+        if world.rank == here:
+            world.Send(out, there)
+            world.Recv(back, there)
+        else:
+            world.Recv(out, here)
+            world.Send(back, here)
+        return time.monotonic() - began
+
+    trip(data, data)  # connect
+    latency = min(trip(little, little) for _ in range(_TRIPS)) / 2
+    out = min(trip(data, little) for _ in range(_TRANSFERS)) - latency
+    back = min(trip(little, data) for _ in range(_TRANSFERS)) - latency
+    return {"latency": latency, "there": _BYTES / out, "back": _BYTES / back}
+
+
+if __name__ == "__main__":
+    main()

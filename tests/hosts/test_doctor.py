@@ -1,0 +1,82 @@
+"""`shardrt doctor --hosts FILE`: hosts that fit together, and each way in which they do not."""
+
+import json
+import shlex
+import subprocess
+import sys
+
+import pytest
+
+from shardrt.tools.hosts import hosts_of
+from shardrt.untrusted import Refused
+from tests.hosts.hosts import HERE, Hosts, unavailable
+from tests.ranks import clean_environment
+
+pytestmark = pytest.mark.mpi
+MADE = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
+AHEAD = "import time\n_time = time.time\ntime.time = lambda: _time() + 100\n"
+
+
+def examine(made, folder, *names, **variables):
+    """(exit code, what it says as JSON)"""
+    (folder / "hosts").write_text("".join(f"{name}:2\n" for name in names or made.names))
+    command = [sys.executable, "-m", "shardrt", "doctor", "--hosts", "hosts", "--json"]
+    command += ["--mpirun", shlex.join(made.launcher())]
+    with made.launching():
+        environment = clean_environment(**variables)
+    inside = made.beside(folder, *command)
+    done = subprocess.run(inside, capture_output=True, text=True, timeout=120, env=environment)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def test_host_files_of_both_launchers(tmp_path):
+    file = tmp_path / "hosts"
+    file.write_text("# ours\nnode1:8\nnode2 slots=8  # the new one\n\nnode1:8\n")
+    assert hosts_of(file) == ["node1", "node2"]
+    file.write_text("# none\n")
+    with pytest.raises(Refused, match="names no host"):
+        hosts_of(file)
+
+
+@MADE
+def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
+    with Hosts(shared=[tmp_path]) as made:
+        code, found = examine(made, tmp_path)
+        assert (code, found["lacking"]) == (0, [])
+        assert [host["host"] for host in found["hosts"]] == ["node0", "node1"]
+        assert all(host["seen"] and abs(host["clock"]) < 0.5 for host in found["hosts"])
+        (pair,) = found["pairs"]
+        assert pair["hosts"] == ["node0", "node1"]
+        assert 0 < pair["latency"] < 0.1 and pair["there"] > 1e6 and pair["back"] > 1e6
+        assert [path.name for path in tmp_path.iterdir()] == ["hosts"]
+        made.cut(1)
+        code, found = examine(made, tmp_path, "node0", "node1", "node7")
+        assert code == 1
+        assert found["lacking"] == [
+            "node7: its name is not known here",
+            "node1 (10.77.0.2) does not answer",
+        ]
+
+
+@MADE
+@pytest.mark.hosts
+def test_a_slow_link_a_clock_ahead_a_small_dev_shm_and_a_folder_of_its_own_are_told(tmp_path):
+    ahead, own = tmp_path / "ahead", tmp_path / "own"
+    ahead.mkdir()
+    own.mkdir()
+    with Hosts(3, shared=[tmp_path], shm=["256m", "32m"]) as made:
+        made.shape("50mbit", [2])
+        (tmp_path / "sitecustomize.py").write_text(AHEAD)
+        made.run(1, ["mount", "--bind", str(tmp_path), str(ahead)])
+        made.run(2, ["mount", "-t", "tmpfs", "none", str(own)])
+        code, found = examine(made, own, PYTHONPATH=f"{HERE.parent.parent}:{ahead}")
+    assert code == 1
+    told = "\n".join(found["lacking"])
+    assert "node1: its clock is +100.0 s from that of node0" in told
+    assert f"node2 does not see what node0 writes to {own}" in told
+    assert "node1: /dev/shm has less than 64 MB free" in told
+    assert len(found["pairs"]) == 3
+    slow = {tuple(pair["hosts"]) for pair in found["pairs"] if min(pair["there"], pair["back"]) < 7e6}
+    assert slow == {("node0", "node2"), ("node1", "node2")}
+    assert "node0 - node2: " in told and "node1 - node2: " in told and "node0 - node1" not in told

@@ -1,0 +1,155 @@
+"""What goes wrong with a host or a link: the job ends in time, with one message that names host and rank."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from shardrt.faults.flight import read_all
+from tests.failures.matrix import LIMIT, prepare, survivors
+from tests.hosts.hosts import Hosts, unavailable
+from tests.hosts.test_doctor import AHEAD
+from tests.ranks import ROOT, clean_environment, mpirun_path
+
+pytestmark = [
+    pytest.mark.mpi,
+    pytest.mark.hosts,
+    pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
+]
+
+
+class Job:
+    """The training command on hosts, in a folder that they share."""
+
+    def __init__(self, folder: Path, name: str, *more: str, **variables: str) -> None:
+        self.folder, self.name = folder, name
+        self.mark = f"SHARDRT_CASE={folder}/{name}"
+        command = [mpirun_path(), "-n", "4", sys.executable, "-m", "models.train", "--config", "tiny.toml"]
+        command += ["--name", name, "--report.log-interval", "1", *more]
+        self._files = folder / f"{name}.out", folder / f"{name}.err"
+        with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
+            environment = clean_environment(SHARDRT_CASE=f"{folder}/{name}", **variables)
+            self.process = subprocess.Popen(command, cwd=folder, stdout=out, stderr=err, env=environment)
+
+    @property
+    def out(self) -> str:
+        return self._files[0].read_text(errors="replace")
+
+    @property
+    def err(self) -> str:
+        return self._files[1].read_text(errors="replace")
+
+    def until_step(self, step: int) -> None:
+        """Return when so many steps have been reported."""
+        deadline = time.monotonic() + 60
+        while len(re.findall(r"^step ", self.out, re.M)) < step:
+            assert self.process.poll() is None, self.out + self.err
+            assert time.monotonic() < deadline, self.out + self.err
+            time.sleep(0.02)
+
+    def ended(self, seconds: float) -> int:
+        """The exit code of the launcher, which comes in time."""
+        try:
+            return self.process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"the launcher is there after {seconds} s: {self.out}{self.err}") from None
+
+
+@contextmanager
+def started(folder, name, *more, **how):
+    """(hosts, the job on them)"""
+    with Hosts(**{"shared": [folder]} | how) as made, made.launching():
+        job = Job(folder, name, *more)
+        try:
+            yield made, job
+        finally:
+            job.process.kill()
+            job.process.wait()
+            survivors(job.mark)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return prepare(tmp_path_factory.mktemp("hosts"))
+
+
+ALL = [word for which in ("limit", "save", "evaluation") for word in (f"--watchdog.{which}", str(LIMIT))]
+
+
+def test_a_host_that_disappears_is_named_with_its_ranks(folder):
+    with started(folder, "cut", *ALL) as (made, job):
+        job.until_step(3)
+        made.cut(1)
+        assert job.ended(LIMIT + 30) not in (0, None)
+        (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
+        assert said.startswith("ranks 2,3 on node1 are behind: node1 does not answer node0"), job.err
+        assert job.err.count("hang: ") == 1, job.err
+
+
+def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):
+    with started(folder, "slow", "--steps", "12") as (made, job):
+        job.until_step(3)
+        made.shape("2mbit", [1])
+        job.until_step(5)
+        made.shape("1gbit", [1])
+        assert job.ended(120) == 0, job.err
+
+
+def test_a_dev_shm_without_room_on_one_host_is_one_error_that_names_it(folder):
+    with started(folder, "full", shm=["256m", "256k"]) as (_, job):
+        assert job.ended(60) == 2, job.err
+        (said,) = re.findall(r"^error: .*$", job.err, re.M)
+        assert "of host node1" in said and "rank 2" in said
+
+
+def test_a_folder_that_only_some_hosts_share_is_one_error_that_names_them(folder):
+    with Hosts(shared=[folder]) as made, made.launching():
+        (folder / "runs").mkdir(exist_ok=True)
+        made.run(1, ["sh", "-c", f"mount -t tmpfs none {folder}/runs"])
+        job = Job(folder, "apart")
+        assert job.ended(60) == 65, job.out + job.err
+        (said,) = re.findall(r"^error: .*$", job.err, re.M)
+        assert "ranks 2,3 on node1 do not see what rank 0 on node0 has written" in said
+
+
+def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
+    ahead = folder / "ahead"
+    ahead.mkdir()
+    (folder / "sitecustomize.py").write_text(AHEAD)
+    with Hosts(shared=[folder]) as made, made.launching():
+        made.run(1, ["mount", "--bind", str(folder), str(ahead)])
+        job = Job(folder, "early", "--steps", "3", PYTHONPATH=f"{ROOT}:{ahead}")
+        assert job.ended(60) == 0, job.err
+    assert "clocks differ from that of node0: node1 +100 s" in job.err
+    flights, told = read_all(folder / "runs" / "early" / "flight")
+    assert not told and len(flights) == 4
+    lives = [flight.life for flight in flights]
+    assert max(lives) - min(lives) < 20
+    assert max(flight.began for flight in flights) - min(flight.began for flight in flights) > 80
+
+
+@pytest.mark.parametrize("rank", [1, 2])
+def test_a_rank_that_stops_on_any_host_is_named_with_its_host(folder, rank):
+    with started(folder, f"stopped-{rank}", *ALL) as (_, job):
+        job.until_step(3)
+        numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
+        (pid,) = [pid for pid in numbers if of_rank(pid, job.mark, rank)]
+        os.kill(pid, signal.SIGSTOP)
+        assert job.ended(LIMIT + 20) == 124, job.err
+        (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
+        assert said.startswith(f"rank {rank} on node{rank // 2} is behind: "), job.err
+        assert re.search(rf"node{rank // 2}: rank {rank} .*no sign of life", job.err), job.err
+
+
+def of_rank(pid, mark, rank):
+    try:
+        variables = Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace").split("\0")
+    except OSError:
+        return False
+    return mark in variables and f"PMI_RANK={rank}" in variables

@@ -1,0 +1,75 @@
+"""What is said of a hang of several hosts: signs of life without common clocks, hosts that do not answer.
+
+tests/hosts/test_failures.py has real ones.
+"""
+
+import numpy as np
+import pytest
+
+from shardrt.faults import diagnosis, reach, reports
+from shardrt.faults.flight import Recorder
+
+HOSTS = ["node0", "node0", "node1", "node1"]
+
+
+@pytest.fixture
+def recorders(tmp_path, monkeypatch):
+    """Of four ranks on two hosts; rank 3 has not come to the collective in which the others wait."""
+    monkeypatch.setattr(reports, "LISTENING", 0.04)
+    made = [Recorder(tmp_path, rank, 4) for rank in range(4)]
+    for recorder in made:
+        recorder.mark("forward", 1)
+    for recorder in made[:3]:
+        facts = recorder.facts("gather", 1, "all_gather", "blocks.0", np.zeros(4, np.float32))
+        recorder._write(1, *facts)
+    for recorder in made:
+        recorder.beat()
+    return made
+
+
+def test_a_rank_of_another_host_gives_signs_of_life_or_not(recorders, tmp_path):
+    heard = reports.listen(tmp_path, 0, HOSTS, {}, recorders[2].beat)
+    beats = {flight.rank: flight.beat_monotonic for flight in heard.flights}
+    assert heard.now[3] == pytest.approx(beats[3] + 0.04)
+    assert heard.now[2] > beats[2] and heard.now[2] != pytest.approx(beats[2] + 0.04, abs=1e-9)
+    assert heard.now[0] == heard.now[1] and heard.silent == []
+
+
+def test_ranks_on_one_host_are_not_listened_to(recorders, tmp_path):
+    def never():
+        raise AssertionError
+
+    heard = reports.listen(tmp_path, 0, ["vm"] * 4, {}, never)
+    assert len(set(heard.now.values())) == 1
+    lines = reports.hang(recorders[0], heard, ["vm"] * 4, 2.0, 1.0).splitlines()
+    assert lines[0].startswith("hang: no progress on rank 0 for 2.0 s in forward (limit 1.0 s)")
+    assert lines[-1].startswith("rank 3 is behind: ranks 0,1,2 wait in all_gather #1 of gather")
+
+
+def test_hosts_are_named_beside_ranks(recorders, tmp_path):
+    heard = reports.listen(tmp_path, 0, HOSTS, {}, lambda: None)
+    report = reports.hang(recorders[0], heard, HOSTS, 2.0, 1.0)
+    lines = report.splitlines()
+    assert lines[0].startswith("hang: no progress on rank 0 on node0 for 2.0 s")
+    assert [line[:16] for line in lines[1:4]] == ["  node0: ranks 0", "  node1: rank 2 ", "  node1: rank 3 "]
+    assert lines[4].startswith("rank 3 on node1 is behind: ranks 0,1,2 wait in all_gather #1 of gather")
+    assert diagnosis.blamed(report) == (lines[4], [3])
+    (tmp_path / "hang.txt").write_text(report)
+    assert reports.speaker(tmp_path / "hang.txt", HOSTS) == "node0"
+    assert reports.speaker(tmp_path / "none.txt", HOSTS) == ""
+
+
+def test_a_host_that_does_not_answer_is_behind_with_all_its_ranks(recorders, tmp_path, monkeypatch):
+    monkeypatch.setattr(reach, "answering", lambda known, seconds: set())
+    heard = reports.listen(tmp_path, 0, HOSTS, {"node1": "10.0.0.2"}, lambda: None)
+    report = reports.hang(recorders[0], heard, HOSTS, 2.0, 1.0)
+    line = "ranks 2,3 on node1 are behind: node1 does not answer node0, the link or the machine is gone; "
+    line += "the others wait in all_gather #1 of gather, 4 of float32, unit blocks.0"
+    assert diagnosis.blamed(report) == (line, [2, 3])
+    assert "  node1: " not in report
+
+
+def test_a_host_that_is_there_answers():
+    assert reach.answering({"here": "127.0.0.1"}, 5.0) == {"here"}
+    assert reach.answering({}, 5.0) == set()
+    assert reach.addresses({"localhost": 1, "no-such-host.invalid": 2}) == {"localhost": "127.0.0.1"}
