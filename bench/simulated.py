@@ -2,6 +2,7 @@
 
     python -m bench.simulated            # rows that others have published
     python -m bench.simulated cost       # Llama 405B on 16,384 ranks, 8B on 128: seconds and memory
+    python -m bench.simulated plan       # 20 plans of an 8B on 64: seconds
 
 Other stacks have other kernels, and the machines are data sheets. So each source, stack and machine has one
 factor of how fast kernels are, from its first row; the others test what is simulated: sizes, ranks, links.
@@ -15,19 +16,25 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from math import inf
 
 import numpy as np
 
+from models import train
 from models.llama import SIZES, Llama, LlamaConfig
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.device.program import Collective, Program
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
 from shardrt.recompute import checkpoint
+from shardrt.simulate import step
 from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Link, Machine
+from shardrt.simulate.plan import search
 from shardrt.simulate.report import Report, report
 from shardrt.simulate.script import record_of
+from shardrt.simulate.space import Candidate, candidates
+from shardrt.simulate.step import Simulated
 
 LLAMA2 = LlamaConfig(32, 32, 32, 4096, 11008, 4096, 32000, tied=False)
 MODELS = {
@@ -283,11 +290,40 @@ def cost() -> None:
         )
 
 
+PLANNED = [
+    *("--architecture", "llama", "--size", "llama-3.1-8b", "--text.window", "8192"),
+    *("--batch-size", "64", "--precision.param", "bfloat16"),
+]
+VARIED = {
+    "fsdp.strategy": ["FULL_SHARD", "SHARD_GRAD_OP", "HYBRID_SHARD"],
+    "fsdp.prefetch": ["1", "2"],
+    "memory.recompute": ["none", "full"],
+}
+
+
+def plan(arguments: Sequence[str] = PLANNED) -> None:
+    """Print what 20 plans of the training command cost, none of them dropped."""
+    machine, ranks = Machine.load("h100-8"), 64
+    began = time.perf_counter(), time.process_time()
+    varied = candidates(train.parse(arguments), given=(), ranks=ranks, node=8, vary=VARIED, only=True)
+
+    def one(candidate: Candidate) -> Simulated:
+        return step.simulated(["models.train", *arguments, *candidate.words], ranks, machine)
+
+    found = search(varied, one, machine, {"device": inf}, best=len(varied))
+    took, busy = time.perf_counter() - began[0], time.process_time() - began[1]
+    most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    print(
+        f"{found.tried} plans on {ranks} ranks: {took:.2f} s ({busy:.2f} of the processor), at most "
+        f"{most:.0f} MB; the best {found.best[0].report.ms:,.0f} ms, the last {found.best[-1].report.ms:,.0f}"
+    )
+
+
 def main(arguments: Sequence[str]) -> int:
     """Compare, or tell the cost; gives the exit code."""
     parser = argparse.ArgumentParser(prog="bench.simulated", description=__doc__.partition("\n")[0])
-    parser.add_argument("what", nargs="?", choices=("rows", "cost"), default="rows")
-    {"rows": compare, "cost": cost}[parser.parse_args(arguments).what]()
+    parser.add_argument("what", nargs="?", choices=("rows", "cost", "plan"), default="rows")
+    {"rows": compare, "cost": cost, "plan": plan}[parser.parse_args(arguments).what]()
     return 0
 
 

@@ -158,6 +158,7 @@ FEATURES = (
     "lora",
     "memory",
     "simulate",
+    "plan",
     "determinism",
     "optimizers",
     "races",
@@ -187,8 +188,9 @@ NOT_RUN = {
     r"hf download .*": "downloads",
 }
 # What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and
-# tests/bench, tests/failures, tests/checkpoint, tests/train and tests/test_beyond_memory.py run them. So is
-# the doctor without a run, and `run`, which start ranks: tests/test_doctor.py, tests/test_run.py.
+# tests/bench, tests/failures, tests/checkpoint, tests/train and tests/test_beyond_memory.py run them. So are
+# the doctor without a run, and `run`, which start ranks: tests/test_doctor.py, tests/test_run.py; and plans,
+# which take minutes.
 ONLY_READ = r"(bench\.\w+|tests\.[\w.]+|models\.beyond_memory)"
 BRIEF = ["--steps", "1", "--batch-size", "2", "--report.eval-samples", "2", "--optimizer.warmup-steps", "0"]
 SMALL = [*BRIEF, "--model.n-layer", "1", "--model.n-head", "2", "--model.n-embd", "16"]
@@ -337,7 +339,8 @@ def test_every_command_runs_or_is_read_by_its_own_parser(command, here, monkeypa
     elif words[0].endswith(".py"):
         assert [*(ROOT / "docs").rglob(Path(words[0]).name)], "tests/test_wheel.py runs the examples"
     elif re.fullmatch(ONLY_READ, words[0]) or (
-        words[:2] in (["shardrt", "doctor"], ["shardrt", "run"]) and "runs/NAME" not in words
+        words[:2] in (["shardrt", "doctor"], ["shardrt", "run"], ["shardrt", "plan"])
+        and "runs/NAME" not in words
     ):
         read_only(words[0], words[1:], monkeypatch)
     else:

@@ -155,7 +155,7 @@ def test_every_command_runs_without_packages_that_nobody_named(installed):
     for command in (["shardrt"], ["python", "-m", "shardrt"]):
         assert installed(*command, "--version") == f"shardrt {shardrt.__version__}\n"
     listed = re.search(r"\{([\w,]+)\}", installed("shardrt", "--help"))[1].split(",")
-    assert {"ckpt", "data", "doctor", "report", "watch", "trace", "races", "simulate"} <= set(listed)
+    assert {"ckpt", "data", "doctor", "report", "watch", "trace", "races", "simulate", "plan"} <= set(listed)
     told = installed("python", "-c", HELPED, *listed)
     assert [*re.findall(r"^usage: shardrt (\w+)", told, re.MULTILINE)] == listed
 

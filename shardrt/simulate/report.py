@@ -55,7 +55,8 @@ class Report:
     split: ms of the compute stream, which add up to the step. streams: ms that each stream is busy.
     exposed: ms of collectives beside which nothing runs, by name and unit; "" all together.
     memory: place -> category -> bytes when that place has most. modules: the same bytes, place -> module or
-    unit -> category; "" is what none has alone. links: link -> call -> bytes sent.
+    unit -> category; "" is what none has alone. device_bytes: recorded rank -> its bytes on the device, when
+    they are most. links: link -> call -> bytes sent.
     """
 
     machine: str
@@ -77,6 +78,7 @@ class Report:
     links: dict[str, dict[str, int]]
     waits: tuple[Waited, ...]
     assumptions: tuple[str, ...] = field(default=())
+    device_bytes: dict[int, int] = field(default_factory=dict)
 
     @property
     def tokens_per_s(self) -> float:
@@ -114,6 +116,7 @@ def report(
     ranks = list(stands_for) or [len(each.alike) for each in programs]
     if not all(ranks):
         ranks = [program.world_size] if len(programs) == 1 else [1] * len(programs)
+    memories = [memory_of(timing, number) for number in range(len(timing.programs))]
     return Report(
         machine=machine.name,
         measured=machine.measured,
@@ -129,11 +132,15 @@ def report(
         split=_split(timing, spans),
         streams={stream: 1e3 * s for stream, s in timing.split(0).items() if stream != HOST},
         exposed={label: 1e3 * s for label, s in timing.exposed(0).items()},
-        memory={place: by_category(peak) for place, peak in most.items()},
+        memory=memories[0],
         modules={place: by_module(peak) for place, peak in most.items()},
         links=_links(program, items, machine),
         waits=_waits(timing, items),
         assumptions=_assumptions(machine, len(programs)),
+        device_bytes={
+            each.rank: sum(memory.get("device", {}).values())
+            for each, memory in zip(timing.programs, memories, strict=True)
+        },
     )
 
 
@@ -207,6 +214,13 @@ def _split(timing: Timing, spans: Sequence[Span]) -> dict[str, float]:
 
 
 # -- bytes
+
+
+def memory_of(timing: Timing, number: int) -> dict[str, dict[str, int]]:
+    """Place -> category -> bytes in the last step of a program, when that place has most."""
+    items = timing.items_of(number)
+    found = peaks(timing.programs[number], items[0][0], items[-1][0])
+    return {place: by_category(peak) for place, peak in found.items()}
 
 
 def _links(program: Program, items: list[tuple[int, Item]], machine: Machine) -> dict[str, dict[str, int]]:
@@ -284,6 +298,9 @@ def _lines(found: Report) -> list[str]:
         lines.append(f"{place} memory at its peak, MB: {sum(parts.values()) / 1e6:,.1f}")
         lines += [f"  {nbytes / 1e6:10,.1f}  {category or 'other'}" for category, nbytes in parts.items()]
         lines.append("  by module: " + _of_modules(found.modules[place]))
+    if len(found.device_bytes) > 1:
+        each_rank = (f"{nbytes / 1e6:,.1f} on rank {rank}" for rank, nbytes in found.device_bytes.items())
+        lines.append(f"device memory at its peak of those recorded, MB: {', '.join(each_rank)}")
     for link, parts in found.links.items():
         sums = ", ".join(f"{call} {nbytes / 1e6:,.1f}" for call, nbytes in parts.items())
         lines.append(f"sent {link}, MB: {sums}")

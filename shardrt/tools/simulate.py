@@ -7,23 +7,15 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from itertools import pairwise
 from math import prod
 from pathlib import Path
 from typing import Any
 
-from shardrt.device.cpu import CPUDevice
-from shardrt.device.cuda import CUDADevice
-from shardrt.device.program import Program
-from shardrt.device.timeline import Span
-from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
-from shardrt.simulate.report import Report, report
-from shardrt.simulate.roles import Compared, Roles, columns, compared, launches
-from shardrt.simulate.script import record, spans_kept
-from shardrt.simulate.timing import Timing
+from shardrt.simulate.step import Simulated, simulated
 from shardrt.simulate.values import Values
 from shardrt.tools.scripts import USAGE, add_script, of_script, positive
 from shardrt.train.trace import events_of, names_of, write
@@ -74,61 +66,30 @@ def simulate(options: argparse.Namespace) -> int:
         say(f"error: {error}", file=sys.stderr)
         return USAGE
 
-    def told(command: Sequence[str]) -> tuple[Timing, Sequence[Span], Report]:
-        programs, spans, checked = _recorded(command, options, machine, stands_for)
-        timing = price(programs, machine, options.jitter)
-        found = report(programs, machine, spans, timing=timing)
-        more = [f"roles: {each}" for each in checked]
-        if options.jitter:
-            more.append(
-                f"ranks come to each collective at independent normal times ({1e3 * options.jitter:g} ms of "
-                "standard deviation), whatever they were before, and it begins with the last"
-            )
-        return timing, spans, replace(found, assumptions=(*found.assumptions, *more))
+    def told(command: Sequence[str]) -> Simulated:
+        return simulated(
+            command,
+            options.ranks,
+            machine,
+            steps=options.steps,
+            stands_for=stands_for,
+            shape=options.mesh,
+            values=Values(clips=options.norm == "large", overflow=options.overflow),
+            check=options.check_roles,
+            jitter=options.jitter,
+        )
 
     code, done = of_script(options, told)
     if done is None:
         return code
-    timing, spans, found = done
+    found = done.report
     if options.trace:
-        _write_trace(timing, spans, found, options.trace)
+        _write_trace(done, options.trace)
     if options.json:
         say(json.dumps(asdict(found) | {"tokens_per_s": found.tokens_per_s}, indent=1), lines=True)
     else:
         say(str(found), lines=True)
     return 0
-
-
-def _recorded(
-    command: Sequence[str], options: argparse.Namespace, machine: Machine, stands_for: Roles | None
-) -> tuple[list[Program], Sequence[Span], list[Compared]]:
-    """What the ranks issue, spans of the first in places of its items, and more ranks beside them.
-
-    Of those that are compared the ones with most launches are told.
-    """
-
-    def recorded(stands_for: Roles | None) -> list[Program]:
-        return record(
-            command,
-            options.ranks,
-            steps=options.steps,
-            like=CPUDevice if machine.host_link is None else CUDADevice,
-            stands_for=stands_for,
-            local_size=machine.ranks_per_node,
-            shared=machine.host_link is None,
-            shape=options.mesh,
-            values=Values(clips=options.norm == "large", overflow=options.overflow),
-        )
-
-    checked: list[Compared] = []
-    with spans_kept() as spans_of:
-        first = most = recorded(stands_for)
-        for more in columns(first, options.check_roles):
-            others = recorded(more)
-            checked += [compared(*pair) for pair in zip(others, first, strict=True)]
-            if launches(others[0]) > launches(most[0]):
-                most = others
-        return most, spans_of(most[0]), checked
 
 
 def _shape(text: str) -> tuple[int, ...]:
@@ -143,8 +104,9 @@ def _stands_for(record: str, ranks: int) -> dict[int, range]:
     return {rank: range(rank, stop) for rank, stop in pairwise([*firsts, ranks])}
 
 
-def _write_trace(timing: Timing, spans: Sequence[Span], found: Report, path: Path) -> None:
+def _write_trace(done: Simulated, path: Path) -> None:
     """The last step, as one of a run that is traced."""
-    events = events_of(traced(timing, spans), found.rank, timing.window(0)[0])
+    found = done.report
+    events = events_of(traced(done.timing, done.spans), found.rank, done.timing.window(0)[0])
     named = names_of(found.rank, f"{found.machine}, simulated", events)
     write([*named, *events], {"ranks": found.ranks, "steps": [found.step, found.step]}, path)

@@ -115,6 +115,7 @@ class FSDPConfig:
     """How the parameters are sharded, one unit for each block."""
 
     strategy: ShardingStrategy = ShardingStrategy.FULL_SHARD  # what stays gathered when
+    blocks: int = 1  # neighbouring blocks that are one unit: fewer and larger messages, and more memory
     prefetch: int = 1  # units gathered ahead of the one that computes
     copies: int = 1  # of every shard, for the hybrid strategies: each is held by ranks / copies ranks
     # Who adds up what ranks send over NCCL: itself, or our kernels by a fixed tree, as world-invariant needs.
@@ -122,6 +123,7 @@ class FSDPConfig:
     check_copies: int = 100  # steps from one comparison of copies to the next, and before saves; 0: never
 
     def __post_init__(self) -> None:
+        _at_least("fsdp.blocks", self.blocks, 1)
         _at_least("fsdp.prefetch", self.prefetch, 0)
         _at_least("fsdp.copies", self.copies, 1)
         _at_least("fsdp.check_copies", self.check_copies, 0)

@@ -7,6 +7,7 @@ same window of text at every world size and batch size.
 
 import gzip
 import hashlib
+import os
 import platform
 import sysconfig
 from collections.abc import Iterator, Sequence
@@ -164,8 +165,13 @@ def _read(path: Path) -> bytes:
 
 def _standard_library() -> list[bytes]:
     root = Path(sysconfig.get_path("stdlib"))
-    names = sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-    kept = [name for name in names if _is_library_code(name)]
+    names = []
+    for folder, below, files in os.walk(root):
+        below[:] = [each for each in below if _is_library_code(f"{each}/")]  # what is installed may be large
+        names += [
+            (Path(folder) / file).relative_to(root).as_posix() for file in files if file.endswith(".py")
+        ]
+    kept = sorted(name for name in names if _is_library_code(name))
     if not kept:
         raise ValueError(
             f"data: no sources of Python's library in {root}; give text files with --data FILE ..."

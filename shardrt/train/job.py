@@ -237,9 +237,9 @@ def shard(
     outermost: bool,
     experts: Mapping[nn.Module, DeviceMesh],
 ) -> None:
-    """Make `top`, a model or a stage, a unit, and each of the units in it. outermost: it gives the loss.
+    """Make `top`, a model or a stage, a unit, and `units`, the blocks in it: fsdp.blocks of them one each.
 
-    experts: modules that are units of their own, over other ranks.
+    outermost: it gives the loss. experts: modules that are units of their own, over other ranks.
     """
     chosen = {
         "strategy": recipe.fsdp.strategy,
@@ -247,7 +247,9 @@ def shard(
         "offload_policy": recipe.memory.policy,
     }
     policy = recipe.precision.policy(outermost=False)
-    for unit, mesh in (*experts.items(), *((unit, data) for unit in units)):
+    blocks = recipe.fsdp.blocks
+    together = [units[first : first + blocks] for first in range(0, len(units), blocks)]
+    for unit, mesh in (*experts.items(), *((unit, data) for unit in together)):
         fully_shard(unit, mesh=mesh, mp_policy=policy, **chosen)
     fully_shard(top, mesh=data, mp_policy=recipe.precision.policy(outermost=outermost), **chosen)
     set_gradient_divide_factor(top, 1.0)  # the loss is divided by what all ranks have instead
@@ -266,13 +268,18 @@ def optimizer_of(recipe: Recipe, model: nn.Module) -> optim.Optimizer:
 def planned_memory(
     recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, batches: list[Any]
 ) -> MemoryPlan:
-    """The memory that training will take, from a dry run of one step's micro-batches."""
+    """The memory that training will take, from a dry run of one step's micro-batches.
+
+    Without their activations in a simulated world, whose steps are recorded anyway.
+    """
     unscaled = optim.GradScaler(enabled=False)
     states = 2 if recipe.optimizer.name is settings.Algorithm.adamw else 1
     pipeline = pipelines.pipeline_of(model)
     if pipeline is not None:
         shares = pipelines.Shares(task, unscaled, count=1)
         return pipeline_plan(pipeline, shares, batches, optimizer_states=states)
+    if mesh.world.device is not None:
+        return memory_plan(model, optimizer_states=states)
     return memory_plan(
         model, optimizer_states=states, step=lambda: loop.backward(recipe, task, model, batches, unscaled, 0)
     )
@@ -321,7 +328,8 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}
-    operations = recipe.batch_size * task.flops(model)
+    simulated = mesh.world.device is not None  # where nothing can be measured
+    operations = 0 if simulated else recipe.batch_size * task.flops(model)
     ideal = operations / over_ranks(mesh, "sum", product_flops())[0] if operations else 0.0
     return Job(recipe, mesh, task, model, optimizer, scaler, checkpoints, run, watch, ranks, origin, ideal)
 

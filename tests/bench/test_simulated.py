@@ -6,6 +6,7 @@ import pytest
 
 from bench import simulated
 from bench.simulated import Source, Training
+from shardrt import device
 from shardrt.simulate.machine import Host, Machine
 
 SMALL = Training("8B", 8, 2, 64)
@@ -60,3 +61,13 @@ def test_more_ranks_issue_no_more_items_and_recomputation_is_work_but_no_use(sma
     assert len(other[0].items) <= len(one[0].items)
     assert many.hfu > many.mfu
     assert few.hfu / few.mfu == pytest.approx(many.hfu / many.mfu)
+
+
+def test_20_plans_are_tried_and_none_is_dropped(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 500)
+    tiny = "--batch-size 64 --model.n-layer 2 --model.block-size 32 --data text.txt --sample.length 0"
+    before = device.current()
+    simulated.plan(tiny.split())
+    device.set_current(before)
+    assert capsys.readouterr().out.startswith("20 plans on 64 ranks: ")

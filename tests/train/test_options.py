@@ -23,6 +23,7 @@ SAME = {
     "NO_SHARD": ["--fsdp.strategy", "NO_SHARD"],
     "SHARD_OPT": ["--fsdp.strategy", "SHARD_OPT"],
     "SHARD_GRAD_OP": ["--fsdp.strategy", "SHARD_GRAD_OP", "--fsdp.prefetch", "2"],
+    "larger units": ["--fsdp.blocks", "2", "--memory.recompute", "full"],
     "HYBRID_SHARD": ["--fsdp.strategy", "HYBRID_SHARD", "--fsdp.copies", "2"],
     "recomputation": ["--memory.recompute", "full", "--memory.recompute-every", "2"],
     "recomputation but for products": ["--memory.recompute", "matmul"],
