@@ -36,6 +36,7 @@ from bench.curves import COPY
 from bench.environment import facts
 from bench.kernels.case import Maker, Sizes
 from bench.kernels.options import OPS
+from bench.quiet import DISTURBED, busy_seconds
 from bench.step import mesh_shape
 from bench.training import UNSHARDED, Training
 from bench.watched import Sample, watched
@@ -92,7 +93,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with one_line(USAGE):
         options = parse(arguments)
         mesh = init_device_mesh(options.device, mesh_shape("", world.current().size))
-    found = measured(mesh, options.steps, TINY if options.tiny else MODELS, tiny=options.tiny)
+    models = Models(TINY if options.tiny else MODELS, mesh)
+    for _ in range(1 + options.steps):
+        models.turn()
+    found = measured(mesh, models, ops=(_SMALL,) if options.tiny else OP_SIZES, tiny=options.tiny)
     if mesh.rank == 0:
         given = " ".join(arguments if arguments is not None else sys.argv[1:])
         command = f"mpirun -n {mesh.size} python -m bench.machine {given}".rstrip()
@@ -117,79 +121,138 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
-def measured(mesh: DeviceMesh, steps: int, models: Iterable[w.Job], *, tiny: bool = False) -> dict[str, Any]:
-    """The tables of a machine file. Collective; all ranks give the same."""
+def measured(
+    mesh: DeviceMesh, models: "Models", *, ops: Sequence[Sizes] = (), tiny: bool = False
+) -> dict[str, Any]:
+    """The tables of a machine file. Collective; all ranks give the same.
+
+    models: that have made their turns. ops: sizes of bench.kernels' passes, for kernels that they don't call.
+    """
     here, control = devices.current(), mesh.communicator("control")
-    samples, host = of_models(models, mesh, steps)
+    samples, launch = models.slowest(control)
     known = {sample.name for sample in samples}
-    samples += [s for s in of_ops((_SMALL,) if tiny else OP_SIZES) if s.name not in known]
-    samples += of_narrow_products(here, 128 if tiny else _OTHER_SIDES)
-    samples += of_copies(here, _COPIES[:2] if tiny else _COPIES)
+    others = [s for s in of_ops(ops) if s.name not in known]
+    others += of_narrow_products(here, 128 if tiny else _OTHER_SIDES)
+    others += of_copies(here, _COPIES[:2] if tiny else _COPIES)
+    item = of_issuing(here)
     calls, base = of_collectives(here, control, _CALL_BYTES[:3] if tiny else _CALL_BYTES)
     part = contention(here, mesh, 1 << (16 if tiny else 24))
-    told = control.talk(json.dumps([[astuple(s) for s in samples], host, calls, base, part]).encode())
-    every = [json.loads(each) for each in told]
-    pooled = [Sample(*s[:3], tuple(s[3]), *s[4:]) for each in every for s in each[0]]
-    host, base, part = (statistics.fmean(each[place] for each in every) for place in (1, 3, 4))
+    every = told(control, [[astuple(s) for s in others], item, calls, base, part])
+    samples += [sample_of(s) for each in every for s in each[0]]
+    item, base, part = (statistics.fmean(each[place] for each in every) for place in (1, 3, 4))
     rows = {
         call: [
-            (one[0], statistics.fmean(each[2][call][place][1] for each in every))
-            for place, one in enumerate(own)
+            (sent, statistics.fmean(each[2][call][place][1] for each in every))
+            for place, (sent, _) in enumerate(own)
         ]
         for call, own in calls.items()
     }
     by_call = curves.calls_of(rows, base)
     widest = max((rate for row in by_call.values() for _, rate in row), default=1e9)
     found = {
-        "device": curves.device_of(pooled) | {"whole": True},
-        "host": {"item": round(host, 8)},
+        "device": curves.device_of(samples) | {"whole": here.in_host_memory},
+        "host": {"item": round(item, 8), "launch": round(launch, 8)},
         "node": {"latency": 0.0, "bandwidth": widest},
         "network": {"latency": 0.0, "bandwidth": widest},
         "collectives": {"base": round(base, 8), "processor": round(part, 3), "memory": 0.0, "calls": by_call},
     }
     if here.in_host_memory:
         return {"host_streams": ["compute"], **found}
-    found["device"]["whole"] = False
     return found | {"host_processor": host_processor(), "host_link": host_link(here)}
+
+
+def told(control: Communicator, own: Any) -> list[Any]:
+    """What each rank says, by rank. Collective."""
+    return [json.loads(each) for each in control.talk(json.dumps(own).encode())]
+
+
+def sample_of(row: list[Any]) -> Sample:
+    """What was told as JSON."""
+    return Sample(*row[:3], tuple(row[3]), *row[4:])
 
 
 # -- what is measured
 
 
-def of_models(models: Iterable[w.Job], mesh: DeviceMesh, steps: int) -> tuple[list[Sample], float]:
-    """Of their steps: the kernels, and seconds of the host for each that it calls."""
-    here, samples, host, calls = devices.current(), [], 0.0, 0
-    for job in models:
-        training = Training(job, mesh, UNSHARDED)
-        training.step(*training.batch(0))
-        for number in range(1, steps + 1):
-            batch = training.batch(number)
-            _meet(here, mesh)
+class Models:
+    """Training steps that are not sharded, a turn one of each model; of the first turn nothing is kept."""
+
+    def __init__(self, models: Iterable[w.Job], mesh: DeviceMesh) -> None:
+        self._mesh = mesh
+        self._trainings = [Training(job, mesh, UNSHARDED) for job in models]
+        # Of each step: samples, launches, seconds of the host; processor time of all, and of this process.
+        self._steps: list[tuple[list[Sample], int, float, float, float]] = []
+        self._turns = 0
+
+    def turn(self) -> None:
+        """A step of each, all ranks at the same time. Collective."""
+        here = devices.current()
+        for training in self._trainings:
+            batch = training.batch(self._turns)
+            meet(self._mesh)
+            busy, own = busy_seconds(), time.process_time()
             with watched(here) as watch:
                 stamps = training.step(*batch)
-            samples += watch.samples
-            calls += len(watch.samples)
+            busy, own = busy_seconds() - busy, time.process_time() - own
             if here.in_host_memory:  # the host computes itself: what is not of a kernel is its own
-                host += stamps.seconds - watch.spent - sum(s.seconds for s in watch.samples)
+                host = stamps.seconds - watch.spent - sum(s.seconds for s in watch.samples)
             else:  # until it waits for the loss it only issues
-                host += stamps.optimizer - stamps.begin - watch.spent
-        del training
-    return samples, max(0.0, host / calls)
+                host = stamps.optimizer - stamps.begin - watch.spent
+            if self._turns:
+                self._steps.append((watch.samples, watch.launches, host, busy, own))
+        self._turns += 1
+
+    def slowest(self, control: Communicator) -> tuple[list[Sample], float]:
+        """Samples, and seconds of the host for each launch: of each step those of its slowest rank.
+
+        Collective. Ranks of a sharded model wait for each other, so that they go at the pace of the slowest.
+        Steps that other processes disturbed count only if all were.
+        """
+        own = [([astuple(s) for s in samples], *rest) for samples, *rest in self._steps]
+        samples, launches, host = [], 0, 0.0
+        steps = list(zip(*told(control, own), strict=True))
+        for step in [each for each in steps if _others(each) <= DISTURBED] or steps:
+            rows, count, seconds, *_ = max(step, key=_seconds_of)
+            samples += map(sample_of, rows)
+            launches, host = launches + count, host + seconds
+        return samples, max(0.0, host / launches)
+
+
+def _seconds_of(step: Sequence[Any]) -> float:
+    """Of a rank's step, as Models keeps it: its kernels and its host."""
+    return step[2] + sum(row[-1] for row in step[0])
+
+
+def _others(step: Sequence[Sequence[Any]]) -> float:
+    """Cores that processes other than these ranks used in a step."""
+    *_, busy, own = zip(*step, strict=True)
+    return (max(busy) - sum(own)) / max(map(_seconds_of, step))
 
 
 def of_ops(sizes: Iterable[Sizes]) -> list[Sample]:
-    """Each pass of bench.kernels, alone."""
+    """Each pass of bench.kernels, alone. The first call compiles: curves.undisturbed leaves it out."""
     here, samples = devices.current(), []
     for each in sizes:
-        make = Maker(each, "float32")
-        for op in OPS.values():
-            for case in op(make):
-                case.ours()  # compiles
-                with watched(here) as watch:
-                    for _ in range(3):
+        with watched(here) as watch:  # the passes take their kernels when they are made
+            for op in OPS.values():
+                for case in op(Maker(each, "float32")):
+                    for _ in range(1 + _ROUNDS):
                         case.ours()
-                samples += watch.samples
+        samples += watch.samples
     return samples
+
+
+def of_issuing(here: Device) -> float:
+    """Seconds that the host takes to give something to another stream."""
+    stream, event, times = here.new_stream("issuing"), here.new_event(), 200
+    start = time.perf_counter()
+    for _ in range(times):
+        stream.submit(int)
+        stream.record(event)
+        stream.wait(event)
+    seconds = time.perf_counter() - start
+    stream.synchronize()
+    return seconds / (3 * times)
 
 
 def of_narrow_products(here: Device, side: int) -> list[Sample]:
@@ -286,7 +349,7 @@ def contention(here: Device, mesh: DeviceMesh, nbytes: int) -> float:
         work()
         tried = []
         for _ in range(_ROUNDS):
-            _meet(here, mesh)
+            meet(mesh)
             tried.append(_seconds(here, work))
         seconds.append(statistics.median(tried))
     return curves.share(*seconds)
@@ -322,10 +385,11 @@ def _seconds(here: Device, work: Any) -> float:
     return time.perf_counter() - start
 
 
-def _meet(here: Device, mesh: DeviceMesh) -> None:
-    """All ranks go on together."""
-    mesh.communicator("control").barrier(stream=here.current_stream)
-    here.current_stream.synchronize()
+def meet(mesh: DeviceMesh) -> None:
+    """All ranks go on together. Collective."""
+    stream = devices.current().current_stream
+    mesh.communicator("control").barrier(stream=stream)
+    stream.synchronize()
 
 
 # -- the file

@@ -1,76 +1,91 @@
 """Simulated steps beside measured ones, on this machine, which is calibrated and measured by turns.
 
-    python -m bench.predicted --size small,gpt2,llama-100m -o predicted.json
-    python -m bench.predicted --size small --machine cpu-2     # a file's figures instead of today's
+    mpirun -n 2 python -m bench.predicted --size gpt2 -o predicted.json
+    mpirun -n 2 python -m bench.predicted --machine cpu-2         # a file's figures in place of today's
 
-Each round calibrates (bench.machine, whose models are others), then runs each strategy (bench.step), and
-simulates it on what the round's calibration found: a machine that drifts moves both. A step's time is told by
-the median of rounds; its exposed communication is what compute waited for and did itself of it, by the traces
-of both (bench/parts.py).
+A turn is one step of each model of bench.machine, which calibrate, and one of each strategy: a machine that
+drifts moves both. The models of bench.machine are others than those of --size, and none of them is sharded. A
+step takes as long as on its slowest rank. Its exposed communication is what compute waited for and did of it
+itself, by the traces of both (bench/parts.py): of the rank that waited least, since the others wait for that
+one as well. Medians over the turns in which no other process used more than a tenth of a core, if there are
+any; the same goes for the steps that calibrate.
 """
 
+import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
+
 import argparse
-import os
+import gc
 import statistics
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import combinations
 from pathlib import Path
 
-from bench import ranks
+from bench import machine as calibration
 from bench import workload as w
 from bench.command_line import Parser, check_known, words
 from bench.environment import facts, write_result
+from bench.machine import Models, meet, told
 from bench.parts import EXPOSED, parts
-from bench.quiet import announce, watched
+from bench.quiet import DISTURBED, busy_seconds
 from bench.step import mesh_shape
 from bench.training import Stamps, Training
-from shardrt.comm import init_device_mesh
+from shardrt.comm import DeviceMesh, init_device_mesh, world
+from shardrt.device import timeline
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import ShardingStrategy
-from shardrt.simulate.clock import Timing, price
+from shardrt.simulate.clock import price
 from shardrt.simulate.machine import Machine
 from shardrt.simulate.script import record_of
+from shardrt.simulate.timing import Timing
+from shardrt.train.errors import USAGE, one_line
 
-RECOMPUTED = "FULL_SHARD, recomputed"
-STRATEGIES = (*(strategy.name for strategy in ShardingStrategy), RECOMPUTED)
+AGAIN = "+recomputed"  # each block's activations
+STRATEGIES = (*(strategy.name for strategy in ShardingStrategy), f"FULL_SHARD{AGAIN}")
 APART = 0.03  # strategies that differ by less may come in any order
 
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a rank's step, and of its exposed communication."""
+    """Seconds of a step, and of its exposed communication; cores that other processes used meanwhile."""
 
     seconds: float
     exposed: float
+    others: float = 0.0
 
 
-@dataclass
+@dataclass(frozen=True)
 class Row:
-    """A model and a strategy: measured and simulated, round by round."""
+    """A model and a strategy: measured turn by turn, and simulated."""
 
     size: str
     strategy: str
     measured: list[Step]
-    simulated: list[Step]
+    simulated: Step
+
+    @property
+    def quiet(self) -> list[Step]:
+        """The steps that nobody disturbed; all, if there are none."""
+        return [step for step in self.measured if step.others <= DISTURBED] or self.measured
 
     @property
     def seconds(self) -> tuple[float, float]:
-        """(measured, simulated): medians."""
-        return tuple(statistics.median(s.seconds for s in each) for each in (self.measured, self.simulated))
+        """(measured, simulated)."""
+        return statistics.median(step.seconds for step in self.quiet), self.simulated.seconds
 
     @property
     def exposed(self) -> tuple[float, float]:
         """The same of exposed communication."""
-        return tuple(statistics.median(s.exposed for s in each) for each in (self.measured, self.simulated))
+        return statistics.median(step.exposed for step in self.quiet), self.simulated.exposed
 
     @property
     def error(self) -> float:
-        """Of the step: simulated over measured, less 1; the median over rounds."""
-        pairs = zip(self.measured, self.simulated, strict=True)
-        return statistics.median(there.seconds / here.seconds - 1 for here, there in pairs)
+        """Of the step: simulated over measured, less 1."""
+        here, there = self.seconds
+        return there / here - 1
 
     @property
     def exposed_error(self) -> float:
@@ -81,14 +96,16 @@ class Row:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure, simulate, print; gives the exit code."""
-    with ranks.refusal():
+    with one_line(USAGE):
         options = parse(arguments)
-        rows = compare(options)
-    given = " ".join(sys.argv[1:] if arguments is None else arguments)
-    result = facts(f"python -m bench.predicted {given}".rstrip()) | result_of(rows, options)
-    print("\n".join(lines(rows)))
-    if options.output:
-        write_result(options.output, result)
+        mesh = init_device_mesh("cpu", mesh_shape("", world.current().size))
+    rows = compare(mesh, options)
+    if mesh.rank == 0:
+        print("\n".join(lines(rows)))
+        given = " ".join(sys.argv[1:] if arguments is None else arguments)
+        command = f"mpirun -n {mesh.size} python -m bench.predicted {given}".rstrip()
+        if options.output:
+            write_result(options.output, facts(command) | result_of(rows, mesh.size, options))
     return 0
 
 
@@ -97,20 +114,18 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = Parser(prog="python -m bench.predicted", description=__doc__.partition("\n")[0])
     add = parser.add_argument
     add("--size", type=words, default=["small"], metavar="A,B", help=f"of {', '.join(w.SIZES)} (small)")
-    add("--strategy", type=words, default=["all"], metavar="A,B", help=f"of {'; '.join(STRATEGIES)} (all)")
-    add("--ranks", type=w.positive, default=2, metavar="N", help="of one thread (2)")
-    add("--rounds", type=w.positive, default=1, metavar="R", help="(1)")
-    add("--steps", type=w.positive, default=3, metavar="N", help="timed steps per run (3)")
+    add("--strategy", type=words, default=["all"], metavar="A,B", help=f"of {', '.join(STRATEGIES)} (all)")
+    add("--turns", type=w.positive, default=3, metavar="N", help="timed steps of each (3)")
+    add("--together", type=w.positive, default=4, metavar="N", help="strategies in memory at a time (4)")
     add("--machine", metavar="NAME", help="a machine's name or TOML file: this one is not calibrated then")
     add("--tiny", action="store_true", help="models of nothing, for a try: the figures mean nothing")
-    add("--patience", type=float, default=0, metavar="SECONDS", help="per run, for an idle machine (0)")
+    add("--keep", type=Path, metavar="FILE", help="write what was calibrated, a machine's TOML")
     add("-o", "--output", type=Path, metavar="FILE", help="write JSON")
     options = parser.parse_args(arguments)
     check_known("--size", options.size, tuple(w.SIZES))
     if options.strategy == ["all"]:
-        even = options.ranks % 2 == 0
+        even = world.current().size % 2 == 0
         options.strategy = [name for name in STRATEGIES if even or not name.startswith("HYBRID")]
-    options.strategy = [RECOMPUTED if name == "recomputed" else name for name in options.strategy]
     check_known("--strategy", options.strategy, STRATEGIES)
     if options.output and options.output.exists():
         raise ValueError(f"--output: {options.output} exists")
@@ -120,21 +135,25 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 # -- both
 
 
-def compare(options: argparse.Namespace) -> list[Row]:
-    """All rows; each round of a size is a turn of calibrating and of all strategies."""
-    rows = []
-    announce(options.rounds * len(options.size) * (1 + len(options.strategy)), options.patience)
+def compare(mesh: DeviceMesh, options: argparse.Namespace) -> list[Row]:
+    """All rows, on rank 0. Collective."""
+    models = None
+    if not options.machine:
+        models = Models(calibration.TINY if options.tiny else calibration.MODELS, mesh)
+        models.turn()
+    rows, given = [], options.strategy
+    groups = [given[start : start + options.together] for start in range(0, len(given), options.together)]
     for size in options.size:
         workload = workload_of(size, options.tiny)
-        own = [Row(size, strategy, [], []) for strategy in options.strategy]
-        for number in range(options.rounds):
-            machine = Machine.load(options.machine) if options.machine else calibrated(options)
-            for row in own:
-                row.measured.append(measured(workload, row.strategy, options))
-                row.simulated.append(simulated(workload, row.strategy, machine, options.ranks))
-                told = f"{row.measured[-1].seconds * 1e3:.1f} ms, {row.simulated[-1].seconds * 1e3:.1f}"
-                print(f"round {number + 1}, {size}, {row.strategy}: {told} simulated", file=sys.stderr)
-        rows += own
+        steps: dict[str, list[Step]] = {}
+        for group in groups:
+            steps |= measured(workload, group, mesh, models, options.turns)
+            gc.collect()
+        machine = Machine.load(options.machine) if models is None else calibrated(mesh, models, options)
+        if mesh.rank == 0:
+            rows += [
+                Row(size, name, steps[name], simulated(workload, name, machine, mesh.size)) for name in given
+            ]
     return rows
 
 
@@ -143,43 +162,75 @@ def workload_of(size: str, tiny: bool) -> w.Job:
     return w.Workload(layers=2, dim=32, heads=2, seq=16, batch=2, vocab=64) if tiny else w.SIZES[size]
 
 
-def calibrated(options: argparse.Namespace) -> Machine:
-    """What bench.machine finds now."""
+def training_of(workload: w.Job, strategy: str, device: str, count: int) -> Training:
+    """On a mesh of its own."""
+    name = strategy.removesuffix(AGAIN)
+    mesh = init_device_mesh(device, mesh_shape(name, count))
+    return Training(workload, mesh, name, recompute=strategy.endswith(AGAIN))
+
+
+def measured(
+    workload: w.Job, strategies: Sequence[str], mesh: DeviceMesh, models: Models | None, turns: int
+) -> dict[str, list[Step]]:
+    """Steps by strategy, after one that is not timed. Collective."""
+    trainings = {name: training_of(workload, name, "cpu", mesh.size) for name in strategies}
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in strategies}
+    for turn in range(1 + turns):
+        if models is not None and turn:
+            models.turn()
+        for name, training in trainings.items():
+            batch = training.batch(turn)
+            meet(mesh)
+            busy, own = busy_seconds(), time.process_time()
+            with timeline.record_all() as recorded:
+                stamps = training.step(*batch)
+            busy, own = busy_seconds() - busy, time.process_time() - own
+            split = parts(stamps, recorded)
+            if turn:
+                found[name].append((stamps.seconds, sum(split[part] for part in EXPOSED), busy, own))
+    every = told(mesh.communicator("control"), found)
+    return {
+        name: [_step(step) for step in zip(*(each[name] for each in every), strict=True)]
+        for name in strategies
+    }
+
+
+def _step(each: Sequence[Sequence[float]]) -> Step:
+    """Of what the ranks measured: seconds, exposed, processor time of the whole machine, and their own."""
+    seconds, exposed, busy, own = zip(*each, strict=True)
+    return Step(max(seconds), min(exposed), max(0.0, (max(busy) - sum(own)) / max(seconds)))
+
+
+def calibrated(mesh: DeviceMesh, models: Models, options: argparse.Namespace) -> Machine:
+    """What the models' turns, and bench.machine's other measurements, have found. Collective."""
+    found = calibration.measured(mesh, models, tiny=options.tiny)
     with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        out = Path(folder) / "today.toml"
-        ranks.mpirun(["-m", "bench.machine", "--out", str(out), *(["--tiny"] * options.tiny)], options.ranks)
-        return Machine.load(out)
-
-
-def measured(workload: w.Job, strategy: str, options: argparse.Namespace) -> Step:
-    """By bench.step, of its slowest rank."""
-    words = [*workload.arguments(), "--strategy", strategy.partition(",")[0]]
-    words += ["--steps", str(options.steps), "--warmup", "1"]
-    words += ["--recompute"] * (strategy == RECOMPUTED)
-    found = watched(lambda: ranks.step(words, options.ranks), options.patience)
-    return Step(found["step_ms_median"] / 1e3, found["exposed_ms"] / 1e3)
+        path = Path(folder) / "today.toml"
+        text = calibration.text_of(found, "today", facts("python -m bench.predicted"), mesh.size)
+        path.write_text(text)
+        if options.keep and mesh.rank == 0:
+            options.keep.write_text(text)
+        return Machine.load(path)
 
 
 def simulated(workload: w.Job, strategy: str, machine: Machine, count: int) -> Step:
     """The same step on a machine."""
-    name = strategy.partition(",")[0]
 
     def train() -> None:
-        mesh = init_device_mesh("auto", mesh_shape(name, count))
-        training = Training(workload, mesh, name, recompute=strategy == RECOMPUTED)
+        training = training_of(workload, strategy, "auto", count)
         for step in range(2):
             training.step(*training.batch(step))
 
-    (program,) = record_of(train, count, steps=2, like=CPUDevice, local_size=count, shared=True)
-    timing = price([program], machine)
+    how = {"like": CPUDevice, "local_size": count, "shared": True, "stands_for": {0: range(count)}}
+    timing = price(record_of(train, count, steps=2, **how), machine)
     return Step(timing.steps[0][-1], exposed(timing))
 
 
 def exposed(timing: Timing) -> float:
-    """As bench.step has it of a real step: what compute waited for streams, and collectives of its own."""
+    """As of a real step: what compute waited for streams, and collectives of its own."""
     begin, end = timing.window(0)
     kept = timing.recordings[0]
-    own = type(kept)([span for span in kept.spans if begin <= span.start < end], kept.passed)
+    own = timeline.Recording([span for span in kept.spans if begin <= span.start < end], kept.passed)
     found = parts(Stamps(begin, end, end, end, end), own)
     return sum(found[part] for part in EXPOSED)
 
@@ -187,23 +238,22 @@ def exposed(timing: Timing) -> float:
 # -- what comes of it
 
 
-def result_of(rows: list[Row], options: argparse.Namespace) -> dict:
+def result_of(rows: list[Row], count: int, options: argparse.Namespace) -> dict:
     """For a file: all rows, and what they are held against."""
     return {
-        "ranks": options.ranks,
-        "rounds": options.rounds,
-        "machine": options.machine or "calibrated in each round",
+        "ranks": count,
+        "machine": options.machine or "calibrated by turns",
         **figures(rows),
-        "load_average": list(os.getloadavg()),
         "rows": [
             {
                 "size": row.size,
                 "strategy": row.strategy,
                 "measured_ms": [round(1e3 * step.seconds, 3) for step in row.measured],
-                "simulated_ms": [round(1e3 * step.seconds, 3) for step in row.simulated],
+                "simulated_ms": round(1e3 * row.simulated.seconds, 3),
                 "error": round(row.error, 4),
+                "other_load": [round(step.others, 2) for step in row.measured],
                 "exposed_ms": [round(1e3 * step.exposed, 3) for step in row.measured],
-                "simulated_exposed_ms": [round(1e3 * step.exposed, 3) for step in row.simulated],
+                "simulated_exposed_ms": round(1e3 * row.simulated.exposed, 3),
                 "exposed_error": round(row.exposed_error, 4),
             }
             for row in rows
@@ -254,6 +304,11 @@ def lines(rows: list[Row]) -> list[str]:
     told.append(
         f"order of those {100 * APART:.0f} % apart: {'; '.join(found['wrong_order']) or 'right'}; the best "
         f"simulated takes {100 * found['best']:.1f} % more than the best measured, at most"
+    )
+    others = [step.others for row in rows for step in row.measured]
+    told.append(
+        f"{sum(each > DISTURBED for each in others)} of {len(others)} steps were disturbed: other processes "
+        f"used more than {DISTURBED:.1f} cores meanwhile, {statistics.fmean(others):.2f} on average"
     )
     return told
 

@@ -38,10 +38,12 @@ class Sample:
 class Watch:
     """Of the thread that watches; other threads' kernels are called and not kept.
 
-    spent: seconds that watching took, besides what is in the samples. Filled when the block ends.
+    launches: of all samples, as kernels/shape counts them. spent: seconds that watching took, besides what is
+    in the samples. Filled when the block ends.
     """
 
     samples: list[Sample] = field(default_factory=list)
+    launches: int = 0
     spent: float = 0.0
 
 
@@ -119,6 +121,7 @@ def _timed(package: _Package, kernel: Callable, twin: Callable, name: str) -> Ca
         if hasattr(cost, "launches"):  # else a question
             facts = name, cost.flops, cost.nbytes, cost.sizes, _dtype(cost)
             package.kept.append((facts, start, stop))
+            package.watch.launches += cost.launches
         package.watch.spent += began - begin + time.perf_counter() - ended
         return result
 
