@@ -13,10 +13,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
 from types import ModuleType
 from typing import Any
 
+from bench.gpu.clock import Events
 from shardrt import dtypes
 from shardrt.device import Device
 from shardrt.kernels import shape
@@ -51,7 +51,7 @@ class Watch:
 def watched(device: Device) -> Iterator[Watch]:
     """Time the kernels of `device` inside a with block."""
     watch, before = Watch(), device.kernels
-    package = _Package(before, watch, _Events() if device.name == "cuda" else time.perf_counter)
+    package = _Package(before, watch, Events() if device.name == "cuda" else time.perf_counter)
     device._kernels = package
     try:
         yield watch
@@ -59,25 +59,6 @@ def watched(device: Device) -> Iterator[Watch]:
         device._kernels = before
         seconds = getattr(package.now, "seconds", float.__sub__)
         watch.samples += [Sample(*facts, seconds(stop, start)) for facts, start, stop in package.kept]
-
-
-class _Events:
-    """A clock of the GPU: what it says is an event."""
-
-    @cached_property
-    def _cupy(self) -> Any:
-        import cupy
-
-        return cupy
-
-    def __call__(self) -> Any:
-        event = self._cupy.cuda.Event()
-        event.record()
-        return event
-
-    def seconds(self, stop: Any, start: Any) -> float:
-        stop.synchronize()
-        return self._cupy.cuda.get_elapsed_time(start, stop) / 1e3
 
 
 class _Package:

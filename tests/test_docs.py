@@ -360,8 +360,9 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
     known, modules = set(), {word for c in COMMANDS for word in c.split() if re.fullmatch(ONLY_READ, word)}
     for architecture in train.RECIPES:
         known |= options_of(read_only("models.train", ["--architecture", architecture], monkeypatch))
+    required = {"bench.against": ["HEAD"], "bench.machine": ["--out", "FILE"]}
     for module in sorted(modules - {"tests.models.memory"}):
-        known |= options_of(read_only(module, ["HEAD"] if module == "bench.against" else [], monkeypatch))
+        known |= options_of(read_only(module, required.get(module, []), monkeypatch))
     known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
     known |= options_of(read_only("models.generate", ["RUN"], monkeypatch))
     assert {option for option in OPTIONS if option.replace("_", "-") not in known | {"--kv-heads"}} == set()

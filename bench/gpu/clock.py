@@ -14,6 +14,25 @@ PLUG = 1 << 30  # bytes that are copied before what is timed
 PLUGS = 6  # such copies: about 3 ms in which the calls to be timed are queued
 
 
+class Events:
+    """A clock of the GPU, of which each reading is an event in the current stream."""
+
+    def __init__(self) -> None:
+        import cupy
+
+        self._cuda = cupy.cuda
+
+    def __call__(self) -> Any:
+        event = self._cuda.Event()
+        event.record()
+        return event
+
+    def seconds(self, stop: Any, start: Any) -> float:
+        """Between two readings; waits for the later."""
+        stop.synchronize()
+        return self._cuda.get_elapsed_time(start, stop) / 1e3
+
+
 class Clock:
     """Times calls in the compute stream of the current CUDA device.
 
