@@ -1,7 +1,7 @@
 """oneDNN's matrix product through its C interface: bfloat16 operands as bits, or float32; the result float32.
 
 The library comes with the extra `bf16` (onednn-cpu-gomp) and is found at run time. Knows neither Numba nor
-what is faster: kernels/cpu/products.py chooses. (Names and numbers: oneDNN 3, dnnl.h and dnnl_types.h.)
+what is faster: kernels/cpu/_choice.py chooses. (Names and numbers: oneDNN 3, dnnl.h and dnnl_types.h.)
 """
 
 import ctypes
@@ -91,9 +91,8 @@ class Library:
         found = self._library.dnnl_version().contents
         self.version = f"{found.major}.{found.minor}.{found.patch}"
         self.isa = int(self._library.dnnl_get_effective_cpu_isa())
-        self._openmp = ctypes.CDLL(
-            "libgomp.so.1"
-        )  # the one that libdnnl, and PyTorch if it is here, has loaded
+        # The one that libdnnl has loaded, and PyTorch if it is here.
+        self._openmp = ctypes.CDLL("libgomp.so.1")
         self._threads = self._openmp.omp_get_max_threads
         self.engine = self.made("dnnl_engine_create", _CPU, 0)
 
