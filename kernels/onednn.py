@@ -110,10 +110,11 @@ class Library:
         return getattr(self._library, name)
 
     def check(self, name: str, status: int) -> None:
-        """Raise OneDNNError unless the status that the function gave is success."""
+        """Raise OneDNNError, or MemoryError, unless the status that the function gave is success."""
         if status:
             told = self._library.dnnl_status2str(status).decode()
-            raise OneDNNError(f"oneDNN {self.version}: {name} says {told!r}")
+            kind = MemoryError if told == "out_of_memory" else OneDNNError
+            raise kind(f"oneDNN {self.version}: {name} says {told!r}")
 
     def made(self, name: str, *arguments: Any) -> Any:
         """What a function makes, whose first argument is where to put it."""

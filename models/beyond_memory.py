@@ -48,6 +48,9 @@ def main() -> None:
     arguments = parser.parse_args()
 
     threading.stack_size(_STACK)
+    shardrt.use_deterministic_algorithms(
+        True
+    )  # else trying which library multiplies faster takes memory, too
     mesh = init_device_mesh("auto", communicator="mpi")  # shared memory would not count
     train(build(TINY, mesh, arguments), mesh, steps=2)  # compiles, and loads what training will need
     baseline = settle()

@@ -186,6 +186,7 @@ NOT_RUN = {
     r"torchrun .*": "PyTorch's",
     r"tensorboard --logdir runs": "a server",
     r"hf download .*": "downloads",
+    r".* simulate .*mine\.toml.*": "of a file that bench.machine has made: tests/bench/test_machine.py",
 }
 # What is there for benchmarks and tests of minutes: their options are read by their own parsers here, and
 # tests/bench, tests/failures, tests/checkpoint, tests/train and tests/test_beyond_memory.py run them. So are

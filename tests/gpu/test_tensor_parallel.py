@@ -54,4 +54,5 @@ def test_losses_and_norms_are_those_of_the_cpu(gpu, kind, shards, sequence):
 def test_what_there_is_beside_it_trains_as_on_the_cpu(gpu, variant):
     ranks, settings = small_gpt.TENSOR[variant]
     found, expected = (thread.run(ranks, small_gpt.train, name, **settings) for name in ("cuda", "cpu"))
-    near(found, expected, 3e-2 if "16" in variant else 1e-4)
+    # The gradient of a key's bias is 0 but for rounding, and AdamW takes whole steps by its sign.
+    near(found, expected, 5e-2 if "16" in variant else 1e-4)

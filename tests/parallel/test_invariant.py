@@ -291,14 +291,17 @@ def test_sums_of_parts_are_the_tree_that_ranks_go_on_with():
 def counted(monkeypatch, parts):
     """Matrix products of a step of one block's parts, by whether the sums are in parts."""
     calls = Counter()
-    multiply = products.matmul
 
-    def counting(*args, **how):
-        calls["products"] += 1
-        multiply(*args, **how)
+    def counting(multiply):
+        def call(*args, **how):
+            calls["products"] += 1
+            multiply(*args, **how)
 
-    for module in ("shardrt.kernels.cpu.linear", "shardrt.kernels.cpu.matmul"):
-        monkeypatch.setattr(f"{module}.matmul", counting)
+        return call
+
+    for name in ("matmul", "affine"):
+        for module in ("shardrt.kernels.cpu.linear", "shardrt.kernels.cpu.matmul"):
+            monkeypatch.setattr(f"{module}.{name}", counting(getattr(products, name)))
     shardrt.manual_seed(3)
     mlp = nn.Sequential(nn.Linear(8, 16, gelu=True), nn.Linear(16, 8), nn.Linear(8, 3 * 8))
     plan = {"0": ColwiseParallel(), "1": RowwiseParallel(), "2": ColwiseParallel(parts=3)}

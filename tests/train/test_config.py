@@ -90,7 +90,7 @@ def test_a_section_of_a_file_loads_alone(file):
     ("text", "told"),
     [
         ("stepps = 3", "unknown key 'stepps'; known: architecture, size, name, data,"),
-        ("[fsdp]\nstrat = 1", "unknown key 'fsdp.strat'; known: strategy, prefetch"),
+        ("[fsdp]\nstrat = 1", "unknown key 'fsdp.strat'; known: strategy, blocks, prefetch"),
         ("steps = 'a'", "steps must be int, got 'a'"),
         ("steps = true", "steps must be int, got True"),
         ("data = 'a.txt'", "data must be tuple"),
