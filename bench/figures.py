@@ -6,9 +6,10 @@ import platform
 import statistics
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -104,16 +105,16 @@ def _kilobytes(path: str, field: str) -> int:
 
 
 @contextmanager
-def proportional_peak() -> Iterator[list[float]]:
-    """Fills a list with `proportional_mb` again and again while a with block runs: the system keeps no peak.
+def sampled(read: Callable[[], Any]) -> Iterator[list[Any]]:
+    """Fills a list with what `read` gives, again and again while a with block runs: of what has no peak.
 
     Walking the pages of a process takes milliseconds, so no step inside is to be timed.
     """
-    seen, ended = [proportional_mb()], threading.Event()
+    seen, ended = [read()], threading.Event()
 
     def sample() -> None:
         while not ended.wait(_PAUSE):
-            seen.append(proportional_mb())
+            seen.append(read())
 
     sampler = threading.Thread(target=sample, daemon=True)
     sampler.start()

@@ -16,7 +16,6 @@ import json
 import re
 import statistics
 import sys
-import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -43,7 +42,6 @@ WAYS = {
     "logits in chunks": (128, False, False),
 }
 KINDS = {"of ranks together": "memfd:", "libraries": "/", "heap and arrays": ""}
-_PAUSE = 0.01  # seconds between samples
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -114,7 +112,7 @@ def measure(options: argparse.Namespace, workload: w.Job) -> None:
         plan = memory_plan(trained.model, step=lambda: trained.model(*batch).backward()).device
         for number in range(2):
             trained.step(*trained.batch(number))
-        with sampled() as seen:
+        with f.sampled(pages) as seen:
             trained.step(*trained.batch(2))
     kinds = max(seen, key=lambda kinds: sum(rss for rss, _ in kinds.values()))
     own = [f.process_peak_mb(), *(value for kind in KINDS for value in kinds[kind])]
@@ -129,25 +127,10 @@ def measure(options: argparse.Namespace, workload: w.Job) -> None:
         print(json.dumps([row]), flush=True)
 
 
-@contextmanager
-def sampled() -> Iterator[list[dict[str, tuple[float, float]]]]:
-    """Fills a list with `by_kind` while a with block runs."""
-    seen, ended = [], threading.Event()
-
-    def sample() -> None:
-        while True:
-            with open("/proc/self/smaps", encoding="utf-8") as file:
-                seen.append(by_kind(file))
-            if ended.wait(_PAUSE):
-                return
-
-    sampler = threading.Thread(target=sample, daemon=True)
-    sampler.start()
-    try:
-        yield seen
-    finally:
-        ended.set()
-        sampler.join()
+def pages() -> dict[str, tuple[float, float]]:
+    """`by_kind` of this process now."""
+    with open("/proc/self/smaps", encoding="utf-8") as file:
+        return by_kind(file)
 
 
 def by_kind(smaps: Iterable[str]) -> dict[str, tuple[float, float]]:

@@ -178,7 +178,7 @@ def run(options: argparse.Namespace, training: Training, counter: Counter) -> No
     if training.pipeline is not None:  # but for the last stage's rank they are 0
         losses = gathered(losses, mesh).sum(0).tolist()
     last = training.batch(options.warmup + options.steps)
-    with f.proportional_peak() as sampled:
+    with f.sampled(f.proportional_mb) as sampled:
         training.step(*last)
 
     ways = middle(steps)

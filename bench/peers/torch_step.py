@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> None:
         losses.append(train(inputs, targets))
         seconds.append(time.perf_counter() - start)
         processor.append(time.process_time() - used)
-    with f.proportional_peak() as sampled:
+    with f.sampled(f.proportional_mb) as sampled:
         train(*batch(options.warmup + options.steps))
 
     used = fmean(processor[options.warmup :])

@@ -228,7 +228,7 @@ def test_shared_pages_count_once():
 
 
 def test_the_highest_sample_of_memory_is_kept():
-    with figures.proportional_peak() as sampled:
+    with figures.sampled(figures.proportional_mb) as sampled:
         held = np.ones(1 << 24)
         time.sleep(0.3)
         del held
