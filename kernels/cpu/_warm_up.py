@@ -1,11 +1,13 @@
-"""Compiles, or loads from the cache, what training in float32 needs, by calling it on tiny arrays.
+"""Compiles, or loads from the cache, what training needs, by calling it on tiny arrays.
 
-One rank of a node does this first; the others then find everything in the cache. Kernels of images are left
-out: what a convolution needs depends on its sizes.
+In float32, and where products of bfloat16 are computed as such, in that too. One rank of a node does this
+first; the others then find everything in the cache. Kernels of images are left out: what a convolution needs
+depends on its sizes.
 """
 
 import numpy as np
 
+from shardrt.kernels import onednn
 from shardrt.kernels.cpu import (
     activation,
     adamw,
@@ -30,7 +32,13 @@ from shardrt.kernels.cpu import (
 
 
 def warm_up() -> None:
-    """Call every kernel once in float32."""
+    """Call every kernel once in float32; in bfloat16 those that read or write its bits here."""
+    _warm_up_float32()
+    if onednn.computes_bf16():
+        _warm_up_bits()
+
+
+def _warm_up_float32() -> None:
     x, y, z = np.ones((3, 2, 4), np.float32)
     weight, bias, row = np.ones((3, 4), np.float32)
     one, two = np.ones((2, 2), np.float32)
@@ -56,6 +64,8 @@ def warm_up() -> None:
     philox.normal(row, 1, 2, 0, 0.0, 1.0)
     dropout.forward(row, bias, 0.5, 1, 2, 0)
     linear.backward_bias(x, row, False)
+    linear.forward_gelu(x, np.ones((4, 4), np.float32), row, y, z)
+    linear.backward_gelu(x, y, z, row, False)
     chosen, copies = np.zeros((2, 2), np.int64), np.zeros(4, np.int64)
     route.top_k(x, chosen)
     route.take(x, chosen, np.empty((2, 2), np.float32))
@@ -82,5 +92,19 @@ def warm_up() -> None:
     ranges = np.array([[0.0, 4.0, 1.0, 0.1, 0.0, 1.0]])
     sgd.step(row, bias, None, ranges, 0.0, False)
     sgd.step(row, bias, weight, ranges, 0.9, False)
-    q = np.ones((1, 2, 1, 1, 4), np.float32).transpose(1, 0, 2, 3, 4)[0]
-    attention.forward(q, q, q, np.empty_like(q), np.empty((1, 1, 1), np.float32), causal=True, scale=1.0)
+    _attend(np.float32)
+
+
+def _warm_up_bits() -> None:
+    x, y = np.ones((2, 2, 4), np.float32)
+    embedding.forward(np.zeros(2, np.int64), np.zeros((2, 4), np.uint16), y)
+    linear.backward_gelu(x, y, np.empty((2, 4), np.uint16), None, False)
+    _attend(np.uint16)
+
+
+def _attend(dtype: type) -> None:
+    """Attention of one head and one token. dtype: of queries, keys and values."""
+    q, lse = np.ones((1, 1, 1, 4), dtype), np.empty((1, 1, 1), np.float32)
+    dy, y, dq, dk, dv = np.ones((5, 1, 1, 1, 4), np.float32)
+    attention.forward(q, q, q, y, lse, causal=True, scale=1.0)
+    attention.backward(dy, q, q, q, y, lse, dq, dk, dv, causal=True, scale=1.0)
