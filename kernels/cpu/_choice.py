@@ -1,8 +1,9 @@
 """Who computes a matrix product, BLAS or oneDNN: the faster, measured once for each shape, and kept on disk.
 
-A file is for one shape, number of threads, processor, BLAS and version of oneDNN (kernels/kept.py). What
-can't be measured, or must not be (use_deterministic_algorithms), goes by the type alone: bfloat16 to oneDNN,
-float32 to BLAS.
+A file is for one shape, number of threads, processor, BLAS and version of oneDNN (kernels/kept.py). Sizes
+that are about the same have one file: experts have other numbers of rows at each step. What can't be
+measured, or must not be (use_deterministic_algorithms), goes by the type alone: bfloat16 to oneDNN, float32
+to BLAS.
 """
 
 import platform
@@ -43,13 +44,21 @@ def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> b
 def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> str:
     """The name of the way that computes this product."""
     by_rule = _by_rule()
-    what = (*map(onednn.matrix, (a, b, out)), bias is not None, accumulate, threads())
+    what = (*map(_about, (a, b, out)), bias is not None, accumulate, threads())
     found = _chosen.get((what, by_rule))
     if found is None:
         rule = "onednn" if a.dtype == np.uint16 else "blas"
         found = rule if by_rule else _kept(ways, what, rule, a, b, bias, out, accumulate)
         _chosen[what, by_rule] = found
     return found
+
+
+def _about(x: Array) -> onednn.Matrix:
+    """An operand, its sizes rounded up to 4, 5, 6 or 7 times a power of two."""
+    whole = onednn.matrix(x)
+    steps = [max(0, (size - 1).bit_length() - 3) for size in (whole.rows, whole.columns)]
+    rows, columns = (-(-size >> step) << step for size, step in zip(whole, steps, strict=False))
+    return whole._replace(rows=rows, columns=columns)
 
 
 def _by_rule() -> bool:

@@ -4,8 +4,8 @@ Each part of a weight, of its outputs or of its inputs, has products of its own,
 gradients. Sums over parts are added as neighbours, (0 + 1) + (2 + 3), and a sum over ranks goes on with that
 (comm/reduction.py). Parts are powers of two. For weights that parallel.set_tensor_invariant has been told of.
 
-On a GPU, arrays of a product are copied to memory of their own: strides and alignment decide there which
-algorithm computes it.
+On a GPU, and in bfloat16 on the CPU, arrays of a product are copied to memory of their own: strides decide
+there which algorithm computes it, on a GPU alignment too.
 """
 
 from collections.abc import Callable
@@ -17,7 +17,7 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import empty, flat, kernels, rows
+from shardrt.functional._arrays import empty, flat, for_product, kernels, operands, rows
 
 Array = Any
 
@@ -53,25 +53,26 @@ class Columns(Function):
     expensive = True
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, bias, how)
         y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-        matrix = contiguous(weight.lent())
+        low, matrix = operands(x, weight)
+        self.saved = (low if self.needs[1] else None, weight, bias, how)
         shift = None if bias is None else contiguous(bias.lent())
         for place in how.places:
             own = None if shift is None else apart(shift[place])
-            multiplied(kernels().linear.forward, (rows(x), apart(matrix[place]), own), rows(y)[:, place])
+            multiplied(kernels().linear.forward, (rows(low), apart(matrix[place]), own), rows(y)[:, place])
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, how: InParts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, bias, how)
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, bias, how)
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
         x, weight, bias, how = self.saved
-        dx = None
+        dx, factor = None, dy if x is None else for_product(dy, x)
         if self.needs[0]:
             dx = empty((*dy.shape[:-1], weight.shape[1]), how.sum_dtype(dy.dtype))
-            matrix, dy2 = contiguous(weight.lent()), rows(dy)
+            factor, matrix = operands(factor, weight)
+            dy2 = rows(factor)
 
             def product(part: int, out: Array) -> None:
                 for number, place in enumerate(how.parts[part]):
@@ -80,17 +81,18 @@ class Columns(Function):
 
             add_neighbours(rows(dx), len(how.parts), product, dy.dtype)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        return dx, *autograd.later(_add_column_gradients, x, dy, how, into=into), None
+        return dx, *autograd.later(_add_column_gradients, x, factor, dy, how, into=into), None
 
 
 def _add_column_gradients(
-    x: Array | None, dy: Array, how: InParts, weight: Variable | None, bias: Variable | None
+    x: Array | None, factor: Array, dy: Array, how: InParts, weight: Variable | None, bias: Variable | None
 ) -> tuple:
+    """factor: dy as products take it."""
     weight_token = bias_token = None
     if weight is not None:
         dweight, accumulate, weight_token = weight.gradient_target()
         for place in how.places:
-            factors = rows(x), apart(rows(dy)[:, place])
+            factors = rows(x), apart(rows(factor)[:, place])
             multiplied(kernels().linear.backward_weight, factors, dweight[place], accumulate)
     if bias is not None:
         dbias, accumulate, bias_token = bias.gradient_target()
@@ -106,9 +108,9 @@ class Rows(Function):
     expensive = True
 
     def forward(self, x: Array, weight: Variable, how: InParts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, how, x.dtype)
         y = empty((*x.shape[:-1], weight.shape[0]), how.sum_dtype(x.dtype))
-        matrix, x2 = contiguous(weight.lent()), rows(x)
+        low, matrix = operands(x, weight)
+        self.saved, x2 = (low if self.needs[1] else None, weight, how, x.dtype), rows(low)
 
         def product(part: int, out: Array) -> None:
             (place,) = how.parts[part]
@@ -119,14 +121,16 @@ class Rows(Function):
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, how: InParts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, how, x.dtype)
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, how, x.dtype)
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
         x, weight, how, dtype = self.saved
         dx, dy = None, dy.astype(dtype, copy=False)
+        dy = dy if x is None else for_product(dy, x)
         if self.needs[0]:
-            dx, matrix = empty((*dy.shape[:-1], weight.shape[1]), dtype), contiguous(weight.lent())
+            dx = empty((*dy.shape[:-1], weight.shape[1]), dtype)
+            dy, matrix = operands(dy, weight)
             for place in how.places:
                 factors = rows(dy), apart(matrix[:, place])
                 multiplied(kernels().linear.backward_input, factors, rows(dx)[:, place])
@@ -175,7 +179,7 @@ def multiplied(
     has only a vector to multiply, NumPy decides by strides how, so it gets dense copies.
     """
     more = () if accumulate is None else (accumulate,)
-    host, vector = on_host(), any(1 in array.shape for array in (*factors[:2], out))
+    host, vector = as_it_lies(factors[0]), any(1 in array.shape for array in (*factors[:2], out))
     if host and vector:
         factors = tuple(None if array is None else dense(array) for array in factors)
     if own or (host and not vector):
@@ -187,8 +191,8 @@ def multiplied(
 
 
 def apart(x: Array) -> Array:
-    """A part of an array to be multiplied: as it lies, or on a GPU a copy."""
-    return x if on_host() else dense(x)
+    """A part of an array to be multiplied: as it lies, or where that is not to count a copy."""
+    return x if as_it_lies(x) else dense(x)
 
 
 def dense(x: Array) -> Array:
@@ -198,6 +202,6 @@ def dense(x: Array) -> Array:
     return y
 
 
-def on_host() -> bool:
-    """Whether products are computed there."""
-    return device.current().products_on_host
+def as_it_lies(x: Array) -> bool:
+    """Whether products with x have the same bits however it lies in memory: BLAS's on the host."""
+    return device.current().products_on_host and x.dtype != np.uint16

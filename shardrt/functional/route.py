@@ -14,7 +14,16 @@ import numpy as np
 
 from shardrt import autograd, device, dtypes
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, chosen, compute, empty, kernels, tensor
+from shardrt.functional._arrays import (
+    check_floats,
+    chosen,
+    compute,
+    empty,
+    for_product,
+    kernels,
+    operands,
+    tensor,
+)
 from shardrt.functional.activation import sigmoid
 from shardrt.functional.dropout import key_of_use, part_of_batch
 from shardrt.functional.elementwise import add, clamp, div, mul
@@ -125,25 +134,27 @@ class GroupedLinear(Function):
     expensive = True
 
     def forward(self, x: Array, weight: Variable, counts: Counts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, counts)
-        y, matrices = empty((x.shape[0], weight.shape[1]), x.dtype), contiguous(weight.lent())
+        y = empty((x.shape[0], weight.shape[1]), x.dtype)
+        low, matrices = operands(x, weight)
+        self.saved = (low if self.needs[1] else None, weight, counts)
         for rows, own in zip(_sources(counts), counts, strict=True):
-            kernels().grouped.forward(x[rows], matrices, own, y[rows])
+            kernels().grouped.forward(low[rows], matrices, own, y[rows])
         return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, counts: Counts) -> Array:
-        self.saved = (x if self.needs[1] else None, weight, counts)
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, weight, counts)
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
         x, weight, counts = self.saved
-        dx = None
+        dx, factor = None, dy if x is None else for_product(dy, x)
         if self.needs[0]:
-            dx, matrices = empty((dy.shape[0], weight.shape[2]), dy.dtype), contiguous(weight.lent())
+            dx = empty((dy.shape[0], weight.shape[2]), dy.dtype)
+            factor, matrices = operands(factor, weight)
             for rows, own in zip(_sources(counts), counts, strict=True):
-                kernels().grouped.backward_input(dy[rows], matrices, own, dx[rows])
+                kernels().grouped.backward_input(factor[rows], matrices, own, dx[rows])
         into = (weight if self.needs[1] else None,)
-        return dx, *autograd.later(_add_gradients, x, dy, counts, into=into), None
+        return dx, *autograd.later(_add_gradients, x, factor, counts, into=into), None
 
 
 def _sources(counts: Counts) -> list[slice]:

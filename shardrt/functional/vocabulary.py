@@ -32,13 +32,16 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
 from shardrt.functional._arrays import (
     check_floats,
+    computed,
     empty,
     empty_exact,
     empty_like,
     empty_rows,
     flat,
+    for_product,
     indices,
     kernels,
+    operands,
     rows,
     tensor,
 )
@@ -96,8 +99,8 @@ class VocabularyEmbedding(Function):
 
     def forward(self, indices: Array, weight: Variable, part: VocabularyPart) -> Array:
         self.saved = (indices, weight, part)
-        table = contiguous(weight.lent())
-        y = empty((*indices.shape, weight.shape[1]), table.dtype)
+        table = contiguous(weight.lent_bits())
+        y = empty((*indices.shape, weight.shape[1]), computed(table))
         kernels().embedding.forward(flat(indices), table, rows(y), part.first, part.vocab)
         return y
 
@@ -216,9 +219,10 @@ class VocabularyLinearCrossEntropy(Function):
         reduction: str,
         chunk: int,
     ) -> Array:
+        pairs = empty_exact((len(_Words(weight, part).places), 2, len(rows(x))), x)
+        x, _ = operands(x, weight)
         x2, words = rows(x), _Words(weight, part)
-        pairs = empty_exact((len(words.places), 2, len(x2)), x)
-        memory = words.memory(min(chunk or len(x2), len(x2)), x.dtype)
+        memory = words.memory(min(chunk or len(x2), len(x2)), computed(x))
         for some, logits in words.chunks(memory, len(x2)):
             words.multiply(x2[some], logits)
             for own, first, pair in zip(logits, words.firsts, pairs, strict=True):
@@ -233,11 +237,11 @@ class VocabularyLinearCrossEntropy(Function):
         x, weight, targets, part, lse, ignore_index, reduction, count, chunk, *kept = self.saved
         x2, words = rows(x), _Words(weight, part)
         scale = scale_of(dy, reduction, count)
-        dx = empty(x.shape, words.sum_dtype(x.dtype)) if self.needs[0] else None
+        dx = empty(x.shape, words.sum_dtype(computed(x))) if self.needs[0] else None
         dweight, accumulate, token = None, False, None
         if self.needs[1] and not kept:
             dweight, accumulate, token = weight.gradient_target()
-        memory = kept or words.memory(min(chunk, len(x2)), x.dtype)
+        memory = dlogits = kept or words.memory(min(chunk, len(x2)), computed(x))
         for some, logits in words.chunks(memory, len(x2)):
             if not kept:
                 words.multiply(x2[some], logits)
@@ -246,16 +250,17 @@ class VocabularyLinearCrossEntropy(Function):
                 kernels().cross_entropy.backward(*arrays, ignore_index, first)
                 if reduction == "none":
                     own *= flat(dy)[some][:, None]
+            dlogits = [for_product(own, x) for own in logits]
             if dx is not None:
-                words.add_input_gradient(logits, rows(dx)[some])
+                words.add_input_gradient(dlogits, rows(dx)[some])
             if dweight is not None:
-                words.add_weight_gradient(x2[some], logits, dweight, accumulate)
+                words.add_weight_gradient(x2[some], dlogits, dweight, accumulate)
                 accumulate = True
         if dweight is not None and not accumulate:
             dweight.fill(0)  # there were no rows
         if kept:
             into = (weight if self.needs[1] else None,)
-            (token,) = autograd.later(_add_weight_gradient, x, kept, words, into=into)
+            (token,) = autograd.later(_add_weight_gradient, x, dlogits, words, into=into)
             self.saved = None  # the logits are gone: a second backward is an error
         return dx, token, None, None, None, None, None
 
@@ -302,7 +307,7 @@ class _Words:
         def product(number: int, out: Array) -> None:
             kernels().linear.backward_input(dlogits[number], self._rows(self.places[number]), out)
 
-        add_neighbours(dx, len(self.places), product, dlogits[0].dtype)
+        add_neighbours(dx, len(self.places), product, computed(dlogits[0]))
 
     def add_weight_gradient(self, x: Array, dlogits: list[Array], dweight: Array, accumulate: bool) -> None:
         for own, place in zip(dlogits, self.places, strict=True):
@@ -312,7 +317,7 @@ class _Words:
                 multiplied(kernels().linear.backward_weight, (x, own), dweight[place], accumulate)
 
     def _rows(self, place: slice) -> Array:
-        matrix = contiguous(self._weight.lent())
+        matrix = contiguous(self._weight.lent_bits())
         return matrix if self._how is None else apart(matrix[place])
 
 

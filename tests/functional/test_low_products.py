@@ -4,12 +4,16 @@ import numpy as np
 import pytest
 
 import shardrt
+from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
 from shardrt import Tensor, nn
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.kernels import cpu as K
 from shardrt.kernels import onednn
+from shardrt.parallel import parallelize_module, set_tensor_invariant
+from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.skipif(not onednn.computes_bf16(), reason="no products of bfloat16 here")
 
@@ -79,16 +83,23 @@ def test_gradients_are_at_least_as_near_to_exact_ones_as_those_of_torch_in_bfloa
         assert far <= allowed, f"{name}: {far:.1e}, {allowed:.1e}"
 
 
-def test_every_product_of_the_unit_reads_bits(monkeypatch):
+@pytest.fixture
+def read(monkeypatch):
+    """The types of what products with weights have read."""
     read = []
-    for name in ("forward", "forward_gelu", "backward_input", "backward_weight"):
-        real = getattr(K.linear, name)
+    names = [(K.linear, name) for name in ("forward", "forward_gelu", "backward_input", "backward_weight")]
+    for module, name in (*names, (K.matmul, "matmul")):
+        real = getattr(module, name)
 
-        def spied(a, b, *rest, real=real):
+        def spied(a, b, *rest, real=real, **how):
             read.append((a.dtype, b.dtype))
-            real(a, b, *rest)
+            real(a, b, *rest, **how)
 
-        monkeypatch.setattr(K.linear, name, spied)
+        monkeypatch.setattr(module, name, spied)
+    return read
+
+
+def test_every_product_of_the_unit_reads_bits(read, monkeypatch):
     real_attention = K.attention.backward
     monkeypatch.setattr(
         K.attention,
@@ -103,3 +114,52 @@ def test_a_repeated_step_has_the_same_bits():
     (*_, first), (*_, second) = trained(), trained()
     for name, gradient in first.items():
         np.testing.assert_array_equal(gradient, second[name])
+
+
+@pytest.mark.parametrize("chunk", [0, 8])
+@pytest.mark.parametrize("parts", [0, 4])
+def test_products_of_what_is_cut_over_ranks_read_bits_and_follow_those_in_float32(read, parts, chunk):
+    def step(low):
+        mesh = init_device_mesh("cpu", (1, 2), ("dp", "tp"))
+        shardrt.manual_seed(3)
+        model = GPT(GPTConfig(2, 4, WIDTH, block_size=TIME, vocab_size=50, loss_chunk=chunk, init_std=0.1))
+        parallelize_module(model, mesh["tp"], plan_of(model))
+        if parts:
+            set_tensor_invariant(model, parts)
+        for module in (*model.blocks, model):
+            policy = MixedPrecisionPolicy("bfloat16", "float32", full_precision=(nn.LayerNorm,))
+            fully_shard(module, mesh=mesh["dp"], mp_policy=policy if low else None)
+        tokens = np.random.default_rng(0).integers(0, 50, (ROWS, TIME))
+        loss = model(tokens, tokens)
+        loss.backward()
+        return loss.item(), nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+
+    exact = run_ranks(2, step, False)
+    read.clear()
+    low = run_ranks(2, step, True)
+    assert len(read) > 2 * 3 * 2 * 4 and all(pair == (np.uint16, np.uint16) for pair in read)
+    assert low[0] == low[1] != exact[0]
+    np.testing.assert_allclose(low[0], exact[0], rtol=2e-2)
+
+
+def test_products_of_experts_read_bits_and_those_of_their_router_float32(read):
+    def step(policy):
+        shardrt.manual_seed(3)
+        model = nn.MoE(nn.TopKRouter(WIDTH, 4, 2), nn.Experts(4, WIDTH, 96))
+        fully_shard(model, mesh=init_device_mesh("auto"), mp_policy=policy)
+        random = np.random.default_rng(0)
+        x, dy = (random.standard_normal((30, WIDTH)).astype(np.float32) for _ in range(2))
+        given = Tensor(x, requires_grad=True)
+        y, balance = model(given)
+        (y * Tensor(dy)).sum().backward()
+        return {"y": y.data, "x": given.grad} | {name: p.grad for name, p in model.experts.named_parameters()}
+
+    exact = step(None)
+    read.clear()
+    low = step(MixedPrecisionPolicy("bfloat16", "float32", "float32", cast_forward_inputs=False))
+    bits = [pair for pair in read if pair == (np.uint16, np.uint16)]
+    assert len(read) - len(bits) == 3  # of the router
+    assert len(bits) >= 3 * 2 * 3
+    for name, true in exact.items():
+        far = np.linalg.norm(low[name] - true) / np.linalg.norm(true)
+        assert 0 < far < 0.02, f"{name}: {far:.1e}"

@@ -111,6 +111,31 @@ def test_a_linear_layer_in_bits_has_sums_in_float32(monkeypatch, without):
     np.testing.assert_allclose(inner, x64 @ w64.T + bias, rtol=1e-5, atol=2e-5)
 
 
+def test_products_of_experts_in_bits_are_those_of_layers_of_their_own():
+    counts = (5, 0, 17, 2)
+    x, weight, dy = bits(numbers(26, 40)), bits(numbers(4, 24, 40)), bits(numbers(26, 24, seed=1))
+    y, dx = np.full((26, 24), np.nan, "f"), np.full((26, 40), np.nan, "f")
+    dweight = numbers(4, 24, 40, seed=5)
+    expected = dweight.copy()
+    K.grouped.forward(x, weight, counts, y)
+    K.grouped.backward_input(dy, weight, counts, dx)
+    K.grouped.backward_weight(x, dy, counts, dweight, True)
+    start = 0
+    for group, count in enumerate(counts):
+        rows = slice(start, start + count)
+        own_y, own_dx = np.empty((count, 24), "f"), np.empty((count, 40), "f")
+        if count:
+            K.linear.forward(x[rows], weight[group], None, own_y)
+            K.linear.backward_input(dy[rows], weight[group], own_dx)
+            K.linear.backward_weight(x[rows], dy[rows], expected[group], True)
+        np.testing.assert_array_equal(y[rows], own_y)
+        np.testing.assert_array_equal(dx[rows], own_dx)
+        np.testing.assert_allclose(own_y, widened(x[rows]) @ widened(weight[group]).T, rtol=1e-5, atol=2e-5)
+        start += count
+    np.testing.assert_array_equal(dweight, expected)
+    assert not y[24:].any() and not dx[24:].any()
+
+
 def test_the_slope_of_gelu_in_bits_is_that_in_float32_rounded():
     dy, inner = numbers(70, 24), numbers(70, 24, seed=1)
     exact, low = np.empty_like(inner), np.empty(inner.shape, np.uint16)

@@ -205,6 +205,18 @@ def test_processes_that_measure_differently_agree(kept):
     assert len(told) == 1 and len(list(kept.iterdir())) == 4
 
 
+def test_sizes_that_are_about_the_same_have_one_choice(kept, monkeypatch):
+    """Experts have other numbers of rows at each step, in the inner size of their weights' gradients too."""
+    asked = measured(monkeypatch, {"blas": 2.0, "onednn": 1.0})
+    for m in range(225, 257):
+        assert compute(True, m) == "onednn"
+    assert len(asked) == 1 and len(list(kept.iterdir())) == 1
+    compute(True, 224)
+    assert len(asked) == 2
+    sizes = [m.rows for m in (_choice._about(np.empty((n, 7), np.float32)) for n in (1, 7, 9, 384, 385, 768))]
+    assert sizes == [1, 7, 10, 384, 448, 768]
+
+
 def test_what_there_was_no_time_to_measure_goes_by_the_type_for_good(kept, monkeypatch):
     asked = measured(monkeypatch, {"blas": 1.0, "onednn": 2.0})
     monkeypatch.setattr(_choice, "_spent", 2 * _choice.BUDGET)

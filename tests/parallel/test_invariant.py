@@ -205,11 +205,13 @@ def test_what_only_moves_things_changes_no_bit(name):
     same(trained("gpt", (1, 1, 2), steps=3, **WAYS[name]), trained("gpt", steps=3))
 
 
-def test_16_bits():
+@pytest.mark.parametrize("kind", ["gpt", "chunks", "llama"])
+def test_16_bits(kind):
     how = {"mp_policy": MixedPrecisionPolicy("bfloat16", reduce_dtype="float32")}
-    expected = trained("gpt", steps=3, **how)
-    same(trained("gpt", (1, 1, 2), steps=3, **how), expected)
-    assert differ(trained("gpt", steps=3), expected)
+    expected = trained(kind, steps=3, **how)
+    for tp in (2, 4):
+        same(trained(kind, (1, 1, tp), steps=3, **how), expected)
+    assert differ(trained(kind, steps=3), expected)
 
 
 MESHES = [(1, 2, 1), (1, 1, 2), (1, 2, 2), (1, 4, 1), (1, 1, 4)]
