@@ -1,5 +1,7 @@
 """oneDNN's matrix product through its C interface: bfloat16 operands as bits, or float32; the result float32.
 
+Also what kernels/cpu/_conv2d_bits.py makes convolutions of.
+
 The library comes with the extra `bf16` (onednn-cpu-gomp) and is found at run time. Knows neither Numba nor
 what is faster: kernels/cpu/_choice.py chooses. (Names and numbers: oneDNN 3, dnnl.h and dnnl_types.h.)
 """
@@ -7,17 +9,22 @@ what is faster: kernels/cpu/_choice.py chooses. (Names and numbers: oneDNN 3, dn
 import ctypes
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 Array = Any
+T = TypeVar("T")
 
 PACKAGE = "onednn-cpu-gomp"
-_BF16, _F32 = 2, 3  # dnnl_data_type_t
-_SRC, _DST, _WEIGHTS, _BIAS = 1, 17, 33, 41  # DNNL_ARG_*
+BF16, F32 = 2, 3  # dnnl_data_type_t
+SRC, DST, WEIGHTS, BIAS = 1, 17, 33, 41  # DNNL_ARG_*
+DIFF_SRC, DIFF_DST, DIFF_WEIGHTS = 129, 145, 161
+_ANY = 1  # dnnl_format_tag_any
+_IMPLEMENTATION = 8  # dnnl_query_impl_info_str
 _CPU, _IN_ORDER = 1, 1  # dnnl_engine_kind_t, dnnl_stream_flags_t
 _ISA_BF16 = 0xE7  # dnnl_cpu_isa_avx512_core_bf16: bits that each later one has as well
 _KEPT = 512  # products of a thread that stay ready, the oldest go
@@ -28,6 +35,8 @@ _SIGNATURES = {
     "dnnl_engine_create": (_out, _int, ctypes.c_size_t),
     "dnnl_stream_create": (_out, _pointer, ctypes.c_uint),
     "dnnl_memory_desc_create_with_strides": (_out, _int, _pointer, _int, _pointer),
+    "dnnl_memory_desc_create_with_tag": (_out, _int, _pointer, _int, _int),
+    "dnnl_memory_desc_clone": (_out, _pointer),
     "dnnl_memory_desc_destroy": (_pointer,),
     "dnnl_memory_create": (_out, _pointer, _pointer, _pointer),
     "dnnl_memory_set_data_handle": (_pointer, _pointer),
@@ -39,6 +48,11 @@ _SIGNATURES = {
     "dnnl_primitive_attr_set_post_ops": (_pointer, _pointer),
     "dnnl_primitive_attr_destroy": (_pointer,),
     "dnnl_matmul_primitive_desc_create": (_out, *[_pointer] * 6),
+    "dnnl_convolution_forward_primitive_desc_create": (_out, _pointer, _int, _int, *[_pointer] * 9),
+    "dnnl_convolution_backward_data_primitive_desc_create": (_out, _pointer, _int, *[_pointer] * 9),
+    "dnnl_convolution_backward_weights_primitive_desc_create": (_out, _pointer, _int, *[_pointer] * 10),
+    "dnnl_reorder_primitive_desc_create": (_out, *[_pointer] * 5),
+    "dnnl_primitive_desc_query": (_pointer, _int, _int, _pointer),
     "dnnl_primitive_desc_destroy": (_pointer,),
     "dnnl_primitive_create": (_out, _pointer),
     "dnnl_primitive_destroy": (_pointer,),
@@ -88,6 +102,10 @@ class Library:
         self._library.dnnl_status2str.argtypes = (_int,)
         self._library.dnnl_status2str.restype = ctypes.c_char_p
         self._library.dnnl_version.restype = ctypes.POINTER(_Version)
+        self._library.dnnl_primitive_desc_query_md.argtypes = (_pointer, _int, _int)
+        self._library.dnnl_primitive_desc_query_md.restype = _pointer
+        self._library.dnnl_memory_desc_get_size.argtypes = (_pointer,)
+        self._library.dnnl_memory_desc_get_size.restype = ctypes.c_size_t
         found = self._library.dnnl_version().contents
         self.version = f"{found.major}.{found.minor}.{found.patch}"
         self.isa = int(self._library.dnnl_get_effective_cpu_isa())
@@ -133,45 +151,63 @@ class Library:
         finally:
             self._openmp.omp_set_num_threads(before)
 
-    def descriptor(self, matrix: Matrix) -> Any:
-        sizes, strides = (ctypes.c_int64 * 2)(*matrix[:2]), (ctypes.c_int64 * 2)(*matrix[2:4])
-        return self.made("dnnl_memory_desc_create_with_strides", 2, sizes, matrix.kind, strides)
-
-
-class _Product:
-    """A primitive for operands of certain sizes and strides, which only their addresses distinguish."""
-
-    def __init__(self, library: Library, stream: Any, operands: tuple[Matrix, ...], accumulate: bool) -> None:
-        self._library, self._stream = library, stream
-        names = (_SRC, _WEIGHTS, _DST, _BIAS)[: len(operands)]
-        descriptors = [library.descriptor(each) for each in operands]
-        attributes = library.made("dnnl_primitive_attr_create")
-        if accumulate:
-            sums = library.made("dnnl_post_ops_create")
-            library.call("dnnl_post_ops_append_sum", sums, 1.0, 0, 0)
-            library.call("dnnl_primitive_attr_set_post_ops", attributes, sums)
-            library.call("dnnl_post_ops_destroy", sums)
-        a, b, out, *bias = descriptors
-        what = library.made(
-            "dnnl_matmul_primitive_desc_create",
-            library.engine,
-            a,
-            b,
-            bias[0] if bias else None,
-            out,
-            attributes,
+    def chosen(self, what: Any, number: int) -> tuple[Any, int]:
+        """(the descriptor, its bytes) of an operand whose strides a primitive has chosen, by dnnl_query_t."""
+        clone = self.made(
+            "dnnl_memory_desc_clone", self._library.dnnl_primitive_desc_query_md(what, number, 0)
         )
+        return clone, int(self._library.dnnl_memory_desc_get_size(clone))
+
+    def implementation(self, what: Any) -> str:
+        """The name of what a primitive computes with: "ref.." is the slow one, for what others do not do."""
+        name = ctypes.c_char_p()
+        self.call("dnnl_primitive_desc_query", what, _IMPLEMENTATION, 0, ctypes.byref(name))
+        return name.value.decode()
+
+    @contextmanager
+    def adding(self, accumulate: bool) -> Iterator[Any]:
+        """Attributes of a primitive, while it is described: whether it adds to its result."""
+        attributes = self.made("dnnl_primitive_attr_create")
+        if accumulate:
+            sums = self.made("dnnl_post_ops_create")
+            self.call("dnnl_post_ops_append_sum", sums, 1.0, 0, 0)
+            self.call("dnnl_primitive_attr_set_post_ops", attributes, sums)
+            self.call("dnnl_post_ops_destroy", sums)
+        try:
+            yield attributes
+        finally:
+            self.call("dnnl_primitive_attr_destroy", attributes)
+
+    def descriptor(self, matrix: Matrix) -> Any:
+        return self.laid_out(matrix[:2], matrix[2:4], matrix.kind)
+
+    def laid_out(self, sizes: Sequence[int], strides: Sequence[int] | None, kind: int) -> Any:
+        """The descriptor of an array; its strides, in elements, are oneDNN's choice if they are None."""
+        shape = (ctypes.c_int64 * len(sizes))(*sizes)
+        if strides is None:
+            return self.made("dnnl_memory_desc_create_with_tag", len(sizes), shape, kind, _ANY)
+        along = (ctypes.c_int64 * len(sizes))(*strides)
+        return self.made("dnnl_memory_desc_create_with_strides", len(sizes), shape, kind, along)
+
+
+class Primitive:
+    """What computes for operands of certain descriptors, which only their addresses distinguish.
+
+    what: a primitive's descriptor; operands: those of memory by their numbers, DNNL_ARG_*. Takes all of them.
+    """
+
+    def __init__(self, library: Library, stream: Any, what: Any, operands: dict[int, Any]) -> None:
+        self._library, self._stream = library, stream
         self._primitive = library.made("dnnl_primitive_create", what)
         self._memories = [
-            library.made("dnnl_memory_create", each, library.engine, None) for each in descriptors
+            library.made("dnnl_memory_create", each, library.engine, None) for each in operands.values()
         ]
-        self._count = len(names)
-        self._arguments = (_Argument * len(names))(*zip(names, self._memories, strict=True))
+        self._count = len(operands)
+        self._arguments = (_Argument * len(operands))(*zip(operands, self._memories, strict=True))
         self._move = library.function("dnnl_memory_set_data_handle")
         self._run = library.function("dnnl_primitive_execute")
         library.call("dnnl_primitive_desc_destroy", what)
-        library.call("dnnl_primitive_attr_destroy", attributes)
-        for each in descriptors:
+        for each in operands.values():
             library.call("dnnl_memory_desc_destroy", each)
 
     def __call__(self, *addresses: int) -> None:
@@ -189,12 +225,29 @@ class _Product:
             self._library.call("dnnl_primitive_destroy", self._primitive)
 
 
+def _product(library: Library, stream: Any, operands: tuple[Matrix, ...], accumulate: bool) -> Primitive:
+    """The product of such operands: a, b, out and perhaps a bias."""
+    descriptors = [library.descriptor(each) for each in operands]
+    a, b, out, *bias = descriptors
+    with library.adding(accumulate) as attributes:
+        what = library.made(
+            "dnnl_matmul_primitive_desc_create",
+            library.engine,
+            a,
+            b,
+            bias[0] if bias else None,
+            out,
+            attributes,
+        )
+    return Primitive(library, stream, what, dict(zip((SRC, WEIGHTS, DST, BIAS), descriptors, strict=False)))
+
+
 class _Ready(threading.local):
     """Of this thread: a stream, and products by their operands. Ranks may be threads of one process."""
 
     def __init__(self) -> None:
         self.stream: Any = None
-        self.products: OrderedDict[tuple, _Product] = OrderedDict()
+        self.products: OrderedDict[tuple, Any] = OrderedDict()
 
 
 _ready = _Ready()
@@ -265,11 +318,27 @@ def prepared(
     return _ready.products.get(what) or _made(library(), what, (a, b, out), accumulate)
 
 
-def _made(here: Library, what: tuple, operands: tuple[Matrix, ...], accumulate: bool) -> _Product:
+def _made(here: Library, what: tuple, operands: tuple[Matrix, ...], accumulate: bool) -> Primitive:
     """A product that is ready from now on."""
+    return keep(what, _product(here, stream(), operands, accumulate))
+
+
+def stream() -> Any:
+    """This thread's."""
     if _ready.stream is None:
+        here = library()
         _ready.stream = here.made("dnnl_stream_create", here.engine, _IN_ORDER)
-    made = _ready.products[what] = _Product(here, _ready.stream, operands, accumulate)
+    return _ready.stream
+
+
+def kept(what: tuple) -> Any:
+    """What this thread keeps ready by that name, or None."""
+    return _ready.products.get(what)
+
+
+def keep(what: tuple, made: T) -> T:
+    """Have it ready from now on, until so many others are."""
+    _ready.products[what] = made
     if len(_ready.products) > _KEPT:
         _ready.products.popitem(last=False)
     return made
@@ -278,7 +347,7 @@ def _made(here: Library, what: tuple, operands: tuple[Matrix, ...], accumulate: 
 def described(rows: int, columns: int, down: int, right: int, item: int) -> Matrix:
     """A matrix by its sizes, the elements between neighbours, and the bytes of one: 2, bfloat16, or 4."""
     # The stride of one row or column may be anything in NumPy.
-    kind = _BF16 if item == 2 else _F32
+    kind = BF16 if item == 2 else F32
     return Matrix(rows, columns, columns if rows == 1 else down, 1 if columns == 1 else right, kind)
 
 

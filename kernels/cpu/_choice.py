@@ -1,4 +1,4 @@
-"""Who computes a matrix product, BLAS or oneDNN: the faster, measured once for each shape, and kept on disk.
+"""Who computes a product, oneDNN or others: the faster, measured once for each shape, and kept on disk.
 
 A file is for one shape, number of threads, processor, BLAS and version of oneDNN (kernels/kept.py). Sizes
 that are about the same have one file: experts have other numbers of rows at each step. What can't be
@@ -19,7 +19,7 @@ from shardrt.kernels import determinism, kept, onednn
 from shardrt.kernels.cpu._threads import threads
 
 Array = Any
-Way = Callable[[Array, Array, Array | None, Array, bool], None]
+Way = Callable[..., None]
 
 LEAST = 2**23  # operations of a float32 product that is worth a look: below, a call costs more than is won
 GAIN = 0.95  # of BLAS's time: float32 goes to oneDNN where that takes less
@@ -43,12 +43,20 @@ def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> b
 
 def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> str:
     """The name of the way that computes this product."""
-    by_rule = _by_rule()
-    what = (*map(_about, (a, b, out)), bias is not None, accumulate, threads())
+    what = (*map(_about, (a, b, out)), bias is not None, accumulate)
+    rule = "onednn" if a.dtype == np.uint16 else "blas"
+    return choose_from(ways, rule, what, 3, a, b, bias, out, accumulate)
+
+
+def choose_from(ways: dict[str, Way], rule: str, what: tuple, out: int, *given: Any) -> str:
+    """The name of the way that computes `what`: the faster, or where that must not count the rule.
+
+    given: what a way is called with, of which that number `out` is written. rule: one of the ways.
+    """
+    by_rule, what = _by_rule(), (*what, threads())
     found = _chosen.get((what, by_rule))
     if found is None:
-        rule = "onednn" if a.dtype == np.uint16 else "blas"
-        found = rule if by_rule else _kept(ways, what, rule, a, b, bias, out, accumulate)
+        found = rule if by_rule or len(ways) < 2 else _kept(ways, what, rule, out, *given)
         _chosen[what, by_rule] = found
     return found
 
@@ -74,7 +82,7 @@ def forget() -> None:
     _spent = 0.0
 
 
-def _kept(ways: dict[str, Way], what: tuple, rule: str, *product: Any) -> str:
+def _kept(ways: dict[str, Way], what: tuple, rule: str, *trial: Any) -> str:
     """What is on disk, or is measured now."""
     global _spent
     store, name = _store(), repr(what)
@@ -82,22 +90,20 @@ def _kept(ways: dict[str, Way], what: tuple, rule: str, *product: Any) -> str:
     if found in ways:
         return found
     begin = perf_counter()
-    choice = rule if _spent > BUDGET else _faster(ways, rule, *product)
+    choice = rule if _spent > BUDGET else _faster(ways, rule, *trial)
     found = store.write(name, choice, instead_of=found)
     _spent += perf_counter() - begin
     return found if found in ways and store.read(name) == found else rule  # a folder that can't be written
 
 
-def _faster(
-    ways: dict[str, Way], rule: str, a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool
-) -> str:
+def _faster(ways: dict[str, Way], rule: str, out: int, *given: Any) -> str:
     """The least time of each decides, by turns; at equal speed the rule."""
-    target = np.zeros(out.shape, out.dtype)
+    given = (*given[:out], np.zeros(given[out].shape, given[out].dtype), *given[out + 1 :])
     least = dict.fromkeys(ways, np.inf)
     for _ in range(ROUNDS):
         for name, way in ways.items():
             begin = perf_counter()
-            way(a, b, bias, target, accumulate)
+            way(*given)
             least[name] = min(least[name], perf_counter() - begin)
     other = next(name for name in ways if name != rule)
     return other if least[other] < GAIN * least[rule] else rule

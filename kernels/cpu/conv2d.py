@@ -10,7 +10,9 @@ Groups of a few channels, one in depthwise convolution, would leave most of a ve
 vectors are multiplied with vectors, so many groups at once, and the lanes of one turn round within each group
 until every output has met every input.
 
-stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type.
+stride, padding, dilation: (vertical, horizontal). Arrays are C-contiguous, of one type; or what is multiplied
+is uint16, the bits of bfloat16, and what comes of it and a bias float32. Then oneDNN computes where it is
+faster (_conv2d_bits.py, _choice.py).
 """
 
 from math import prod
@@ -18,6 +20,9 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _choice, _conv2d_bits
+from shardrt.kernels.cpu._conv2d_bits import Convolution
 from shardrt.kernels.cpu._conv2d_plan import (
     Layout,
     Plan,
@@ -29,6 +34,7 @@ from shardrt.kernels.cpu._conv2d_plan import (
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu._vectors import BYTES, VECTORS, lanes, tile_sum, transpose_tile
+from shardrt.kernels.cpu.matmul import widened
 
 Array = Any
 Pair = tuple[int, int]
@@ -46,8 +52,11 @@ def forward(
 ) -> None:
     """x (batch, channels, height, width), weight (outputs, channels / groups, rows, columns), bias (outputs,)
     or None -> y (batch, outputs, ...)."""
-    shapes = x.shape[1:], weight.shape, y.shape[1:]
-    plan = forward_plan(*shapes, stride, padding, dilation, groups, x.dtype)
+    how = stride, padding, dilation, groups
+    if x.dtype == np.uint16:
+        _of_bits("forward", Convolution(x.shape, weight.shape, y.shape, *how), x, weight, bias, y)
+        return
+    plan = forward_plan(x.shape[1:], weight.shape, y.shape[1:], *how, x.dtype)
     _convolve(plan, x, weight, y, False, groups)
     if bias is not None:
         y += bias[:, None, None]
@@ -57,8 +66,11 @@ def backward_input(
     dy: Array, weight: Array, dx: Array, stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> None:
     """dx, in the shape of x, from dy, in the shape of y."""
-    shapes = dx.shape[1:], weight.shape, dy.shape[1:]
-    plan = input_plan(*shapes, stride, padding, dilation, groups, dy.dtype)
+    how = stride, padding, dilation, groups
+    if dy.dtype == np.uint16:
+        _of_bits("backward_input", Convolution(dx.shape, weight.shape, dy.shape, *how), dy, weight, dx)
+        return
+    plan = input_plan(dx.shape[1:], weight.shape, dy.shape[1:], *how, dy.dtype)
     _convolve(plan, dy, weight, dx, True, groups)
 
 
@@ -73,8 +85,13 @@ def backward_weight(
     groups: int,
 ) -> None:
     """dweight, written or added to, from x and dy."""
-    shapes = x.shape[1:], dweight.shape, dy.shape[1:]
-    plan = weight_plan(*shapes, stride, padding, dilation, groups, x.dtype)
+    how = stride, padding, dilation, groups
+    if x.dtype == np.uint16:
+        _of_bits(
+            "backward_weight", Convolution(x.shape, dweight.shape, dy.shape, *how), x, dy, dweight, accumulate
+        )
+        return
+    plan = weight_plan(x.shape[1:], dweight.shape, dy.shape[1:], *how, x.dtype)
     count = min(plan.images, len(x))
     source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
     sums = _aligned(np.empty, plan.sums, x.dtype)
@@ -98,6 +115,27 @@ def backward_bias(dy: Array, dbias: Array, accumulate: bool) -> None:
         dbias += sums
     else:
         dbias[...] = sums
+
+
+def _of_bits(name: str, what: Convolution, *arrays: Any) -> None:
+    """The kernel of this name, of bits, by who is faster: numbers of the bits here, or oneDNN."""
+    how = what[3:]
+
+    def direct(*arrays: Any) -> None:
+        globals()[name](*map(_number, arrays), *how)
+
+    def by_onednn(*arrays: Any) -> None:
+        getattr(_conv2d_bits, name)(*arrays, *how)
+
+    ways = {"direct": direct}
+    if onednn.computes_bf16() and 0 not in (*what.x, *what.weight, *what.y) and _conv2d_bits.has(what):
+        ways["onednn"] = by_onednn
+    rule, out = [*ways][-1], 3 if name == "forward" else 2
+    ways[_choice.choose_from(ways, rule, (name, *what), out, *arrays)](*arrays)
+
+
+def _number(x: Any) -> Any:
+    return widened(x) if isinstance(x, np.ndarray) and x.dtype == np.uint16 else x
 
 
 def _operations(y: tuple[int, ...], weight: tuple[int, ...]) -> int:

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 from shardrt import autograd
 from shardrt.autograd import Function, Variable, contiguous
-from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
+from shardrt.functional._arrays import check_floats, empty, for_product, kernels, operands, pair, tensor
 from shardrt.functional.shape import squeeze, unsqueeze
 
 if TYPE_CHECKING:
@@ -23,32 +23,41 @@ class Conv2d(Function):
         self, x: Array, weight: Variable, bias: Variable | None, shape: tuple[int, ...], geometry: tuple
     ) -> Array:
         y = empty(shape, x.dtype)
+        low, numbers = operands(x, weight)
+        self.saved = (low if self.needs[1] else None, x.shape, weight, bias, geometry)
         bias_data = None if bias is None else contiguous(bias.lent())
-        kernels().conv2d.forward(x, contiguous(weight.lent()), bias_data, y, *geometry)
-        return self.resume((y,), x, weight, bias, shape, geometry)
+        kernels().conv2d.forward(low, numbers, bias_data, y, *geometry)
+        return y
 
     def resume(self, kept: tuple, x: Array, weight: Variable, bias: Variable | None, *rest: tuple) -> Array:
-        self.saved = (x if self.needs[1] else None, x.shape, weight, bias, rest[-1])
+        self.saved = (operands(x, weight)[0] if self.needs[1] else None, x.shape, weight, bias, rest[-1])
         return kept[0]
 
     def backward(self, dy: Array) -> tuple:
         x, shape, weight, bias, geometry = self.saved
-        dx = None
+        dx, factor = None, dy if x is None else for_product(dy, x)
         if self.needs[0]:
             dx = empty(shape, dy.dtype)
-            kernels().conv2d.backward_input(dy, contiguous(weight.lent()), dx, *geometry)
+            factor, numbers = operands(factor, weight)
+            kernels().conv2d.backward_input(factor, numbers, dx, *geometry)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        return dx, *autograd.later(_add_gradients, x, dy, geometry, into=into), None, None
+        whole = None if into[1] is None else dy  # the sum over it is of what is not rounded
+        return dx, *autograd.later(_add_gradients, x, factor, whole, geometry, into=into), None, None
 
 
 def _add_gradients(
-    x: Array | None, dy: Array, geometry: tuple, weight: Variable | None, bias: Variable | None
+    x: Array | None,
+    factor: Array,
+    dy: Array | None,
+    geometry: tuple,
+    weight: Variable | None,
+    bias: Variable | None,
 ) -> tuple:
-    """Of the handles given; their tokens."""
+    """Of the handles given; their tokens. factor: dy as products take it; dy itself is for the bias."""
     weight_token = bias_token = None
     if weight is not None:
         dweight, accumulate, weight_token = weight.gradient_target()
-        kernels().conv2d.backward_weight(x, dy, dweight, accumulate, *geometry)
+        kernels().conv2d.backward_weight(x, factor, dweight, accumulate, *geometry)
     if bias is not None:
         dbias, accumulate, bias_token = bias.gradient_target()
         kernels().conv2d.backward_bias(dy, dbias, accumulate)

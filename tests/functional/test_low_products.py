@@ -11,7 +11,7 @@ from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
 from shardrt.kernels import cpu as K
-from shardrt.kernels import onednn
+from shardrt.kernels import determinism, onednn
 from shardrt.parallel import parallelize_module, set_tensor_invariant
 from tests.ranks import run_ranks
 
@@ -163,3 +163,35 @@ def test_products_of_experts_read_bits_and_those_of_their_router_float32(read):
     for name, true in exact.items():
         far = np.linalg.norm(low[name] - true) / np.linalg.norm(true)
         assert 0 < far < 0.02, f"{name}: {far:.1e}"
+
+
+def test_convolutions_read_bits_and_follow_those_in_float32(monkeypatch):
+    read = []
+    for name in ("forward", "backward_input", "backward_weight"):
+        real = getattr(K.conv2d, name)
+
+        def spied(a, b, *rest, real=real):
+            read.append((a.dtype, b.dtype))
+            real(a, b, *rest)
+
+        monkeypatch.setattr(K.conv2d, name, spied)
+
+    def step(policy):
+        shardrt.manual_seed(3)
+        model = nn.Sequential(nn.Conv2d(3, 16, 4, stride=4), nn.GELU(), nn.Conv2d(16, 8, 3, padding=1))
+        fully_shard(model, mesh=init_device_mesh("auto"), mp_policy=policy)
+        random = np.random.default_rng(0)
+        x = Tensor(random.standard_normal((2, 3, 16, 16)).astype(np.float32), requires_grad=True)
+        y = model(x)
+        y.backward(random.standard_normal(y.shape).astype(np.float32))
+        return {"y": y.data, "x": x.grad} | {name: p.grad for name, p in model.named_parameters()}
+
+    determinism.use_deterministic_algorithms(True)  # nothing is measured
+    exact = step(None)
+    read.clear()
+    low = step(MixedPrecisionPolicy("bfloat16", "float32", "float32", cast_forward_inputs=False))
+    assert len(read) == 6 and all(pair == (np.uint16, np.uint16) for pair in read)
+    for name, true in exact.items():
+        far = np.linalg.norm(low[name] - true) / np.linalg.norm(true)
+        assert far < 0.02, f"{name}: {far:.1e}"
+        assert far > 0 or name == "2.bias"  # whose gradient is a sum of what nobody rounds

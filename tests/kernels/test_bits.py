@@ -1,10 +1,13 @@
 """Kernels that read or write bfloat16 as bits, beside those of float32: attention, linear layers, AdamW."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 
 from shardrt.kernels import cpu as K
 from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _choice, _conv2d_bits
 from shardrt.kernels.cpu.matmul import widened
 
 installed = pytest.mark.skipif(onednn.library() is None, reason="oneDNN is not installed")
@@ -134,6 +137,87 @@ def test_products_of_experts_in_bits_are_those_of_layers_of_their_own():
         start += count
     np.testing.assert_array_equal(dweight, expected)
     assert not y[24:].any() and not dx[24:].any()
+
+
+# Batch, channels, height, width, outputs, window, stride, padding, dilation, groups.
+CONVOLUTIONS = {
+    "overlapping": (3, 5, 9, 10, 7, (3, 3), (1, 1), (1, 1), (1, 1), 1),
+    "strided": (2, 8, 13, 12, 16, (3, 5), (2, 1), (0, 2), (1, 1), 1),
+    "patches": (2, 3, 16, 12, 8, (4, 4), (4, 4), (0, 0), (1, 1), 1),
+    "points": (2, 6, 9, 7, 4, (1, 1), (2, 2), (0, 0), (1, 1), 1),
+    "groups": (2, 32, 7, 9, 32, (3, 3), (1, 1), (1, 1), (1, 1), 2),
+    "depthwise": (2, 8, 9, 7, 8, (3, 3), (1, 1), (1, 1), (1, 1), 8),
+    "dilated": (1, 4, 12, 11, 6, (3, 3), (1, 1), (2, 2), (2, 2), 1),
+}
+
+
+class Convolved:
+    """What a convolution of bits makes, forward and backward; its weight's gradient adds to another."""
+
+    def __init__(self, case, forward, backward_input, backward_weight, low=True):
+        batch, channels, *image, outputs, window, stride, padding, dilation, groups = CONVOLUTIONS[case]
+        how = stride, padding, dilation, groups
+        sizes = [
+            (n + 2 * p - d * (k - 1) - 1) // s + 1
+            for n, k, s, p, d in zip(image, window, stride, padding, dilation, strict=True)
+        ]
+        x, dy = bits(numbers(batch, channels, *image)), bits(numbers(batch, outputs, *sizes))
+        weight = bits(numbers(outputs, channels // groups, *window))
+        if not low:
+            x, dy, weight = map(widened, (x, dy, weight))
+        self.y, self.dx = np.full(dy.shape, np.nan, "f"), np.full(x.shape, np.nan, "f")
+        self.dweight = numbers(*weight.shape, seed=5)
+        forward(x, weight, numbers(outputs, seed=1), self.y, *how)
+        backward_input(dy, weight, self.dx, *how)
+        backward_weight(x, dy, self.dweight, True, *how)
+
+    def __iter__(self):
+        return iter((self.y, self.dx, self.dweight))
+
+
+def convolved(case, module=K.conv2d, **how):
+    return Convolved(case, module.forward, module.backward_input, module.backward_weight, **how)
+
+
+@installed
+@pytest.mark.parametrize("case", CONVOLUTIONS)
+def test_convolution_of_bits_by_onednn_is_that_of_their_numbers(case, monkeypatch):
+    found, expected = convolved(case, _conv2d_bits), convolved(case, low=False)
+    for ours, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-5 * np.abs(theirs).max())
+    monkeypatch.setattr(_conv2d_bits, "_CHUNK", 1)  # an image at a time
+    monkeypatch.setattr(onednn, "_ready", onednn._Ready())
+    np.testing.assert_array_equal(convolved(case, _conv2d_bits).y, found.y)
+
+
+@installed
+def test_convolution_of_bits_repeats_itself_in_each_thread():
+    first = convolved("groups", _conv2d_bits)
+    with ThreadPoolExecutor(3) as pool:
+        for again in pool.map(lambda _: convolved("groups", _conv2d_bits), range(3)):
+            for one, other in zip(first, again, strict=True):
+                np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("way", ["onednn", "direct", "none"])
+def test_who_convolves_bits_is_chosen_as_for_products(way, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    _choice.forget()
+    asked, called = [], []
+    monkeypatch.setattr(_choice, "_faster", lambda ways, rule, *trial: asked.append(rule) or way)
+    for name in ("forward", "backward_input", "backward_weight"):
+        real = getattr(_conv2d_bits, name)
+        monkeypatch.setattr(_conv2d_bits, name, lambda *a, real=real: called.append(1) or real(*a))
+    way = way if onednn.computes_bf16() else "none"
+    if way == "none":
+        monkeypatch.setattr(onednn, "library", lambda: None)
+    exact = convolved("overlapping", low=False)
+    low = convolved("overlapping")
+    chosen = len(asked), len(called)
+    _choice.forget()
+    assert chosen == {"onednn": (3, 3), "direct": (3, 0), "none": (0, 0)}[way]
+    for ours, theirs in zip(low, exact, strict=True):
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5, atol=1e-4)
 
 
 def test_the_slope_of_gelu_in_bits_is_that_in_float32_rounded():
