@@ -16,6 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
+from collections.abc import Callable
 from ctypes.util import find_library
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -30,8 +31,7 @@ from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, announce, watched
 
 TOLERANCE = 1e-5  # of the losses, relative, over all steps
-LOW_TOLERANCE = 1e-4  # of those computed in 16 bits: seen 3e-5; with gradients of another batch 4e-4
-LOW_TOLERANCE_OF_IMAGES = 1e-3  # a ViT's, whose loss falls faster: seen 3.3e-4
+EXACT, ROUNDED = "fsdp2", "fsdp2-bf16"  # whose losses say how far those in bfloat16 may be apart
 
 
 @dataclass(frozen=True)
@@ -48,11 +48,13 @@ class Contestant:
         """Whether it computes in bfloat16."""
         return self.strategy.endswith("bf16")
 
-    def tolerance(self, first: "Contestant", model: str) -> float:
-        """How far its losses may be from those of the first."""
-        if not (self.low or first.low):
-            return TOLERANCE
-        return LOW_TOLERANCE_OF_IMAGES if model == w.ViTWorkload.MODEL else LOW_TOLERANCE
+    def tolerance(self, first: "Contestant", rounding: float) -> float:
+        """How far its losses may be from those of the first.
+
+        rounding: how far PyTorch's in bfloat16 are from its own in float32; twice that where one of the two
+        computes in bfloat16, or each by as much to another side.
+        """
+        return 2 * rounding if self.low or first.low else TOLERANCE
 
     def run(self, arguments: list[str], count: int) -> dict:
         """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
@@ -73,8 +75,10 @@ def main() -> None:
         if not installed("torch"):
             raise ValueError("PyTorch is not installed: pip install torch")
         contestants = entrants(options)
-        rounds = compare(contestants, workload, options)
-    result = summary(contestants, rounds) | facts(" ".join(["python -m bench.compare", *sys.argv[1:]]))
+        rounds, rounding = compare(contestants, workload, options)
+    result = summary(contestants, rounds, rounding) | facts(
+        " ".join(["python -m bench.compare", *sys.argv[1:]])
+    )
     print(json.dumps(result) if options.json else table(result, str(workload)))
     if options.output:
         write_result(options.output, result)
@@ -154,8 +158,10 @@ def entrants(options: argparse.Namespace) -> list[Contestant]:
     return found
 
 
-def compare(contestants: list[Contestant], workload: w.Job, options: argparse.Namespace) -> list[list[dict]]:
-    """The figures by round and contestant."""
+def compare(
+    contestants: list[Contestant], workload: w.Job, options: argparse.Namespace
+) -> tuple[list[list[dict]], float]:
+    """The figures by round and contestant; how far PyTorch's losses in bfloat16 are from those in float32."""
     with tempfile.TemporaryDirectory(prefix="bench-") as weights:
         common = [*workload.arguments(), "--weights", weights, "--micro-batches", str(options.micro_batches)]
         ranks.mpirun(["-m", "bench.step", *workload.arguments(), "--save", weights], 1)
@@ -172,18 +178,30 @@ def compare(contestants: list[Contestant], workload: w.Job, options: argparse.Na
                 ]
             )
             print(f"round {number + 1} of {options.repeats} is over", file=sys.stderr)
-        return rounds
+        return rounds, rounding_of(contestants, rounds[0], lambda c: c.run(arguments, options.ranks))
 
 
-def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
+def rounding_of(contestants: list[Contestant], runs: list[dict], run: Callable[[Contestant], dict]) -> float:
+    """How far PyTorch's losses in bfloat16 are from its own in float32, over the same steps.
+
+    0 where all compute in float32. Whose losses are not among these runs is run once more, untimed.
+    """
+    if not any(contestant.low for contestant in contestants):
+        return 0.0
+    losses = {c.strategy: told["losses"] for c, told in zip(contestants, runs, strict=True)}
+    for peer in {EXACT, ROUNDED} - losses.keys():
+        losses[peer] = run(Contestant(peer, "bench.peers.torch_step", peer))["losses"]
+    return difference(losses[EXACT], losses[ROUNDED])
+
+
+def summary(contestants: list[Contestant], rounds: list[list[dict]], rounding: float = 0.0) -> dict:
     """Medians over rounds; how much faster the first is than each, round by round. See `entry`."""
     first = rounds[0][0]
+    limits = [contestant.tolerance(contestants[0], rounding) for contestant in contestants]
     return {
         "contestants": [
-            entry(
-                contestant, contestants[0], [each[position] for each in rounds], [each[0] for each in rounds]
-            )
-            for position, contestant in enumerate(contestants)
+            entry(contestant, [each[at] for each in rounds], [each[0] for each in rounds], limits[at])
+            for at, contestant in enumerate(contestants)
         ],
         "workload": first["workload"],
         "ranks": first["world_size"],
@@ -193,11 +211,10 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]]) -> dict:
     }
 
 
-def entry(contestant: Contestant, leader: Contestant, runs: list[dict], firsts: list[dict]) -> dict:
-    """One contestant's figures; where its losses are not the first's, only how far they differ."""
+def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: float) -> dict:
+    """One contestant's figures; where its losses are further than `limit` from the first's, only how far."""
     alone = contestant.strategy == "NONE"  # trains on a rank's batches only: equal until the first update
     off = max(difference(firsts[0]["losses"], run["losses"], 1 if alone else None) for run in runs)
-    limit = contestant.tolerance(leader, firsts[0]["workload"]["model"])
     told = {
         "contestant": contestant.name,
         "loss_difference": off,
@@ -272,8 +289,8 @@ def table(result: dict, workload: str) -> str:
     lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
     for limit in sorted({each["loss_tolerance"] for each in entries}):
         off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)
-        types = "" if limit == TOLERANCE else " of those in bfloat16"
-        lines.append(f"losses{types} differ by at most {off:.1e} of their size (limit {limit:.0e})")
+        types, told = ("", "") if limit == TOLERANCE else (" in bfloat16", ", twice PyTorch's from float32")
+        lines.append(f"losses{types} differ by at most {off:.1e} of their size (limit {limit:.1e}{told})")
     lines.append("RSS counts a page that ranks share once for each, PSS once; the largest rank's peaks")
     disturbed = [each["contestant"] for each in entries if each.get("other_load", 0) > DISTURBED]
     if disturbed:
