@@ -289,8 +289,8 @@ def table(result: dict, workload: str) -> str:
     lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
     for limit in sorted({each["loss_tolerance"] for each in entries}):
         off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)
-        types, told = ("", "") if limit == TOLERANCE else (" in bfloat16", ", twice PyTorch's from float32")
-        lines.append(f"losses{types} differ by at most {off:.1e} of their size (limit {limit:.1e}{told})")
+        types, why = ("", "") if limit == TOLERANCE else (" in bfloat16", ", twice PyTorch's from float32")
+        lines.append(f"losses{types} differ by at most {off:.1e} of their size (limit {limit:.1e}{why})")
     lines.append("RSS counts a page that ranks share once for each, PSS once; the largest rank's peaks")
     disturbed = [each["contestant"] for each in entries if each.get("other_load", 0) > DISTURBED]
     if disturbed:
