@@ -59,7 +59,9 @@ for _, *sys.argv[1:] in json.loads(sys.argv[1]):
 THEIRS = """
 import json, os, sys
 import torch._dynamo, torch.distributed.fsdp  # what a step needs
+from bench import workload
 from bench.peers import torch_step
+workload.SIDE = 64
 for os.environ["MASTER_PORT"], *sys.argv[1:] in json.loads(sys.argv[1]):
     if os.fork() == 0:
         torch_step.main()
