@@ -42,7 +42,7 @@ def main(folder: str) -> None:
     if dist.get_rank() == 0:
         # The whole batch: two ranks would take ten times as long, and the steps above are theirs.
         curve = load(f"{folder}/curve.npz")
-        results["curve"] = run(Twin(one_unit, optimizer=adamw), alone, *curve)
+        results["curve"] = run(Twin(lambda model, _: model, optimizer=adamw), alone, *curve)
         low = partial(low_precision, policy=MixedPrecisionPolicy(BF16, torch.float32))
         results["curve bfloat16"] = run(Twin(low, optimizer=adamw), alone, *curve)
         named = {f"{name}/{key}": v for name, result in results.items() for key, v in result.items()}
