@@ -13,6 +13,7 @@ from math import log2
 from typing import Any
 
 from bench.watched import Sample
+from shardrt.dtypes import bfloat16
 
 PRODUCTS = ("linear.forward", "linear.backward_input", "linear.backward_weight", "linear.backward_parameters")
 COMPUTING = (*PRODUCTS, "linear.forward_gelu", "matmul.", "grouped.", "conv2d.", "attention.")
@@ -27,7 +28,8 @@ def device_of(samples: Iterable[Sample]) -> dict[str, Any]:
 
     The peak of a type is the rate of its fastest products, the bandwidth that of the fastest copies; so no
     part is above 1, but by chance. Products, and what is made of them, have parts of the flops; all others
-    of the bandwidth. What was not measured has the parts of products and copies.
+    of the bandwidth. What was not measured has the parts of products and copies. Products of bfloat16 have
+    their own parts of their own peak.
     """
     samples = list(samples)
     products = [s for s in samples if s.name in PRODUCTS and s.flops]
@@ -39,10 +41,12 @@ def device_of(samples: Iterable[Sample]) -> dict[str, Any]:
         for dtype in sorted({s.dtype for s in products})
     }
     bandwidth = _fastest(copies, "nbytes")
-    narrow = narrow_of(products, peaks)
-    groups: dict[str, list[Sample]] = defaultdict(list)
+    groups: dict[tuple[str, str], list[Sample]] = defaultdict(list)
     for sample in samples:
-        groups[sample.name].append(sample)
+        own_parts = sample.dtype == bfloat16 and sample.name.startswith(COMPUTING)
+        groups[sample.name, bfloat16 if own_parts else ""].append(sample)
+    products = [s for s in products if s.dtype != bfloat16] or products
+    narrow = narrow_of(products, peaks)
     wide = [s for s in products if min(s.sizes) >= WIDE]
     kernels = [
         {
@@ -51,12 +55,12 @@ def device_of(samples: Iterable[Sample]) -> dict[str, Any]:
             "bandwidth": curve(copies, "nbytes", lambda s: bandwidth),
         }
     ]
-    for name in sorted(groups.keys() - {COPY}):
-        own = groups[name]
+    for name, dtype in sorted(groups.keys() - {(COPY, "")}):
+        own = groups[name, dtype]
         if name.startswith(COMPUTING):
             own = [s for s in own if name not in PRODUCTS or min(s.sizes) >= WIDE] or own
             if found := curve(own, "flops", lambda s: peaks.get(s.dtype, max(peaks.values()))):
-                kernels.append({"name": name, "flops": found})
+                kernels.append({"name": name, **({"dtype": dtype} if dtype else {}), "flops": found})
                 if narrow and name in (*PRODUCTS, "linear.forward_gelu"):
                     kernels[-1]["narrow"] = narrow
         elif found := curve(own, "nbytes", lambda s: bandwidth):

@@ -6,7 +6,8 @@
 What is measured, on every rank at the same time:
 - training steps of small models that are not sharded (MODELS), as they are: each kernel by its name and size,
   with what a step leaves in the caches; and what the host takes between two kernels;
-- what those models don't call, of bench.kernels, by itself; narrow products; copies;
+- what those models don't call, of bench.kernels, by itself; narrow products; copies; their products again, of
+  bfloat16, where the processor multiplies its bits;
 - collectives through the communicators of this node, alone and beside a product.
 
 No model or strategy that bench.predicted simulates is among them.
@@ -21,7 +22,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, replace
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ from bench.watched import Sample, watched
 from shardrt import device as devices
 from shardrt.comm import Communicator, DeviceMesh, init_device_mesh, world
 from shardrt.device import Device
+from shardrt.dtypes import bfloat16
 from shardrt.simulate.machine import Machine
 from shardrt.train.errors import USAGE, one_line
 
@@ -133,6 +135,7 @@ def measured(
     known = {sample.name for sample in samples}
     others = [s for s in of_ops(ops) if s.name not in known]
     others += of_narrow_products(here, 128 if tiny else _OTHER_SIDES)
+    others += of_bits(here, samples)
     others += of_copies(here, _COPIES[:2] if tiny else _COPIES)
     item = of_issuing(here)
     calls, base = of_collectives(here, control, _CALL_BYTES[:3] if tiny else _CALL_BYTES)
@@ -270,6 +273,52 @@ def of_narrow_products(here: Device, side: int) -> list[Sample]:
                     here.kernels.linear.forward(*arrays, None, y)
             samples += watch.samples
     return samples
+
+
+def of_bits(here: Device, samples: Iterable[Sample]) -> list[Sample]:
+    """Wide products and attentions of these samples again, of bfloat16, where a CPU computes it from bits."""
+    if here.gathered_dtype(bfloat16) != np.uint16:
+        return []
+    found = []
+    for name, sizes in sorted({(s.name, s.sizes) for s in samples}):
+        for module, function, arguments, how in _in_bits(name, sizes):
+            with watched(here) as watch:
+                for _ in range(1 + _ROUNDS):
+                    getattr(getattr(here.kernels, module), function)(*arguments, **how)
+            found += watch.samples[1:]  # the first makes it ready
+    return found
+
+
+def _in_bits(name: str, sizes: tuple[int, ...]) -> Iterator[tuple[str, str, tuple, dict]]:
+    """(module, function, arguments, named arguments) of a wide product or an attention of such sizes."""
+    module, _, function = name.partition(".")
+    if module == "linear" and len(sizes) == 3 and min(sizes) >= curves.WIDE:
+        m, n, k = sizes
+        function = function.replace("parameters", "weight")  # with a bias: its sum is a kernel of its own
+        if function in ("forward", "forward_gelu"):
+            results = [_sums(m, n) for _ in range(1 + (function == "forward_gelu"))]
+            yield module, function, (_ones(m, k), _ones(n, k), None, *results), {}
+        elif function == "backward_input":
+            yield module, function, (_ones(m, k), _ones(k, n), _sums(m, n)), {}
+        elif function == "backward_weight":
+            yield module, function, (_ones(k, n), _ones(k, m), _sums(m, n), False), {}
+    elif name in ("attention.forward", "attention.backward"):
+        batch, heads, queries, keys, width = sizes
+        packed = [(batch, time, heads, width) for time in (queries, keys, keys)]  # of one linear layer
+        q, k, v = (_ones(*shape).swapaxes(1, 2) for shape in packed)
+        y, dy, dq, dk, dv = (_sums(*packed[place]).swapaxes(1, 2) for place in (0, 0, 0, 1, 2))
+        lse, how = _sums(batch, heads, queries), {"causal": queries == keys, "scale": width**-0.5}
+        forward = q, k, v, y, lse
+        yield module, function, forward if function == "forward" else (dy, *forward, dq, dk, dv), how
+
+
+def _ones(*shape: int) -> np.ndarray:
+    """In bfloat16, as bits."""
+    return np.full(shape, 0x3F80, np.uint16)
+
+
+def _sums(*shape: int) -> np.ndarray:
+    return np.zeros(shape, np.float32)
 
 
 def of_copies(here: Device, sizes: Iterable[int]) -> list[Sample]:

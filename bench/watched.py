@@ -100,16 +100,10 @@ def _timed(package: _Package, kernel: Callable, twin: Callable, name: str) -> Ca
         result = kernel(*args, **kwargs)
         ended, stop = time.perf_counter(), package.now()
         if hasattr(cost, "launches"):  # else a question
-            facts = name, cost.flops, cost.nbytes, cost.sizes, _dtype(cost)
+            facts = name, cost.flops, cost.nbytes, cost.sizes, dtypes.computed_in(cost.reads or cost.writes)
             package.kept.append((facts, start, stop))
             package.watch.launches += cost.launches
         package.watch.spent += began - begin + time.perf_counter() - ended
         return result
 
     return call
-
-
-def _dtype(cost: shape.Cost) -> str:
-    """As a simulated device has it: of the largest array of real numbers."""
-    real = [array for array in cost.reads or cost.writes if dtypes.floating(array.dtype)]
-    return max(real, key=lambda array: array.nbytes).dtype.name if real else ""

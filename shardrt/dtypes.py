@@ -5,7 +5,9 @@ uint16, and a name says which they are. Elsewhere bfloat16 is a dtype from anoth
 NumPy counts among neither floats nor numbers.
 """
 
+from collections.abc import Iterable
 from functools import cache
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -37,6 +39,21 @@ def floating(dtype: np.dtype) -> bool:
 def low(dtype: np.dtype) -> bool:
     """Whether it is one of the 16-bit types."""
     return name_of(dtype) in LOW
+
+
+def computed_in(arrays: Iterable[Any]) -> str:
+    """The type that a kernel computes in which reads these: of the largest that has floating-point numbers.
+
+    It is bfloat16 where one is of uint16, bits of it: other operands are then sums. "" where there are none.
+    """
+    arrays = list(arrays)
+    if any(array.dtype == np.uint16 for array in arrays):
+        return bfloat16
+    real = [array for array in arrays if floating(array.dtype)]
+    return name_of(max(real, key=_nbytes).dtype) if real else ""
+
+
+_nbytes = attrgetter("nbytes")
 
 
 def casts(name: str) -> bool:

@@ -10,16 +10,15 @@ import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import lru_cache
 from itertools import count
 from math import prod
-from operator import attrgetter
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any
 
 import numpy as np
 
+from shardrt import dtypes
 from shardrt.device import program as p
 from shardrt.device.addresses import Addresses, Block, block_of, joined, ranges_of
 from shardrt.device.cpu import CPUDevice
@@ -150,7 +149,7 @@ class SimulatedDevice(Device):
         reads, writes = ([x for x in given if isinstance(x, Shaped)] for given in (reads, writes))
         if nbytes is None:
             nbytes = sum(x.nbytes for x in (*reads, *writes))
-        ranges, dtype = (_ranges(reads), _ranges(writes)), _dtype(reads or writes)
+        ranges, dtype = (_ranges(reads), _ranges(writes)), dtypes.computed_in(reads or writes)
         label = self.label or (self._part if self._running is self.current_stream else "")
         what = flops, nbytes, launches, label, site(), sizes, dtype
         self.add(p.Work(self._running.name, name, *ranges, *what))
@@ -454,15 +453,6 @@ def _ranges(arrays: list[Array]) -> tuple[p.Range, ...]:
     if len(arrays) == 1:
         return ranges_of(arrays[0])
     return joined((r.start, r.stop) for array in arrays for r in ranges_of(array))
-
-
-def _dtype(arrays: list[Array]) -> str:
-    """What is computed in: the type of the largest that has real numbers."""
-    real = [array for array in arrays if array.dtype.kind not in "iub"]
-    return _name(max(real, key=_nbytes).dtype) if real else ""
-
-
-_name, _nbytes = lru_cache(attrgetter("name")), attrgetter("nbytes")
 
 
 # -- where in the program

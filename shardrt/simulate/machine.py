@@ -29,12 +29,14 @@ Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; stra
 class Kernel:
     """Kernels whose names begin with `name`: which part of the peaks they reach.
 
-    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all. tile: of
-    products, whose sizes are m, n, k: how m and n are cut; none: not at all. narrow: of products, over the
-    smallest of m, n and k, besides `flops`.
+    flops: over their number. bandwidth: over bytes. The longest name that fits counts; "" fits all. dtype:
+    that they compute in; "" is any that no other one of this name has. tile: of products, whose sizes are
+    m, n, k: how m and n are cut; none: not at all. narrow: of products, over the smallest of m, n and k,
+    besides `flops`.
     """
 
     name: str = ""
+    dtype: str = ""
     flops: Curve = ((1, 1),)
     bandwidth: Curve = ((1, 1),)
     tile: Sequence[int] = ()
@@ -59,7 +61,8 @@ class Processor:
 
     def demands(self, work: Work) -> tuple[float, float]:
         """Seconds for which a kernel needs the units, and the memory, were it alone; without the constant."""
-        kernel = max((k for k in self.kernels if work.name.startswith(k.name)), key=lambda k: len(k.name))
+        fitting = (k for k in self.kernels if work.name.startswith(k.name) and k.dtype in ("", work.dtype))
+        kernel = max(fitting, key=lambda k: (len(k.name), k.dtype))
         computing = moving = 0.0
         if work.flops:
             peak = self.flops.get(work.dtype, self.flops[""])
@@ -200,7 +203,9 @@ def _made(kind: type, table: Mapping[str, Any], where: str) -> Any:
             given[key] = str(value)
     if kind is Processor and "" not in given.get("flops", {}):
         raise ValueError(f'{where}flops: it has no key "", for kernels that name no dtype')
-    if kind is Processor and not any(each.name == "" for each in given.get("kernels", [Kernel()])):
+    if kind is Processor and not any(
+        each.name == each.dtype == "" for each in given.get("kernels", [Kernel()])
+    ):
         given["kernels"] = [*given["kernels"], Kernel()]
     return kind(**given)
 

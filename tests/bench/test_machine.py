@@ -13,6 +13,7 @@ from bench.watched import Sample, watched
 from shardrt import device
 from shardrt.comm import init_device_mesh
 from shardrt.device.program import Work
+from shardrt.kernels import onednn
 from shardrt.simulate.links import transfer
 from shardrt.simulate.machine import Machine, Processor, _made
 from tests.ranks import mpirun
@@ -70,6 +71,34 @@ def test_narrow_products_have_a_curve_of_their_own_beside_that_of_their_size():
     (kernel,) = (each for each in found["kernels"] if each["name"] == "linear.forward")
     assert kernel["narrow"] == [[4, 0.15], [curves.WIDE, 1.0]]  # the median
     assert len(kernel["flops"]) == 2  # of the wide ones alone
+
+
+def test_products_of_bfloat16_have_a_peak_and_parts_of_their_own():
+    plain = [product(256, 256, 256, 50e9), product(1024, 1024, 1024, 100e9), moved(COPY, 1 << 20, 20e9)]
+    low = [replace(product(*3 * (n,), rate), dtype="bfloat16") for n, rate in ((256, 60e9), (1024, 240e9))]
+    found = device_of([*plain, *low])
+    assert found["flops"] == {"": 240e9, "bfloat16": 240e9, "float32": 100e9}
+    without = {each["name"]: each for each in device_of(plain)["kernels"]}
+    assert [each for each in found["kernels"] if "dtype" not in each] == [*without.values()]
+    processor = _made(Processor, found, "")
+    for sample in [*plain[:2], *low]:
+        assert max(processor.demands(work_of(sample))) == pytest.approx(sample.seconds, rel=1e-3)
+
+
+@pytest.mark.skipif(not onednn.computes_bf16(), reason="the processor computes no bfloat16")
+def test_products_that_were_measured_are_measured_again_in_bits():
+    here = device.get("cpu")
+    attention = Sample("attention.forward", 1, 1, (1, 2, 128, 128, 64), "float32", 1.0)
+    names = "forward", "forward_gelu", "backward_input", "backward_weight", "backward_parameters"
+    known = [product(256, 128, 384, 1e9, f"linear.{name}") for name in names]
+    known += [product(64, 128, 128, 1e9), attention, replace(attention, name="attention.backward")]
+    found = machine.of_bits(here, known)
+    assert {sample.dtype for sample in found} == {"bfloat16"}
+    seen = {(sample.name, sample.sizes) for sample in found}
+    again = {
+        (s.name.replace("parameters", "weight"), s.sizes) for s in known if min(s.sizes) != 64 or s.flops == 1
+    }
+    assert seen == again and all(sample.seconds > 0 for sample in found)
 
 
 def test_without_products_or_copies_there_are_no_peaks():

@@ -226,6 +226,17 @@ def test_work_says_what_it_computes_in_and_for_which_part_of_a_step(here):
     assert told == [("float32", "forward blocks.0"), ("", ""), ("float32", "")]
 
 
+def test_a_product_of_bits_computes_in_bfloat16_whatever_it_adds_to():
+    here = SimulatedDevice(like=CPUDevice)
+    x, weight = here.empty((64, 32), np.uint16), here.empty((16, 32), np.uint16)
+    y, wide = here.empty((64, 16), np.float32), here.empty((64, 32), np.float32)
+    linear = here.kernels.linear
+    linear.forward(x, weight, None, y)
+    linear.backward_weight(x, here.empty((64, 16), np.uint16), here.empty((16, 32), np.float32), True)
+    linear.forward(wide, here.empty((16, 32), np.float32), None, y)
+    assert [work.dtype for work in of_kind(here, Work)] == ["bfloat16", "bfloat16", "float32"]
+
+
 class OnTheGPU:
     """What CuPy's arrays are like to who does not know CuPy."""
 
