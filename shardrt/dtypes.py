@@ -7,7 +7,6 @@ NumPy counts among neither floats nor numbers.
 
 from collections.abc import Iterable
 from functools import cache
-from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -44,16 +43,21 @@ def low(dtype: np.dtype) -> bool:
 def computed_in(arrays: Iterable[Any]) -> str:
     """The type that a kernel computes in which reads these: of the largest that has floating-point numbers.
 
-    It is bfloat16 where one is of uint16, bits of it: other operands are then sums. "" where there are none.
+    It is a 16-bit type where one is of that, or of uint16, bits of bfloat16: others are what products are
+    added to, however large. "" where there are none.
     """
-    arrays = list(arrays)
-    if any(array.dtype == np.uint16 for array in arrays):
-        return bfloat16
-    real = [array for array in arrays if floating(array.dtype)]
-    return name_of(max(real, key=_nbytes).dtype) if real else ""
+    largest, found = -1, ""
+    for array in arrays:
+        if array.dtype == _BITS:
+            return bfloat16
+        if low(array.dtype):
+            return name_of(array.dtype)
+        if array.nbytes > largest and floating(array.dtype):
+            largest, found = array.nbytes, name_of(array.dtype)
+    return found
 
 
-_nbytes = attrgetter("nbytes")
+_BITS = np.dtype(np.uint16)
 
 
 def casts(name: str) -> bool:

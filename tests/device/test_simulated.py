@@ -237,6 +237,14 @@ def test_a_product_of_bits_computes_in_bfloat16_whatever_it_adds_to():
     assert [work.dtype for work in of_kind(here, Work)] == ["bfloat16", "bfloat16", "float32"]
 
 
+def test_a_gradient_that_is_added_to_is_computed_in_the_type_of_what_is_multiplied():
+    here = SimulatedDevice(like=CUDADevice)
+    low = here.compute_dtype("bfloat16")
+    x, dy = here.empty((64, 320), low), here.empty((64, 160), low)
+    here.kernels.linear.backward_weight(x, dy, here.empty((160, 320), np.float32), True)  # larger than both
+    assert [work.dtype for work in of_kind(here, Work)] == ["bfloat16"]
+
+
 class OnTheGPU:
     """What CuPy's arrays are like to who does not know CuPy."""
 
