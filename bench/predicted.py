@@ -8,7 +8,8 @@ drifts moves both. The models of bench.machine are others than those of --size, 
 step takes as long as on its slowest rank. Its exposed communication is what compute waited for and did of it
 itself, by the traces of both (bench/parts.py): of the rank that waited least, since the others wait for that
 one as well. Medians over the turns in which no other process used more than a tenth of a core, if there are
-any; the same goes for the steps that calibrate.
+any; the same goes for the steps that calibrate. Of five turns two may be slow for what a virtual machine does
+not see; with fewer than three the median leaves nothing out.
 """
 
 import shardrt  # noqa: F401  # isort: skip  before NumPy: it sets the threads of BLAS
@@ -50,11 +51,15 @@ APART = 0.03  # strategies that differ by less may come in any order
 
 @dataclass(frozen=True)
 class Step:
-    """Seconds of a step, and of its exposed communication; cores that other processes used meanwhile."""
+    """Seconds of a step, and of its exposed communication; cores that other processes used meanwhile.
+
+    processor: seconds of processor time, all threads of the rank that used most.
+    """
 
     seconds: float
     exposed: float
     others: float = 0.0
+    processor: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -115,7 +120,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add = parser.add_argument
     add("--size", type=words, default=["small"], metavar="A,B", help=f"of {', '.join(w.SIZES)} (small)")
     add("--strategy", type=words, default=["all"], metavar="A,B", help=f"of {', '.join(STRATEGIES)} (all)")
-    add("--turns", type=w.positive, default=3, metavar="N", help="timed steps of each (3)")
+    add("--turns", type=w.positive, default=5, metavar="N", help="timed steps of each (5)")
     add("--together", type=w.positive, default=4, metavar="N", help="strategies in memory at a time (4)")
     add("--machine", metavar="NAME", help="a machine's name or TOML file: this one is not calibrated then")
     add("--tiny", action="store_true", help="models of nothing, for a try: the figures mean nothing")
@@ -198,7 +203,7 @@ def measured(
 def _step(each: Sequence[Sequence[float]]) -> Step:
     """Of what the ranks measured: seconds, exposed, processor time of the whole machine, and their own."""
     seconds, exposed, busy, own = zip(*each, strict=True)
-    return Step(max(seconds), min(exposed), max(0.0, (max(busy) - sum(own)) / max(seconds)))
+    return Step(max(seconds), min(exposed), max(0.0, (max(busy) - sum(own)) / max(seconds)), max(own))
 
 
 def calibrated(mesh: DeviceMesh, models: Models, options: argparse.Namespace) -> Machine:
@@ -251,6 +256,7 @@ def result_of(rows: list[Row], count: int, options: argparse.Namespace) -> dict:
                 "measured_ms": [round(1e3 * step.seconds, 3) for step in row.measured],
                 "simulated_ms": round(1e3 * row.simulated.seconds, 3),
                 "error": round(row.error, 4),
+                "processor_ms": [round(1e3 * step.processor, 3) for step in row.measured],
                 "other_load": [round(step.others, 2) for step in row.measured],
                 "exposed_ms": [round(1e3 * step.exposed, 3) for step in row.measured],
                 "simulated_exposed_ms": round(1e3 * row.simulated.exposed, 3),
