@@ -310,7 +310,7 @@ def plan(arguments: Sequence[str] = PLANNED) -> None:
     def one(candidate: Candidate) -> Simulated:
         return step.simulated(["models.train", *arguments, *candidate.words], ranks, machine)
 
-    found = search(varied, one, machine, {"device": inf}, best=len(varied))
+    found = search(varied, one, {"device": inf}, best=len(varied))
     took, busy = time.perf_counter() - began[0], time.process_time() - began[1]
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     print(

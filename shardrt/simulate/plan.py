@@ -1,6 +1,6 @@
 """The fastest ways to train on a machine, within its memory: candidates are simulated, and compared.
 
-    found = search(candidates, lambda candidate: simulated(...), machine, {"device": 76e9})
+    found = search(candidates, lambda candidate: simulated(...), {"device": 76e9})
     found.best[0].report.ms
 
 Each candidate is the real program, recorded and priced. Those are left out, unrecorded, of which others say
@@ -16,19 +16,20 @@ from contextlib import redirect_stderr
 from dataclasses import dataclass, field
 from functools import cached_property
 from io import StringIO
+from math import inf
+from time import monotonic
 
-from shardrt.device.program import Collective, Work
-from shardrt.simulate.links import transfer
-from shardrt.simulate.machine import Machine
-from shardrt.simulate.phases import AGAIN, PRODUCTS, family
+from shardrt.device.program import Collective
+from shardrt.simulate.phases import AGAIN
 from shardrt.simulate.report import Report, memory_of
 from shardrt.simulate.script import NoScript
 from shardrt.simulate.space import Candidate
 from shardrt.simulate.step import Simulated
-from shardrt.simulate.timing import Timing
+from shardrt.simulate.timing import label_of
 
 _MARGIN = 1.01  # so much too large is a plan of which others are held to be, too: padding differs
 _CHANCE = 0.99  # what saves memory may be faster by so much, as other things run at the same time
+_STATES = "sharded parameters", "sharded gradients", "optimizer state"
 _ALIKE = 3  # refusals in the same words, after which the others of a mesh are not tried
 
 COMPUTING, COMMUNICATION, HOST, MEMORY = "computing", "communication", "host", "memory"
@@ -38,8 +39,8 @@ COMPUTING, COMMUNICATION, HOST, MEMORY = "computing", "communication", "host", "
 class Plan:
     """A candidate that was simulated. rank: the recorded one that takes most on the device.
 
-    memory: of that rank, place -> category -> bytes when that place has most. least: ms of what the compute
-    stream must do in the step whatever runs beside it: products, and collectives among them.
+    memory: of that rank, place -> category -> bytes when that place has most. least: ms of the step that are
+    neither the update nor waiting for what shards are gathered and reduced by: no other strategy has less.
     """
 
     candidate: Candidate
@@ -100,7 +101,7 @@ class Found:
 
     over: those that have not, likewise. same: those with time and bytes of one of the best. too_large:
     dropped, for one of `over`. slower: dropped, as they can't be among the best. left: how many remain of a
-    search that was ended.
+    search that was ended; late: by the time it took.
     """
 
     best: list[Plan] = field(default_factory=list)
@@ -110,6 +111,7 @@ class Found:
     too_large: list[Candidate] = field(default_factory=list)
     slower: list[Candidate] = field(default_factory=list)
     left: int = 0
+    late: bool = False
 
     @property
     def tried(self) -> int:
@@ -121,28 +123,33 @@ class Found:
 def search(
     candidates: Sequence[Candidate],
     simulate: Callable[[Candidate], Simulated],
-    machine: Machine,
     limits: Mapping[str, float],
     *,
     best: int = 10,
+    worth: float = 0.02,
     tries: int | None = None,
+    seconds: float = inf,
     told: Callable[[Found], None] = lambda found: None,
 ) -> Found:
     """Simulate the candidates that may be among the `best`.
 
     simulate: raises SystemExit, or another exception, for one that can't be: what it writes to stderr is
-    kept from there. limits: bytes of each place ("device", "host") that a rank has. tries: how many are
-    simulated at most. told: is called after each. An interruption ends the search with what was found.
+    kept from there. limits: bytes of each place ("device", "host") that a rank has. worth: a candidate that
+    can't take less than the last of the best by this part of its time is left out. tries: how many are
+    simulated at most. seconds: after which nothing more is simulated. told: is called after each. An
+    interruption ends the search with what was found.
     Raises NoScript.
     """
-    one = _Search(candidates, simulate, machine, limits, best)
+    one = _Search(candidates, simulate, limits, best, worth)
+    end = monotonic() + seconds
     try:
-        while one.queue and (tries is None or one.found.tried < tries):
+        while one.queue and (tries is None or one.found.tried < tries) and monotonic() < end:
             one.next()
             told(one.found)
     except KeyboardInterrupt:
         pass
-    one.found.left = len(one.queue)
+    one.leave()
+    one.found.late = one.found.left > 0 and monotonic() >= end
     return one.found
 
 
@@ -151,12 +158,12 @@ class _Search:
         self,
         candidates: Sequence[Candidate],
         simulate: Callable[[Candidate], Simulated],
-        machine: Machine,
         limits: Mapping[str, float],
         best: int,
+        worth: float,
     ) -> None:
-        self.found, self.simulate, self.machine, self.limits = Found(), simulate, machine, limits
-        self.best = best
+        self.found, self.simulate, self.limits = Found(), simulate, limits
+        self.best, self.worth = best, worth
         # What saves no memory first: it is fastest if it fits.
         self.ordered = iter(sorted(candidates, key=lambda each: -sum(each.saves)))
         self.queue = set(candidates)
@@ -167,8 +174,9 @@ class _Search:
                 self.leanest[each.kind] = each
         self.first: deque[Candidate] = deque()  # to be tried before the others
         self.too_large: dict[Hashable, list[tuple[int, ...]]] = defaultdict(list)
+        self.too_much: set[Hashable] = set()  # states that are too large by themselves
         self.costs: dict[Hashable, list[tuple[tuple[int, ...], float]]] = defaultdict(list)
-        self.least: dict[Hashable, float] = {}
+        self.least: dict[Hashable, dict[tuple[int, ...], float]] = defaultdict(dict)
         self.meshes: dict[Hashable, Counter[str]] = defaultdict(Counter)
 
     def next(self) -> None:
@@ -177,25 +185,35 @@ class _Search:
         if candidate not in self.queue:
             return
         self.queue.discard(candidate)
+        if not self._left_out(candidate):
+            self._try(candidate)
+
+    def leave(self) -> None:
+        """Simulate nothing more: of what is left, some is known to be out."""
+        self.found.left = sum(not self._left_out(candidate) for candidate in self.queue)
+
+    def _left_out(self, candidate: Candidate) -> bool:
+        """Whether others say enough of it; it is put down why."""
         found, least = self.found, self._cost(candidate)
-        if any(_no_lower(candidate.needs, needs) for needs in self.too_large[candidate.kind]):
+        needed = self.too_large[candidate.kind]
+        if candidate.states in self.too_much or any(_no_lower(candidate.needs, needs) for needs in needed):
             found.too_large.append(candidate)
-        elif len(found.best) >= self.best and least >= found.best[self.best - 1].cost:
+        elif len(found.best) >= self.best and least >= (1 - self.worth) * found.best[self.best - 1].cost:
             found.slower.append(candidate)
             self.costs[candidate.beside].append((candidate.saves, least))
         elif line := self._hopeless(candidate):
             found.refused[line].skipped += 1
         else:
-            self._try(candidate)
+            return False
+        return True
 
     def _cost(self, candidate: Candidate) -> float:
         """It costs no less than this."""
-        less = (
-            _CHANCE * cost
-            for saves, cost in self.costs[candidate.beside]
-            if _no_lower(saves, candidate.saves)
-        )
-        return max(self.least.get(candidate.computes, 0.0), 0.0, *less)
+        less = [cost for saves, cost in self.costs[candidate.beside] if _no_lower(saves, candidate.saves)]
+        if candidate.computes is not None:
+            known = self.least[candidate.computes].items()
+            less += [cost for keeps, cost in known if _no_lower(keeps, candidate.keeps)]
+        return _CHANCE * max(less, default=0.0)
 
     def _hopeless(self, candidate: Candidate) -> str:
         """What was refused of its mesh again and again, where nothing else came of it."""
@@ -212,10 +230,10 @@ class _Search:
             raise
         except (Exception, SystemExit) as error:
             return self._refuse(candidate, _line(error, said.getvalue()))
-        plan = planned(candidate, done, self.machine)
+        plan = planned(candidate, done)
         self.meshes[candidate.mesh][""] += 1
         if candidate.computes is not None:
-            self.least[candidate.computes] = plan.least / (plan.report.tokens or 1)
+            self.least[candidate.computes][candidate.keeps] = plan.least / (plan.report.tokens or 1)
         over = max(plan.bytes(place) / limit for place, limit in self.limits.items())
         if over > 1:
             insort(self.found.over, plan, key=lambda each: each.cost)
@@ -224,9 +242,13 @@ class _Search:
         else:
             insort(self.found.best, plan, key=lambda each: each.cost)
         self.costs[candidate.beside].append((candidate.saves, plan.cost))
+        held = sum(plan.memory.get("device", {}).get(each, 0) for each in _STATES)
+        if candidate.states is not None and held > self.limits.get("device", inf):
+            self.too_much.add(candidate.states)
         if over > _MARGIN:
             self.too_large[candidate.kind].append(candidate.needs)
-            self.first.append(self.leanest[candidate.kind])  # if that is too large, so are all of its kind
+            if len(self.found.best) < self.best:  # later what takes less is mostly known to be slower
+                self.first.append(self.leanest[candidate.kind])  # too large: so are all
         return None
 
     def _refuse(self, candidate: Candidate, line: str) -> None:
@@ -237,24 +259,28 @@ class _Search:
             self.found.refused[line] = Refused(line, candidate)
 
 
-def planned(candidate: Candidate, done: Simulated, machine: Machine) -> Plan:
+def planned(candidate: Candidate, done: Simulated) -> Plan:
     """What was simulated of a candidate, with the memory of the recorded rank that takes most."""
     taken = done.report.device_bytes
     rank = max(taken, key=taken.__getitem__)
     number = list(taken).index(rank)
-    return Plan(candidate, done.report, rank, memory_of(done.timing, number), _least(done.timing, machine))
+    return Plan(candidate, done.report, rank, memory_of(done.timing, number), _least(done))
 
 
-def _least(timing: Timing, machine: Machine) -> float:
-    """Milliseconds that the products of the last step, and collectives in their stream, take alone."""
-    seconds, program = 0.0, timing.programs[0]
-    for _, item in timing.items_of(0):
-        if isinstance(item, Work) and item.stream == "compute" and family(item) in PRODUCTS:
-            seconds += max(machine.device.demands(item)) + machine.device.constant * item.launches
-        elif isinstance(item, Collective) and item.stream == "compute" and item.peer < 0:
-            ranks = program.groups[item.group].ranks
-            seconds += transfer(machine, item.call, item.nbytes, ranks).seconds
-    return 1e3 * seconds
+def _least(done: Simulated) -> float:
+    """Milliseconds in which the compute stream ran forward and backward, or messages were waited for.
+
+    Kernels are as slow as what ran beside them made them.
+    """
+    split, exposed = done.report.split, done.report.exposed
+    parts = "optimizer", "waiting for streams", "waiting for the host"
+    messages = {
+        label_of(item)
+        for _, item in done.timing.items_of(0)
+        if isinstance(item, Collective) and item.peer >= 0
+    }
+    kept = done.report.ms - sum(split.get(part, 0.0) for part in parts)
+    return kept + min(split.get(parts[1], 0.0), sum(exposed.get(label, 0.0) for label in messages))
 
 
 def _no_lower(these: Sequence[int], others: Sequence[int]) -> bool:

@@ -23,6 +23,7 @@ Options = dict[str, str]
 MESH = ("parallel.tp", "parallel.sequence", "parallel.pp", "parallel.cp", "parallel.ep")
 AXES = ("parallel.tp", "parallel.pp", "parallel.cp")
 _STATES = ("memory.offload_optimizer", "memory.offload_gradients", "memory.offload_parameters")
+_ACTIVATIONS = "memory.offload_activations"
 _KEPT = {"full": 0, "matmul": 1, "none": 2}  # of what a block computes
 _EVERY = 1 << 20  # blocks from one that is recomputed to the next, where none is
 _MOST_PARTS = 16  # micro-batches of a rank
@@ -35,7 +36,10 @@ class Candidate:
 
     kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
     saves: the last of these numbers; of two that differ in them alone, which `beside` says, one of which none
-    is higher is no faster. computes: whose products are the same. mesh: whose ranks have the same parts.
+    is higher is no faster. computes: of two that have this alike, one of which no number in `keeps` is higher
+    computes no less in forward and backward, and reduces gradients as often; strategies and units may differ.
+    mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer's state are in as
+    many parts and in the same places.
     """
 
     options: Options
@@ -44,7 +48,9 @@ class Candidate:
     saves: tuple[int, ...] = ()
     beside: Hashable = None
     computes: Hashable = None
+    keeps: tuple[int, ...] = ()
     mesh: Hashable = None
+    states: Hashable = None
 
     @property
     def words(self) -> list[str]:
@@ -121,13 +127,18 @@ class _Space:
                 on = tuple(mesh.values()), parts["micro_batches"]
                 for (again, away), (prefetch, blocks, others) in product(saving, rest):
                     saves = _saves(again, away)
-                    offloaded = away["memory.offload_activations"].lower() == "true"
+                    offloaded = away[_ACTIVATIONS].lower() == "true"
                     apart = offloaded, tuple(again.values()) if offloaded or saves[0] < 0 else ()
                     extra = tuple(others.values())
-                    computes = on, tuple(again.values()), extra
+                    # In a pipeline more micro-batches are faster; else each makes products smaller.
+                    alike, fewer = (on, 0) if mesh["parallel.pp"] != "1" else (on[0], -count)
+                    keeps = fewer, int(parts["reduce_each"].lower() != "true"), *saves
+                    computes = alike, tuple(again.values()) if saves[0] < 0 else (), extra
                     ahead = tuple(_number(*each) for each in (*prefetch.items(), *blocks.items()))
                     for sharding, whole, held in shardings:
                         like = on[0], parts["reduce_each"], extra
+                        cut = tuple(mesh[name] for name in ("parallel.tp", "parallel.pp", "parallel.ep"))
+                        places = tuple(word for name, word in away.items() if name != _ACTIVATIONS)
                         yield Candidate(
                             mesh | parts | sharding | again | away | prefetch | blocks | others,
                             (like, whole, count == 1, apart),
@@ -135,7 +146,9 @@ class _Space:
                             saves,
                             (like, on[1], tuple(sharding.values()), ahead),
                             computes,
+                            keeps,
                             on,
+                            (cut, tuple(sharding.values()), places, extra),
                         )
 
     def _choices(self, name: str, usual: Sequence[str]) -> list[Options]:
@@ -184,8 +197,7 @@ class _Space:
             counts = self._of("micro_batches", ())
         else:
             usual = usual or [self._recipe.micro_batches]
-            one, *several = sorted(usual) if 1 in usual else [0, *sorted(usual)]
-            counts = [str(parts) for parts in [*[one] * bool(one), *several[::-1]]]  # what needs least first
+            counts = [str(parts) for parts in sorted(usual)]
         may = not (self._recipe.invariant or self._recipe.optimizer.in_backward)
         for count in counts:
             several = _number("micro_batches", count) > 1 and pp == 1
@@ -238,7 +250,7 @@ class _Space:
     def _offloaded(self) -> Iterator[Options]:
         where = "memory.update_on"
         usual = [_FALSE, _TRUE] if self._offload else ()
-        activations = self._choices("memory.offload_activations", usual)
+        activations = self._choices(_ACTIVATIONS, usual)
         if self._free(*_STATES, where) and self._offload and not self._recipe.memory.directory:
             none, all_of = (dict.fromkeys(_STATES, word) for word in (_FALSE, _TRUE))
             device, host = {where: "device"}, {where: "host"}
@@ -300,7 +312,7 @@ def _saves(again: Options, away: Options) -> tuple[int, ...]:
 # What decides when and where things are, not what blocks compute.
 _ASIDE = {
     *("fsdp.strategy", "fsdp.copies", "fsdp.prefetch", "fsdp.blocks", "reduce_each", "memory.update_on"),
-    *("memory.offload_activations", *_STATES),
+    *(_ACTIVATIONS, *_STATES),
 }
 _KNOWN = {*_ASIDE, *MESH, "micro_batches", "memory.recompute", "memory.recompute_every"}
 

@@ -32,6 +32,7 @@ TRAINING = ("models.train", "shardrt.models.train")  # whose options are known
 _PARTS = (COMPUTING, COMMUNICATION, HOST, MEMORY)
 _TOLD = 5  # lines of refusals that people read
 _BEST = 10
+_MINUTES = 5
 
 
 def add_to(commands: Any) -> None:
@@ -43,10 +44,10 @@ def add_to(commands: Any) -> None:
         "--machine", default="h100-8", metavar="NAME", help="a machine's name, or its TOML file (h100-8)"
     )
     parser.add_argument(
-        "--memory", type=_gigabytes, required=True, metavar="GB", help="of 10^9 bytes on each rank's device"
+        "--memory", type=_above_zero, required=True, metavar="GB", help="of 10^9 bytes on each rank's device"
     )
     parser.add_argument(
-        "--host-memory", type=_gigabytes, default=inf, metavar="GB", help="of each rank's host (no limit)"
+        "--host-memory", type=_above_zero, default=inf, metavar="GB", help="of each rank's host (no limit)"
     )
     parser.add_argument(
         "--vary",
@@ -57,6 +58,9 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument("--only", action="store_true", help="vary nothing but what --vary names")
     parser.add_argument("--tries", type=positive, metavar="N", help="simulate so many at most (no limit)")
+    parser.add_argument(
+        "--minutes", type=_above_zero, default=_MINUTES, metavar="N", help=f"end after so long ({_MINUTES})"
+    )
     parser.add_argument("--steps", type=positive, default=2, metavar="N", help="as in simulate (2)")
     parser.add_argument("--json", action="store_true", help="print JSON")
     add_script(parser)
@@ -78,10 +82,10 @@ def plan(options: argparse.Namespace) -> int:
         return search(
             space.candidates,
             lambda candidate: _simulated(space, candidate, machine),
-            machine,
             {"device": options.memory * 1e9, "host": options.host_memory * 1e9},
             best=_BEST,
             tries=options.tries,
+            seconds=60 * options.minutes,
             told=lambda found: _progress(found, len(space.candidates)),
         )
 
@@ -178,7 +182,7 @@ def _varied(given: Sequence[str]) -> dict[str, list[str]]:
     return found
 
 
-def _gigabytes(text: str) -> float:
+def _above_zero(text: str) -> float:
     """For argparse: a positive number."""
     number = float(text)
     if not number > 0:
@@ -210,6 +214,7 @@ def _table(found: Found, space: _Space, machine: Machine) -> dict[str, Any]:
         "dropped": {"too large": len(found.too_large), "no faster": len(found.slower)},
         "same": len(found.same),
         "left": found.left,
+        "late": found.late,
         "plans": [_row(each, space) for each in found.best[:_BEST]],
         "over": [_row(each, space) for each in found.over[:_BEST]],
         "refused": [
@@ -284,7 +289,8 @@ def _counts(found: Found, space: _Space) -> str:
         "be among the best"
     )
     told += f", {skipped:,} like refused ones" * (skipped > 0)
-    return told + f"; {found.left:,} left" * (found.left > 0)
+    minutes = f" when {space.options.minutes:g} minutes were over (--minutes)" * found.late
+    return told + f"; {found.left:,} left{minutes}" * (found.left > 0)
 
 
 def _figures(each: Plan) -> str:
