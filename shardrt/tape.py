@@ -216,7 +216,7 @@ class Function:
     Arrays are made C-contiguous on the way in, unless `strided` says that the op takes any strides.
 
     The results in `again_cheap` (0 for the only one) can be made again by `again` from what is saved: who
-    uses one need not save it as well (functional/_again.py).
+    uses one need not save it as well (functional/_again.py). So those in `again_low`, for who takes bits.
 
     An `expensive` op can also be recorded without being computed, from a result that was kept: what `keep`
     returned after forward, `resume` takes, and leaves the op as forward would have.
@@ -234,6 +234,7 @@ class Function:
     strided = False
     expensive = False
     again_cheap: tuple[int, ...] = ()
+    again_low: tuple[int, ...] = ()
 
     def forward(self, *args: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.forward")

@@ -5,8 +5,11 @@ The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which ne
 
 from typing import Any
 
+import numpy as np
+
 from shardrt.kernels.cpu._jit import erf, exp, fused
 from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.cast import widened
 
 Array = Any
 
@@ -17,8 +20,9 @@ _DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
 
 
 def gelu_tanh_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3)))."""
-    run_rows(_gelu_tanh_forward, x.size, x.size, x, y)
+    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))). x may be uint16, bits of bfloat16."""
+    kernel = _gelu_tanh_forward_low if x.dtype == np.uint16 else _gelu_tanh_forward
+    run_rows(kernel, x.size, x.size, x, y)
 
 
 def gelu_tanh_backward(dy: Array, x: Array, dx: Array) -> None:
@@ -62,6 +66,15 @@ def _gelu_tanh_forward(start, stop, x, y):
     one, cube, twice = x.dtype.type(1), x.dtype.type(CUBE), x.dtype.type(-2 * ROOT)
     for i in range(x.size):
         v = x[i]
+        y[i] = v / (one + exp(twice * (v + cube * v * v * v)))
+
+
+@fused
+def _gelu_tanh_forward_low(start, stop, x, y):
+    x, y = x[start:stop], y[start:stop]
+    one, cube, twice = y.dtype.type(1), y.dtype.type(CUBE), y.dtype.type(-2 * ROOT)
+    for i in range(x.size):
+        v = widened(x[i])
         y[i] = v / (one + exp(twice * (v + cube * v * v * v)))
 
 

@@ -4,12 +4,16 @@ from typing import Any
 
 import numpy as np
 
+from shardrt.kernels.cpu import cast
 from shardrt.kernels.cpu._jit import exact, exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu.matmul import widened
 
 Array = Any
 
-LEAVES_SCALE = False  # whether rows are still to be multiplied by `scale` behind backward_in_place
+# Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
+# made of, and those that come of them, are far narrower.
+LEAVES_SCALE = True
 
 
 def forward(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
@@ -52,30 +56,41 @@ def backward(
     vocabulary, and lse is that of all of it.
     """
     factor = logits.dtype.type(1 if scale is None else scale.item())
-    args = (logits, targets, lse, dlogits, factor, ignore_index, int(first))
-    run_rows(_backward, logits.shape[0], logits.size, *args)
+    how = (factor, ignore_index, int(first))
+    if dlogits is logits:
+        run_rows(_backward_over, logits.shape[0], logits.size, logits, targets, lse, *how)
+    else:
+        run_rows(_backward, logits.shape[0], logits.size, logits, targets, lse, dlogits, *how)
 
 
 def forward_in_place(logits: Array, targets: Array, losses: Array, lse: Array, ignore_index: int) -> None:
-    """As forward, of logits that only backward_in_place will read: it may leave in them what it likes."""
-    forward(logits, targets, losses, lse, ignore_index)
+    """As forward, of logits that only backward_in_place will read: softmax - one-hot takes their place.
+
+    One exponential for each logit, while its row is in cache.
+    """
+    args = (logits, targets, losses, lse, ignore_index)
+    run_rows(_forward_in_place, logits.shape[0], logits.size, *args)
 
 
 def backward_in_place(
     logits: Array, targets: Array, lse: Array, scale: Array | None, ignore_index: int
 ) -> None:
-    """What forward_in_place has left becomes the gradient.
+    """What forward_in_place has left is the gradient already, but for the scale; see LEAVES_SCALE.
 
-    scale: float64, one number, one for each row, or None for 1; see LEAVES_SCALE.
+    scale: float64, one number, one for each row, or None for 1.
     """
-    of_rows = scale is not None and scale.ndim == 1
-    backward(logits, targets, lse, logits, None if of_rows else scale, ignore_index)
-    if of_rows:
-        scale_rows(logits, scale, logits)
 
 
 def scale_rows(x: Array, factor: Array, out: Array) -> None:
-    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x."""
+    """out = x * factor, (rows, width), of float64: one number, or one for each row. out may be x.
+
+    x and out may be uint16, bits of bfloat16.
+    """
+    if x.dtype == np.uint16:
+        scaled = widened(x)
+        scale_rows(scaled, factor, scaled)
+        cast.pack(scaled.reshape(-1), out.reshape(-1), "bfloat16")
+        return
     by = factor.astype(x.dtype)
     np.multiply(x, by[:, None] if by.ndim else by, out=out)
 
@@ -96,6 +111,32 @@ def _forward(start, stop, logits, targets, losses, lse, ignore_index, first, par
         ignored, column = target == ignore_index, target - first
         chosen = line[column] if 0 <= column < line.size and not ignored else logits.dtype.type(0)
         losses[row] = chosen if part else 0 if ignored else lse[row] - chosen
+
+
+@reordered
+def _forward_in_place(start, stop, logits, targets, losses, lse, ignore_index):
+    for row in range(start, stop):
+        line, target = logits[row], targets[row]
+        ignored = target == ignore_index
+        chosen = logits.dtype.type(0) if ignored else line[target]
+        highest = logits.dtype.type(-np.inf)
+        for j in range(line.size):
+            highest = larger(highest, line[j])
+        shift = highest if highest > -np.inf else logits.dtype.type(0)
+        total = logits.dtype.type(0)
+        for j in range(line.size):
+            value = exp(line[j] - shift)
+            line[j] = value
+            total += value
+        lse[row] = shift + np.log(total)
+        losses[row] = 0 if ignored else lse[row] - chosen
+        if ignored:
+            line[:] = 0
+            continue
+        factor = logits.dtype.type(1) / total
+        for j in range(line.size):
+            line[j] *= factor
+        line[target] -= logits.dtype.type(1)
 
 
 @exact
@@ -126,3 +167,19 @@ def _backward(start, stop, logits, targets, lse, dlogits, scale, ignore_index, f
         column = target - first
         if 0 <= column < line.size:
             out[column] -= scale
+
+
+@reordered
+def _backward_over(start, stop, logits, targets, lse, scale, ignore_index, first):
+    """_backward of one array: of two that are one, the compiler would fear overlap and not vectorise."""
+    for row in range(start, stop):
+        line, target = logits[row], targets[row]
+        if target == ignore_index:
+            line[:] = 0
+            continue
+        shift = lse[row]
+        for j in range(line.size):
+            line[j] = exp(line[j] - shift) * scale
+        column = target - first
+        if 0 <= column < line.size:
+            line[column] -= scale

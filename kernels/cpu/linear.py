@@ -11,7 +11,7 @@ import numpy as np
 from shardrt.kernels.cpu._jit import exp, fused
 from shardrt.kernels.cpu._threads import run_rows
 from shardrt.kernels.cpu.activation import CUBE, ROOT
-from shardrt.kernels.cpu.cast import narrowed
+from shardrt.kernels.cpu.cast import narrowed, widened
 from shardrt.kernels.cpu.matmul import _product_like, affine, matmul
 from shardrt.kernels.cpu.reduce import ROWS, column_sum, combine_blocks
 
@@ -33,19 +33,23 @@ def forward(x: Array, weight: Array, bias: Array | None, y: Array) -> None:
 
 
 def forward_gelu(x: Array, weight: Array, bias: Array | None, inner: Array, y: Array) -> None:
-    """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py)."""
-    matmul(x, weight.T, inner)
-    shift = np.zeros(inner.shape[1], inner.dtype) if bias is None else bias
-    run_rows(_shift_and_gelu, inner.shape[0], inner.size, inner, shift, y)
+    """As forward, to inner (rows, outputs), and y = GELU of it in the tanh form (activation.py).
+
+    inner may be uint16, bits of bfloat16; then y is GELU of what they say.
+    """
+    low = inner.dtype == np.uint16
+    matmul(x, weight.T, y if low else inner)
+    shift = np.zeros(inner.shape[1], y.dtype) if bias is None else bias
+    run_rows(_shift_and_gelu_low if low else _shift_and_gelu, inner.shape[0], inner.size, inner, shift, y)
 
 
 def backward_gelu(dy: Array, inner: Array, dinner: Array, dbias: Array | None, accumulate: bool) -> None:
     """dinner (rows, outputs) of dy, inner; dbias (outputs,) or None: its sum over rows, or that added.
 
-    dinner may be uint16: bits, as cast.pack makes them.
+    inner and dinner may be uint16: bits, as cast.pack makes them.
     """
     blocks = -(-inner.shape[0] // ROWS)
-    partials = np.empty((blocks, inner.shape[1]), inner.dtype)
+    partials = np.empty((blocks, inner.shape[1]), dy.dtype)
     kernel = _gelu_slope_and_sum_low if dinner.dtype == np.uint16 else _gelu_slope_and_sum
     run_rows(kernel, blocks, inner.size, dy, inner, dinner, partials)
     if dbias is not None:
@@ -111,9 +115,23 @@ def _shift_and_gelu(start, stop, inner, bias, y):
 
 
 @fused
+def _shift_and_gelu_low(start, stop, inner, bias, y):
+    """y has the products; inner: bits of them plus bias."""
+    kind = y.dtype.type
+    one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
+    for row in range(start, stop):
+        kept, line = inner[row], y[row]
+        for j in range(line.size):
+            bits = narrowed(line[j] + bias[j])
+            kept[j] = bits
+            v = widened(bits)
+            line[j] = v / (one + exp(twice * (v + cube * v * v * v)))
+
+
+@fused
 def _gelu_slope_and_sum_low(start, stop, dy, inner, dinner, sums):
-    """As _gelu_slope_and_sum; what is kept is rounded, the sums are of what is not."""
-    kind = inner.dtype.type
+    """As _gelu_slope_and_sum, of bits; what is kept is rounded, the sums are of what is not."""
+    kind = dy.dtype.type
     one, cube, twice = kind(1), kind(CUBE), kind(-2 * ROOT)
     slope, cubes = kind(2 * ROOT), kind(3 * CUBE)
     for block in range(start, stop):
@@ -122,7 +140,7 @@ def _gelu_slope_and_sum_low(start, stop, dy, inner, dinner, sums):
         for row in range(block * ROWS, min((block + 1) * ROWS, inner.shape[0])):
             upper, line, out = dy[row], inner[row], dinner[row]
             for j in range(line.size):
-                v = line[j]
+                v = widened(line[j])
                 s = one / (one + exp(twice * (v + cube * v * v * v)))
                 d = upper[j] * (s + v * s * (one - s) * slope * (one + cubes * v * v))
                 out[j] = narrowed(d)

@@ -1,4 +1,4 @@
-"""What cross entropy costs. In place it is the CUDA twin's: forward leaves the gradient in the logits."""
+"""What cross entropy costs. In place, forward leaves the gradient in the logits."""
 
 from shardrt.kernels.shape._cost import Array, Cost, by_rows, cost
 

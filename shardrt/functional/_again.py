@@ -1,7 +1,8 @@
 """Inputs that an op does not save, since the op that made them makes them again from what it saves itself.
 
 The result of a norm or a GELU is one pass over memory away from that op's input, which stays until the op's
-own backward, later than that of whoever used the result. No op.
+own backward, later than that of whoever used the result. Of attention in bfloat16 its backward has the bits
+of the result itself. No op.
 """
 
 from typing import Any
@@ -31,13 +32,15 @@ class Again:
         return self.maker.again(self.index)
 
 
-def to_save(node: Function, position: int, x: Array) -> "Array | Again":
-    """What `node` saves of its argument x at `position`: the array, unless that can be made again.
+def to_save(node: Function, position: int, x: Array, low: Array) -> "Array | Again":
+    """What `node` saves of its argument x at `position`: `low`, unless that can be made again.
 
-    Backward of `node` must bring a gradient to whoever made x: then that op still has what it has saved.
+    low: x as the product of `node` takes it. Backward of `node` must bring a gradient to whoever made x: then
+    that op still has what it has saved.
     """
     edge = node.edges[position] if node.needs[position] else None
     maker = None if edge is None else edge.node
-    if maker is None or edge.index not in maker.again_cheap or not kernels().linear.INPUT_AGAIN:
-        return x
-    return Again(maker, edge.index)
+    if maker is None or not kernels().linear.INPUT_AGAIN:
+        return low
+    there = edge.index in maker.again_cheap or (low is not x and edge.index in maker.again_low)
+    return Again(maker, edge.index) if there else low

@@ -135,6 +135,13 @@ def packed(x: Array) -> Array:
     return bits
 
 
+def unpacked(bits: Array) -> Array:
+    """The float32 of a C-contiguous array of bits of bfloat16."""
+    x = empty(bits.shape, np.float32)
+    kernels().cast.unpack(flat(bits), flat(x), dtypes.bfloat16)
+    return x
+
+
 def operands(x: Array, weight: Variable) -> tuple[Array, Array]:
     """What goes into their product: both in bfloat16, as bits, where the weight was gathered so."""
     matrix = contiguous(weight.lent_bits())

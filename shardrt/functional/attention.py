@@ -18,9 +18,11 @@ from shardrt.functional._arrays import (
     empty,
     empty_exact,
     empty_like,
+    for_product,
     kernels,
     packed,
     tensor,
+    unpacked,
 )
 from shardrt.functional.words import also
 
@@ -96,8 +98,17 @@ def scaled_dot_product_attention(
 
 
 class SelfAttention(Function):
+    """Where it computes in bfloat16, bits of the result are kept, and the layer behind it takes them too."""
+
     __slots__ = ()
     expensive = True
+
+    @property
+    def again_low(self) -> tuple[int, ...]:
+        return (0,) if self.saved[1].dtype == np.uint16 else ()
+
+    def again(self, index: int) -> Array:
+        return self.saved[1]
 
     def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None) -> Array:
         batch, time, width = qkv.shape
@@ -107,7 +118,7 @@ class SelfAttention(Function):
         (y_heads,) = split_heads(y, heads[:1])
         how = {"causal": causal, "scale": scale, "starts": starts}
         kernels().attention.forward(*split_heads(qkv, heads), y_heads, lse, **how)
-        self.saved = (qkv, y, lse, heads, how)
+        self.saved = (qkv, for_product(y, qkv), lse, heads, how)
         return y
 
     def keep(self, y: Array) -> tuple:
@@ -118,11 +129,13 @@ class SelfAttention(Function):
     ) -> Array:
         y, lse = kept
         qkv = _as_computed(qkv)
-        self.saved = (qkv, y, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
+        y_saved = for_product(y, qkv)
+        self.saved = (qkv, y_saved, lse, heads, {"causal": causal, "scale": scale, "starts": starts})
         return y
 
     def backward(self, dy: Array) -> tuple:
         qkv, y, lse, heads, how = self.saved
+        y = unpacked(y) if y.dtype == np.uint16 else y
         dqkv = empty(qkv.shape, computed(qkv))
         (dy_heads,), (y_heads,) = split_heads(dy, heads[:1]), split_heads(y, heads[:1])
         q, k, v = split_heads(qkv, heads)

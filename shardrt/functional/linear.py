@@ -17,7 +17,6 @@ from shardrt.functional._arrays import (
     for_product,
     kernels,
     operands,
-    product_dtype,
     put_weight_gradient,
     rows,
     tensor,
@@ -51,10 +50,7 @@ class Linear(Function):
 
     def _input(self, x: Array, low: Array) -> Any:
         """What is saved of x, if it can't be made again: `low`, x as the product takes it."""
-        if not self.needs[1]:
-            return None
-        saved = _again.to_save(self, 0, x)
-        return low if saved is x else saved
+        return _again.to_save(self, 0, x, low) if self.needs[1] else None
 
     def backward(self, dy: Array) -> tuple:
         return self._gradients(*self.saved, dy)
@@ -115,16 +111,16 @@ def _add_gradients(
 
 
 class LinearGELU(Linear):
-    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, as two ops would keep it."""
+    """GELU(x weight^T + bias). What goes into the GELU is kept for backward, in the type of the product."""
 
     __slots__ = ()
     again_cheap = (0,)
 
     def forward(self, x: Array, weight: Variable, bias: Variable | None) -> Array:
-        inner = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
-        y = empty_like(inner)
+        y = empty((*x.shape[:-1], weight.shape[0]), x.dtype)
         bias_data = None if bias is None else contiguous(bias.lent())
         low, matrix = operands(x, weight)
+        inner = empty(y.shape, low.dtype)
         kernels().linear.forward_gelu(rows(low), matrix, bias_data, rows(inner), rows(y))
         self.saved = (self._input(x, low), weight, bias, inner)
         return y
@@ -139,7 +135,7 @@ class LinearGELU(Linear):
 
     def again(self, index: int) -> Array:
         *_, inner = self.saved
-        y = empty_like(inner)
+        y = empty(inner.shape, computed(inner))
         kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
         return y
 
@@ -148,8 +144,7 @@ class LinearGELU(Linear):
         running = autograd.running()
         if running is not None and running.passed is self:
             return self._gradients(x, weight, bias, dy)
-        factor = weight.lent_bits() if x is None or type(x) is _again.Again else x
-        dinner = empty(inner.shape, product_dtype(inner, factor))
+        dinner = empty_like(inner)
         dbias = accumulate = bias_token = None
         if self.needs[2]:
             dbias, accumulate, bias_token = bias.gradient_target()

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from shardrt import autograd
+from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional._arrays import (
     check_floats,
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
     from shardrt.tensor import Tensor
 
 Array = Any
+
+_SOME = 128  # rows of logits in float32 at a time, on their way to their gradient in bfloat16
 
 
 class CrossEntropy(Function):
@@ -92,7 +94,10 @@ def cross_entropy(
 
 
 class LinearCrossEntropy(Function):
-    """Nobody else has the logits: they become their gradient, as early as the kernels see fit."""
+    """Nobody else has the logits: they become their gradient, as early as the kernels see fit.
+
+    Where products take bits, only _SOME rows of logits are there at a time, and the gradient is kept in bits.
+    """
 
     __slots__ = ()
     handles = (1,)
@@ -101,11 +106,17 @@ class LinearCrossEntropy(Function):
         losses, lse = (empty_exact((len(rows(x)),), x) for _ in range(2))
         x, matrix = operands(x, weight)
         x2 = rows(x)
-        logits = empty_rows(len(x2), len(matrix), computed(x))
-        kernels().linear.forward(x2, matrix, None, logits)
+        in_bits = x.dtype == np.uint16 and any(self.needs)  # then only some rows ever exist in float32
+        logits = memory = empty_rows(_SOME if in_bits else len(x2), len(matrix), computed(x))
+        if in_bits:
+            logits = empty((len(x2), len(matrix)), x.dtype)
         entropy = kernels().cross_entropy
         forward = entropy.forward_in_place if any(self.needs) else entropy.forward
-        forward(logits, flat(targets), losses, lse, ignore_index)
+        for part, some in chunks(memory, len(x2)):
+            kernels().linear.forward(x2[part], matrix, None, some)
+            forward(some, flat(targets)[part], losses[part], lse[part], ignore_index)
+            if in_bits:
+                kernels().cast.pack(flat(some), flat(logits[part]), dtypes.bfloat16)
         count = counted(targets, ignore_index, reduction)
         self.saved = (x, weight, logits, targets, lse, ignore_index, reduction, count)
         return reduced(losses, targets, reduction, count)
@@ -116,8 +127,8 @@ class LinearCrossEntropy(Function):
         entropy = kernels().cross_entropy
         entropy.backward_in_place(logits, flat(targets), lse, scale, ignore_index)
         left = scale if entropy.LEAVES_SCALE else None
-        dx, dlogits = None, for_product(logits, x)
-        self.saved = logits = None  # the logits are gone: a second backward is an error
+        dx, dlogits = None, logits
+        self.saved = None  # the logits are gone: a second backward is an error
         if self.needs[0]:
             dx = empty(x.shape, computed(x))
             kernels().linear.backward_input(*operands(dlogits, weight), rows(dx))
@@ -199,7 +210,8 @@ def linear_cross_entropy(
     chunk: costs chunk * vocab elements in forward and in backward, where plain logits cost rows * vocab from
     the one to the other, and a product more: the logits are made a second time. The weight's gradient is
     added where it belongs, chunk by chunk. 0: all rows at once, and no product more. The gradient of the
-    logits then takes their memory, on a GPU as soon as they have been read, and backward runs once.
+    logits then takes their memory as soon as they have been read, and backward runs once. In bfloat16 on a
+    CPU it has 2 bytes for each, and of the logits 128 rows are there at a time.
 
     Raises ValueError for sizes that don't fit, a target out of range, another reduction or a chunk below 0;
     TypeError for other dtypes.
