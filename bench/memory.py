@@ -28,18 +28,21 @@ from bench import workload as w
 from bench.command_line import Parser, check_known, words
 from bench.training import Training, gathered
 from shardrt.comm import init_device_mesh, world
+from shardrt.device import cpu
 from shardrt.fsdp import buffers, memory_plan
 from shardrt.kernels.cpu import linear
 from shardrt.kernels.shape import ON_CPU
 from shardrt.train.errors import USAGE, one_line
 
-# Name -> (rows of logits at a time, whole gradients of long units, inputs kept that could be made again).
+# Name -> (rows of logits at a time, whole gradients of long units, inputs kept that could be made again,
+# gradients that keep their memory when nobody reads them).
 WAYS = {
-    "default": (0, False, False),
-    "inputs kept": (0, False, True),
-    "whole gradients": (0, True, False),
-    "both": (0, True, True),
-    "logits in chunks": (128, False, False),
+    "default": (0, False, False, False),
+    "inputs kept": (0, False, True, False),
+    "whole gradients": (0, True, False, False),
+    "pages kept": (0, False, False, True),
+    "all of these": (0, True, True, True),
+    "logits in chunks": (128, False, False, False),
 }
 KINDS = {"of ranks together": "memfd:", "libraries": "/", "heap and arrays": ""}
 
@@ -91,14 +94,15 @@ def training(way: str, workload: w.Job, mesh: object, strategy: str) -> Training
 @contextmanager
 def set_to(way: str) -> Iterator[None]:
     """Inside a with block what is chosen when slots are made, and when a layer runs, is as `way` says."""
-    before = buffers.IN_PIECES, linear.INPUT_AGAIN
-    _, whole, kept = WAYS[way]
+    before = buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS
+    _, whole, kept, pages_kept = WAYS[way]
     buffers.IN_PIECES = sys.maxsize if whole else before[0]
     linear.INPUT_AGAIN = ON_CPU["linear.INPUT_AGAIN"] = before[1] and not kept  # the second is for the plan
+    cpu.LENDS = before[2] and not pages_kept
     try:
         yield
     finally:
-        buffers.IN_PIECES, linear.INPUT_AGAIN = before
+        buffers.IN_PIECES, linear.INPUT_AGAIN, cpu.LENDS = before
         ON_CPU["linear.INPUT_AGAIN"] = before[1]
 
 

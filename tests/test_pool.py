@@ -48,14 +48,14 @@ def test_free_memory_goes_before_there_is_said_to_be_none(monkeypatch):
     step(pool, 100)
     kept = pool.empty((3, SMALL), F)
     tries = iter([MemoryError, None, MemoryError, MemoryError])
-    region = memory._Region
+    region = memory.Mapping
 
     def sparse(size):
         if next(tries):
             raise MemoryError("no memory")
         return region(size)
 
-    monkeypatch.setattr(memory, "_Region", sparse)
+    monkeypatch.setattr(memory, "Mapping", sparse)
     held = pool.held_bytes
     other = pool.empty((5, SMALL), F)
     assert mapped(pool) == kept.nbytes + other.nbytes

@@ -45,13 +45,14 @@ def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Ar
     """The name of the way that computes this product."""
     what = (*map(_about, (a, b, out)), bias is not None, accumulate)
     rule = "onednn" if a.dtype == np.uint16 else "blas"
-    return choose_from(ways, rule, what, 3, a, b, bias, out, accumulate)
+    return choose_from(ways, rule, what, 3 if accumulate else None, a, b, bias, out, accumulate)
 
 
-def choose_from(ways: dict[str, Way], rule: str, what: tuple, out: int, *given: Any) -> str:
+def choose_from(ways: dict[str, Way], rule: str, what: tuple, out: int | None, *given: Any) -> str:
     """The name of the way that computes `what`: the faster, or where that must not count the rule.
 
-    given: what a way is called with, of which that number `out` is written. rule: one of the ways.
+    given: what a way is called with. out: which of them is added to, so that trials need another; None: written
+    anew, by trials too. rule: one of the ways.
     """
     by_rule, what = _by_rule(), (*what, threads())
     found = _chosen.get((what, by_rule))
@@ -96,13 +97,14 @@ def _kept(ways: dict[str, Way], what: tuple, rule: str, *trial: Any) -> str:
     return found if found in ways and store.read(name) == found else rule  # a folder that can't be written
 
 
-def _faster(ways: dict[str, Way], rule: str, out: int, *given: Any) -> str:
+def _faster(ways: dict[str, Way], rule: str, out: int | None, *given: Any) -> str:
     """The least time of each decides, by turns; at equal speed the rule.
 
     The processor's time, where all is computed by this thread: others that use the cores take no part in it.
     """
     clock = thread_time if threads() == 1 else perf_counter
-    given = (*given[:out], np.zeros(given[out].shape, given[out].dtype), *given[out + 1 :])
+    if out is not None:
+        given = (*given[:out], np.zeros(given[out].shape, given[out].dtype), *given[out + 1 :])
     least = dict.fromkeys(ways, np.inf)
     for _ in range(ROUNDS):
         for name, way in ways.items():

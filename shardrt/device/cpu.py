@@ -16,11 +16,12 @@ from typing import Any
 import numpy as np
 
 from shardrt import dtypes
-from shardrt.device import timeline
+from shardrt.device import pages, timeline
 from shardrt.device.memory import SMALL, Pool, rounded
 from shardrt.device.protocol import Array, Device, Event, Stream, StreamError
 from shardrt.kernels import onednn
 
+LENDS = True  # whether gradients lend their memory from one zero_grad to the next backward
 _open: "weakref.WeakSet[ThreadStream]" = weakref.WeakSet()
 
 
@@ -162,6 +163,14 @@ def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
         function(*args)
 
 
+def _lies_in_pages(array: Array) -> bool:
+    """Whether `buffer` has made it, and nobody else shares its memory."""
+    base = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    return isinstance(base, pages.Buffer)
+
+
 def finish_streams() -> None:
     """Return when every stream of this process has run what was submitted to it, or has failed."""
     for stream in list(_open):
@@ -216,7 +225,18 @@ class CPUDevice(Device):
         return array
 
     def buffer(self, count: int, dtype: Any) -> Array:
-        return np.zeros(count, dtype)
+        nbytes = count * np.dtype(dtype).itemsize
+        return (
+            np.asarray(pages.Buffer(nbytes)).view(dtype) if nbytes >= pages.HUGE else np.zeros(count, dtype)
+        )
+
+    def lend_pages(self, array: Array) -> None:
+        if LENDS and _lies_in_pages(array):
+            pages.lend(array.ctypes.data, array.nbytes, first=True)
+
+    def take_pages(self, array: Array) -> None:
+        if LENDS and _lies_in_pages(array):
+            pages.take(array.ctypes.data, array.nbytes)
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         return np.zeros(count, dtype)

@@ -4,20 +4,22 @@ A fresh large array costs a page fault per 4 KiB when it is first written, in ev
 C library gives large blocks straight back to the system. A training step asks for the same sizes each
 time, so the pool keeps a free list per size and, after the first step, hands out memory that is mapped.
 Where sizes change, as lengths of sequences do, free blocks of sizes not asked for lately are unmapped.
-Blocks come from mmap with huge pages asked for. Small arrays are left to NumPy.
+Blocks come from mmap with huge pages asked for; those of free blocks are lent to others (pages.py). Small
+arrays are left to NumPy.
 """
 
-import mmap
 import threading
 from collections import OrderedDict
 from math import prod
 
 import numpy as np
 
+from shardrt.device import pages
+from shardrt.device.pages import Mapping
+
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
 # Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
 _MOST = 2
-_HUGE = 1 << 21
 
 
 class _Block:
@@ -25,7 +27,7 @@ class _Block:
 
     __slots__ = ("pool", "region", "__array_interface__", "__weakref__")
 
-    def __init__(self, pool: "Pool", region: "_Region", shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(self, pool: "Pool", region: Mapping, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.pool = pool
         self.region = region
         data = (region.address, False)
@@ -35,28 +37,11 @@ class _Block:
         self.pool._give_back(self.region)
 
 
-class _Region:
-    """One mapping of `size` bytes, lent or free."""
-
-    __slots__ = ("memory", "address", "size")
-
-    def __init__(self, size: int) -> None:
-        try:  # private, so that it counts as memory of this process, and gets huge pages
-            region = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        except OSError as error:
-            raise MemoryError(f"no memory for an array of {size} bytes: {error.strerror}") from error
-        if size >= _HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE)
-        self.memory = np.frombuffer(region, np.uint8)
-        self.address = self.memory.ctypes.data
-        self.size = size
-
-
 class Pool:
     """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[int, list[_Region]] = OrderedDict()  # by size, the size used last at the end
+        self._free: OrderedDict[int, list[Mapping]] = OrderedDict()  # by size, the size used last at the end
         self._mapped = self._most = 0  # bytes: lent and free now; lent at once, ever
         self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread
         self.held_bytes = 0
@@ -71,6 +56,7 @@ class Pool:
         size = rounded(nbytes)
         with self._lock:
             region = self._reused(size) or self._mapped_anew(size)
+            pages.take(region.address, size)
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             self._most = max(self._most, self.held_bytes)
@@ -81,22 +67,22 @@ class Pool:
         with self._lock:
             self.peak_bytes = self.held_bytes
 
-    def _reused(self, size: int) -> _Region | None:
+    def _reused(self, size: int) -> Mapping | None:
         free = self._free.get(size)
         if not free:
             return None
         self._free.move_to_end(size)
         return free.pop()
 
-    def _mapped_anew(self, size: int) -> _Region:
+    def _mapped_anew(self, size: int) -> Mapping:
         while self._free and self._mapped + size > _MOST * max(self._most, self.held_bytes + size):
             self._unmap()
         try:
-            region = _Region(size)
+            region = Mapping(size)
         except MemoryError:
             while self._free:
                 self._unmap()
-            region = _Region(size)
+            region = Mapping(size)
         self._mapped += size
         return region
 
@@ -109,10 +95,11 @@ class Pool:
         else:
             del self._free[size]
 
-    def _give_back(self, region: _Region) -> None:
+    def _give_back(self, region: Mapping) -> None:
         with self._lock:
             self.held_bytes -= region.size
             self._free.setdefault(region.size, []).append(region)
+            pages.lend(region.address, region.size)
             self._free.move_to_end(region.size)
 
 

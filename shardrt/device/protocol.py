@@ -141,6 +141,12 @@ class Device(ABC):
     def buffer(self, count: int, dtype: Any) -> Array:
         """A 1-D array that lives as long as it is referred to, outside the pool: for arenas and shards."""
 
+    def lend_pages(self, array: Array) -> None:  # noqa: B027 (who has no pages)
+        """Nobody reads `array`, of `buffer`, until it is written anew: others may have its memory."""
+
+    def take_pages(self, array: Array) -> None:  # noqa: B027
+        """`array`, all or a part of what was lent, is about to be written anew."""
+
     def called(self, array: Array, category: str, owner: str | None = None) -> Array:
         """The array. Says what its memory is for, as a memory plan does, to a device that keeps books.
 

@@ -167,6 +167,8 @@ def reduce(
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
         out = sums[goes.buffer] if part is None else sums[goes.buffer][slice(*part)]
+        if goes.buffer == 0 and not goes.accumulate:
+            streams.device.take_pages(out)  # which zero_grad has lent
         _sum(group, slot, written, out, goes.accumulate, stream, streams.device)
         stream.record(slot.free)
         # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.

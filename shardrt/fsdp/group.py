@@ -290,6 +290,9 @@ class ParameterGroup(Storage):
     def zero_grad(self) -> None:
         self.applied = False
         self.sum.forget()
+        # Not where backward writes there itself: it says nothing before.
+        if self.sum.buffers and not self.sum.slots and not self.placement.gradients:
+            self._device.lend_pages(self.sum.buffers[0])
         if self.open_gradient is not None:
             self.runtime.discard_gradient(self)
 

@@ -38,7 +38,7 @@ def test_memory_by_kind():
 
 def test_ways_last_for_their_steps():
     before = buffers.IN_PIECES, linear.INPUT_AGAIN
-    with memory.set_to("both"):
+    with memory.set_to("all of these"):
         assert buffers.IN_PIECES > 1 << 50 and not linear.INPUT_AGAIN
     assert before == (buffers.IN_PIECES, linear.INPUT_AGAIN) == (1 << 25, True)
 
@@ -60,6 +60,6 @@ def test_what_is_measured_holds_what_is_planned():
 
 
 def test_by_turns_all_ways_train_alike():
-    rows = rows_of("--ways", "default,both", "--turns", "2")
-    assert [row["way"] for row in rows] == ["default", "both"]
+    rows = rows_of("--ways", "default,all of these", "--turns", "2")
+    assert [row["way"] for row in rows] == ["default", "all of these"]
     assert rows[0]["of_the_first"] == 1.0 and rows[0]["loss"] == rows[1]["loss"]

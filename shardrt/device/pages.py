@@ -1,0 +1,100 @@
+"""Memory of the CPU that is not needed for now, for others of this process: pages move, addresses stay.
+
+Activations go as gradients come, and the other way round. Both have addresses of their own, so each would
+keep its pages while the other needs as many. Here who does not need pages for now lends them, and who writes
+next takes them: mremap moves 2 MiB as one entry of the page table. Unmapping and a page fault would fill them
+with zeros first. What is lent has no values any more.
+"""
+
+import ctypes
+import mmap
+import threading
+from collections import OrderedDict
+
+import numpy as np
+
+HUGE = 1 << 21  # bytes of what moves
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
+
+
+class Mapping:
+    """`size` bytes of the system at `address`, a multiple of HUGE, with huge pages asked for.
+
+    Raises MemoryError where there are none.
+    """
+
+    __slots__ = ("memory", "address", "size")
+
+    def __init__(self, size: int) -> None:
+        room = size + HUGE if size >= HUGE else size
+        try:  # private, so that it counts as memory of this process, and gets huge pages
+            region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        except OSError as error:
+            raise MemoryError(f"no memory for an array of {size} bytes: {error.strerror}") from error
+        self.memory = np.frombuffer(region, np.uint8)
+        start = self.memory.ctypes.data
+        self.address = -(-start // HUGE) * HUGE if size >= HUGE else start
+        self.size = size
+        whole = size // HUGE * HUGE  # the rest in small pages: less than a huge one is needed
+        if whole and hasattr(mmap, "MADV_HUGEPAGE"):
+            region.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole)
+
+    def __del__(self) -> None:
+        if hasattr(self, "size"):
+            forget(self.address, self.size)
+
+
+class Buffer:
+    """What NumPy makes an array of zeros of, which has all of a mapping."""
+
+    __slots__ = ("mapping", "__array_interface__")
+
+    def __init__(self, nbytes: int) -> None:
+        self.mapping = Mapping(-(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE)
+        data = (self.mapping.address, False)
+        self.__array_interface__ = {"data": data, "shape": (nbytes,), "typestr": "|u1", "version": 3}
+
+
+_lent: OrderedDict[int, None] = OrderedDict()  # addresses; who takes has the first
+_lock = threading.RLock()  # __del__ may run inside, in the same thread
+
+
+def lend(address: int, nbytes: int, *, first: bool = False) -> None:
+    """Nobody needs what is there until it has been taken back, if with other values. first: give it first."""
+    with _lock:
+        for place in _whole(address, nbytes):
+            _lent[place] = None
+            if first:
+                _lent.move_to_end(place, last=False)
+
+
+def take(address: int, nbytes: int) -> None:
+    """What is there is about to be written: it gets its own pages back, or others that are lent."""
+    with _lock:
+        for place in _whole(address, nbytes):
+            if place in _lent:
+                del _lent[place]
+            elif _lent:
+                _move(_lent.popitem(last=False)[0], place)
+
+
+def forget(address: int, nbytes: int) -> None:
+    """What is there is not to be given to anybody."""
+    with _lock:
+        for place in _whole(address, nbytes):
+            _lent.pop(place, None)
+
+
+def _whole(address: int, nbytes: int) -> range:
+    """Where huge pages begin that lie inside."""
+    return range(-(-address // HUGE) * HUGE, address + nbytes - HUGE + 1, HUGE)
+
+
+def _move(source: int, target: int) -> None:
+    """Without effect where the system can't: then both keep what they have."""
+    _remap(source, HUGE, HUGE, _MOVE, target)
+
+
+_remap = ctypes.CDLL(None).mremap
+_remap.restype = ctypes.c_void_p
+_remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]

@@ -1,0 +1,133 @@
+"""Memory that moves between those who need it: no array that is in use changes, and nothing else is held."""
+
+import gc
+
+import numpy as np
+import pytest
+
+import shardrt
+from shardrt import nn, optim
+from shardrt.comm import init_device_mesh, thread
+from shardrt.device import cpu, pages
+from shardrt.device.memory import Pool
+from shardrt.fsdp import fully_shard
+
+BYTES = np.dtype(np.uint8)
+HUGE = pages.HUGE
+
+
+def lent_in(array):
+    return [place for place in pages._whole(array.ctypes.data, array.nbytes) if place in pages._lent]
+
+
+@pytest.fixture(autouse=True)
+def nothing_else_is_lent():
+    """What other tests have left is theirs."""
+    gc.collect()
+    others = pages._lent.copy()
+    pages._lent.clear()
+    yield
+    pages._lent.update(others)
+
+
+def test_a_buffer_is_zeros_at_whole_pages():
+    buffer = cpu.CPUDevice().buffer(HUGE + 5, np.uint8)
+    assert buffer.ctypes.data % HUGE == 0 and buffer.shape == (HUGE + 5,) and not buffer.any()
+
+
+def test_who_takes_has_the_memory_that_was_lent():
+    pool, device = Pool(), cpu.CPUDevice()
+    gradient = device.buffer(3 * HUGE, np.uint8)
+    activation = pool.empty(3 * HUGE, BYTES)
+    activation[:] = 7
+    del activation
+    device.take_pages(gradient)
+    assert (gradient == 7).all(), "nothing was moved"
+    gradient[:] = 8
+    device.lend_pages(gradient)
+    activation = pool.empty(3 * HUGE, BYTES)
+    assert (activation == 8).all() and not lent_in(gradient)
+    activation[:] = 9
+    device.take_pages(gradient)
+    assert not gradient.any(), "nobody lends anything: these are new pages"
+
+
+def test_gradients_are_given_away_before_what_the_pool_has():
+    pool, device = Pool(), cpu.CPUDevice()
+    gradient, activation = device.buffer(HUGE, np.uint8), pool.empty(HUGE, BYTES)
+    gradient[:], activation[:] = 1, 2
+    del activation
+    device.lend_pages(gradient)
+    assert (pool.empty(2 * HUGE, BYTES)[:HUGE] == 1).all()
+
+
+def test_a_part_gets_no_more_than_lies_inside():
+    device = cpu.CPUDevice()
+    gradient, other = device.buffer(3 * HUGE, np.uint8), device.buffer(4 * HUGE, np.uint8)
+    gradient[:], other[:] = 1, 2
+    device.lend_pages(other)
+    device.take_pages(gradient[5 : 2 * HUGE + 5])
+    assert (
+        (gradient[:HUGE] == 1).all()
+        and (gradient[HUGE : 2 * HUGE] == 2).all()
+        and (gradient[2 * HUGE :] == 1).all()
+    )
+
+
+def test_what_is_freed_is_not_given_to_anybody():
+    device = cpu.CPUDevice()
+    gradient = device.buffer(2 * HUGE, np.uint8)
+    device.lend_pages(gradient)
+    assert len(pages._lent) == 2
+    del gradient
+    assert not pages._lent
+
+
+def test_no_array_in_use_changes():
+    random, pool, device = np.random.default_rng(0), Pool(), cpu.CPUDevice()
+    buffers = [device.buffer(int(random.integers(HUGE, 4 * HUGE)), np.uint8) for _ in range(4)]
+    values, held = [None] * len(buffers), []
+    for step in range(300):
+        which, kind = int(random.integers(len(buffers))), random.integers(4)
+        if kind == 0:
+            device.lend_pages(buffers[which])
+            values[which] = None
+        elif kind == 1 and values[which] is None:
+            device.take_pages(buffers[which])
+            buffers[which][:] = values[which] = step % 251
+        elif kind == 2 and len(held) < 6:
+            array = pool.empty(int(random.integers(HUGE // 2, 4 * HUGE)), BYTES)
+            array[:] = step % 251
+            held.append((array, step % 251))
+        elif held:
+            held.pop(int(random.integers(len(held))))
+        for array, value in (*zip(buffers, values, strict=True), *held):
+            assert value is None or (array[::1021] == value).all()
+
+
+def trained():
+    """This rank's parameters after some steps: of units of 4 MiB, half of which each of two ranks has."""
+    shardrt.manual_seed(0)
+    mesh = init_device_mesh("auto")
+    model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(3)))
+    for layer in (*model, model):
+        fully_shard(layer, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    x = np.random.default_rng(mesh.rank).standard_normal((600, 1024)).astype(np.float32)
+    for _ in range(3):
+        (model(x) ** 2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [parameter.shard.copy() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_has_the_same_bits_where_gradients_lend_their_memory(ranks, monkeypatch):
+    moved, real = [], pages._move
+    monkeypatch.setattr(pages, "_move", lambda *places: moved.append(places) or real(*places))
+    lent = thread.run(ranks, trained)
+    assert (len(moved) > 0) == (ranks > 1)
+    monkeypatch.setattr(cpu, "LENDS", False)
+    for own, other in zip(lent, thread.run(ranks, trained), strict=True):
+        for one, same in zip(own, other, strict=True):
+            np.testing.assert_array_equal(one, same)
