@@ -74,6 +74,31 @@ def test_a_part_gets_no_more_than_lies_inside():
     )
 
 
+def test_short_arrays_lend_together_what_they_fill():
+    pool, device = Pool(), cpu.CPUDevice()
+    gradient = device.buffer(3 * HUGE, np.uint8)
+    arrays = [pool.empty(3 * HUGE // 4, BYTES) for _ in range(4)]
+    for number, array in enumerate(arrays, 1):
+        array[:] = number
+    del arrays[1], array
+    assert not pages._lent, "each page has a neighbour that is needed"
+    del arrays[0]
+    assert len(pages._lent) == 1
+    device.take_pages(gradient)
+    assert set(np.unique(gradient)) == {0, 1, 2} and [array[0] for array in arrays] == [3, 4]
+    assert [array.mean() for array in arrays] == [3, 4]
+
+
+def test_short_memory_goes_back_to_the_system():
+    pool = Pool()
+    array = pool.empty(HUGE, BYTES)
+    array[:] = 5
+    segment, address = pool._segment, array.ctypes.data
+    del array
+    pool._unmap()
+    assert not segment.mapping.memory[address - segment.mapping.memory.ctypes.data :][:HUGE].any()
+
+
 def test_what_is_freed_is_not_given_to_anybody():
     device = cpu.CPUDevice()
     gradient = device.buffer(2 * HUGE, np.uint8)
@@ -96,7 +121,7 @@ def test_no_array_in_use_changes():
             device.take_pages(buffers[which])
             buffers[which][:] = values[which] = step % 251
         elif kind == 2 and len(held) < 6:
-            array = pool.empty(int(random.integers(HUGE // 2, 4 * HUGE)), BYTES)
+            array = pool.empty(int(random.integers(HUGE // 8, 5 * HUGE)), BYTES)
             array[:] = step % 251
             held.append((array, step % 251))
         elif held:

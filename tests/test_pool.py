@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 
-from shardrt.device import memory
 from shardrt.device.memory import SMALL, Pool
 
 F = np.dtype(np.float32)
@@ -48,14 +47,14 @@ def test_free_memory_goes_before_there_is_said_to_be_none(monkeypatch):
     step(pool, 100)
     kept = pool.empty((3, SMALL), F)
     tries = iter([MemoryError, None, MemoryError, MemoryError])
-    region = memory.Mapping
+    region = Pool._region
 
-    def sparse(size):
+    def sparse(self, size):
         if next(tries):
             raise MemoryError("no memory")
-        return region(size)
+        return region(self, size)
 
-    monkeypatch.setattr(memory, "Mapping", sparse)
+    monkeypatch.setattr(Pool, "_region", sparse)
     held = pool.held_bytes
     other = pool.empty((5, SMALL), F)
     assert mapped(pool) == kept.nbytes + other.nbytes

@@ -14,8 +14,7 @@ from math import prod
 
 import numpy as np
 
-from shardrt.device import pages
-from shardrt.device.pages import Mapping
+from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
 # Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
@@ -27,7 +26,7 @@ class _Block:
 
     __slots__ = ("pool", "region", "__array_interface__", "__weakref__")
 
-    def __init__(self, pool: "Pool", region: Mapping, shape: tuple[int, ...], dtype: np.dtype) -> None:
+    def __init__(self, pool: "Pool", region: Mapping | Part, shape: tuple[int, ...], dtype: np.dtype) -> None:
         self.pool = pool
         self.region = region
         data = (region.address, False)
@@ -41,8 +40,11 @@ class Pool:
     """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[int, list[Mapping]] = OrderedDict()  # by size, the size used last at the end
+        self._free: OrderedDict[int, list[Mapping | Part]] = (
+            OrderedDict()
+        )  # by size, the size used last at the end
         self._mapped = self._most = 0  # bytes: lent and free now; lent at once, ever
+        self._segment: Segment | None = None  # where the next short one goes
         self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread
         self.held_bytes = 0
         self.peak_bytes = 0
@@ -56,7 +58,7 @@ class Pool:
         size = rounded(nbytes)
         with self._lock:
             region = self._reused(size) or self._mapped_anew(size)
-            pages.take(region.address, size)
+            region.take()
             self.held_bytes += size
             self.peak_bytes = max(self.peak_bytes, self.held_bytes)
             self._most = max(self._most, self.held_bytes)
@@ -67,24 +69,34 @@ class Pool:
         with self._lock:
             self.peak_bytes = self.held_bytes
 
-    def _reused(self, size: int) -> Mapping | None:
+    def _reused(self, size: int) -> Mapping | Part | None:
         free = self._free.get(size)
         if not free:
             return None
         self._free.move_to_end(size)
         return free.pop()
 
-    def _mapped_anew(self, size: int) -> Mapping:
+    def _mapped_anew(self, size: int) -> Mapping | Part:
         while self._free and self._mapped + size > _MOST * max(self._most, self.held_bytes + size):
             self._unmap()
         try:
-            region = Mapping(size)
+            region = self._region(size)
         except MemoryError:
             while self._free:
                 self._unmap()
-            region = Mapping(size)
+            region = self._region(size)
         self._mapped += size
         return region
+
+    def _region(self, size: int) -> Mapping | Part:
+        """Short ones lie one behind the other, so that together they have whole huge pages."""
+        if size > SEGMENT // 4:
+            return Mapping(size)
+        part = None if self._segment is None else self._segment.part(size)
+        if part is None:
+            self._segment = Segment()
+            part = self._segment.part(size)
+        return part
 
     def _unmap(self) -> None:
         """Give a free region of the size that was not used for longest back to the system."""
@@ -95,11 +107,11 @@ class Pool:
         else:
             del self._free[size]
 
-    def _give_back(self, region: Mapping) -> None:
+    def _give_back(self, region: Mapping | Part) -> None:
         with self._lock:
             self.held_bytes -= region.size
             self._free.setdefault(region.size, []).append(region)
-            pages.lend(region.address, region.size)
+            region.lend()
             self._free.move_to_end(region.size)
 
 

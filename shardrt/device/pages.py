@@ -14,6 +14,7 @@ from collections import OrderedDict
 import numpy as np
 
 HUGE = 1 << 21  # bytes of what moves
+SEGMENT = 1 << 25
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE | MREMAP_FIXED | MREMAP_DONTUNMAP
 
 
@@ -23,7 +24,7 @@ class Mapping:
     Raises MemoryError where there are none.
     """
 
-    __slots__ = ("memory", "address", "size")
+    __slots__ = ("region", "memory", "address", "size")
 
     def __init__(self, size: int) -> None:
         room = size + HUGE if size >= HUGE else size
@@ -31,7 +32,7 @@ class Mapping:
             region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no memory for an array of {size} bytes: {error.strerror}") from error
-        self.memory = np.frombuffer(region, np.uint8)
+        self.region, self.memory = region, np.frombuffer(region, np.uint8)
         start = self.memory.ctypes.data
         self.address = -(-start // HUGE) * HUGE if size >= HUGE else start
         self.size = size
@@ -39,9 +40,71 @@ class Mapping:
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
             region.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole)
 
+    def take(self) -> None:
+        """It is about to be written."""
+        take(self.address, self.size)
+
+    def lend(self) -> None:
+        """Nobody needs it."""
+        lend(self.address, self.size)
+
     def __del__(self) -> None:
         if hasattr(self, "size"):
             forget(self.address, self.size)
+
+
+class Segment:
+    """A mapping for what is too short to lend huge pages of its own: parts of it lie one behind the other."""
+
+    __slots__ = ("mapping", "end", "users")
+
+    def __init__(self) -> None:
+        self.mapping = Mapping(SEGMENT)
+        self.end = self.mapping.address  # of the parts
+        self.users: dict[int, int] = {}  # place of a huge page -> parts on it that are needed
+
+    def part(self, size: int) -> "Part | None":
+        """One more, of whole pages; None if it has no room."""
+        start, stop = self.end, self.mapping.address + SEGMENT
+        if size > stop - start:
+            return None
+        self.end += size
+        return Part(self, start, size)
+
+
+class Part:
+    """`size` bytes at `address` of a segment. Its pages go back to the system with it."""
+
+    __slots__ = ("segment", "address", "size")
+
+    def __init__(self, segment: Segment, address: int, size: int) -> None:
+        self.segment, self.address, self.size = segment, address, size
+
+    def take(self) -> None:
+        """It is about to be written."""
+        with _lock:
+            users = self.segment.users
+            for place in self._places():
+                users[place] = users.get(place, 0) + 1
+                if users[place] == 1:
+                    take(place, HUGE)
+
+    def lend(self) -> None:
+        """Nobody needs it."""
+        with _lock:
+            users = self.segment.users
+            for place in self._places():
+                users[place] -= 1
+                if not users[place]:
+                    lend(place, HUGE)
+
+    def _places(self) -> range:
+        return range(self.address // HUGE * HUGE, self.address + self.size, HUGE)
+
+    def __del__(self) -> None:
+        mapping = self.segment.mapping
+        offset = self.address - mapping.memory.ctypes.data
+        mapping.region.madvise(mmap.MADV_DONTNEED, offset, self.size)
 
 
 class Buffer:

@@ -105,10 +105,12 @@ class SelfAttention(Function):
 
     @property
     def again_low(self) -> tuple[int, ...]:
-        return (0,) if self.saved[1].dtype == np.uint16 else ()
+        _, y, *_ = self.saved
+        return (0,) if y.dtype == np.uint16 else ()
 
     def again(self, index: int) -> Array:
-        return self.saved[1]
+        _, y, *_ = self.saved
+        return y
 
     def forward(self, qkv: Array, heads: tuple, causal: bool, scale: float, starts: Array | None) -> Array:
         batch, time, width = qkv.shape
