@@ -161,3 +161,17 @@ def _move(source: int, target: int) -> None:
 _remap = ctypes.CDLL(None).mremap
 _remap.restype = ctypes.c_void_p
 _remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+
+
+def drop_code(library: str) -> None:
+    """Have a library's code in memory no more than the file is: what runs again is mapped again, by pages."""
+    with open("/proc/self/maps", encoding="utf-8") as file:
+        lines = [line.split() for line in file if library in line]
+    for addresses, access, *_ in lines:
+        if access == "r-xp":  # what was written, as addresses are when it is loaded, has no file
+            start, stop = (int(address, 16) for address in addresses.split("-"))
+            _advise(start, stop - start, mmap.MADV_DONTNEED)
+
+
+_advise = ctypes.CDLL(None).madvise
+_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

@@ -127,6 +127,7 @@ class Optimizer:
             with autograd.enable_grad():
                 loss = closure()
         self.take_in()
+        self._device.settle()
         here = []
         for piece in self.slices:
             if not piece.storage.applied and piece.storage.gradient is not None:
