@@ -97,7 +97,10 @@ def ranges_of(array: Array) -> tuple[Range, ...]:
     """
     if array.size == 0:
         return ()
-    return _ranges(array.__array_interface__["data"][0], array.shape, array.strides, array.itemsize)
+    start = array.__array_interface__["data"][0]
+    if array.flags.c_contiguous:
+        return (Range(start, start + array.nbytes),)
+    return _ranges(start, array.shape, array.strides, array.itemsize)
 
 
 @lru_cache(1 << 14)
@@ -116,13 +119,18 @@ def _ranges(start: int, shape: tuple[int, ...], strides: tuple[int, ...], itemsi
 
 def joined(pieces: Any) -> tuple[Range, ...]:
     """(start, stop) pairs in ascending order, those that touch as one."""
-    result: list[tuple[int, int]] = []
+    result: list[Range] = []
+    first = end = -1
     for start, stop in sorted(pieces):
-        if result and start <= result[-1][1]:
-            result[-1] = (result[-1][0], max(stop, result[-1][1]))
-        else:
-            result.append((start, stop))
-    return tuple(Range(*piece) for piece in result)
+        if start > end:
+            if end >= 0:
+                result.append(Range(first, end))
+            first, end = start, stop
+        elif stop > end:
+            end = stop
+    if end >= 0:
+        result.append(Range(first, end))
+    return tuple(result)
 
 
 def _aligned(nbytes: int) -> int:

@@ -158,13 +158,17 @@ class Group:
 
 @dataclass
 class Program:
-    """All that rank `rank` of `world_size` issued. alike: the ranks that do the same, itself among them."""
+    """All that rank `rank` of `world_size` issued. alike: the ranks that do the same, itself among them.
+
+    by_host: streams whose work the host does itself, before it goes on: ops on a CPU.
+    """
 
     rank: int = 0
     world_size: int = 1
     items: list[Item] = field(default_factory=list)
     groups: dict[str, Group] = field(default_factory=dict)
     alike: Sequence[int] = ()  # nobody says
+    by_host: tuple[str, ...] = ()
 
     @property
     def streams(self) -> list[str]:

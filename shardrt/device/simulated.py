@@ -125,6 +125,8 @@ class SimulatedDevice(Device):
         self._pooled: dict[int, int] = {}  # bytes that the pool has lent, by address
         self._held = self._peak = 0
         self.current_stream = self._running = self.new_stream("compute")
+        if self.like.in_host_memory:
+            self.program.by_host = (self.current_stream.name,)
         self.host = SimulatedHost(self)
 
     # -- recording
@@ -299,7 +301,8 @@ class SimulatedDevice(Device):
         np.add.at(target, index, values)
 
     def wait_here(self) -> None:
-        self._running.synchronize()
+        if self._running is self.current_stream or not self.like.in_host_memory:
+            self._running.synchronize()  # a CPU's stream is itself the thread that asks
 
     def to_numpy(self, array: Array) -> np.ndarray:
         """Values that were made up; the host waits for the stream that runs this, as CuPy's does."""

@@ -55,10 +55,12 @@ class Trained:
         return True
 
     def agree(self, streams: Streams) -> None:
-        """Before memory is made anew, which ranks do together: find that all have come to it. Collective."""
+        """Before memory is made anew, which ranks do together: find that all have come to it. Collective.
+
+        In the reduce stream, for which the caller waits.
+        """
         for communicator in dict.fromkeys(group.ranks.reducer for group in self.groups):
             communicator.barrier(stream=streams.reduce, what=self.groups[0].called)
-        streams.reduce.synchronize()
         self.changed = False
 
     def _pattern(self) -> list[tuple]:

@@ -1,6 +1,7 @@
 """What comes before what, in the programs of one or several ranks, whatever the speed of anything.
 
-The host of each rank is a thread, and so is each of its streams. What a thread does comes in order. Beside
+The host of each rank is a thread, and so is each of its streams, but for those whose work the host does
+itself (Program.by_host: ops on a CPU), which are the host's thread. What a thread does comes in order. Beside
 that, and that is all:
 
 - what is submitted to a stream comes after what the host had done by then
@@ -29,6 +30,7 @@ from shardrt.device.program import (
     HostRead,
     HostWait,
     HostWrite,
+    Item,
     Program,
     Record,
     Wait,
@@ -141,6 +143,11 @@ class _Merge:
                 steps.append((index, MOVE))
         return steps
 
+    def _stream(self, number: int, item: Item) -> str:
+        """The stream that an item is in, or HOST."""
+        stream = getattr(item, "stream", HOST)
+        return HOST if stream in self.order.programs[number].by_host else stream
+
     def _group(self, number: int, name: str) -> tuple[int, int]:
         """A number for a group, the same in all its programs, and how many of its ranks are recorded."""
         if (number, name) not in self.groups:
@@ -182,7 +189,7 @@ class _Merge:
     def _go(self, number: int, index: int, phase: str) -> None:
         program = self.order.programs[number]
         item = program.items[index]
-        thread = (program.rank, getattr(item, "stream", HOST))
+        thread = (program.rank, self._stream(number, item))
         joins: list[Join] = []
         if thread[1] != HOST:
             joins += self._issue(number, index, thread)
@@ -224,7 +231,7 @@ class _Merge:
         """Do the first step that can be done behind those that can't, in another stream than theirs."""
         stopped = set()
         for place, (index, phase) in enumerate(self.left[number]):
-            thread = getattr(self.order.programs[number].items[index], "stream", HOST)
+            thread = self._stream(number, self.order.programs[number].items[index])
             if thread not in stopped and self._ready(number, index, phase):
                 self._go(number, index, phase)
                 del self.left[number][place]

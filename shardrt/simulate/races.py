@@ -121,7 +121,7 @@ def without_values(program: Program) -> Program:
     """
     asked = _asked(program)
     items = [item for index, item in enumerate(program.items) if index not in asked]
-    return Program(program.rank, program.world_size, items, program.groups)
+    return Program(program.rank, program.world_size, items, program.groups, program.alike, program.by_host)
 
 
 def _asked(program: Program) -> set[int]:
@@ -182,7 +182,7 @@ def _access(order: Order, point: int, address: int) -> Access:
     item = order.programs[number].items[index]
     writes = any(memory.start <= address < memory.stop for memory in getattr(item, "writes", ()))
     does = "gives back" if isinstance(item, Free) else "writes" if writes else "reads"
-    return Access(*order.threads[order.thread[point]], item, does)
+    return Access(order.programs[number].rank, getattr(item, "stream", HOST), item, does)
 
 
 def _buffer(programs: Sequence[Program], number: int, index: int, address: int) -> Take | None:

@@ -9,22 +9,33 @@ Which accesses are neighbours follows from the order in which they are given, an
 memory is gone through once, and the pairs are then held against as many orders as one likes (waits.py).
 
 A place is a cell of addresses. Cells are split where an access begins or ends, and a write makes one cell of
-all that it covers.
+all that it covers. Most accesses are of one cell as it is, which is looked up by its address.
 """
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
 
 from shardrt.device.program import Range
+
+
+@dataclass(slots=True, eq=False)
+class _Cell:
+    """write: the last point that wrote it, -1 if none has. reads: by thread, the last since that read it."""
+
+    start: float
+    stop: float
+    write: int = -1
+    reads: dict[int, int] = field(default_factory=dict)
 
 
 class Shadow:
     """Points (order.py) stand for (thread, clock). `access` them in ascending order."""
 
     def __init__(self) -> None:
-        self._starts = [0]  # of cells, ascending; a cell ends where the next begins
-        self._writes = [-1]  # of each cell, the last point that wrote it
-        self._reads: list[dict[int, int]] = [{}]  # of each cell, by thread, the last point since that read it
+        self._starts = [-inf]  # of cells, ascending
+        self._cells = {-inf: _Cell(-inf, inf)}  # by their starts
 
     def access(
         self, point: int, thread: int, reads: Iterable[Range], writes: Iterable[Range]
@@ -34,39 +45,61 @@ class Shadow:
         A point may come more than once, and may be of the same thread.
         """
         found = []
-        reads, writes = ([r for r in ranges if r.start < r.stop] for ranges in (reads, writes))
         for memory in reads:
-            for cell in self._cells(memory):
-                found += self._written(cell)
-                self._reads[cell][thread] = point
+            for cell in self._cells_of(memory):
+                if cell.write >= 0:
+                    found.append((cell.write, cell.start))
+                cell.reads[thread] = point
         for memory in writes:
-            found += self.conflicts(memory)
-            cells = self._cells(memory)
-            whole = slice(cells.start, cells.stop)
-            self._starts[whole], self._writes[whole], self._reads[whole] = [memory.start], [point], [{}]
+            cells = self._cells_of(memory)
+            for cell in cells:
+                found += _conflicts(cell)
+            if cells:
+                written = self._joined(cells)
+                written.write, written.reads = point, {}
         return [neighbour for neighbour in found if neighbour[0] < point]
 
     def conflicts(self, memory: Range) -> list[tuple[int, int]]:
         """The neighbours that a write of this memory would have now."""
-        found = []
-        for cell in self._cells(memory) if memory.start < memory.stop else ():
-            found += [(earlier, self._starts[cell]) for earlier in self._reads[cell].values()]
-            found += self._written(cell)
-        return found
+        return [each for cell in self._cells_of(memory) for each in _conflicts(cell)]
 
-    def _written(self, cell: int) -> list[tuple[int, int]]:
-        """The last write of a cell, with its address."""
-        return [(self._writes[cell], self._starts[cell])] if self._writes[cell] >= 0 else []
+    def _cells_of(self, memory: Range) -> list[_Cell]:
+        """The cells of a range, split so that they are it exactly."""
+        start, stop = memory.start, memory.stop
+        cell = self._cells.get(start)
+        if cell is not None and cell.stop == stop:
+            return [cell]
+        if start >= stop:
+            return []
+        self._split(start)
+        self._split(stop)
+        starts = self._starts
+        return [self._cells[each] for each in starts[bisect_left(starts, start) : bisect_left(starts, stop)]]
 
-    def _cells(self, memory: Range) -> range:
-        """The cells of a range that is not empty, split so that they are it exactly."""
-        return range(self._split(memory.start), self._split(memory.stop))
+    def _split(self, address: int) -> None:
+        """Have a cell begin at an address."""
+        if address not in self._cells:
+            place = bisect_right(self._starts, address)
+            cell = self._cells[self._starts[place - 1]]
+            self._cells[address] = _Cell(address, cell.stop, cell.write, dict(cell.reads))
+            self._starts.insert(place, address)
+            cell.stop = address
 
-    def _split(self, address: int) -> int:
-        """The cell that begins at an address, made if there is none."""
-        cell = bisect_left(self._starts, address)
-        if cell == len(self._starts) or self._starts[cell] != address:
-            self._starts.insert(cell, address)
-            self._writes.insert(cell, self._writes[cell - 1])
-            self._reads.insert(cell, dict(self._reads[cell - 1]))
-        return cell
+    def _joined(self, cells: list[_Cell]) -> _Cell:
+        """Neighbouring cells as one."""
+        first, *others = cells
+        if others:
+            place = bisect_right(self._starts, first.start)
+            del self._starts[place : place + len(others)]
+            for cell in others:
+                del self._cells[cell.start]
+            first.stop = others[-1].stop
+        return first
+
+
+def _conflicts(cell: _Cell) -> list[tuple[int, int]]:
+    """What a write of it conflicts with, with its address."""
+    found = [(earlier, cell.start) for earlier in cell.reads.values()]
+    if cell.write >= 0:
+        found.append((cell.write, cell.start))
+    return found

@@ -77,6 +77,13 @@ def test_a_kernel_that_answers_makes_the_host_wait_and_one_that_makes_an_array_t
     assert of_kind(here, Work)[-1].writes == ranges_of(table)
 
 
+@pytest.mark.parametrize("like, waits", [(CPUDevice, 0), (CUDADevice, 1)])
+def test_the_host_waits_for_a_stream_that_asks_to_unless_that_is_a_thread_itself(like, waits):
+    here = SimulatedDevice(like)
+    here.new_stream("side").submit(here.wait_here)
+    assert len(of_kind(here, HostWait)) == waits
+
+
 def test_a_wait_refers_to_the_latest_record_before_it(here):
     gather, ready = here.new_stream("gather"), here.new_event()
     here.current_stream.wait(ready)  # never recorded: nothing to wait for

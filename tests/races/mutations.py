@@ -27,10 +27,17 @@ FILES = [
     SHARDRT / "functional" / "context.py",
 ]
 WAITS, RECORDS, BARRIERS = ("wait", "synchronize", "wait_here"), ("record",), ("barrier",)
-# What calls a wait that it is given.
-GIVEN = {("comm/links.py", "function(*args)"): "wait"}
+# What calls a wait that it is given; and a gather, which is a barrier where ranks share the memory.
+GIVEN = {
+    ("comm/links.py", "function(*args)"): "wait",
+    (
+        "fsdp/collectives.py",
+        "group.ranks.gather.all_gather(as_sent(full), stream=stream, what=group.called)",
+    ): "barrier",
+}
 
 REMOVED, LATE, EARLY = "removed", "one operation later", "one operation earlier"
+TIMES = ("one operation", "two operations", "three operations", "four operations")
 NEIGHBOUR = "of the neighbour"  # the event that another slot, group or message has in its place
 IN = "in "  # another stream
 # The streams that a file has to do with, any of which might stand for another.
@@ -116,6 +123,8 @@ class Recording:
             self.points[self.order.thread[point]].append(point)
             self._take(point, number, item)
         self.threads = {thread: number for number, thread in enumerate(self.order.threads)}
+        self.clocks = self.order.clocks()
+        self.known = {}  # races, by mutations
 
     def _take(self, point, number, item):
         order, joins = self.order, self.order.joins[point]
@@ -141,14 +150,44 @@ class Recording:
 
     def races(self, mutations=()):
         """Pairs of points that race where `mutations`, (line, kind, which) each, are made."""
+        mutations = tuple(mutations)
+        if mutations not in self.known:
+            self.known[mutations] = self._races(mutations)
+        return self.known[mutations]
+
+    def _races(self, mutations):
         joins = self._joins(mutations)
         changed = next(
             (p for p, (a, b) in enumerate(zip(joins, self.order.joins, strict=True)) if a != b), None
         )
         if changed is None and mutations:
-            return []
+            return self.races()
         clocks, thread = replace(self.order, joins=joins).clocks(), self.order.thread
         return [(pair, address) for pair, address in self.pairs if clocks[pair[1]][thread[pair[0]]] < pair[0]]
+
+    def waits_for_no_less(self, mutation, but=""):
+        """Whether whatever uses memory comes after all that it comes after without this mutation.
+
+        but: a stream that it need not come after.
+        """
+        mutated = replace(self.order, joins=self._joins([mutation])).clocks()
+        points = [point for points in self.accesses.values() for point in points]
+        return all(
+            late >= least or thread == self.order.thread[point] or self.order.threads[thread][1] == but
+            for point in points
+            if mutated[point] is not self.clocks[point]
+            for thread, (late, least) in enumerate(zip(mutated[point], self.clocks[point], strict=True))
+        )
+
+    def waits_for_the_host(self, site):
+        """Whether what was issued before each wait of the host at a site was a call of its own."""
+        return all(
+            (before := [i for i in program.items[:index] if isinstance(i, Collective)])
+            and before[-1].stream in (HOST, *program.by_host)
+            for program in self.order.programs
+            for index, item in enumerate(program.items)
+            if isinstance(item, HostWait) and item.site == site.line
+        )
 
     def told(self, race):
         (first, second), address = race
@@ -177,8 +216,8 @@ class Recording:
 
     def _record(self, point, event, item, which, latest):
         thread = self.order.thread[point]
-        if which == EARLY:
-            last = bisect_left(self.uses[thread], point) - 1
+        if operations := _operations(which, "earlier"):
+            last = bisect_left(self.uses[thread], point) - operations
             point = self._before(thread, self.uses[thread][last]) if last >= 0 else point
         elif which == NEIGHBOUR:
             event = self._next(item.site, event)
@@ -194,9 +233,9 @@ class Recording:
             return point
         if which == REMOVED:
             return None
-        if which == LATE:
-            following = bisect_right(self.accesses[thread], point)
-            if following == len(self.accesses[thread]):
+        if operations := _operations(which, "later"):
+            following = bisect_right(self.accesses[thread], point) + operations - 1
+            if following >= len(self.accesses[thread]):
                 return None
             point = self.accesses[thread][following]
         else:
@@ -232,3 +271,9 @@ class Recording:
         if site.kind == "record":
             return [REMOVED, EARLY, *others]
         return [REMOVED, *[LATE] * (HOST not in here), *others]
+
+
+def _operations(mutation, way):
+    """How many operations earlier or later it is; 0 where it is another mutation."""
+    times, _, told = (mutation or "").rpartition(" ")
+    return TIMES.index(times) + 1 if told == way else 0

@@ -1,7 +1,7 @@
 """What features of tests/fsdp/test_pairs.py issue in three steps, recorded: nothing runs.
 
-On one rank that speaks for all, or on ranks of a node that share memory; in five units or in one; with a
-first attempt at the second step that raises.
+On one rank that speaks for all, or one of each stage of a pipeline; or on ranks of a node that share memory.
+In five units or in one; with a first attempt at the second step that raises.
 """
 
 import threading
@@ -13,12 +13,14 @@ import pytest
 
 from shardrt.autograd import Function
 from shardrt.comm import init_device_mesh
+from shardrt.comm.digits import without
 from shardrt.comm.protocol import Communicator
 from shardrt.device.cpu import CPUDevice
 from shardrt.device.cuda import CUDADevice
+from shardrt.simulate.roles import roles_of
 from shardrt.simulate.script import record_of
 from tests.fsdp import paired
-from tests.fsdp.test_pairs import options_of, ranks_for
+from tests.fsdp.test_pairs import CUT, options_of, ranks_for
 
 # Values are made up, so no checkpoint can be read back.
 LEFT_OUT = {"save and load"}
@@ -60,11 +62,27 @@ class Case:
     def ranks(self):
         return int(ranks_for(self.names, self.shared or 2))
 
+    @property
+    def roles(self):
+        """The recorded ranks, each with those that it speaks for, which share no memory with it.
+
+        Where memory is shared, they are those beside it along axes that cut modules or have copies.
+        """
+        names, ranks = set(self.names), self.ranks
+        if not self.shared:
+            return roles_of(((ranks // 2, ranks),) if "pipeline" in names else (), ranks)
+        alike = ()
+        if "expert parallel" not in names:
+            cut = 2 if CUT & names else 1
+            alike = ((1, 2),) * (cut > 1)
+            if "context parallel" not in names and any(name.startswith("HYBRID") for name in names):
+                alike = ((2 * cut, 4 * cut), *alike)
+        return roles_of(without(((1, ranks),), alike), ranks)
+
 
 def recorded(case, directory):
-    """The programs of rank 0, for all ranks; of pipelines, and of ranks that share memory, of each rank."""
+    """The programs of the ranks that are recorded of a case."""
     names = tuple(name for name in case.names if name not in LEFT_OUT)
-    each = case.shared or "pipeline" in names
     mesh = partial(init_device_mesh, reduction="tree" if IN_TREES & set(names) else "nccl")
     options = options_of(names) | ({"one_unit": [True]} if case.one_unit else {})
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
@@ -78,7 +96,7 @@ def recorded(case, directory):
         return record_of(
             partial(paired.train, options, directory),
             case.ranks,
-            stands_for={rank: [rank] for rank in range(case.ranks)} if each else {0: range(case.ranks)},
+            stands_for=case.roles,
             like=CPUDevice if case.shared else case.like,
             local_size=case.ranks if case.shared else 8,
             shared=case.shared > 0,

@@ -17,6 +17,7 @@ from shardrt.fsdp import (
     buffers,
     full_parameters,
     fully_shard,
+    no_sync,
     set_find_unused_parameters,
     set_gradient_divide_factor,
 )
@@ -51,6 +52,21 @@ def trained(
         optimizer.zero_grad()
         if step == 0 and change is not None:
             change(model)
+
+
+def accumulated_later():
+    """Backwards reduce at first; then some do not, and each unit has a slot of its own for them."""
+    mesh, model = init_device_mesh("auto"), GPT(GPTConfig(3, 2, 16, 16, 16))
+    for module in (*model.blocks, model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for step in range(3):
+        if step:
+            with no_sync(model):
+                loss_of(model).backward()
+        loss_of(model).backward()
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 def freeze(model):
@@ -134,6 +150,7 @@ SCRIPTS = {
     "alone": lambda: record_of(
         lambda: trained(alone=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
     ),
+    "accumulated later": lambda: record_of(accumulated_later, 2),
     "in pieces": pieces,
     "piped": lambda: record_of(piped, 2, stands_for={0: [0], 1: [1]}),
 }

@@ -6,6 +6,7 @@ first attempt at the second step that raises in forward, in backward, in a gathe
 
 import pytest
 
+from shardrt.device.program import Collective
 from shardrt.simulate.races import races_both_ways
 from tests.fsdp.test_pairs import ALONE, TOGETHER
 from tests.races.recorded import FAILS, Case, recorded
@@ -28,25 +29,25 @@ QUICK = [case for kind in KINDS.values() for case in kind[7::40] if case.ranks <
 QUICK.append(Case(("offload parameters", "offload gradients"), fails="gather", turn=16))
 
 
-# Told though it cannot be: of a CPU, sums of gradients on the host are recorded in a stream beside it.
-_TOLD = {
-    "HYBRID_SHARD + offload gradients + recompute + fp16, scaled + pipeline + context parallel, 2 sharing": [
-        pytest.mark.slow,
-        pytest.mark.xfail(strict=True, raises=AssertionError),
-    ]
-}
-
-
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=_TOLD.get(str(case), () if case in QUICK else pytest.mark.slow))
+        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
         for case in dict.fromkeys([*QUICK, *(case for kind in KINDS.values() for case in kind)])
     ],
     ids=str,
 )
 def test_no_two_uses_of_memory_meet(case, tmp_path):
     programs = recorded(case, tmp_path)
+    ranks = {program.rank for program in programs}
+    assert all(ranks.issuperset(group) for program in programs for group in shared_by(program))
     assert sum(len(program.items) for program in programs) > 300
     found, hidden = races_both_ways(programs)
     assert not [str(race) for race in (*found, *hidden)]
+
+
+def shared_by(program):
+    """The groups of ranks that share memory: a gather of it is a barrier."""
+    called = {item.group for item in program.items if isinstance(item, Collective) and item.call == "barrier"}
+    groups = [program.groups[name] for name in called]
+    return [group.ranks for group in groups if group.role == "gather"]

@@ -1,14 +1,34 @@
 """Races of programs written by hand, told by name, and of random ones, against a search in their graph."""
 
+import threading
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.device.program import HOST, Free, Group, HostRead, HostWait, Range, Record, Take, Wait
+from shardrt import device
+from shardrt.comm import init_device_mesh
+from shardrt.device.cpu import CPUDevice
+from shardrt.device.cuda import CUDADevice
+from shardrt.device.program import (
+    HOST,
+    Collective,
+    Free,
+    Group,
+    HostRead,
+    HostWait,
+    Range,
+    Record,
+    Take,
+    Wait,
+    Work,
+)
+from shardrt.device.simulated import SimulatedDevice
 from shardrt.simulate.order import order_of
 from shardrt.simulate.races import neighbours, races, races_both_ways, without_values
+from shardrt.simulate.script import record_of
 from tests.simulate.written import Truth, Written, programs
 
 SLOT = (100, 200)
@@ -107,6 +127,45 @@ def test_what_the_host_writes_is_seen_by_all_that_is_submitted_later_and_by_noth
     program.work("copy", "upload.py:1", reads=(0, 4))
     program.host("tokens.py:2", writes=(0, 4))
     assert told(program) == [("upload.py:1", "tokens.py:2", 1)]
+
+
+@pytest.mark.parametrize("by_host, found", [(("compute",), []), ((), [("op.py", "update.py", 1)])])
+def test_what_the_host_does_itself_is_done_when_it_goes_on(by_host, found):
+    """Ops on a CPU: what the host does next needs no wait, nor what it submits; other streams do."""
+    program = Written(by_host=by_host)
+    program.work("compute", "op.py", writes=SLOT)
+    program.work(HOST, "update.py", reads=SLOT, writes=SLOT)
+    program.work("gather", "gathers.py", reads=SLOT)
+    assert told(program) == found
+    program.work("compute", "next.py", writes=SLOT)
+    (*_, race) = races([program])
+    assert (race.first.item.site, race.second.item.site) == ("gathers.py", "next.py")
+    assert race.repair.endswith("let stream compute wait for it before the second")
+
+
+def test_the_cpu_has_done_what_is_in_its_compute_stream_when_the_call_returns():
+    """So SimulatedDevice says of it that the host does it."""
+    here, ran = device.get("cpu"), []
+    here.current_stream.submit(lambda: ran.append(threading.get_ident()))
+    assert ran == [threading.get_ident()]
+    assert SimulatedDevice(CPUDevice).program.by_host == (here.current_stream.name,)
+    assert SimulatedDevice(CUDADevice).program.by_host == ()
+
+
+@pytest.mark.parametrize("like", [CPUDevice, CUDADevice])
+def test_an_array_of_the_host_is_summed_over_ranks_when_the_call_returns(like):
+    """As gradients on the host that two stages use are, and then unscaled."""
+
+    def summed():
+        mesh = init_device_mesh("auto")
+        gradient = mesh.device.pinned(64, np.float32)
+        mesh.communicator("control").all_reduce(gradient, stream=mesh.device.current_stream)
+        mesh.device.host.kernels.elementwise.unscale_(gradient, 0.5)
+
+    programs = record_of(summed, 2, stands_for={0: [0], 1: [1]}, like=like)
+    used = [item for program in programs for item in program.items if getattr(item, "writes", ())]
+    assert [type(item) for item in used] == [Collective, Work] * 2
+    assert not races(programs)
 
 
 def test_a_host_that_waits_for_one_stream_puts_what_it_submits_to_another_in_order():
@@ -313,7 +372,7 @@ def by_bytes(truth):
         read, written = truth.bytes_of(*place)
         for byte in read:
             found.add((writes.get(byte), place))
-            reads.setdefault(byte, {})[getattr(item, "stream", HOST)] = place
+            reads.setdefault(byte, {})[truth.written[0].thread(item)] = place
         for byte in written:
             found |= {(earlier, place) for earlier in (writes.get(byte), *reads.get(byte, {}).values())}
             if not isinstance(item, Free):

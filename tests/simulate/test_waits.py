@@ -247,7 +247,7 @@ def test_of_a_correct_random_program_a_needed_wait_and_no_other_can_not_be_remov
     assume(found)
     for site, (verdict, *_) in found.items():
         kept = [i for i in program.items if not (isinstance(i, Wait | HostWait) and i.site == site)]
-        less = Written()
+        less = Written(by_host=program.by_host)
         less.items = kept
         raced = bool(Truth([less]).races())
         assert raced == (verdict == NEEDED) == bool(races([less]))

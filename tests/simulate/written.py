@@ -22,8 +22,8 @@ from shardrt.device.program import (
 class Written(Program):
     """A program with a method for each item; memory is (start, stop), and every site is a word."""
 
-    def __init__(self, rank=0, world_size=1):
-        super().__init__(rank, world_size, groups={"all": Group(range(world_size))})
+    def __init__(self, rank=0, world_size=1, by_host=()):
+        super().__init__(rank, world_size, groups={"all": Group(range(world_size))}, by_host=by_host)
         self.marks, self.calls = 0, 0
 
     def work(self, stream, site, reads=(), writes=(), **facts):
@@ -55,6 +55,10 @@ class Written(Program):
     def free(self, start, site="", stream=""):
         self.items.append(Free(start, site, stream))
 
+    def thread(self, item):
+        stream = getattr(item, "stream", HOST) or HOST
+        return HOST if stream in self.by_host else stream
+
 
 def _ranges(memory):
     """Of one (start, stop) or of several."""
@@ -75,7 +79,8 @@ _accesses = st.tuples(st.lists(_memory, max_size=2), st.lists(_memory, max_size=
 @st.composite
 def programs(draw, ranks=1, length=24, wait_sites=6):
     """Programs of some ranks that share all memory: what they call together, they call in one order."""
-    written = [Written(rank, ranks) for rank in range(ranks)]
+    by_host = draw(st.sampled_from(((), ("compute",))))
+    written = [Written(rank, ranks, by_host) for rank in range(ranks)]
     for n in range(draw(st.integers(length // 2, length))):
         rank = draw(st.integers(0, ranks - 1))
         program, stream, site = written[rank], draw(_threads), f"line {n}"
@@ -186,7 +191,7 @@ class Truth:
         """Each item after the one before it in its thread, and after what the host had done."""
         rank, last = program.rank, {}
         for n, item in enumerate(program.items):
-            thread = getattr(item, "stream", HOST) or HOST
+            thread = program.thread(item)
             for phase in (0, 1):
                 self._edge((rank, n, phase), (rank, n, phase + 1))
             for before in {last.get(thread), last.get(HOST)} - {None}:
