@@ -1,11 +1,12 @@
 """What features of tests/fsdp/test_pairs.py issue in three steps, recorded: nothing runs.
 
 On one rank that speaks for all, or one of each stage of a pipeline; or on ranks of a node that share memory.
-In five units or in one; with a first attempt at the second step that raises.
+In five units or in one; with attempts that raise before the second step and before the third.
 """
 
 import threading
 import warnings
+from collections import Counter
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,17 +21,12 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.simulate.roles import roles_of
 from shardrt.simulate.script import record_of
 from tests.fsdp import paired
-from tests.fsdp.test_pairs import CUT, options_of, ranks_for
+from tests.fsdp.test_pairs import CUT, STRATEGIES, options_of, ranks_for
 
 # Values are made up, so no checkpoint can be read back.
 LEFT_OUT = {"save and load"}
 IN_TREES = {"world-invariant", "tensor-invariant"}  # sums over NCCL have to be made by the fixed tree
-FAILS = (
-    "forward",
-    "backward",
-    "gather",
-    "reduce",
-)  # the last two: in a collective in the stream of this name
+FAILS = ("forward", "backward", "gather", "reduce")  # the last two: in a collective in that stream
 _backward = paired.backward
 _calls = {"gather": Communicator.all_gather, "reduce": Communicator.reduce_scatter}
 
@@ -40,22 +36,22 @@ class Case:
     """names: the features. like: what the device stands for.
 
     shared: how many ranks along the data's axis share memory, with all others on their node; 0: none do.
-    one_unit: the model is one. fails: where the second step raises at first, one of FAILS; turn: at which of
-    the places there.
+    one_unit: the model is one. fails: of FAILS, where attempts raise: the first before the second step, the
+    next before the third, and so on by turns; turn: at which of the places there.
     """
 
     names: tuple[str, ...]
     like: type = CUDADevice
     shared: int = 0
     one_unit: bool = False
-    fails: str = ""
+    fails: tuple[str, ...] = ()
     turn: int = 0
 
     def __str__(self):
         words = [" + ".join(self.names)]
         words += [f"{self.shared} sharing"] if self.shared else []
         words += ["one unit"] if self.one_unit else []
-        words += [f"fails in {self.fails} {self.turn}"] if self.fails else []
+        words += [f"fails in {' and '.join(self.fails)} {self.turn}"] if self.fails else []
         return ", ".join(words)
 
     @property
@@ -71,12 +67,12 @@ class Case:
         names, ranks = set(self.names), self.ranks
         if not self.shared:
             return roles_of(((ranks // 2, ranks),) if "pipeline" in names else (), ranks)
-        alike = ()
-        if "expert parallel" not in names:
-            cut = 2 if CUT & names else 1
-            alike = ((1, 2),) * (cut > 1)
-            if "context parallel" not in names and any(name.startswith("HYBRID") for name in names):
-                alike = ((2 * cut, 4 * cut), *alike)
+        cut = 2 if CUT & names else 1
+        alike = ((1, 2),) * (cut > 1)
+        hybrid = [name.startswith("HYBRID") for name in names.intersection(STRATEGIES)]
+        if "expert parallel" not in names and hybrid and all(hybrid):
+            each = 2 * cut * (2 if "context parallel" in names else 1)
+            alike = ((each, 2 * each), *alike)
         return roles_of(without(((1, ranks),), alike), ranks)
 
 
@@ -118,29 +114,33 @@ class _Raises(Function):
 
 
 class _Failing(threading.local):
-    """In place of paired.backward: a rank's second call raises first, and what it has summed is forgotten."""
+    """In place of paired.backward: attempts raise before it, and what they have summed is forgotten."""
 
-    def __init__(self, where, turn):
-        self._where, self._turn = where, turn
-        self._steps = self._calls = 0  # collectives of the first step that might raise
-        self._left = -1  # before the one that raises
+    def __init__(self, fails, turn):
+        self._before = {2: fails[::2], 3: fails[1::2]}  # by step
+        self._turn = turn
+        self._steps, self._calls = 0, Counter()  # collectives of the first step that might raise
+        self._where, self._left = "", 0  # collectives before the one that raises
 
     def backward(self, model, *args):
         self._steps += 1
-        if self._steps == 2 and (self._where not in _calls or self._calls):
-            self._left = self._turn % self._calls if self._where in _calls else -1
-            hook = self._hook(model.blocks[-1 if self._turn % 2 else 0])
+        for where in self._before.get(self._steps, ()):
+            if where in _calls and not self._calls[where]:
+                continue
+            self._where, self._left = where, self._turn % (self._calls[where] or 1)
+            hook = self._hook(where, model.blocks[-1 if self._turn % 2 else 0])
             with pytest.raises(Fault):
                 _backward(model, *args)
             hook()
+            self._where = ""
             model.zero_grad()
         return _backward(model, *args)
 
-    def _hook(self, block):
+    def _hook(self, where, block):
         """Have the block raise, where it is a block that does; gives what ends that."""
-        if self._where == "forward":
+        if where == "forward":
             return block.register_forward_pre_hook(_raise).remove
-        if self._where == "backward":
+        if where == "backward":
             return block.register_forward_hook(lambda block, x, y: _Raises.apply(y)).remove
         return lambda: None
 
@@ -148,10 +148,10 @@ class _Failing(threading.local):
         """A method of communicators that raises when its turn has come."""
 
         def called(communicator, *arrays, stream, **options):
-            if stream.name == name == self._where:
-                self._calls += self._steps == 1
-                self._left -= 1
-                if self._left == -1:
+            if stream.name == name:
+                self._calls[name] += self._steps == 1
+                self._left -= name == self._where
+                if name == self._where and self._left == -1:
                     raise Fault
             call(communicator, *arrays, stream=stream, **options)
 

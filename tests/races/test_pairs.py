@@ -1,7 +1,7 @@
 """Every pair of features, recorded: no race, and none that waits for values hide.
 
-On CUDA's terms, of one rank for all; on two and four CPUs that share memory; in five units and in one; with a
-first attempt at the second step that raises in forward, in backward, in a gather or in a reduction.
+On CUDA's terms, of one rank for all; on two and four CPUs that share memory; in five units and in one; with
+attempts that raise in forward, in backward, in a gather and in a reduction.
 """
 
 import pytest
@@ -19,14 +19,11 @@ KINDS = {
     "in one unit": [Case(names, one_unit=True) for names in TOGETHER],
     "two share": [Case(names, shared=2) for names in EVERY],
     "four share": [case for names in EVERY if (case := Case(names, shared=4)).ranks > Case(names).ranks],
-    **{
-        f"raises in {place}": [Case(names, fails=place, turn=turn) for turn, names in enumerate(RAISING)]
-        for place in FAILS
-    },
+    "raise": [Case(names, fails=FAILS, turn=turn) for turn, names in enumerate(RAISING)],
 }
 QUICK = [case for kind in KINDS.values() for case in kind[7::40] if case.ranks <= 4]
 # What had a race: nobody waited for what a gather had issued before it raised.
-QUICK.append(Case(("offload parameters", "offload gradients"), fails="gather", turn=16))
+QUICK.append(Case(("offload parameters", "offload gradients"), fails=("gather",), turn=16))
 
 
 @pytest.mark.parametrize(
