@@ -2,9 +2,12 @@
 
 import json
 import os
+import re
 import signal
+import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -118,6 +121,27 @@ def test_a_killed_rank_that_its_launcher_has_not_asked_after_yet_is_not_alive(tm
         for process in alive:
             process.kill()
             process.wait()
+
+
+def test_ranks_of_other_hosts_live_if_they_go_on_while_it_listens(tmp_path, capsys, monkeypatch):
+    first, second, gone = (Recorder(tmp_path / "flight", rank, 3) for rank in range(3))
+    monkeypatch.setattr(socket, "gethostname", lambda: "elsewhere")
+    over = threading.Event()
+
+    def live():
+        while not over.wait(0.1):
+            first.beat()
+            second.beat()
+
+    beats = threading.Thread(target=live)
+    beats.start()
+    try:
+        out = told(capsys, str(tmp_path))[1]
+    finally:
+        over.set()
+        beats.join()
+    assert re.findall(r"^rank (\d) on .*: alive", out, re.M) == ["0", "1"]
+    assert f"rank {gone.rank} ended first (killed, it said nothing)" in out
 
 
 def test_a_stopped_rank_is_alive_however_long_ago_it_gave_a_sign(tmp_path, capsys, monkeypatch):

@@ -3,6 +3,7 @@
 import os
 import socket
 import time
+from collections.abc import Set
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,25 @@ from shardrt.untrusted import Refused, read_regular, strict_json
 DATA = 65  # nothing here can be read
 _LARGEST = 1 << 30  # bytes of a text
 _ALIVE = 5.0  # seconds since the last beat
+_EAR = 0.2  # seconds from look to look of one that listens
 _ASKED = "exit code 75"  # how a rank ended that was asked to stop, and has saved
 
 
-def examine(run: Path) -> dict[str, Any]:
+def examine(run: Path, listening: float = 0.0) -> dict[str, Any]:
     """Everything that is known, as JSON has it; `code` is the exit code of the command.
 
-    Raises OSError if there is no such folder.
+    listening: seconds to wait for signs of life of ranks of other hosts that have not said how they ended;
+    0: they live for 5 seconds after the last, by the clock of this host. Raises OSError if there is no such
+    folder.
     """
     if not run.is_dir():
         raise FileNotFoundError(2, "no such folder", str(run))
     folder = run / "flight"
     flights, told = read_all(folder)
+    living = {flight.rank for flight in flights if _alive(flight)}
+    if listening and (others := [flight for flight in flights if not (flight.ended or _is_here(flight))]):
+        living.difference_update(flight.rank for flight in others)
+        living |= _heard(folder, others, listening)
     if not flights and not told:
         told = [f"{folder}: no flight files"]
     hang = _text(folder / REPORT)
@@ -36,15 +44,15 @@ def examine(run: Path) -> dict[str, Any]:
         blame, behind = diagnosis.blame(flights), diagnosis.behind(flights)
     found = {
         "run": str(run),
-        "ranks": [_rank(flight, flights) for flight in flights],
+        "ranks": [_rank(flight, flights, living) for flight in flights],
         "behind": behind,
         "blame": blame if behind else "",
-        "first": first_to_end(flights) if not hang else None,
+        "first": first_to_end(flights, living) if not hang else None,
         "metrics": _metrics(run / METRICS),
         "hang": hang,
         "told": told,
     }
-    found["verdict"] = _verdict(flights, found)
+    found["verdict"] = _verdict(flights, living, found)
     well = flights and not told and all(rank["state"] in ("done", "alive") for rank in found["ranks"])
     well = well or (not told and _all_asked(flights))
     return found | {"code": DATA if not flights else 0 if well else 1}
@@ -73,14 +81,17 @@ def lines(found: dict[str, Any]) -> list[str]:
     return told + [f"warning: {line}" for line in found["told"]]
 
 
-def first_to_end(flights: list[Flight]) -> int | None:
+def first_to_end(flights: list[Flight], living: Set[int]) -> int | None:
     """The rank that ended first of those that did not end well; None if all did, or none has ended.
+
+    living: the ranks that are still there.
 
     A rank that said why comes before those that were killed with it, which say nothing. Among ranks that were
     all killed it is the one that was silent first, of those for which others wait if there are such. The
     launcher kills the others within milliseconds, so this may be wrong where several are behind.
     """
-    ended = [flight for flight in flights if not _alive(flight) and flight.ended not in ("done", _ASKED)]
+    over = [flight for flight in flights if flight.rank not in living]
+    ended = [flight for flight in over if flight.ended not in ("done", _ASKED)]
     if not ended:
         return None
     spoke = [f for f in ended if f.ended and not f.ended.startswith("hang:") and "PeerFailed" not in f.ended]
@@ -90,10 +101,10 @@ def first_to_end(flights: list[Flight]) -> int | None:
     return min(awaited or ended, key=lambda flight: flight.life).rank
 
 
-def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:
+def _verdict(flights: list[Flight], living: Set[int], found: dict[str, Any]) -> str:
     if not flights:
         return "nothing is known"
-    if not found["hang"] and all(_alive(flight) for flight in flights):
+    if not found["hang"] and len(living) == len(flights):
         return "still running"
     if _all_done(flights):
         return "done"
@@ -108,7 +119,7 @@ def _verdict(flights: list[Flight], found: dict[str, Any]) -> str:
     return "; ".join(told) or "some ranks are done, others not yet"
 
 
-def _rank(flight: Flight, flights: list[Flight]) -> dict[str, Any]:
+def _rank(flight: Flight, flights: list[Flight], living: Set[int]) -> dict[str, Any]:
     calls = flight.last_calls().values()
     entered = max(calls, key=lambda record: record.number, default=None)
     finished = [record for record in flight.records if record.state == DONE]
@@ -116,7 +127,7 @@ def _rank(flight: Flight, flights: list[Flight]) -> dict[str, Any]:
         "rank": flight.rank,
         "host": flight.host,
         "pid": flight.pid,
-        "state": _state(flight),
+        "state": _state(flight, living),
         "how": flight.ended,
         "step": flight.last.step,
         "phase": flight.last.phase,
@@ -130,8 +141,8 @@ def _rank(flight: Flight, flights: list[Flight]) -> dict[str, Any]:
     }
 
 
-def _state(flight: Flight) -> str:
-    if _alive(flight):
+def _state(flight: Flight, living: Set[int]) -> str:
+    if flight.rank in living:
         return "alive"
     if flight.ended == "done":
         return "done"
@@ -150,9 +161,25 @@ def _alive(flight: Flight) -> bool:
     if flight.ended:
         return False
     fields = _process(flight.pid)
-    if flight.host == socket.gethostname()[:64] and (not fields or fields[0] in "ZX"):
+    if _is_here(flight) and (not fields or fields[0] in "ZX"):
         return False  # or nobody has asked yet how it ended
     return time.time() - flight.life < _ALIVE or _stopped(flight, fields)
+
+
+def _is_here(flight: Flight) -> bool:
+    return flight.host == socket.gethostname()[:64]
+
+
+def _heard(folder: Path, flights: list[Flight], seconds: float) -> set[int]:
+    """Which of these ranks give a sign of life while this process listens, whatever clocks say."""
+    before = {flight.rank: flight.life for flight in flights}
+    living: set[int] = set()
+    deadline = time.monotonic() + seconds
+    while len(living) < len(flights) and time.monotonic() < deadline:
+        time.sleep(_EAR)
+        now = read_all(folder)[0]
+        living |= {each.rank for each in now if each.life != before.get(each.rank, each.life)}
+    return living
 
 
 def _process(pid: int) -> list[str]:

@@ -12,6 +12,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from shardrt.faults.reports import LISTENING
 from shardrt.tools import autopsy, hosts, machine
 from shardrt.untrusted import say
 
@@ -35,6 +36,6 @@ def doctor(options: argparse.Namespace) -> int:
     elif options.path is None:
         module, found = machine, machine.examine()
     else:
-        module, found = autopsy, autopsy.examine(options.path)
+        module, found = autopsy, autopsy.examine(options.path, LISTENING)
     say(*([json.dumps(found)] if options.json else module.lines(found)), lines=True)
     return found["code"]

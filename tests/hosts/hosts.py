@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import cache
@@ -209,8 +210,14 @@ class Hosts:
         return _counted(self.pids[host], "eth0", 0)
 
     def lost(self, host: int) -> int:
-        """Frames that a host has sent and its cable has lost."""
-        return _counted(self.pids[host], "eth0", 9) - _counted(self._holding[0].pid, f"port{host}", 1)
+        """Frames that a host has sent and its cable has lost, once what is under way has come."""
+        found = -1
+        while found != (
+            now := _counted(self.pids[host], "eth0", 9) - _counted(self._holding[0].pid, f"port{host}", 1)
+        ):
+            found = now
+            time.sleep(0.1 + 4 * self._latency)
+        return found
 
     def _inside(self, pid: int, command: list[str], lines: list[str]) -> None:
         done = subprocess.run(
