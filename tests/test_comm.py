@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -506,6 +507,26 @@ def test_ranks_share_the_cores_that_their_launcher_has(monkeypatch, own, launche
     monkeypatch.setattr(_environment, "_quota", lambda: 1000)
     monkeypatch.setenv("MPI_LOCALNRANKS", str(ranks))
     assert _environment.threads_per_rank() == threads
+
+
+def test_tasks_of_srun_share_the_cores_of_a_launcher_that_is_not_theirs_to_look_at(monkeypatch):
+    cores = {0: range(4), os.getppid(): range(64)}  # --cpus-per-task=4
+    monkeypatch.setattr(os, "sched_getaffinity", cores.get)
+    monkeypatch.setattr(_environment, "_quota", lambda: 1000)
+    for name in _environment._LOCAL_SIZE:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", "8(x2),2")
+    monkeypatch.setenv("SLURM_NODEID", "1")
+
+    def refused(path):
+        raise PermissionError(13, "slurmstepd is root's", str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", refused)
+    assert _environment.threads_per_rank() == 4
+    cores[0] = range(64)  # not bound
+    assert _environment.threads_per_rank() == 8
+    monkeypatch.setenv("SLURM_NODEID", "2")
+    assert _environment.threads_per_rank() == 32
 
 
 def python(code, **variables):

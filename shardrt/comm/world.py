@@ -15,6 +15,7 @@ from functools import cache
 from glob import glob
 from typing import Any
 
+from shardrt._environment import local_size as _ranks_of_host
 from shardrt.device import Device
 from shardrt.faults import failure, guard
 
@@ -62,7 +63,6 @@ _LAUNCHERS = (
     ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),  # srun
 )
 
-_MOST_HOSTS = 1 << 16
 _SHM = "/dev/shm"
 _MPICH_BYTES = 1_100_000  # of shared memory for each rank of a host, measured
 _UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # beyond that
@@ -107,22 +107,11 @@ def launch(environment: Mapping[str, str] = os.environ) -> Launch | None:
                 int(environment[rank]),
                 ranks,
                 int(environment.get(local_rank, 0)),
-                _local_size(environment.get(local_size, ""), environment.get("SLURM_NODEID", "0")) or ranks,
+                _ranks_of_host(environment.get(local_size, ""), environment.get("SLURM_NODEID", "0"))
+                or ranks,
                 size,
             )
     return None
-
-
-def _local_size(told: str, node: str) -> int:
-    """Ranks of this host: "4", or as Slurm says it of all hosts, "4(x2),3" for 4, 4 and 3; 0 if not said."""
-    counts: list[int] = []
-    for part in told.split(","):
-        each, _, times = part.rstrip(")").partition("(x")
-        if not each.isdigit() or not (times or "1").isdigit():
-            return 0
-        counts += [int(each)] * min(int(times or 1), _MOST_HOSTS)
-    number = int(node) if node.isdigit() else 0
-    return counts[number] if number < len(counts) else counts[0]
 
 
 @cache
@@ -158,7 +147,7 @@ def of_mpi() -> World:
         raise RuntimeError(
             f"{launched.variable}={launched.size}, but MPI here sees {MPI.COMM_WORLD.size} rank(s): the "
             f"launcher belongs to another MPI than the one mpi4py loaded ({_library(MPI)}); "
-            f"use the mpirun beside this python"
+            f"use the mpirun beside this python, or srun with --mpi=pmi2 for MPICH, --mpi=pmix for Open MPI"
         )
     if MPI.Query_thread() != MPI.THREAD_MULTIPLE:
         raise RuntimeError(

@@ -148,7 +148,7 @@ def _asked(command: list[str]) -> Any:
     """What a process answers as JSON, None for nothing; the last line that it complains with if it fails."""
     # Open MPI refuses root, and more ranks than cores, unless it is told.
     variables = dict.fromkeys(("OMPI_ALLOW_RUN_AS_ROOT", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM"), "1")
-    variables["PRTE_MCA_rmaps_default_mapping_policy"] = ":oversubscribe"
+    variables["PRTE_MCA_rmaps_default_mapping_policy"] = "slot:oversubscribe"
     paths = [str(_PACKAGE.parent), os.environ.get("PYTHONPATH", "")]
     environment = os.environ | variables | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     try:

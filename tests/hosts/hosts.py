@@ -104,6 +104,7 @@ class Hosts:
         self._shared = " ".join(str(path) for path in shared)
         self._shm = [*shm, *["256m"] * count][:count]
         self._mpirun = mpirun or ranks.own_mpirun()
+        self._is_mpich = "HYDRA" in ranks.version_of(self._mpirun)
         self._holding: list[subprocess.Popen[str]] = []
         self.pids: list[int] = []  # of the process that holds each host
 
@@ -145,6 +146,9 @@ class Hosts:
             "HOSTS_PIDS": " ".join(map("{}={}".format, self.names, self.pids)),
             "HOSTS_SLOTS": ",".join(f"{name}:{self.slots}" for name in self.names),
         }
+        if not self._is_mpich:
+            library = Path(self._mpirun).parent.parent / "lib" / "libmpi.so"
+            self.environment |= {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(library)}
 
     def _hold(self, command: list[str], **variables: str) -> int:
         """Start a process that says that it is ready, and lives until its stdin is closed."""
@@ -202,8 +206,13 @@ class Hosts:
         return ["nsenter", "--target", head, "--net", "--uts", "--mount", f"--wd={folder}", "--", *command]
 
     def launcher(self) -> list[str]:
-        """MPICH's own mpirun with what it takes to start processes on these hosts, but for their names."""
-        return [self._mpirun, "-launcher", "ssh", "-launcher-exec", str(HERE / "enter"), "-iface", "eth0"]
+        """mpirun with what it takes to start processes on these hosts, but for their names."""
+        enter = str(HERE / "enter")
+        if self._is_mpich:
+            return [self._mpirun, "-launcher", "ssh", "-launcher-exec", enter, "-iface", "eth0"]
+        command = [self._mpirun, "--allow-run-as-root", "--prtemca", "plm_ssh_agent", enter]
+        command += ["--prtemca", "prte_if_include", "eth0", "--mca", "btl_tcp_if_include", "eth0"]
+        return [*command, "--mca", "pml", "ob1"]
 
     def received(self, host: int) -> int:
         """Bytes that a host's cable has brought to it, with all headers."""

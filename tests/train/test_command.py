@@ -32,7 +32,7 @@ TINY = Config(
 OPEN_MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
 }
 STEP_LINE = re.compile(
     r"step \d/3  loss +\d+\.\d{4}  norm +\d+\.\d{3}  +\d+\.\dk? tok/s  mfu +(\d+%|--)  left +(\d+:\d\d|--)"
