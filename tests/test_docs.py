@@ -7,6 +7,7 @@ parser; one that this file does not know fails.
 import argparse
 import configparser
 import importlib
+import os
 import re
 import runpy
 import shlex
@@ -374,3 +375,27 @@ def test_the_example_says_when_a_file_is_too_short(tmp_path):
     program = [sys.executable, ROOT / "docs" / "examples" / "train_text.py", "text"]
     done = subprocess.run(program, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True)
     assert done.returncode == 2 and "has 5 bytes, and a sample 65" in done.stderr
+
+
+@pytest.mark.parametrize("code", [0, 1, 75])
+def test_the_batch_script_of_slurm_ends_as_its_run_and_is_queued_again_if_that_was_asked_to_stop(
+    tmp_path, code
+):
+    text = (ROOT / "docs" / "clusters.md").read_text()
+    (script,) = re.findall(r"^    #!/bin/bash\n((?:^    .*\n)+)", text, re.MULTILINE)
+    (tmp_path / "job").write_text(re.sub(r"^    ", "", script, flags=re.MULTILINE))
+    said = 'echo "$(basename $0) $SRUN_CPUS_PER_TASK $*" >> said\n'
+    for name, ends in (("srun", code), ("scontrol", 0)):
+        (tmp_path / name).write_text(f"#!/bin/bash\n{said}exit {ends}\n")
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / ".venv" / "bin").mkdir(parents=True)
+    (tmp_path / ".venv" / "bin" / "activate").touch()
+    environment = {
+        "PATH": f"{tmp_path}:{os.environ['PATH']}",
+        "SLURM_CPUS_PER_TASK": "4",
+        "SLURM_JOB_ID": "7",
+    }
+    assert subprocess.run(["bash", "job"], cwd=tmp_path, env=environment).returncode == code
+    srun, *more = (tmp_path / "said").read_text().splitlines()
+    assert srun.startswith("srun 4 --mpi=pmi2 python -m models.train ")
+    assert more == (["scontrol 4 requeue 7"] if code == 75 else [])

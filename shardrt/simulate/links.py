@@ -49,6 +49,9 @@ def transfer(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) -> 
 
     An all-to-all and a message are one step. A broadcast is a ring, in pieces. Inside a node what was
     measured of a call goes before.
+
+    CPUs on several nodes exchange with their counterparts, all at once (comm/hierarchical.py): each sends its
+    part of what the other nodes lack, twice in an all-reduce.
     """
     found, curve = _by_links(machine, call, nbytes, ranks), machine.collectives.calls.get(call)
     if curve and found.sent and not found.network:
@@ -67,6 +70,8 @@ def _by_links(machine: Machine, call: str, nbytes: int, ranks: Sequence[int]) ->
         return Transfer(machine.collectives.base + way.tree_latency / 2)
     if call == "broadcast":
         return way.ring(nbytes)
+    if machine.host_streams and nodes > 1:
+        return way.counterparts(rounds=2 if call == "all_reduce" else 1, sums=call != "all_gather")
     ways = way.reductions() if call == "all_reduce" else way.halves()
     return min(ways, key=lambda found: found.seconds)
 
@@ -107,6 +112,13 @@ class _Way:
         node, network = self.machine.node.latency, self.machine.network.latency
         around = (self.size - self.nodes) * node + (self.nodes - 1) * network
         return self.over(rounds * around, sent)
+
+    def counterparts(self, rounds: int, sums: bool) -> Transfer:
+        """Sums are made in a node first where it is a subtree of the tree over ranks."""
+        apart = sums and (self.each % 1 or int(self.each) & (int(self.each) - 1))
+        kept = self.each / self.size if apart else 1 / self.nodes
+        outside = rounds * self.nbytes * (1 - kept) / (1 if apart else self.each)
+        return self._of(rounds * self.machine.network.latency + self.machine.collectives.base, 0.0, outside)
 
     @property
     def tree_latency(self) -> float:

@@ -149,6 +149,7 @@ class Hosts:
         if not self._is_mpich:
             library = Path(self._mpirun).parent.parent / "lib" / "libmpi.so"
             self.environment |= {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(library)}
+            self.environment["OMPI_MCA_mpi_yield_when_idle"] = "1"  # all hosts share these cores
 
     def _hold(self, command: list[str], **variables: str) -> int:
         """Start a process that says that it is ready, and lives until its stdin is closed."""

@@ -1,4 +1,4 @@
-"""Bytes between hosts and milliseconds of a training step, by strategy.
+"""Bytes between hosts and milliseconds of a training step, by strategy: measured, by formula and simulated.
 
 `mpirun -n 4 python -m tests.hosts.steps WIDTH LAYERS STEPS STRATEGY...`: rank 0 prints a JSON line for each.
 A row of the mesh for hybrids is a host.
@@ -8,55 +8,98 @@ import json
 import os
 import sys
 import time
+from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
-from mpi4py import MPI
 
 import shardrt
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import fully_shard
-from tests.hosts.crossing import received
+from shardrt.device.cpu import CPUDevice
+from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
+from shardrt.simulate.clock import price
+from shardrt.simulate.machine import Link, Machine
+from shardrt.simulate.script import record_of
 
 
-def expected(strategy: str, nbytes: int, root: int, hosts: int, slots: int) -> float:
-    """Bytes that a host receives in a step: docs/clusters.md."""
-    if strategy == "HYBRID_SHARD":  # a sum and a gather of what each rank of a host has
+def expected(strategy: str, nbytes: int, hosts: int) -> float:
+    """Bytes that a host receives in a step: docs/clusters.md. nbytes: of parameters in float32."""
+    name, _, kind = strategy.partition("-")
+    if name == "HYBRID_SHARD":  # a sum and a gather of what each rank of a host has
         return 2 * nbytes * (hosts - 1) / hosts
-    return (3 * nbytes - root) * (hosts - 1) / hosts  # parameters are gathered twice, but the outermost unit
+    gathered = nbytes / 2 if kind else nbytes  # twice
+    return (2 * gathered + nbytes) * (hosts - 1) / hosts
+
+
+def step_of(
+    strategy: str, width: int, layers: int, device: str, hosts: int, slots: int
+) -> tuple[Callable[[], None], int]:
+    """(a training step, bytes of parameters). strategy: FULL_SHARD, or FULL_SHARD-bfloat16."""
+    strategy, _, kind = strategy.partition("-")
+    policy = MixedPrecisionPolicy(kind) if kind else None
+    mesh = init_device_mesh(device, (hosts, slots) if strategy.startswith("HYBRID") else None)
+    shardrt.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(width, width, bias=False) for _ in range(layers)))
+    nbytes = 4 * sum(parameter.size for parameter in model.parameters())
+    for layer in model:
+        fully_shard(layer, mesh=mesh, strategy=strategy, mp_policy=policy)
+    fully_shard(model, mesh=mesh, strategy=strategy, mp_policy=policy)
+    optimizer = optim.SGD(model.parameters(), lr=1e-3)
+    x = np.random.default_rng(mesh.rank).standard_normal((4, width), np.float32)
+
+    def step() -> None:
+        model(x).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step, nbytes
+
+
+def simulated(strategy: str, width: int, layers: int, network: Link, hosts: int, slots: int) -> float:
+    """Seconds of a step where hosts of these cores have such a link. bandwidth: of a rank."""
+    here, count = Machine.load("cpu-2"), hosts * slots
+    share = os.cpu_count() / count  # of its own core
+    device = replace(
+        here.device,
+        flops={kind: share * peak for kind, peak in here.device.flops.items()},
+        bandwidth=share * here.device.bandwidth,
+    )
+    machine = replace(here, device=device, network=network, ranks_per_node=slots)
+
+    def train() -> None:
+        step, _ = step_of(strategy, width, layers, "auto", hosts, slots)
+        step()
+        step()
+
+    how = {"like": CPUDevice, "local_size": slots, "shared": True, "stands_for": {0: range(count)}}
+    return price(record_of(train, count, steps=2, **how), machine).steps[0][-1]
 
 
 def main(width: str, layers: str, steps: str, *strategies: str) -> None:
+    from mpi4py import MPI
+
+    from tests.hosts.crossing import received
+
     everyone = MPI.COMM_WORLD
     slots = everyone.Split_type(MPI.COMM_TYPE_SHARED).size
     hosts = everyone.size // slots
-    x = np.random.default_rng(everyone.rank).standard_normal((4, int(width)), np.float32)
     for strategy in strategies:
-        shape = (hosts, slots) if strategy.startswith("HYBRID") else None
-        mesh = init_device_mesh("cpu", shape)
-        shardrt.manual_seed(0)
-        model = nn.Sequential(*(nn.Linear(int(width), int(width), bias=False) for _ in range(int(layers))))
-        nbytes = 4 * sum(parameter.size for parameter in model.parameters())
-        for layer in model:
-            fully_shard(layer, mesh=mesh, strategy=strategy)
-        fully_shard(model, mesh=mesh, strategy=strategy)
-        optimizer = optim.SGD(model.parameters(), lr=1e-3)
+        step, nbytes = step_of(strategy, int(width), int(layers), "cpu", hosts, slots)
         seconds = []
-        for step in range(int(steps) + 2):
+        for number in range(int(steps) + 2):
             everyone.Barrier()
-            if step == 2:
+            if number == 2:
                 before = received()
             began = time.perf_counter()
-            model(x).mean().backward()
-            optimizer.step()
-            optimizer.zero_grad()
+            step()
             everyone.Barrier()
             seconds.append(time.perf_counter() - began)
         found = {
             "strategy": strategy,
             "parameters": nbytes,
             "wire": (received() - before) / int(steps),
-            "expected": expected(strategy, nbytes, 0, hosts, slots),
+            "expected": expected(strategy, nbytes, hosts),
             "ms": round(sorted(seconds[2:])[int(steps) // 2] * 1e3, 2),
         }
         if everyone.rank == 0:

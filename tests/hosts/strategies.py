@@ -1,6 +1,7 @@
 """Digests of what each strategy trains, by rank 0: `mpirun -n 4 python -m tests.hosts.strategies PRECISION`.
 
 As `tests/mpi/test_training.py` trains them, so that runs on hosts in other layouts can be compared.
+PRECISION: float32, bfloat16, or of what is gathered and of what is reduced, float32-bfloat16.
 """
 
 import hashlib
@@ -17,7 +18,8 @@ def main(*precisions: str) -> None:
     pairs = init_device_mesh("auto", (2, flat.size // 2))
     names = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
     for precision in precisions:
-        policy = MixedPrecisionPolicy(precision) if precision != "float32" else None
+        param, _, reduce = precision.partition("-")
+        policy = MixedPrecisionPolicy(param, reduce or None) if precision != "float32" else None
         for name in names:
             mesh = pairs if name.startswith("HYBRID") else flat
             found = weights(mesh, strategy=name, mp_policy=policy)

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from tests.hosts.hosts import unavailable
+from tests.hosts.__main__ import STRATEGIES, measured
+from tests.hosts.hosts import Hosts, unavailable
 from tests.ranks import mpirun
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
@@ -29,9 +30,24 @@ def test_sums_and_gathers_send_once_per_host_what_flat_ones_send_once_per_rank(h
         assert found[call, "ours"]["across"] == (count - 1) * each
 
 
-@pytest.mark.parametrize("strategy", ["FULL_SHARD", "HYBRID_SHARD"])
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "FULL_SHARD",
+        "HYBRID_SHARD",
+        *(pytest.param(f"{name}-bfloat16", marks=pytest.mark.hosts) for name in STRATEGIES),
+    ],
+)
 def test_a_step_sends_between_hosts_what_its_strategy_says(hosts, strategy):
     done = mpirun(4, ["-m", "tests.hosts.steps", "512", "4", "3", strategy])
     assert done.returncode == 0, done.stderr
     (row,) = map(json.loads, done.stdout.splitlines())
     assert row["expected"] <= row["wire"] < (1 + HEADERS) * row["expected"], row
+
+
+@pytest.mark.hosts
+def test_a_hybrid_step_is_as_much_faster_than_a_full_one_as_is_simulated():
+    with Hosts(rate="200mbit", latency=5e-4) as made:  # so slow that it takes the time, not the cores
+        _, (full, hybrid) = measured(made, 1e-3, width=512, rounds=5)
+    ratio, simulated = full["ms"] / hybrid["ms"], full["simulated_ms"] / hybrid["simulated_ms"]
+    assert 0.85 < ratio / simulated < 1.15, (full, hybrid)

@@ -1,6 +1,7 @@
 """`shardrt doctor --hosts FILE`: hosts that fit together, and each way in which they do not."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -10,11 +11,12 @@ import pytest
 from shardrt.tools.hosts import hosts_of
 from shardrt.untrusted import Refused
 from tests.hosts.hosts import HERE, Hosts, unavailable
-from tests.ranks import clean_environment
+from tests.ranks import clean_environment, open_mpi
 
 pytestmark = pytest.mark.mpi
 MADE = pytest.mark.skipif(bool(unavailable()), reason=unavailable())
 AHEAD = "import time\n_time = time.time\ntime.time = lambda: _time() + 100\n"
+OLDER = "import platform\nplatform.python_version = lambda: '2.7.18'\n"
 
 
 def examine(made, folder, *names, **variables):
@@ -61,18 +63,27 @@ def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
 
 @MADE
 @pytest.mark.hosts
-def test_a_slow_link_a_clock_ahead_a_small_dev_shm_and_a_folder_of_its_own_are_told(tmp_path):
+def test_hosts_that_fit_by_the_launcher_of_open_mpi(tmp_path):
+    with Hosts(shared=[tmp_path], mpirun=open_mpi()) as made:
+        code, found = examine(made, tmp_path)
+    assert (code, found["lacking"]) == (0, []) and len(found["hosts"]) == 2 and len(found["pairs"]) == 1
+
+
+@MADE
+@pytest.mark.hosts
+def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_of_its_own_are_told(tmp_path):
     ahead, own = tmp_path / "ahead", tmp_path / "own"
     ahead.mkdir()
     own.mkdir()
     with Hosts(3, shared=[tmp_path], shm=["256m", "32m"]) as made:
         made.shape("50mbit", [2])
-        (tmp_path / "sitecustomize.py").write_text(AHEAD)
+        (tmp_path / "sitecustomize.py").write_text(AHEAD + OLDER)
         made.run(1, ["mount", "--bind", str(tmp_path), str(ahead)])
         made.run(2, ["mount", "-t", "tmpfs", "none", str(own)])
         code, found = examine(made, own, PYTHONPATH=f"{HERE.parent.parent}:{ahead}")
     assert code == 1
     told = "\n".join(found["lacking"])
+    assert re.search(r"hosts differ: python .*2\.7\.18.* which are of node0, node1, node2", told), told
     assert "node1: its clock is +100.0 s from that of node0" in told
     assert f"node2 does not see what node0 writes to {own}" in told
     assert "node1: /dev/shm has less than 64 MB free" in told

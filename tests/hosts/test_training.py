@@ -4,16 +4,28 @@
 """
 
 import re
+import subprocess
+import sys
 
 import pytest
 
 from shardrt.comm import create
+from shardrt.train.metrics import read_metrics
+from tests.failures.matrix import prepare
 from tests.hosts.hosts import Hosts, unavailable
 from tests.mpi.contract import digest
-from tests.ranks import mpirun, run_ranks
+from tests.ranks import ROOT, clean_environment, mpirun, mpirun_path, open_mpi, run_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 QUICK = "TestNodes and (its_bits or crosses)"
+OF_THREADS = [
+    (
+        "tests/checkpoint/test_checkpoints.py",
+        "resumed_run and (FULL_SHARD or bfloat16) or hybrid or another_model",
+    ),
+    ("tests/fsdp/test_equal_to_one_rank.py", "unsharded_model and 4- or settings and 2-"),
+    ("tests/parity/test_features.py", "twins and (2-FULL or 4-)"),
+]
 
 
 @pytest.mark.parametrize("chosen", [QUICK, pytest.param("TestNodes", marks=pytest.mark.hosts)])
@@ -26,13 +38,27 @@ def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen
 
 
 @pytest.mark.hosts
-def test_links_and_every_strategy_precision_and_offload_hold_between_hosts(hosts):
-    done = mpirun(4, ["-m", "tests.mpi", "-k", "TestLinks or test_training"], timeout=280)
+@pytest.mark.parametrize(("slots", "chosen"), [(2, "not TestNodes"), (1, "TestMPI"), (1, "not TestMPI")])
+def test_all_else_holds_between_two_hosts_of_two_ranks_and_of_one(slots, chosen):
+    """Links, every strategy, precision and offload; plain MPI's contract is that of two ranks."""
+    with Hosts(2, slots) as made, made.launching():
+        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen], timeout=280)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+def test_the_contract_and_strategies_hold_between_hosts_under_open_mpi(hosts):
+    expected = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
+    with Hosts(mpirun=open_mpi()) as made, made.launching():
+        found = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
+        assert found.returncode == 0, found.stderr
+        assert sorted(found.stdout.splitlines()) == sorted(expected.stdout.splitlines())
+        done = mpirun(4, ["-m", "tests.mpi", "-k", "TestNodes"], timeout=280)
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float32-bfloat16"])
 def test_strategies_give_the_same_bits_wherever_ranks_are(hosts, precision):
     layouts = {}
     for count, slots in ((2, 2), (4, 1), (1, 4)):
@@ -45,6 +71,47 @@ def test_strategies_give_the_same_bits_wherever_ranks_are(hosts, precision):
     for rows in layouts.values():
         assert len(rows) == 6
     assert len({row[3] for rows in layouts.values() for row in rows}) == 1
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize(("path", "chosen"), OF_THREADS)
+def test_what_threads_show_holds_for_processes_on_hosts(path, chosen):
+    """What equals one rank, PyTorch, and a run that never stopped: by the same tests, with other ranks."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.hosts.plugin", path, "-k", chosen]
+    done = subprocess.run(
+        command, capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=290
+    )
+    assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+
+
+@pytest.mark.hosts
+def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_that_loses_none(tmp_path):
+    prepare(tmp_path)
+    found = {}
+    for name, how in (("whole", {}), ("lossy", {"loss": 0.01, "latency": 5e-4})):
+        with Hosts(shared=[tmp_path], **how) as made, made.launching():
+            command = [
+                mpirun_path(),
+                "-n",
+                "4",
+                sys.executable,
+                "-m",
+                "models.train",
+                "--config",
+                "tiny.toml",
+            ]
+            command += ["--steps", "12", "--name", name, "--report.log-interval", "1"]
+            done = subprocess.run(
+                command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=140
+            )
+            assert done.returncode == 0, done.stdout + done.stderr
+            assert not how or made.lost(0) and made.lost(1)
+        run = tmp_path / "runs" / name
+        rows = [row for row in read_metrics(run / "metrics.jsonl") if row["kind"] in ("step", "evaluation")]
+        weights = {path.name: path.read_bytes() for path in run.glob("checkpoint/*.safetensors")}
+        found[name] = [(row["kind"], row["step"], row["loss"]) for row in rows], weights
+    assert len(found["whole"][0]) >= 12 and found["whole"][1]
+    assert found["lossy"] == found["whole"]
 
 
 @pytest.mark.hosts

@@ -244,6 +244,24 @@ def test_a_collective_of_80_bytes_takes_what_its_ring_takes(call, ranks, expecte
     assert found.seconds == near(expected)
 
 
+@pytest.mark.parametrize(
+    "call, ranks, each, expected",
+    [
+        ("all_gather", range(4), 2, 100 + 20),  # a half of the 80 bytes for each host, shared by two ranks
+        ("reduce_scatter", range(4), 2, 100 + 20),
+        ("all_reduce", range(4), 2, 2 * 100 + 40),
+        ("reduce_scatter", range(8), 2, 100 + 30),
+        ("reduce_scatter", (0, 2), 2, 100 + 40),
+        ("reduce_scatter", range(6), 3, 100 + 40),  # hosts are no subtrees: parts go to each rank
+        ("all_gather", range(6), 3, 100 + 40 / 3),
+        ("all_gather", range(2), 2, 1 + 4),
+    ],
+)
+def test_cpus_of_several_hosts_send_once_for_each_host(call, ranks, each, expected):
+    machine = replace(LINKS, ranks_per_node=each, host_streams=("compute",))
+    assert transfer(machine, call, 80, ranks).seconds == near(1000 + expected)
+
+
 SWITCHED = replace(LINKS, switch=Switch(latency=5.0, hop=40.0, efficiency=0.5))
 TREES = replace(LINKS, collectives=Collectives(base=1000.0, parallel_trees=2.0))
 
