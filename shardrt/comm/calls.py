@@ -12,7 +12,7 @@ import numpy as np
 
 from shardrt import dtypes
 from shardrt.comm.checks import OPS
-from shardrt.faults.failure import CollectiveMismatch, PeerFailed
+from shardrt.faults.failure import CollectiveMismatch, PeerFailed, at
 from shardrt.faults.flight import tail
 
 Call = tuple[int, int, int, int, int]  # collective and element type, count, op or root, memory, name
@@ -108,16 +108,25 @@ def describe(call: Call, names: Names, memory: bool = False) -> str:
     return f"{collective}({', '.join(facts)})"
 
 
-def mismatch(number: int, calls: Sequence[Call], names: Names) -> CollectiveMismatch:
-    """The error for ranks whose `calls` differ: it says who called what, in the same words on every rank."""
+def mismatch(
+    number: int, calls: Sequence[Call], names: Names, own: int = 0, world: Sequence[int] = ()
+) -> CollectiveMismatch:
+    """The error for ranks whose `calls` differ: it says who called what, in the same words on every rank.
+
+    own: the rank that raises it. world: their numbers among all ranks, which say on which hosts they are.
+    """
     callers: dict[Call, list[int]] = {}
     for rank, call in enumerate(calls):
         callers.setdefault(call, []).append(rank)
     alike = len({call[:3] + call[4:] for call in callers}) < len(callers)  # but for the memory
-    said = [f"{_ranks(ranks)} called {describe(call, names, alike)}" for call, ranks in callers.items()]
+    said = []
+    for call, ranks in callers.items():
+        where = at([world[rank] for rank in ranks]) if world else ""
+        said.append(f"{_ranks(ranks)} called {describe(call, names, alike)}{where}")
     more = [f"and {len(said) - _SHOWN} other calls"] if len(said) > _SHOWN else []
     return CollectiveMismatch(
-        f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}"
+        f"ranks differ in collective {number} of this communicator: {', '.join(said[:_SHOWN] + more)}",
+        speaks=own == 0,
     )
 
 

@@ -18,10 +18,13 @@ def row(received: Sequence[int], sent: Sequence[int], more: int = 0) -> np.ndarr
     return np.array([*received, *sent, more], np.int64)
 
 
-def compared(rows: Sequence[np.ndarray] | np.ndarray, number: int, what: str) -> list[list[int]]:
+def compared(
+    rows: Sequence[np.ndarray] | np.ndarray, number: int, what: str, rank: int = 0
+) -> list[list[int]]:
     """[s][r]: elements that rank s sends to rank r, from all ranks' rows.
 
-    Raises CollectiveMismatch, of collective `number` for `what`, where rank r expects another number.
+    Raises CollectiveMismatch, of collective `number` for `what`, where rank r expects another number; on
+    rank 0 it is the one that tells of it.
     """
     table = [row.tolist() for row in rows]
     ranks = len(table)
@@ -37,7 +40,8 @@ def compared(rows: Sequence[np.ndarray] | np.ndarray, number: int, what: str) ->
         name = f"(unit {what})" if what else ""
         raise CollectiveMismatch(
             f"ranks differ in collective {number} of this communicator, all_to_all{name}: "
-            f"{', '.join(said + more)}"
+            f"{', '.join(said + more)}",
+            speaks=rank == 0,
         )
     return sent
 

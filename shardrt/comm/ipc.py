@@ -127,7 +127,7 @@ class IPCCommunicator(Communicator):
         calls[:, _MEMORY] = 0  # ranks may use buffers of different places
         said = [tuple(call) for call in calls.tolist()]
         if said.count(said[0]) < self.size:
-            raise mismatch(self._sequence, said, self._names)
+            raise mismatch(self._sequence, said, self._names, self.rank)
         return places if all(places) else []
 
     def _part(self) -> None:
@@ -192,7 +192,7 @@ class IPCCommunicator(Communicator):
         rows = np.zeros((self.size, 2 * self.size + 1), np.int64)
         rows[self.rank] = counts.row(received, sent)
         self._host._all_gather(rows.reshape(-1), "")
-        return counts.compared(rows, self._sequence, what)
+        return counts.compared(rows, self._sequence, what, self.rank)
 
     def _send(self, buffer: Array, peer: int, what: str, direct: bool) -> None:
         self._staged._send(buffer, peer, what, direct)

@@ -110,7 +110,8 @@ class MPICommunicator(Communicator):
         page = self._teller.tell(notice, data, collective)
         if page.heads.count(call) < self.size:
             calls = [unpack(head) for head in page.heads]
-            raise mismatch(self._teller.sequence, calls, self._names)
+            world = [self._patience.world_rank(rank) for rank in range(self.size)]
+            raise mismatch(self._teller.sequence, calls, self._names, self.rank, world)
         if own is None:
             return []
         everyone = page.parts.copy()
@@ -229,7 +230,7 @@ class MPICommunicator(Communicator):
         if not rows:  # of many ranks nothing goes along
             rows = np.empty((self.size, row.size), np.int64)
             self._mpi.Allgather(row, rows)
-        return rows, counts.compared(rows, self._teller.sequence, what)
+        return rows, counts.compared(rows, self._teller.sequence, what, self.rank)
 
     def _send(self, buffer: np.ndarray, peer: int, what: str, direct: bool) -> None:
         self._outbox.check()

@@ -9,11 +9,12 @@ import atexit
 import fcntl
 import os
 import resource
+import socket
 import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -26,6 +27,7 @@ OUT_OF_MEMORY = 81
 HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
+_TURN = 1.0  # seconds for the rank that is to tell of what many ranks fail at
 _FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on when the job is aborted
 _SILENCE = 0.1  # seconds until a rank that has left tells those that go on
 _LEFT = 1  # tag of that message
@@ -38,7 +40,14 @@ _memory: list[Callable[[], str]] = []
 
 
 class CollectiveMismatch(RuntimeError):
-    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names."""
+    """Ranks entered one collective with different calls, dtypes, sizes, ops, roots or names.
+
+    speaks: whether this rank is to tell of it; False where rank 0 of the same ranks raises the same.
+    """
+
+    def __init__(self, told: str, speaks: bool = True) -> None:
+        super().__init__(told)
+        self.speaks = speaks
 
 
 class PeerFailed(RuntimeError):
@@ -51,12 +60,13 @@ def install_hooks(mpi: Any, node: Any) -> None:
     So do KeyboardInterrupt (exit code 130) and `sys.exit` with a code other than 0, unless all ranks call
     it; for that, `sys.exit` is replaced for the whole process. If a rank ends in another way while others
     wait for it, the others raise PeerFailed. `node` is the communicator of the ranks on this node: the first
-    of them to fail prints its traceback, the others a line each. Collective over `node`.
+    of them to fail prints its traceback, the others a line each. Of several hosts that of rank 0 goes first:
+    often ranks of all fail alike, and one message will do. Collective over both.
     """
     global _job
     if _job is not None:
         return
-    _job = _Job(mpi)
+    _job = _Job(mpi, mpi.allgather(socket.gethostname()) if node.size < mpi.size else [])
     sys.excepthook = _job.on_exception  # before anything that one rank alone may fail at
     threading.excepthook = _job.on_thread_exception
     sys.exit = _exit
@@ -117,6 +127,12 @@ def departed() -> set[int]:
     return _job.departed() if _job is not None else set()
 
 
+def at(ranks: Sequence[int]) -> str:
+    """ " on node1" for ranks that are all on one of several hosts; else ""."""
+    hosts = {_job.hosts[rank] for rank in ranks} if _job is not None and _job.hosts else ()
+    return f" on {next(iter(hosts))}" if len(hosts) == 1 else ""
+
+
 def code_of(error: BaseException) -> int:
     """The exit code for an uncaught error, by its root cause."""
     for kind, code in ((MemoryError, OUT_OF_MEMORY), (CollectiveMismatch, MISMATCH)):
@@ -138,14 +154,16 @@ def out_of_memory(error: BaseException) -> str:
 class _Job:
     """What the hooks of one process know."""
 
-    def __init__(self, mpi: Any) -> None:
+    def __init__(self, mpi: Any, hosts: Sequence[str]) -> None:
+        """hosts: by rank, where there are several."""
         self.at_end = False
+        self.hosts = hosts
         self._mpi = mpi
         self._leaving = mpi.Dup()
         self._departed: set[int] = set()
         self._farewells: list[Any] = []
         self._file = os.memfd_create("shardrt-lock")  # a disk may be full
-        self._name = f"rank {mpi.rank} of {mpi.size}"
+        self._name = f"rank {mpi.rank} of {mpi.size}{f' on {hosts[mpi.rank]}' if hosts else ''}"
         self._lock = threading.Lock()
 
     def share_lock(self, node: Any) -> None:
@@ -219,19 +237,40 @@ class _Job:
         if code == OUT_OF_MEMORY:
             how, more = "is out of memory", out_of_memory(error)
         full = f"{self._name} {how} in its {where}:\n{''.join(traceback.format_exception(error))}{more}"
-        self.end(short, code, full, last)
+        self.end(short, code, full, last, self._turn(error))
 
-    def end(self, report: str, code: int, first_report: str | None = None, how: str = "") -> None:
-        """Write `report` (or `first_report`, if this is the node's first) and end the job."""
+    def _turn(self, error: BaseException) -> float:
+        """Seconds in which the rank that is to tell of an error may end the job before this one speaks."""
+        mismatch = _root(error, CollectiveMismatch)
+        elsewhere = self.hosts and self.hosts[self._mpi.rank] != self.hosts[0]
+        last = elsewhere if mismatch is None else not mismatch.speaks
+        return _TURN if last else 0.0
+
+    def _wait_turn(self, seconds: float) -> None:
+        """Let MPI go on meanwhile: the rank that is to speak may not have this one's last message yet."""
+        deadline = time.monotonic() + seconds
+        with suppress(Exception):  # from MPI, whatever it is: this rank ends
+            while time.monotonic() < deadline:
+                self._leaving.Iprobe()
+                time.sleep(0.01)
+
+    def end(
+        self, report: str, code: int, first_report: str | None = None, how: str = "", turn: float = 0.0
+    ) -> None:
+        """Write `report` (or `first_report`, if this is the node's first) and end the job.
+
+        turn: seconds before, in which another rank may do so.
+        """
         self.at_end = True
         for witness in list(_witnesses):
             witness(how or report)
-        end = threading.Timer(_PATIENCE, os._exit, (code,))
+        end = threading.Timer(turn + _PATIENCE, os._exit, (code,))
         end.daemon = True
         try:
             end.start()
         except (RuntimeError, MemoryError):  # no memory for a thread: Abort alone has to do
             end = None
+        self._wait_turn(turn)
         with (
             self._lock,
             _locked(self._file) as first,

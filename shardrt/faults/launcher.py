@@ -4,8 +4,12 @@ Read from /proc alone, so that a look costs microseconds and needs no MPI.
 """
 
 import os
+import time
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
+
+_FORWARDING = 0.1  # seconds in which MPICH's helper passes on what was printed
 
 
 class Launcher(NamedTuple):
@@ -35,6 +39,18 @@ def find(variable: str) -> Launcher | None:
         pass
     started = _stat(pid)[2]
     return Launcher(pid, started) if started else None
+
+
+def end_job(code: int) -> None:
+    """Have MPICH end all ranks, from one on which MPI has not started, and never will.
+
+    Its helper is told in the words of PMI 1: else those that have started wait for this rank. Other launchers
+    end a job by themselves when a rank ends with a code other than 0.
+    """
+    if "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ:  # which no other sets together
+        time.sleep(_FORWARDING)
+        with suppress(OSError, ValueError):
+            os.write(int(os.environ["PMI_FD"]), f"cmd=abort exitcode={code}\n".encode())
 
 
 def _has(pid: int, variable: str) -> bool:

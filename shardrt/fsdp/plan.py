@@ -168,5 +168,6 @@ def _compare(order: list[int], units: list[Unit], control: Communicator) -> None
     names = ["no more" if index is None else units[index].label for index in pair]
     raise CollectiveMismatch(
         f"fully_shard: ranks use units in different orders: unit number {place + 1} is {names[0]} on rank 0, "
-        f"{names[1]} on rank {other}; a unit may be left out on some ranks, but not used out of order"
+        f"{names[1]} on rank {other}; a unit may be left out on some ranks, but not used out of order",
+        speaks=control.rank == 0,
     )

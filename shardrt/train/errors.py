@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.faults import launcher
 from shardrt.untrusted import say
 
 USAGE = 2  # a setting or the command line
@@ -43,10 +44,13 @@ def one_line(
     if speaker is None:
         return
     rank = launched_rank() if mesh is None else mesh.rank
-    if rank == speaker or (isinstance(failure, worlds.NoRoom) and worlds.launch().local_rank == 0):
+    no_room = isinstance(failure, worlds.NoRoom)  # on this host, and maybe on no other
+    if rank == speaker or (no_room and worlds.launch().local_rank == 0):
         if os.environ.get("SHARDRT_DEBUG"):
             traceback.print_exception(failure)
         say(f"error: {' '.join(told(failure).split())}", file=sys.stderr)
+        if no_room:
+            launcher.end_job(code)
     sys.exit(code)
 
 

@@ -26,15 +26,17 @@ CODES |= dict.fromkeys(MISMATCHES, MISMATCH) | dict.fromkeys(DIFFERENCES, DIFFER
 BUDGETS = {"set-up": "set-up", "save": "save", "eval": "evaluation"}
 # What the one message says of the rank, {}.
 MESSAGES = {
-    "raise": r"^rank {} of \d failed in its main thread:",
-    "memory": r"^rank {} of \d is out of memory in its main thread:",
+    "raise": r"^rank {} of \d(?: on \S+)? failed in its main thread:",
+    "memory": r"^rank {} of \d(?: on \S+)? is out of memory in its main thread:",
     "stop": r"^rank {}(?: on \S+)? is behind: ranks? [\d,]+ waits? in ",
     "loop": r"^rank {}(?: on \S+)? is behind: ranks? [\d,]+ waits? in ",
     **dict.fromkeys(MISMATCHES, r"CollectiveMismatch: ranks differ in collective .*rank {} called"),
     **dict.fromkeys(DIFFERENCES, r"^error: ranks differ: .*on rank {}"),
 }
 _OF_STAGE = r"behind: ranks? [\d,]+ waits? in .*recv [FB]\d+ of stage \d from rank \d"
-_FIRST_WORDS = r"^(?:hang: |error: |rank \d of \d (?:failed|is out of memory|called|was interrupted))"
+_FIRST_WORDS = (
+    r"^(?:hang: |error: |rank \d of \d(?: on \S+)? (?:failed|is out of memory|called|was interrupted))"
+)
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,10 @@ _END = """
 echo ready
 read end
 """
+# With an address of its own: else it has the lowest of its ports', and another one when that is taken out,
+# at which the other hosts would go on sending to the old one for a while.
 _HEAD = f"""{_BEGIN}
-ip link add eth0 type bridge mcast_snooping 0
+ip link add eth0 address 02:00:00:00:00:fe type bridge mcast_snooping 0
 ip addr add {_ADDRESS}254/24 dev eth0
 ip link set eth0 up
 {_END}"""
@@ -195,6 +197,10 @@ class Hosts:
     def cut(self, host: int) -> None:
         """Pull a host's cable out of the bridge. No connection is told: what is sent does not arrive."""
         self._inside(self._holding[0].pid, ["ip", "-batch", "-"], [f"link set port{host} nomaster down"])
+
+    def mend(self, host: int) -> None:
+        """Put it back."""
+        self._inside(self._holding[0].pid, ["ip", "-batch", "-"], [f"link set port{host} master eth0 up"])
 
     def run(self, host: int, command: list[str]) -> subprocess.CompletedProcess[str]:
         """A command on one host."""

@@ -15,13 +15,31 @@ from shardrt.faults.flight import read_all
 from tests.failures.matrix import LIMIT, prepare, survivors
 from tests.hosts.hosts import Hosts, unavailable
 from tests.hosts.test_doctor import AHEAD
-from tests.ranks import ROOT, clean_environment, mpirun_path
+from tests.ranks import ROOT, clean_environment, mpirun, mpirun_path
 
 pytestmark = [
     pytest.mark.mpi,
     pytest.mark.hosts,
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]
+
+
+FAIL = """
+import numpy as np
+from shardrt.comm import init_device_mesh
+mesh = init_device_mesh("cpu")
+stream = mesh.device.current_stream
+
+def wait(differs=False, comm=mesh.communicator("control")):
+    if differs:
+        comm.barrier(stream=stream)
+    comm.all_reduce(np.zeros(4, np.float32), stream=stream)
+
+def halves(differs):
+    wait(differs, mesh.communicator("control").split(mesh.rank % 2, mesh.rank))
+
+wait()
+"""
 
 
 class Job:
@@ -87,18 +105,20 @@ def folder(tmp_path_factory):
 ALL = [word for which in ("limit", "save", "evaluation") for word in (f"--watchdog.{which}", str(LIMIT))]
 
 
-def test_a_host_that_disappears_is_named_with_its_ranks(folder):
-    with started(folder, "cut", *ALL) as (made, job):
+@pytest.mark.parametrize("host", [1, 0])
+def test_a_host_that_disappears_is_named_with_its_ranks(folder, host):
+    with started(folder, f"cut-{host}", *ALL) as (made, job):
         job.until_step(3)
-        made.cut(1)
-        # MPICH's launcher may wait for ever for the host that is gone: docs/failures.md.
-        deadline = time.monotonic() + LIMIT + 30
+        made.cut(host)
+        assert job.ended(LIMIT + 30) == 124, job.err
+        gone = f"ranks {2 * host},{2 * host + 1} on node{host} are behind: node{host} does not answer"
+        (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
+        assert said.startswith(f"{gone} node{1 - host}, the link or the machine is gone"), job.err
+        assert job.err.count("hang: ") == 1, job.err
+        deadline = time.monotonic() + 30  # ranks of the other side of the cut end by themselves
         while left := [pid for rank in range(4) for pid in job.pids(rank)]:
             assert time.monotonic() < deadline, f"ranks {left} are there: {job.err}"
             time.sleep(0.1)
-        (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
-        assert said.startswith("ranks 2,3 on node1 are behind: node1 does not answer node0"), job.err
-        assert job.err.count("hang: ") == 1, job.err
 
 
 def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):
@@ -111,9 +131,10 @@ def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):
 
 
 def test_a_dev_shm_without_room_on_one_host_is_one_error_that_names_it(folder):
-    with started(folder, "full", "--watchdog.set-up", "8", shm=["256m", "256k"]) as (_, job):
-        assert job.ended(60) in (2, 124), job.err  # the others may wait for it in MPI's start until then
-        (said,) = re.findall(r"^error: .*$", job.err, re.M)
+    with started(folder, "full", shm=["256m", "256k"]) as (_, job):
+        assert job.ended(60) == 2, job.err
+        (said,) = job.err.splitlines()
+        assert said.startswith("error: /dev/shm has 256 KiB free")
         assert "of host node1" in said and "rank 2" in said
 
 
@@ -141,6 +162,26 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
     lives = [flight.life for flight in flights]
     assert max(lives) - min(lives) < 20
     assert max(flight.began for flight in flights) - min(flight.began for flight in flights) > 80
+
+
+@pytest.mark.parametrize(
+    ("end", "told"),
+    [
+        ("raise ValueError(f'boo on {mesh.rank}')", "ValueError: boo on "),
+        ("mesh.rank == 3 or wait()", "PeerFailed: rank 3 has left; rank "),
+        ("wait(mesh.rank == 3)", "CollectiveMismatch: ranks differ in collective "),
+        ("halves(mesh.rank == 3)", "CollectiveMismatch: ranks differ in collective "),
+    ],
+    ids=["raise", "leave", "differ", "differ in a group"],
+)
+def test_ranks_of_all_hosts_that_fail_alike_print_one_traceback(hosts, end, told):
+    done = mpirun(4, ["-c", f"{FAIL}{end}"])
+    assert done.returncode == (70 if "Mismatch" in told else 1), done.stderr
+    assert done.stderr.count("Traceback (most recent call last)") == 1, done.stderr
+    (first,) = re.findall(r"^rank (\d) of 4 on (node\d) failed in its main thread:$", done.stderr, re.M)
+    assert first[1] == f"node{int(first[0]) // 2}"
+    (said,) = re.findall(rf"{told}.*$", done.stderr, re.M)
+    assert "Mismatch" not in told or re.search(r"rank [13] called barrier\(\) on node1", said), said
 
 
 @pytest.mark.parametrize("rank", [1, 2])

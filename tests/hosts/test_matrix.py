@@ -5,7 +5,7 @@ import pytest
 from shardrt.faults.reports import LISTENING
 from tests.clock import whole_job
 from tests.failures.matrix import Case, check, prepare
-from tests.failures.victim import FAILURES, PHASES
+from tests.failures.victim import FAILURES, MISMATCHES, PHASES
 from tests.hosts.hosts import Hosts, unavailable
 
 pytestmark = [
@@ -14,8 +14,7 @@ pytestmark = [
     pytest.mark.skipif(bool(unavailable()), reason=unavailable()),
 ]
 CASES = [
-    *(Case(failure, PHASES[1 + number % 5], 4) for number, failure in enumerate(FAILURES)),
-    # Not those that differ in what they call: one rank of each host tells of these.
+    *(Case(failure, PHASES[1 + number % 5], 4) for number, failure in enumerate((*FAILURES, *MISMATCHES))),
     *(Case(failure, "set-up", 4) for failure in ("settings", "data", "code")),
     *(Case(*kind, 4, tp=2) for kind in (("kill", "forward"), ("loop", "backward"))),
     *(Case(*kind, 4, pp=2) for kind in (("stop", "forward"), ("raise", "backward"))),
