@@ -60,7 +60,7 @@ def _forward(
     causal: bool,
     scale: Any,
 ) -> None:
-    q, k, v, y = map(_heads, arrays[:4])
+    q, k, v, y = map(heads_of, arrays[:4])
     lse = arrays[4]
     (memory,), (bits,) = _scratch(arrays[0], arrays[1], 1)
     ready: dict[tuple[int, int], tuple] = {}
@@ -100,7 +100,7 @@ def _backward(
     scale: Any,
 ) -> None:
     dy, q, k, v, y, lse, dq, dk, dv = arrays
-    at = [_heads(x) for x in (q, k, v, dq, dk, dv)]
+    at = [heads_of(x) for x in (q, k, v, dq, dk, dv)]
     (memory, dmemory), (bits, dbits) = _scratch(q, k, 2)
     upper = np.empty((min(TILE, q.shape[2]), q.shape[3]), np.uint16)
     addresses = [x.ctypes.data for x in (memory, dmemory, bits, dbits, upper)]
@@ -151,7 +151,7 @@ def _products_backward(at: list[_Heads], rows: int, seen: int, add: bool) -> tup
     )
 
 
-def _heads(x: Array) -> _Heads:
+def heads_of(x: Array) -> _Heads:
     return _Heads(x.__array_interface__["data"][0], *x.strides[:3], x.itemsize, x.shape[3])
 
 

@@ -6,6 +6,7 @@ patches. `transpose_tile` turns a square of numbers. Starts and steps are in ele
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -14,7 +15,10 @@ from numba import types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_WIDE = binding.get_host_cpu_features().get("avx512f", False)
+_FEATURES = binding.get_host_cpu_features()
+_WIDE = _FEATURES.get("avx512f", False)
+# Whether tile_sum takes pairs of bfloat16, and nothing is faster.
+PAIRS = _WIDE and _FEATURES.get("avx512bf16", False) and not _FEATURES.get("amx-bf16", False)
 BYTES = 64 if _WIDE else 32  # of a vector register
 VECTORS = 2  # of an operand that tile_sum holds at once
 ROWS = 14 if _WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
@@ -38,21 +42,22 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
       each run of len(turns) lanes round by t: every lane meets all lanes of its run;
     - with turns that are kept apart: out[i, t, v] = a[i, v] turned(b[v], t).
 
-    a, b, out: 1-D arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
+    a, b, out: arrays of one float type. a[r, k, i] is at firsts[0] + a_starts[r] + k * steps[0] + i *
     steps[1], b[r, k] begins at firsts[1] + b_starts[r] + k * steps[2], out[i] at firsts[2] + i * steps[3]; t
     and v count vectors side by side. sizes: how many r, how many k.
+
+    With PAIRS a and b may be uint32, where out is float32: two neighbours of k in bfloat16, the first in the
+    lower bits. Then k counts pairs, and subnormal numbers count as 0.
     """
 
     def generate(context, builder, signature, arguments):
         count, columns, turns, kept = (part.count for part in signature.args[0])
-        vector = _vector(signature.args[1])
+        given, vector = _vector(signature.args[1]), _vector(signature.args[3])
         from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 1, 6)
         parts, length = cgutils.unpack_tuple(builder, arguments[6], 2)
         first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[7], 3)
         a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[8], 4)
-        kind = ir.FunctionType(vector, [vector] * 3)
-        name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
-        fma = cgutils.get_or_insert_function(builder.module, kind, name)
+        fma = _multiply_add(builder, given, vector)
         a_i, itemsize = builder.mul(a_i, _WORD(BYTES // vector.count)), _WORD(BYTES // vector.count)
         three, five = (_hidden(builder, builder.mul(a_i, _WORD(rows))) for rows in (3, 5))
         near = _WORD(0), a_i, builder.mul(a_i, _WORD(2)), three, builder.mul(a_i, _WORD(4))
@@ -78,20 +83,20 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
                 return builder.load(builder.inttoptr(place, kind.as_pointer()), align=BYTES // vector.count)
 
             def add_to(place, left, right):
-                sums[place] = builder.call(fma, [left, right, sums[place]])
+                sums[place] = fma(left, right, sums[place])
 
             def load_b(place):
-                return _load(builder, vector, from_b, at_b, place * vector.count)
+                return _load(builder, given, from_b, at_b, place * vector.count)
 
             if not turns:
                 right = [load_b(v) for v in range(columns)]
                 for i in range(count):
-                    left = _spread(builder, vector, load_a(i, vector.element, 0))
+                    left = _spread(builder, given, load_a(i, given.element, 0))
                     for v in range(columns):
                         add_to(i * columns + v, left, right[v])
                 return sums
             for v in range(columns):
-                left = [load_a(i, vector, v) for i in range(count)]
+                left = [load_a(i, given, v) for i in range(count)]
                 right = load_b(v) if kept else None
                 for t in range(turns):
                     b_now = _turned(builder, right, turns, t) if kept else load_b(t * columns + v)
@@ -154,7 +159,32 @@ def transpose_tile(typing_context, source, source_first, source_starts, target, 
     return types.void(*given), generate
 
 
+class _BFloat(ir.Type):
+    """LLVM's bfloat, which llvmlite does not have."""
+
+    def __str__(self) -> str:
+        return "bfloat"
+
+
+def _multiply_add(builder: Any, given: ir.VectorType, vector: ir.VectorType) -> Callable:
+    """(left, right, sum) -> sum + left * right, lane by lane."""
+    if given == vector:
+        kind, operand = ir.FunctionType(vector, [vector] * 3), vector
+        name = f"llvm.fma.v{vector.count}{vector.element.intrinsic_name}"
+    else:
+        operand = ir.VectorType(_BFloat(), 2 * vector.count)
+        kind = ir.FunctionType(vector, [vector, operand, operand])
+        name = "llvm.x86.avx512bf16.dpbf16ps.512"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    if given == vector:
+        return lambda left, right, total: builder.call(function, [left, right, total])
+    pairs = partial(builder.bitcast, typ=operand)
+    return lambda left, right, total: builder.call(function, [total, pairs(left), pairs(right)])
+
+
 def _vector(array: types.Array) -> ir.VectorType:
+    if array.dtype == types.uint32:
+        return ir.VectorType(ir.IntType(32), BYTES // 4)
     single = array.dtype == types.float32
     return ir.VectorType(ir.FloatType() if single else ir.DoubleType(), BYTES // (4 if single else 8))
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cpu import _attention_bits
+from shardrt.kernels.cpu import _attention_bits, _attention_pairs
 from shardrt.kernels.cpu._attention_bits import TILE, tiles
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
@@ -45,7 +45,7 @@ def forward(
     q, k and v may be uint16, the bits of bfloat16, where the rest is float32.
     """
     q, k, v = _readable(q, k, v)
-    kernel = _forward if q.dtype == y.dtype else _attention_bits.forward
+    kernel = _forward if q.dtype == y.dtype else _of_bits(q).forward
     _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets)
 
 
@@ -70,7 +70,7 @@ def backward(
     With keys that no query sees, their gradients are 0.
     """
     q, k, v = _readable(q, k, v)
-    kernel, scale = _backward if q.dtype == y.dtype else _attention_bits.backward, lse.dtype.type(scale)
+    kernel, scale = _backward if q.dtype == y.dtype else _of_bits(q).backward, lse.dtype.type(scale)
     _over_heads(kernel, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
 
 
@@ -79,6 +79,11 @@ def _readable(*arrays: Array) -> tuple[Array, ...]:
     if arrays[0].dtype != np.uint16 or onednn.library() is not None:
         return arrays
     return tuple(widened(x) for x in arrays)
+
+
+def _of_bits(q: Array) -> Any:
+    """Who multiplies bfloat16."""
+    return _attention_pairs if _attention_pairs.suits(q.shape[3]) else _attention_bits
 
 
 def _over_heads(
