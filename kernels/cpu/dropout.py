@@ -6,7 +6,7 @@ import numpy as np
 
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu.philox import words
+from shardrt.kernels.cpu.philox import MANY, make_blocks
 
 Array = Any
 
@@ -36,12 +36,18 @@ def backward(
 
 @exact
 def _apply(start, stop, x, y, threshold, scale, seed, call, offset):
-    four = np.uint64(4)
+    four, zero = np.uint64(4), x.dtype.type(0)
     first, last = offset + np.uint64(start), offset + np.uint64(stop)
-    for block in range(first // four, (last + np.uint64(3)) // four):
-        numbers = words(seed, call, np.uint64(block))
-        for lane in range(4):
-            element = np.uint64(block) * four + np.uint64(lane)
-            if first <= element < last:
-                i = np.int64(element - offset)
-                y[i] = x[i] * scale if numbers[lane] >= threshold else x.dtype.type(0)
+    made = np.empty((4, MANY), np.uint64)
+    for block in range(first // four, (last + np.uint64(3)) // four, np.uint64(MANY)):
+        make_blocks(seed, call, np.uint64(block), made)
+        begin = np.int64(np.uint64(block) * four - offset)  # of these numbers' elements, maybe before `start`
+        if start <= begin and begin + 4 * MANY <= stop:
+            given, out = x[begin : begin + 4 * MANY], y[begin : begin + 4 * MANY]
+            for j in range(MANY):
+                for lane in range(4):
+                    i = 4 * j + lane
+                    out[i] = given[i] * scale if made[lane, j] >= threshold else zero
+            continue
+        for i in range(max(start, begin), min(stop, begin + 4 * MANY)):
+            y[i] = x[i] * scale if made[(i - begin) % 4, (i - begin) // 4] >= threshold else zero
