@@ -313,26 +313,22 @@ def told(case):
 def main(backend, combinations="pairs"):
     counted = Counted()
     mesh = init_device_mesh("auto", communicator=backend)
-    hybrids = {}
     if mesh.size == 4:
-        # Not both over MPI: its ranks keep a core while they wait.
-        of = {"HYBRID_SHARD": backend, "HYBRID_SHARD_GRAD_OP": "mpi"}
-        hybrids = {name: init_device_mesh("auto", (2, 2), communicator=kind) for name, kind in of.items()}
-        cases = each_strategy(hybrids)
+        pairs, of_mpi = (init_device_mesh("auto", (2, 2), communicator=kind) for kind in (backend, "mpi"))
+        hybrids = [*each_strategy(("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP"))]
+        # Few over MPI: its ranks keep a core while they wait.
+        cases = [*((pairs, case) for case in hybrids), *((of_mpi, case) for case in hybrids[::6])]
     else:
         choose = product if combinations == "all" else pairwise
-        cases = [
-            *any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose),
-            *cut_in_modules(),
-        ]
         axes = init_device_mesh("auto", (1, 2), ("dp_shard", "tp"), communicator=backend)
+        flat = any_two(("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD"), choose)
+        cases = [*((mesh, case) for case in flat), *((axes, case) for case in cut_in_modules())]
     gc.collect()
     gc.freeze()  # modules: to look at them again for each case takes as long as the case
     taken = []
-    for case in cases:
+    for on, case in cases:
         with told(case):
-            flat = hybrids.get(case["strategy"], mesh)
-            taken.append(check(counted, axes if "cut" in case else flat, **case))
+            taken.append(check(counted, on, **case))
     for shape, wrap, staged in IN_STAGES[mesh.size]:
         piped = init_device_mesh("auto", shape, ("pp", "dp_shard"), communicator=backend, wrap=wrap)
         for case in staged:
