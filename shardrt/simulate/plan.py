@@ -4,9 +4,9 @@
     found.best[0].report.ms
 
 Each candidate is the real program, recorded and priced. Those are left out, unrecorded, of which others say
-enough (space.py): that need no less memory than one that had too little; and that can't be among the best,
-because the products of their step alone take longer, or because one that saves less memory at the cost of
-time takes longer already.
+enough (space.py): that need no less memory than one that had too little; and that can't be much faster than
+the last of the best, because one whose ranks compute no more, or that saves less memory at the cost of time,
+takes too long already.
 """
 
 from bisect import insort
