@@ -190,7 +190,8 @@ class _Search:
 
     def leave(self) -> None:
         """Simulate nothing more: of what is left, some is known to be out."""
-        self.found.left = sum(not self._left_out(candidate) for candidate in self.queue)
+        rest = (candidate for candidate in self.ordered if candidate in self.queue)
+        self.found.left = sum(not self._left_out(candidate) for candidate in rest)
 
     def _left_out(self, candidate: Candidate) -> bool:
         """Whether others say enough of it; it is put down why."""
