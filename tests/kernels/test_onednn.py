@@ -185,24 +185,23 @@ def test_a_choice_is_measured_once_and_kept_for_other_processes(kept, monkeypatc
 
 
 def test_processes_that_measure_differently_agree(kept):
-    """Four start together, each with measurements of its own; the first decides for all."""
+    """Four that begin together, each with measurements of its own; the first decides for all."""
     code = """if True:
-        import sys
+        import os
         from tests.kernels.test_onednn import compute
         from shardrt.kernels.cpu import _choice
-        way = sys.argv[1]
-        _choice._faster = lambda ways, rule, *product: way
-        print(*(compute(low, m) for low in (True, False) for m in (192, 256)))
+        for way in ("blas", "onednn") * 2:
+            if os.fork() == 0:
+                _choice._faster = lambda ways, rule, *product: way
+                told = " ".join(compute(low, m) for low in (True, False) for m in (192, 256))
+                os.write(1, f"{told}\\n".encode())
+                os._exit(0)
+        assert all(os.wait()[1] == 0 for _ in range(4))
     """
     environment = {**os.environ, "XDG_CACHE_HOME": str(kept.parents[2])}
-    command = [sys.executable, "-c", code]
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(run, [*command, way], env=environment, capture_output=True, text=True, check=True)
-            for way in ("blas", "onednn") * 2
-        ]
-        told = {job.result().stdout for job in jobs}
-    assert len(told) == 1 and len(list(kept.iterdir())) == 4
+    done = run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    told = done.stdout.splitlines()
+    assert len(told) == 4 and len(set(told)) == 1 and len(list(kept.iterdir())) == 4
 
 
 def test_sizes_that_are_about_the_same_have_one_choice(kept, monkeypatch):
