@@ -9,7 +9,7 @@ docs/checkpoints.md says what is promised when something fails in between.
 import json
 import secrets
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
@@ -18,28 +18,37 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
-from shardrt.checkpoint import rankfile
+from shardrt.checkpoint import apart, rankfile
 from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.fit import (
+    begins,
+    check_fits,
+    check_kinds,
+    named_arrays,
+    transfer,
+    transfers,
+)
 from shardrt.checkpoint.manifest import (
-    DTYPES,
     Manifest,
     SavedFile,
     SavedParameter,
     SavedPiece,
     as_read,
 )
+from shardrt.checkpoint.objects import ObjectStore
 from shardrt.checkpoint.pieces import PARAMETER, Piece, counted, pieces_of, set_steps
 from shardrt.checkpoint.snapshot import Snapshot
-from shardrt.checkpoint.store import Store, read_manifest
+from shardrt.checkpoint.store import Store
 from shardrt.comm import DeviceMesh, talk
 from shardrt.device.cpu import ThreadStream
 from shardrt.nn.module import Module, ranks_of, speaks_for_stage
 from shardrt.nn.place import along_pipeline
-from shardrt.nn.runs import overlaps
 from shardrt.nn.share import whole_shape
 from shardrt.optim.optimizer import Optimizer
 from shardrt.optim.slices import Slice
 from shardrt.untrusted import printable
+
+KINDS = ("shared", "hosts", "objects")
 
 
 class CheckpointError(RuntimeError):
@@ -54,15 +63,13 @@ class NonfiniteWeights(CheckpointError):
     """A checkpoint was not saved because weights, or the optimizer's state, are nan or infinite."""
 
 
-class OtherRun(ValueError):
-    """A checkpoint is sound, but of another model or optimizer."""
-
-
 class CheckpointManager:
     """The checkpoints of one run, in one folder. All calls are collective.
 
     What is saved, and where it is, is found at the first save: by then the model must be sharded.
-    root: the folder; rank 0's counts. Ranks on other nodes must see the same file system.
+    root: the folder; rank 0's counts. kind: "shared": all ranks see this folder. "hosts": each host has one
+    of its own there, with the files of its ranks. "objects": all see it, on a file system without a rename
+    that happens at once. docs/checkpoints.md says what is promised on which.
     keep_last: how many of the newest stay; keep_every: multiples of that step stay for ever (0: none do).
     """
 
@@ -75,16 +82,22 @@ class CheckpointManager:
         *,
         keep_last: int = 3,
         keep_every: int = 0,
+        kind: str = "shared",
         disk: Disk | None = None,
     ) -> None:
         if keep_last < 1 or keep_every < 0:
             raise ValueError(
                 f"CheckpointManager: keep_last {keep_last} must be at least 1, keep_every {keep_every} 0"
             )
-        self.store = Store(Path(root), disk)
+        if kind not in KINDS:
+            raise ValueError(f"CheckpointManager: kind {kind!r} is none of {', '.join(KINDS)}")
+        self.store = (ObjectStore if kind == "objects" else Store)(Path(root), disk)
         self._model, self._optimizer, self._mesh = model, optimizer, mesh
         self._control = mesh.communicator("control")
         self._keep = keep_last, keep_every
+        self._apart = kind == "hosts"
+        self._keeper = 0  # of this rank's folder
+        self._count = 0  # saves
         self._place: tuple[Path, str] | None = None  # where all ranks save, and the tag of this run's names
         self._found: list[tuple[Slice, int]] | None = None  # what the next two are of
         self._saved: list[Piece] = []  # what this rank saves
@@ -161,9 +174,11 @@ class CheckpointManager:
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place
-        folder = root / f".tmp-{self.store.name(step)}-{tag}"
+        folder = self.store.folder(root, step, tag)
         steps = {name: int(piece.steps[position]) for name, (piece, position) in self._counted.items()}
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
+        self._count += 1
+        save.name = self.store.file(self._mesh.rank, tag, self._count)
         save.told = steps if self._tells else {}
         try:
             pieces = self._copied() if copy else self._saved
@@ -189,16 +204,21 @@ class CheckpointManager:
         return self._snapshot.pieces
 
     def _agreed_place(self, step: int) -> tuple[Path, str]:
-        """Rank 0's folder, made where it is not there yet, and eight random digits of its own."""
+        """Rank 0's folder, or this host's, made where it is not there yet, and eight random digits."""
         error = None
-        if self._mesh.rank == 0:
+        if self._mesh.rank == 0 or self._apart:
             try:
                 self.store.begin()
             except OSError as failed:
                 error = failed
         self._agree(f"step {step} was not saved", error)
         root, tag = talk.from_first(self._control, [str(self.store.root), secrets.token_hex(4)])
-        return Path(root), tag
+        if not self._apart:
+            return Path(root), tag
+        told, self._keeper = apart.keeper(self._control, self.store.root, tag)
+        if told:
+            raise CheckpointError(f"step {step} was not saved: {'; '.join(told)}")
+        return self.store.root, tag
 
     def _advance(self, failed: bool) -> Path | None:
         """Go on when every rank has done its part: publish, then end, which gives the path."""
@@ -209,8 +229,16 @@ class CheckpointManager:
         if not save.written:
             save.written = True
             everyone = self._control.talk(save.described)
-            if self._mesh.rank == 0:  # what takes time is done in the background
+            if self._apart:
+                own = self._manifest(save, everyone).dump() if self._mesh.rank == 0 else b""
+                everyone = self._control.talk(own)[:1]
+            if self._keeps:  # what takes time is done in the background
                 save.go(lambda: self._publish(save, everyone))
+            return None
+        if self._apart and not save.published:  # by all hosts: none removes what another may need yet
+            save.published = True
+            if self._keeps:
+                save.go(lambda: self._prune(save))
             return None
         self._pending = None
         self.last_saved = save.step
@@ -218,12 +246,28 @@ class CheckpointManager:
             warnings.warn(printable(f"an old checkpoint could not be removed: {save.left}"), stacklevel=3)
         return save.folder.parent / self.store.name(save.step)
 
+    @property
+    def _keeps(self) -> bool:
+        """Whether this rank looks after the folder."""
+        return self._mesh.rank == self._keeper
+
     def _publish(self, save: "_Save", everyone: list[bytes]) -> None:
-        """The rest, on rank 0, when all files are there. Raises Damaged for what `restore` would not take."""
-        manifest = self._manifest(save, everyone)
-        _check_fits(self._model, manifest, save.folder)
-        _check_kinds(self._saved, self._optimizer, manifest, save.folder)
-        self.store.publish(save.folder, manifest)
+        """The rest, on a keeper, when all files are there. Raises Damaged for what `restore` would not take.
+
+        everyone: what all ranks have told, or, where hosts have folders of their own, rank 0's manifest.
+        """
+        if self._apart:
+            manifest = Manifest.parse(everyone[0], save.folder)
+        else:
+            manifest = self._manifest(save, everyone)
+        check_fits(self._model, manifest, save.folder)
+        check_kinds(self._saved, self._optimizer, manifest, save.folder)
+        self.store.publish(save.folder, manifest, part=self._apart)
+        if not self._apart:
+            self._prune(save)
+
+    def _prune(self, save: "_Save") -> None:
+        """Remove what is not kept, when the new one is there."""
         try:
             self.store.prune(*self._keep, save.best, newest=save.step)
         except OSError as error:
@@ -236,7 +280,7 @@ class CheckpointManager:
         steps = {name: count for *_, told in (*described, (save.steps,)) for name, count in told.items()}
         parameters = {
             name: SavedParameter(whole_shape(array), rankfile.kind_of(array.dtype))
-            for name, array in _named_arrays(self._model)
+            for name, array in named_arrays(self._model)
         }
         return Manifest(save.step, files, parameters, pieces, steps, save.extra)
 
@@ -246,9 +290,9 @@ class CheckpointManager:
         if not told:
             return
         nonfinite = any(text.partition(": ")[2].startswith("NotFinite: ") for text in told)
-        if folder is not None and self._mesh.rank == 0:
+        if folder is not None and self._keeps:
             try:
-                self.store.disk.remove(folder)
+                self.store.give_up(folder)
             except OSError:  # it goes at the next start
                 pass
         kind = NonfiniteWeights if nonfinite else CheckpointError
@@ -266,12 +310,19 @@ class CheckpointManager:
         the optimizer as it is. Raises CheckpointError if `path` is no good, or no candidate is.
         """
         self._check_ranks()
+        if self._apart and self._place is None:
+            self._place = self._agreed_place(0)
         told, candidates = self._attempt(self._candidates, path)
         if told:
             raise CheckpointError(f"{self.store.root} can't be read: {'; '.join(told)}")
+        if self._apart and path is None:  # what any host has a part of, in its own folder
+            names = {Path(each).name for those in talk.from_all(self._control, candidates) for each in those}
+            candidates = [str(self.store.root / name) for name in sorted(names, reverse=True)]
         refused = []
-        for candidate in map(Path, talk.from_first(self._control, candidates)):
-            told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
+        for candidate in map(Path, candidates if self._apart else talk.from_first(self._control, candidates)):
+            told = self._bring(candidate, weights_only) if self._apart else []
+            if not told:
+                told, manifest = self._attempt(self._checked_manifest, candidate, weights_only)
             if not told:
                 told, _ = self._attempt(self._load, candidate, manifest, weights_only)
             if not told:
@@ -287,7 +338,7 @@ class CheckpointManager:
         """What may be restored, the newest first, as rank 0 finds it in a folder that it tidies up before."""
         if path is not None:
             return [str(path)]
-        if self._mesh.rank != 0:
+        if not self._keeps:
             return []
         for left in self.store.clean():
             told = printable(f"passed over in the folder of checkpoints: {left}")
@@ -295,22 +346,29 @@ class CheckpointManager:
         return [str(folder) for _, folder in self.store.checkpoints()]
 
     def _attempt(self, function: Callable, *args: Any) -> tuple[list[str], Any]:
-        """(what went wrong on any rank, what `function` gave here). All ranks have run it when it returns."""
-        result = error = None
-        try:
-            result = function(*args)
-        except (ValueError, OSError) as failed:
-            error = failed
-        return talk.failures(self._control, error), result
+        return apart.attempt(self._control, function, *args)
+
+    def _bring(self, path: Path, weights_only: bool) -> list[str]:
+        """Have in this host's folder what its ranks need of a checkpoint; gives what went wrong."""
+
+        def wanted(manifest: Manifest) -> list[int]:
+            self._check(manifest, path, weights_only)
+            return list(transfers(self._pieces(weights_only), manifest))
+
+        return apart.bring(self._control, self.store, path, self._keeper, wanted)
 
     def _checked_manifest(self, folder: Path, weights_only: bool) -> Manifest:
-        manifest = read_manifest(folder)
-        _check_fits(self._model, manifest, folder)
+        manifest = self.store.read(folder, part=self._apart)
+        self._check(manifest, folder, weights_only)
+        return manifest
+
+    def _check(self, manifest: Manifest, folder: Path, weights_only: bool) -> None:
+        """Raise OtherRun unless it fits the model and the optimizer."""
+        check_fits(self._model, manifest, folder)
         if not weights_only:  # what was trained for a while and is frozen now keeps its moments
             kept = {piece.parameter for piece in manifest.pieces if piece.kind != PARAMETER}
             self._optimizer.take_in({id(p) for name, p in self._model.named_parameters() if name in kept})
-            _check_kinds(self._pieces(weights_only), self._optimizer, manifest, folder)
-        return manifest
+            check_kinds(self._pieces(weights_only), self._optimizer, manifest, folder)
 
     def _pieces(self, weights_only: bool) -> list[Piece]:
         """What this rank restores."""
@@ -319,13 +377,13 @@ class CheckpointManager:
     def _load(self, folder: Path, manifest: Manifest, weights_only: bool) -> None:
         """Fill this rank's pieces. Raises Damaged or OSError; what was filled until then stays."""
         for piece in self._pieces(weights_only):
-            if _begins(piece, manifest):
+            if begins(piece, manifest):
                 piece.array.fill(0)
         try:
-            for number, transfers in _transfers(self._pieces(weights_only), manifest).items():
+            for number, moves in transfers(self._pieces(weights_only), manifest).items():
                 with closing(rankfile.Reader(folder, manifest.files[number])) as reader:
-                    for saved, piece, *where in transfers:
-                        _transfer(reader, saved, piece, *where)
+                    for saved, piece, *where in moves:
+                        transfer(reader, saved, piece, *where)
         finally:  # what was filled is there, also where more was to come
             for parameter in self._model.parameters():
                 parameter.storage.modified()
@@ -346,7 +404,8 @@ class _Save:
         writer: ThreadStream | None,
     ) -> None:
         self.folder, self.step, self.extra, self.best, self.steps = folder, step, extra, best, steps
-        self.written = False  # by all ranks, as all ranks know
+        self.name = ""  # of this rank's file
+        self.written = self.published = False  # by all ranks, as all ranks know
         self.done = False
         self.error: BaseException | None = None
         self.left: OSError | None = None  # why old checkpoints are still there
@@ -375,8 +434,7 @@ class _Save:
             pass
         except FileNotFoundError:  # the run's folder was moved or removed since the last save
             self.folder.mkdir(parents=True, exist_ok=True)
-        path = self.folder / f"rank-{rank:05d}.safetensors"
-        file, saved = rankfile.write(disk, path, pieces, rank)
+        file, saved = rankfile.write(disk, self.folder / self.name, pieces, rank)
         self.described = json.dumps([asdict(file), [piece.row for piece in saved], self.told]).encode()
 
     def _do(self, part: Callable[[], None]) -> None:
@@ -385,83 +443,3 @@ class _Save:
         except BaseException as error:  # reported to all ranks by whoever waits
             self.error = error
         self.done = True
-
-
-def _transfers(
-    wanted: list[Piece], manifest: Manifest
-) -> dict[int, list[tuple[SavedPiece, Piece, int, int, int]]]:
-    """File number -> (saved piece, wanted piece, place there, place here, count), in file order."""
-    saved: dict[tuple[str, str], list[SavedPiece]] = {}
-    for piece in manifest.pieces:
-        saved.setdefault((piece.kind, piece.parameter), []).append(piece)
-    found: dict[int, list[tuple[SavedPiece, Piece, int, int, int]]] = {}
-    for piece in wanted:
-        for other in saved.get((piece.kind, piece.parameter), ()):
-            for here, there, count in overlaps(piece.part, other.runs):
-                found.setdefault(other.file, []).append((other, piece, there, here, count))
-    for transfers in found.values():
-        transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2])
-    return found
-
-
-def _transfer(
-    reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, place: int, count: int
-) -> None:
-    """Copy `count` elements of a saved piece, from its `first` on, to this rank's, from `place` on."""
-    itemsize = piece.dtype.itemsize
-    target = piece.array[place : place + count]
-    step = max(1, rankfile.BLOCK // itemsize)
-    for start in range(0, count, step):
-        part = target[start : start + step]
-        offset = saved.offset + (first + start) * itemsize
-        if isinstance(part, np.ndarray) and part.dtype == piece.dtype:
-            reader.read_into(part, offset, f"{saved.kind} {saved.parameter!r}")
-        else:
-            host = np.empty(part.size, piece.dtype)
-            reader.read_into(host, offset, f"{saved.kind} {saved.parameter!r}")
-            piece.write(place + start, host)
-
-
-def _named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
-    """Everything of a model that a checkpoint holds: parameters and buffers."""
-    yield from model.named_parameters()
-    yield from model.named_buffers()
-
-
-def _check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
-    """Raise OtherRun unless names, shapes and types are those of the model."""
-    own = {name: (whole_shape(array), array.dtype.name) for name, array in _named_arrays(model)}
-    theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
-    if own.keys() != theirs.keys():
-        missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
-        told = [f"it lacks {', '.join(missing[:10])}"] if missing else []
-        told += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
-        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(told)}")
-    for name in own:
-        if own[name] != theirs[name]:
-            raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
-
-
-def _check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, folder: Path) -> None:
-    """Raise OtherRun if the optimizer keeps something that was not saved, or does not keep what was.
-
-    Of parameters that it did not update until then it needs nothing.
-    """
-    there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
-    kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not _begins(p, manifest)}
-    names, unknown = (
-        optimizer.state_names,
-        sorted({kind for kind, _ in there} - {PARAMETER, *optimizer.state_names}),
-    )
-    missing = sorted(kept - there)
-    if missing or unknown:
-        has = f"has no {missing[0][0]!r} of {missing[0][1]!r}" if missing else f"has {unknown[0]!r}"
-        raise OtherRun(
-            f"{folder}: it was saved with another optimizer: it {has}, {type(optimizer).__name__} keeps "
-            f"{', '.join(map(repr, names)) or 'nothing'}; restore with weights_only=True"
-        )
-
-
-def _begins(piece: Piece, manifest: Manifest) -> bool:
-    """Whether this is state of a parameter that was frozen in the run that saved: it begins with zeros."""
-    return piece.kind != PARAMETER and bool(manifest.steps) and piece.parameter not in manifest.steps

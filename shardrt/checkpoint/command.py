@@ -4,18 +4,23 @@ DIR is a run, a folder of checkpoints, or one checkpoint.
 """
 
 import argparse
+import sys
 from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from shardrt.checkpoint.manifest import DTYPES, Damaged
+from shardrt.checkpoint import apart
+from shardrt.checkpoint.disk import Disk
+from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
-from shardrt.checkpoint.store import MANIFEST, Store, read_manifest, verify
+from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
+from shardrt.comm import create, talk
+from shardrt.comm import world as worlds
 from shardrt.comm.talk import differing
 from shardrt.nn.runs import spans
-from shardrt.untrusted import say
+from shardrt.untrusted import Refused, say
 
 
 class _Values:
@@ -59,6 +64,7 @@ def add_to(commands: Any) -> None:
         (diff, "compare two checkpoints: settings, shapes, values"),
         (prune, "remove all but the newest"),
         (export, "whole weights as one safetensors file"),
+        (gather, "bring the parts of a checkpoint together that hosts have in folders of their own"),
     ):
         name = "verify" if function is check else function.__name__
         action = actions.add_parser(name, help=help_text, description=help_text)
@@ -68,6 +74,9 @@ def add_to(commands: Any) -> None:
             action.add_argument("other", metavar="OTHER", type=Path)
         if function is prune:
             action.add_argument("--keep", type=_positive, default=3, metavar="N", help="how many stay (3)")
+        if function is gather:
+            told = "copies of the same folder of other hosts; none: under mpirun, a rank on each host"
+            action.add_argument("others", metavar="OTHER", type=Path, nargs="*", help=told)
         if function is export:
             action.add_argument("file", metavar="FILE", type=Path, help="a name that does not exist yet")
 
@@ -76,10 +85,12 @@ def ls(options: argparse.Namespace) -> int:
     """Print a line for each checkpoint."""
     for path in _found(options.directory):
         try:
-            manifest = read_manifest(path)
+            manifest = read_manifest(path, part=True)
             size = sum(file.bytes for file in manifest.files) / 1e6
             ranks = f"{len(manifest.files)} rank{'s' * (len(manifest.files) != 1)}"
-            say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}")
+            lacking = sum(not is_here(path, file) for file in manifest.files)
+            part = f"  a part: {lacking} of {len(manifest.files)} files are not here" if lacking else ""
+            say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}{part}")
         except (Damaged, OSError) as error:
             say(f"{path}  not whole: {error}")
     return 0
@@ -151,6 +162,48 @@ def export(options: argparse.Namespace) -> int:
     save_file(weights, options.file, metadata={"step": str(manifest.step)})
     say(f"wrote {options.file}: {len(weights)} tensors of {path}")
     return 0
+
+
+def gather(options: argparse.Namespace) -> int:
+    """Complete the newest checkpoint in DIR with files of other hosts; 65 if some are nowhere."""
+    if not options.others:
+        return _gather_over_hosts(options.directory)
+    path = _found(options.directory)[0]
+    manifest = read_manifest(path, part=True)
+    for other in options.others:
+        source = _root(other) / path.name
+        if source.is_dir() and read_manifest(source, part=True) == manifest:
+            say(f"{path}: {apart.copy(Disk(), path, source, manifest)} files from {source}")
+        else:
+            say(f"{other}: no part of {path.name} as {path} has it", file=sys.stderr)
+    return _is_whole(path, manifest)
+
+
+def _gather_over_hosts(directory: Path) -> int:
+    """On every rank: the folder of the first gets what it lacks of its newest checkpoint, as messages."""
+    if worlds.current().size == 1:
+        raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
+    control = create()
+    told, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
+    if not told:
+        path = _root(directory) / Path(talk.from_first(control, found)[0]).name
+
+        def wanted(manifest: Manifest) -> list[int]:
+            return [] if control.rank else list(range(len(manifest.files)))
+
+        told = apart.bring(control, Store(path.parent), path, control.rank, wanted)
+    if control.rank:
+        return 65 if told else 0
+    for line in told:
+        say(f"error: {line.partition(': ')[2]}", file=sys.stderr)
+    return 65 if told else _is_whole(path, read_manifest(path, part=True))
+
+
+def _is_whole(path: Path, manifest: Manifest) -> int:
+    """0, or 65 where files of a checkpoint are not here, which are told."""
+    lacking = [file.name for file in manifest.files if not is_here(path, file)]
+    say(f"{path}  a part: {', '.join(lacking)} are not here" if lacking else f"{path}  whole")
+    return 65 if lacking else 0
 
 
 def _root(directory: Path) -> Path:

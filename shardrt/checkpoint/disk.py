@@ -70,6 +70,10 @@ class Disk:
         """Give `old` another name, at once. `new` must not exist, or be an empty directory."""
         os.rename(old, new)
 
+    def remove_file(self, path: Path) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
     def remove(self, path: Path) -> None:
         """Remove a directory with all that is in it."""
         shutil.rmtree(path)

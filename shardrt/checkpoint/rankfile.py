@@ -143,6 +143,10 @@ class Reader:
             out[done : done + count] = np.frombuffer(block, np.uint8, count, inside)
             done += count
 
+    def block(self, number: int) -> bytes:
+        """The block of this number."""
+        return self._verified(number, "")
+
     def verify(self) -> None:
         """Read every block."""
         for number in range(len(self._saved.blocks)):

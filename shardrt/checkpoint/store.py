@@ -12,14 +12,14 @@ from contextlib import closing
 from pathlib import Path
 
 from shardrt.checkpoint.disk import Disk
-from shardrt.checkpoint.manifest import LARGEST, SMALL, Damaged, Manifest
+from shardrt.checkpoint.manifest import LARGEST, SMALL, Damaged, Manifest, SavedFile
 from shardrt.checkpoint.rankfile import Reader
 
 MANIFEST = "manifest.json"
-_STEP = re.compile(r"step-(\d{8,18})")
+STEP = re.compile(r"step-(\d{8,18})")
 _REPLACED = ".replaced-"
-_MADE_WAY = re.compile(rf"\.replaced-({_STEP.pattern})")
-_LEFT = re.compile(rf"\.tmp-{_STEP.pattern}-[0-9a-f]{{8}}|\.trash-{_STEP.pattern}")
+_MADE_WAY = re.compile(rf"\.replaced-({STEP.pattern})")
+_LEFT = re.compile(rf"\.tmp-{STEP.pattern}-[0-9a-f]{{8}}|\.trash-{STEP.pattern}")
 
 
 class Store:
@@ -33,24 +33,32 @@ class Store:
         """Make the folder, and those above it, where they are not there. Raises OSError."""
         missing = [path for path in (self.root, *self.root.parents) if not path.exists()]
         for path in reversed(missing):
-            self.disk.make_directory(path)
+            try:
+                self.disk.make_directory(path)
+            except FileExistsError:  # another rank was sooner
+                if not path.is_dir():
+                    raise
             self.disk.sync_directory(path.parent)
 
-    def publish(self, temporary: Path, manifest: Manifest) -> Path:
+    def folder(self, root: Path, step: int, tag: str) -> Path:
+        """Where, below `root`, checkpoint `step` is written; the tag is that of this run's names."""
+        return root / f".tmp-{self.name(step)}-{tag}"
+
+    def file(self, rank: int, tag: str, save: int) -> str:
+        """The name of a rank's file in the save of this number."""
+        return f"rank-{rank:05d}.safetensors"
+
+    def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
 
         Only what `read_manifest` takes is published. A checkpoint of the same step that is there already
-        makes way; `prune` removes it. Raises OSError; Damaged if it can't be read back.
+        makes way; `prune` removes it. part: files of other hosts are not here. Raises OSError; Damaged if it
+        can't be read back.
         """
-        data, target = manifest.dump(), self.root / self.name(manifest.step)
+        target = self.root / self.name(manifest.step)
         replaced = self.root / f"{_REPLACED}{target.name}"
-        file = self.disk.create(temporary / MANIFEST)
-        try:
-            self.disk.write(file, memoryview(data))
-            self.disk.sync(file)
-        finally:
-            self.disk.close(file)
-        if read_manifest(temporary) != manifest:
+        self._write_manifest(temporary, manifest)
+        if read_manifest(temporary, part) != manifest:
             raise Damaged(f"{temporary / MANIFEST}: it reads back as something else than what was written")
         self.disk.sync_directory(temporary)
         if _ours(target):
@@ -67,9 +75,26 @@ class Store:
         self.disk.sync_directory(self.root)
         return target
 
+    def read(self, path: Path, part: bool = False) -> Manifest:
+        """As `read_manifest`."""
+        return read_manifest(path, part)
+
+    def give_up(self, folder: Path) -> None:
+        """Remove what was begun and will not be published. Raises OSError."""
+        self.disk.remove(folder)
+
+    def _write_manifest(self, folder: Path, manifest: Manifest) -> None:
+        data = manifest.dump()
+        file = self.disk.create(folder / MANIFEST)
+        try:
+            self.disk.write(file, memoryview(data))
+            self.disk.sync(file)
+        finally:
+            self.disk.close(file)
+
     def checkpoints(self) -> list[tuple[int, Path]]:
         """(step, directory) of all that were published, the newest first."""
-        return sorted(((int(found[1]), path) for path, found in self._named(_STEP)), reverse=True)
+        return sorted(((int(found[1]), path) for path, found in self._named(STEP)), reverse=True)
 
     def clean(self) -> list[OSError]:
         """Remove what a process that is gone has left half written or half deleted; undo half a replacement.
@@ -78,7 +103,7 @@ class Store:
         """
         told = self._remove_replaced()
         for path in sorted(self.root.iterdir()) if self.root.is_dir() else ():
-            if any(kind.fullmatch(path.name) for kind in (_STEP, _MADE_WAY, _LEFT)) and not _ours(path):
+            if any(kind.fullmatch(path.name) for kind in (STEP, _MADE_WAY, _LEFT)) and not _ours(path):
                 told.append(NotADirectoryError(20, "No folder, so none of ours", str(path)))
         for path, found in self._named(_MADE_WAY):
             if not (self.root / found[1]).exists():
@@ -149,10 +174,17 @@ def _tried(operation: Callable, *paths: Path) -> list[OSError]:
     return []
 
 
-def read_manifest(path: Path) -> Manifest:
+def is_here(path: Path, file: SavedFile) -> bool:
+    """Whether a file of a checkpoint, of its length, is in this directory."""
+    place = path / file.name
+    return not place.is_symlink() and place.is_file() and place.stat().st_size == file.bytes
+
+
+def read_manifest(path: Path, part: bool = False) -> Manifest:
     """The manifest of the checkpoint in directory `path`, checked against the sizes of its files.
 
-    Raises Damaged, naming file and fault; FileNotFoundError where there is no checkpoint.
+    part: some of them may be on other hosts. Raises Damaged, naming file and fault; FileNotFoundError where
+    there is no checkpoint.
     """
     file = path / MANIFEST
     if file.is_symlink() or not file.is_file():
@@ -164,6 +196,8 @@ def read_manifest(path: Path) -> Manifest:
     manifest = Manifest.parse(file.read_bytes(), file)
     for saved in manifest.files:
         place = path / saved.name
+        if part and not place.exists():
+            continue
         if place.is_symlink() or not place.is_file():
             raise Damaged(f"{place}: it is missing")
         if place.stat().st_size != saved.bytes:

@@ -37,9 +37,10 @@ _LONGEST = 60.0  # seconds between two starts
 _VAIN = 3  # starts in a row that save nothing, after which there is no other
 _ANSWER = 2.0  # seconds for a host
 _LOOK = 0.2
-_ENDING = (
-    10.0  # seconds for a launcher to end when its watchdog has: it waits for ever for a host that is gone
-)
+_SIGNS = 1.0  # seconds between two looks at the ranks' signs of life
+# Seconds without any after which a launcher is ended, which waits for ever for a host that is gone: when its
+# watchdog has spoken, and when none has (the job was about to start) and a host does not answer.
+_ENDING, _SILENCE = 10.0, 30.0
 _FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 
 
@@ -65,7 +66,8 @@ def run(options: argparse.Namespace) -> int:
         tell = _Log(options.log, start)
         tell(f"starts{' without ' + ', '.join(lost) if lost else ''}: {' '.join(words)}", "start", lost=lost)
         before, began = newest(folder), time.time()
-        code = _one(words, folder)
+        known = reach.addresses({host: None for host in command.hosts if host not in lost})
+        code = _one(words, folder, known)
         saved = newest(folder)
         vain = 0 if saved > before else vain + 1
         wait = options.back_off if saved > before else min(2 * wait, _LONGEST)
@@ -111,26 +113,28 @@ def _now(command: Command, least: int) -> tuple[list[str], list[str]]:
     return words, lost
 
 
-def _one(words: list[str], folder: Path) -> int:
+def _one(words: list[str], folder: Path, known: dict[str, str]) -> int:
     """One start, to its end; gives the exit code. Signals go on to the launcher.
 
-    A launcher may wait for ever for a host that is gone: it is ended when the watchdog has spoken and no rank
-    has given a sign of life for a while.
+    known: its hosts, and their addresses.
     """
     report, began = folder / "flight" / REPORT, time.time()
     job = subprocess.Popen(words)
     handlers = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _FORWARDED}
     signs: list[float] = []
-    quiet = time.monotonic()
+    quiet = looked = time.monotonic()
     try:
         while (code := job.poll()) is None:
             time.sleep(_LOOK)
-            if _changed(report) < began:
+            if time.monotonic() < looked + _SIGNS:
                 continue
+            looked = time.monotonic()
             now = [flight.beat_monotonic for flight in read_all(folder / "flight")[0]]
             if now != signs:
-                signs, quiet = now, time.monotonic()
-            if time.monotonic() - quiet > _ENDING:
+                signs, quiet = now, looked
+            spoken = _changed(report) >= began
+            silent = looked - quiet > _SILENCE and known.keys() - reach.answering(known, _ANSWER)
+            if silent or (spoken and looked - quiet > _ENDING):
                 return failure.HANG
         return code if code >= 0 else 128 - code
     finally:

@@ -43,6 +43,14 @@ class Algorithm(Enum):
     lion = "lion"
 
 
+class Folder(Enum):
+    """What the folder of checkpoints is."""
+
+    shared = "shared"  # the same on all hosts
+    hosts = "hosts"  # each host has its own
+    objects = "objects"  # the same on all, without a rename that happens at once: a bucket behind a mount
+
+
 class Schedule(Enum):
     """How the learning rate falls after the warm-up."""
 
@@ -301,6 +309,7 @@ class CheckpointConfig:
     keep_last: int = 3  # the newest ones that stay
     keep_every: int = 0  # multiples of this step stay for ever; 0 for none
     in_background: bool = True  # write while training goes on; needs 12 bytes per element of this rank
+    folder: Folder = Folder.shared  # or hosts: one each; objects: a bucket behind a mount
     stop_after: float = 0  # minutes, after which the run saves and exits with code 75; 0 for no limit
 
     def __post_init__(self) -> None:

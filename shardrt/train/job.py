@@ -11,7 +11,7 @@ from shardrt import device, nn, optim, random
 from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
-from shardrt.comm.talk import differences, differing, from_all
+from shardrt.comm.talk import differences, differing, from_all, from_first
 from shardrt.faults import failure
 from shardrt.faults.watchdog import Watch
 from shardrt.fsdp import (
@@ -85,8 +85,9 @@ def run_on(mesh: DeviceMesh, recipe: Recipe, watch: Watch) -> None:
 def go(job: "Job", plan: MemoryPlan, began: float) -> None:
     """What is left when the run has its directory: resume, train, save, finish."""
     recipe, mesh, model, run, watch = job.recipe, job.mesh, job.model, job.run, job.watch
-    with one_line(DATA, mesh):
-        check_shared(mesh, run.directory)
+    if recipe.checkpoint.folder is not settings.Folder.hosts:
+        with one_line(DATA, mesh):
+            check_shared(mesh, run.directory)
     with one_line(DATA, mesh, kinds=(CheckpointError,)):
         first, told = resume(job)  # before anything of a run that was there is changed
     if mesh.world.device is None:
@@ -323,8 +324,14 @@ def job_of(recipe: Recipe, mesh: DeviceMesh, task: Task, model: nn.Module, run: 
     """The run's optimizer, loss scale and checkpoints, with everything that they work on."""
     optimizer = optimizer_of(recipe, model)
     scaler = optim.GradScaler(enabled=recipe.precision.param is settings.Precision.float16)
-    kept = {"keep_last": recipe.checkpoint.keep_last, "keep_every": recipe.checkpoint.keep_every}
+    kept: dict[str, Any] = {
+        "keep_last": recipe.checkpoint.keep_last,
+        "keep_every": recipe.checkpoint.keep_every,
+    }
+    kept["kind"] = recipe.checkpoint.folder.value
     folder = (run.directory or Path()) / "checkpoints"  # rank 0's counts
+    if recipe.checkpoint.folder is settings.Folder.hosts:  # all look at that place, each on its host
+        folder = Path(from_first(mesh.communicator("control"), str(folder)))
     checkpoints = CheckpointManager(folder, model, optimizer, mesh, **kept)
     ranks = Ranks(mesh, lambda: sum(watch.recorder.inside.values()))
     origin = {"config": settings.plain(recipe), "data": task.facts(), "versions": versions()}

@@ -43,5 +43,5 @@ def check_shared(mesh: DeviceMesh, directory: Path | None) -> None:
         raise ValueError(
             f"{Path(told).parent} is not the same folder on all hosts: {ranks(missing, hosts)} "
             f"{'does' if len(missing) == 1 else 'do'} not see what rank 0 on {hosts[0]} has written there; "
-            f"a run needs a folder that all hosts share"
+            f"a run needs a folder that all hosts share, or checkpoint.folder hosts"
         )

@@ -17,7 +17,9 @@ STEPS = 6
 BATCHES = batches(STEPS, size=24)
 
 
-def made(root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=None, **settings):
+def made(
+    root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=None, kind="shared", **settings
+):
     """(model, optimizer, checkpoints) of this rank."""
     mesh = init_device_mesh("auto", shape)
     shardrt.manual_seed(3)
@@ -28,7 +30,7 @@ def made(root, disk=None, keep_last=3, keep_every=0, sgd=False, net=Net, shape=N
         model,
         optimizer,
         CheckpointManager(
-            root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, disk=disk
+            root, model, optimizer, mesh, keep_last=keep_last, keep_every=keep_every, kind=kind, disk=disk
         ),
     )
 

@@ -1,0 +1,99 @@
+"""Whether a checkpoint is one of this model and optimizer, and which saved elements a rank needs of it."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from shardrt.checkpoint import rankfile
+from shardrt.checkpoint.manifest import DTYPES, Manifest, SavedPiece
+from shardrt.checkpoint.pieces import PARAMETER, Piece
+from shardrt.nn.module import Module
+from shardrt.nn.runs import overlaps
+from shardrt.nn.share import whole_shape
+from shardrt.optim.optimizer import Optimizer
+
+
+class OtherRun(ValueError):
+    """A checkpoint is sound, but of another model or optimizer."""
+
+
+def transfers(
+    wanted: list[Piece], manifest: Manifest
+) -> dict[int, list[tuple[SavedPiece, Piece, int, int, int]]]:
+    """File number -> (saved piece, wanted piece, place there, place here, count), in file order."""
+    saved: dict[tuple[str, str], list[SavedPiece]] = {}
+    for piece in manifest.pieces:
+        saved.setdefault((piece.kind, piece.parameter), []).append(piece)
+    found: dict[int, list[tuple[SavedPiece, Piece, int, int, int]]] = {}
+    for piece in wanted:
+        for other in saved.get((piece.kind, piece.parameter), ()):
+            for here, there, count in overlaps(piece.part, other.runs):
+                found.setdefault(other.file, []).append((other, piece, there, here, count))
+    for transfers in found.values():
+        transfers.sort(key=lambda transfer: transfer[0].offset + transfer[2])
+    return found
+
+
+def transfer(
+    reader: rankfile.Reader, saved: SavedPiece, piece: Piece, first: int, place: int, count: int
+) -> None:
+    """Copy `count` elements of a saved piece, from its `first` on, to this rank's, from `place` on."""
+    itemsize = piece.dtype.itemsize
+    target = piece.array[place : place + count]
+    step = max(1, rankfile.BLOCK // itemsize)
+    for start in range(0, count, step):
+        part = target[start : start + step]
+        offset = saved.offset + (first + start) * itemsize
+        if isinstance(part, np.ndarray) and part.dtype == piece.dtype:
+            reader.read_into(part, offset, f"{saved.kind} {saved.parameter!r}")
+        else:
+            host = np.empty(part.size, piece.dtype)
+            reader.read_into(host, offset, f"{saved.kind} {saved.parameter!r}")
+            piece.write(place + start, host)
+
+
+def named_arrays(model: Module) -> Iterator[tuple[str, Any]]:
+    """Everything of a model that a checkpoint holds: parameters and buffers."""
+    yield from model.named_parameters()
+    yield from model.named_buffers()
+
+
+def check_fits(model: Module, manifest: Manifest, folder: Path) -> None:
+    """Raise OtherRun unless names, shapes and types are those of the model."""
+    own = {name: (whole_shape(array), array.dtype.name) for name, array in named_arrays(model)}
+    theirs = {name: (p.shape, DTYPES[p.dtype]) for name, p in manifest.parameters.items()}
+    if own.keys() != theirs.keys():
+        missing, extra = sorted(own.keys() - theirs.keys()), sorted(theirs.keys() - own.keys())
+        told = [f"it lacks {', '.join(missing[:10])}"] if missing else []
+        told += [f"this model lacks {', '.join(extra[:10])}"] if extra else []
+        raise OtherRun(f"{folder}: it does not fit this model: {'; '.join(told)}")
+    for name in own:
+        if own[name] != theirs[name]:
+            raise OtherRun(f"{folder}: parameter {name!r} is {theirs[name]} there and {own[name]} here")
+
+
+def check_kinds(wanted: list[Piece], optimizer: Optimizer, manifest: Manifest, folder: Path) -> None:
+    """Raise OtherRun if the optimizer keeps something that was not saved, or does not keep what was.
+
+    Of parameters that it did not update until then it needs nothing.
+    """
+    there = {(piece.kind, piece.parameter) for piece in manifest.pieces}
+    kept = {(p.kind, p.parameter) for p in wanted if p.kind != PARAMETER and not begins(p, manifest)}
+    names, unknown = (
+        optimizer.state_names,
+        sorted({kind for kind, _ in there} - {PARAMETER, *optimizer.state_names}),
+    )
+    missing = sorted(kept - there)
+    if missing or unknown:
+        has = f"has no {missing[0][0]!r} of {missing[0][1]!r}" if missing else f"has {unknown[0]!r}"
+        raise OtherRun(
+            f"{folder}: it was saved with another optimizer: it {has}, {type(optimizer).__name__} keeps "
+            f"{', '.join(map(repr, names)) or 'nothing'}; restore with weights_only=True"
+        )
+
+
+def begins(piece: Piece, manifest: Manifest) -> bool:
+    """Whether this is state of a parameter that was frozen in the run that saved: it begins with zeros."""
+    return piece.kind != PARAMETER and bool(manifest.steps) and piece.parameter not in manifest.steps
