@@ -17,11 +17,12 @@ from tests.hosts.hosts import Hosts
 from tests.hosts.steps import simulated
 from tests.ranks import mpirun
 
+WIDTH = 1024
 STRATEGIES = ("FULL_SHARD", "HYBRID_SHARD")
 
 
 def measured(
-    hosts: Hosts, latency: float, *, width: int = 1024, layers: int = 8, rounds: int = 7
+    hosts: Hosts, latency: float, *, megabytes: int = 16, layers: int = 8, rounds: int = 7
 ) -> tuple[list[dict], list[dict]]:
     """(sums and gathers, steps); latency: seconds from host to host. Raises AssertionError."""
 
@@ -31,12 +32,12 @@ def measured(
         assert done.returncode == 0, done.stderr
         return [json.loads(line) for line in done.stdout.splitlines()]
 
-    calls = rows("tests.hosts.crossing", str(16 * (width / 1024) ** 2), str(rounds))
-    steps = rows("tests.hosts.steps", str(width), str(layers), str(rounds), *STRATEGIES)
+    calls = rows("tests.hosts.crossing", str(megabytes), str(rounds))
+    steps = rows("tests.hosts.steps", str(WIDTH), str(layers), str(rounds), *STRATEGIES)
     (gather,) = (row for row in calls if (row["call"], row["way"]) == ("all_gather", "ours"))
     network = Link(latency, gather["across"] / (gather["ms"] / 1e3 - latency))
     for row in steps:
-        seconds = simulated(row["strategy"], width, layers, network, len(hosts.names), hosts.slots)
+        seconds = simulated(row["strategy"], WIDTH, layers, network, len(hosts.names), hosts.slots)
         row |= {"simulated_ms": round(1e3 * seconds, 2), "error": round(1e3 * seconds / row["ms"] - 1, 4)}
     return calls, steps
 
