@@ -163,12 +163,12 @@ def _run(stream: str, label: str, function: Callable, args: tuple) -> None:
         function(*args)
 
 
-def _lies_in_pages(array: Array) -> bool:
-    """Whether `buffer` has made it, and nobody else shares its memory."""
+def _buffer_of(array: Array) -> pages.Buffer | None:
+    """What `buffer` has made it of; None for memory of others."""
     base = array.base
     while isinstance(base, np.ndarray):
         base = base.base
-    return isinstance(base, pages.Buffer)
+    return base if isinstance(base, pages.Buffer) else None
 
 
 def finish_streams() -> None:
@@ -237,11 +237,12 @@ class CPUDevice(Device):
         )
 
     def lend_pages(self, array: Array) -> None:
-        if LENDS and _lies_in_pages(array):
-            pages.lend(array.ctypes.data, array.nbytes, first=True)
+        buffer = _buffer_of(array)
+        if LENDS and buffer is not None:
+            pages.lend(buffer.mapping, array.ctypes.data, array.nbytes, first=True)
 
     def take_pages(self, array: Array) -> None:
-        if LENDS and _lies_in_pages(array):
+        if LENDS and _buffer_of(array) is not None:
             pages.take(array.ctypes.data, array.nbytes)
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:

@@ -9,6 +9,7 @@ with zeros first. What is lent has no values any more.
 import ctypes
 import mmap
 import threading
+import weakref
 from collections import OrderedDict
 
 import numpy as np
@@ -24,7 +25,7 @@ class Mapping:
     Raises MemoryError where there are none.
     """
 
-    __slots__ = ("region", "memory", "address", "size")
+    __slots__ = ("region", "start", "address", "size", "__weakref__")
 
     def __init__(self, size: int) -> None:
         room = size + HUGE if size >= HUGE else size
@@ -32,13 +33,12 @@ class Mapping:
             region = mmap.mmap(-1, room, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         except OSError as error:
             raise MemoryError(f"no memory for an array of {size} bytes: {error.strerror}") from error
-        self.region, self.memory = region, np.frombuffer(region, np.uint8)
-        start = self.memory.ctypes.data
-        self.address = -(-start // HUGE) * HUGE if size >= HUGE else start
+        self.region, self.start = region, np.frombuffer(region, np.uint8).ctypes.data
+        self.address = -(-self.start // HUGE) * HUGE if size >= HUGE else self.start
         self.size = size
         whole = size // HUGE * HUGE  # the rest in small pages: less than a huge one is needed
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE, self.address - start, whole)
+            region.madvise(mmap.MADV_HUGEPAGE, self.address - self.start, whole)
 
     def take(self) -> None:
         """It is about to be written."""
@@ -46,11 +46,7 @@ class Mapping:
 
     def lend(self) -> None:
         """Nobody needs it."""
-        lend(self.address, self.size)
-
-    def __del__(self) -> None:
-        if hasattr(self, "size"):
-            forget(self.address, self.size)
+        lend(self, self.address, self.size)
 
 
 class Segment:
@@ -61,7 +57,7 @@ class Segment:
     def __init__(self) -> None:
         self.mapping = Mapping(SEGMENT)
         self.end = self.mapping.address  # of the parts
-        self.users: dict[int, int] = {}  # place of a huge page -> parts on it that are needed
+        self.users: dict[int, set[int]] = {}  # place of a huge page -> parts on it in use
 
     def part(self, size: int) -> "Part | None":
         """One more, of whole pages; None if it has no room."""
@@ -83,28 +79,27 @@ class Part:
     def take(self) -> None:
         """It is about to be written."""
         with _lock:
-            users = self.segment.users
             for place in self._places():
-                users[place] = users.get(place, 0) + 1
-                if users[place] == 1:
+                users = self.segment.users.setdefault(place, set())
+                users.add(self.address)
+                if len(users) == 1:
                     take(place, HUGE)
 
     def lend(self) -> None:
         """Nobody needs it."""
         with _lock:
-            users = self.segment.users
             for place in self._places():
-                users[place] -= 1
-                if not users[place]:
-                    lend(place, HUGE)
+                users = self.segment.users[place]
+                users.discard(self.address)
+                if not users:
+                    lend(self.segment.mapping, place, HUGE)
 
     def _places(self) -> range:
         return range(self.address // HUGE * HUGE, self.address + self.size, HUGE)
 
     def __del__(self) -> None:
         mapping = self.segment.mapping
-        offset = self.address - mapping.memory.ctypes.data
-        mapping.region.madvise(mmap.MADV_DONTNEED, offset, self.size)
+        mapping.region.madvise(mmap.MADV_DONTNEED, self.address - mapping.start, self.size)
 
 
 class Buffer:
@@ -118,15 +113,16 @@ class Buffer:
         self.__array_interface__ = {"data": data, "shape": (nbytes,), "typestr": "|u1", "version": 3}
 
 
-_lent: OrderedDict[int, None] = OrderedDict()  # addresses; who takes has the first
-_lock = threading.RLock()  # __del__ may run inside, in the same thread
+# Place of a huge page -> the mapping that it is of, which may be gone; who takes has the first.
+_lent: OrderedDict[int, weakref.ref[Mapping]] = OrderedDict()
+_lock = threading.RLock()  # __del__ may run inside, in the same thread, between any two steps
 
 
-def lend(address: int, nbytes: int, *, first: bool = False) -> None:
+def lend(owner: Mapping, address: int, nbytes: int, *, first: bool = False) -> None:
     """Nobody needs what is there until it has been taken back, if with other values. first: give it first."""
     with _lock:
         for place in _whole(address, nbytes):
-            _lent[place] = None
+            _lent[place] = weakref.ref(owner)
             if first:
                 _lent.move_to_end(place, last=False)
 
@@ -135,27 +131,25 @@ def take(address: int, nbytes: int) -> None:
     """What is there is about to be written: it gets its own pages back, or others that are lent."""
     with _lock:
         for place in _whole(address, nbytes):
-            if place in _lent:
-                del _lent[place]
-            elif _lent:
-                _move(_lent.popitem(last=False)[0], place)
+            if _lent.pop(place, None) is None:
+                _give(place)
 
 
-def forget(address: int, nbytes: int) -> None:
-    """What is there is not to be given to anybody."""
-    with _lock:
-        for place in _whole(address, nbytes):
-            _lent.pop(place, None)
+def _give(target: int) -> None:
+    """Move a page there from the first who still has one."""
+    while _lent:
+        source, found = _lent.popitem(last=False)
+        owner = found()  # stays as long as this name
+        if owner is not None:
+            _remap(
+                source, HUGE, HUGE, _MOVE, target
+            )  # else, where the system can't, both keep what they have
+            return
 
 
 def _whole(address: int, nbytes: int) -> range:
     """Where huge pages begin that lie inside."""
     return range(-(-address // HUGE) * HUGE, address + nbytes - HUGE + 1, HUGE)
-
-
-def _move(source: int, target: int) -> None:
-    """Without effect where the system can't: then both keep what they have."""
-    _remap(source, HUGE, HUGE, _MOVE, target)
 
 
 _remap = ctypes.CDLL(None).mremap
