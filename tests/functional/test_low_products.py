@@ -6,10 +6,11 @@ import pytest
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.plans import plan_of
-from shardrt import Tensor, nn
+from shardrt import Tensor, device, nn
 from shardrt import functional as F
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
+from shardrt.functional._again import Again
 from shardrt.kernels import cpu as K
 from shardrt.kernels import determinism, onednn
 from shardrt.parallel import parallelize_module, set_tensor_invariant
@@ -195,3 +196,82 @@ def test_convolutions_read_bits_and_follow_those_in_float32(monkeypatch):
         far = np.linalg.norm(low[name] - true) / np.linalg.norm(true)
         assert far < 0.02, f"{name}: {far:.1e}"
         assert far > 0 or name == "2.bias"  # whose gradient is a sum of what nobody rounds
+
+
+def test_backward_finds_two_bytes_of_each_number_it_needs():
+    shardrt.manual_seed(3)
+    model = Layer()
+    fully_shard(model, mesh=init_device_mesh("auto"), mp_policy=MixedPrecisionPolicy("bfloat16", "float32"))
+    x = Tensor(np.ones((ROWS, TIME, WIDTH), np.float32), requires_grad=True)
+    down = model(x).node
+    while type(down).__name__ != "Linear":  # what leaves the unit has a node of its own
+        down = down.edges[0].node
+    up = down.edges[0].node
+    attention = up.edges[0].node
+    qkv, y, *_ = attention.saved
+    assert {qkv.dtype, y.dtype, up.saved[3].dtype} == {np.dtype(np.uint16)}
+    assert up.saved[0].array() is y and isinstance(down.saved[0], Again)
+    np.testing.assert_array_equal(down.saved[0].array(), F.gelu(unpacked(up.saved[3]), "tanh").data)
+
+
+def test_a_gelu_reads_the_bits_that_are_kept():
+    random = np.random.default_rng(0)
+    x, weight, bias, dy = (
+        random.standard_normal(s).astype(np.float32) for s in ((9, 8), (40, 8), 40, (9, 40))
+    )
+    inner, dinner = np.empty((2, 9, 40), np.uint16)
+    y, dbias = np.empty((9, 40), np.float32), np.empty(40, np.float32)
+    K.linear.forward_gelu(x, weight, bias, inner, y)
+    sums = np.empty_like(y)
+    K.linear.forward(x, weight, None, sums)
+    exact = rounded(sums + bias)
+    np.testing.assert_array_equal(unpacked(inner).data, exact)
+    expected, again = np.empty_like(y), np.empty_like(y)
+    K.activation.gelu_tanh_forward(exact.reshape(-1), expected.reshape(-1))
+    K.activation.gelu_tanh_forward(inner.reshape(-1), again.reshape(-1))
+    np.testing.assert_array_equal(y, again)
+    np.testing.assert_allclose(y, expected, rtol=0, atol=1e-6)
+    K.linear.backward_gelu(dy, inner, dinner, dbias, False)
+    slope, sums = np.empty_like(y), np.empty_like(dbias)
+    K.linear.backward_gelu(dy, exact, slope, sums, False)
+    np.testing.assert_allclose(unpacked(dinner).data, slope, rtol=2**-8, atol=1e-6)
+    np.testing.assert_allclose(dbias, sums, rtol=1e-5, atol=1e-5)
+
+
+def unpacked(bits):
+    x = np.empty(bits.shape, np.float32)
+    K.cast.unpack(bits.reshape(-1), x.reshape(-1), "bfloat16")
+    return Tensor(x)
+
+
+class Head(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter((1000, WIDTH), init=nn.init.Normal(0.0, 0.3))
+
+    def forward(self, x, targets):
+        return F.linear_cross_entropy(x, self.weight, targets, chunk=0)
+
+
+def head(policy):
+    """(loss, gradients of x and of the weight, most bytes at once)."""
+    shardrt.manual_seed(3)
+    model = Head()
+    fully_shard(model, mesh=init_device_mesh("auto"), mp_policy=policy)
+    random = np.random.default_rng(0)
+    x = Tensor(random.standard_normal((512, WIDTH)).astype(np.float32), requires_grad=True)
+    targets = random.integers(0, 1000, 512)
+    targets[100:110] = -100
+    device.current().reset_peak()
+    loss = model(x, targets)
+    most = device.current().peak_bytes()
+    loss.backward()
+    return float(loss.item()), x.grad, model.weight.grad.copy(), most
+
+
+def test_a_head_keeps_two_bytes_of_the_gradient_of_each_logit():
+    (loss, *found, most), (true, *exact, _) = head(MixedPrecisionPolicy("bfloat16", "float32")), head(None)
+    assert loss == pytest.approx(true, rel=2e-3)
+    for far, near in zip(found, exact, strict=True):
+        assert np.linalg.norm(far - near) < 0.01 * np.linalg.norm(near)
+    assert most < 1.1 * ((2 * 512 + 4 * 128) * 1000 + (4 + 2) * 512 * WIDTH)
