@@ -155,7 +155,7 @@ class Device(ABC):
         return array
 
     def settle(self) -> None:  # noqa: B027
-        """Forward and backward have run: what only loading their kernels took may go."""
+        """A step's kernels have run: what only loading them took may go."""
 
     def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
         """An optimizer has issued all of a step: to a device that keeps books."""

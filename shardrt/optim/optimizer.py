@@ -127,7 +127,6 @@ class Optimizer:
             with autograd.enable_grad():
                 loss = closure()
         self.take_in()
-        self._device.settle()
         here = []
         for piece in self.slices:
             if not piece.storage.applied and piece.storage.gradient is not None:
@@ -242,6 +241,7 @@ class Optimizer:
             if cut.rows:  # this rank holds something of it
                 self.update(self._device.kernels, piece.update(ranges[start:stop], rounded))
             piece.storage.modified(rounded)
+            self._device.settle()  # the first has loaded the kernel, the others' state is not in memory yet
 
     def _rounds(self, piece: Slice) -> bool:
         return self.rounds and piece.storage.may_write_rounded()
