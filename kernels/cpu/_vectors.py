@@ -16,12 +16,12 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 _FEATURES = binding.get_host_cpu_features()
-_WIDE = _FEATURES.get("avx512f", False)
-# Whether tile_sum takes pairs of bfloat16, and nothing is faster.
-PAIRS = _WIDE and _FEATURES.get("avx512bf16", False) and not _FEATURES.get("amx-bf16", False)
-BYTES = 64 if _WIDE else 32  # of a vector register
+WIDE = _FEATURES.get("avx512f", False)
+# Whether tile_sum takes pairs of bfloat16, and the processor has nothing faster.
+PAIRS = WIDE and _FEATURES.get("avx512bf16", False) and not _FEATURES.get("amx-bf16", False)
+BYTES = 64 if WIDE else 32  # of a vector register
 VECTORS = 2  # of an operand that tile_sum holds at once
-ROWS = 14 if _WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
+ROWS = 14 if WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
 _WORD = ir.IntType(64)
 
 

@@ -3,7 +3,8 @@
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
 exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
-keys and values (Ainslie et al., GQA, 2023). Products of bfloat16 are those of _attention_bits.py.
+keys and values (Ainslie et al., GQA, 2023). On processors with AVX-512 the products are our own, in smaller
+tiles (_attention_rows.py, of bfloat16 _attention_pairs.py); else those of bfloat16 are in _attention_bits.py.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cpu import _attention_bits, _attention_pairs
+from shardrt.kernels.cpu import _attention_bits, _attention_pairs, _attention_rows
 from shardrt.kernels.cpu._attention_bits import TILE, tiles
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 from shardrt.kernels.cpu._threads import run_rows, threads
@@ -45,7 +46,7 @@ def forward(
     q, k and v may be uint16, the bits of bfloat16, where the rest is float32.
     """
     q, k, v = _readable(q, k, v)
-    kernel = _forward if q.dtype == y.dtype else _of_bits(q).forward
+    kernel = _forward if (own := _own(q)) is None else own.forward
     _over_heads(kernel, q, k, (q, k, v, y, lse), causal, lse.dtype.type(scale), starts, offsets)
 
 
@@ -70,8 +71,9 @@ def backward(
     With keys that no query sees, their gradients are 0.
     """
     q, k, v = _readable(q, k, v)
-    kernel, scale = _backward if q.dtype == y.dtype else _of_bits(q).backward, lse.dtype.type(scale)
-    _over_heads(kernel, q, k, (dy, q, k, v, y, lse, dq, dk, dv), causal, scale, starts, offsets)
+    kernel = _backward if (own := _own(q)) is None else own.backward
+    arrays = (dy, q, k, v, y, lse, dq, dk, dv)
+    _over_heads(kernel, q, k, arrays, causal, lse.dtype.type(scale), starts, offsets)
 
 
 def _readable(*arrays: Array) -> tuple[Array, ...]:
@@ -81,9 +83,11 @@ def _readable(*arrays: Array) -> tuple[Array, ...]:
     return tuple(widened(x) for x in arrays)
 
 
-def _of_bits(q: Array) -> Any:
-    """Who multiplies bfloat16."""
-    return _attention_pairs if _attention_pairs.suits(q.shape[3]) else _attention_bits
+def _own(q: Array) -> Any:
+    """The module that computes it in other ways than the products of this one, if one does."""
+    if q.dtype == np.uint16:
+        return _attention_pairs if _attention_pairs.suits(q.shape[3]) else _attention_bits
+    return _attention_rows if _attention_rows.suits(q.shape[3], q.dtype) else None
 
 
 def _over_heads(

@@ -1,0 +1,91 @@
+"""attention's own products (_attention_rows.py, _attention_pairs.py) beside those of BLAS and oneDNN."""
+
+import numpy as np
+import pytest
+
+from shardrt.kernels import cpu as K
+from shardrt.kernels import onednn
+from shardrt.kernels.cpu import _attention_pairs, _attention_rows, _vectors
+from tests.gradcheck import normal
+
+PAIRS = _vectors.PAIRS and onednn.computes_bf16()
+KINDS = [
+    pytest.param(False, marks=pytest.mark.skipif(not _vectors.WIDE, reason="needs AVX-512"), id="float32"),
+    pytest.param(
+        True, marks=pytest.mark.skipif(not PAIRS, reason="needs AVX512-BF16, oneDNN"), id="bfloat16"
+    ),
+]
+
+
+def heads(low, *shape, seed):
+    """(batch, heads, time, width) of normal numbers as a linear layer leaves them, in float32 or as bits."""
+    numbers = normal(*shape, seed=seed).astype(np.float32)
+    if not low:
+        return numbers.transpose(0, 2, 1, 3)
+    bits = np.empty(shape, np.uint16)
+    K.cast.pack(numbers.reshape(-1), bits.reshape(-1), "bfloat16")
+    return bits.transpose(0, 2, 1, 3)
+
+
+def run(dy, q, k, v, **how):
+    """y, lse, dq, dk, dv."""
+    y, dq = (np.full(dy.shape, np.nan, np.float32) for _ in range(2))
+    dk, dv = (np.full(k.shape, np.nan, np.float32) for _ in range(2))
+    lse = np.full(dy.shape[:3], np.nan, np.float32)
+    K.attention.forward(q, k, v, y, lse, **how)
+    K.attention.backward(dy, q, k, v, y, lse, dq, dk, dv, **how)
+    return y, lse, dq, dk, dv
+
+
+DOCUMENTS = np.stack([np.repeat([0, 40, 101], [40, 61, 29]), np.zeros(130, np.int64)])
+
+
+@pytest.mark.parametrize("low", KINDS)
+@pytest.mark.parametrize(
+    "time, keys, width, kv_heads, how",
+    [
+        (1, 2, 64, 2, {"causal": False}),
+        (37, 37, 32, 1, {"causal": True}),
+        (130, 130, 64, 2, {"causal": True, "starts": DOCUMENTS}),
+        (64, 200, 96, 1, {"causal": True, "offsets": (30, 100)}),
+        (66, 77, 64, 2, {"causal": False}),
+        (9, 3, 128, 1, {"causal": False}),
+    ],
+)
+def test_what_libraries_compute(monkeypatch, low, time, keys, width, kv_heads, how):
+    dy, q = (heads(kind, 2, time, 2, width, seed=kind) for kind in (False, low))
+    k, v = (heads(low, 2, keys, kv_heads, width, seed=seed) for seed in (2, 3))
+    found = run(dy, q, k, v, scale=width**-0.5, **how)
+    for module in (_attention_pairs, _attention_rows):
+        monkeypatch.setattr(module, "suits", lambda *_: False)
+    # Probabilities in bfloat16 that differ in their last bit in float32 may be rounded apart.
+    limit = 2e-3 if low else 1e-5
+    for mine, other in zip(found, run(dy, q, k, v, scale=width**-0.5, **how), strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=limit * np.abs(other).max())
+
+
+@pytest.mark.parametrize("low", KINDS)
+def test_beside_float64(low):
+    dy, *given = (heads(False, 1, 75, 2, 64, seed=seed) for seed in range(4))
+    found = run(dy, *(heads(low, 1, 75, 2, 64, seed=seed) for seed in (1, 2, 3)), causal=True, scale=0.125)
+    dy, q, k, v = (x.astype(np.float64) for x in (dy, *given))
+    scores = np.where(np.tri(75, dtype=bool), q @ k.swapaxes(2, 3) * 0.125, -np.inf)
+    lse = np.log(np.exp(scores).sum(-1))
+    p = np.exp(scores - lse[..., None])
+    y = p @ v
+    ds = p * (dy @ v.swapaxes(2, 3) - (dy * y).sum(-1, keepdims=True)) * 0.125
+    exact = y, lse, ds @ k, ds.swapaxes(2, 3) @ q, p.swapaxes(2, 3) @ dy
+    for mine, other in zip(found, exact, strict=True):
+        np.testing.assert_allclose(mine, other, rtol=0, atol=(1e-2 if low else 1e-6) * np.abs(other).max())
+
+
+@pytest.mark.parametrize("low", KINDS)
+def test_a_query_has_the_same_bits_whatever_follows_and_a_head_whatever_is_beside_it(low):
+    given = [heads(kind, 2, 150, 3, 64, seed=seed) for seed, kind in enumerate((False, low, low, low))]
+    how = {"causal": True, "scale": 0.125}
+    found = run(*given, **how)
+    for mine, whole in zip(run(*(x[:, :, :75] for x in given), **how)[:3], found[:3], strict=True):
+        np.testing.assert_array_equal(mine, whole[:, :, :75])
+    alone = [np.ascontiguousarray(x[1:, 2:]) for x in given]
+    for mine, whole in zip(run(*alone, **how), found, strict=True):
+        np.testing.assert_array_equal(mine, whole[1:, 2:])
