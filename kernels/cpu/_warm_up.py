@@ -104,7 +104,8 @@ def _warm_up_bits() -> None:
 
 def _attend(dtype: type) -> None:
     """Attention of one head and one token. dtype: of queries, keys and values."""
-    q, lse = np.ones((1, 1, 1, 4), dtype), np.empty((1, 1, 1), np.float32)
-    dy, y, dq, dk, dv = np.ones((5, 1, 1, 1, 4), np.float32)
-    attention.forward(q, q, q, y, lse, causal=True, scale=1.0)
-    attention.backward(dy, q, q, q, y, lse, dq, dk, dv, causal=True, scale=1.0)
+    for width in (4, 32):  # by a library, and by our own products
+        q, lse = np.ones((1, 1, 1, width), dtype), np.empty((1, 1, 1), np.float32)
+        dy, y, dq, dk, dv = np.ones((5, 1, 1, 1, width), np.float32)
+        attention.forward(q, q, q, y, lse, causal=True, scale=1.0)
+        attention.backward(dy, q, q, q, y, lse, dq, dk, dv, causal=True, scale=1.0)
