@@ -251,6 +251,10 @@ class Function:
         """Result `index` once more, to the bit."""
         raise NotImplementedError(f"{type(self).__name__}.again")
 
+    def again_for_product(self, index: int) -> Array:
+        """As again, for who takes bits: these, if making them costs less than packing the array."""
+        return self.again(index)
+
     def backward(self, *dy: Any) -> Any:
         raise NotImplementedError(f"{type(self).__name__}.backward")
 

@@ -96,9 +96,13 @@ def _warm_up_float32() -> None:
 
 
 def _warm_up_bits() -> None:
-    x, y = np.ones((2, 2, 4), np.float32)
-    embedding.forward(np.zeros(2, np.int64), np.zeros((2, 4), np.uint16), y)
-    linear.backward_gelu(x, y, np.empty((2, 4), np.uint16), None, False)
+    (x, y), row = np.ones((2, 2, 4), np.float32), np.ones(4, np.float32)
+    bits, matrix = np.zeros((2, 2, 4), np.uint16), np.zeros((4, 4), np.uint16)
+    embedding.forward(np.zeros(2, np.int64), bits[0], y)
+    linear.forward_gelu(bits[0], matrix, row, bits[1], y)
+    linear.backward_gelu(x, bits[0], bits[1], None, False)
+    for out in (row, bits[1, 0]):
+        activation.gelu_tanh_forward(bits[0, 0], out)
     _attend(np.uint16)
 
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from shardrt.kernels.cpu._jit import erf, exp, fused
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu.cast import widened
+from shardrt.kernels.cpu.cast import narrowed, widened
 
 Array = Any
 
@@ -20,8 +20,12 @@ _DENSITY = 0.3989422804014327  # 1 / sqrt(2 pi)
 
 
 def gelu_tanh_forward(x: Array, y: Array) -> None:
-    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))). x may be uint16, bits of bfloat16."""
+    """y = x / 2 * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 x^3))).
+
+    x may be uint16, bits of bfloat16, and then y as well.
+    """
     kernel = _gelu_tanh_forward_low if x.dtype == np.uint16 else _gelu_tanh_forward
+    kernel = _gelu_tanh_forward_bits if y.dtype == np.uint16 else kernel
     run_rows(kernel, x.size, x.size, x, y)
 
 
@@ -76,6 +80,15 @@ def _gelu_tanh_forward_low(start, stop, x, y):
     for i in range(x.size):
         v = widened(x[i])
         y[i] = v / (one + exp(twice * (v + cube * v * v * v)))
+
+
+@fused
+def _gelu_tanh_forward_bits(start, stop, x, y):
+    x, y = x[start:stop], y[start:stop]
+    one, cube, twice = np.float32(1), np.float32(CUBE), np.float32(-2 * ROOT)
+    for i in range(x.size):
+        v = widened(x[i])
+        y[i] = narrowed(v / (one + exp(twice * (v + cube * v * v * v))))
 
 
 @fused

@@ -14,13 +14,14 @@ Array = Any
 
 
 class Again:
-    """In place of an array in `saved`: the result `index` of `maker`."""
+    """In place of an array in `saved`: the result `index` of `maker`. bits: for a product in bfloat16."""
 
-    __slots__ = ("maker", "index")
+    __slots__ = ("maker", "index", "bits")
 
-    def __init__(self, maker: Function, index: int) -> None:
+    def __init__(self, maker: Function, index: int, bits: bool) -> None:
         self.maker = maker
         self.index = index
+        self.bits = bits
 
     def array(self) -> Array:
         """Raises RuntimeError where an earlier backward has freed what it is made of."""
@@ -29,7 +30,7 @@ class Again:
                 f"backward: the saved arrays of {describe(self.maker)} were freed by an earlier backward; "
                 "call that one with retain_graph=True"
             )
-        return self.maker.again(self.index)
+        return (self.maker.again_for_product if self.bits else self.maker.again)(self.index)
 
 
 def to_save(node: Function, position: int, x: Array, low: Array) -> "Array | Again":
@@ -43,4 +44,4 @@ def to_save(node: Function, position: int, x: Array, low: Array) -> "Array | Aga
     if maker is None or not kernels().linear.INPUT_AGAIN:
         return low
     there = edge.index in maker.again_cheap or (low is not x and edge.index in maker.again_low)
-    return Again(maker, edge.index) if there else low
+    return Again(maker, edge.index, low is not x) if there else low

@@ -139,6 +139,12 @@ class LinearGELU(Linear):
         kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
         return y
 
+    def again_for_product(self, index: int) -> Array:
+        *_, inner = self.saved
+        y = empty_like(inner)
+        kernels().activation.gelu_tanh_forward(flat(inner), flat(y))
+        return y
+
     def backward(self, dy: Array) -> tuple:
         x, weight, bias, inner = self.saved
         running = autograd.running()
