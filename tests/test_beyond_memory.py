@@ -63,20 +63,20 @@ def test_arrays_of_ops_count_against_the_limit_and_too_many_are_a_memory_error()
         import numpy as np
         from shardrt import device
         here = device.get("cpu")
-        held = [here.empty(1 << 20, np.float32)]
+        held = [here.empty(1 << 22, np.float32)]
         text = open("/proc/self/status").read()
         now = 1024 * int(text.partition("VmData:")[2].split()[0])
-        resource.setrlimit(resource.RLIMIT_DATA, (now + (10 << 20), resource.RLIM_INFINITY))
+        resource.setrlimit(resource.RLIMIT_DATA, (now + (40 << 20), resource.RLIM_INFINITY))
         try:
             for _ in range(9):
-                held.append(here.empty(1 << 20, np.float32))
+                held.append(here.empty(1 << 22, np.float32))
         except MemoryError as error:
             print(len(held), error)
     """
     done = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=clean_environment()
     )
-    assert done.stdout.startswith("3 no memory for an array of 4194304 bytes"), done.stdout + done.stderr
+    assert done.stdout.startswith("3 no memory for an array of 16777216 bytes"), done.stdout + done.stderr
 
 
 def test_a_full_disk_is_an_error_at_setup_that_names_the_directory(tmp_path):

@@ -94,7 +94,10 @@ class Pool:
             return Mapping(size)
         part = None if self._segment is None else self._segment.part(size)
         if part is None:
-            self._segment = Segment()
+            try:
+                self._segment = Segment()
+            except MemoryError:  # a limit leaves less than that
+                return Mapping(size)
             part = self._segment.part(size)
         return part
 
