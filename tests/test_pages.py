@@ -76,6 +76,17 @@ def test_a_part_gets_no_more_than_lies_inside():
     )
 
 
+def test_what_is_written_in_parts_is_lent_in_none():
+    pool, device = Pool(), cpu.CPUDevice()
+    gradient = device.buffer(4 * HUGE, np.uint8)
+    device.lend_pages(gradient)
+    for start, stop in ((0, HUGE + 5), (HUGE + 5, 3 * HUGE + 7), (3 * HUGE + 7, 4 * HUGE)):
+        device.take_pages(gradient[start:stop])
+        gradient[start:stop] = 6
+        pool.empty(5 * HUGE, BYTES)[:] = 1
+    assert not lent_in(gradient) and (gradient == 6).all()
+
+
 def test_short_arrays_lend_together_what_they_fill():
     pool, device = Pool(), cpu.CPUDevice()
     gradient = device.buffer(3 * HUGE, np.uint8)

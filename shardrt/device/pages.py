@@ -128,11 +128,21 @@ def lend(owner: Mapping, address: int, nbytes: int, *, first: bool = False) -> N
 
 
 def take(address: int, nbytes: int) -> None:
-    """What is there is about to be written: it gets its own pages back, or others that are lent."""
+    """What is there is about to be written: it gets its own pages back, or others that are lent.
+
+    A page at an end, which goes on beyond, is not lent any more.
+    """
     with _lock:
+        for end in (address, address + nbytes - 1):
+            _lent_no_more(end // HUGE * HUGE, address, nbytes)
         for place in _whole(address, nbytes):
             if _lent.pop(place, None) is None:
                 _give(place)
+
+
+def _lent_no_more(place: int, address: int, nbytes: int) -> None:
+    if place not in _whole(address, nbytes):
+        _lent.pop(place, None)
 
 
 def _give(target: int) -> None:
