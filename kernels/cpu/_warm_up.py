@@ -58,6 +58,8 @@ def _warm_up_float32() -> None:
     cross_entropy.forward(x, index, one, two, -100)
     cross_entropy.join(np.ones((1, 2, 2), np.float32), index, one, two, -100)
     cross_entropy.backward(x, index, two, y, None, -100)
+    cross_entropy.backward(y, index, two, y, None, -100)
+    cross_entropy.forward_in_place(y, index, one, two, -100)
     embedding.forward(index, x, y)
     embedding.backward(index, y, x)
     philox.uniform(row, 1, 2, 0)
