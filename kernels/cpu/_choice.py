@@ -51,8 +51,8 @@ def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Ar
 def choose_from(ways: dict[str, Way], rule: str, what: tuple, out: int | None, *given: Any) -> str:
     """The name of the way that computes `what`: the faster, or where that must not count the rule.
 
-    given: what a way is called with. out: which of them is added to, so that trials need another; None: written
-    anew, by trials too. rule: one of the ways.
+    given: what a way is called with. out: which of them is added to, so that trials need another; None:
+    written anew, by trials too. rule: one of the ways.
     """
     by_rule, what = _by_rule(), (*what, threads())
     found = _chosen.get((what, by_rule))

@@ -130,8 +130,8 @@ def _of_bits(name: str, what: Convolution, *arrays: Any) -> None:
     ways = {"direct": direct}
     if onednn.computes_bf16() and 0 not in (*what.x, *what.weight, *what.y) and _conv2d_bits.has(what):
         ways["onednn"] = by_onednn
-    rule, out = [*ways][-1], 3 if name == "forward" else 2
-    ways[_choice.choose_from(ways, rule, (name, *what), out, *arrays)](*arrays)
+    added = name == "backward_weight" and arrays[3]
+    ways[_choice.choose_from(ways, [*ways][-1], (name, *what), 2 if added else None, *arrays)](*arrays)
 
 
 def _number(x: Any) -> Any:
