@@ -42,7 +42,8 @@ Join = tuple[int, str]  # a point, and the site of the wait that joins it, "" wh
 
 # A collective of several recorded ranks is up to three points: it has come, it moves bytes, it leaves.
 COME, MOVE, LEAVE = "come", "move", "leave"
-_IN_A_THREAD = Work | Collective | Record | Wait | HostWait | HostRead | HostWrite
+_IN_A_THREAD = (Work, Collective, Record, Wait, HostWait, HostRead, HostWrite)
+_WAITS = (Wait, HostWait)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 
 
@@ -132,7 +133,7 @@ class _Merge:
         for index, item in enumerate(program.items):
             if isinstance(item, Record):
                 recorded.add(item.mark)
-            if isinstance(item, Wait | HostWait) and item.mark not in recorded:
+            if isinstance(item, _WAITS) and item.mark not in recorded:
                 raise ValueError(f"{_told(program, index)}: mark {item.mark} was not recorded before")
             if isinstance(item, Collective) and item.group not in program.groups:
                 raise ValueError(f"{_told(program, index)}: the program names no group {item.group!r}")
@@ -181,7 +182,7 @@ class _Merge:
 
     def _ready(self, number: int, index: int, phase: str) -> bool:
         item = self.order.programs[number].items[index]
-        if isinstance(item, Wait | HostWait):
+        if isinstance(item, _WAITS):
             return (number, item.mark) in self.marks
         needed = self._before(number, index, phase)
         return needed is None or len(self.met[needed[0]]) >= needed[1]
@@ -193,7 +194,7 @@ class _Merge:
         joins: list[Join] = []
         if thread[1] != HOST:
             joins += self._issue(number, index, thread)
-        if isinstance(item, Wait | HostWait):
+        if isinstance(item, _WAITS):
             joins.append((self.marks[number, item.mark], site_of(number, index, item.site)))
         if (needed := self._before(number, index, phase)) is not None:
             site = site_of(number, index, item.site) if item.call == "barrier" else ""
