@@ -15,17 +15,18 @@ all that it covers. Most accesses are of one cell as it is, which is looked up b
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from math import inf
 
 from shardrt.device.program import Range
+
+_END = 1 << 64  # behind all addresses
 
 
 @dataclass(slots=True, eq=False)
 class _Cell:
     """write: the last point that wrote it, -1 if none has. reads: by thread, the last since that read it."""
 
-    start: float
-    stop: float
+    start: int
+    stop: int
     write: int = -1
     reads: dict[int, int] = field(default_factory=dict)
 
@@ -34,8 +35,8 @@ class Shadow:
     """Points (order.py) stand for (thread, clock). `access` them in ascending order."""
 
     def __init__(self) -> None:
-        self._starts = [-inf]  # of cells, ascending
-        self._cells = {-inf: _Cell(-inf, inf)}  # by their starts
+        self._starts = [-1]  # of cells, ascending
+        self._cells = {-1: _Cell(-1, _END)}  # by their starts
 
     def access(
         self, point: int, thread: int, reads: Iterable[Range], writes: Iterable[Range]
