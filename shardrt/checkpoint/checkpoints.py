@@ -174,11 +174,11 @@ class CheckpointManager:
         if copy and self._writer is None:
             self._writer = ThreadStream("checkpoint")
         root, tag = self._place
-        folder = self.store.folder(root, step, tag)
+        folder = root / self.store.BEGUN.format(self.store.name(step), tag)
         steps = {name: int(piece.steps[position]) for name, (piece, position) in self._counted.items()}
         save = self._pending = _Save(folder, step, extra, best, steps, self._writer if copy else None)
         self._count += 1
-        save.name = self.store.file(self._mesh.rank, tag, self._count)
+        save.name = self.store.FILE.format(self._mesh.rank, tag, self._count)
         save.told = steps if self._tells else {}
         try:
             pieces = self._copied() if copy else self._saved

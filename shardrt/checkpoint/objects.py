@@ -21,14 +21,11 @@ _LOOK = 0.1
 class ObjectStore(Store):
     """As Store, without a rename."""
 
+    BEGUN = "{}"
+    FILE = "rank-{:05d}-{}-{}.safetensors"
+
     def begin(self) -> None:
         self.root.mkdir(parents=True, exist_ok=True)
-
-    def folder(self, root: Path, step: int, tag: str) -> Path:
-        return root / self.name(step)
-
-    def file(self, rank: int, tag: str, save: int) -> str:
-        return f"rank-{rank:05d}-{tag}-{save}.safetensors"
 
     def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
         """Write the manifest: from then on the directory is a checkpoint. Raises OSError, Damaged.

@@ -25,6 +25,9 @@ _LEFT = re.compile(rf"\.tmp-{STEP.pattern}-[0-9a-f]{{8}}|\.trash-{STEP.pattern}"
 class Store:
     """`root`: the folder; made when the first checkpoint is."""
 
+    BEGUN = ".tmp-{}-{}"  # the directory in which it is written, by its name and the tag of this run's names
+    FILE = "rank-{:05d}.safetensors"  # by rank, tag, and number of the save
+
     def __init__(self, root: Path, disk: Disk | None = None) -> None:
         self.root = Path(root)
         self.disk = disk or Disk()
@@ -39,14 +42,6 @@ class Store:
                 if not path.is_dir():
                     raise
             self.disk.sync_directory(path.parent)
-
-    def folder(self, root: Path, step: int, tag: str) -> Path:
-        """Where, below `root`, checkpoint `step` is written; the tag is that of this run's names."""
-        return root / f".tmp-{self.name(step)}-{tag}"
-
-    def file(self, rank: int, tag: str, save: int) -> str:
-        """The name of a rank's file in the save of this number."""
-        return f"rank-{rank:05d}.safetensors"
 
     def publish(self, temporary: Path, manifest: Manifest, part: bool = False) -> Path:
         """Write the manifest and give the directory its name: from then on it is a checkpoint.
