@@ -17,7 +17,6 @@ from shardrt.checkpoint.manifest import DTYPES, Damaged, Manifest
 from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
 from shardrt.comm import create, talk
-from shardrt.comm import world as worlds
 from shardrt.comm.talk import differing
 from shardrt.nn.runs import spans
 from shardrt.untrusted import Refused, say
@@ -181,9 +180,9 @@ def gather(options: argparse.Namespace) -> int:
 
 def _gather_over_hosts(directory: Path) -> int:
     """On every rank: the folder of the first gets what it lacks of its newest checkpoint, as messages."""
-    if worlds.current().size == 1:
-        raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
     control = create()
+    if control.size == 1:
+        raise Refused("ckpt gather: name copies of other hosts' folders, or start it by mpirun on each host")
     told, found = apart.attempt(control, lambda: control.rank or [str(path) for path in _found(directory)])
     if not told:
         path = _root(directory) / Path(talk.from_first(control, found)[0]).name
