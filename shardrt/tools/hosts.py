@@ -17,7 +17,7 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from shardrt.comm.talk import differences
+from shardrt.comm.talk import differing
 from shardrt.faults import reach
 from shardrt.train.versions import versions
 from shardrt.untrusted import Refused
@@ -84,8 +84,9 @@ def _lacking(found: dict[str, Any]) -> list[str]:
     hosts = found["hosts"]
     names = [host["host"] for host in hosts]
     told = []
-    for what in differences([host["versions"] for host in hosts]):
-        told.append(f"hosts differ: {what}, which are of {', '.join(names)}")
+    for what, values in differing([host["versions"] for host in hosts]):
+        other = next(number for number, value in enumerate(values) if value != values[0])
+        told.append(f"hosts differ: {what}: {values[0]} on {names[0]}, {values[other]} on {names[other]}")
     for host in hosts:
         if abs(host["clock"]) > _CLOCK:
             told.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
