@@ -21,10 +21,10 @@ QUICK = "TestNodes and (its_bits or crosses)"
 OF_THREADS = [
     (
         "tests/checkpoint/test_checkpoints.py",
-        "resumed_run and (FULL_SHARD or bfloat16) or hybrid or another_model",
+        "resumed_run and (FULL_SHARD-True or bfloat16-False) or another_model_is",
     ),
-    ("tests/fsdp/test_equal_to_one_rank.py", "unsharded_model and 4- or settings and 2-"),
-    ("tests/parity/test_features.py", "twins and (2-FULL or 4-)"),
+    ("tests/fsdp/test_equal_to_one_rank.py", "unsharded_model and (4-Net or 4-Tied or 3-Frozen)"),
+    ("tests/parity/test_features.py", "twins and (2-FULL or 4-HYBRID_SHARD-)"),
 ]
 
 
