@@ -1,8 +1,6 @@
 """Memory that moves between those who need it: no array that is in use changes, and nothing else is held."""
 
 import gc
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -145,30 +143,6 @@ def test_no_array_in_use_changes():
             held.pop(int(random.integers(len(held))))
         for array, value in (*zip(buffers, values, strict=True), *held):
             assert value is None or (array[::1021] == value).all()
-
-
-def test_code_that_was_dropped_runs_again():
-    """In a process of its own: the compiler goes, and compiles."""
-    told = subprocess.run([sys.executable, "-c", DROPPED], capture_output=True, text=True, timeout=100)
-    assert told.returncode == 0, told.stderr
-    before, after = map(int, told.stdout.split())
-    assert after < before - 20_000  # kB
-
-
-DROPPED = """
-import numba
-from shardrt.device import pages
-
-def rss():
-    with open("/proc/self/smaps_rollup") as file:
-        return next(int(line.split()[1]) for line in file if line.startswith("Rss:"))
-
-assert numba.njit(lambda x: x + 1)(1) == 2
-before = rss()
-pages.drop_code("libllvmlite")
-print(before, rss())
-assert numba.njit(lambda x: x + 2)(1) == 3
-"""
 
 
 def trained():

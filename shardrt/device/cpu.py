@@ -192,7 +192,6 @@ class CPUDevice(Device):
         self.current_stream = InlineStream("compute")
         self._pool = Pool()
         self._kernels: ModuleType | None = None
-        self._settled = False
 
     @property
     def kernels(self) -> ModuleType:
@@ -212,11 +211,6 @@ class CPUDevice(Device):
 
     def warm_up(self) -> None:
         self.kernels.warm_up()
-
-    def settle(self) -> None:
-        if not self._settled and self._kernels is not None:
-            pages.drop_code("libllvmlite")
-            self._settled = True
 
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:
         return self._pool.empty(shape, np.dtype(dtype))

@@ -40,9 +40,7 @@ class Pool:
     """Arrays from reused memory. `held_bytes` are lent out now, `peak_bytes` is the most that ever was."""
 
     def __init__(self) -> None:
-        self._free: OrderedDict[int, list[Mapping | Part]] = (
-            OrderedDict()
-        )  # by size, the size used last at the end
+        self._free: OrderedDict[int, list[Mapping | Part]] = OrderedDict()  # by size; at the end, used last
         self._mapped = self._most = 0  # bytes: lent and free now; lent at once, ever
         self._segment: Segment | None = None  # where the next short one goes
         self._lock = threading.RLock()  # __del__ may run inside empty(), in the same thread

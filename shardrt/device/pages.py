@@ -8,9 +8,11 @@ with zeros first. What is lent has no values any more.
 
 import ctypes
 import mmap
+import sys
 import threading
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 
 import numpy as np
 
@@ -151,9 +153,7 @@ def _give(target: int) -> None:
         source, found = _lent.popitem(last=False)
         owner = found()  # stays as long as this name
         if owner is not None:
-            _remap(
-                source, HUGE, HUGE, _MOVE, target
-            )  # else, where the system can't, both keep what they have
+            _remap(source, HUGE, HUGE, _MOVE, target)  # where the system can't, both keep what they have
             return
 
 
@@ -162,20 +162,14 @@ def _whole(address: int, nbytes: int) -> range:
     return range(-(-address // HUGE) * HUGE, address + nbytes - HUGE + 1, HUGE)
 
 
-_remap = ctypes.CDLL(None).mremap
-_remap.restype = ctypes.c_void_p
-_remap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+def _of_libc() -> Callable[..., int | None]:
+    """mremap, which Linux has; elsewhere who takes keeps its own pages."""
+    if not sys.platform.startswith("linux"):
+        return lambda *given: None
+    found = ctypes.CDLL(None).mremap
+    found.restype = ctypes.c_void_p
+    found.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p]
+    return found
 
 
-def drop_code(library: str) -> None:
-    """Have a library's code in memory no more than the file is: what runs again is mapped again, by pages."""
-    with open("/proc/self/maps", encoding="utf-8") as file:
-        lines = [line.split() for line in file if library in line]
-    for addresses, access, *_ in lines:
-        if access == "r-xp":  # what was written, as addresses are when it is loaded, has no file
-            start, stop = (int(address, 16) for address in addresses.split("-"))
-            _advise(start, stop - start, mmap.MADV_DONTNEED)
-
-
-_advise = ctypes.CDLL(None).madvise
-_advise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_remap = _of_libc()

@@ -154,9 +154,6 @@ class Device(ABC):
         """
         return array
 
-    def settle(self) -> None:  # noqa: B027
-        """A step's kernels have run: what only loading them took may go."""
-
     def stepped(self) -> None:  # noqa: B027 (nobody keeps books)
         """An optimizer has issued all of a step: to a device that keeps books."""
 

@@ -241,7 +241,6 @@ class Optimizer:
             if cut.rows:  # this rank holds something of it
                 self.update(self._device.kernels, piece.update(ranges[start:stop], rounded))
             piece.storage.modified(rounded)
-            self._device.settle()  # the first has loaded the kernel, the others' state is not in memory yet
 
     def _rounds(self, piece: Slice) -> bool:
         return self.rounds and piece.storage.may_write_rounded()
