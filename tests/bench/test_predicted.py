@@ -41,6 +41,8 @@ def test_only_strategies_of_a_model_that_are_apart_have_an_order():
     assert predicted.figures(near)["best"] == pytest.approx(0.02)
     far = [row("A", [1.0], 1.1), row("B", [1.04], 1.0)]
     assert predicted.figures(far)["wrong_order"] == ["small: A before B"]
+    level = [row("A", [1.0], 1.1), row("B", [1.04], 1.1)]  # one program
+    assert predicted.figures(level)["wrong_order"] == []
 
 
 def test_the_best_is_chosen_by_what_is_simulated_and_judged_by_what_was_measured():
