@@ -12,7 +12,7 @@ Each stage has its micro-batches in ascending order, so all tables give the same
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -298,14 +298,6 @@ class Step:
         self._inputs: dict[tuple[int, int], StageInput] = {}
         self._outputs: dict[tuple[int, int], list[Tensor]] = {}
         self._late: dict[tuple[int, int], Late] = {}  # from I to W
-        self._does: dict[str, Callable] = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._input_gradients,
-            "W": self._weight_gradients,
-            "UNSHARD": lambda stage, *_: stage.number in self._sharded and fsdp.unshard(stage),
-            "RESHARD": lambda stage, *_: stage.number in self._sharded and fsdp.reshard(stage),
-        }
 
     def run(self) -> None:
         """Every action of the row, in order."""
@@ -320,7 +312,8 @@ class Step:
                 told = action_told(action.kind, action.stage, action.micro_batch)
                 self._pipeline.mesh.part("backward" if action.kind in "BIW" else "forward", told)
                 with timeline.span("compute", told):
-                    self._does[action.kind](self._pipeline.stage(action.stage), action.micro_batch, action)
+                    does = self._DOES[action.kind]  # of the class: bound ones would keep the step in a cycle
+                    does(self, self._pipeline.stage(action.stage), action.micro_batch, action)
         finally:
             random.begin_turn(None)
         self._carrier.finish()
@@ -377,6 +370,23 @@ class Step:
         with self._reducing(stage, action):
             if late is not None:  # something of the stage is trained
                 late.run()
+
+    def _unshard(self, stage: Stage, *_: Any) -> None:
+        if stage.number in self._sharded:
+            fsdp.unshard(stage)
+
+    def _reshard(self, stage: Stage, *_: Any) -> None:
+        if stage.number in self._sharded:
+            fsdp.reshard(stage)
+
+    _DOES: ClassVar[dict[str, Callable]] = {
+        "F": _forward,
+        "B": _backward,
+        "I": _input_gradients,
+        "W": _weight_gradients,
+        "UNSHARD": _unshard,
+        "RESHARD": _reshard,
+    }
 
     def _reducing(self, stage: Stage, action: Action) -> AbstractContextManager:
         """Gradients are reduced with the last action of the stage that adds to them; in a tree, with each.

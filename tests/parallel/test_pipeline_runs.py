@@ -1,6 +1,7 @@
 """What a program does around steps of a pipeline: evaluation, files, checkpoints, tables, other models."""
 
 import gc
+import weakref
 from collections import Counter
 from contextlib import nullcontext
 from functools import partial
@@ -467,3 +468,25 @@ def test_steps_hold_no_more_than_one_and_1f1b_less_than_gpipe():
         assert ranks[2][0] <= ranks[1][0]
     most = {schedule: max(most for _, most in ranks[0]) for schedule, ranks in found.items()}
     assert most["1F1B"] < 0.5 * most["GPipe"]
+
+
+def test_a_step_leaves_nothing_that_only_a_collection_frees():
+    """Its batches and losses are memory of the device, and how much is held would be left to chance."""
+
+    class Batch(dict):
+        pass
+
+    def kept_after_a_step(pipeline, _data):
+        rows = np.random.default_rng(0).integers(0, VOCAB, (4, 2, 5))
+        batches = [Batch(tokens=part[:, :-1], targets=part[:, 1:], reduction="sum") for part in rows]
+        there = [weakref.ref(batch) for batch in batches]
+        pipeline.step(loss_of, batches)
+        batches.clear()
+        return sum(batch() is not None for batch in there)
+
+    gc.disable()
+    try:
+        found = run((2, 1, 1), "1F1B", kept_after_a_step, sharded=False, micro_batches=4)
+    finally:
+        gc.enable()
+    assert found == [0, 0]
