@@ -226,6 +226,7 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: f
     times = [run["step_ms_median"] for run in runs]
     ratios = [one / first["step_ms_median"] for one, first in zip(times, firsts, strict=True)]
     used = [r["processor_ms"] / first["processor_ms"] for r, first in zip(runs, firsts, strict=True)]
+    besides = [beside_products(run) for run in runs]
     medians = [name for name in _MEDIANS if name in runs[0]]
     return told | {
         "step_ms_median": statistics.median(times),
@@ -234,11 +235,17 @@ def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: f
         "ratio": statistics.median(ratios),
         "ratios": ratios,
         "processor_ratio": statistics.median(used),
+        "beside_products_ms": statistics.median(besides),
         "other_load": max(run["other_load"] for run in runs),
         "losses": runs[0]["losses"],
         "versions": runs[0]["versions"],
         **{name: runs[0][name] for name in ("parts_ms", "streams_ms") if name in runs[0]},
     }
+
+
+def beside_products(run: dict) -> float:
+    """ms of a step, less those of its operations at the rate of its matrix products; not below 0."""
+    return max(0.0, run["step_ms_median"] * (1 - run["gflops_per_rank"] / run["product_gflops"]))
 
 
 _MEDIANS = (
@@ -268,7 +275,7 @@ def table(result: dict, workload: str) -> str:
         f"{workload}, {size}, fp32 but where said; {result['ranks']} ranks, 1 thread",
         f"processor: {result['processor']}",
         f"{'':<22} {'ms/step':>9} {'min':>8} {'max':>8} {unit + '/s':>9} {'RSS MB':>8} {'PSS MB':>8} "
-        f"{'GFLOP/s':>8}  time over {entries[0]['contestant']}'s, processors' likewise",
+        f"{'GFLOP/s':>8} {'beside':>8}  time over {entries[0]['contestant']}'s, processors' likewise",
     ]
     for each in entries:
         if "step_ms" not in each:
@@ -282,11 +289,12 @@ def table(result: dict, workload: str) -> str:
         lines.append(
             f"{each['contestant']:<22} {each['step_ms_median']:9.1f} {min(times):8.1f} {max(times):8.1f} "
             f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f} "
-            f"{each['product_gflops']:8.0f}  {spread}"
+            f"{each['product_gflops']:8.0f} {each['beside_products_ms']:8.0f}  {spread}"
         )
     told = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
     lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in told.items()]
     lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")
+    lines.append("beside: ms of a step without the time that its operations would take at that rate")
     for limit in sorted({each["loss_tolerance"] for each in entries}):
         off = max(each["loss_difference"] for each in entries if each["loss_tolerance"] == limit)
         types, why = ("", "") if limit == TOLERANCE else (" in bfloat16", ", twice PyTorch's from float32")

@@ -160,6 +160,18 @@ def test_no_ratio_stands_without_the_processor_the_libraries_and_their_rates():
     assert "products of shardrt: none" in told and "products of torch: none" in told
 
 
+def test_what_is_not_products_is_told_beside():
+    """A step without what its operations take at the rate of the products."""
+    run = {"step_ms_median": 10.0, "gflops_per_rank": 60.0, "product_gflops": 80.0}
+    assert compare.beside_products(run) == 2.5
+    assert compare.beside_products(run | {"product_gflops": 50.0}) == 0
+    job = compare.Contestant("shardrt", "", "FULL_SHARD")
+    runs = [fake(10) | run, fake(20) | run | {"step_ms_median": 30.0}]
+    (told,) = compare.summary([job], [[each] for each in runs])["contestants"]
+    assert told["beside_products_ms"] == 5.0
+    assert "      80        5  " in told_of(compare.summary([job], [[each] for each in runs]))
+
+
 def test_losses_in_bfloat16_are_held_to_twice_what_those_of_torch_are_from_float32():
     exact, low = (compare.Contestant("a", "", name) for name in ("FULL_SHARD", "FULL_SHARD-bf16"))
     assert exact.tolerance(exact, 3e-5) == compare.TOLERANCE
