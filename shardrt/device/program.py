@@ -103,14 +103,6 @@ class HostRead:
 
 
 @dataclass(frozen=True, slots=True)
-class HostWrite:
-    """The host writes these bytes itself."""
-
-    writes: tuple[Range, ...]
-    site: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Take:
     """Memory is lent. place: "device" or "host". category: as in a memory plan.
 
@@ -145,7 +137,7 @@ class Step:
     number: int
 
 
-Item = Work | Collective | Record | Wait | HostWait | HostRead | HostWrite | Take | Free | Step
+Item = Work | Collective | Record | Wait | HostWait | HostRead | Take | Free | Step
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What can be said of recorded programs (shardrt/device/program.py) without a device: races, waits, times.
 
-Read: order, shadow, races, waits, proof; then machine, links, timing, clock. Programs come from script.py;
-which ranks are recorded roles.py says.
+Programs come from script.py, for which roles.py says which ranks are recorded, and values.py what the host
+reads. Read then: order, shadow, races, waits, proof; or machine, links, timing, clock, and of what they give
+memory, phases, report; step.py is all of that for one command, space and plan for many.
 """

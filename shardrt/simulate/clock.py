@@ -33,7 +33,6 @@ from shardrt.device.program import (
     Free,
     HostRead,
     HostWait,
-    HostWrite,
     Item,
     Program,
     Record,
@@ -277,7 +276,7 @@ class _Clock:
         elif kind is Collective:
             if not self._collective(lane, index, item):
                 return False
-        elif kind is HostRead or kind is HostWrite:
+        elif kind is HostRead:
             seconds = self._touching(item)
             if seconds > _NOTHING:
                 self._start([(lane, index)], seconds, {})
@@ -390,13 +389,10 @@ class _Clock:
             self.kernels[key] = _kernel(processor, work, number, of)
         return self.kernels[key]
 
-    def _touching(self, item: HostRead | HostWrite) -> float:
-        """Seconds in which the host itself reads or writes."""
-        ranges, processor = (
-            item.reads if isinstance(item, HostRead) else item.writes,
-            self.machine.host_processor,
-        )
-        nbytes = sum(each.stop - each.start for each in ranges)
+    def _touching(self, item: HostRead) -> float:
+        """Seconds in which the host itself reads."""
+        processor = self.machine.host_processor
+        nbytes = sum(each.stop - each.start for each in item.reads)
         return self.machine.host.touch + (nbytes / processor.bandwidth if processor is not None else 0.0)
 
 

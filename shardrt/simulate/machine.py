@@ -20,7 +20,7 @@ from shardrt.device.program import Work
 
 FOLDER = Path(__file__).parent / "machines"
 
-PRODUCTS = ("linear.", "matmul.")  # whose three sizes are m, n, k
+_SIZED = ("linear.", "matmul.")  # products whose three sizes are m, n, k
 
 Curve = Sequence[Sequence[float]]  # (size, efficiency) at ascending sizes; straight between, over log size
 
@@ -67,7 +67,7 @@ class Processor:
         if work.flops:
             peak = self.flops.get(work.dtype, self.flops[""])
             part = at(kernel.flops, work.flops) * self._filled(kernel, work)
-            if len(work.sizes) == 3 and work.name.startswith(PRODUCTS):
+            if len(work.sizes) == 3 and work.name.startswith(_SIZED):
                 part *= at(kernel.narrow, min(work.sizes))
             computing = work.flops / (peak * part)
         if work.nbytes:
@@ -108,7 +108,7 @@ class Switch:
 class Host:
     """The thread that issues. item: seconds of each item. launch: of each launch, besides.
 
-    touch: of each time that it reads or writes values itself, besides their bytes at its memory's bandwidth.
+    touch: of each time that it reads values itself, besides their bytes at its memory's bandwidth.
     """
 
     item: float = 0.0
@@ -138,8 +138,8 @@ class Collectives:
 class Machine:
     """ranks_per_node: neighbouring ranks that `node` connects; `network` connects nodes. switch: of a node.
 
-    host_link: between a device and host memory; None where they are one. host_streams: whose work the host
-    does itself, in its thread. host: the processor of what the host computes.
+    host_link: between a GPU and host memory; without one the machine is of CPUs. host_streams: whose work the
+    host does itself, in its thread. host: the processor of what the host computes.
     """
 
     name: str
@@ -156,6 +156,11 @@ class Machine:
     host_link: Link | None = None
     host_streams: Sequence[str] = ()
     collectives: Collectives = field(default_factory=Collectives)
+
+    @property
+    def of_cpus(self) -> bool:
+        """Whether ranks compute in host memory."""
+        return self.host_link is None
 
     @classmethod
     def load(cls, name: str | Path) -> "Machine":

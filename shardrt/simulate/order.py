@@ -29,7 +29,6 @@ from shardrt.device.program import (
     Free,
     HostRead,
     HostWait,
-    HostWrite,
     Item,
     Program,
     Record,
@@ -42,7 +41,7 @@ Join = tuple[int, str]  # a point, and the site of the wait that joins it, "" wh
 
 # A collective of several recorded ranks is up to three points: it has come, it moves bytes, it leaves.
 COME, MOVE, LEAVE = "come", "move", "leave"
-_IN_A_THREAD = (Work, Collective, Record, Wait, HostWait, HostRead, HostWrite)
+_IN_A_THREAD = (Work, Collective, Record, Wait, HostWait, HostRead)
 _WAITS = (Wait, HostWait)
 REDUCTIONS = ("reduce_scatter", "all_reduce")
 

@@ -26,7 +26,7 @@ from shardrt.device.timeline import Span
 from shardrt.simulate.clock import price
 from shardrt.simulate.links import copies, transfer
 from shardrt.simulate.machine import Machine
-from shardrt.simulate.memory import by_category, by_module, peaks
+from shardrt.simulate.memory import Peak, by_category, by_module, peaks
 from shardrt.simulate.phases import PRODUCTS, family, part_of, phases_of
 from shardrt.simulate.timing import Timing
 
@@ -36,6 +36,10 @@ FORMULA = (
     "don't count. Causal attention counts the pairs it sees: 6 N + 6 L C T for each token. HFU: all that run"
 )
 _TOLD = 6  # rows of a list that people read
+
+
+class NoStep(ValueError):
+    """No optimizer step was recorded."""
 
 
 @dataclass(frozen=True)
@@ -100,23 +104,24 @@ def report(
 
     spans: of the first program's compute stream in places of its items, not seconds (script.py); without
     them forward and backward are told by the names of kernels. stands_for: how many ranks each program does,
-    if they don't say so themselves; of one program all. Raises ValueError where no step ended.
+    if they don't say so themselves; of one program all. Raises NoStep where none ended.
     """
     timing = timing or price(programs, machine)
     program = timing.programs[0]
     numbers = [item.number for item in program.items if isinstance(item, Step)]
     if not numbers:
-        raise ValueError("no optimizer step was recorded")
+        raise NoStep("no optimizer step was recorded")
     items = timing.items_of(0)
     seconds = timing.steps[0][-1]
     works = [item for _, item in items if isinstance(item, Work)]
     dtype, peak = _peak(works, machine)
     mine, all_run = _flops(works)
-    most = peaks(program, items[0][0], items[-1][0])
+    most = _peaks(timing, 0)
     ranks = list(stands_for) or [len(each.alike) for each in programs]
     if not all(ranks):
         ranks = [program.world_size] if len(programs) == 1 else [1] * len(programs)
-    memories = [memory_of(timing, number) for number in range(len(timing.programs))]
+    memories = [{place: by_category(peak) for place, peak in most.items()}]
+    memories += [memory_of(timing, number) for number in range(1, len(timing.programs))]
     return Report(
         machine=machine.name,
         measured=machine.measured,
@@ -218,16 +223,19 @@ def _split(timing: Timing, spans: Sequence[Span]) -> dict[str, float]:
 
 def memory_of(timing: Timing, number: int) -> dict[str, dict[str, int]]:
     """Place -> category -> bytes in the last step of a program, when that place has most."""
+    return {place: by_category(peak) for place, peak in _peaks(timing, number).items()}
+
+
+def _peaks(timing: Timing, number: int) -> dict[str, Peak]:
     items = timing.items_of(number)
-    found = peaks(timing.programs[number], items[0][0], items[-1][0])
-    return {place: by_category(peak) for place, peak in found.items()}
+    return peaks(timing.programs[number], items[0][0], items[-1][0])
 
 
 def _links(program: Program, items: list[tuple[int, Item]], machine: Machine) -> dict[str, dict[str, int]]:
     """Bytes that this rank sends in the step: within its node, out of it, to and from the host."""
     found: dict[str, Counter[str]] = defaultdict(Counter)
     known = {}
-    over_host = copies(program) if machine.host_link is not None else {}
+    over_host = {} if machine.of_cpus else copies(program)
     for index, item in items:
         if isinstance(item, Collective):
             ranks = program.groups[item.group].ranks

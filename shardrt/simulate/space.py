@@ -141,14 +141,14 @@ class _Space:
                         places = tuple(word for name, word in away.items() if name != _ACTIVATIONS)
                         yield Candidate(
                             mesh | parts | sharding | again | away | prefetch | blocks | others,
-                            (like, whole, count == 1, apart),
-                            (*ahead, *held, -count, *saves),
-                            saves,
-                            (like, on[1], tuple(sharding.values()), ahead),
-                            computes,
-                            keeps,
-                            on,
-                            (cut, tuple(sharding.values()), places, extra),
+                            kind=(like, whole, count == 1, apart),
+                            needs=(*ahead, *held, -count, *saves),
+                            saves=saves,
+                            beside=(like, on[1], tuple(sharding.values()), ahead),
+                            computes=computes,
+                            keeps=keeps,
+                            mesh=on,
+                            states=(cut, tuple(sharding.values()), places, extra),
                         )
 
     def _choices(self, name: str, usual: Sequence[str]) -> list[Options]:

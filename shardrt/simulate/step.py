@@ -54,10 +54,10 @@ def simulated(
             command,
             ranks,
             steps=steps,
-            like=CPUDevice if machine.host_link is None else CUDADevice,
+            like=CPUDevice if machine.of_cpus else CUDADevice,
             stands_for=stands_for,
             local_size=machine.ranks_per_node,
-            shared=machine.host_link is None,
+            shared=machine.of_cpus,
             shape=shape,
             values=values,
         )

@@ -1,9 +1,11 @@
 """`python -m shardrt races -- script.py`: whether waits put every two conflicting uses of memory in order.
 
-Exit code 0 where there is no race, 1 where there is one, 2 where there is no script, 65 where it fails.
+Exit code 0 where there is no race, 1 where there is one, 2 where there is no script, 65 where it fails or
+does nothing.
 """
 
 import argparse
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +14,7 @@ from shardrt.device.cuda import CUDADevice
 from shardrt.device.program import Program, Step
 from shardrt.simulate.proof import prove
 from shardrt.simulate.script import record
-from shardrt.tools.scripts import add_script, of_script, positive
+from shardrt.tools.scripts import FAILED, USAGE, add_script, of_script, positive
 from shardrt.untrusted import say
 
 RACES = 1
@@ -25,12 +27,10 @@ def add_to(commands: Any) -> None:
     parser = commands.add_parser("races", help=told, description=told)
     parser.add_argument("--ranks", type=positive, default=2, metavar="N", help="how many there are (2)")
     parser.add_argument("--steps", type=positive, default=2, metavar="N", help="optimizer steps (2)")
-    parser.add_argument("--device", choices=DEVICES, default="cuda", help="what it would run on (cuda)")
+    parser.add_argument("--device", choices=DEVICES, help="what it would run on (cuda; with --shared cpu)")
+    parser.add_argument("--each", action="store_true", help="record every rank, not one of each role")
     parser.add_argument(
-        "--each", action="store_true", help="record every rank, not rank 0 for all: pipelines need it"
-    )
-    parser.add_argument(
-        "--shared", action="store_true", help="ranks are CPUs of a node, which share memory; with --each"
+        "--shared", action="store_true", help="ranks are CPUs of a node, which share memory; as --each"
     )
     add_script(parser)
     parser.set_defaults(run=check)
@@ -38,21 +38,27 @@ def add_to(commands: Any) -> None:
 
 def check(options: argparse.Namespace) -> int:
     """Record the script, print the proof; gives the exit code."""
-    ranks = range(options.ranks)
+    if options.shared and options.device == "cuda":
+        say("error: --shared: only CPUs share memory, not --device cuda", file=sys.stderr)
+        return USAGE
+    each = {rank: [rank] for rank in range(options.ranks)} if options.each or options.shared else None
     code, programs = of_script(
         options,
         lambda command: record(
             command,
             options.ranks,
             steps=options.steps,
-            like=DEVICES["cpu" if options.shared else options.device],
-            stands_for={rank: [rank] for rank in ranks} if options.each or options.shared else {0: ranks},
+            like=DEVICES[options.device or ("cpu" if options.shared else "cuda")],
+            stands_for=each,
             local_size=options.ranks if options.shared else 8,
             shared=options.shared,
         ),
     )
     if programs is None:
         return code
+    if not all(program.items for program in programs):
+        say("error: the script did nothing on a device, so nothing was proved", file=sys.stderr)
+        return FAILED
     proof = prove(programs)
     say(f"{_told(programs)}\n\n{proof}", lines=True)
     return RACES if proof.races or proof.hidden else 0

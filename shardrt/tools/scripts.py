@@ -6,6 +6,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from shardrt.simulate.report import NoStep
 from shardrt.simulate.script import NoScript
 from shardrt.untrusted import say
 
@@ -30,6 +31,9 @@ def of_script(options: argparse.Namespace, recorded: Callable[[Sequence[str]], R
     except NoScript as error:
         say(f"error: {error}", file=sys.stderr)
         return USAGE, None
+    except NoStep as error:
+        say(f"error: {error}", file=sys.stderr)
+        return FAILED, None
     except (Exception, SystemExit):
         traceback.print_exc()
         return FAILED, None

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from math import prod
+from math import inf, prod
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +49,11 @@ def add_to(commands: Any) -> None:
         "--check-roles", type=positive, default=0, metavar="N", help="compare N more ranks of each role"
     )
     parser.add_argument(
-        "--jitter", type=float, default=0.0, metavar="S", help="standard deviation of ranks' arrivals, s (0)"
+        "--jitter",
+        type=_seconds,
+        default=0.0,
+        metavar="S",
+        help="standard deviation of ranks' arrivals, s (0)",
     )
     add_script(parser)
     parser.set_defaults(run=simulate)
@@ -93,12 +97,22 @@ def simulate(options: argparse.Namespace) -> int:
 
 
 def _shape(text: str) -> tuple[int, ...]:
-    return tuple(positive(size) for size in text.split("x"))
+    try:
+        return tuple(positive(size) for size in text.split("x"))
+    except (ValueError, argparse.ArgumentTypeError):
+        raise argparse.ArgumentTypeError(f"sizes as in 512x8, not {text}") from None
+
+
+def _seconds(text: str) -> float:
+    seconds = float(text)
+    if not 0 <= seconds < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return seconds
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:
     """Each recorded rank speaks for itself and those up to the next."""
-    firsts = sorted({int(rank) for rank in record.split(",")})
+    firsts = sorted({int(rank) if rank.isdecimal() else -1 for rank in record.split(",")})
     if firsts[0] != 0 or firsts[-1] >= ranks:
         raise ValueError(f"--record: ranks from 0 up to {ranks - 1}, and 0 among them, not {record}")
     return {rank: range(rank, stop) for rank, stop in pairwise([*firsts, ranks])}

@@ -13,7 +13,6 @@ from shardrt.device.program import (
     Group,
     HostRead,
     HostWait,
-    HostWrite,
     Record,
     Step,
     Wait,
@@ -156,10 +155,10 @@ def test_where_the_host_computes_its_kernels_stop_it():
     assert price([program], machine).ended[0] == near([4, 5])
 
 
-def test_the_host_takes_time_for_what_it_reads_and_writes_itself_where_the_machine_says_so():
+def test_the_host_takes_time_for_what_it_reads_itself_where_the_machine_says_so():
     program = Written()
     program.host("", reads=(0, 6))
-    program.host("", writes=[(0, 4), (8, 12)])
+    program.host("", reads=[(0, 4), (8, 12)])
     assert seconds(program) == 0
     assert seconds(program, machine=replace(PLAIN, host=Host(touch=0.5))) == near(1)
     machine = replace(PLAIN, host=Host(touch=0.5), host_processor=Processor({"": 1.0}, 2.0))
@@ -475,7 +474,7 @@ def test_nothing_runs_before_what_must_come_first(written, some, on_host):
                 assert timing.ended[first[0]][first[1]] <= timing.began[second[0]][second[1]] + 1e-9
 
 
-IN_A_THREAD = Work | Collective | Record | Wait | HostWait | HostRead | HostWrite
+IN_A_THREAD = Work | Collective | Record | Wait | HostWait | HostRead
 
 
 def item_of(written, place):

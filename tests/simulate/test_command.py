@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from shardrt import device
 from shardrt.__main__ import main
 from tests.ranks import ROOT
 from tests.simulate.test_script import in_a_process
@@ -59,6 +60,28 @@ def test_a_script_that_fails_is_no_proof(script, tmp_path, capsys):
     assert main(["races", "--", str(tmp_path / "nowhere.py")]) == 2
     assert main(["races"]) == 2
     assert capsys.readouterr().err.count("error: ") == 2
+
+
+def test_where_nothing_runs_nothing_is_proved_and_a_gpu_shares_no_memory(script, tmp_path, capsys):
+    (tmp_path / "none.py").write_text("")
+    assert main(["races", "--", str(tmp_path / "none.py")]) == 65
+    assert "nothing was proved" in capsys.readouterr().err
+    assert main(["races", "--shared", "--device", "cuda", "--", script, "writes"]) == 2
+    assert "only CPUs share memory" in capsys.readouterr().err
+
+
+def test_a_rank_of_each_stage_is_recorded_without_being_asked_for(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("to be, or not to be, that is the question. " * 500)
+    small = "--model.n-layer", "2", "--model.block-size", "32", "--sample.length", "0", "--data", "text.txt"
+    words = "--parallel.pp", "2", "--micro-batches", "2", "--batch-size", "8", "--steps", "1", *small
+    before = device.current()
+    try:
+        assert main(["races", "--ranks", "4", "--steps", "1", "--", "models.train", *words]) == 0
+    finally:
+        device.set_current(before)
+    told = capsys.readouterr().out
+    assert told.startswith("ranks 0, 2 of 4: 1 optimizer step, ") and "no race" in told
 
 
 def test_the_program_of_the_readme_has_no_race_and_unit_and_stream_are_told(tmp_path):

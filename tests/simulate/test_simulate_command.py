@@ -1,11 +1,13 @@
 """`python -m shardrt simulate`: scripts and modules as they stand, on more ranks than there are."""
 
 import json
+import re
 
 import pytest
 
 from shardrt import device
 from shardrt.__main__ import main as shell
+from shardrt.simulate.machine import FOLDER
 from shardrt.tools import trace
 from shardrt.tools.runs import read_trace
 
@@ -39,6 +41,7 @@ def script(tmp_path, monkeypatch):
     """As `record` leaves it, with the device of before."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(SCRIPT)
+    (tmp_path / "none.py").write_text("")
     before = device.current()
     yield ["--", "train.py", "0.1"]
     device.set_current(before)
@@ -83,7 +86,11 @@ def test_a_mesh_is_given_to_a_script_that_says_no_shape(script, capsys):
 
 
 def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
-    found = json.loads(told(capsys, "--ranks", "16", "--json", "--steps", "3", "--trace", "t.json", *script))
+    # Where the host is late, spans of units hold its time too, as those of a run do.
+    at_once = re.sub(r"(item|launch) = .*", r"\1 = 0", (FOLDER / "h100-8.toml").read_text())
+    (tmp_path / "mine.toml").write_text(at_once)
+    words = "--ranks", "16", "--machine", "mine.toml", "--json", "--steps", "3", "--trace", "t.json"
+    found = json.loads(told(capsys, *words, *script))
     events = read_trace(tmp_path / "t.json")
     assert list(trace.steps_of(events, 0)) == [found["step"]] == [2]
     parts = trace.split(events, 0, 2)
@@ -100,11 +107,27 @@ def test_the_trace_is_read_as_that_of_a_run(script, capsys, tmp_path):
         (["--", "nowhere.py"], 2, "nowhere.py"),
         (["--ranks", "8", "--mesh", "2x8", "--", "train.py", "1"], 2, "(2, 8) has 16 ranks, not 8"),
         (["--record", "1", "--", "train.py", "1"], 2, "--record: ranks from 0"),
+        (["--record", "0,x", "--", "train.py", "1"], 2, "--record: ranks from 0"),
         (["--", "train.py"], 65, "IndexError"),
+        (["--", "none.py"], 65, "error: no optimizer step was recorded"),
     ],
 )
 def test_what_is_wrong_is_named(script, arguments, code, message, capsys):
     assert shell(["simulate", *arguments]) == code
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "option, word, message",
+    [
+        ("--jitter", "-1", "-1 is not 0 or more"),
+        ("--jitter", "nan", "nan is not 0 or more"),
+        ("--mesh", "4xq", "sizes as in 512x8, not 4xq"),
+    ],
+)
+def test_a_word_that_is_none_is_refused(script, option, word, message, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        shell(["simulate", option, word, *script])
     assert message in capsys.readouterr().err
 
 

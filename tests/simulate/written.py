@@ -9,7 +9,6 @@ from shardrt.device.program import (
     Group,
     HostRead,
     HostWait,
-    HostWrite,
     Program,
     Range,
     Record,
@@ -41,7 +40,7 @@ class Written(Program):
         if reads:
             self.items.append(HostRead(_ranges(reads), why, site))
         if writes:
-            self.items.append(HostWrite(_ranges(writes), site))
+            self.items.append(Work(HOST, "kernel", (), _ranges(writes), site=site))
 
     def call(self, stream, call, site, reads=(), writes=(), group="all", number=None, nbytes=0, peer=-1):
         self.calls += number is None
