@@ -26,6 +26,7 @@ _STATES = ("memory.offload_optimizer", "memory.offload_gradients", "memory.offlo
 _ACTIVATIONS = "memory.offload_activations"
 _KEPT = {"full": 0, "matmul": 1, "none": 2}  # of what a block computes
 _EVERY = 1 << 20  # blocks from one that is recomputed to the next, where none is
+_MOST = 4 * _EVERY  # more than is kept of any block
 _MOST_PARTS = 16  # micro-batches of a rank
 _FALSE, _TRUE = "False", "True"
 
@@ -35,9 +36,9 @@ class Candidate:
     """Settings of options, and what is known of them beside others before they run.
 
     kind: of two that have this alike, one of which no number in `needs` is lower takes no less memory.
-    saves: the last of these numbers; of two that differ in them alone, which `beside` says, one of which none
-    is higher is no faster. computes: of two that have this alike, one of which no number in `keeps` is higher
-    computes no less in forward and backward, and reduces gradients as often; strategies and units may differ.
+    saves: of two that have `beside` alike, one of which no number here is higher is no faster. computes: of
+    two that have this alike, one of which no number in `keeps` is higher computes no less in forward and
+    backward, and reduces gradients as often; strategies and units may differ.
     mesh: whose ranks have the same parts. states: whose parameters, gradients and optimizer's state are in as
     many parts and in the same places.
     """
@@ -129,6 +130,9 @@ class _Space:
                     saves = _saves(again, away)
                     offloaded = away[_ACTIVATIONS].lower() == "true"
                     apart = offloaded, tuple(again.values()) if offloaded or saves[0] < 0 else ()
+                    # On the host, less is copied of what is recomputed: neither is known to be faster.
+                    kept = _EVERY * saves[0] + saves[1]
+                    copied = (kept, -kept) if offloaded else (_MOST, _MOST)
                     extra = tuple(others.values())
                     # In a pipeline more micro-batches are faster; else each makes products smaller.
                     alike, fewer = (on, 0) if mesh["parallel.pp"] != "1" else (on[0], -count)
@@ -143,7 +147,7 @@ class _Space:
                             mesh | parts | sharding | again | away | prefetch | blocks | others,
                             kind=(like, whole, count == 1, apart),
                             needs=(*ahead, *held, -count, *saves),
-                            saves=saves,
+                            saves=(*saves, *copied),
                             beside=(like, on[1], tuple(sharding.values()), ahead),
                             computes=computes,
                             keeps=keeps,
