@@ -1,4 +1,4 @@
-"""All tests, or the quick ones: `python -m tests [--quick] [-n JOBS] [pytest's own arguments]`.
+"""All tests, or the quick ones: `python -m tests [--quick | --rest] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
 runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly
@@ -14,7 +14,8 @@ from pathlib import Path
 from tests.softgpu.available import missing
 
 NOTHING_TO_RUN = 5  # pytest's exit code where no test was selected
-QUICK = "not slow and not torch and not timed and not serial and not mpi"
+BESIDE = "not timed and not serial and not hosts"
+QUICK = "not slow and not rest and not torch and not timed and not serial and not mpi"
 # Left out by --quick: emulated GPUs, benchmarks, PyTorch beside us, jobs that are killed, all pairs.
 LONG = (
     *(
@@ -44,10 +45,11 @@ def main() -> int:
     """pytest's exit code, that of the first part that failed."""
     parser = ArgumentParser("python -m tests", description=__doc__.splitlines()[0], add_help=True)
     parser.add_argument("--quick", action="store_true", help="nothing against PyTorch, nothing long")
+    parser.add_argument("--rest", action="store_true", help="grids of which else a spread runs, whole")
     parser.add_argument("-n", dest="jobs", default="3", help="tests at a time (3)")
     options, others = parser.parse_known_args()
     beside = ["-n", options.jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
-    parts = [[*beside, "-m", QUICK if options.quick else "not timed and not serial and not hosts"]]
+    parts = [[*beside, "-m", QUICK if options.quick else BESIDE + " and not rest" * (not options.rest)]]
     parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
         parts += [] if named(others) or missing() else [[*beside, *software()]]
@@ -72,11 +74,12 @@ def files_with(mark: str, others: list[str]) -> list[str]:
 def software() -> list[str]:
     """Arguments for tests for a GPU on the one in software.
 
-    `make softgpu` has those of processes and of training, too; tests/softgpu trains the same features.
+    `make softgpu` has those of processes and of training, too, where tests/softgpu trains the same features,
+    and all cases of kernels.
     """
     folder = Path(__file__).parent / "gpu"
     left_out = f"--ignore={folder / 'test_training.py'}"
-    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi", left_out, str(folder)]
+    return ["-p", "tests.softgpu.plugin", "-m", "gpu and not mpi and not rest", left_out, str(folder)]
 
 
 def named(others: list[str]) -> bool:

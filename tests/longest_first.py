@@ -6,9 +6,12 @@ Else one would go on alone with a long file that comes last.
 from pathlib import Path
 
 HERE = Path(__file__).parent
+# The first compiles most kernels, if nobody has yet, and the next two need none: else all would compile them.
+FIRST = ("test_docs.py", "races/test_pairs.py", "cuda/test_compile.py")
 LONGEST = (  # by the seconds of a processor that each takes with its processes
-    *("test_comm.py", "softgpu/test_pairs.py", "test_docs.py", "softgpu/test_training.py"),
-    *("fsdp/test_pairs.py", "races/test_pairs.py", "cuda/test_compile.py", "parity/test_features.py"),
+    *FIRST,
+    *("test_comm.py", "softgpu/test_training.py", "parity/test_features.py", "fsdp/test_pairs.py"),
+    *("softgpu/test_pairs.py", "test_beyond_memory.py", "simulate/test_plan.py", "test_simulated_world.py"),
     *("train/test_resume.py", "train/test_command.py", "train/test_folds.py", "bench/test_step.py"),
     *("train/test_pipeline.py", "train/test_parallel.py", "test_wheel.py", "train/test_context.py"),
     *("softgpu/test_collectives.py", "parallel/test_processes.py", "parallel/test_invariant.py"),

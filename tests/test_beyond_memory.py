@@ -27,7 +27,7 @@ def numbers(pattern, text):
 @pytest.mark.slow
 @pytest.mark.mpi
 def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_limit(tmp_path):
-    limited = run(3, "--directory", str(tmp_path))
+    limited = run(2, "--directory", str(tmp_path))
     assert limited.returncode == 0, limited.stderr
     states, budget = numbers(r"states ([\d.]+) MB; a rank may hold ([\d.]+) MB", limited.stdout)
     assert states >= 8 * budget - 0.5
@@ -39,7 +39,7 @@ def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_li
     assert last < first - 0.5
     assert list(tmp_path.iterdir()) == []
 
-    unlimited = run(3, "--in-memory")
+    unlimited = run(2, "--in-memory")
     assert unlimited.returncode == 0, unlimited.stderr
     counted, limit = numbers(r"([\d.]+) MB count against the limit of ([\d.]+) MB", unlimited.stdout)
     assert counted > 2 * limit  # so the limit would have stopped it

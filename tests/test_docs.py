@@ -281,7 +281,7 @@ def furnished(tmp_path_factory):
         end = ["--tokenizer", "tokenizer.json", "--end", "<|endoftext|>"]
         assert shell(["data", "make", "mine.tokens", "texts.jsonl", *end]) == 0
         assert shell(["data", "make", "story.tokens", "one.txt", "corpus.jsonl", *end]) == 0
-    done = start("models.train", *options, *SMALL, "--steps", "22", ranks=2, cwd=folder)
+    done = start("tests.train.plain", *options, *SMALL, "--steps", "22", ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     (folder / "A").symlink_to("runs/NAME/checkpoints/step-00000010")
     (folder / "B").symlink_to("runs/NAME/checkpoints/step-00000020")

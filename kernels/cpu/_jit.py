@@ -1,25 +1,47 @@
 """How kernels are compiled: three decorators, and exp, erf and a maximum that vectorise.
 
-All release the interpreter lock and are cached on disk. The wheel of llvmlite has no vector math library, so
-exp and erf of float32 are polynomials here (relative error of exp 2e-7, absolute error of erf 2e-7);
-float64, which gradient checks use, takes the ones of libm.
+All release the interpreter lock and are cached on disk; what is found there needs no compiler. The wheel of
+llvmlite has no vector math library, so exp and erf of float32 are polynomials here (relative error of exp
+2e-7, absolute error of erf 2e-7); float64, which gradient checks use, takes the ones of libm.
 """
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
 from numba import njit, types
+from numba.core.caching import FunctionCache
+from numba.core.runtime import rtsys
 from numba.extending import intrinsic, overload
 
-_COMMON = {"nogil": True, "cache": True, "error_model": "numpy"}
+
+class _Kept(FunctionCache):
+    """Kernels on disk. Numba's own loads the whole compiler before it looks: 0.4 s of every process."""
+
+    def load_overload(self, sig: Any, target_context: Any) -> Any:
+        rtsys.initialize(target_context)  # what compiled code may call
+        return self._load_overload(sig, target_context)
+
+
+def _decorator(*fastmath: str) -> Callable[[Callable], Any]:
+    compiled = njit(nogil=True, error_model="numpy", fastmath=set(fastmath))
+
+    def decorate(function: Callable) -> Any:
+        kernel = compiled(function)
+        kernel._cache = _Kept(function)
+        return kernel
+
+    return decorate
+
 
 # The same bits however a range is cut: no reordering, no fused multiply-add.
-exact = njit(**_COMMON)
+exact = _decorator()
 # Elementwise work: fused multiply-adds allowed, sums not reordered.
-fused = njit(fastmath={"contract", "arcp", "nsz"}, **_COMMON)
+fused = _decorator("contract", "arcp", "nsz")
 # Sums and maxima over a row may be reordered, which is what makes them vectorise.
-reordered = njit(fastmath={"reassoc", "contract", "arcp", "nsz", "nnan"}, **_COMMON)
+reordered = _decorator("reassoc", "contract", "arcp", "nsz", "nnan")
 
 
 @intrinsic

@@ -145,11 +145,11 @@ def whole(folder: Path, recipe: str) -> dict[str, Any]:
 def start(folder: Path, recipe: str, name: str, mark: str, *more: str) -> subprocess.Popen:
     """A training job; what it prints is in NAME.out."""
     size = 4 if recipe in ("hybrid", "tensor") else 2
-    command = [mpirun_path(), "-n", str(size), sys.executable, "-m", "models.train", "--config", "tiny.toml"]
+    command = [mpirun_path(), "-n", str(size), sys.executable, "-m", "tests.train.plain"]
     variable, _, value = mark.partition("=")
     with open(folder / f"{name}.out", "ab") as out:
         return subprocess.Popen(
-            [*command, *RECIPES[recipe], "--name", name, *more],
+            [*command, "--config", "tiny.toml", *RECIPES[recipe], "--name", name, *more],
             cwd=folder,
             stdin=subprocess.DEVNULL,
             stdout=out,

@@ -25,6 +25,7 @@ from shardrt.fsdp.schedule import Schedule
 from shardrt.functional import collective
 from shardrt.parallel import Stage
 from shardrt.train import job, loop
+from tests.train.plain import leave_out
 
 STEP = 4
 
@@ -188,6 +189,7 @@ def main() -> None:
             arguments = differ(failure, arguments)
     else:
         prepare(failure, phase, int(victim))
+    leave_out()
     train.main(arguments)
 
 

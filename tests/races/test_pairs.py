@@ -8,28 +8,45 @@ import pytest
 
 from shardrt.device.program import Collective
 from shardrt.simulate.races import races_both_ways
-from tests.fsdp.test_pairs import ALONE, TOGETHER
+from tests.fsdp.test_pairs import APART, IN_TURNS, TOGETHER, TRAINED, sets_of
 from tests.races.recorded import FAILS, Case, recorded
 
-EVERY = [*ALONE, *TOGETHER]
-# A pipeline that has raised runs no more. What two units share by turns, one has one of.
-RAISING = [names for names in EVERY if "pipeline" not in names]
+
+def without(*left_out):
+    """Sets of all pairs that have none of these features."""
+    in_turns, pairs = ([n for n in sets if not set(n).intersection(left_out)] for sets in (IN_TURNS, TRAINED))
+    return [*in_turns, *sets_of([pair for pair in pairs if pair in APART])]
+
+
+EVERY = [*IN_TURNS, *TOGETHER]
+FLAT = without("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")  # of these two ranks share as well where four may
 KINDS = {
     "alone": [Case(names) for names in EVERY],
+    # What units have by turns, one has one of.
     "in one unit": [Case(names, one_unit=True) for names in TOGETHER],
     "two share": [Case(names, shared=2) for names in EVERY],
-    "four share": [case for names in EVERY if (case := Case(names, shared=4)).ranks > Case(names).ranks],
-    "raise": [Case(names, fails=FAILS, turn=turn) for turn, names in enumerate(RAISING)],
+    "four share": [case for names in FLAT if (case := Case(names, shared=4)).ranks > Case(names).ranks],
+    # A pipeline that has raised runs no more.
+    "raise": [Case(names, fails=FAILS, turn=turn) for turn, names in enumerate(without("pipeline"))],
 }
-QUICK = [case for kind in KINDS.values() for case in kind[7::40] if case.ranks <= 4]
+SPREAD = (case for first, kind in enumerate(KINDS.values()) for case in kind[5 + 2 * first :: 20])
+QUICK = [case for case in SPREAD if case.ranks <= 4]
 # What had a race: nobody waited for what a gather had issued before it raised.
 QUICK.append(Case(("offload parameters", "offload gradients"), fails=("gather",), turn=16))
+
+
+# Most of what four ranks share two share as well, and these take a third of the time of all.
+REST = {case for place, case in enumerate(KINDS["four share"]) if place % 4}
+
+
+def marks_of(case):
+    return pytest.mark.rest if case in REST else pytest.mark.slow if case not in QUICK else ()
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, marks=() if case in QUICK else pytest.mark.slow)
+        pytest.param(case, marks=marks_of(case))
         for case in dict.fromkeys([*QUICK, *(case for kind in KINDS.values() for case in kind)])
     ],
     ids=str,

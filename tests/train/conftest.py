@@ -2,18 +2,14 @@
 
 import pytest
 
-from shardrt.train import job, metrics
+from tests.train.plain import leave_out
 
 
 @pytest.fixture(scope="module", autouse=True)
 def plain_runs():
-    """The speed of products, measured by every rank at its start, and the picture at the end.
-
-    (test_command starts runs that have both; test_metrics has the picture.)
-    """
+    """What plain.py leaves out. (test_metrics has the picture.)"""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "product_flops", lambda: 1e10)
-        patch.setattr(metrics, "plot_losses", lambda records, path: None)
+        leave_out(patch.setattr)
         yield
 
 

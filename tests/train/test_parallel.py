@@ -194,7 +194,7 @@ def test_what_all_ranks_of_the_axis_hold_is_compared(folder, monkeypatch):
 @pytest.mark.mpi
 def test_processes_do_the_same_and_traces_and_flight_files_name_what_they_exchange(folder):
     how = arguments("--name", "processes", *COMMON, *SEQUENCE, "--report.trace", "3")
-    done = start("models.train", *how, ranks=2, cwd=folder)
+    done = start("tests.train.plain", *how, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     assert "FULL_SHARD over 1 rank x tp 2 with sequence parallelism" in " ".join(done.stdout.split())
     check_alike(folder, "processes", "data", 2e-6)

@@ -199,7 +199,7 @@ def test_images_are_classified_alike(folder):
 @pytest.mark.mpi
 def test_traces_show_actions_links_and_how_long_ranks_are_idle(folder, capsys):
     how = arguments("--name", "processes", *COMMON, *RUNS["pipeline"][1], "--report.trace", "3")
-    done = start("models.train", *how, ranks=2, cwd=folder)
+    done = start("tests.train.plain", *how, ranks=2, cwd=folder)
     assert done.returncode == 0, done.stderr
     said = " ".join(done.stdout.split())
     assert "FULL_SHARD over 1 rank x pp 2" in said

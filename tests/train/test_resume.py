@@ -292,7 +292,7 @@ def kill(process, folder, name, chooser):
 
 
 def started(folder, name):
-    command = [mpirun_path(), "-n", "2", sys.executable, "-m", "models.train", "--config", "tiny.toml"]
+    command = [mpirun_path(), "-n", "2", sys.executable, "-m", "tests.train.plain", "--config", "tiny.toml"]
     return subprocess.Popen(
         [*command, "--name", name, "--resume", "auto"],
         cwd=folder,
@@ -312,4 +312,4 @@ def ranks_of(process):
     import psutil
 
     below = psutil.Process(process.pid).children(recursive=True)
-    return [str(child.pid) for child in below if "models.train" in " ".join(child.cmdline())]
+    return [str(child.pid) for child in below if "tests.train.plain" in " ".join(child.cmdline())]

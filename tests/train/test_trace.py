@@ -27,7 +27,9 @@ def traced_run(temporary):
     folder = temporary / "traced"
     folder.mkdir()
     furnish(folder)
-    done = start("models.train", *arguments("--name", "it", "--report.trace", "2:3"), ranks=2, cwd=folder)
+    done = start(
+        "tests.train.plain", *arguments("--name", "it", "--report.trace", "2:3"), ranks=2, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     return folder / "runs" / "it"
 

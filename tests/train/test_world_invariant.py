@@ -95,7 +95,9 @@ def test_processes_that_go_on_where_threads_of_other_numbers_were_leave_the_same
     resumed = ("--steps", "6", "--resume", "auto")
     run(4, "moved", "--steps", "2")
     run(1, "moved", "--steps", "4", *resumed[2:])
-    done = start("models.train", *arguments(*INVARIANT, "--name", "moved", *resumed), ranks=2, cwd=folder)
+    done = start(
+        "tests.train.plain", *arguments(*INVARIANT, "--name", "moved", *resumed), ranks=2, cwd=folder
+    )
     assert done.returncode == 0, done.stderr
     assert "not the run" not in capfd.readouterr().out + done.stdout
     assert left(folder, "moved") == left(folder, "alone")
