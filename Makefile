@@ -34,7 +34,7 @@ setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 train: $(FOR_TRAINING) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
-test: $(FOR_TESTS) ## run all tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
+test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
 	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
 		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)

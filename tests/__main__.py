@@ -1,4 +1,4 @@
-"""All tests, or the quick ones: `python -m tests [--quick | --rest] [-n JOBS] [pytest's own arguments]`.
+"""The tests, the quick ones, or all: `python -m tests [--quick | --rest] [-n JOBS] [pytest's own arguments]`.
 
 First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
 runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly

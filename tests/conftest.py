@@ -5,6 +5,7 @@
 
 import gc
 import os
+import sys
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
@@ -20,7 +21,13 @@ def pytest_collection_finish():
 
 
 @pytest.fixture(autouse=True)
-def _deterministic_only_where_asked():
-    """set_world_invariant switches it on for the process, which goes on with other tests."""
+def _as_it_was():
+    """The process goes on with other tests.
+
+    set_world_invariant leaves it deterministic, attention on several threads leaves BLAS as many: of ranks
+    that are threads each product then takes 20 times as long.
+    """
     yield
     determinism.use_deterministic_algorithms(False)
+    if "shardrt.kernels.cpu.matmul" in sys.modules:
+        sys.modules["shardrt.kernels.cpu.matmul"].set_blas_threads(int(os.environ["OPENBLAS_NUM_THREADS"]))

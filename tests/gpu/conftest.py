@@ -40,13 +40,17 @@ class _Skipped(pytest.Module):
 
 
 @pytest.fixture(scope="session")
-def real():
-    """The real backend, with what most tests launch compiled beforehand, all cores at once."""
+def real(pytestconfig):
+    """The real backend, with what most tests launch compiled beforehand, all cores at once.
+
+    In software each is compiled when it is first launched: several processes would all compile all of them.
+    """
     device.get("cuda")
     from shardrt.kernels.cuda._cupy import CuPyBackend
 
     backend = CuPyBackend()
-    backend.prepare([(file, d) for file in _compile.files() for d in _compile.variants(file, ELEMENTS)])
+    if not pytestconfig.pluginmanager.hasplugin("tests.softgpu.plugin"):
+        backend.prepare([(file, d) for file in _compile.files() for d in _compile.variants(file, ELEMENTS)])
     return backend
 
 

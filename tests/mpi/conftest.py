@@ -3,4 +3,4 @@
 from shardrt.comm import world
 
 launched = world.launch()
-collect_ignore = [] if launched is not None else ["test_backends.py", "test_training.py"]
+collect_ignore = [] if launched is not None else ["test_backends.py", "test_nodes.py", "test_training.py"]

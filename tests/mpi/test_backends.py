@@ -4,7 +4,6 @@ import gc
 import sys
 import threading
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -15,7 +14,6 @@ from shardrt.comm import (
     PeerFailed,
     create,
     flags,
-    hierarchical,
     init_device_mesh,
     mailbox,
     mpi,
@@ -29,6 +27,7 @@ from shardrt.comm.shm import ShmCommunicator
 from shardrt.comm.single import SingleCommunicator
 from tests import links
 from tests.mpi.contract import INLINE, LITTLE, Contract, digest, exchange, own, same, values
+from tests.mpi.test_nodes import on_nodes
 
 SIZE = world.of_mpi().size
 ONE_HOST = world.of_mpi().local_size == SIZE
@@ -300,14 +299,8 @@ class TestLinks:
             links.check(found, SIZE)
 
 
-def on_nodes(*nodes):
-    """A communicator whose ranks are told which node they are on."""
-    root = world.of_mpi().root
-    return hierarchical.create(root.Dup(), nodes[root.rank])
-
-
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
-class TestNodes(OverMPI):
+class TestNodes(OverMPI if SIZE == 4 else Bits):
     """Sums are made in each node first. MPI's calls at four ranks, too."""
 
     @staticmethod
@@ -347,26 +340,3 @@ class TestNodesInTurn(Bits):
         made = on_nodes(1, 0, 0, 1)
         assert type(made) is HierarchicalCommunicator
         return made
-
-
-@pytest.mark.skipif(SIZE != 8 or not ONE_HOST, reason="nodes of more than two")
-@pytest.mark.parametrize("nodes", [(0,) * 4 + (1,) * 4, (0, 0, 1, 1, 2, 2, 3, 3), (0, 1) * 4])
-def test_the_bits_of_sums_are_the_same_on_any_nodes(nodes):
-    made, flat = on_nodes(*nodes), create("mpi")
-    assert digest(made) == digest(flat)
-    made.close()
-    flat.close()
-
-
-@pytest.mark.skipif(SIZE != 3, reason="a node of two and a node of one")
-def test_uneven_nodes_fall_back_to_mpi_and_say_why():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        made = on_nodes(0, 0, 1)
-    assert type(made) is MPICommunicator
-    assert [str(w.message) for w in caught if "nodes hold [1, 2] ranks" in str(w.message)] or made.rank != 0
-
-
-@pytest.mark.skipif(SIZE != 2, reason="two nodes of one")
-def test_nodes_of_one_rank_need_no_shared_memory():
-    assert type(on_nodes(0, 1)) is MPICommunicator

@@ -443,7 +443,7 @@ def test_two_models_on_one_mesh_do_not_disturb_each_other():
 def test_steps_hold_no_more_than_one_and_1f1b_less_than_gpipe():
     def bytes_of_steps(pipeline, data):
         """(held after each step, at most in it) on the device that both ranks are on."""
-        rows = np.random.default_rng(0).integers(0, VOCAB, (8, 4, 65))
+        rows = np.random.default_rng(0).integers(0, VOCAB, (8, 2, 65))
         batches = [{"tokens": part[:, :-1], "targets": part[:, 1:], "reduction": "sum"} for part in rows]
         control, here, found = data.root.communicator("control"), device.current(), []
         for _ in range(3):

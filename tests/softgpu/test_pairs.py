@@ -22,5 +22,5 @@ def test_all_of_these_go_together_on_a_gpu():
     job = [sys.executable, "-m", "tests.softgpu.pairs"]
     done = subprocess.run(job, cwd=ROOT, capture_output=True, text=True, timeout=900)
     found = json.loads(done.stdout or "{}")
-    assert len(found) > 40, done.stderr
+    assert len(found) > 35, done.stderr
     assert {name: wrong for name, wrong in found.items() if wrong} == {}
