@@ -6,6 +6,7 @@ import subprocess
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ def open_mpi() -> str:
     return str(found)
 
 
+@cache
 def version_of(launcher: str) -> str:
     """What an mpirun says of itself."""
     return subprocess.run([launcher, "--version"], capture_output=True, text=True, check=True).stdout
@@ -74,7 +76,6 @@ def mpirun(
     launcher = mpirun_path()
     command = [launcher, "-n", str(size), sys.executable, *args]
     environment = clean_environment(**variables)
-    version = subprocess.run([launcher, "--version"], capture_output=True, text=True, env=environment)
-    if "Open MPI" in version.stdout:  # refuses root and more ranks than cores unless it is told
+    if "Open MPI" in version_of(launcher):  # refuses root and more ranks than cores unless it is told
         command[1:1] = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE"]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)

@@ -1,11 +1,18 @@
-"""Compiles, or loads from the cache, what training needs, by calling it on tiny arrays.
+"""Compiles what training needs, by calling it on tiny arrays.
 
 In float32, and where products of bfloat16 are computed as such, in that too. One rank of a node does this
-first; the others then find everything in the cache. Kernels of images are left out: what a convolution needs
+first; the others then find everything in the cache. An empty file there says that all of it is: then nobody
+calls anything, and each rank loads what it uses. Kernels of images are left out: what a convolution needs
 depends on its sizes.
 """
 
+from contextlib import suppress
+from hashlib import sha256
+from pathlib import Path
+
+import numba
 import numpy as np
+from numba.core.registry import cpu_target
 
 from shardrt.kernels import onednn
 from shardrt.kernels.cpu import (
@@ -32,6 +39,24 @@ from shardrt.kernels.cpu import (
 
 
 def warm_up() -> None:
+    """Have every kernel that training needs in the cache."""
+    done = _mark()
+    if not done.exists():
+        call_all()
+        with suppress(OSError):  # a folder that cannot be written holds none of them either
+            done.touch()
+
+
+def _mark() -> Path:
+    """The file that says that these sources are compiled, by this Numba and for this processor."""
+    sources = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
+    about = [(name, found.st_mtime_ns, found.st_size) for name, found in sources]
+    made = numba.__version__, cpu_target.target_context.codegen().magic_tuple(), onednn.computes_bf16()
+    key = sha256(repr((about, made)).encode()).hexdigest()[:16]
+    return Path(adamw._step._cache.cache_path) / f"all-{key}"
+
+
+def call_all() -> None:
     """Call every kernel once in float32; in bfloat16 those that read or write its bits here."""
     _warm_up_float32()
     if onednn.computes_bf16():

@@ -113,7 +113,7 @@ class Device(ABC):
 
     @abstractmethod
     def warm_up(self) -> None:
-        """Compile the kernels that training needs, or load them from the cache on disk."""
+        """Have the kernels that training needs compiled, on disk."""
 
     @abstractmethod
     def empty(self, shape: int | tuple[int, ...], dtype: Any) -> Array:

@@ -7,13 +7,18 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numba
+
+from shardrt.kernels import cpu
+from shardrt.kernels.cpu import _warm_up
+
 ROOT = Path(__file__).parent.parent.parent
 
 COUNT = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from shardrt.kernels import cpu
-cpu.warm_up()
+from shardrt.kernels.cpu._warm_up import call_all
+call_all()
 found = {
     id(kernel): kernel
     for name, module in list(sys.modules.items()) if name.startswith("shardrt.kernels.cpu")
@@ -35,7 +40,7 @@ from models.llama import Llama, LlamaConfig
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
 from shardrt.fsdp import MixedPrecisionPolicy, fully_shard
-from shardrt.kernels import cpu
+from shardrt.kernels.cpu._warm_up import call_all
 
 def compiled():
     modules = [m for name, m in list(sys.modules.items()) if name.startswith("shardrt.kernels.cpu")]
@@ -54,7 +59,7 @@ def train(model, policy):
         optimizer.step()
         optimizer.zero_grad()
 
-cpu.warm_up()
+call_all()
 before = compiled()
 sizes = dict(n_layer=1, n_head=2, n_embd=32, block_size=16, vocab_size=64)
 low = MixedPrecisionPolicy("bfloat16", "float32", "float32", full_precision=(nn.LayerNorm, nn.RMSNorm))
@@ -85,3 +90,17 @@ def test_a_second_start_compiles_nothing_and_loads_no_compiler():
 def test_what_the_first_rank_has_warmed_up_is_all_that_steps_in_float32_and_bfloat16_need():
     count, *more = output_of(TRAIN).splitlines()
     assert int(count) > 20 and not more
+
+
+def test_what_is_compiled_is_not_called_again_until_sources_numba_or_the_processor_change(
+    monkeypatch, tmp_path
+):
+    called, mark = [], _warm_up._mark
+    monkeypatch.setattr(_warm_up, "_mark", lambda: tmp_path / mark().name)
+    monkeypatch.setattr(_warm_up, "call_all", lambda: called.append(mark()))
+    for _ in range(3):
+        cpu.warm_up()
+    assert called == [mark()]
+    monkeypatch.setattr(numba, "__version__", "another")
+    cpu.warm_up()
+    assert len(called) == 2
