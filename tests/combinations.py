@@ -1,6 +1,7 @@
-"""Few combinations in the place of all of them."""
+"""Few combinations in the place of all, and many cases in one test where each takes less than a test."""
 
-from collections.abc import Collection, Hashable
+from collections.abc import Collection, Hashable, Iterator
+from contextlib import contextmanager
 from itertools import combinations, product
 
 
@@ -18,3 +19,13 @@ def pairwise(*choices: Collection[Hashable]) -> list[tuple]:
         chosen.append(best)
         missing -= pairs(best)
     return chosen
+
+
+@contextmanager
+def told(*case: object) -> Iterator[None]:
+    """What fails inside a with block says of which case it is."""
+    try:
+        yield
+    except BaseException as error:
+        error.add_note(f"case {', '.join(map(str, case))}")
+        raise

@@ -4,12 +4,14 @@ What is tried is a table: operators x operands x sides x shapes x dtypes; the dt
 """
 
 import operator
+from itertools import product
 
 import numpy as np
 import pytest
 
 from shardrt import Tensor, no_grad
 from shardrt import functional as F
+from tests.combinations import told
 from tests.gradcheck import check_gradients, leaf, normal
 
 OPERATORS = {
@@ -62,11 +64,15 @@ def raw(x):
     return x.data.astype(np.float64) if isinstance(x, Tensor) else np.float64(x)
 
 
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("shape", [(), (3,), (2, 3)], ids=str)
 @pytest.mark.parametrize("kind", NUMBERS)
 @pytest.mark.parametrize("name", OPS)
-def test_a_number_leaves_the_dtype_of_a_float_tensor(name, kind, shape, dtype):
+def test_a_number_leaves_the_dtype_of_a_float_tensor(name, kind):
+    for case in product([(), (3,), (2, 3)], [np.float32, np.float64]):
+        with told(*case):
+            assert_it_leaves_the_dtype(name, kind, *case)
+
+
+def assert_it_leaves_the_dtype(name, kind, shape, dtype):
     op, numpy = OPS[name]
     x, number = Tensor(positive(shape, dtype), requires_grad=True), NUMBERS[kind]
     for result, (first, second) in sides(op, x, number):
@@ -103,10 +109,15 @@ def test_two_float_tensors_without_dimensions_do_not_mix_as_others_do_not():
         Tensor(np.array(1.0, np.float32)) + Tensor(np.array(1.0))
 
 
-@pytest.mark.parametrize("dtype", [np.int32, np.int64])
 @pytest.mark.parametrize("kind", NUMBERS)
 @pytest.mark.parametrize("name", ["+", "-", "*", "/", "maximum"])
-def test_integers_stay_integers_until_a_float_comes(name, kind, dtype):
+def test_integers_stay_integers_until_a_float_comes(name, kind):
+    for dtype in (np.int32, np.int64):
+        with told(dtype):
+            assert_they_stay_integers(name, kind, dtype)
+
+
+def assert_they_stay_integers(name, kind, dtype):
     op, numpy = OPS[name]
     x, number = Tensor(np.array([1, 2, 3], dtype)), NUMBERS[kind]
     expected = np.float32 if name == "/" or np.asarray(number).dtype.kind == "f" else dtype

@@ -18,13 +18,13 @@ from shardrt.kernels.cuda import _launch
 from shardrt.kernels.cuda._cublaslt import _takes
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
+from tests.combinations import told
 from tests.kernels.shape_cases import CASES, Arrays
 
 NO_KERNELS = {
     *("cast.check_kind", "cast.narrow", "reduce.power_rows"),
     *("matmul.set_blas_threads", "matmul.affine", "matmul.widened"),
 }
-CALLS = [pytest.param(name, case, id=f"{name}-{i}") for name in CASES for i, case in enumerate(CASES[name])]
 
 
 def of(package, name):
@@ -157,24 +157,35 @@ def change(x, arguments):
         x[...] = 0.1 - 1.3 * np.roll(x, 1)
 
 
-@pytest.mark.parametrize("name, case", CALLS)
-def test_only_what_is_in_writes_changes(name, case):
-    assert_only_writes_change(*on_the_cpu(name, case))
+@pytest.mark.parametrize("name", CASES)
+def test_only_what_is_in_writes_changes(name):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            assert_only_writes_change(*on_the_cpu(name, case))
 
 
-@pytest.mark.parametrize("name, case", CALLS)
-def test_what_is_not_in_reads_changes_no_result(name, case):
-    assert_what_is_not_read_changes_no_result(*on_the_cpu(name, case))
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_not_in_reads_changes_no_result(name):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            assert_what_is_not_read_changes_no_result(*on_the_cpu(name, case))
 
 
-@pytest.mark.parametrize("name, case", CALLS)
-def test_what_is_in_reads_changes_a_result(name, case):
-    assert_what_is_read_changes_a_result(*on_the_cpu(name, case))
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_in_reads_changes_a_result(name):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            assert_what_is_read_changes_a_result(*on_the_cpu(name, case))
 
 
-@pytest.mark.parametrize("name, case", CALLS)
-def test_the_value_is_what_the_kernel_gives(name, case):
-    arguments, cost, function = on_the_cpu(name, case)
+@pytest.mark.parametrize("name", CASES)
+def test_the_value_is_what_the_kernel_gives(name):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            assert_the_value_is_what_it_gives(*on_the_cpu(name, case))
+
+
+def assert_the_value_is_what_it_gives(arguments, cost, function):
     given = function(**arguments)
     value = cost.value.usual if isinstance(cost.value, shape.Answer) else cost.value
     if isinstance(value, shape.New):
@@ -283,8 +294,14 @@ OTHER_BYTES = (
 
 
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float64], ids=["f32", "bf16", "f64"])
-@pytest.mark.parametrize("name, case", CALLS)
-def test_launches_are_those_of_the_gpu(name, case, dtype, counting):
+@pytest.mark.parametrize("name", CASES)
+def test_launches_are_those_of_the_gpu(name, dtype, counting):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            assert_launches_are_those_of_the_gpu(name, case, dtype, counting)
+
+
+def assert_launches_are_those_of_the_gpu(name, case, dtype, counting):
     arguments = case(OnGPU(dtype, counting))
     cost = of("shape", name)(**arguments)
     counting.launches = counting.scratch = 0

@@ -12,7 +12,6 @@ import gc
 import random
 import sys
 import time
-from contextlib import contextmanager
 from itertools import cycle, product
 
 import numpy as np
@@ -41,7 +40,7 @@ from shardrt.parallel import parallelize_module
 from shardrt.parallel.memory import pipeline_plan
 from shardrt.parallel.pipeline import Pipeline
 from shardrt.recompute import checkpoint
-from tests.combinations import pairwise
+from tests.combinations import pairwise, told
 
 OFFLOADS = {
     "on the device": None,
@@ -299,15 +298,6 @@ def each_strategy(strategies):
         for change in (None, *CHANGES):
             rest = {"precision": next(precisions), "accumulation": "none" if change else "tree"}
             yield {"strategy": strategy, "change": change, **rest}
-
-
-@contextmanager
-def told(case):
-    """What fails inside a with block is of this case."""
-    try:
-        yield
-    except AssertionError as error:
-        raise AssertionError(f"{case}: {error}") from None
 
 
 def main(backend, combinations="pairs"):
