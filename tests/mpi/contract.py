@@ -8,6 +8,8 @@ import hashlib
 import re
 import threading
 import time
+from functools import partial
+from itertools import product
 
 import numpy as np
 import pytest
@@ -15,10 +17,13 @@ import pytest
 from shardrt import device, dtypes
 from shardrt.comm import CollectiveMismatch
 from shardrt.dtypes import CARRIED
-from tests.combinations import pairwise
+from tests.combinations import pairwise, told
 
 COUNTS = (0, 1, 7, 1000, 300_001)  # per rank; the last is odd and longer than any chunk
 SUMMED = ("float32", "float64", "int32", "int64", "uint8")
+SUMS = pairwise(SUMMED, COUNTS, (False, True))
+SUMS_OF_BITS = tuple(product((False, True), (0, 7, 300_001), dtypes.LOW))
+REDUCTIONS = pairwise(("sum", "max", "min", "prod"), SUMMED, (0, 1, 7, 100_003))
 MOVED = tuple(("float32", n) for n in COUNTS) + tuple((dtype, 1000) for dtype in CARRIED[1:])
 LITTLE = 1 << 15  # bytes that go along with a call: notices.LITTLE; flags.LITTLE is a quarter of it
 CPU = device.get("cpu")
@@ -171,18 +176,20 @@ MESSAGES = {  # that are sent, and that are expected
 class Contract:
     """Subclasses give `run(body, *args)`: call body(communicator, *args) on every rank."""
 
-    @pytest.mark.parametrize(("dtype", "n"), MOVED)
-    def test_all_gather_collects_every_slice(self, dtype, n):
+    def test_all_gather_collects_every_slice(self):
         def body(comm):
-            everything = np.concatenate([values(r, n, dtype) for r in range(comm.size)])
-            for buffer in (
-                np.zeros(comm.size * n, dtype),
-                comm.allocate(comm.size * n, dtype, shared=False),
-                comm.allocate(comm.size * n, dtype, shared=True),
-            ):
-                buffer[own(comm, n)] = values(comm.rank, n, dtype)
-                comm.all_gather(buffer, stream=INLINE)
-                same(buffer, everything)
+            for dtype, n in MOVED:
+                with told(dtype, n):
+                    everything = np.concatenate([values(r, n, dtype) for r in range(comm.size)])
+                    for buffer in (
+                        np.zeros(comm.size * n, dtype),
+                        comm.allocate(comm.size * n, dtype, shared=False),
+                        comm.allocate(comm.size * n, dtype, shared=True),
+                    ):
+                        buffer[own(comm, n)] = values(comm.rank, n, dtype)
+                        comm.all_gather(buffer, stream=INLINE)
+                        same(buffer, everything)
+                    comm.barrier(stream=INLINE)  # peers may still read what lies in this rank's memory
 
         self.run(body)
 
@@ -201,41 +208,41 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize(("dtype", "n", "accumulate"), pairwise(SUMMED, COUNTS, (False, True)))
-    def test_reduce_scatter_sums_by_a_tree_over_the_ranks(self, dtype, n, accumulate):
+    def test_reduce_scatter_sums_by_a_tree_over_the_ranks(self):
         def body(comm):
-            count = comm.size * n
-            scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
-            mine = values(comm.rank, count, dtype)
-            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
-                buffer[:] = mine
-                output = values(99, n, dtype)
-                before = output if accumulate else None
-                expected = total(comm.size, count, dtype, own(comm, n), output=before, scale=scale)
-                comm.reduce_scatter(output, buffer, stream=INLINE, scale=scale, accumulate=accumulate)
-                same(output, expected)
-                same(buffer, mine)
+            for dtype, n, accumulate in SUMS:
+                with told(dtype, n, accumulate):
+                    count = comm.size * n
+                    scale = 0.3 if np.dtype(dtype).kind == "f" else 1.0
+                    mine = values(comm.rank, count, dtype)
+                    for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                        buffer[:] = mine
+                        output = values(99, n, dtype)
+                        before = output if accumulate else None
+                        expected = total(comm.size, count, dtype, own(comm, n), output=before, scale=scale)
+                        comm.reduce_scatter(output, buffer, stream=INLINE, scale=scale, accumulate=accumulate)
+                        same(output, expected)
+                        same(buffer, mine)
 
         self.run(body)
 
-    @pytest.mark.parametrize("kind", dtypes.LOW)
-    @pytest.mark.parametrize("n", [0, 7, 300_001])
-    @pytest.mark.parametrize("accumulate", [False, True])
-    def test_reduce_scatter_sums_the_bits_of_a_16_bit_type_in_float32(self, kind, n, accumulate):
+    def test_reduce_scatter_sums_the_bits_of_a_16_bit_type_in_float32(self):
         def body(comm):
-            count = comm.size * n
-            slices = [values(rank, count, np.float32, part=own(comm, n)) for rank in range(comm.size)]
-            parts = [unpacked(packed(numbers, kind), kind) for numbers in slices]
-            mine = packed(values(comm.rank, count, np.float32), kind)
-            for buffer in (np.empty(count, np.uint16), comm.allocate(count, np.uint16, shared=False)):
-                buffer[:] = mine
-                output = values(99, n, np.float32)
-                expected = added(tree(parts), 0.3, output if accumulate else None)
-                comm.reduce_scatter(
-                    output, buffer, stream=INLINE, scale=0.3, accumulate=accumulate, kind=kind
-                )
-                same(output, expected)
-                same(buffer, mine)
+            for accumulate, n, kind in SUMS_OF_BITS:
+                with told(accumulate, n, kind):
+                    count = comm.size * n
+                    slices = [values(rank, count, np.float32, part=own(comm, n)) for rank in range(comm.size)]
+                    parts = [unpacked(packed(numbers, kind), kind) for numbers in slices]
+                    mine = packed(values(comm.rank, count, np.float32), kind)
+                    for buffer in (np.empty(count, np.uint16), comm.allocate(count, np.uint16, shared=False)):
+                        buffer[:] = mine
+                        output = values(99, n, np.float32)
+                        expected = added(tree(parts), 0.3, output if accumulate else None)
+                        comm.reduce_scatter(
+                            output, buffer, stream=INLINE, scale=0.3, accumulate=accumulate, kind=kind
+                        )
+                        same(output, expected)
+                        same(buffer, mine)
 
         self.run(body)
 
@@ -271,25 +278,25 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize(
-        ("op", "dtype", "count"), pairwise(("sum", "max", "min", "prod"), SUMMED, (0, 1, 7, 100_003))
-    )
-    def test_all_reduce_gives_every_rank_the_same_bits(self, op, dtype, count):
+    def test_all_reduce_gives_every_rank_the_same_bits(self):
         def body(comm):
-            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
-                buffer[:] = values(comm.rank, count, dtype)
-                comm.all_reduce(buffer, op=op, stream=INLINE)
-                same(buffer, total(comm.size, count, dtype, slice(None), op=op))
+            for op, dtype, count in REDUCTIONS:
+                with told(op, dtype, count):
+                    for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                        buffer[:] = values(comm.rank, count, dtype)
+                        comm.all_reduce(buffer, op=op, stream=INLINE)
+                        same(buffer, total(comm.size, count, dtype, slice(None), op=op))
 
         self.run(body)
 
-    @pytest.mark.parametrize(("dtype", "count"), MOVED)
-    def test_broadcast_from_every_root(self, dtype, count):
+    def test_broadcast_from_every_root(self):
         def body(comm):
-            for root in range(comm.size):
-                buffer = values(comm.rank, count, dtype)
-                comm.broadcast(buffer, root=root, stream=INLINE)
-                same(buffer, values(root, count, dtype))
+            for dtype, count in MOVED:
+                with told(dtype, count):
+                    for root in range(comm.size):
+                        buffer = values(comm.rank, count, dtype)
+                        comm.broadcast(buffer, root=root, stream=INLINE)
+                        same(buffer, values(root, count, dtype))
 
         self.run(body)
 
@@ -303,40 +310,41 @@ class Contract:
 
         self.run(body)
 
-    @pytest.mark.parametrize(("dtype", "n"), MOVED)
-    def test_all_to_all_transposes(self, dtype, n):
+    def test_all_to_all_transposes(self):
         def body(comm):
-            count = comm.size * n
-            expected = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
-            for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
-                buffer[:] = values(comm.rank, count, dtype)
-                output = np.zeros(count, dtype)
-                comm.all_to_all(output, buffer, stream=INLINE)
-                same(output, np.concatenate(expected))
-                same(buffer, values(comm.rank, count, dtype))
+            for dtype, n in MOVED:
+                with told(dtype, n):
+                    count = comm.size * n
+                    expected = [values(rank, count, dtype, part=own(comm, n)) for rank in range(comm.size)]
+                    for buffer in (np.empty(count, dtype), comm.allocate(count, dtype, shared=False)):
+                        buffer[:] = values(comm.rank, count, dtype)
+                        output = np.zeros(count, dtype)
+                        comm.all_to_all(output, buffer, stream=INLINE)
+                        same(output, np.concatenate(expected))
+                        same(buffer, values(comm.rank, count, dtype))
 
         self.run(body)
 
-    @pytest.mark.parametrize("pattern", PATTERNS)
-    def test_all_to_all_by_counts_per_peer(self, pattern):
+    def test_all_to_all_by_counts_per_peer(self):
         def body(comm):
-            def counts(s, r):
-                return PATTERNS[pattern](s, r, comm.size)
-
-            exchange(comm, counts, np.float32)
-            most = max(sum(counts(s, r) for r in range(comm.size)) for s in range(comm.size))
-            memory = comm.allocate(most + comm.size, np.float32, shared=False)
-            for salt in range(3):
-                exchange(comm, counts, np.float32, memory[comm.rank :], salt)
-            exchange(comm, counts, np.float32, memory if comm.rank else None)
+            for name, pattern in PATTERNS.items():
+                with told(name):
+                    counts = partial(pattern, n=comm.size)
+                    exchange(comm, counts, np.float32)
+                    most = max(sum(counts(s, r) for r in range(comm.size)) for s in range(comm.size))
+                    memory = comm.allocate(most + comm.size, np.float32, shared=False)
+                    for salt in range(3):
+                        exchange(comm, counts, np.float32, memory[comm.rank :], salt)
+                    exchange(comm, counts, np.float32, memory if comm.rank else None)
 
         self.run(body)
 
-    @pytest.mark.parametrize("dtype", CARRIED)
-    def test_all_to_all_by_counts_carries_every_type(self, dtype):
+    def test_all_to_all_by_counts_carries_every_type(self):
         def body(comm):
-            exchange(comm, lambda s, r: 500 * s + r, dtype)
-            exchange(comm, lambda s, r: 70_001 * (s != r), dtype)
+            for dtype in CARRIED:
+                with told(dtype):
+                    exchange(comm, lambda s, r: 500 * s + r, dtype)
+                    exchange(comm, lambda s, r: 70_001 * (s != r), dtype)
 
         self.run(body)
 
