@@ -91,7 +91,8 @@ def show_compiled(folder):
     for source in here.glob("*.py"):
         assert (folder / source.name).read_bytes() == source.read_bytes()
         shutil.copystat(source, folder / source.name)
-    for made in (here / "__pycache__").glob("*.nb?"):
+    kept = here / "__pycache__"
+    for made in (*kept.glob("*.nb?"), *kept.glob("all-*")):
         shutil.copy(made, folder / "__pycache__")
 
 

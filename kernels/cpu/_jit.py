@@ -18,7 +18,10 @@ from numba.extending import intrinsic, overload
 
 
 class _Kept(FunctionCache):
-    """Kernels on disk. Numba's own loads the whole compiler before it looks: 0.4 s of every process."""
+    """Kernels on disk. Numba's own loads the whole compiler before it looks: 0.3 s of every process.
+
+    (`target_context.refresh`; whoever compiles does that again.) Dispatchers hold Numba's lock meanwhile.
+    """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # what compiled code may call
@@ -29,7 +32,7 @@ def _decorator(*fastmath: str) -> Callable[[Callable], Any]:
     compiled = njit(nogil=True, error_model="numpy", fastmath=set(fastmath))
 
     def decorate(function: Callable) -> Any:
-        kernel = compiled(function)
+        kernel = compiled(function)  # not cache=True, which gives it Numba's own
         kernel._cache = _Kept(function)
         return kernel
 

@@ -6,6 +6,7 @@ calls anything, and each rank loads what it uses. Kernels of images are left out
 depends on its sizes.
 """
 
+import sys
 from contextlib import suppress
 from hashlib import sha256
 from pathlib import Path
@@ -48,11 +49,12 @@ def warm_up() -> None:
 
 
 def _mark() -> Path:
-    """The file that says that these sources are compiled, by this Numba and for this processor."""
+    """The file that says that these sources are compiled, by this Numba, for this Python and processor."""
     sources = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
     about = [(name, found.st_mtime_ns, found.st_size) for name, found in sources]
-    made = numba.__version__, cpu_target.target_context.codegen().magic_tuple(), onednn.computes_bf16()
-    key = sha256(repr((about, made)).encode()).hexdigest()[:16]
+    by = numba.__version__, sys.implementation.cache_tag
+    processor = cpu_target.target_context.codegen().magic_tuple(), onednn.computes_bf16()
+    key = sha256(repr((about, by, processor)).encode()).hexdigest()[:16]
     return Path(adamw._step._cache.cache_path) / f"all-{key}"
 
 

@@ -3,13 +3,16 @@
 Of a node's ranks one compiles them, before the first step; so what it has called is what a step needs.
 """
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import numba
+import pytest
+from numba.core.codegen import JITCPUCodegen
 
-from shardrt.kernels import cpu
+from shardrt.kernels import cpu, onednn
 from shardrt.kernels.cpu import _warm_up
 
 ROOT = Path(__file__).parent.parent.parent
@@ -92,15 +95,28 @@ def test_what_the_first_rank_has_warmed_up_is_all_that_steps_in_float32_and_bflo
     assert int(count) > 20 and not more
 
 
-def test_what_is_compiled_is_not_called_again_until_sources_numba_or_the_processor_change(
-    monkeypatch, tmp_path
-):
+CHANGES = {
+    "a source": lambda patch, folder: (folder / "_jit.py").write_text("changed"),
+    "a new source": lambda patch, folder: (folder / "new.py").touch(),
+    "Numba": lambda patch, folder: patch.setattr(numba, "__version__", "another"),
+    "Python": lambda patch, folder: patch.setattr(sys.implementation, "cache_tag", "another"),
+    "the processor": lambda patch, folder: patch.setattr(JITCPUCodegen, "_get_host_cpu_name", str),
+    "its bfloat16": lambda patch, folder: patch.setattr(onednn, "computes_bf16", lambda: "otherwise"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_what_is_compiled_is_not_called_again_until_this_changes(change, monkeypatch, tmp_path):
     called, mark = [], _warm_up._mark
+    for source in Path(_warm_up.__file__).parent.glob("*.py"):
+        shutil.copy2(source, tmp_path)
+    monkeypatch.setattr(_warm_up, "__file__", str(tmp_path / "_warm_up.py"))
     monkeypatch.setattr(_warm_up, "_mark", lambda: tmp_path / mark().name)
     monkeypatch.setattr(_warm_up, "call_all", lambda: called.append(mark()))
     for _ in range(3):
         cpu.warm_up()
     assert called == [mark()]
-    monkeypatch.setattr(numba, "__version__", "another")
-    cpu.warm_up()
-    assert len(called) == 2
+    CHANGES[change](monkeypatch, tmp_path)
+    for _ in range(2):
+        cpu.warm_up()
+    assert called[1:] == [mark()]

@@ -300,7 +300,7 @@ class TestLinks:
 
 
 @pytest.mark.skipif(SIZE != 4, reason="two nodes of two")
-class TestNodes(OverMPI if SIZE == 4 else Bits):
+class TestNodes(OverMPI):
     """Sums are made in each node first. MPI's calls at four ranks, too."""
 
     @staticmethod
