@@ -38,11 +38,12 @@ def blocks_of(page: Path) -> list[str]:
 
 
 EXAMPLES = [page for page in PAGES if blocks_of(page)]
-# Each page in a fork of a process that has loaded what takes long, so that no page sees what another imports.
+# Each page in a fork of a process that has loaded kernels, so that no page sees what another imports.
 ONE_EACH = """
 import os, runpy, sys
-import numba, shardrt
-numba.njit(lambda: 0)()
+import shardrt
+from shardrt.kernels.cpu import _warm_up
+_warm_up._warm_up_float32()
 for file in sys.argv[1:]:
     if (child := os.fork()) == 0:
         os.chdir(os.path.dirname(file))
