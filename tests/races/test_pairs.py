@@ -40,7 +40,7 @@ REST = {case for place, case in enumerate(KINDS["four share"]) if place % 4}
 
 
 def marks_of(case):
-    return pytest.mark.rest if case in REST else pytest.mark.slow if case not in QUICK else ()
+    return () if case in QUICK else pytest.mark.rest if case in REST else pytest.mark.slow
 
 
 @pytest.mark.parametrize(
