@@ -12,12 +12,13 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from shardrt.kernels.cpu._attention_bits import heads_of
-from shardrt.kernels.cpu._jit import exp, reordered
-from shardrt.kernels.cpu._vectors import tile_sum
+from shardrt.kernels.cpu._jit import reordered
+from shardrt.kernels.cpu._vectors import lanes, tile_sum, transpose_tile
 
 Array = Any
 
 ROWS, WIDTH = 8, 32  # of a block of a product: its sums are 16 vectors
+LANES = lanes(np.float32)
 _BLOCK = ((0,) * ROWS, (0,) * 2, (), ())
 
 
@@ -88,14 +89,26 @@ def row_at(address, count, like):
 
 
 @reordered
+def copy(source, target):
+    """Of one size. Numba's own target[:] = source looks whether they overlap, and is slower."""
+    for j in range(source.size):
+        target[j] = source[j]
+
+
+@reordered
 def columns_of(address, step, keys, like, out):
     """out[c, j]: element c, of the type of `like`, of row j; zeros behind the last row."""
-    for j in range(keys):
-        line = row_at(address + j * step, out.shape[0], like)
-        for c in range(out.shape[0]):
-            out[c, j] = line[c]
-    for c in range(out.shape[0]):
-        out[c, keys:] = 0
+    width, many = out.shape
+    rows = np.empty((LANES, width), out.dtype)
+    starts, places = np.arange(LANES) * width, np.arange(LANES) * many
+    for j in range(0, many, LANES):
+        for i in range(LANES):
+            if j + i < keys:
+                copy(row_at(address + (j + i) * step, width, like), rows[i])
+            else:
+                rows[i] = 0
+        for c in range(0, width, LANES):
+            transpose_tile(rows, c, starts, out, c * many + j, places)
 
 
 @reordered
@@ -111,15 +124,6 @@ def add_product(a, b, out, first, at, count, none):
     """out, rows from `at` on: plus the product of these columns of a and b, their rows from `first` on."""
     many, width = a.shape[1], b.shape[1]
     product(a, first * many + at, many, 1, b, first * width, count, out, at * width, width, none, True)
-
-
-@reordered
-def softmax_backward(near, dnear, shift, dot, scale):
-    """Scores become probabilities, and their gradients those before scaling."""
-    for j in range(near.size):
-        probability = exp(near[j] * scale - shift)
-        near[j] = probability
-        dnear[j] = probability * (dnear[j] - dot) * scale
 
 
 @reordered

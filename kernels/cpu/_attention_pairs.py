@@ -16,15 +16,16 @@ from shardrt.kernels.cpu._attention_blocks import (
     WIDTH,
     add_product,
     columns_of,
+    copy,
     of_heads,
     of_heads_backward,
     product,
     put,
     row_at,
-    softmax_backward,
 )
 from shardrt.kernels.cpu._jit import exp, larger, reordered
-from shardrt.kernels.cpu.cast import narrowed, widened
+from shardrt.kernels.cpu._vectors import bits_of
+from shardrt.kernels.cpu.cast import widened
 
 Array = Any
 
@@ -67,13 +68,14 @@ def _operands(keys: int, width: int) -> tuple[Array, ...]:
 
 
 def _operands_backward(keys: int, width: int) -> tuple[Array, ...]:
-    """What backward has beside: columns of values; dscores; dy; of a tile, by pairs of rows, queries and dy,
-    gradients of scores and weights; the sums for keys and values."""
+    """What backward has beside: columns of values; dscores; dy, and its bits; of a tile, by pairs of rows,
+    queries and dy, gradients of scores and weights; the sums for keys and values."""
     keys = -(-keys // WIDTH) * WIDTH
     upper = np.empty((ROWS, width), np.uint16)
     return (
         np.empty((width // 2, keys), np.uint32),
         np.empty((ROWS, keys), np.float32),
+        np.empty((ROWS, width), np.float32),
         upper,
         upper.view(np.uint32),
         np.zeros((2, TILE // 2, width), np.uint32),
@@ -108,36 +110,47 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
         count = min(ROWS, time - low)
         seen = min(first + low + count, keys)
         for i in range(count):
-            rows[i, :] = row_at(at[0] + (low + i) * by[0], half, rows)
+            copy(row_at(at[0] + (low + i) * by[0], half, rows), rows[i])
         product(rows, 0, 1, half, columns, 0, half, scores, 0, seen, none, False)
+        end = (seen + WIDTH - 1) // WIDTH * WIDTH
         for i in range(count):
             near = min(first + low + i + 1, seen)
-            lse[low + i] = _softmax(scores[i, :near], weights[i, :near], scale)
-            weights[i, near : seen + 1] = 0  # a pair's second, too
+            lse[low + i] = _softmax(scores[i, :end], weights[i, :end], near, scale)
         product(pairs, 0, 1, many // 2, twos, 0, (seen + 1) // 2, out, 0, width, none, False)
         for i in range(count):
-            row_at(at[3] + (low + i) * by[3], width, out)[:] = out[i]
+            copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
 
 @reordered
-def _softmax(near, kept, scale):
-    """kept: the bits of the probabilities; scores are overwritten. Gives the logarithm of their sum."""
-    highest = near[0] * scale
-    for j in range(near.size):
-        highest = larger(highest, near[j] * scale)
-    total = near.dtype.type(0)
-    for j in range(near.size):
-        value = exp(near[j] * scale - highest)
-        near[j] = value
+def _softmax(line, kept, near, scale):
+    """kept: the bits of the probabilities, 0 from `near` on; scores are overwritten. Gives the logarithm of
+    their sum. Lines are whole vectors."""
+    highest, whole = line[0] * scale, near // WIDTH * WIDTH
+    end = (near + WIDTH - 1) // WIDTH * WIDTH  # by `near` alone: sums of other lengths have other bits
+    for j in range(whole):
+        value = line[j] * scale
+        line[j] = value
+        highest = larger(highest, value)
+    for j in range(whole, end):
+        value = line[j] * scale if j < near else np.float32(-np.inf)
+        line[j] = value
+        highest = larger(highest, value)
+    total = np.float32(0)
+    for j in range(end):
+        value = exp(line[j] - highest)
+        line[j] = value
         total += value
-    factor = near.dtype.type(1) / total
-    for j in range(near.size):
-        kept[j] = narrowed(near[j] * factor)
+    factor = np.float32(1) / total
+    for j in range(end):
+        kept[j] = bits_of(line[j] * factor)
+    kept[end:] = 0
     return highest + np.log(total)
 
 
 @reordered
-def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, dscores, bits, rows_dy, tile, turned, sums):
+def _backward(
+    at, by, sizes, scale, lse, add, scratch, columns_v, dscores, dy, bits, rows_dy, tile, turned, sums
+):
     """One head. at, by: addresses and bytes between rows of dy, q, y, dq, k, v, dk, dv; else as _forward."""
     time, keys, first = sizes
     columns, twos, scores, weights, pairs, rows, out, none = scratch
@@ -156,25 +169,23 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, dscores, bits,
             count, place = min(ROWS, stop - low), (low - start) // 2
             seen = min(first + low + count, keys)
             for i in range(count):
-                rows[i, :] = row_at(at[1] + (low + i) * by[1], half, rows)
+                copy(row_at(at[1] + (low + i) * by[1], half, rows), rows[i])
             product(rows, 0, 1, half, columns, 0, half, scores, 0, seen, none, False)
-            _bits_and_dots(at, by, low, count, out, bits, dots)
-            _two_of(bits, tile[1, place:])
+            _bits_and_dots(at, by, low, count, dy, bits, dots)
+            for i in range(ROWS // 2):
+                _two_of(dy[2 * i], dy[2 * i + 1], tile[1, place + i])
             product(rows_dy, 0, 1, half, columns_v, 0, half, dscores, 0, seen, none, False)
+            whole = (seen + WIDTH - 1) // WIDTH * WIDTH
             for i in range(ROWS):
-                near = min(first + low + i + 1, seen) if i < count else 0
-                if near:
-                    softmax_backward(scores[i, :near], dscores[i, :near], lse[low + i], dots[i], scale)
-                scores[i, near:end] = 0
-                dscores[i, near:end] = 0
-                _narrow(dscores[i, :end], weights[i])
-            _two_of(weights[:, :end], turned[0, place:])
+                near, shift = (min(first + low + i + 1, seen), lse[low + i]) if i < count else (0, lse[low])
+                _slopes(scores[i, :whole], dscores[i, :whole], near, shift, dots[i], scale)
+                _narrow(dscores[i, :whole], weights[i])
+            for i in range(ROWS // 2):
+                _two_of(dscores[2 * i, :whole], dscores[2 * i + 1, :whole], turned[0, place + i, :end])
+                _two_of(scores[2 * i, :whole], scores[2 * i + 1, :whole], turned[1, place + i, :end])
             product(pairs, 0, 1, many // 2, twos, 0, (seen + 1) // 2, out, 0, width, none, False)
             for i in range(count):
-                row_at(at[3] + (low + i) * by[3], width, out)[:] = out[i]
-            for i in range(ROWS):
-                _narrow(scores[i, :end], weights[i])
-            _two_of(weights[:, :end], turned[1, place:])
+                copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
         pairs_here = (stop - start + ROWS - 1) // ROWS * (ROWS // 2)
         for j in range(0, all_seen, ROWS):
             before = max(0, j - first - start) // 2  # pairs of queries that see none of these keys
@@ -186,34 +197,47 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, dscores, bits,
 
 
 @reordered
-def _bits_and_dots(at, by, low, count, like, upper, dots):
-    """upper: the bits of rows of dy. dots: of what they say and y, so that gradients of scores sum to 0."""
+def _bits_and_dots(at, by, low, count, given, upper, dots):
+    """given, upper: rows of dy and their bits; then zeros. dots: of what these say and y, so that gradients
+    of scores sum to 0."""
     for i in range(count):
-        bits = upper[i]
-        given = row_at(at[0] + (low + i) * by[0], bits.size, like)
-        result = row_at(at[2] + (low + i) * by[2], bits.size, like)
-        _narrow(given, bits)
+        line, bits = given[i], upper[i]
+        copy(row_at(at[0] + (low + i) * by[0], line.size, given), line)
+        result = row_at(at[2] + (low + i) * by[2], line.size, given)
+        _narrow(line, bits)
         dot = dots.dtype.type(0)
         for j in range(bits.size):
             dot += widened(bits[j]) * result[j]
         dots[i] = dot
     upper[count:] = 0
+    given[count:] = 0
+    dots[count:] = 0
+
+
+@reordered
+def _slopes(line, dline, near, shift, dot, scale):
+    """Scores become probabilities, and their gradients those before scaling; 0 from `near` on."""
+    whole, zero = near // WIDTH * WIDTH, np.float32(0)
+    for j in range(whole):
+        probability = exp(line[j] * scale - shift)
+        line[j] = probability
+        dline[j] = probability * (dline[j] - dot) * scale
+    for j in range(whole, line.size):
+        probability = exp(line[j] * scale - shift)
+        slope = probability * (dline[j] - dot) * scale
+        line[j] = probability if j < near else zero
+        dline[j] = slope if j < near else zero
 
 
 @reordered
 def _narrow(numbers, bits):
-    for c in range(0, numbers.size, WIDTH):
-        line, kept = numbers[c : c + WIDTH], bits[c : c + WIDTH]
-        for j in range(WIDTH):
-            kept[j] = narrowed(line[j])
+    for j in range(numbers.size):
+        bits[j] = bits_of(numbers[j])
 
 
 @reordered
-def _two_of(bits, out):
-    """As _two_rows, of ROWS rows."""
-    for i in range(ROWS // 2):
-        upper, lower, line = bits[2 * i], bits[2 * i + 1], out[i]
-        for c in range(0, upper.size, WIDTH):
-            first, second, both = upper[c : c + WIDTH], lower[c : c + WIDTH], line[c : c + WIDTH]
-            for j in range(WIDTH):
-                both[j] = np.uint32(first[j]) | np.uint32(np.uint32(second[j]) << _16)
+def _two_of(first, second, out):
+    """The bits of two rows' numbers side by side, and zeros behind them."""
+    for j in range(first.size):
+        out[j] = np.uint32(bits_of(first[j])) | np.uint32(np.uint32(bits_of(second[j])) << _16)
+    out[first.size :] = 0

@@ -14,12 +14,12 @@ from shardrt.kernels.cpu._attention_blocks import (
     WIDTH,
     add_product,
     columns_of,
+    copy,
     of_heads,
     of_heads_backward,
     product,
     put,
     row_at,
-    softmax_backward,
 )
 from shardrt.kernels.cpu._jit import exp, larger, reordered
 
@@ -64,7 +64,7 @@ def _scratch_backward(keys: int, width: int) -> tuple[Array, ...]:
 @reordered
 def _copy_rows(address, step, count, out):
     for j in range(count):
-        out[j, :] = row_at(address + j * step, out.shape[1], out)
+        copy(row_at(address + j * step, out.shape[1], out), out[j])
 
 
 @reordered
@@ -85,7 +85,7 @@ def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none)
             scores[i, near:seen] = 0
         product(scores, 0, 1, many, dense, 0, seen, out, 0, width, none, False)
         for i in range(count):
-            row_at(at[3] + (low + i) * by[3], width, out)[:] = out[i]
+            copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
 
 @reordered
@@ -103,6 +103,15 @@ def _softmax(near, scale):
     for j in range(near.size):
         near[j] *= factor
     return highest + np.log(total)
+
+
+@reordered
+def _softmax_backward(near, dnear, shift, dot, scale):
+    """Scores become probabilities, and their gradients those before scaling."""
+    for j in range(near.size):
+        probability = exp(near[j] * scale - shift)
+        near[j] = probability
+        dnear[j] = probability * (dnear[j] - dot) * scale
 
 
 @reordered
@@ -133,11 +142,11 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights,
             for i in range(row, row + count):
                 near = min(first + start + i + 1, seen)
                 dot = _dot(tile[1, i], row_at(at[2] + (start + i) * by[2], width, out))
-                softmax_backward(weights[1, i, :near], weights[0, i, :near], lse[start + i], dot, scale)
+                _softmax_backward(weights[1, i, :near], weights[0, i, :near], lse[start + i], dot, scale)
                 weights[:, i, near:end] = 0
             product(weights[0], row * many, 1, many, dense, 0, seen, out, 0, width, none, False)
             for i in range(count):
-                row_at(at[3] + (low + i) * by[3], width, out)[:] = out[i]
+                copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
         for j in range(0, all_seen, ROWS):
             before = max(0, j - first - start)  # queries that see none of these keys
             for i in range(2):

@@ -1,4 +1,4 @@
-"""Two loops written in LLVM's language, because Numba would not keep their vectors in registers.
+"""Loops written in LLVM's language, because Numba would not keep their vectors in registers.
 
 `tile_sum` is the micro-kernel of a matrix product (Goto, van de Geijn: Anatomy of High-Performance Matrix
 Multiplication, 2008) whose operands may lie anywhere in steps, so that a convolution needs no matrix of its
@@ -122,6 +122,16 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
 
     given = (tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add)
     return types.void(*given), generate
+
+
+@intrinsic
+def bits_of(typing_context, x):
+    """The bits in bfloat16 of a float32, rounded by the processor. Subnormal numbers become 0. With PAIRS."""
+
+    def generate(context, builder, signature, arguments):
+        return builder.bitcast(builder.fptrunc(arguments[0], _BFloat()), ir.IntType(16))
+
+    return types.uint16(types.float32), generate
 
 
 @intrinsic
