@@ -8,7 +8,7 @@ to BLAS.
 
 import platform
 from collections.abc import Callable
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from time import perf_counter, thread_time
 from typing import Any
@@ -64,7 +64,12 @@ def choose_from(ways: dict[str, Way], rule: str, what: tuple, out: int | None, *
 
 def _about(x: Array) -> onednn.Matrix:
     """An operand, its sizes rounded up to 4, 5, 6 or 7 times a power of two."""
-    whole = onednn.matrix(x)
+    return _rounded(x.shape, x.strides, x.itemsize)
+
+
+@lru_cache(4096)  # asked for with each product
+def _rounded(shape: tuple[int, int], strides: tuple[int, int], item: int) -> onednn.Matrix:
+    whole = onednn.described(*shape, strides[0] // item, strides[1] // item, item)
     steps = [max(0, (size - 1).bit_length() - 3) for size in (whole.rows, whole.columns)]
     rows, columns = (-(-size >> step) << step for size, step in zip(whole, steps, strict=False))
     return whole._replace(rows=rows, columns=columns)
