@@ -10,7 +10,7 @@ from shardrt import nn, optim
 from shardrt.comm import init_device_mesh, thread
 from shardrt.device import cpu, pages
 from shardrt.device.memory import Pool
-from shardrt.fsdp import fully_shard
+from shardrt.fsdp import buffers, fully_shard, units
 
 BYTES = np.dtype(np.uint8)
 HUGE = pages.HUGE
@@ -159,6 +159,35 @@ def trained():
         optimizer.step()
         optimizer.zero_grad()
     return [parameter.shard.copy() for parameter in model.parameters()]
+
+
+def test_what_is_reduced_in_pieces_is_taken_as_a_whole(monkeypatch):
+    """A page that two pieces have parts of is in neither: the system gave a new one in each step."""
+    taken, real = [], cpu.CPUDevice.take_pages
+
+    def counted(device, array):
+        taken.append(array.nbytes)
+        real(device, array)
+
+    monkeypatch.setattr(cpu.CPUDevice, "take_pages", counted)
+    monkeypatch.setattr(buffers, "IN_PIECES", 0)
+    thread.run(2, trained_with_a_long_root)
+    inner, root = 1024 * 256 * 2, 512 * 1024 * 2  # bytes of a rank's half
+    assert sorted(taken) == 2 * 2 * [inner] + 2 * 2 * [root]  # ranks, steps
+
+
+def trained_with_a_long_root():
+    """Two steps of a unit in a unit of twice its size, whose gradients are made in pieces."""
+    model = nn.Sequential(nn.Linear(512, 1024, bias=False), nn.Sequential(nn.Linear(1024, 256, bias=False)))
+    mesh = init_device_mesh("auto")
+    for module in (model[1], model):
+        fully_shard(module, mesh=mesh)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-3)
+    for _ in range(2):
+        (model(np.ones((32, 512), np.float32)) ** 2).mean().backward()
+        assert units(model)[0].groups[0].pieces is not None
+        optimizer.step()
+        optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

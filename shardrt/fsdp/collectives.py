@@ -167,8 +167,9 @@ def reduce(
     stream.wait(slot.ready)  # compute has written the gradients
     if not group.placement.gradients:
         out = sums[goes.buffer] if part is None else sums[goes.buffer][slice(*part)]
-        if goes.buffer == 0 and not goes.accumulate:
-            streams.device.take_pages(out)  # which zero_grad has lent
+        if goes.buffer == 0 and not goes.accumulate and (part is None or part[0] == 0):
+            # Which zero_grad has lent. All: at the ends of a part are pages that another part has as well.
+            streams.device.take_pages(sums[0])
         _sum(group, slot, written, out, goes.accumulate, stream, streams.device)
         stream.record(slot.free)
         # A carry of the tree: the newest partial sum goes into the one before, as often as `place` says.
