@@ -3,7 +3,8 @@
 `plan` gives a Spec for each role of each group; setup allocates exactly these, and memory.py adds them up.
 Groups of units that come and go one after the other share slots. A unit that stays gathered while others are
 (it contains them, or is kept for backward) has a slot of its own. Where the ranks of a node share memory, a
-gathered unit *is* its shards, side by side in one buffer, and every unit has that.
+gathered unit *is* its shards, side by side in one buffer, and every unit has that; slots of bits, into which
+each rank rounds its part, are theirs together.
 """
 
 from collections.abc import Iterable, Iterator
@@ -89,7 +90,8 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     for members in _alike(g for g in passing if "gathered" not in specs[g]):
         # The one that computes and those ahead of it; a recomputed module needs all of its units at once.
         slots = min(max(facts.prefetch + 1, facts.together), len(members))
-        _share(specs, layouts, members, "gathered", _gathered(members[0], facts), slots)
+        sharers = sharers_of(members[0], layouts[members[0]], facts)
+        _share(specs, layouts, members, "gathered", _gathered(members[0], facts), slots, sharers)
     filling = [group for unit in inner for group in unit.groups if group.trainable]
     for members in _alike(g for g in filling if "gradients" not in specs[g]):
         _share(
@@ -106,8 +108,9 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
         if slot is not None and _can_be_in_pieces(group, layouts[group], facts):
             specs[group]["gradients"] = slot
     for group in groups:
-        total = layouts[group].total
-        specs[group].setdefault("gathered", Spec("gathered", total, _gathered(group, facts)))
+        total, sharers = layouts[group].total, sharers_of(group, layouts[group], facts)
+        own = Spec("gathered", total, _gathered(group, facts), sharers=sharers)
+        specs[group].setdefault("gathered", own)
         if group.trainable:
             total = _length("gradients", group, layouts[group])
             specs[group].setdefault("gradients", Spec("gradients", total, _gradient(group, facts)))
@@ -181,8 +184,7 @@ def _own(group: ParameterGroup, layout: Layout, roles: dict[str, Spec], facts: F
     """The buffers that a group does not share with others."""
     place, dtype = group.placement, group.key.dtype
     if in_slot(group, layout, facts):
-        sharers = min(layout.shards, max(1, facts.sharers))
-        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers)
+        roles["gathered"] = Spec("shard", layout.total, dtype, sharers=sharers_of(group, layout, facts))
     else:
         roles["shard"] = Spec("shard", layout.shard_size, dtype, host=place.parameters)
     computed = _gathered(group, facts)
@@ -265,6 +267,7 @@ def _share(
     role: str,
     dtype: Any,
     slots: int,
+    sharers: int = 1,
 ) -> None:
     """One Spec, as long as the largest needs, for all `members`."""
     count = max(_length(role, group, layouts[group]) for group in members)
@@ -272,7 +275,7 @@ def _share(
         whole = [group for group in members if pieces_of(group, layouts[group], specs[group]) is None]
         pieces = [specs[group]["gradients"].count for group in members if group not in whole]
         count = max([_length(role, group, layouts[group]) for group in whole] + pieces)
-    spec = Spec(role, count, dtype, min(slots, len(members)))
+    spec = Spec(role, count, dtype, min(slots, len(members)), sharers=sharers)
     for group in members:
         specs[group][role] = spec
 
@@ -289,6 +292,13 @@ def in_slot(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
     """Whether the shard is a part of the gathered buffer itself, so that gathering copies nothing."""
     computed = np.dtype(group.key.dtype) == _compute(group, facts) and group.key.param not in dtypes.LOW
     return computed and not group.placement.parameters and (facts.sharers > 0 or layout.shards == 1)
+
+
+def sharers_of(group: ParameterGroup, layout: Layout, facts: Facts) -> int:
+    """Ranks that have the gathered slot together: those of a node, where each writes nothing but its part."""
+    bits = group.key.param in dtypes.LOW and _gathered(group, facts).itemsize == 2
+    own_part = bits or in_slot(group, layout, facts)
+    return min(layout.shards, max(1, facts.sharers)) if own_part else 1
 
 
 def keeps_rounded(group: ParameterGroup, specs: Specs) -> bool:

@@ -67,6 +67,8 @@ def _native(group: ParameterGroup, slot: Slot, streams: Streams) -> None:
     if new and group.ranks.size == 1:
         return
     stream.wait(slot.free)  # compute has finished with the unit that had the slot
+    if group.slot_shared:
+        group.ranks.gather.barrier(stream=stream, what=group.called)  # on every rank: others read this part
     bits = slot.array[: group.layout.total].view(dtypes.storage(group.key.param))
     if not new:
         own = bits[slice(*group.layout.shard_range(group.ranks.rank))]

@@ -163,6 +163,7 @@ class ParameterGroup(Storage):
         self.layout: Layout
         self.ranks: ProcessGroups
         self.shard_in_slot: bool  # the shard is this rank's part of the gathered slot: nothing to copy in
+        self.slot_shared: bool  # the gathered slot is memory that other ranks read, too
         self.transfer: Callable[[ParameterGroup, Slot, Streams], None]  # gathers it
 
     def starts_without_values(self) -> None:
@@ -306,7 +307,7 @@ class ParameterGroup(Storage):
         return self._device.called(array, "optimizer state", self.label)
 
     def before_write(self) -> None:
-        if self.shard_in_slot and self.ranks.size > 1:
+        if self.slot_shared and (self.shard_in_slot or self.rounded is not None):
             self.runtime.readers_done(self)
 
     def modified(self, rounded: bool = False) -> None:

@@ -261,8 +261,7 @@ def _arena(group: ParameterGroup, role: str, spec: Spec, here: Device) -> Arena:
     if maker is None:
         allocate = partial(here.buffer, spec.count, spec.dtype)
     else:
-        shared = role in ("gathered", "wire") and spec.role == "shard" and group.ranks.size > 1
-        allocate = partial(_allocated, maker, spec, here, shared=shared)
+        allocate = partial(_allocated, maker, spec, here, shared=spec.sharers > 1)
     arena = Arena(here, allocate, spec.slots, name=buffers.ROLES[role])
     for slot in arena.slots:  # a gathered slot may be the shard
         here.called(slot.array, buffers.ROLES[spec.role], group.label if spec.role == "shard" else "")
@@ -281,7 +280,7 @@ def _make_shard(group: ParameterGroup, specs: Specs, facts: Facts) -> None:
     own = specs[group]
     start, stop = group.layout.shard_range(group.ranks.rank)
     in_slot = group.arenas["gathered"].slots[0].array[start:stop]
-    group.shard_in_slot = "shard" not in own
+    group.shard_in_slot, group.slot_shared = "shard" not in own, own["gathered"].sharers > 1
     group.take_over(facts.device, in_slot if group.shard_in_slot else _buffer(group, own["shard"], facts))
     if buffers.keeps_rounded(group, specs):
         group.rounded = Rounded(in_slot, group.key.param)

@@ -7,9 +7,10 @@ import numpy as np
 import shardrt
 from shardrt import nn, optim
 from shardrt.comm import init_device_mesh
-from shardrt.fsdp import full_parameters, fully_shard
+from shardrt.fsdp import MixedPrecisionPolicy, full_parameters, fully_shard
 
 WIDTH = 64
+LOW = {"mp_policy": MixedPrecisionPolicy("bfloat16")}  # with oneDNN, slots of bits, which ranks have together
 X = np.random.default_rng(0).standard_normal((16, WIDTH)).astype(np.float32)
 
 
@@ -26,20 +27,25 @@ class Layer(nn.Module):
         return self.linear(x)
 
 
-def net(mesh=None, whole=True):
+def net(mesh=None, whole=True, **how):
     shardrt.manual_seed(0)
     model = nn.Sequential(*(Layer() for _ in range(3)))
     if mesh is not None:
         for layer in model:
-            fully_shard(layer, mesh=mesh)
+            fully_shard(layer, mesh=mesh, **how)
         if whole:
-            fully_shard(model, mesh=mesh)
+            fully_shard(model, mesh=mesh, **how)
     return model
 
 
 def by_optimizer(model):
     """A function that changes all parameters much."""
     return optim.SGD(model.parameters(), lr=10.0).step
+
+
+def by_adamw(model):
+    """As by_optimizer, also of what the parameters are in 16 bits."""
+    return optim.AdamW(model.parameters(), lr=10.0).step
 
 
 def by_hand(model):
@@ -53,9 +59,12 @@ def by_hand(model):
     return step
 
 
-def late_reader(mesh, change):
-    """Between backward and step, rank 1 is late in a forward: it must see the parameters before the step."""
-    model = net(mesh)
+def late_reader(mesh, change, **how):
+    """Between backward and step, rank 1 is late in a forward: it must see the parameters before the step.
+
+    And those of the layer that it is in, where another takes the slot after it.
+    """
+    model = net(mesh, **how)
     step = change(model)
     y = model(X)
     (y * y).mean().backward()
@@ -94,5 +103,7 @@ def main(backend):
     mesh = init_device_mesh("auto", communicator=backend)
     late_reader(mesh, by_optimizer)
     late_reader(mesh, by_hand)
+    late_reader(mesh, by_optimizer, **LOW)
+    late_reader(mesh, by_adamw, strategy="SHARD_GRAD_OP", **LOW)
     side_by_side(mesh, [net(mesh), net(mesh)])
     side_by_side(mesh, [net(mesh, whole=False)])

@@ -13,6 +13,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import (
     CPUOffloadPolicy,
+    MixedPrecisionPolicy,
     ShardingStrategy,
     buffers,
     full_parameters,
@@ -21,6 +22,7 @@ from shardrt.fsdp import (
     set_find_unused_parameters,
     set_gradient_divide_factor,
 )
+from shardrt.kernels import onednn
 from shardrt.parallel import Pipeline
 from shardrt.simulate.script import record_of
 
@@ -138,6 +140,13 @@ def shared(function, **options):
     )
 
 
+def in_bits():
+    """Two ranks have slots of bits together, whether or not this machine has products of them."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(onednn, "computes_bf16", lambda: True)
+        return shared(trained, between=evaluate, mp_policy=MixedPrecisionPolicy("bfloat16"))
+
+
 HALF = CPUOffloadPolicy(parameters=False, optimizer_state=False)
 SCRIPTS = {
     "given up": lambda: record_of(lambda: trained(give_up, offloaded=True), 2),
@@ -146,6 +155,7 @@ SCRIPTS = {
     "unused found": lambda: record_of(lambda: trained(find=True), 2),
     "unused found, on the host": lambda: record_of(lambda: trained(find=True, offload_policy=HALF), 2),
     "evaluated before the update": lambda: shared(trained, between=evaluate),
+    "evaluated, in bits": in_bits,
     "written": lambda: shared(trained, change=write),
     "alone": lambda: record_of(
         lambda: trained(alone=True, strategy=ShardingStrategy.NO_SHARD, in_backward=True), 1
