@@ -116,10 +116,11 @@ def measure(options: argparse.Namespace, workload: w.Job) -> None:
         plan = memory_plan(trained.model, step=lambda: trained.model(*batch).backward()).device
         for number in range(2):
             trained.step(*trained.batch(number))
+        peak = f.process_peak_mb()  # before the pages are read, which takes memory itself
         with f.sampled(pages) as seen:
             trained.step(*trained.batch(2))
     kinds = max(seen, key=lambda kinds: sum(rss for rss, _ in kinds.values()))
-    own = [f.process_peak_mb(), *(value for kind in KINDS for value in kinds[kind])]
+    own = [peak, *(value for kind in KINDS for value in kinds[kind])]
     everyones = gathered(own, mesh)
     if mesh.rank == 0:
         peak, *largest = everyones[everyones[:, 0].argmax()].round(1).tolist()
