@@ -4,6 +4,7 @@ import datetime
 import json
 import os
 import platform
+import re
 import subprocess
 import sys
 from importlib import metadata
@@ -14,9 +15,9 @@ PACKAGES = ("shardrt", "numpy", "numba", "mpi4py", "cupy-cuda12x", "cupy-cuda13x
 
 
 def facts(command: str) -> dict[str, str]:
-    """By name, as text."""
+    """By name, as text. Of the command, FILE stands for paths of this machine."""
     return {
-        "command": command,
+        "command": re.sub(r"(?<![^\s='\"])/[^\s'\"]+", "FILE", command),
         "date": datetime.date.today().isoformat(),
         "processor": f"{_processor()}, {os.cpu_count()} cores",
         "python": platform.python_version(),

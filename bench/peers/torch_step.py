@@ -118,7 +118,7 @@ def run(options: argparse.Namespace) -> None:
             "warmup": options.warmup,
             "clip": options.clip,
             "micro_batches": options.micro_batches if options.strategy in PIPELINE else 1,
-            "LD_PRELOAD": os.environ.get("LD_PRELOAD", ""),
+            "LD_PRELOAD": os.path.basename(os.environ.get("LD_PRELOAD", "")),
         }
         result = f.figures(
             workload,

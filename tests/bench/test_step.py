@@ -1,6 +1,7 @@
 """bench.step: its figures agree with one another and with what was done; injected costs; how it refuses."""
 
 import json
+import re
 import time
 from dataclasses import replace
 
@@ -10,7 +11,7 @@ import pytest
 import shardrt
 from bench import figures, hidden, step, workload
 from bench.command_line import Parser
-from bench.environment import write_result
+from bench.environment import facts, write_result
 from bench.parts import PARTS, busy, parts
 from bench.training import UNSHARDED, Stamps, Training, model_of
 from models import llama, vit
@@ -18,7 +19,7 @@ from shardrt.comm import init_device_mesh, thread
 from shardrt.device.timeline import Passed, Recording, Span
 from tests.bench.test_compare import LLAMA, STEPS, TINY, VIT, python
 from tests.fsdp.slow import SlowNet
-from tests.ranks import mpirun, mpirun_path
+from tests.ranks import ROOT, mpirun, mpirun_path
 
 REQUIRED = {"step_ms_median", "tokens_per_s", "peak_rss_mb", "world_size", "parameters", "loss", "settings"}
 
@@ -62,6 +63,15 @@ def test_a_result_is_written_a_row_a_line(tmp_path):
     text = (tmp_path / "result.json").read_text()
     assert json.loads(text) == result and list(json.loads(text)) == list(result)
     assert text.count("\n") == 9 and '\n  {"c": [0.5]},\n' in text
+
+
+def test_a_result_names_no_path_of_a_machine():
+    told = facts("python -m bench.step --tcmalloc /usr/lib/a.so --keep=/tmp/k -o bench/a.json")
+    assert told["command"] == "python -m bench.step --tcmalloc FILE --keep=FILE -o bench/a.json"
+    kept = list((ROOT / "bench" / "results").iterdir())
+    assert len(kept) > 40
+    paths = re.compile(r"[\s\"'=:](?:~|/[\w.-]+)/[^\s\"']*")
+    assert {path.name: found for path in kept if (found := paths.findall(path.read_text()))} == {}
 
 
 def test_sizes_are_those_of_the_models():
