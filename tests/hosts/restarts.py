@@ -10,6 +10,7 @@ import json
 import os
 import random
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.environment import facts, write_result
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import prepare, survivors
 from tests.hosts.hosts import Hosts
@@ -176,18 +178,30 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("seed", nargs="?", type=int, default=0, help="of the first; the others follow")
     parser.add_argument("--at-once", type=int, default=1, help="most of the time they wait (1)")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="begin none later than that")
+    told = "write JSON; runs that are in it are not made again"
+    parser.add_argument("-o", "--output", type=Path, metavar="FILE", help=told)
     given = parser.parse_args(arguments)
-    results, last = [], time.monotonic() + given.seconds
+    last = time.monotonic() + given.seconds
+    results = kept(given.output)
+    seeds = set(range(given.seed, given.seed + given.runs)) - {result["seed"] for result in results}
     with tempfile.TemporaryDirectory() as name:
         folder = furnished(Path(name))
         with ThreadPoolExecutor(given.at_once) as pool:
-            seeds = range(given.seed, given.seed + given.runs)
-            for done in as_completed(pool.submit(one, folder, seed, last) for seed in seeds):
-                if done.result():
-                    print(json.dumps(done.result()), flush=True)
-                    results.append(done.result())
+            for done in as_completed(pool.submit(one, folder, seed, last) for seed in sorted(seeds)):
+                if not done.result():
+                    continue
+                results = sorted([*results, done.result()], key=lambda result: result["seed"])
+                print(json.dumps(done.result()), flush=True)
+                if given.output:
+                    told = facts(shlex.join(["python", "-m", "tests.hosts.restarts", *arguments]))
+                    write_result(given.output, told | summary(results) | {"each": results})
     print(json.dumps(summary(results)))
     return int(any(result["wrong"] for result in results))
+
+
+def kept(output: Path | None) -> list[dict[str, Any]]:
+    """The runs that a file has, if it is there."""
+    return json.loads(output.read_text())["each"] if output and output.exists() else []
 
 
 def one(folder: Path, seed: int, last: float) -> dict[str, Any]:
