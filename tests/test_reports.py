@@ -46,6 +46,17 @@ def test_ranks_on_one_host_are_not_listened_to(recorders, tmp_path):
     assert lines[-1].startswith("rank 3 is behind: ranks 0,1,2 wait in all_gather #1 of gather")
 
 
+@pytest.mark.parametrize("hosts", [["vm"] * 4, HOSTS], ids=["one host", "two"])
+def test_a_rank_that_has_ended_is_not_taken_for_dead(recorders, tmp_path, monkeypatch, hosts):
+    recorders[3].end("done")
+    monkeypatch.setattr(diagnosis, "SILENT", -1.0)
+    heard = reports.listen(tmp_path, 0, hosts, {}, lambda: None)
+    for flight in heard.flights:
+        said = diagnosis.standing(flight, heard.flights, heard.now[flight.rank])
+        assert ("no sign of life" in said) == (flight.rank != 3)
+        assert said.endswith("; it has ended: done") == (flight.rank == 3)
+
+
 def test_hosts_are_named_beside_ranks(recorders, tmp_path):
     heard = reports.listen(tmp_path, 0, HOSTS, {}, lambda: None)
     report = reports.hang(recorders[0], heard, HOSTS, 2.0, 1.0)

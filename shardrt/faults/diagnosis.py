@@ -86,8 +86,12 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
     else:
         verb = "waits in" if waits_for(flight, flights) else "entered"
         what, since = f"{where}: {verb} {inside}", inside.monotonic
-    told = what if now is None else f"{what}, {max(0.0, reference - since):.1f} s ago"
-    silence = 0.0 if now is None else now - max(flight.beat_monotonic, last.monotonic)
+    if now is None:
+        return what
+    told = f"{what}, {max(0.0, reference - since):.1f} s ago"
+    if flight.ended:
+        return f"{told}; it has ended: {flight.ended}"
+    silence = now - max(flight.beat_monotonic, last.monotonic)
     return told + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
 
 
