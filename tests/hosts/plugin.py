@@ -1,7 +1,7 @@
 """`pytest -p tests.hosts.plugin PATHS`: ranks that tests start as threads are processes, on two hosts.
 
-For tests whose functions and results can be pickled, and that leave what they share with their ranks in files
-below pytest's folders. One rank runs as before.
+Two ranks have a host each, of four each host has two. For tests whose functions and results can be pickled,
+and that leave what they share with their ranks in files below pytest's folders. One rank runs as before.
 """
 
 import os
@@ -18,6 +18,7 @@ from tests.hosts.hosts import Hosts
 
 _threads = thread.run
 _folder = Path()
+_COUNT = 2  # hosts
 
 
 def run(size, function, *args, **kwargs):
@@ -27,7 +28,8 @@ def run(size, function, *args, **kwargs):
     with tempfile.TemporaryDirectory(dir=_folder) as name:
         task = Path(name) / "task"
         task.write_bytes(pickle.dumps((os.getcwd(), function, args, kwargs)))
-        done = ranks.mpirun(size, ["-m", "tests.hosts.plugin", name], timeout=200)
+        slots = ",".join(f"node{host}:{-(-size // _COUNT)}" for host in range(_COUNT))
+        done = ranks.mpirun(size, ["-m", "tests.hosts.plugin", name], timeout=200, HOSTS_SLOTS=slots)
         if errors := sorted(Path(name).glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
             raise pickle.loads(errors[0].read_bytes())
         assert done.returncode == 0, done.stdout + done.stderr
@@ -38,7 +40,7 @@ def run(size, function, *args, **kwargs):
 def _on_hosts(tmp_path_factory):
     global _folder
     _folder = tmp_path_factory.getbasetemp()
-    with Hosts(shared=[_folder]) as made, made.launching():
+    with Hosts(_COUNT, shared=[_folder]) as made, made.launching():
         thread.run = run
         yield
         thread.run = _threads
