@@ -107,6 +107,7 @@ def test_what_makes_progress_or_was_stopped_as_a_whole_or_has_no_limit_is_not_en
         ("save", 9, 2.0, 600),
         ("eval", 9, 2.0, 500),
         ("sample", 0, 0.0, 500),
+        ("end", 9, 0.1, 500),  # a picture is drawn, by what may not have been imported before
     ],
 )
 def test_each_phase_has_its_limit(phase, steps, median, limit):

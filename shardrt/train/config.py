@@ -326,7 +326,7 @@ class WatchdogConfig:
     limit: float = 30  # in a step, or 20 median steps if that is more
     set_up: float = 300  # before the first step, and in the first two
     save: float = 600  # while a checkpoint is written
-    evaluation: float = 300  # in evaluations, and while text is generated
+    evaluation: float = 300  # in evaluations, while text is generated, and at the end
     exit: float = 30  # in what Python and MPI do when the program has ended
 
     def __post_init__(self) -> None:
