@@ -39,13 +39,21 @@ def behind(flights: Sequence[Flight]) -> list[int]:
     return [rank for rank in awaited if not waits.get(rank)] or awaited  # one may not have begun a file
 
 
-def blame(flights: Sequence[Flight], hosts: Sequence[str] = ()) -> str:
-    """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several."""
+def blame(
+    flights: Sequence[Flight], hosts: Sequence[str] = (), now: Mapping[int, float] | None = None
+) -> str:
+    """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several.
+
+    now: as `table` has it; then also one that was stopped in the very collective in which others wait.
+    """
     found = behind(flights)
+    waits = {flight.rank: waits_for(flight, flights) for flight in flights}
+    if not found:
+        waits = _wait_for_stopped(flights, now or {})
+        found = sorted({rank for ranks in waits.values() for rank in ranks})
     if not found:
         return "no rank waits for another"
-    waits = {flight.rank: waits_for(flight, flights) for flight in flights}
-    waiting = [flight for flight in flights if set(waits[flight.rank]) & set(found)]
+    waiting = [flight for flight in flights if set(waits.get(flight.rank, ())) & set(found)]
     calls = sorted({str(flight.open_call) for flight in waiting})
     verb = "is" if len(found) == 1 else "are"
     waiters = ranks([flight.rank for flight in waiting])
@@ -91,7 +99,7 @@ def standing(flight: Flight, flights: Sequence[Flight], now: float | None) -> st
     told = f"{what}, {max(0.0, reference - since):.1f} s ago"
     if flight.ended:
         return f"{told}; it has ended: {flight.ended}"
-    silence = now - max(flight.beat_monotonic, last.monotonic)
+    silence = _silence(flight, now)
     return told + (f"; stopped or dead, no sign of life for {silence:.1f} s" if silence > SILENT else "")
 
 
@@ -109,6 +117,22 @@ def ranks(group: Sequence[int], hosts: Sequence[str] = ()) -> str:
     there = list(dict.fromkeys(hosts[rank] for rank in group)) if len(set(hosts)) > 1 else []
     where = f" on {', '.join(there)}" if there else ""
     return f"rank{'s' * (len(group) > 1)} {','.join(map(str, group))}{where}"
+
+
+def _silence(flight: Flight, now: float) -> float:
+    """Seconds since its last sign of life. now: monotonic time on its host."""
+    return 0.0 if flight.ended else now - flight.life_monotonic
+
+
+def _wait_for_stopped(flights: Sequence[Flight], now: Mapping[int, float]) -> dict[int, list[int]]:
+    """By rank that lives and is in a collective, the ranks that are in it too and give no sign of life."""
+    silent = [flight.rank for flight in flights if _silence(flight, now.get(flight.rank, 0.0)) > SILENT]
+    inside = {flight.rank: (call.communicator, call.call) for flight in flights if (call := flight.open_call)}
+    return {
+        rank: [other for other in silent if inside.get(other) == call]
+        for rank, call in inside.items()
+        if rank not in silent
+    }
 
 
 def _reached(flight: Flight, communicator: str) -> int:

@@ -282,6 +282,11 @@ class Flight:
         """Wall time of the last sign of life."""
         return max(self.beat_wall, self.last.wall, self.ended_wall)
 
+    @property
+    def life_monotonic(self) -> float:
+        """The same by the clock of its host that only goes on."""
+        return max(self.beat_monotonic, self.last.monotonic)
+
 
 def read(path: Path) -> Flight:
     """The contents of a flight file. Raises DamagedFlight, which names it, or OSError."""

@@ -7,6 +7,7 @@ signs of life go on while this rank listens.
 import re
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,7 +21,7 @@ _TURNS = 4  # in which hosts are asked
 class Heard(NamedTuple):
     """What is known of all ranks."""
 
-    flights: list[Flight]
+    flights: list[Flight]  # as they were first; but for the signs of life, which are the latest
     now: dict[int, float]  # by rank: monotonic time of its host
     told: list[str]  # a line for each flight that can't be read
     silent: list[str]  # hosts that do not answer any more
@@ -49,8 +50,9 @@ def listen(
         if hosts[flight.rank] == hosts[rank]:
             now[flight.rank] = began
             continue
-        stands = was is not flight and was.beat_monotonic == flight.beat_monotonic
-        now[flight.rank] = flight.beat_monotonic + (LISTENING if stands else 0.0)
+        stands = was is not flight and was.life_monotonic == flight.life_monotonic
+        now[flight.rank] = flight.life_monotonic + (LISTENING if stands else 0.0)
+        before[flight.rank] = replace(was, beat_monotonic=flight.life_monotonic)
     return Heard([before[rank] for rank in sorted(before)], now, told, list(silent))
 
 
@@ -69,7 +71,7 @@ def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, li
         lines += [f"  {name}{row}" for row in rows]
     lines += [f"  {line}" for line in heard.told]
     gone = diagnosis.out_of_reach(heard.flights, hosts, heard.silent, hosts[recorder.rank])
-    return "\n".join([*lines, gone or diagnosis.blame(heard.flights, hosts)]) + "\n"
+    return "\n".join([*lines, gone or diagnosis.blame(heard.flights, hosts, heard.now)]) + "\n"
 
 
 def speaker(report: Path, hosts: Sequence[str]) -> str:
