@@ -70,6 +70,24 @@ def test_a_rank_that_was_stopped_in_the_collective_of_the_others_is_behind(recor
     )
 
 
+def test_a_host_that_sees_none_of_its_own_behind_lets_others_speak_first(recorders, tmp_path):
+    """Before a run has its folder, and where each host has one of its own."""
+    for rank, unseen in ((0, (2, 3)), (2, (0, 1))):
+        folder = tmp_path / f"of-{rank}"
+        folder.mkdir()
+        for other in set(range(4)) - set(unseen):
+            recorders[other].move(folder)
+        heard = reports.listen(folder, rank, HOSTS, {}, lambda: None)
+        report = reports.hang(recorders[rank], heard, HOSTS, 2.0, 1.0)
+        told = {
+            0: "ranks 2,3 on node1 are behind: ranks 0,1 wait in all_gather #1 of gather",
+            2: "rank 3 on node1 is behind: rank 2 waits in all_gather #1 of gather",
+        }
+        assert diagnosis.blamed(report)[0].startswith(told[rank]), report
+        assert reports.is_guess(report, heard, HOSTS) == (rank == 0)
+        assert not reports.is_guess(report, heard._replace(silent=["node1"]), HOSTS)
+
+
 def test_ranks_on_one_host_are_not_listened_to(recorders, tmp_path):
     def never():
         raise AssertionError

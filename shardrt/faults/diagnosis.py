@@ -45,12 +45,16 @@ def blame(
     """A line that names the rank that is behind, and what for. hosts: by rank, named if there are several.
 
     now: as `table` has it; then also one that was stopped in the very collective in which others wait.
+    Where none is, it must be one of the hosts of which no record is seen.
     """
     found = behind(flights)
     waits = {flight.rank: waits_for(flight, flights) for flight in flights}
     if not found:
         waits = _wait_for_stopped(flights, now or {})
         found = sorted({rank for ranks in waits.values() for rank in ranks})
+    if not found and (hidden := unseen(flights, hosts)):
+        waits = {flight.rank: hidden for flight in flights if flight.open_call}
+        found = hidden if waits else []
     if not found:
         return "no rank waits for another"
     waiting = [flight for flight in flights if set(waits.get(flight.rank, ())) & set(found)]
@@ -59,6 +63,12 @@ def blame(
     waiters = ranks([flight.rank for flight in waiting])
     who = ranks(found, hosts)
     return f"{who} {verb} behind: {waiters} wait{'s' * (len(waiting) == 1)} in {', '.join(calls)}"
+
+
+def unseen(flights: Sequence[Flight], hosts: Sequence[str]) -> list[int]:
+    """The ranks of hosts of which there is no record. hosts: by rank."""
+    seen = {hosts[flight.rank] for flight in flights} if hosts else set()
+    return [rank for rank, host in enumerate(hosts) if host not in seen]
 
 
 def out_of_reach(flights: Sequence[Flight], hosts: Sequence[str], silent: Sequence[str], here: str) -> str:

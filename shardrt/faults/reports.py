@@ -74,6 +74,12 @@ def hang(recorder: Recorder, heard: Heard, hosts: Sequence[str], idle: float, li
     return "\n".join([*lines, gone or diagnosis.blame(heard.flights, hosts, heard.now)]) + "\n"
 
 
+def is_guess(report: str, heard: Heard, hosts: Sequence[str]) -> bool:
+    """Whether a report blames no rank of which something is seen, and another host may know better."""
+    hidden = diagnosis.unseen(heard.flights, hosts)
+    return bool(hidden) and not heard.silent and set(diagnosis.blamed(report)[1]) <= set(hidden)
+
+
 def speaker(report: Path, hosts: Sequence[str]) -> str:
     """The host of the rank that has written a report; "" if it has not yet said so much."""
     try:

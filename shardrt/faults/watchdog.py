@@ -37,6 +37,7 @@ _GATHERING = 0.3  # seconds in which the others write their stacks
 _SPEAKING = 20.0  # seconds that speaking may take at most
 _HEARING = 1.0  # seconds for a host to answer
 _REPORTING = 4.0  # seconds in which the first that speaks has written its report
+_TURN = 1.5  # seconds for a host that knows better, and for rank 0's, to end the job
 _STEPS = 64  # of which the median is taken
 _LIKE_EVAL = ("eval", "sample", "end")
 _PREFIX = "shardrt-flight-"  # of temporary directories
@@ -260,7 +261,7 @@ class Watch:
             self._dump_own()
             report = self._unheard(idle, limit)
             if not report:
-                self._rest(5)  # until the one that speaks has ended the job
+                self._rest(2 * _REPORTING)  # until the one that speaks has ended the job
         except OSError as error:
             report = f"rank {self.recorder.rank} hangs, and can't write to {self._folder}: {error}\n"
         failure.end_job(report, failure.HANG)
@@ -270,7 +271,10 @@ class Watch:
         self._ask_for_stacks(read_all(self._folder)[0])
         recorder, hosts = self.recorder, self._hosts
         heard = reports.listen(self._folder, recorder.rank, hosts, self._addresses, recorder.beat)
-        return reports.hang(recorder, heard, hosts, idle, limit)
+        report = reports.hang(recorder, heard, hosts, idle, limit)
+        if reports.is_guess(report, heard, hosts):
+            self._rest(_TURN if hosts[recorder.rank] == hosts[0] else 2 * _TURN)
+        return report
 
     def _unheard(self, idle: float, limit: float) -> str:
         """What this rank must say itself, for the one that has spoken is where nobody hears it; "" if not.

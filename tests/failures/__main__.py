@@ -1,30 +1,47 @@
-"""Every failure in every phase at 2, 3 and 4 ranks, and a JSON line of how long each kind took to end."""
+"""Every failure in every phase at 2, 3 and 4 ranks, and a JSON line of how long each kind took to end.
+
+`--hosts`: on two hosts, made of namespaces by root (tests/hosts), with half of the ranks each.
+"""
 
 import argparse
 import json
+import re
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
-from tests.failures.matrix import LIMIT, cases, check, prepare
+from shardrt.faults.reports import LISTENING
+from tests.clock import whole_job
+from tests.failures.matrix import LIMIT, Case, cases, check, prepare
+from tests.hosts.hosts import Hosts
 from tests.ranks import add_launcher, mpirun_path
+
+PROMISED = 2.0  # seconds, or as many after the limit of the watchdog: docs/failures.md
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.failures", description=__doc__)
     parser.add_argument("sizes", type=numbers, nargs="?", default="2,3,4", help="of jobs: 2,3,4 if left out")
     add_launcher(parser)
+    parser.add_argument("--hosts", action="store_true", help="on two hosts, made here (MPICH)")
+    parser.add_argument("--only", default="", metavar="PATTERN", help="of names such as kill-save-4-tp2")
     given = parser.parse_args(arguments)
+    if given.hosts and given.mpirun:
+        parser.error("--hosts has its own mpirun")
     launcher, python = given.mpirun, given.python
     began, seconds, wrong = time.monotonic(), {}, []
-    chosen = cases(given.sizes)
+    chosen = [case for case in cases(given.sizes) if re.search(given.only, str(case))]
     with tempfile.TemporaryDirectory() as name:
         folder = prepare(Path(name))
         for case in chosen:
             try:
-                seconds.setdefault(case.failure, []).append(check(case, folder, launcher, python))
+                with placed(case, folder, given.hosts) as grace:
+                    took = check(case, folder, launcher, python, grace)
+                seconds.setdefault(case.failure, []).append(took)
             except AssertionError as error:
                 wrong.append(str(case))
                 print(error, file=sys.stderr, flush=True)
@@ -32,6 +49,8 @@ def main(arguments: list[str]) -> int:
     result = {
         "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
         "sizes": ",".join(map(str, given.sizes)),
+        "hosts": 2 if given.hosts else 1,
+        "only": given.only,
         "cases": len(chosen),
         "wrong": wrong,
         "limit_s": LIMIT,
@@ -43,6 +62,16 @@ def main(arguments: list[str]) -> int:
     }
     print(json.dumps(result))
     return bool(wrong)
+
+
+@contextmanager
+def placed(case: Case, folder: Path, on_hosts: bool) -> Iterator[float]:
+    """Where its job runs; gives its grace, which on hosts is what the suite allows under any load."""
+    if not on_hosts:
+        yield PROMISED
+        return
+    with Hosts(2, -(-case.size // 2), shared=[folder]) as made, made.launching():
+        yield LISTENING + 1 + 2 * whole_job(case.size)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -1,4 +1,7 @@
-"""The failures of tests/failures on ranks of two hosts: one message, its code, nobody left."""
+"""The failures of tests/failures on ranks of two hosts: one message, its code, nobody left.
+
+A selection; `python -m tests.failures 4 --hosts` runs every case.
+"""
 
 import pytest
 

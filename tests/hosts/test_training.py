@@ -38,11 +38,12 @@ def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen
 
 
 @pytest.mark.hosts
+@pytest.mark.timeout(600)  # 250 s on two cores that had a load of nine
 @pytest.mark.parametrize(("slots", "chosen"), [(2, "not TestNodes"), (1, "TestMPI"), (1, "not TestMPI")])
 def test_all_else_holds_between_two_hosts_of_two_ranks_and_of_one(slots, chosen):
     """Links, every strategy, precision and offload; plain MPI's contract is that of two ranks."""
     with Hosts(2, slots) as made, made.launching():
-        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen], timeout=280)
+        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen], timeout=580)
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
