@@ -63,11 +63,23 @@ def test_a_rank_that_was_stopped_in_the_collective_of_the_others_is_behind(recor
     recorders[3]._write(1, *facts)
     heard = reports.listen(tmp_path, 0, HOSTS, {}, recorders[2].beat)
     heard.now[0] = heard.now[1] = 0.0
-    assert diagnosis.blame(heard.flights, HOSTS) == "no rank waits for another"
+    assert diagnosis.blame(heard.flights, HOSTS).startswith("no rank is behind")
     report = reports.hang(recorders[0], heard, HOSTS, 2.0, 1.0)
     assert diagnosis.blamed(report)[0].startswith(
         "rank 3 on node1 is behind: ranks 0,1,2 wait in all_gather #1"
     )
+
+
+def test_where_all_are_in_a_collective_it_is_the_link(recorders, tmp_path):
+    facts = recorders[3].facts("gather", 1, "all_gather", "blocks.0", np.zeros(4, np.float32))
+    recorders[3]._write(1, *facts)
+    heard = reports.listen(tmp_path, 0, HOSTS, {}, lambda: None)
+    told = diagnosis.blame(heard.flights, HOSTS)
+    assert told.startswith(
+        "no rank is behind, all are in all_gather #1 of gather, 4 of float32, unit blocks.0:"
+    )
+    assert told.endswith("what links node0 and node1 is slow, or brings nothing")
+    assert diagnosis.blame(heard.flights, ["vm"] * 4) == "no rank waits for another"
 
 
 def test_a_host_that_sees_none_of_its_own_behind_lets_others_speak_first(recorders, tmp_path):

@@ -56,7 +56,7 @@ def blame(
         waits = {flight.rank: hidden for flight in flights if flight.open_call}
         found = hidden if waits else []
     if not found:
-        return "no rank waits for another"
+        return _together(flights, hosts) or "no rank waits for another"
     waiting = [flight for flight in flights if set(waits.get(flight.rank, ())) & set(found)]
     calls = sorted({str(flight.open_call) for flight in waiting})
     verb = "is" if len(found) == 1 else "are"
@@ -143,6 +143,17 @@ def _wait_for_stopped(flights: Sequence[Flight], now: Mapping[int, float]) -> di
         for rank, call in inside.items()
         if rank not in silent
     }
+
+
+def _together(flights: Sequence[Flight], hosts: Sequence[str]) -> str:
+    """A line for ranks of several hosts that are all in collectives, and none behind; "" if not."""
+    inside = sorted({str(flight.open_call) for flight in flights if flight.open_call})
+    if len(set(hosts)) < 2 or not all(flight.open_call for flight in flights):
+        return ""
+    between = " and ".join(dict.fromkeys(hosts))
+    return (
+        f"no rank is behind, all are in {', '.join(inside)}: what links {between} is slow, or brings nothing"
+    )
 
 
 def _reached(flight: Flight, communicator: str) -> int:
