@@ -183,14 +183,14 @@ class Models:
     def __init__(self, models: Iterable[w.Job], mesh: DeviceMesh) -> None:
         self._mesh = mesh
         self._trainings = [Training(job, mesh, UNSHARDED) for job in models]
-        # Of each step: samples, launches, seconds of the host; processor time of all, and of this process.
-        self._steps: list[tuple[list[Sample], int, float, float, float]] = []
+        # By model, of each step: samples, launches, seconds of the host; processor time of all, of its own.
+        self._steps: list[list[tuple[list[Sample], int, float, float, float]]] = [[] for _ in self._trainings]
         self._turns = 0
 
     def turn(self) -> None:
         """A step of each, all ranks at the same time. Collective."""
         here = devices.current()
-        for training in self._trainings:
+        for training, steps in zip(self._trainings, self._steps, strict=True):
             batch = training.batch(self._turns)
             meet(self._mesh)
             busy, own = busy_seconds(), time.process_time()
@@ -202,22 +202,23 @@ class Models:
             else:  # until it waits for the loss it only issues
                 host = stamps.optimizer - stamps.begin - watch.spent
             if self._turns:
-                self._steps.append((watch.samples, watch.launches, host, busy, own))
+                steps.append((watch.samples, watch.launches, host, busy, own))
         self._turns += 1
 
     def slowest(self, control: Communicator) -> tuple[list[Sample], float]:
         """Samples, and seconds of the host for each launch: of each step those of its slowest rank.
 
         Collective. Ranks of a sharded model wait for each other, so that they go at the pace of the slowest.
-        Steps that other processes disturbed count only if all were.
+        Steps that other processes disturbed count only if all of their model were.
         """
-        own = [([astuple(s) for s in samples], *rest) for samples, *rest in self._steps]
         samples, launches, host = [], 0, 0.0
-        steps = list(zip(*told(control, own), strict=True))
-        for step in [each for each in steps if _others(each) <= DISTURBED] or steps:
-            rows, count, seconds, *_ = max(step, key=_seconds_of)
-            samples += map(sample_of, rows)
-            launches, host = launches + count, host + seconds
+        for own in self._steps:
+            mine = [([astuple(s) for s in of_step], *rest) for of_step, *rest in own]
+            steps = list(zip(*told(control, mine), strict=True))
+            for step in [each for each in steps if _others(each) <= DISTURBED] or steps:
+                rows, count, seconds, *_ = max(step, key=_seconds_of)
+                samples += map(sample_of, rows)
+                launches, host = launches + count, host + seconds
         return samples, max(0.0, host / launches)
 
 

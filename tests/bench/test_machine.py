@@ -147,18 +147,21 @@ def test_of_each_step_that_was_not_disturbed_the_slowest_ranks_calls_count():
     models = machine.Models((), init_device_mesh("cpu"))
     slow, fast = ([product(64, 64, 64, rate)] for rate in (1e9, 2e9))
     # Samples, launches, seconds of the host; processor time of all, and of the rank. The last was disturbed.
-    models._steps = [(fast, 3, 0.5, 1.0, 0.5), (slow, 1, 0.1, 1.0, 0.5), (slow, 7, 9.0, 19.0, 9.0)]
+    disturbed = slow, 7, 9.0, 19.0, 9.0
+    models._steps = [[(fast, 3, 0.5, 1.0, 0.5), (slow, 1, 0.1, 1.0, 0.5), disturbed]]
 
     class Control:
         def talk(self, data):
-            rest = (2, 0.1, 1.0, 0.5), (1, 0.3, 1.0, 0.5), (7, 9.0, 19.0, 9.0)
-            other = [(slow, *each) for each in rest]
+            rest = (2, 0.1, 1.0, 0.5), (1, 0.3, 1.0, 0.5), disturbed[1:]
+            other = [(slow, *each) for each in rest[-len(json.loads(data)) :]]
             told = [([list(vars(s).values()) for s in samples], *rest) for samples, *rest in other]
             return [data, json.dumps(told).encode()]
 
     samples, launch = models.slowest(Control())
     assert samples == [*fast, *slow]  # fast, whose host took longer; then the other rank's
     assert launch == pytest.approx((0.5 + 0.3) / (3 + 1))
+    models._steps.append([disturbed])  # of another model, which has no other
+    assert models.slowest(Control())[0] == [*fast, *slow, *slow]
 
 
 @pytest.mark.mpi

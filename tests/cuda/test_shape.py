@@ -6,9 +6,8 @@ The calls and what is asked of them are those of tests/kernels/test_shape.py.
 import pytest
 
 from shardrt.kernels.cuda._cublaslt import _takes
-from tests.kernels.shape_cases import Arrays
+from tests.kernels.shape_cases import CASES, Arrays
 from tests.kernels.test_shape import (
-    CALLS,
     assert_only_writes_change,
     assert_what_is_not_read_changes_no_result,
     of,
@@ -19,7 +18,8 @@ LEFT = (
     "adamw.step-2",
     *(f"attention.{which}-{i}" for which in ("forward", "backward") for i in (0, 1, 3, 4)),
 )
-SAME = [call for call in CALLS if call.id not in LEFT]
+CALLS = [(f"{name}-{i}", name, case) for name in CASES for i, case in enumerate(CASES[name])]
+SAME = [pytest.param(name, case, id=which) for which, name, case in CALLS if which not in LEFT]
 
 
 @pytest.fixture
