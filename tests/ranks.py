@@ -76,6 +76,7 @@ def mpirun(
     launcher = mpirun_path()
     command = [launcher, "-n", str(size), sys.executable, *args]
     environment = clean_environment(**variables)
-    if "Open MPI" in version_of(launcher):  # refuses root and more ranks than cores unless it is told
+    real = launcher if on_hosts is None else on_hosts[1]["HOSTS_MPIRUN"]
+    if "Open MPI" in version_of(real):  # refuses root and more ranks than cores unless it is told
         command[1:1] = ["--allow-run-as-root", "--map-by", "slot:OVERSUBSCRIBE"]
     return subprocess.run(command, capture_output=True, text=True, timeout=timeout, cwd=ROOT, env=environment)
