@@ -3,12 +3,14 @@
 tests/hosts/test_failures.py has real ones.
 """
 
+import errno
+import socket
 import time
 
 import numpy as np
 import pytest
 
-from shardrt.faults import diagnosis, reach, reports
+from shardrt.faults import diagnosis, failure, reach, reports
 from shardrt.faults.flight import Recorder
 
 HOSTS = ["node0", "node0", "node1", "node1"]
@@ -79,7 +81,17 @@ def test_where_all_are_in_a_collective_it_is_the_link(recorders, tmp_path):
         "no rank is behind, all are in all_gather #1 of gather, 4 of float32, unit blocks.0:"
     )
     assert told.endswith("what links node0 and node1 is slow, or brings nothing")
+    told = diagnosis.blame(heard.flights, ["a", "b", "c", "c"])
+    assert told.endswith(": a link of a, b or c is slow, or brings nothing; which one is not known")
     assert diagnosis.blame(heard.flights, ["vm"] * 4) == "no rank waits for another"
+
+
+def test_hosts_speak_one_after_the_other_and_the_last_is_not_late():
+    def turns(count):
+        names = [f"node{host}" for host in range(count) for _ in range(2)]
+        return [failure.turn(host, names, 1.0, 2.0) for host in dict.fromkeys(names)]
+
+    assert [turns(1), turns(2), turns(3), turns(5)] == [[0], [0, 1], [0, 1, 2], [0, 0.5, 1, 1.5, 2]]
 
 
 def test_a_host_that_sees_none_of_its_own_behind_lets_others_speak_first(recorders, tmp_path):
@@ -146,4 +158,24 @@ def test_a_host_that_does_not_answer_is_behind_with_all_its_ranks(recorders, tmp
 def test_a_host_that_is_there_answers():
     assert reach.answering({"here": "127.0.0.1"}, 5.0) == {"here"}
     assert reach.answering({}, 5.0) == set()
-    assert reach.addresses({"localhost": 1, "no-such-host.invalid": 2}) == {"localhost": "127.0.0.1"}
+    found = reach.addresses({"localhost": 1, "no-such-host.invalid": 2, "." * 64: 3})
+    assert list(found) == ["localhost"] and "127.0.0.1" in found["localhost"].split(",")
+    assert reach.answering({"broadcast": "255.255.255.255"}, 5.0) == set()  # there is no way to it
+
+
+@pytest.mark.parametrize("open_port", [0, 1])
+def test_one_port_that_answers_is_enough_where_a_firewall_drops_or_rejects_the_other(monkeypatch, open_port):
+    begun = []
+
+    def asked(address, port):  # what connects to a port that is listened on, and what never does
+        begun.append((address, port))
+        if reach.PORTS.index(port) != open_port:
+            raise OSError(errno.EHOSTUNREACH, "prohibited")
+        return real(*listening.getsockname())
+
+    real = reach._asked
+    monkeypatch.setattr(reach, "_asked", asked)
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        known = {"there": "10.0.0.1,fe80::1"}
+        assert reach.answering(known, 5.0) == {"there"}
+    assert begun == [(address, port) for address in ("10.0.0.1", "fe80::1") for port in reach.PORTS]

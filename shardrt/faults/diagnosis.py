@@ -150,10 +150,11 @@ def _together(flights: Sequence[Flight], hosts: Sequence[str]) -> str:
     inside = sorted({str(flight.open_call) for flight in flights if flight.open_call})
     if len(set(hosts)) < 2 or not all(flight.open_call for flight in flights):
         return ""
-    between = " and ".join(dict.fromkeys(hosts))
-    return (
-        f"no rank is behind, all are in {', '.join(inside)}: what links {between} is slow, or brings nothing"
-    )
+    *before, last = dict.fromkeys(hosts)
+    told = f"no rank is behind, all are in {', '.join(inside)}: "
+    if len(before) == 1:
+        return f"{told}what links {before[0]} and {last} is slow, or brings nothing"
+    return f"{told}a link of {', '.join(before)} or {last} is slow, or brings nothing; which one is not known"
 
 
 def _reached(flight: Flight, communicator: str) -> int:

@@ -28,6 +28,7 @@ HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave
 _TURN = 1.0  # seconds for the rank that is to tell of what many ranks fail at
+_LAST = 2.0  # seconds for all hosts before the last
 _FORWARDING = 0.1  # seconds: MPICH's launcher loses what it has not passed on when the job is aborted
 _SILENCE = 0.1  # seconds until a rank that has left tells those that go on
 _LEFT = 1  # tag of that message
@@ -242,9 +243,10 @@ class _Job:
     def _turn(self, error: BaseException) -> float:
         """Seconds in which the rank that is to tell of an error may end the job before this one speaks."""
         mismatch = _root(error, CollectiveMismatch)
-        elsewhere = self.hosts and self.hosts[self._mpi.rank] != self.hosts[0]
-        last = elsewhere if mismatch is None else not mismatch.speaks
-        return _TURN if last else 0.0
+        if mismatch is not None and mismatch.speaks:
+            return 0.0
+        own = turn(self.hosts[self._mpi.rank], self.hosts, _TURN, _LAST) if self.hosts else 0.0
+        return own if mismatch is None else max(own, _TURN)
 
     def _wait_turn(self, seconds: float) -> None:
         """Let MPI go on meanwhile: the rank that is to speak may not have this one's last message yet."""
@@ -283,6 +285,12 @@ class _Job:
         if end is not None:  # Abort may return before the job has ended: going on would say that we left
             end.join()
         os._exit(code)
+
+
+def turn(host: str, hosts: Sequence[str], each: float, last: float) -> float:
+    """Seconds in which hosts before this one may speak: `each` for one, but no more than `last` for all."""
+    order = list(dict.fromkeys(hosts))
+    return order.index(host) * min(each, last / max(1, len(order) - 1))
 
 
 def _done(request: Any, patience: float) -> bool:

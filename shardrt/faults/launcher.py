@@ -44,8 +44,9 @@ def find(variable: str) -> Launcher | None:
 def end_job(code: int) -> None:
     """Have MPICH end all ranks, from one on which MPI has not started, and never will.
 
-    Its helper is told in the words of PMI 1: else those that have started wait for this rank. Other launchers
-    end a job by themselves when a rank ends with a code other than 0.
+    Its helper is told in the words of PMI 1: else those that have started wait for this rank. Open MPI's
+    mpirun ends a job by itself when a rank ends with a code other than 0, and so does srun with
+    --kill-on-bad-exit=1; without it the watchdog of the others does.
     """
     if "PMI_FD" in os.environ and "MPI_LOCALNRANKS" in os.environ:  # which no other sets together
         time.sleep(_FORWARDING)

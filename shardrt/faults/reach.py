@@ -1,52 +1,57 @@
-"""Whether other hosts answer, for a rank that hangs: asked over TCP, of a port where nobody listens.
+"""Whether other hosts answer, for a rank that hangs: asked over TCP, of ssh's port and one that nobody has.
 
-A host that is there refuses at once; one whose link or power is gone says nothing.
+A host that is there accepts or refuses at once; one whose link or power is gone says nothing. A firewall may
+drop what comes to a port, or say that the host can't be reached: one answer of one port counts.
 """
 
 import errno
-import select
+import os
+import selectors
 import socket
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack, suppress
 
-_PORT = 9  # discard
-_GONE = (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.ETIMEDOUT, errno.EHOSTDOWN)
+PORTS = (9, 22)  # discard, ssh
+_ANSWERS = (0, errno.ECONNREFUSED, errno.ECONNRESET)
 
 
 def addresses(hosts: Mapping[str, object]) -> dict[str, str]:
-    """The IPv4 address of each host that is known by its name here."""
+    """The addresses of each host that is known by its name here, IPv4 and IPv6, with commas between them."""
     found = {}
     for host in hosts:
-        try:
-            found[host] = socket.gethostbyname(host)
-        except OSError:
-            continue
+        with suppress(OSError, UnicodeError):
+            known = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+            found[host] = ",".join(dict.fromkeys(str(address[0]) for *_, address in known))
     return found
 
 
 def answering(known: Mapping[str, str], seconds: float) -> set[str]:
-    """Which of these hosts, by name and address, answer within so many seconds."""
-    asked: dict[socket.socket, str] = {}
+    """Which of these hosts, by name and `addresses`, answer within so many seconds."""
     answers: set[str] = set()
-    try:
-        for host, address in known.items():
-            asked[link := socket.socket(socket.AF_INET, socket.SOCK_STREAM)] = host
-            link.setblocking(False)
-            link.connect_ex((address, _PORT))
-        deadline = time.monotonic() + seconds
-        while waiting := [link for link, host in asked.items() if host not in answers]:
-            left = deadline - time.monotonic()
-            if left <= 0:
-                break
-            for link in select.select([], waiting, [], left)[1]:
-                if link.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _GONE:
-                    del asked[link]
-                    link.close()
-                else:
-                    answers.add(asked[link])
-    except OSError:  # no more files, or no network at all
-        return answers
-    finally:
-        for link in asked:
-            link.close()
+    deadline = time.monotonic() + seconds
+    with ExitStack() as links, selectors.DefaultSelector() as asked:
+        for host, told in known.items():
+            for address in told.split(","):
+                for port in PORTS:
+                    with suppress(OSError):  # no more files, or no IPv6
+                        link = links.enter_context(_asked(address, port))
+                        asked.register(link, selectors.EVENT_WRITE, host)
+        while answers != known.keys() and asked.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in asked.select(left):
+                asked.unregister(key.fileobj)
+                if key.fileobj.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) in _ANSWERS:
+                    answers.add(key.data)
     return answers
+
+
+def _asked(address: str, port: int) -> socket.socket:
+    """A connection that begins. Raises OSError where there is no way to the address."""
+    found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM, flags=socket.AI_NUMERICHOST)
+    family, *_, whole = found[0]
+    link = socket.socket(family, socket.SOCK_STREAM)
+    link.setblocking(False)
+    if (code := link.connect_ex(whole)) not in (errno.EINPROGRESS, *_ANSWERS):
+        link.close()
+        raise OSError(code, os.strerror(code))
+    return link

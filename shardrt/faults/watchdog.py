@@ -34,10 +34,11 @@ REPORT = "hang.txt"
 _BEAT = 0.5  # seconds
 _SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 _GATHERING = 0.3  # seconds in which the others write their stacks
-_SPEAKING = 20.0  # seconds that speaking may take at most
+_SPEAKING = 25.0  # seconds that speaking may take at most
 _HEARING = 1.0  # seconds for a host to answer
 _REPORTING = 4.0  # seconds in which the first that speaks has written its report
-_TURN = 1.5  # seconds for a host that knows better, and for rank 0's, to end the job
+_TURN = 1.5  # seconds for a host that knows better, and for each before one's own, to end the job
+_LAST = 4.0  # seconds for all hosts before the last
 _STEPS = 64  # of which the median is taken
 _LIKE_EVAL = ("eval", "sample", "end")
 _PREFIX = "shardrt-flight-"  # of temporary directories
@@ -261,7 +262,7 @@ class Watch:
             self._dump_own()
             report = self._unheard(idle, limit)
             if not report:
-                self._rest(2 * _REPORTING)  # until the one that speaks has ended the job
+                self._rest(2 * _REPORTING + _LAST)  # until the one that speaks has ended the job
         except OSError as error:
             report = f"rank {self.recorder.rank} hangs, and can't write to {self._folder}: {error}\n"
         failure.end_job(report, failure.HANG)
@@ -273,20 +274,25 @@ class Watch:
         heard = reports.listen(self._folder, recorder.rank, hosts, self._addresses, recorder.beat)
         report = reports.hang(recorder, heard, hosts, idle, limit)
         if reports.is_guess(report, heard, hosts):
-            self._rest(_TURN if hosts[recorder.rank] == hosts[0] else 2 * _TURN)
+            self._rest(_TURN + failure.turn(hosts[recorder.rank], hosts, _TURN, _LAST))
         return report
 
     def _unheard(self, idle: float, limit: float) -> str:
         """What this rank must say itself, for the one that has spoken is where nobody hears it; "" if not.
 
-        One of each host is enough.
+        One of each host is enough, and they go one after the other.
         """
-        if not self._addresses or self._hosts.index(self._hosts[self.recorder.rank]) != self.recorder.rank:
+        own = self._hosts[self.recorder.rank]
+        if not self._addresses or self._hosts.index(own) != self.recorder.rank:
             return ""
         for _ in range(int(_REPORTING / _BEAT)):
             speaker = reports.speaker(self._folder / REPORT, self._hosts)
             if speaker:
-                return self._report(idle, limit) if self._is_gone(speaker) else ""
+                if not self._is_gone(speaker):
+                    return ""
+                left = [host for host in self._hosts if host != speaker]
+                self._rest(failure.turn(own, left, _TURN, _LAST))
+                return self._report(idle, limit)
             self._rest(_BEAT)
         return ""
 
@@ -297,9 +303,10 @@ class Watch:
 
     def _rest(self, seconds: float) -> None:
         """Sleep, and give signs of life."""
-        for _ in range(int(seconds / _BEAT)):
+        deadline = time.monotonic() + seconds
+        while (left := deadline - time.monotonic()) > 0:
             self.recorder.beat()
-            time.sleep(_BEAT)
+            time.sleep(min(left, _BEAT))
 
     def _ask_for_stacks(self, flights: list[Flight]) -> None:
         """Have every rank of this host write its stacks, those that hold the interpreter lock as well."""

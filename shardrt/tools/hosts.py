@@ -52,7 +52,8 @@ def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
     known = reach.addresses(dict.fromkeys(hosts))
     answers = reach.answering(known, _ANSWER)
     lacking = [f"{host}: its name is not known here" for host in hosts if host not in known]
-    lacking += [f"{host} ({known[host]}) does not answer" for host in known if host not in answers]
+    ports = f", at port {' or '.join(map(str, reach.PORTS))}"
+    lacking += [f"{host} ({known[host]}) does not answer{ports}" for host in known if host not in answers]
     found: dict[str, Any] = {"hosts": [], "pairs": []}
     if not lacking:
         pairs = len(hosts) * (len(hosts) - 1) // 2
@@ -117,10 +118,7 @@ def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dic
         return "no mpirun: pip install mpich"
     try:
         about = subprocess.run([mpirun[0], "--version"], capture_output=True, text=True, timeout=seconds)
-        mpich = "HYDRA" in about.stdout
-        names = ",".join(host if mpich else f"{host}:1" for host in hosts)
-        where = ["-hosts" if mpich else "--host", names, "-n", str(len(hosts))]
-        command = [*mpirun, *where, sys.executable, "-m", "shardrt.tools.hosts"]
+        command = [*mpirun, *placed(about.stdout, hosts), sys.executable, "-m", "shardrt.tools.hosts"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:
         return f"it took more than {seconds:.0f} s"
@@ -129,6 +127,17 @@ def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dic
     if done.returncode:
         return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+def placed(version: str, hosts: Sequence[str]) -> list[str]:
+    """Options for one process on each host, of a launcher by what it says of its version.
+
+    Open MPI's says "Open MPI" or "PRRTE", MPICH's "HYDRA build details", and Intel's, which is made of
+    MPICH's, "Intel(R) MPI Library for Linux* OS, Version 2021.13 Build ...".
+    """
+    if "Open MPI" in version or "PRRTE" in version:
+        return ["--host", ",".join(f"{host}:1" for host in hosts), "-n", str(len(hosts))]
+    return ["-hosts", ",".join(hosts), "-ppn", "1", "-n", str(len(hosts))]
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from shardrt.tools.hosts import hosts_of
+from shardrt.tools.hosts import hosts_of, placed
 from shardrt.untrusted import Refused
 from tests.hosts.hosts import HERE, Hosts, unavailable
 from tests.ranks import clean_environment, open_mpi
@@ -41,6 +41,18 @@ def test_host_files_of_both_launchers(tmp_path):
         hosts_of(file)
 
 
+@pytest.mark.parametrize(
+    ("version", "options"),
+    [
+        ("HYDRA build details:\n    Version: 5.0.2\n", "-hosts a,b -ppn 1 -n 2"),
+        ("Intel(R) MPI Library for Linux* OS, Version 2021.13 Build 20240515\n", "-hosts a,b -ppn 1 -n 2"),
+        ("mpirun (Open MPI) 5.0.11\n", "--host a:1,b:1 -n 2"),
+    ],
+)
+def test_each_launcher_is_told_by_what_it_says_of_itself(version, options):
+    assert placed(version, ["a", "b"]) == options.split()
+
+
 @MADE
 def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
     with Hosts(shared=[tmp_path]) as made:
@@ -57,7 +69,7 @@ def test_hosts_that_fit_and_one_that_is_cut_off(tmp_path):
         assert code == 1
         assert found["lacking"] == [
             "node7: its name is not known here",
-            "node1 (10.77.0.2) does not answer",
+            "node1 (10.77.0.2) does not answer, at port 9 or 22",
         ]
 
 
