@@ -5,6 +5,7 @@
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
@@ -12,8 +13,10 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
+from bench.environment import facts
 from shardrt.faults.reports import LISTENING
 from tests.clock import whole_job
 from tests.failures.matrix import LIMIT, Case, cases, check, prepare
@@ -29,12 +32,16 @@ def main(arguments: list[str]) -> int:
     add_launcher(parser)
     parser.add_argument("--hosts", action="store_true", help="on two hosts, made here (MPICH)")
     parser.add_argument("--only", default="", metavar="PATTERN", help="of names such as kill-save-4-tp2")
+    parser.add_argument("--victim", type=int, default=0, metavar="RANK", help="1, 2, ...; or by failure")
     given = parser.parse_args(arguments)
+    if not 0 <= given.victim < min(given.sizes):
+        parser.error("--victim must be a rank of every size, and not rank 0")
     if given.hosts and given.mpirun:
         parser.error("--hosts has its own mpirun")
     launcher, python = given.mpirun, given.python
     began, seconds, wrong = time.monotonic(), {}, []
     chosen = [case for case in cases(given.sizes) if re.search(given.only, str(case))]
+    chosen = [replace(case, rank=given.victim) for case in chosen]
     with tempfile.TemporaryDirectory() as name:
         folder = prepare(Path(name))
         for case in chosen:
@@ -50,6 +57,9 @@ def main(arguments: list[str]) -> int:
         "mpirun": next((" ".join(line.split()) for line in version.stdout.split("\n") if "." in line), ""),
         "sizes": ",".join(map(str, given.sizes)),
         "hosts": 2 if given.hosts else 1,
+        "victim": given.victim,
+        "commit": facts("")["commit"],
+        "load": round(os.getloadavg()[0], 1),
         "only": given.only,
         "cases": len(chosen),
         "wrong": wrong,

@@ -49,11 +49,15 @@ class Case:
     tp: int = 1  # the others of the ranks go along the data
     pp: int = 1
     ep: int = 1  # of a model with experts, over ranks of the data
+    rank: int = 0  # that is hit; 0: one that `victim` chooses
 
     @property
     def victim(self) -> int:
-        """Each rank is hit by some failure."""
-        return (list(CODES).index(self.failure) if self.failure in CODES else 0) % (self.size - 1) + 1
+        """Each rank but the first is hit by some failure."""
+        return (
+            self.rank
+            or (list(CODES).index(self.failure) if self.failure in CODES else 0) % (self.size - 1) + 1
+        )
 
     def allowed(self, grace: float) -> float:
         """Seconds from the failure to the end of the job; `grace` of them to see it and to end."""
@@ -63,7 +67,7 @@ class Case:
         axes = "".join(
             f"-{name}{getattr(self, name)}" for name in ("tp", "pp", "ep") if getattr(self, name) > 1
         )
-        return f"{self.failure}-{self.phase}-{self.size}{axes}"
+        return f"{self.failure}-{self.phase}-{self.size}{axes}{f'-on{self.rank}' if self.rank else ''}"
 
     @property
     def in_action(self) -> bool:

@@ -45,11 +45,11 @@ wait()
 class Job:
     """The training command on hosts, in a folder that they share."""
 
-    def __init__(self, folder: Path, name: str, *more: str, **variables: str) -> None:
+    def __init__(self, folder: Path, name: str, *more: str, size: int = 4, **variables: str) -> None:
         self.folder, self.name = folder, name
         self.mark = f"SHARDRT_CASE={folder}/{name}"
-        command = [mpirun_path(), "-n", "4", sys.executable, "-m", "models.train", "--config", "tiny.toml"]
-        command += ["--name", name, "--report.log-interval", "1", *more]
+        command = [mpirun_path(), "-n", str(size), sys.executable, "-m", "models.train"]
+        command += ["--config", "tiny.toml", "--name", name, "--report.log-interval", "1", *more]
         self._files = folder / f"{name}.out", folder / f"{name}.err"
         with open(self._files[0], "wb") as out, open(self._files[1], "wb") as err:
             environment = clean_environment(SHARDRT_CASE=f"{folder}/{name}", **variables)
@@ -88,7 +88,7 @@ class Job:
 def started(folder, name, *more, **how):
     """(hosts, the job on them)"""
     with Hosts(**{"shared": [folder]} | how) as made, made.launching():
-        job = Job(folder, name, *more)
+        job = Job(folder, name, *more, size=made.slots * len(made.names))
         try:
             yield made, job
         finally:
@@ -119,6 +119,18 @@ def test_a_host_that_disappears_is_named_with_its_ranks(folder, host):
         while left := [pid for rank in range(4) for pid in job.pids(rank)]:
             assert time.monotonic() < deadline, f"ranks {left} are there: {job.err}"
             time.sleep(0.1)
+
+
+@pytest.mark.parametrize("host", [2, 0])
+def test_one_host_of_three_that_disappears_is_named_by_one_of_the_others(folder, host):
+    with started(folder, f"cut-{host}-of-3", *ALL, count=3) as (made, job):
+        job.until_step(3)
+        made.cut(host)
+        assert job.ended(LIMIT + 30) == 124, job.err
+        (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
+        gone = f"ranks {2 * host},{2 * host + 1} on node{host} are behind: node{host} does not answer node"
+        assert said.startswith(gone) and said[len(gone)] != str(host), job.err
+        assert job.err.count("hang: ") == 1, job.err
 
 
 def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):

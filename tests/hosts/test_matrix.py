@@ -19,6 +19,7 @@ pytestmark = [
 CASES = [
     *(Case(failure, PHASES[1 + number % 5], 4) for number, failure in enumerate((*FAILURES, *MISMATCHES))),
     *(Case(failure, "set-up", 4) for failure in ("settings", "data", "code")),
+    *(Case(*kind, 4, rank=3) for kind in (("raise", "backward"), ("kill", "save"), ("loop", "forward"))),
     *(Case(*kind, 4, tp=2) for kind in (("kill", "forward"), ("loop", "backward"))),
     *(Case(*kind, 4, pp=2) for kind in (("stop", "forward"), ("raise", "backward"))),
 ]

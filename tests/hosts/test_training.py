@@ -18,6 +18,21 @@ from tests.ranks import ROOT, clean_environment, mpirun, mpirun_path, open_mpi, 
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 QUICK = "TestNodes and (its_bits or crosses)"
+SUMS = """
+import os
+import numpy as np
+from shardrt.comm import create
+from tests.mpi.contract import INLINE, digest
+made, n = create("auto"), 100_001
+gathered, output = made.allocate(made.size * n, np.float32, shared=True), np.zeros(n, np.float32)
+gathered[made.rank * n : (made.rank + 1) * n] = made.rank
+made.all_gather(gathered, stream=INLINE)
+columns = gathered.reshape(made.size, n)[:, [0, -1]]
+assert np.array_equal(columns[:, 0], np.arange(made.size)) and np.array_equal(*columns.T)
+made.reduce_scatter(output, made.allocate(made.size * n, np.float32, shared=False), stream=INLINE)
+across = made.bytes_across / output.nbytes
+os.write(1, f"{made.rank} {type(made).__name__} {across:g} {digest(made)}\\n".encode())
+"""
 OF_THREADS = [
     (
         "tests/checkpoint/test_checkpoints.py",
@@ -72,6 +87,26 @@ def test_strategies_give_the_same_bits_wherever_ranks_are(hosts, precision):
     for rows in layouts.values():
         assert len(rows) == 6
     assert len({row[3] for rows in layouts.values() for row in rows}) == 1
+
+
+@pytest.mark.hosts
+@pytest.mark.timeout(600)  # 30 s on two cores with a load of ten
+@pytest.mark.parametrize("count", [3, 4])
+def test_three_and_four_hosts_of_two_ranks_have_the_bits_of_one(count):
+    """Sums of each host first, where there are three of them, too; hybrids whose shards lie across hosts."""
+    size, precisions = 2 * count, ("float32", "float32-bfloat16")
+    with Hosts(count, 2) as made, made.launching():
+        sums = mpirun(size, ["-c", SUMS], timeout=200)
+        found = mpirun(size, ["-m", "tests.hosts.strategies", *precisions], timeout=300)
+    with Hosts(1, size) as made, made.launching():
+        expected = mpirun(size, ["-m", "tests.hosts.strategies", *precisions], timeout=200)
+    assert sums.returncode == found.returncode == expected.returncode == 0, sums.stderr + found.stderr
+    digests = run_ranks(size, lambda: digest(create()))
+    told = f"HierarchicalCommunicator {2 * (count - 1)}"  # a slice and a sum to each of the other hosts
+    assert sorted(sums.stdout.splitlines()) == [f"{rank} {told} {bits}" for rank, bits in enumerate(digests)]
+    of_hosts, of_one = ([line.split() for line in done.stdout.splitlines()] for done in (found, expected))
+    assert {row[2] for row in of_hosts} == {"HierarchicalCommunicator"} and len(of_hosts) == 12
+    assert [row[:2] + row[3:] for row in of_hosts] == [row[:2] + row[3:] for row in of_one]
 
 
 @pytest.mark.hosts
