@@ -54,10 +54,8 @@ class Case:
     @property
     def victim(self) -> int:
         """Each rank but the first is hit by some failure."""
-        return (
-            self.rank
-            or (list(CODES).index(self.failure) if self.failure in CODES else 0) % (self.size - 1) + 1
-        )
+        number = list(CODES).index(self.failure) if self.failure in CODES else 0
+        return self.rank or number % (self.size - 1) + 1
 
     def allowed(self, grace: float) -> float:
         """Seconds from the failure to the end of the job; `grace` of them to see it and to end."""
