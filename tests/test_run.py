@@ -1,15 +1,22 @@
 """`shardrt run`: which ends are followed by another start, with which command, and what is logged.
 
 The job is a script that takes mpirun's options, saves as it is told, and ends with one code after the other.
-tests/hosts/test_run.py has real ones.
+tests/hosts/test_restarts.py has real ones.
 """
 
 import json
+import os
+import signal
+import subprocess
 import sys
+import tempfile
+import time
 
 import pytest
 
 from shardrt.__main__ import main
+from shardrt.faults import reach
+from shardrt.tools import run as tools
 from shardrt.tools.launched import Command
 from shardrt.tools.run import AGAIN
 from shardrt.untrusted import Refused
@@ -46,6 +53,15 @@ def start(tmp_path, monkeypatch, capfd):
     return run
 
 
+@pytest.fixture
+def stops():
+    """Signals that find nobody else end no test."""
+    before = {n: signal.signal(n, lambda *_: None) for n in (signal.SIGINT, signal.SIGTERM)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 def test_a_job_is_started_again_until_it_is_done(start):
     code, starts, log, said = start([(124, 4), (9, 0), (1, 6), (0, 8)])
     assert code == 0
@@ -68,7 +84,7 @@ def test_a_job_is_started_again_until_it_is_done(start):
 def test_what_would_come_again_is_not_started_again(start, code):
     found, starts, log, said = start([(code, 4)])
     assert (found, len(starts)) == (code, 1)
-    assert f"ended with exit code {code}, and is not started again: {AGAIN[code]}" in said
+    assert f"ended with exit code {code}; step 4 is saved; it is not started again: {AGAIN[code]}" in said
 
 
 def test_a_job_that_saves_nothing_is_started_three_times(start):
@@ -77,10 +93,165 @@ def test_a_job_that_saves_nothing_is_started_three_times(start):
     assert "3 starts in a row have saved nothing" in said
 
 
-def test_restarts_have_a_limit(start):
-    code, starts, _, said = start([(9, 2), (9, 4)], "--restarts", "1")
-    assert (code, len(starts)) == (9, 2)
-    assert "it has been restarted 1 times" in said
+def test_restarts_are_counted_from_the_newest_checkpoint(start):
+    code, starts, _, said = start([(9, 2), (9, 4), (9, 0)], "--restarts", "1")
+    assert (code, len(starts)) == (9, 3)
+    assert "start 2: ended with exit code 9; step 4 is saved; it is not started again" in said
+    assert "of --restarts 1 none is left" in said
+
+
+def test_the_first_wait_is_as_long_as_told(start):
+    _, _, _, said = start([(9, 0), (9, 0), (0, 2)], "--back-off", "0.03")
+    assert "start 0: ended with exit code 9; step 0 is saved; again in 0.03 s" in said
+    assert "start 1: ended with exit code 9; step 0 is saved; again in 0.06 s" in said
+
+
+@pytest.mark.parametrize(
+    "words", ["--restarts -1", "--min-ranks 0", "--back-off -1", "--back-off nan", "--restarts many"]
+)
+def test_numbers_that_are_none_are_refused(words, capfd):
+    with pytest.raises(SystemExit) as ended:
+        main(["run", *words.split(), "--", "true"])
+    assert ended.value.code == 2 and f"argument {words.split()[0]}: " in capfd.readouterr().err
+
+
+STOPPED = """
+import os, signal, sys, time
+from pathlib import Path
+with open("starts", "a") as file:
+    file.write("[]\\n")
+got = []
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, lambda n, _: got.append(n))
+number, code, group = map(int, sys.argv[1:4])
+os.kill(-os.getpgid(os.getppid()) if group else os.getppid(), number)
+end = time.monotonic() + 10
+while not got and time.monotonic() < end:
+    time.sleep(0.01)
+time.sleep(0.2)
+sys.exit(code if got == [number] else 99)
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 1), (signal.SIGTERM, 143), (signal.SIGTERM, 1)])
+def test_what_was_asked_to_stop_is_not_started_again(start, stops, tmp_path, number, code):
+    (tmp_path / "job.py").write_text(STOPPED)
+    words = (str(int(number)), str(code), "0", "--name", "a", "--resume", "auto")
+    found, starts, _, said = start([], arguments=words)
+    assert (found, len(starts)) == (code, 1)
+    assert f"step 0 is saved; it is not started again: {number.name} asked it to stop" in said
+
+
+def test_a_terminal_interrupts_a_job_once(tmp_path):
+    (tmp_path / "job.py").write_text(STOPPED)
+    words = [sys.executable, "-m", "shardrt", "run", "--", sys.executable, "job.py", "2", "1", "1"]
+    words += ["--name", "a", "--resume", "auto"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    done = subprocess.run(
+        words,
+        cwd=tmp_path,
+        env=environment,
+        start_new_session=True,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 1, done.stderr
+    assert "not started again: SIGINT asked it to stop" in done.stderr
+
+
+def test_a_stop_ends_the_wait_for_the_next_start(start, stops, tmp_path):
+    (tmp_path / "later.sh").write_text("sleep 0.3; kill -TERM $1")
+    later = """
+import os, subprocess
+subprocess.Popen(["sh", "later.sh", str(os.getppid())], start_new_session=True)
+"""
+    (tmp_path / "job.py").write_text(JOB.replace("sys.exit", later + "sys.exit"))
+    began = time.monotonic()
+    code, starts, log, said = start([(9, 0), (0, 0)], "--back-off", "20")
+    assert (code, len(starts)) == (143, 1)
+    assert time.monotonic() - began < 20
+    assert "start 1: is not started: SIGTERM asked it to stop" in said
+    assert log[-1]["code"] == 143
+
+
+LISTED = ("-n", "8", "-hosts", "a:2,b:2,c:2,d:2", "python", "--name", "a", "--resume", "auto")
+
+
+def without(monkeypatch, *lost):
+    """Of each time that hosts are asked, which do not answer; none after the last."""
+    turns = [set(hosts) for hosts in lost]
+    monkeypatch.setattr(reach, "addresses", lambda hosts: dict.fromkeys(hosts, "127.0.0.1"))
+    monkeypatch.setattr(reach, "answering", lambda known, _: set(known) - (turns.pop(0) if turns else set()))
+
+
+def test_a_job_that_fewer_ranks_can_not_share_has_fewer_yet(start, monkeypatch):
+    without(monkeypatch, "", "d", "d", "d")
+    code, starts, log, said = start([(124, 2), (2, 0), (9, 4), (0, 6)], arguments=LISTED)
+    assert code == 0
+    assert [(words[1], words[3]) for words in starts] == [
+        ("8", "a:2,b:2,c:2,d:2"),
+        ("6", "a:2,b:2,c:2"),
+        ("4", "a:2,b:2,c:2"),
+        ("4", "a:2,b:2,c:2"),  # 6 are not tried again
+    ]
+    assert "start 1: ended with exit code 2; step 2 is saved; is tried with fewer ranks than 6" in said
+    assert [row["ranks"] for row in log if row["what"] == "start"] == [8, 6, 4, 4]
+
+
+def test_the_file_of_the_hosts_that_are_left_is_removed(start, tmp_path, monkeypatch):
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    without(monkeypatch, "b")
+    (tmp_path / "hosts").write_text("a:2\nb:2\n")
+    words = ("-n", "4", "-f", "hosts", "python", "--name", "a", "--resume", "auto")
+    _, starts, _, _ = start([(0, 2)], arguments=words)
+    assert starts[0][1] == "2" and starts[0][3].startswith(str(tmp_path / "shardrt-hosts-"))
+    assert not list(tmp_path.glob("shardrt-hosts-*"))
+
+
+def test_a_wrong_setting_ends_a_job_of_all_ranks_at_once(start, monkeypatch):
+    without(monkeypatch)
+    assert start([(2, 0)], arguments=LISTED)[0] == 2
+
+
+def test_a_job_waits_for_hosts_that_it_needs(start, monkeypatch):
+    without(monkeypatch, "", "d", "d")
+    code, starts, log, said = start([(124, 2), (0, 4)], "--min-ranks", "8", arguments=LISTED)
+    assert (code, len(starts)) == (0, 2)
+    assert [row["what"] for row in log] == ["start", "end", "wait", "wait", "start", "end"]
+    assert "start 1: can start 6 ranks without d, of at least 8; again in 0.02 s" in said
+    assert "start 1: can start 6 ranks without d, of at least 8; again in 0.04 s" in said
+
+
+def test_hosts_are_not_waited_for_for_ever(start, monkeypatch):
+    without(monkeypatch, "", *"dddd")
+    words = ("--min-ranks", "7", "--restarts", "3")
+    code, starts, log, said = start([(124, 2)], *words, arguments=LISTED)
+    assert (code, len(starts)) == (124, 1)
+    assert [row["what"] for row in log] == ["start", "end", "wait", "wait", "wait"]
+    assert "it is not started again: of --restarts 3 none is left" in said
+
+
+def test_a_command_of_too_few_ranks_is_refused(start, capfd):
+    with pytest.raises(FileNotFoundError):
+        start([], "--min-ranks", "9", arguments=LISTED)
+    assert "the command starts 8 ranks, and --min-ranks is 9" in capfd.readouterr().err
+
+
+def test_a_report_is_new_where_its_time_is_another(start, tmp_path, monkeypatch):
+    """By a file server whose clock is an hour behind; the old one says nothing, be it of the future."""
+    flight = tmp_path / "runs" / "a" / "flight"
+    flight.mkdir(parents=True)
+    (flight / "hang.txt").touch()
+    for name in ("_LOOK", "_SIGNS", "_ENDING"):
+        monkeypatch.setattr(tools, name, 0.01)
+    ahead, behind = (time.time() + 3600,) * 2, (time.time() - 3600,) * 2
+    os.utime(flight / "hang.txt", ahead)
+    (tmp_path / "job.py").write_text(JOB.replace("sys.exit", "import time; time.sleep(0.3); sys.exit"))
+    assert start([(7, 0)], "--restarts", "0")[0] == 7
+    writes = f"import os, time; os.utime('runs/a/flight/hang.txt', {behind}); time.sleep(20); sys.exit"
+    (tmp_path / "job.py").write_text(JOB.replace("sys.exit", writes))
+    assert start([(7, 0)], "--restarts", "0")[0] == 124
 
 
 @pytest.mark.parametrize("arguments", ["--name a", "--resume auto", "--name a --resume x"])
@@ -96,29 +267,71 @@ def test_a_command_that_would_begin_anew_is_refused(start, capfd, arguments):
         ("mpirun -n 4 -hosts a:2,b:2 python x", {"a": 2, "b": 2}, "mpirun -n 2 -hosts a:2 python x"),
         ("mpirun --host a:2,b:2 -n 3 python x", {"a": 2, "b": 2}, "mpirun --host a:2 -n 2 python x"),
         ("mpirun -n 1 -hosts a,b python x -n 9", {"a": 1, "b": 1}, "mpirun -n 1 -hosts a python x -n 9"),
-        ("mpirun -n 2 python x -hosts a,b", {}, "mpirun -n 2 python x -hosts a,b"),
+        ("mpirun -hosts a,b -n 16 python x", {"a": 8, "b": 8}, "mpirun -hosts a -n 8 python x"),
+        ("mpirun -hosts a,b,c -n 8 python x", dict(a=3, b=3, c=3), "mpirun -hosts a,c -n 6 python x"),
+        (
+            "mpirun -hosts a,b -ppn 8 -n 16 python x",
+            {"a": 8, "b": 8},
+            "mpirun -hosts a -ppn 8 -n 8 python x",
+        ),
+        (
+            "mpirun --map-by ppr:4:node -H a:9,b:9 -n 8 python x",
+            {"a": 4, "b": 4},
+            "mpirun --map-by ppr:4:node -H a:9 -n 4 python x",
+        ),
+        ("mpirun --host a,a,b,b -np 4 python x", {"a": 2, "b": 2}, "mpirun --host a,a -np 2 python x"),
+        ("mpirun -hosts=a,b -n=4 python x", {"a": 2, "b": 2}, "mpirun -hosts=a -n=2 python x"),
+        ("mpirun -n 4 -hosts me@a:2,b:2 python x", {"a": 2, "b": 2}, "mpirun -n 2 -hosts me@a:2 python x"),
     ],
 )
-def test_a_command_without_a_host(words, hosts, expected):
+def test_a_command_without_a_host(tmp_path, words, hosts, expected):
     command = Command(words.split())
     assert command.hosts == hosts
-    assert command.without([]) == (words.split(), command.without([])[1])
-    assert " ".join(command.without(["b"])[0]) == expected
+    assert command.on([], command.ranks, tmp_path / "file") == words.split()
+    assert " ".join(command.on(["b"], command.most(["b"]), tmp_path / "file")) == expected
 
 
-def test_a_host_file_without_a_host(tmp_path):
-    file = tmp_path / "hosts"
-    file.write_text("# ours\na:4\nb slots=2\n")
-    command = Command(["mpirun", "-n", "6", "-f", str(file), "python", "x"])
-    assert command.hosts == {"a": 4, "b": 2}
-    words, ranks = command.without(["a"])
-    assert ranks == 2 and words[:4] == ["mpirun", "-n", "2", "-f"]
-    with open(words[4]) as left:
-        assert left.read() == "b slots=2\n"
+@pytest.mark.parametrize("words", ["mpirun -n 16 python x -hosts a,b", "srun -c 4 -n 16 -N 2 python x"])
+def test_a_command_that_names_no_hosts(words, tmp_path):
+    command = Command(words.split())
+    assert (command.hosts, command.ranks, command.most([])) == ({}, 16, 16)
+    assert command.on([], 16, tmp_path / "file") == words.split()
 
 
-def test_commands_that_are_none_are_refused():
-    with pytest.raises(Refused, match="no command"):
-        Command([])
-    with pytest.raises(Refused, match="'four' is no number of ranks"):
-        Command("mpirun -n four python x".split())
+@pytest.mark.parametrize("option", ["-f {}", "--hostfile={}"])
+def test_a_host_file_without_a_host(tmp_path, option):
+    file, left = tmp_path / "hosts", tmp_path / "left"
+    file.write_text("# ours\na:4\nb slots=2 max_slots=9\nc\nc\n")
+    command = Command(["mpirun", "-n", "8", *option.format(file).split(), "python", "x"])
+    assert command.hosts == {"a": 4, "b": 2, "c": 2}
+    words = command.on(["a"], command.most(["a"]), left)
+    assert words == ["mpirun", "-n", "4", *option.format(left).split(), "python", "x"]
+    assert left.read_text() == "b slots=2 max_slots=9\nc\nc\n"
+
+
+def test_fewer_ranks_divide_the_command_s():
+    command = Command("mpirun -hosts a,b,c,d -n 8 python x".split())
+    found = [command.most("d", refused) for refused in ((), (6,), (6, 4), (6, 4, 2), (6, 4, 2, 1))]
+    assert found == [6, 4, 2, 1, 0]
+    assert command.most("", (6, 4)) == 8
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("", "no command"),
+        ("mpirun -n four python x", "'four' is no number of ranks"),
+        ("mpirun -n 0 python x", "'0' is no number of ranks"),
+        ("mpirun -hosts a,b python x", "needs -n"),
+        ("mpirun -hosts a,b -n 4 -ppn some python x", "'some' is no number of ranks per host"),
+        ("mpirun -hosts node[1-4] -n 4 python x", "is not read as a host"),
+        ("mpirun --host +n1 -n 4 python x", "is not read as a host"),
+        ("mpirun -hosts a,b -f hosts -n 4 python x", "one list or file of hosts"),
+        ("mpirun -hosts a,b -n 2 python x : -n 2 python y", "one program"),
+        ("mpirun -hosts a,b -rankmap 0,1 -n 2 python x", "no map of ranks"),
+        ("mpirun -n 4 -hosts", "-hosts has no value"),
+    ],
+)
+def test_commands_that_can_not_be_read_are_refused(words, told):
+    with pytest.raises(Refused, match=told):
+        Command(words.split())

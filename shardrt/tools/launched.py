@@ -1,66 +1,140 @@
 """A command line of mpirun, MPICH's or Open MPI's: its hosts and ranks, and the same without some hosts."""
 
-import os
-import tempfile
-from collections.abc import Sequence
+import re
+from collections import Counter
+from collections.abc import Collection, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from shardrt.untrusted import Refused
 
 _HOSTS = ("-hosts", "--hosts", "-host", "--host", "-H")
 _FILES = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
-_RANKS = ("-n", "-np", "--np", "--n", "-c")
+_RANKS = ("-n", "-np", "--np", "--n", "--ntasks")
+_PER_HOST = ("-ppn", "--ppn", "-perhost", "-npernode", "--npernode", "-N")
+_MAPS = ("-map-by", "--map-by")
+_UNREAD = ("-configfile", "-app", "--app", "-rankmap", "-rf", "-rankfile", "--rankfile")
+_HOST = re.compile(r"(?:[^\s@]+@)?([\w.-]+)(?::(\d+))?(?:\s.*)?")
+_SLOTS = re.compile(r"\sslots\s*=\s*(\d+)")
+
+
+class _Place(NamedTuple):
+    """Where the value of an option is; `name=` stands before it where both are one word."""
+
+    index: int
+    before: str
+    value: str
 
 
 class Command:
-    """The words of a command; `hosts` are those it names, each with its slots, none where it names none."""
+    """The words of a command.
+
+    ranks: how many it starts, None where it does not say so; hosts: those that it names, each with its ranks
+    (at most, where all of them are there), none where it names none. srun's are Slurm's to choose.
+    """
 
     def __init__(self, words: Sequence[str]) -> None:
-        """Raises Refused for an empty command, or for ranks that are no number; OSError for its host file."""
+        """Raises Refused for an empty command, or one whose hosts or ranks can't be read, OSError for its
+        host file.
+        """
         if not words:
             raise Refused("run: no command; it comes behind --")
         self.words = list(words)
-        self._list, self._file, self._ranks = (self._place(names) for names in (_HOSTS, _FILES, _RANKS))
-        self._lines: dict[str, str] = {}
+        self._options = self._launcher()
+        self._ranks = self._place(_RANKS)
+        self.ranks = None if self._ranks is None else _number(self._ranks.value, "ranks")
+        self._list = self._file = None
+        self._lines: list[tuple[str, str]] = []  # of each host its name, and what the command says of it
         self.hosts: dict[str, int] = {}
-        if self._list is not None:
-            self._lines = {part.partition(":")[0]: part for part in self.words[self._list].split(",")}
-        elif self._file is not None:
-            text = Path(self.words[self._file]).read_text(encoding="utf-8")
-            lines = (line.partition("#")[0].strip() for line in text.splitlines())
-            self._lines = {line.split()[0].partition(":")[0]: line for line in lines if line}
-        for host, line in self._lines.items():
-            slots = line.replace(":", " ").replace("slots=", " ").split()[1:2]
-            self.hosts[host] = int(slots[0]) if slots and slots[0].isdigit() else 1
-        ranks = "1" if self._ranks is None else self.words[self._ranks]
-        if not ranks.isdigit():
-            raise Refused(f"run: {ranks!r} is no number of ranks")
+        if "srun" not in (Path(word).name for word in self.words[: self._options]):
+            self._list, self._file = self._place(_HOSTS), self._place(_FILES)
+            self._read_hosts()
 
-    def _place(self, names: tuple[str, ...]) -> int | None:
-        """Where the value of the launcher's option is, which comes before the program."""
-        for index, word in enumerate(self.words[:-1]):
-            if index and Path(word).name.startswith("python"):
-                break
-            if index and word in names:
-                return index + 1
+    def _launcher(self) -> int:
+        """How many words are before the program."""
+        named = (i for i, word in enumerate(self.words) if i and Path(word).name.startswith("python"))
+        return next(named, len(self.words))
+
+    def _place(self, names: tuple[str, ...]) -> _Place | None:
+        """Of the first of these options of the launcher."""
+        for index, word in enumerate(self.words[: self._options]):
+            name, equals, value = word.partition("=")
+            if index and name in names and equals:
+                return _Place(index, f"{name}=", value)
+            if index and name in names:
+                if index + 1 == len(self.words):
+                    raise Refused(f"run: {name} has no value")
+                return _Place(index + 1, "", self.words[index + 1])
         return None
 
-    def without(self, lost: Sequence[str]) -> tuple[list[str], int | None]:
-        """(the words on the other hosts, ranks); None for ranks that the command does not say."""
-        words = list(self.words)
-        ranks = None if self._ranks is None else int(words[self._ranks])
-        if not lost or not self._lines:
-            return words, ranks
-        left = {host: line for host, line in self._lines.items() if host not in lost}
-        room = sum(self.hosts[host] for host in left)
-        ranks = room if ranks is None else min(ranks, room)
-        if self._ranks is not None:
-            words[self._ranks] = str(ranks)
+    def _read_hosts(self) -> None:
+        if self._list is None and self._file is None:
+            return
+        unread = self._place(_UNREAD)
+        if unread is not None or ":" in self.words or (self._list and self._file):
+            raise Refused("run: one list or file of hosts, and one program, can be read; no map of ranks")
+        if self.ranks is None:
+            raise Refused("run: a command that names hosts needs -n, the ranks")
         if self._list is not None:
-            words[self._list] = ",".join(left.values())
+            lines = [part.strip() for part in self._list.value.split(",")]
+        else:
+            text = Path(self._file.value).read_text(encoding="utf-8")
+            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+        slots: Counter[str] = Counter()
+        for line in filter(None, lines):
+            found, told = _HOST.fullmatch(line), _SLOTS.search(line)
+            if found is None:
+                raise Refused(f"run: {line!r} is not read as a host; HOST or HOST:RANKS is")
+            self._lines.append((found[1], line))
+            slots[found[1]] += int(found[2] or (told[1] if told else 1))
+        each = self._per_host()
+        if each:
+            slots = Counter(dict.fromkeys(slots, each))
+        total = slots.total()
+        if not total:
+            raise Refused("run: the command names no host that has a rank")
+        # More ranks than slots go round the hosts again, as with MPICH where no slots are told.
+        rounds = max(self.ranks, total)
+        self.hosts = {host: -(-rounds * count // total) for host, count in slots.items()}
+
+    def _per_host(self) -> int:
+        """Ranks of each host where an option says so; else 0."""
+        each, by = self._place(_PER_HOST), self._place(_MAPS)
+        if each is not None:
+            return _number(each.value, "ranks per host")
+        found = by and re.match(r"ppr:(\d+):node", by.value)
+        return int(found[1]) if found else 0
+
+    def most(self, lost: Collection[str], refused: Collection[int] = ()) -> int | None:
+        """The most ranks for the other hosts that are none of `refused`: 0 for none, None where not known.
+
+        Below all that there is room for are divisors of the command's own number: what that shares equally
+        (batches, groups of ranks), they do.
+        """
+        if self.ranks is None:
+            return None
+        room = sum(count for host, count in self.hosts.items() if host not in lost)
+        most = min(self.ranks, room) if self.hosts else self.ranks
+        fewer = (n for n in range(most - 1, 0, -1) if self.ranks % n == 0)
+        return next((n for n in (most, *fewer) if n not in refused), 0)
+
+    def on(self, lost: Collection[str], ranks: int | None, file: Path) -> list[str]:
+        """The words for so many ranks on the other hosts. A file of those is written where it takes one."""
+        words = list(self.words)
+        if self._ranks is not None:
+            words[self._ranks.index] = f"{self._ranks.before}{ranks}"
+        left = [line for host, line in self._lines if host not in lost]
+        if len(left) == len(self._lines):
+            return words
+        if self._list is not None:
+            words[self._list.index] = self._list.before + ",".join(left)
         elif self._file is not None:
-            file, path = tempfile.mkstemp(prefix="shardrt-hosts-")
-            with os.fdopen(file, "w", encoding="utf-8") as out:
-                out.write("".join(f"{line}\n" for line in left.values()))
-            words[self._file] = path
-        return words, ranks
+            file.write_text("".join(f"{line}\n" for line in left), encoding="utf-8")
+            words[self._file.index] = f"{self._file.before}{file}"
+        return words
+
+
+def _number(text: str, what: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise Refused(f"run: {text!r} is no number of {what}")
+    return int(text)

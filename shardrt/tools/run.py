@@ -10,8 +10,9 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardrt.faults import failure, reach
 from shardrt.faults.flight import read_all
 from shardrt.faults.watchdog import REPORT
 from shardrt.tools.launched import Command
+from shardrt.tools.scripts import positive, seconds, whole
 from shardrt.train import errors
 from shardrt.untrusted import Refused, say
 
@@ -41,51 +43,132 @@ _SIGNS = 1.0  # seconds between two looks at the ranks' signs of life
 # Seconds without any after which a launcher is ended, which waits for ever for a host that is gone: when its
 # watchdog has spoken, and when none has (the job was about to start) and a host does not answer.
 _ENDING, _SILENCE = 10.0, 30.0
-_FORWARDED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
+_STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
 def add_to(commands: Any) -> None:
     """Add `run` to argparse's subparsers."""
     told = "start a training command, and start it again where it was when it fails"
     parser = commands.add_parser("run", help=told, description=told)
-    parser.add_argument("--restarts", type=int, default=5, help="at most (5)")
-    parser.add_argument("--min-ranks", type=int, default=1, help="fewer are not started (1)")
-    parser.add_argument("--back-off", type=float, default=1.0, help="seconds before the first restart (1)")
-    parser.add_argument("--log", type=Path, help="a JSON line for each start and end goes to this file")
+    told = "at most so often with no newer checkpoint in between; a wait for hosts counts as one (5)"
+    parser.add_argument("--restarts", type=whole, default=5, help=told)
+    parser.add_argument("--min-ranks", type=positive, default=1, help="fewer are not started (1)")
+    told = "seconds before the first restart, then twice as long each time, up to 60 (1)"
+    parser.add_argument("--back-off", type=seconds, default=1.0, help=told)
+    parser.add_argument("--log", type=Path, help="a JSON line for each start, wait and end goes to this file")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- mpirun ... --name NAME --resume auto")
     parser.set_defaults(run=run)
 
 
 def run(options: argparse.Namespace) -> int:
-    """Until the job is done, or would fail again; gives its exit code. Raises Refused, OSError."""
+    """Until it is done, would fail again, or is to stop; gives the exit code. Raises Refused, OSError."""
     command = Command([word for i, word in enumerate(options.command) if i or word != "--"])
     folder = run_folder(command.words)
-    wait, vain = options.back_off, 0
-    for start in range(options.restarts + 1):
-        words, lost = _now(command, options.min_ranks)
-        tell = _Log(options.log, start)
-        tell(f"starts{' without ' + ', '.join(lost) if lost else ''}: {' '.join(words)}", "start", lost=lost)
-        before, began = newest(folder), time.time()
-        known = reach.addresses({host: None for host in command.hosts if host not in lost})
-        code = _one(words, folder, known)
-        saved = newest(folder)
-        vain = 0 if saved > before else vain + 1
-        wait = options.back_off if saved > before else min(2 * wait, _LONGEST)
-        facts = {"code": code, "step": saved, "seconds": round(time.time() - began, 1)}
-        if code == 0:
-            tell("done", "end", **facts)
-            return 0
-        why = AGAIN.get(code, "")
-        if not why and vain == _VAIN:
-            why = f"{_VAIN} starts in a row have saved nothing"
-        if not why and start == options.restarts:
-            why = f"it has been restarted {start} times"
-        if why:
-            tell(f"ended with exit code {code}, and is not started again: {why}", "end", **facts)
-            return code
-        tell(f"ended with exit code {code}; step {saved} is saved; again in {wait:g} s", "end", **facts)
-        time.sleep(wait)
-    raise AssertionError("unreachable")
+    least = options.min_ranks
+    if command.ranks is not None and command.ranks < least:
+        raise Refused(f"run: the command starts {command.ranks} ranks, and --min-ranks is {least}")
+    patience = _Patience(options.restarts, options.back_off)
+    refused: set[int] = set()  # numbers of ranks that the job could not be shared by
+    start, code = 0, errors.DATA
+    with _Stop() as stop, tempfile.TemporaryDirectory(prefix="shardrt-hosts-") as scratch:
+        while True:
+            tell = _Log(options.log, start)
+            lost, ranks = _left(command, refused)
+            without = f" without {', '.join(lost)}" if lost else ""
+            if stop.asked:
+                tell(f"is not started: {stop.asked} asked it to stop", "end", code=stop.code)
+                return stop.code
+            facts: dict[str, Any] = {}
+            if ranks is not None and ranks < least:
+                what, why = "wait", patience.waited()
+                told = f"can start {ranks} ranks{without}, of at least {least}"
+            else:
+                words = command.on(lost, ranks, Path(scratch, "hosts"))
+                tell(f"starts{without}: {' '.join(words)}", "start", lost=lost, ranks=ranks)
+                before, began = newest(folder), time.time()
+                code = _one(words, folder, command.hosts.keys() - lost, stop)
+                start, what, saved = start + 1, "end", newest(folder)
+                facts = {"code": code, "step": saved, "seconds": round(time.time() - began, 1)}
+                if code == 0:
+                    tell("done", "end", **facts)
+                    return 0
+                told = f"ended with exit code {code}; step {saved} is saved"
+                if code == errors.USAGE and ranks is not None and ranks != command.ranks and not stop.asked:
+                    refused.add(ranks)
+                    tell(f"{told}; is tried with fewer ranks than {ranks}", "end", **facts)
+                    continue
+                why = stop.why or AGAIN.get(code, "") or patience.ended(saved > before)
+            if why:
+                tell(f"{told}; it is not started again: {why}", what, **facts)
+                return code
+            tell(f"{told}; again in {patience.wait:g} s", what, **facts)
+            stop.sleep(patience.wait)
+
+
+class _Patience:
+    """Whether there is another start, and after what `wait`, in seconds."""
+
+    def __init__(self, restarts: int, back_off: float) -> None:
+        self._restarts, self._back_off = restarts, back_off
+        self._used = self._vain = 0  # since a checkpoint was saved
+        self.wait = 0.0
+
+    def ended(self, progress: bool) -> str:
+        """A start has failed, and had saved a newer checkpoint or not: why there is no other; ""."""
+        if progress:
+            self._used = self._vain = 0
+            self.wait = 0.0
+        self._vain += not progress
+        return f"{_VAIN} starts in a row have saved nothing" if self._vain == _VAIN else self.waited()
+
+    def waited(self) -> str:
+        """There was no start, for want of hosts: why there is none now; ""."""
+        self._used += 1
+        self.wait = min(2 * self.wait, max(_LONGEST, self._back_off)) or self._back_off
+        return f"of --restarts {self._restarts} none is left" if self._used > self._restarts else ""
+
+
+class _Stop:
+    """Signals that ask for a stop go on to the job, once, and are kept in mind: `asked` names the last.
+
+    What is to be ignored (nohup) stays ignored.
+    """
+
+    def __init__(self) -> None:
+        self.asked, self.code = "", 0
+        self._job: subprocess.Popen | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "_Stop":
+        heeded = [number for number in _STOPS if signal.getsignal(number) != signal.SIG_IGN]
+        self._before = {number: signal.signal(number, self._note) for number in heeded}
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @property
+    def why(self) -> str:
+        return f"{self.asked} asked it to stop" if self.asked else ""
+
+    def start(self, words: list[str]) -> subprocess.Popen:
+        """The job, in a process group of its own, so that it has what a terminal sends from here alone."""
+        self._job = subprocess.Popen(words, stdin=subprocess.DEVNULL, process_group=0)
+        if self.asked:  # just now
+            self._job.send_signal(self.code - 128)
+        return self._job
+
+    def sleep(self, wait: float) -> None:
+        """So many seconds, or until a stop is asked for."""
+        end = time.monotonic() + wait
+        while not self.asked and (left := end - time.monotonic()) > 0:
+            time.sleep(min(left, _LOOK))
+
+    def _note(self, number: int, frame: Any) -> None:
+        self.asked, self.code = signal.Signals(number).name, 128 + number
+        if self._job is not None:
+            self._job.send_signal(number)
 
 
 def run_folder(words: Sequence[str]) -> Path:
@@ -103,24 +186,20 @@ def newest(folder: Path) -> int:
     return max((int(step) for step in found if step.isdigit()), default=0)
 
 
-def _now(command: Command, least: int) -> tuple[list[str], list[str]]:
-    """The command for the hosts that answer, and those that do not. Raises Refused where too few are left."""
-    known = reach.addresses(dict.fromkeys(command.hosts))
-    lost = [host for host in command.hosts if host not in reach.answering(known, _ANSWER)]
-    words, ranks = command.without(lost)
-    if ranks is not None and ranks < least:
-        raise Refused(f"run: {ranks} ranks are left without {', '.join(lost)}, of at least {least}")
-    return words, lost
+def _left(command: Command, refused: Collection[int]) -> tuple[list[str], int | None]:
+    """The command's hosts that do not answer now, and the ranks that can be started on the others."""
+    known = reach.addresses(command.hosts)
+    answers = reach.answering(known, _ANSWER)
+    lost = [host for host in command.hosts if host not in answers]
+    return lost, command.most(lost, refused)
 
 
-def _one(words: list[str], folder: Path, known: dict[str, str]) -> int:
-    """One start, to its end; gives the exit code. Signals go on to the launcher.
-
-    known: its hosts, and their addresses.
-    """
-    report, began = folder / "flight" / REPORT, time.time()
-    job = subprocess.Popen(words)
-    handlers = {number: signal.signal(number, lambda n, _: job.send_signal(n)) for number in _FORWARDED}
+def _one(words: list[str], folder: Path, hosts: Collection[str], stop: _Stop) -> int:
+    """One start on these hosts, to its end; gives the exit code."""
+    report = folder / "flight" / REPORT
+    old = _written(report)
+    known = reach.addresses(dict.fromkeys(hosts))
+    job = stop.start(words)
     signs: list[float] = []
     quiet = looked = time.monotonic()
     try:
@@ -132,25 +211,23 @@ def _one(words: list[str], folder: Path, known: dict[str, str]) -> int:
             now = [flight.beat_monotonic for flight in read_all(folder / "flight")[0]]
             if now != signs:
                 signs, quiet = now, looked
-            spoken = _changed(report) >= began
+            spoken = _written(report) not in (None, old)
             silent = looked - quiet > _SILENCE and known.keys() - reach.answering(known, _ANSWER)
             if silent or (spoken and looked - quiet > _ENDING):
                 return failure.HANG
         return code if code >= 0 else 128 - code
     finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
         if job.poll() is None:
             job.kill()
             job.wait()
 
 
-def _changed(path: Path) -> float:
-    """When a file was written; 0 if it is not there."""
+def _written(path: Path) -> int | None:
+    """When a file was, ns by the clock of its file system, which is not ours; None if it is not there."""
     try:
-        return path.stat().st_mtime
+        return path.stat().st_mtime_ns
     except OSError:
-        return 0.0
+        return None
 
 
 class _Log:

@@ -4,6 +4,7 @@ import argparse
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from math import inf
 from typing import TypeVar
 
 from shardrt.simulate.report import NoStep
@@ -44,4 +45,20 @@ def positive(text: str) -> int:
     number = int(text)
     if number < 1:
         raise argparse.ArgumentTypeError(f"{text} is not at least 1")
+    return number
+
+
+def whole(text: str) -> int:
+    """For argparse: a number of 0 or more."""
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
+    return number
+
+
+def seconds(text: str) -> float:
+    """For argparse: 0 or more of them, not for ever."""
+    number = float(text)
+    if not 0 <= number < inf:
+        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
     return number

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from itertools import pairwise
-from math import inf, prod
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from shardrt.simulate.machine import Machine
 from shardrt.simulate.phases import traced
 from shardrt.simulate.step import Simulated, simulated
 from shardrt.simulate.values import Values
-from shardrt.tools.scripts import USAGE, add_script, of_script, positive
+from shardrt.tools.scripts import USAGE, add_script, of_script, positive, seconds
 from shardrt.train.trace import events_of, names_of, write
 from shardrt.untrusted import say
 
@@ -50,7 +50,7 @@ def add_to(commands: Any) -> None:
     )
     parser.add_argument(
         "--jitter",
-        type=_seconds,
+        type=seconds,
         default=0.0,
         metavar="S",
         help="standard deviation of ranks' arrivals, s (0)",
@@ -101,13 +101,6 @@ def _shape(text: str) -> tuple[int, ...]:
         return tuple(positive(size) for size in text.split("x"))
     except (ValueError, argparse.ArgumentTypeError):
         raise argparse.ArgumentTypeError(f"sizes as in 512x8, not {text}") from None
-
-
-def _seconds(text: str) -> float:
-    seconds = float(text)
-    if not 0 <= seconds < inf:
-        raise argparse.ArgumentTypeError(f"{text} is not 0 or more")
-    return seconds
 
 
 def _stands_for(record: str, ranks: int) -> dict[int, range]:
