@@ -369,7 +369,8 @@ def test_every_option_in_a_sentence_is_one(monkeypatch):
         known |= options_of(read_only(module, required.get(module, []), monkeypatch))
     known |= options_of(read_only("shardrt", ["doctor"], monkeypatch))
     known |= options_of(read_only("models.generate", ["RUN"], monkeypatch))
-    known |= {"--kv-heads", "--map-by", "--requeue"}  # of an old command; of Open MPI's mpirun; of sbatch
+    known |= {"--kv-heads", "--map-by", "--mca", "--prtemca"}  # of an old command; of Open MPI's mpirun
+    known |= {"--requeue", "--exclude", "--kill-on-bad-exit"}  # of sbatch and srun
     assert {option for option in OPTIONS if option.replace("_", "-") not in known} == set()
 
 
@@ -400,5 +401,5 @@ def test_the_batch_script_of_slurm_ends_as_its_run_and_is_queued_again_if_that_w
     }
     assert subprocess.run(["bash", "job"], cwd=tmp_path, env=environment).returncode == code
     srun, *more = (tmp_path / "said").read_text().splitlines()
-    assert srun.startswith("srun 4 --mpi=pmi2 python -m models.train ")
+    assert srun.startswith("srun 4 --kill-on-bad-exit=1 --mpi=pmi2 python -m models.train ")
     assert more == (["scontrol 4 requeue 7"] if code == 75 else [])

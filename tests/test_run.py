@@ -152,6 +152,7 @@ def test_a_terminal_interrupts_a_job_once(tmp_path):
         cwd=tmp_path,
         env=environment,
         start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # of a terminal, not of nohup
         capture_output=True,
         text=True,
         timeout=60,
