@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from bench import pipeline
@@ -57,8 +58,9 @@ def test_the_replay_is_that_of_what_the_stages_took(told, name):
         replay = schedule(name, 2, 4).replay(*costs)
         assert told[name][place]["table_ms"] == pytest.approx(replay.makespan, abs=0.05)
         assert told[name][place]["idle_ms"] == pytest.approx(replay.idle, abs=0.05)
-        ratios = [idle / rest for idle, rest in zip(told[name]["idle_ms"], replay.idle, strict=True)]
-        assert told[name][place]["idle_ratio"] == pytest.approx(ratios, rel=0.05)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a stage of so few layers may have no idle time
+            ratios = np.divide(told[name]["idle_ms"], replay.idle).tolist()
+        assert told[name][place]["idle_ratio"] == pytest.approx(ratios, rel=0.05, nan_ok=True)
 
 
 @pytest.mark.parametrize(
