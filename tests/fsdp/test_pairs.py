@@ -160,7 +160,7 @@ def nearly_the_same(cut, uncut, names):
     They are nearly those of one rank that has the modules and the time whole. So are the weights; where
     gradients have 16 bits AdamW may turn a few that are nearly 0.
     """
-    of_losses, of_weights, most = (3e-2, 1e-3, 0.02) if LOW & set(names) else (1e-5, 1e-5, 0)
+    of_losses, of_weights, most = (3e-2, 1e-3, 0.01) if LOW & set(names) else (1e-5, 1e-5, 0)
     stages, parts, cuts = twos(names)
     losses = np.reshape(cut[0], (stages, -1, parts, cuts, len(cut[0][0])))
     assert np.array_equal(losses, np.broadcast_to(losses[:1, :, :, :1], losses.shape))
@@ -180,6 +180,9 @@ def share_an_option(names):
     return bool(FEATURES[first].keys() & FEATURES[second].keys())
 
 
+FEW = 6  # features beside 16 bits: each rounds what the others have rounded
+
+
 def sets_of(pairs, most=12):
     """Sets of features that are not refused, all of whose pairs are among `pairs`; each is in one; greedy."""
     sets, allowed, missing = [], set(pairs), dict.fromkeys(pairs)
@@ -190,6 +193,7 @@ def sets_of(pairs, most=12):
                 name: sum(pair in missing for pair in with_each(name, found))
                 for name in FEATURES
                 if name not in found
+                and (len(found) < FEW or not LOW.intersection([name, *found]))
                 and allowed.issuperset(with_each(name, found))
                 and fit([name, *found])
                 and ranks_for([name, *found]) <= 8

@@ -157,34 +157,6 @@ def change(x, arguments):
         x[...] = 0.1 - 1.3 * np.roll(x, 1)
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_only_what_is_in_writes_changes(name):
-    for number, case in enumerate(CASES[name]):
-        with told(name, number):
-            assert_only_writes_change(*on_the_cpu(name, case))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_not_in_reads_changes_no_result(name):
-    for number, case in enumerate(CASES[name]):
-        with told(name, number):
-            assert_what_is_not_read_changes_no_result(*on_the_cpu(name, case))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_what_is_in_reads_changes_a_result(name):
-    for number, case in enumerate(CASES[name]):
-        with told(name, number):
-            assert_what_is_read_changes_a_result(*on_the_cpu(name, case))
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_the_value_is_what_the_kernel_gives(name):
-    for number, case in enumerate(CASES[name]):
-        with told(name, number):
-            assert_the_value_is_what_it_gives(*on_the_cpu(name, case))
-
-
 def assert_the_value_is_what_it_gives(arguments, cost, function):
     given = function(**arguments)
     value = cost.value.usual if isinstance(cost.value, shape.Answer) else cost.value
@@ -197,6 +169,22 @@ def assert_the_value_is_what_it_gives(arguments, cost, function):
 
 
 # -- what the GPU's host launches
+
+
+CHECKS = (
+    assert_only_writes_change,
+    assert_what_is_not_read_changes_no_result,
+    assert_what_is_read_changes_a_result,
+    assert_the_value_is_what_it_gives,
+)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+@pytest.mark.parametrize("name", CASES)
+def test_its_shape_tells_the_truth_about_a_kernel(name, check):
+    for number, case in enumerate(CASES[name]):
+        with told(name, number):
+            check(*on_the_cpu(name, case))
 
 
 class Counted(np.ndarray):

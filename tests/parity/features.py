@@ -8,7 +8,7 @@ import numpy as np
 from tests.parity.job import Job, piece
 
 JOB = Job(layers=2, heads=2, width=32, time=16, vocab=61)
-STEPS = 7
+STEPS = 10
 ROWS = 12  # of a micro-batch: 1, 2, 3 and 4 ranks share them equally
 MICRO_BATCHES = 4  # where a variant accumulates; the others take the first
 

@@ -1,4 +1,4 @@
-"""Mixtures of experts beside transformers: 7 steps with the balance loss, on 2 ranks and in one process."""
+"""Mixtures of experts beside transformers: 10 steps with the balance loss, on 2 ranks and in one process."""
 
 import numpy as np
 import pytest

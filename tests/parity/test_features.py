@@ -1,4 +1,4 @@
-"""Every feature beside PyTorch: losses, gradients and parameters of 7 steps, and a curve of 200.
+"""Every feature beside PyTorch: losses, gradients and parameters of 10 steps, and a curve of 200.
 
 PyTorch's runs (features_torch.py) are made first, all in one launch of two processes. However many ranks
 there are here, the batch is the same, and so are the numbers up to rounding: three ranks, which cut with

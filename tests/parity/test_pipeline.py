@@ -1,4 +1,4 @@
-"""Pipelines beside PyTorch: one process that accumulates, and torch.distributed.pipelining; 7 steps."""
+"""Pipelines beside PyTorch: one process that accumulates, and torch.distributed.pipelining; 10 steps."""
 
 import numpy as np
 import pytest

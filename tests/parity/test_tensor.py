@@ -1,4 +1,4 @@
-"""Tensor and sequence parallelism beside PyTorch's parallelize_module: 7 steps, and one rank's."""
+"""Tensor and sequence parallelism beside PyTorch's parallelize_module: 10 steps, and one rank's."""
 
 import numpy as np
 import pytest
