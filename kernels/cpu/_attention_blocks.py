@@ -12,7 +12,7 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from shardrt.kernels.cpu._attention_bits import heads_of
-from shardrt.kernels.cpu._jit import reordered
+from shardrt.kernels.cpu._jit import reordered_part
 from shardrt.kernels.cpu._vectors import lanes, tile_sum, transpose_tile
 
 Array = Any
@@ -83,19 +83,19 @@ def _pointer(typing_context, address, like):
     return types.CPointer(like.dtype)(types.int64, like), generate
 
 
-@reordered
+@reordered_part
 def row_at(address, count, like):
     return carray(_pointer(np.int64(address), like), (count,))
 
 
-@reordered
+@reordered_part
 def copy(source, target):
     """Of one size. Numba's own target[:] = source looks whether they overlap, and is slower."""
     for j in range(source.size):
         target[j] = source[j]
 
 
-@reordered
+@reordered_part
 def columns_of(address, step, keys, like, out):
     """out[c, j]: element c, of the type of `like`, of row j; zeros behind the last row."""
     width, many = out.shape
@@ -111,7 +111,7 @@ def columns_of(address, step, keys, like, out):
             transpose_tile(rows, c, starts, out, c * many + j, places)
 
 
-@reordered
+@reordered_part
 def product(a, a_at, a_k, a_i, b, b_at, count, out, out_at, width, none, add):
     """`width` columns of ROWS rows: out = a b, or that added; sums over `count` k. a_k, a_i: steps."""
     for c in range(0, width, WIDTH):
@@ -119,14 +119,14 @@ def product(a, a_at, a_k, a_i, b, b_at, count, out, out_at, width, none, add):
         tile_sum(_BLOCK, a, b, out, none, none, (1, count), places, steps, add)
 
 
-@reordered
+@reordered_part
 def add_product(a, b, out, first, at, count, none):
     """out, rows from `at` on: plus the product of these columns of a and b, their rows from `first` on."""
     many, width = a.shape[1], b.shape[1]
     product(a, first * many + at, many, 1, b, first * width, count, out, at * width, width, none, True)
 
 
-@reordered
+@reordered_part
 def put(numbers, out, add):
     if add:
         for c in range(out.size):

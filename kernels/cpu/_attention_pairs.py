@@ -23,7 +23,7 @@ from shardrt.kernels.cpu._attention_blocks import (
     put,
     row_at,
 )
-from shardrt.kernels.cpu._jit import exp, larger, reordered
+from shardrt.kernels.cpu._jit import exp, larger, reordered, reordered_part
 from shardrt.kernels.cpu._vectors import bits_of
 from shardrt.kernels.cpu.cast import widened
 
@@ -84,7 +84,7 @@ def _operands_backward(keys: int, width: int) -> tuple[Array, ...]:
     )
 
 
-@reordered
+@reordered_part
 def _two_rows(address, step, count, like, out):
     """out[j, c]: numbers c of rows 2 j and 2 j + 1; zeros behind the last row."""
     width = out.shape[1]
@@ -121,7 +121,7 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
             copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
 
-@reordered
+@reordered_part
 def _softmax(line, kept, near, scale):
     """kept: the bits of the probabilities, 0 from `near` on; scores are overwritten. Gives the logarithm of
     their sum. Lines are whole vectors."""
@@ -196,7 +196,7 @@ def _backward(
         put(sums[1, j], row_at(at[7] + j * by[7], width, out), add)
 
 
-@reordered
+@reordered_part
 def _bits_and_dots(at, by, low, count, given, upper, dots):
     """given, upper: rows of dy and their bits; then zeros. dots: of what these say and y, so that gradients
     of scores sum to 0."""
@@ -214,7 +214,7 @@ def _bits_and_dots(at, by, low, count, given, upper, dots):
     dots[count:] = 0
 
 
-@reordered
+@reordered_part
 def _slopes(line, dline, near, shift, dot, scale):
     """Scores become probabilities, and their gradients those before scaling; 0 from `near` on."""
     whole, zero = near // WIDTH * WIDTH, np.float32(0)
@@ -229,13 +229,13 @@ def _slopes(line, dline, near, shift, dot, scale):
         dline[j] = slope if j < near else zero
 
 
-@reordered
+@reordered_part
 def _narrow(numbers, bits):
     for j in range(numbers.size):
         bits[j] = bits_of(numbers[j])
 
 
-@reordered
+@reordered_part
 def _two_of(first, second, out):
     """The bits of two rows' numbers side by side, and zeros behind them."""
     for j in range(first.size):

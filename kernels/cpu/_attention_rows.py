@@ -21,7 +21,7 @@ from shardrt.kernels.cpu._attention_blocks import (
     put,
     row_at,
 )
-from shardrt.kernels.cpu._jit import exp, larger, reordered
+from shardrt.kernels.cpu._jit import exp, larger, reordered, reordered_part
 
 Array = Any
 
@@ -61,7 +61,7 @@ def _scratch_backward(keys: int, width: int) -> tuple[Array, ...]:
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
 
 
-@reordered
+@reordered_part
 def _copy_rows(address, step, count, out):
     for j in range(count):
         copy(row_at(address + j * step, out.shape[1], out), out[j])
@@ -88,7 +88,7 @@ def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none)
             copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
 
-@reordered
+@reordered_part
 def _softmax(near, scale):
     """Scores become probabilities. Gives the logarithm of their sum."""
     highest = near[0] * scale
@@ -105,7 +105,7 @@ def _softmax(near, scale):
     return highest + np.log(total)
 
 
-@reordered
+@reordered_part
 def _softmax_backward(near, dnear, shift, dot, scale):
     """Scores become probabilities, and their gradients those before scaling."""
     for j in range(near.size):
@@ -156,7 +156,7 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights,
         put(sums[1, j], row_at(at[7] + j * by[7], width, out), add)
 
 
-@reordered
+@reordered_part
 def _dot(x, y):
     total = x.dtype.type(0)
     for j in range(x.size):

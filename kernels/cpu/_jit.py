@@ -1,4 +1,4 @@
-"""How kernels are compiled: three decorators, and exp, erf and a maximum that vectorise.
+"""How kernels are compiled: by decorators here; and exp, erf and a maximum that vectorise.
 
 All release the interpreter lock and are cached on disk; what is found there needs no compiler. The wheel of
 llvmlite has no vector math library, so exp and erf of float32 are polynomials here (relative error of exp
@@ -28,8 +28,8 @@ class _Kept(FunctionCache):
         return self._load_overload(sig, target_context)
 
 
-def _decorator(*fastmath: str) -> Callable[[Callable], Any]:
-    compiled = njit(nogil=True, error_model="numpy", fastmath=set(fastmath))
+def _decorator(*fastmath: str, part: bool = False) -> Callable[[Callable], Any]:
+    compiled = njit(nogil=True, error_model="numpy", fastmath=set(fastmath), forceinline=part)
 
     def decorate(function: Callable) -> Any:
         kernel = compiled(function)  # not cache=True, which gives it Numba's own
@@ -45,6 +45,10 @@ exact = _decorator()
 fused = _decorator("contract", "arcp", "nsz")
 # Sums and maxima over a row may be reordered, which is what makes them vectorise.
 reordered = _decorator("reassoc", "contract", "arcp", "nsz", "nnan")
+# The same for what kernels call: it becomes a piece of each of them. Called instead, it would be one copy in
+# the process that compiles and another in those that load, with other last bits.
+fused_part = _decorator("contract", "arcp", "nsz", part=True)
+reordered_part = _decorator("reassoc", "contract", "arcp", "nsz", "nnan", part=True)
 
 
 @intrinsic
@@ -87,7 +91,7 @@ _E0, _E1, _E2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _E3, _E4, _E5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
 
 
-@overload(exp, jit_options={"fastmath": {"contract"}}, inline="never")
+@overload(exp, jit_options={"fastmath": {"contract"}, "forceinline": True}, inline="never")
 def _exp(x):
     if x == types.float64:
         return lambda x: math.exp(x)
@@ -113,7 +117,7 @@ _A1, _A2, _A3 = _f(0.254829592), _f(-0.284496736), _f(1.421413741)
 _A4, _A5 = _f(-1.453152027), _f(1.061405429)
 
 
-@overload(erf, jit_options={"fastmath": {"contract"}}, inline="never")
+@overload(erf, jit_options={"fastmath": {"contract"}, "forceinline": True}, inline="never")
 def _erf(x):
     if x == types.float64:
         return lambda x: math.erf(x)

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels.cpu import cast
-from shardrt.kernels.cpu._jit import fused
+from shardrt.kernels.cpu._jit import fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -38,7 +38,7 @@ def step(
             cast.narrow(param[piece], rounded[piece], kind)
 
 
-@fused
+@fused_part
 def _updated(p, g, m, v, numbers):
     """A parameter and its two moments after a step."""
     keep, rate, correction, beta1, rest1, beta2, rest2, eps = numbers

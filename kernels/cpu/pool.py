@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exact, fused
+from shardrt.kernels.cpu._jit import exact, fused, fused_part
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -109,7 +109,7 @@ def _mean_forward(start, stop, x, y, window, stride, padding):
                 out[j] = total * share
 
 
-@fused
+@fused_part
 def _add(sums, line):
     for j in range(sums.size):
         sums[j] += line[j]

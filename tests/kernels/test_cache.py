@@ -11,9 +11,11 @@ from pathlib import Path
 import numba
 import pytest
 from numba.core.codegen import JITCPUCodegen
+from numba.core.dispatcher import Dispatcher
 
 from shardrt.kernels import cpu, onednn
 from shardrt.kernels.cpu import _warm_up
+from tests.kernels import test_attention_blocks
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -93,6 +95,41 @@ def test_a_second_start_compiles_nothing_and_loads_no_compiler():
 def test_what_the_first_rank_has_warmed_up_is_all_that_steps_in_float32_and_bfloat16_need():
     count, *more = output_of(TRAIN).splitlines()
     assert int(count) > 20 and not more
+
+
+BITS = """
+import sys
+from hashlib import sha256
+from tests.kernels.test_attention_blocks import PAIRS, _vectors, heads, run
+for low in [False] * _vectors.WIDE + [True] * PAIRS:
+    q, k, v = (heads(low, 1, 256, count, 64, seed=count) for count in (12, 4, 4))
+    dy = heads(False, 1, 256, 12, 64, seed=1)
+    found = run(dy, q, k, v, causal=True, scale=64**-0.5)
+    print(low, sha256(b"".join(x.tobytes() for x in found)).hexdigest())
+"""
+
+
+@pytest.mark.skipif(not test_attention_blocks._vectors.WIDE, reason="needs AVX-512")
+def test_a_process_that_compiles_has_the_bits_of_one_that_loads(monkeypatch, tmp_path):
+    tmp_path.chmod(0o700)
+    monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
+    compiled = output_of(BITS)
+    assert list(tmp_path.rglob("*_attention*.nbc"))
+    assert output_of(BITS) == compiled != ""
+
+
+def test_what_kernels_call_becomes_a_piece_of_them_where_its_bits_depend_on_how_it_is_compiled():
+    modules = [module for name, module in sys.modules.items() if name.startswith("shardrt.kernels.cpu")]
+    kernels = [
+        kernel for module in modules for kernel in vars(module).values() if isinstance(kernel, Dispatcher)
+    ]
+    names = [(kernel.py_func.__globals__, kernel.py_func.__code__.co_names) for kernel in kernels]
+    called = [
+        found[name] for found, used in names for name in used if isinstance(found.get(name), Dispatcher)
+    ]
+    inexact = [kernel for kernel in called if kernel.targetoptions["fastmath"]]
+    assert len(inexact) > 10
+    assert not [kernel for kernel in inexact if not kernel.targetoptions["forceinline"]]
 
 
 CHANGES = {
