@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,7 +73,10 @@ def run(options: argparse.Namespace) -> int:
     with _Stop() as stop, tempfile.TemporaryDirectory(prefix="shardrt-hosts-") as scratch:
         while True:
             tell = _Log(options.log, start)
-            lost, ranks = _left(command, refused)
+            there = reach.addresses(command.hosts)  # may be others than at the last start
+            answers = reach.answering(there, _ANSWER)
+            lost = [host for host in command.hosts if host not in answers]
+            ranks = command.most(lost, refused)
             without = f" without {', '.join(lost)}" if lost else ""
             if stop.asked:
                 tell(f"is not started: {stop.asked} asked it to stop", "end", code=stop.code)
@@ -86,7 +89,7 @@ def run(options: argparse.Namespace) -> int:
                 words = command.on(lost, ranks, Path(scratch, "hosts"))
                 tell(f"starts{without}: {' '.join(words)}", "start", lost=lost, ranks=ranks)
                 before, began = newest(folder), time.time()
-                code = _one(words, folder, command.hosts.keys() - lost, stop)
+                code = _one(words, folder, {host: there[host] for host in answers}, stop)
                 start, what, saved = start + 1, "end", newest(folder)
                 facts = {"code": code, "step": saved, "seconds": round(time.time() - began, 1)}
                 if code == 0:
@@ -186,19 +189,10 @@ def newest(folder: Path) -> int:
     return max((int(step) for step in found if step.isdigit()), default=0)
 
 
-def _left(command: Command, refused: Collection[int]) -> tuple[list[str], int | None]:
-    """The command's hosts that do not answer now, and the ranks that can be started on the others."""
-    known = reach.addresses(command.hosts)
-    answers = reach.answering(known, _ANSWER)
-    lost = [host for host in command.hosts if host not in answers]
-    return lost, command.most(lost, refused)
-
-
-def _one(words: list[str], folder: Path, hosts: Collection[str], stop: _Stop) -> int:
-    """One start on these hosts, to its end; gives the exit code."""
+def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop) -> int:
+    """One start on these hosts, whose addresses are given, to its end; gives the exit code."""
     report = folder / "flight" / REPORT
     old = _written(report)
-    known = reach.addresses(dict.fromkeys(hosts))
     job = stop.start(words)
     signs: list[float] = []
     quiet = looked = time.monotonic()
@@ -212,7 +206,7 @@ def _one(words: list[str], folder: Path, hosts: Collection[str], stop: _Stop) ->
             if now != signs:
                 signs, quiet = now, looked
             spoken = _written(report) not in (None, old)
-            silent = looked - quiet > _SILENCE and known.keys() - reach.answering(known, _ANSWER)
+            silent = looked - quiet > _SILENCE and hosts.keys() - reach.answering(hosts, _ANSWER)
             if silent or (spoken and looked - quiet > _ENDING):
                 return failure.HANG
         return code if code >= 0 else 128 - code
