@@ -24,6 +24,7 @@ import pytest
 from tests import ranks
 
 HERE = Path(__file__).parent
+ROOT = HERE.resolve().parent.parent
 _ADDRESS = "10.77.0."  # of the network that is made here; the bridge is 254
 BURST = 256 << 10  # bytes that a cable passes at once whatever its rate; the largest packet fits
 _QUEUE = "50ms"  # of a cable: what comes later than that is lost
@@ -93,8 +94,9 @@ class Hosts:
     ) -> None:
         """rate: of each cable in each direction, "1gbit" (tc's words). latency: seconds that it takes, each
         way; from host to host is twice that. loss: the share of frames that get lost on it. shared: folders
-        below /tmp that all hosts see; else each has a /tmp of its own. shm: how large the /dev/shm of the
-        first hosts are, 256m for the others. mpirun: another one than that beside this Python.
+        below /tmp that all hosts see, beside a checkout there; else each has a /tmp of its own. shm: how
+        large the /dev/shm of the first hosts are, 256m for the others. mpirun: another one than that beside
+        this Python.
 
         Skips the test where hosts can't be made.
         """
@@ -103,7 +105,8 @@ class Hosts:
         self.names = [f"node{number}" for number in range(count)]
         self.slots = slots
         self._rate, self._latency, self._loss = rate, latency, loss
-        self._shared = " ".join(str(path) for path in shared)
+        programs = [path for path in (ROOT, Path(sys.prefix)) if path.is_relative_to("/tmp")]
+        self._shared = " ".join(map(str, [*programs, *shared]))
         self._shm = [*shm, *["256m"] * count][:count]
         self._mpirun = mpirun or ranks.own_mpirun()
         self._is_mpich = "HYDRA" in ranks.version_of(self._mpirun)
