@@ -175,7 +175,8 @@ def test_what_is_not_products_is_told_beside():
 def test_losses_in_bfloat16_are_held_to_twice_what_those_of_torch_are_from_float32():
     exact, low = (compare.Contestant("a", "", name) for name in ("FULL_SHARD", "FULL_SHARD-bf16"))
     assert exact.tolerance(exact, 3e-5) == compare.TOLERANCE
-    assert exact.tolerance(low, 3e-5) == low.tolerance(exact, 3e-5) == low.tolerance(low, 3e-5) == 6e-5
+    assert exact.tolerance(low, 3e-4) == low.tolerance(exact, 3e-4) == low.tolerance(low, 3e-4) == 6e-4
+    assert low.tolerance(low, 3e-5) == 2 * compare.ROUNDING
     asked = []
 
     def run(contestant):
