@@ -95,6 +95,21 @@ def test_a_job_that_saves_nothing_is_started_three_times(start):
     assert "3 starts in a row have saved nothing" in said
 
 
+def test_a_job_waits_for_the_lock_of_one_that_is_gone_with_as_many_ranks(start, monkeypatch):
+    """A file server may keep it for longer than three starts take."""
+    without(monkeypatch, *"ddddd")
+    code, starts, log, said = start([(69, 0)] * 4 + [(0, 2)], arguments=LISTED)
+    assert code == 0
+    assert [words[1] for words in starts] == ["6"] * 5
+    assert "start 3: ended with exit code 69; step 0 is saved; again in 0.08 s" in said
+
+
+def test_a_job_does_not_wait_for_a_lock_for_ever(start):
+    code, starts, _, said = start([(69, 0)] * 6, "--restarts", "5")
+    assert (code, len(starts)) == (69, 6)
+    assert "of --restarts 5 none is left" in said
+
+
 def test_restarts_are_counted_from_the_newest_checkpoint(start):
     code, starts, _, said = start([(9, 2), (9, 4), (9, 0)], "--restarts", "1")
     assert (code, len(starts)) == (9, 3)

@@ -24,6 +24,7 @@ from shardrt.faults.watchdog import REPORT
 from shardrt.tools.launched import Command
 from shardrt.tools.scripts import positive, seconds, whole
 from shardrt.train import errors
+from shardrt.train.lock import Locked
 from shardrt.untrusted import Refused, say
 
 STOPPED, INTERRUPTED = 75, 130
@@ -107,7 +108,9 @@ def run(options: argparse.Namespace) -> int:
                     refused.add(ranks)
                     tell(f"{told}; is tried with fewer ranks than {ranks}", "end", **facts)
                     continue
-                why = stop.why or AGAIN.get(code, "") or patience.ended(saved > before)
+                why = stop.why or AGAIN.get(code, "")
+                if not why:
+                    why = patience.waited() if code == Locked.exit_code else patience.ended(saved > before)
             if why:
                 tell(f"{told}; it is not started again: {why}", what, **facts)
                 return code
@@ -132,7 +135,7 @@ class _Patience:
         return f"{_VAIN} starts in a row have saved nothing" if self._vain == _VAIN else self.waited()
 
     def waited(self) -> str:
-        """There was no start, for want of hosts: why there is none now; ""."""
+        """There was no start, for want of hosts or of the run's lock: why there is none now; ""."""
         self._used += 1
         self.wait = min(2 * self.wait, max(_LONGEST, self._back_off)) or self._back_off
         return f"of --restarts {self._restarts} none is left" if self._used > self._restarts else ""
