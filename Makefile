@@ -34,15 +34,19 @@ setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 train: $(FOR_TRAINING) ## train a GPT on NP=2 ranks (CONFIG=models/configs/default.toml ARGS="--steps 100 ...")
 	$(BIN)/mpirun -n $(NP) $(BIN)/python -m models.train --config $(CONFIG) $(ARGS)
 
+# Nothing where it is there.
+INSTALL_TORCH := $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
+	|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
+
 test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can be installed (ARGS="tests/fsdp ...")
-	@$(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet torch==2.13.0 >/dev/null 2>&1 \
-		|| echo 'torch==2.13.0 could not be installed: the tests against PyTorch are skipped'
+	@$(INSTALL_TORCH)
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
 check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
 hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
+	@$(INSTALL_TORCH)
 	$(BIN)/python -m pytest -q tests/hosts $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.

@@ -31,7 +31,9 @@ with open("starts", "a") as file:
 code, step = ends.pop(0)
 plan.write_text(json.dumps(ends))
 if step:
-    Path(f"runs/a/checkpoints/step-{step:08}").mkdir(parents=True)
+    saved = Path(f"runs/a/checkpoints/step-{step:08}")
+    saved.mkdir(parents=True)
+    (saved / "manifest.json").touch()
 sys.exit(code)
 """
 
@@ -93,6 +95,21 @@ def test_a_job_that_saves_nothing_is_started_three_times(start):
     assert "3 starts in a row have saved nothing" in said
 
 
+def test_a_job_waits_for_the_lock_of_one_that_is_gone_with_as_many_ranks(start, monkeypatch):
+    """A file server may keep it for longer than three starts take."""
+    without(monkeypatch, *"ddddd")
+    code, starts, log, said = start([(69, 0)] * 4 + [(0, 2)], arguments=LISTED)
+    assert code == 0
+    assert [words[1] for words in starts] == ["6"] * 5
+    assert "start 3: ended with exit code 69; step 0 is saved; again in 0.08 s" in said
+
+
+def test_a_job_does_not_wait_for_a_lock_for_ever(start):
+    code, starts, _, said = start([(69, 0)] * 6, "--restarts", "5")
+    assert (code, len(starts)) == (69, 6)
+    assert "of --restarts 5 none is left" in said
+
+
 def test_restarts_are_counted_from_the_newest_checkpoint(start):
     code, starts, _, said = start([(9, 2), (9, 4), (9, 0)], "--restarts", "1")
     assert (code, len(starts)) == (9, 3)
@@ -104,6 +121,59 @@ def test_the_first_wait_is_as_long_as_told(start):
     _, _, _, said = start([(9, 0), (9, 0), (0, 2)], "--back-off", "0.03")
     assert "start 0: ended with exit code 9; step 0 is saved; again in 0.03 s" in said
     assert "start 1: ended with exit code 9; step 0 is saved; again in 0.06 s" in said
+
+
+def test_a_checkpoint_without_a_manifest_is_none(start, tmp_path):
+    """As one in a bucket is while it is written."""
+    (tmp_path / "runs/a/checkpoints/step-00000009").mkdir(parents=True)
+    _, _, log, _ = start([(9, 4), (0, 6)])
+    assert [row["step"] for row in log if row["what"] == "end"] == [4, 6]
+
+
+def test_a_log_that_can_not_be_begun_is_refused_and_one_that_is_full_ends_nothing(start, capfd):
+    with pytest.raises(FileNotFoundError):  # nothing was started
+        start([], "--log", "nowhere/log.jsonl")
+    assert "error: nowhere/log.jsonl: No such file or directory" in capfd.readouterr().err
+    with pytest.raises(FileNotFoundError):  # the other log
+        start([(9, 2), (0, 4)], "--log", "/dev/full")
+    said = capfd.readouterr().err
+    assert "start 1: done" in said
+    assert said.count("the log lacks this line: /dev/full: No space left on device") == 4
+
+
+def test_a_job_goes_on_where_nobody_reads_what_is_said(tmp_path):
+    (tmp_path / "job.py").write_text(JOB)
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, "-m", "shardrt", "run", "--restarts", "1", "--back-off", "0.01", "--"]
+    command += [sys.executable, "job.py", "--name", "a", "--resume", "auto"]
+    environment = os.environ | {"PYTHONPATH": os.getcwd()}
+    (tmp_path / "plan.json").write_text("[[9, 2], [9, 4], [65, 0]]")
+    done = subprocess.run(command, cwd=tmp_path, env=environment, stderr=write, timeout=60)
+    os.close(write)
+    assert (done.returncode, (tmp_path / "plan.json").read_text()) == (65, "[]")
+
+
+def test_a_job_without_a_sign_of_life_is_told_of_once(start, tmp_path, monkeypatch):
+    for name in ("_LOOK", "_SIGNS", "_QUIET"):
+        monkeypatch.setattr(tools, name, 0.01)
+    (tmp_path / "job.py").write_text(JOB.replace("sys.exit", "import time; time.sleep(0.3); sys.exit"))
+    code, _, log, said = start([(0, 2)])
+    assert (code, [row["what"] for row in log]) == (0, ["start", "silent", "end"])
+    assert "no rank has given a sign of life in runs/a/flight for 0 s; it is not ended" in said
+
+
+def test_a_launcher_that_waits_for_a_host_that_is_gone_is_ended_and_the_host_is_named(
+    start, tmp_path, monkeypatch
+):
+    without(monkeypatch, "", "d", "d")
+    for name in ("_LOOK", "_SIGNS", "_SILENCE"):
+        monkeypatch.setattr(tools, name, 0.01)
+    (tmp_path / "job.py").write_text("import time; time.sleep(20)")
+    (tmp_path / "starts").touch()
+    code, _, log, said = start([], "--restarts", "0", arguments=LISTED)
+    assert (code, [row["what"] for row in log]) == (124, ["start", "silent", "end"])
+    assert "no rank has given a sign of life in runs/a/flight for 0 s, and d does not answer" in said
 
 
 @pytest.mark.parametrize(
@@ -198,6 +268,14 @@ def test_a_job_that_fewer_ranks_can_not_share_has_fewer_yet(start, monkeypatch):
     ]
     assert "start 1: ended with exit code 2; step 2 is saved; is tried with fewer ranks than 6" in said
     assert [row["ranks"] for row in log if row["what"] == "start"] == [8, 6, 4, 4]
+
+
+def test_a_host_whose_name_is_not_known_is_said_to_be(start, monkeypatch):
+    without(monkeypatch)
+    monkeypatch.setattr(reach, "addresses", lambda hosts: dict.fromkeys("abd", "127.0.0.1"))
+    _, starts, _, said = start([(0, 2)], arguments=LISTED)
+    assert starts[0][1] == "6"
+    assert "start 0: starts without c (its name is not known here): " in said
 
 
 def test_the_file_of_the_hosts_that_are_left_is_removed(start, tmp_path, monkeypatch):
@@ -328,6 +406,11 @@ def test_fewer_ranks_divide_the_command_s():
         ("mpirun -hosts node[1-4] -n 4 python x", "is not read as a host"),
         ("mpirun --host +n1 -n 4 python x", "is not read as a host"),
         ("mpirun -hosts a,b -f hosts -n 4 python x", "one list or file of hosts"),
+        ("mpirun --host a:2 --host b:2 -n 4 python x", "one list or file of hosts"),
+        ("mpirun --hostfile x --hostfile y -n 4 python x", "one list or file of hosts"),
+        ("mpirun -wdir there -n 4 python x", "start it in there, where runs/NAME is"),
+        ("srun --chdir=there -n 4 python x", "start it in there, where runs/NAME is"),
+        ("mpirun -hosts fe80::1,fe80::2 -n 4 python x", "'fe80::1' is not read as a host"),
         ("mpirun -hosts a,b -n 2 python x : -n 2 python y", "one program"),
         ("mpirun -hosts a,b -rankmap 0,1 -n 2 python x", "no map of ranks"),
         ("mpirun -n 4 -hosts", "-hosts has no value"),

@@ -87,21 +87,27 @@ def ls(options: argparse.Namespace) -> int:
             manifest = read_manifest(path, part=True)
             size = sum(file.bytes for file in manifest.files) / 1e6
             ranks = f"{len(manifest.files)} rank{'s' * (len(manifest.files) != 1)}"
-            lacking = sum(not is_here(path, file) for file in manifest.files)
-            part = f"  a part: {lacking} of {len(manifest.files)} files are not here" if lacking else ""
-            say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}{part}")
+            part = _part(path, manifest)
+            say(f"{path}  step {manifest.step}  {size:.1f} MB  {ranks}{'  ' if part else ''}{part}")
         except (Damaged, OSError) as error:
             say(f"{path}  not whole: {error}")
     return 0
 
 
+def _part(path: Path, manifest: Manifest) -> str:
+    """How many files of a checkpoint are not here; "" where all are."""
+    lacking = sum(not is_here(path, file) for file in manifest.files)
+    return f"a part: {lacking} of {len(manifest.files)} files are not here" if lacking else ""
+
+
 def check(options: argparse.Namespace) -> int:
-    """Print whether each checkpoint is whole; 65 if one is not."""
+    """Print whether each checkpoint is whole; 65 if one is not, or files of it are not here."""
     worst = 0
     for path in _found(options.directory):
         try:
-            verify(path)
-            say(f"{path}  whole")
+            part = _part(path, verify(path, part=True))
+            worst = 65 if part else worst
+            say(f"{path}  {part}, the others are whole" if part else f"{path}  whole")
         except (Damaged, OSError) as error:
             worst = 65
             say(f"{path}  DAMAGED  {error}")

@@ -200,10 +200,15 @@ def read_manifest(path: Path, part: bool = False) -> Manifest:
     return manifest
 
 
-def verify(path: Path) -> Manifest:
-    """Read the whole checkpoint in `path`. Raises Damaged, naming the first file and bytes that are wrong."""
-    manifest = read_manifest(path)
+def verify(path: Path, part: bool = False) -> Manifest:
+    """Read the whole checkpoint in `path`. Raises Damaged, naming the first file and bytes that are wrong.
+
+    part: some of its files may be on other hosts; those that are here are read.
+    """
+    manifest = read_manifest(path, part)
     for saved in manifest.files:
+        if part and not is_here(path, saved):
+            continue
         with closing(Reader(path, saved)) as reader:
             reader.verify()
     return manifest

@@ -14,7 +14,7 @@ from typing import Any
 
 from shardrt.faults.reports import LISTENING
 from shardrt.tools import autopsy, hosts, machine
-from shardrt.untrusted import say
+from shardrt.untrusted import Refused, say
 
 
 def add_to(commands: Any) -> None:
@@ -30,6 +30,8 @@ def add_to(commands: Any) -> None:
 
 def doctor(options: argparse.Namespace) -> int:
     """Print the report; gives the exit code."""
+    if options.hosts is not None and options.path is not None:
+        raise Refused("doctor: a run, or --hosts FILE, not both")
     if options.hosts is not None:
         module, command = hosts, shlex.split(options.mpirun) or hosts.launcher()
         found = hosts.examine(hosts.hosts_of(options.hosts), command)

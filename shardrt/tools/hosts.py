@@ -19,6 +19,7 @@ from typing import Any
 
 from shardrt.comm.talk import differing
 from shardrt.faults import reach
+from shardrt.tools.launched import host_lines, host_of
 from shardrt.train.versions import versions
 from shardrt.untrusted import Refused
 
@@ -29,19 +30,21 @@ _TRIPS, _TRANSFERS = 20, 3  # of which the shortest counts
 _BYTES = 4 << 20  # of a transfer
 _SEEN = 5.0  # seconds until a file of another host is seen
 _SHM = 64 << 20
+_TOLD = 8  # of the first and of the last lines of a launcher that fails: ssh speaks first, Python last
 _SLOW = 4  # times slower than the fastest pair, which is told
 
 
 def hosts_of(path: Path) -> list[str]:
-    """The names in a host file, of MPICH (`node1:8`) or Open MPI (`node1 slots=8`), each once.
+    """Those in a host file, each once, with its user where it says one (`me@node1`).
 
-    Raises OSError; Refused where there are none.
+    Raises OSError; Refused where there are none, or a line is not read.
     """
-    lines = (line.partition("#")[0].split() for line in path.read_text(encoding="utf-8").splitlines())
-    found = list(dict.fromkeys(words[0].partition(":")[0] for words in lines if words))
+    found: dict[str, str] = {}
+    for host in map(host_of, host_lines(path)):
+        found.setdefault(host.name, host.login)
     if not found:
         raise Refused(f"{path} names no host; a line is `node1:8`, or `node1 slots=8`")
-    return found
+    return list(found.values())
 
 
 def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
@@ -49,9 +52,10 @@ def examine(hosts: Sequence[str], mpirun: Sequence[str]) -> dict[str, Any]:
 
     mpirun: the command, and options of its own.
     """
-    known = reach.addresses(dict.fromkeys(hosts))
+    names = [host.rpartition("@")[2] for host in hosts]
+    known = reach.addresses(dict.fromkeys(names))
     answers = reach.answering(known, _ANSWER)
-    lacking = [f"{host}: its name is not known here" for host in hosts if host not in known]
+    lacking = [f"{name}: its name is not known here" for name in names if name not in known]
     ports = f", at port {' or '.join(map(str, reach.PORTS))}"
     lacking += [f"{host} ({known[host]}) does not answer{ports}" for host in known if host not in answers]
     found: dict[str, Any] = {"hosts": [], "pairs": []}
@@ -93,6 +97,9 @@ def _lacking(found: dict[str, Any]) -> list[str]:
             told.append(f"{host['host']}: its clock is {host['clock']:+.1f} s from that of {names[0]}")
         if not host["seen"]:
             told.append(f"{host['host']} does not see what {names[0]} writes to {found['folder']}")
+        if host["unknown"]:
+            unknown = ", ".join(host["unknown"])
+            told.append(f"{host['host']} knows no host of the name {unknown}, and can't say if it is lost")
         if host["shm"] < _SHM:
             told.append(f"{host['host']}: /dev/shm has less than 64 MB free")
     pairs = found["pairs"] if len(hosts) > 2 else []  # two have nothing to be compared with
@@ -124,8 +131,10 @@ def _started(hosts: Sequence[str], mpirun: Sequence[str], seconds: float) -> dic
         return f"it took more than {seconds:.0f} s"
     except OSError as error:
         return str(error)
-    if done.returncode:
-        return (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+    if done.returncode or not done.stdout.strip():
+        told = done.stderr.strip().splitlines()
+        told[_TOLD:-_TOLD] = ["..."] if len(told) > 2 * _TOLD else told[_TOLD:-_TOLD]
+        return "\n  ".join([f"{command[0]} ended with exit code {done.returncode}", *told])
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
@@ -154,6 +163,9 @@ def main() -> None:
         "seen": _sees(world),
     }
     hosts = [json.loads(text) for text in world.allgather(json.dumps(own))]
+    known = reach.addresses(dict.fromkeys(host["host"] for host in hosts))
+    for host, names in zip(hosts, world.allgather(list(known)), strict=True):
+        host["unknown"] = [other["host"] for other in hosts if other["host"] not in {*names, host["host"]}]
     pairs = []
     for here, there in combinations(range(world.size), 2):
         world.Barrier()

@@ -13,9 +13,36 @@ _FILES = ("-f", "-hostfile", "--hostfile", "-machinefile", "--machinefile")
 _RANKS = ("-n", "-np", "--np", "--n", "--ntasks")
 _PER_HOST = ("-ppn", "--ppn", "-perhost", "-npernode", "--npernode", "-N")
 _MAPS = ("-map-by", "--map-by")
+_FOLDERS = ("-wdir", "--wdir", "-wd", "--wd", "--chdir", "-D")
 _UNREAD = ("-configfile", "-app", "--app", "-rankmap", "-rf", "-rankfile", "--rankfile")
-_HOST = re.compile(r"(?:[^\s@]+@)?([\w.-]+)(?::(\d+))?(?:\s.*)?")
+_HOST = re.compile(r"((?:[^\s@]+@)?([\w.-]+))(?::(\d+))?(?:\s.*)?")
 _SLOTS = re.compile(r"\sslots\s*=\s*(\d+)")
+
+
+class Host(NamedTuple):
+    """One of a list or file. login: with its user, where one is told (me@node1); ranks: 1 where none are."""
+
+    login: str
+    name: str
+    ranks: int
+
+
+def host_lines(path: Path) -> list[str]:
+    """Those of a host file, MPICH's (`node1:8`) or Open MPI's (`node1 slots=8`), without comments.
+
+    Raises OSError.
+    """
+    text = path.read_text(encoding="utf-8", errors="replace")
+    lines = (line.partition("#")[0].strip() for line in text.splitlines())
+    return [line for line in lines if line]
+
+
+def host_of(line: str) -> Host:
+    """What it says. Raises Refused, for a range of hosts or an address of IPv6 too."""
+    found, told = _HOST.fullmatch(line), _SLOTS.search(line)
+    if found is None:
+        raise Refused(f"{line!r} is not read as a host; HOST or HOST:RANKS is")
+    return Host(found[1], found[2], int(found[3] or (told[1] if told else 1)))
 
 
 class _Place(NamedTuple):
@@ -41,6 +68,9 @@ class Command:
             raise Refused("run: no command; it comes behind --")
         self.words = list(words)
         self._options = self._launcher()
+        folder = self._place(_FOLDERS)
+        if folder is not None:
+            raise Refused(f"run: start it in {folder.value}, where runs/NAME is, and without that option")
         self._ranks = self._place(_RANKS)
         self.ranks = None if self._ranks is None else _number(self._ranks.value, "ranks")
         self._list = self._file = None
@@ -71,22 +101,20 @@ class Command:
         if self._list is None and self._file is None:
             return
         unread = self._place(_UNREAD)
-        if unread is not None or ":" in self.words or (self._list and self._file):
+        given = [word for word in self.words[1 : self._options] if word.partition("=")[0] in _HOSTS + _FILES]
+        if unread is not None or ":" in self.words or len(given) > 1:
             raise Refused("run: one list or file of hosts, and one program, can be read; no map of ranks")
         if self.ranks is None:
             raise Refused("run: a command that names hosts needs -n, the ranks")
         if self._list is not None:
-            lines = [part.strip() for part in self._list.value.split(",")]
+            lines = [part for part in map(str.strip, self._list.value.split(",")) if part]
         else:
-            text = Path(self._file.value).read_text(encoding="utf-8")
-            lines = [line.partition("#")[0].strip() for line in text.splitlines()]
+            lines = host_lines(Path(self._file.value))
         slots: Counter[str] = Counter()
-        for line in filter(None, lines):
-            found, told = _HOST.fullmatch(line), _SLOTS.search(line)
-            if found is None:
-                raise Refused(f"run: {line!r} is not read as a host; HOST or HOST:RANKS is")
-            self._lines.append((found[1], line))
-            slots[found[1]] += int(found[2] or (told[1] if told else 1))
+        for line in lines:
+            host = host_of(line)
+            self._lines.append((host.name, line))
+            slots[host.name] += host.ranks
         each = self._per_host()
         if each:
             slots = Counter(dict.fromkeys(slots, each))

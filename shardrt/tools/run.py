@@ -6,6 +6,7 @@ still answer. One that would fail in the same way again ends with its exit code 
 
 import argparse
 import json
+import os
 import re
 import signal
 import subprocess
@@ -16,12 +17,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shardrt.checkpoint.store import MANIFEST
 from shardrt.faults import failure, reach
 from shardrt.faults.flight import read_all
 from shardrt.faults.watchdog import REPORT
 from shardrt.tools.launched import Command
 from shardrt.tools.scripts import positive, seconds, whole
 from shardrt.train import errors
+from shardrt.train.lock import Locked
 from shardrt.untrusted import Refused, say
 
 STOPPED, INTERRUPTED = 75, 130
@@ -43,6 +46,7 @@ _SIGNS = 1.0  # seconds between two looks at the ranks' signs of life
 # Seconds without any after which a launcher is ended, which waits for ever for a host that is gone: when its
 # watchdog has spoken, and when none has (the job was about to start) and a host does not answer.
 _ENDING, _SILENCE = 10.0, 30.0
+_QUIET = 60.0  # seconds without any after which it is told, where nothing is ended
 _STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
 
@@ -64,6 +68,8 @@ def run(options: argparse.Namespace) -> int:
     """Until it is done, would fail again, or is to stop; gives the exit code. Raises Refused, OSError."""
     command = Command([word for i, word in enumerate(options.command) if i or word != "--"])
     folder = run_folder(command.words)
+    if options.log is not None:
+        options.log.open("a", encoding="utf-8").close()
     least = options.min_ranks
     if command.ranks is not None and command.ranks < least:
         raise Refused(f"run: the command starts {command.ranks} ranks, and --min-ranks is {least}")
@@ -77,7 +83,9 @@ def run(options: argparse.Namespace) -> int:
             answers = reach.answering(there, _ANSWER)
             lost = [host for host in command.hosts if host not in answers]
             ranks = command.most(lost, refused)
-            without = f" without {', '.join(lost)}" if lost else ""
+            unknown = " (its name is not known here)"
+            left_out = [host if host in there else host + unknown for host in lost]
+            without = f" without {', '.join(left_out)}" if lost else ""
             if stop.asked:
                 tell(f"is not started: {stop.asked} asked it to stop", "end", code=stop.code)
                 return stop.code
@@ -89,7 +97,7 @@ def run(options: argparse.Namespace) -> int:
                 words = command.on(lost, ranks, Path(scratch, "hosts"))
                 tell(f"starts{without}: {' '.join(words)}", "start", lost=lost, ranks=ranks)
                 before, began = newest(folder), time.time()
-                code = _one(words, folder, {host: there[host] for host in answers}, stop)
+                code = _one(words, folder, {host: there[host] for host in answers}, stop, tell)
                 start, what, saved = start + 1, "end", newest(folder)
                 facts = {"code": code, "step": saved, "seconds": round(time.time() - began, 1)}
                 if code == 0:
@@ -100,7 +108,9 @@ def run(options: argparse.Namespace) -> int:
                     refused.add(ranks)
                     tell(f"{told}; is tried with fewer ranks than {ranks}", "end", **facts)
                     continue
-                why = stop.why or AGAIN.get(code, "") or patience.ended(saved > before)
+                why = stop.why or AGAIN.get(code, "")
+                if not why:
+                    why = patience.waited() if code == Locked.exit_code else patience.ended(saved > before)
             if why:
                 tell(f"{told}; it is not started again: {why}", what, **facts)
                 return code
@@ -125,7 +135,7 @@ class _Patience:
         return f"{_VAIN} starts in a row have saved nothing" if self._vain == _VAIN else self.waited()
 
     def waited(self) -> str:
-        """There was no start, for want of hosts: why there is none now; ""."""
+        """There was no start, for want of hosts or of the run's lock: why there is none now; ""."""
         self._used += 1
         self.wait = min(2 * self.wait, max(_LONGEST, self._back_off)) or self._back_off
         return f"of --restarts {self._restarts} none is left" if self._used > self._restarts else ""
@@ -185,16 +195,17 @@ def run_folder(words: Sequence[str]) -> Path:
 
 def newest(folder: Path) -> int:
     """The step of the newest checkpoint of a run that is whole; 0 if there is none."""
-    found = [path.name[5:] for path in (folder / "checkpoints").glob("step-*") if path.is_dir()]
+    found = [path.parent.name[5:] for path in (folder / "checkpoints").glob(f"step-*/{MANIFEST}")]
     return max((int(step) for step in found if step.isdigit()), default=0)
 
 
-def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop) -> int:
+def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop, tell: "_Log") -> int:
     """One start on these hosts, whose addresses are given, to its end; gives the exit code."""
     report = folder / "flight" / REPORT
     old = _written(report)
     job = stop.start(words)
     signs: list[float] = []
+    told = False
     quiet = looked = time.monotonic()
     try:
         while (code := job.poll()) is None:
@@ -206,9 +217,16 @@ def _one(words: list[str], folder: Path, hosts: Mapping[str, str], stop: _Stop) 
             if now != signs:
                 signs, quiet = now, looked
             spoken = _written(report) not in (None, old)
-            silent = looked - quiet > _SILENCE and hosts.keys() - reach.answering(hosts, _ANSWER)
-            if silent or (spoken and looked - quiet > _ENDING):
+            still = looked - quiet
+            away = hosts.keys() - reach.answering(hosts, _ANSWER) if still > _SILENCE else ()
+            what = f"no rank has given a sign of life in {folder / 'flight'} for {still:.0f} s"
+            if away or (spoken and still > _ENDING):
+                why = f"{', '.join(sorted(away))} does not answer" if away else "the watchdog has spoken"
+                tell(f"{what}, and {why}: the launcher is ended", "silent")
                 return failure.HANG
+            if still > _QUIET and not told:
+                tell(f"{what}; it is not ended", "silent")
+                told = True
         return code if code >= 0 else 128 - code
     finally:
         if job.poll() is None:
@@ -225,15 +243,25 @@ def _written(path: Path) -> int | None:
 
 
 class _Log:
-    """Of one start: lines to stderr, and records to a file."""
+    """Of one start: lines to stderr, and records to a file. Where either is lost, the job goes on."""
 
     def __init__(self, path: Path | None, start: int) -> None:
         self._path = path
         self._start = start
 
     def __call__(self, text: str, what: str, **facts: Any) -> None:
-        say(f"shardrt run, start {self._start}: {text}", file=sys.stderr)
+        self._say(text)
         if self._path is not None:
             record = {"what": what, "start": self._start, "time": time.time(), "told": text} | facts
-            with open(self._path, "a", encoding="utf-8") as file:
-                file.write(json.dumps(record) + "\n")
+            try:
+                with open(self._path, "a", encoding="utf-8") as file:
+                    file.write(json.dumps(record) + "\n")
+            except OSError as error:
+                self._say(f"the log lacks this line: {self._path}: {error.strerror}")
+
+    def _say(self, text: str) -> None:
+        try:
+            say(f"shardrt run, start {self._start}: {text}", file=sys.stderr)
+        except OSError:  # nobody reads it, or the terminal is gone: nor is what waits written there
+            with open(os.devnull, "w") as nowhere:
+                os.dup2(nowhere.fileno(), sys.stderr.fileno())

@@ -30,6 +30,8 @@ def one_line(
 ) -> Iterator[None]:
     """A block in which an exception of `kinds` ends the run with its message and exit code `code`.
 
+    One that has an `exit_code` of its own ends it with that.
+
     Without a mesh (MPI has not started), every rank is taken to fail alike, and rank 0 speaks. With one, the
     block is collective: all ranks learn at its end whether one failed, the lowest of those speaks, all exit.
     So nothing that one rank alone may fail at can come before a collective inside the block.
@@ -40,8 +42,8 @@ def one_line(
         yield
     except kinds as error:
         failure = error
-    speaker = _speaker(failure is not None, mesh)
-    if speaker is None:
+    speaker, code = _speaker(0 if failure is None else getattr(failure, "exit_code", code), mesh)
+    if not code:
         return
     rank = launched_rank() if mesh is None else mesh.rank
     no_room = isinstance(failure, worlds.NoRoom)  # on this host, and maybe on no other
@@ -60,12 +62,12 @@ def launched_rank() -> int:
     return launch.rank if launch is not None else 0
 
 
-def _speaker(failed: bool, mesh: DeviceMesh | None) -> int | None:
-    """The lowest rank that failed; None if none did."""
+def _speaker(code: int, mesh: DeviceMesh | None) -> tuple[int, int]:
+    """The lowest rank that failed, and its code; 0 if none did."""
     if mesh is None or mesh.size == 1:
-        return 0 if failed else None
-    told = from_all(mesh.communicator("control"), failed)
-    return told.index(True) if True in told else None
+        return 0, code
+    told = from_all(mesh.communicator("control"), code)
+    return next(((rank, code) for rank, code in enumerate(told) if code), (0, 0))
 
 
 def told(error: BaseException | None) -> str:

@@ -17,7 +17,9 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
 
 
 class Locked(ValueError):
-    """Another job that is alive has this run."""
+    """Another job that is alive has this run, or a file server has not noticed that its host is gone."""
+
+    exit_code = 69  # nothing is wrong with the job: later it may have the run; EX_UNAVAILABLE of sysexits.h
 
 
 def lock(directory: Path, patience: float | None = None) -> int:

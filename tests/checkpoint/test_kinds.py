@@ -227,6 +227,8 @@ def test_gather_completes_a_part_with_copies_of_others(parts, capsys):
     mine, other = root / "host0", root / "host1"
     assert main(["ckpt", "ls", str(mine)]) == 0
     assert capsys.readouterr().out.count("a part: 2 of 4 files are not here") == 2
+    assert main(["ckpt", "verify", str(mine)]) == 65
+    assert capsys.readouterr().out.count("a part: 2 of 4 files are not here, the others are whole") == 2
     assert main(["ckpt", "gather", str(mine), str(root / "nowhere")]) == 65
     told = capsys.readouterr()
     assert "rank-00002.safetensors, rank-00003.safetensors are not here" in told.out
@@ -241,6 +243,8 @@ def test_gather_takes_no_damaged_file(parts, capsys):
     root, _ = parts
     path = root / "host1" / "checkpoints" / "step-00000004" / "rank-00003.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + b"\1")
+    assert main(["ckpt", "verify", str(root / "host1")]) == 65
+    assert "DAMAGED" in (told := capsys.readouterr().out) and "rank-00003.safetensors: bytes 0 to" in told
     assert main(["ckpt", "gather", str(root / "host0"), str(root / "host1")]) == 65
     assert "rank-00003.safetensors: bytes 0 to" in capsys.readouterr().err
     assert not (root / "host0" / "checkpoints" / "step-00000004" / path.name).exists()

@@ -19,12 +19,15 @@ from tests.hosts.hosts import Hosts
 _threads = thread.run
 _folder = Path()
 _COUNT = 2  # hosts
+_jobs = 0  # that were started on them
 
 
 def run(size, function, *args, **kwargs):
     """As thread.run. Raises the first error of a rank."""
+    global _jobs
     if size == 1:
         return _threads(size, function, *args, **kwargs)
+    _jobs += 1
     with tempfile.TemporaryDirectory(dir=_folder) as name:
         task = Path(name) / "task"
         task.write_bytes(pickle.dumps((os.getcwd(), function, args, kwargs)))
@@ -44,6 +47,7 @@ def _on_hosts(tmp_path_factory):
         thread.run = run
         yield
         thread.run = _threads
+        assert _jobs, "these tests have started no ranks on hosts"
 
 
 def main(name: str) -> None:

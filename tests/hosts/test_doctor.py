@@ -8,6 +8,8 @@ import sys
 
 import pytest
 
+from shardrt.__main__ import main
+from shardrt.faults import reach
 from shardrt.tools.hosts import hosts_of, placed
 from shardrt.untrusted import Refused
 from tests.hosts.hosts import HERE, Hosts, unavailable
@@ -36,9 +38,36 @@ def test_host_files_of_both_launchers(tmp_path):
     file = tmp_path / "hosts"
     file.write_text("# ours\nnode1:8\nnode2 slots=8  # the new one\n\nnode1:8\n")
     assert hosts_of(file) == ["node1", "node2"]
+    file.write_text("me@node2:2\r\n  node1\nnode2:4\n10.0.0.3 slots=2 user=me\n")
+    assert hosts_of(file) == ["me@node2", "node1", "10.0.0.3"]
     file.write_text("# none\n")
     with pytest.raises(Refused, match="names no host"):
         hosts_of(file)
+
+
+@pytest.mark.parametrize("line", ["fe80::1", "[::1]:2", "node[1-4]", "node1:two", "n\xf6de:2\n\xff"])
+def test_a_line_that_is_no_host_is_refused(tmp_path, line):
+    (tmp_path / "hosts").write_bytes(line.encode("latin-1"))
+    with pytest.raises(Refused, match="is not read as a host"):
+        hosts_of(tmp_path / "hosts")
+
+
+def test_what_a_launcher_says_that_fails_is_told(tmp_path, monkeypatch, capsys):
+    """The reason comes first, as ssh's, and what MPICH makes of it behind that."""
+    script = tmp_path / "mpirun"
+    script.write_text("#!/bin/sh\necho ssh: connect refused >&2\nseq 30 >&2\nexit 255\n")
+    script.chmod(0o755)
+    (tmp_path / "hosts").write_text("me@localhost:2\n")
+    monkeypatch.setattr(reach, "answering", lambda known, _: set(known))
+    command = ["doctor", "--hosts", str(tmp_path / "hosts"), "--mpirun", str(script)]
+    assert main(command) == 1
+    told = capsys.readouterr().out.splitlines()
+    assert told[0].endswith(f"could not be run: {script} ended with exit code 255")
+    assert told[1] == "  ssh: connect refused" and "  ..." in told and told[-1] == "  30" and len(told) < 20
+    assert main([*command[:-1], "true"]) == 1
+    assert "true ended with exit code 0" in capsys.readouterr().out
+    assert main([*command, "runs/a"]) == 65
+    assert "a run, or --hosts FILE, not both" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -93,12 +122,15 @@ def test_a_slow_link_a_clock_ahead_another_python_a_small_dev_shm_and_a_folder_o
         (tmp_path / "sitecustomize.py").write_text(AHEAD + OLDER)
         made.run(1, ["mount", "--bind", str(tmp_path), str(ahead)])
         made.run(2, ["mount", "-t", "tmpfs", "none", str(own)])
+        made.run(2, ["sh", "-c", "grep -v node1 /etc/hosts > /tmp/others; cat /tmp/others > /etc/hosts"])
         code, found = examine(made, own, PYTHONPATH=f"{HERE.parent.parent}:{ahead}")
     assert code == 1
     told = "\n".join(found["lacking"])
     assert f"hosts differ: python: {platform.python_version()} on node0, 2.7.18 on node1" in told
     assert "node1: its clock is +100.0 s from that of node0" in told
     assert f"node2 does not see what node0 writes to {own}" in told
+    assert "node2 knows no host of the name node1, and can't say if it is lost" in told
+    assert told.count("knows no host") == 1
     assert "node1: /dev/shm has less than 64 MB free" in told
     assert len(found["pairs"]) == 3
     slow = {tuple(pair["hosts"]) for pair in found["pairs"] if min(pair["there"], pair["back"]) < 7e6}

@@ -119,6 +119,8 @@ def test_what_threads_show_holds_for_processes_on_hosts(path, chosen):
         command, capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=580
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
+    if " passed" not in done.stdout:
+        pytest.skip(f"{path}: {done.stdout.splitlines()[-1]}")  # as without PyTorch
 
 
 @pytest.mark.hosts

@@ -7,7 +7,6 @@ import time
 import pytest
 
 from shardrt.train import lock as locks
-from shardrt.train.errors import USAGE
 from shardrt.train.lock import Locked, lock
 from shardrt.train.metrics import RunLog
 from tests.ranks import clean_environment
@@ -65,7 +64,7 @@ def test_a_run_that_another_job_has_is_left_as_it_is(tmp_path, monkeypatch, capf
     held = RunLog(tmp_path / "runs" / "mine", resumed=True)
     with pytest.raises(SystemExit) as stop:
         launch(1, "mine", resume="auto")
-    assert stop.value.code == USAGE
+    assert stop.value.code == 69
     assert "error: runs/mine: another job (process " in capfd.readouterr().err
     held.close()
     assert (tmp_path / "runs" / "mine" / "metrics.jsonl").read_bytes() == before
