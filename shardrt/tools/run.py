@@ -113,7 +113,7 @@ def run(options: argparse.Namespace) -> int:
                     why = patience.waited() if code == Locked.exit_code else patience.ended(saved > before)
             if why:
                 tell(f"{told}; it is not started again: {why}", what, **facts)
-                return code
+                return stop.code if stop.asked and code != STOPPED else code
             tell(f"{told}; again in {patience.wait:g} s", what, **facts)
             stop.sleep(patience.wait)
 

@@ -17,7 +17,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import suppress
 from dataclasses import dataclass
@@ -82,10 +82,24 @@ def losses(folder: Path, name: str) -> dict[int, float]:
     return {row["step"]: row["loss"] for row in rows if row["kind"] == "step"}
 
 
-def run(folder: Path, name: str, harm: Callable[[Hosts, "Job"], None]) -> "Job":
-    """A job on two hosts under `shardrt run`, to its end, to which `harm` does something."""
+def run(
+    folder: Path,
+    name: str,
+    harm: Callable[[Hosts, "Job"], None],
+    least: int = 2,
+    places: Sequence[Path] = (),
+) -> "Job":
+    """A job on two hosts under `shardrt run`, to its end, to which `harm` does something.
+
+    places: what each host has at folder/runs, where they share none.
+    """
     with Hosts(shared=[folder]) as made:
-        job = Job(folder, name, made)
+        for host, place in enumerate(places):
+            mount = ["mount", "--bind", str(place), str(folder / "runs")]
+            made.run(host, mount)
+            if not host:  # `shardrt run` is where rank 0 is
+                subprocess.run(made.beside(folder, *mount), check=True)
+        job = Job(folder, name, made, least, ["--checkpoint.folder", "hosts"] if places else [])
         try:
             harm(made, job)
             job.code = job.process.wait(_LONGEST)
@@ -102,15 +116,15 @@ def run(folder: Path, name: str, harm: Callable[[Hosts, "Job"], None]) -> "Job":
 class Job:
     """The training command under `shardrt run`, as it goes on."""
 
-    def __init__(self, folder: Path, name: str, made: Hosts) -> None:
+    def __init__(self, folder: Path, name: str, made: Hosts, least: int, more: Sequence[str]) -> None:
         self.out, self.log = folder / f"{name}.out", folder / f"{name}.jsonl"
         self.mark = f"SHARDRT_CASE={self.out}"
         self.code: int | None = None
         with _environments, made.launching():
             environment = clean_environment(SHARDRT_CASE=str(self.out))
-        command = [sys.executable, "-m", "shardrt", "run", "--restarts", "4", "--min-ranks", "2"]
+        command = [sys.executable, "-m", "shardrt", "run", "--restarts", "4", "--min-ranks", str(least)]
         command += ["--log", str(self.log), "--", *made.launcher(), "-hosts", "node0:2,node1:2", "-n", "4"]
-        command += [sys.executable, *_training(name)]
+        command += [sys.executable, *_training(name), *more]
         for which in ("limit", "evaluation"):
             command += [f"--watchdog.{which}", _LIMIT]
         command += ["--watchdog.save", "20", "--watchdog.set-up", "30"]
