@@ -34,10 +34,11 @@ def check_array(call: str, name: str, array: Any) -> None:
         raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
 
 
-def plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
-    """Whether all checks of a reduce_scatter pass, for floats in the host's memory: the usual case.
+def plain(output: Any, buffer: Any, parts: int, part: int | None) -> bool:
+    """Whether floats in the host's memory, the usual case, pass the checks of two arrays.
 
-    At half the cost of the checks one by one.
+    `buffer` has `parts` times the elements of `output`, which may be its part number `part`. At half the cost
+    of the checks one by one.
     """
     if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
         return False
@@ -49,8 +50,11 @@ def plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
         and output.flags.c_contiguous
         and buffer.ndim == 1
         and buffer.flags.c_contiguous
-        and buffer.size == size * ranks
-        and (not np.may_share_memory(output, buffer) or _begins_at(output, buffer, rank * size))
+        and buffer.size == size * parts
+        and (
+            not np.may_share_memory(output, buffer)
+            or (part is not None and _begins_at(output, buffer, part * size))
+        )
     )
 
 

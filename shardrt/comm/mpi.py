@@ -22,7 +22,7 @@ from shardrt.comm.reduction import combine
 from shardrt.faults.failure import PeerFailed
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
-_GATHERED = 1 << 13  # bytes of a rank that go along with its call; more go sooner by a gather after it
+_GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _REMEMBERED = 4096  # calls that stay prepared
