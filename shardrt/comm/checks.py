@@ -9,6 +9,7 @@ import numpy as np
 from shardrt import dtypes
 
 OPS = ("sum", "max", "min", "prod")
+_FLOATS = frozenset((np.dtype(np.float32), np.dtype(np.float64)))
 _BITS, _FLOAT32 = np.dtype(np.uint16), np.dtype(np.float32)
 
 
@@ -33,24 +34,27 @@ def check_array(call: str, name: str, array: Any) -> None:
         raise TypeError(f"{call}: {name} has dtype {array.dtype}; known are {', '.join(dtypes.CARRIED)}")
 
 
-def plain(output: Any, buffer: Any, rank: int, ranks: int) -> bool:
-    """Whether all checks of a reduce_scatter pass, for floats in the host's memory: the usual case.
+def plain(output: Any, buffer: Any, parts: int, part: int | None) -> bool:
+    """Whether floats in the host's memory, the usual case, pass the checks of two arrays.
 
-    At half the cost of the checks one by one.
+    `buffer` has `parts` times the elements of `output`, which may be its part number `part`. At half the cost
+    of the checks one by one.
     """
     if type(output) is not np.ndarray or type(buffer) is not np.ndarray:
         return False
-    dtype = output.dtype
+    dtype, size = output.dtype, output.size
     return (
-        dtype.kind == "f"
-        and dtype in dtypes.CODES
-        and dtype == buffer.dtype
+        dtype in _FLOATS
+        and dtype is buffer.dtype
         and output.ndim == 1
         and output.flags.c_contiguous
         and buffer.ndim == 1
         and buffer.flags.c_contiguous
-        and buffer.size == output.size * ranks
-        and _fits_beside(output, buffer, rank * output.size)
+        and buffer.size == size * parts
+        and (
+            not np.may_share_memory(output, buffer)
+            or (part is not None and _begins_at(output, buffer, part * size))
+        )
     )
 
 
@@ -136,10 +140,15 @@ def _fits_beside(output: Any, buffer: Any, allowed: int | None) -> bool:
     if isinstance(output, np.ndarray):  # NumPy compares sooner than it tells an address
         if not np.may_share_memory(output, buffer):
             return True
-        return allowed is not None and np.may_share_memory(output[:1], buffer[allowed : allowed + 1])
+        return allowed is not None and _begins_at(output, buffer, allowed)
     start = address(output) - address(buffer)
     apart = start >= buffer.nbytes or start <= -output.nbytes
     return apart or (allowed is not None and start == allowed * buffer.itemsize)
+
+
+def _begins_at(output: np.ndarray, buffer: np.ndarray, element: int) -> bool:
+    """Whether an array begins at this element of another one."""
+    return np.may_share_memory(output[:1], buffer[element : element + 1])
 
 
 def address(array: Any) -> int:

@@ -22,6 +22,7 @@ from shardrt.comm.reduction import combine
 from shardrt.faults.failure import PeerFailed
 
 _CHUNK = 1 << 20  # bytes of one message of the reduce-scatter: large enough for the wire, small for the cache
+_GATHERED = 1 << 14  # bytes of a rank that go along with its call; more go sooner by a gather after it
 _SCRATCH = 1 << 24  # bytes of all ranks' chunks together, at most
 _MESSAGE = 1 << 30  # elements of one MPI call: counts are 32-bit in MPI 3
 _REMEMBERED = 4096  # calls that stay prepared
@@ -112,10 +113,10 @@ class MPICommunicator(Communicator):
             calls = [unpack(head) for head in page.heads]
             world = [self._patience.world_rank(rank) for rank in range(self.size)]
             raise mismatch(self._teller.sequence, calls, self._names, self.rank, world)
-        if own is None:
+        if not page.parts:
             return []
         everyone = page.parts.copy()
-        everyone[self.rank] = data[own]
+        everyone[self.rank] = data if own is None else data[own]
         return everyone
 
     def _prepare(
@@ -123,7 +124,7 @@ class MPICommunicator(Communicator):
     ) -> tuple[Any, bytes, slice | None]:
         """A notice, the call in it, and what of data like these is for this rank; remembered as `form`.
 
-        The last is None where no data go along.
+        The last is None where all of them are, or none go along.
         """
         if len(self._prepared) == _REMEMBERED:
             self._prepared.clear()
@@ -132,7 +133,7 @@ class MPICommunicator(Communicator):
             prepared = self._teller.prepare(call), call, None
         else:
             count = data.size // self.size
-            own = slice(self.rank * count, (self.rank + 1) * count) if sliced else slice(None)
+            own = slice(self.rank * count, (self.rank + 1) * count) if sliced else None
             prepared = self._teller.prepare(call, data, sliced, root), call, own
         self._prepared[form] = prepared
         return prepared
@@ -140,7 +141,8 @@ class MPICommunicator(Communicator):
     def _all_gather(self, buffer: np.ndarray, what: str) -> None:
         n = buffer.size // self.size
         own = buffer[self.rank * n : (self.rank + 1) * n]
-        everyone = self._meet("all_gather", buffer, 0, what, data=own)
+        along = own if own.nbytes <= _GATHERED else None
+        everyone = self._meet("all_gather", buffer, 0, what, data=along)
         if everyone:
             for rank, theirs in enumerate(everyone):
                 if rank != self.rank:
@@ -207,9 +209,13 @@ class MPICommunicator(Communicator):
     ) -> None:
         if sent is None:
             everyone = self._meet("all_to_all", buffer, 0, what, data=buffer, sliced=True)
+            n = buffer.size // self.size
             if everyone:
-                for part, theirs in zip(output.reshape(self.size, -1), everyone, strict=True):
-                    part[:] = theirs
+                for rank, theirs in enumerate(everyone):
+                    output[rank * n : (rank + 1) * n] = theirs
+                return
+            if n <= _MESSAGE:
+                self._mpi.Alltoall(buffer, output)
                 return
             received = sent = counts.equal(buffer.size, self.size)
         else:

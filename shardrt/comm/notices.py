@@ -37,11 +37,12 @@ def parts_of(boxes: Sequence[memoryview], dtype: np.dtype, start: int, count: in
 class Notice(NamedTuple):
     """One call of this rank, prepared.
 
-    places: where the data for each peer go, in its message, and which they are; empty where none do.
+    places: where the data for each peer go, in its message, and which they are, None for all of them; empty
+    where none do.
     """
 
     call: bytes
-    places: list[tuple[np.ndarray, slice]]
+    places: list[tuple[np.ndarray, slice | None]]
     sends: list[MPI.Prequest]
     page: Page
 
@@ -98,8 +99,8 @@ class Notices:
             return Notice(call, [], self._to_peers(HEAD), page)
         places = []
         for peer, box in self._sent.items():
-            start = count * peer if sliced else 0
-            places.append((parts_of([box], data.dtype, 0, count)[0], slice(start, start + count)))
+            own = slice(count * peer, count * (peer + 1)) if sliced else None
+            places.append((parts_of([box], data.dtype, 0, count)[0], own))
         return Notice(call, places, self._to_peers(HEAD + count * data.itemsize), page)
 
     def _to_peers(self, nbytes: int) -> list[MPI.Prequest]:
@@ -118,7 +119,7 @@ class Notices:
         for head in self._calls:
             head[:] = notice.call
         for place, own in notice.places:
-            place[:] = data[own]
+            place[:] = data if own is None else data[own]
         try:
             self._exchange(notice, doing)
         except PeerFailed as error:

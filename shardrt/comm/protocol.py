@@ -79,7 +79,7 @@ class Communicator(ABC):
         rounding on the way. With "nccl" the sums are made in 16 bits.
         """
         checks.check_call("reduce_scatter", stream, what)
-        if kind or not checks.plain(output, buffer, self.rank, self.size):
+        if kind or not checks.plain(output, buffer, self.size, self.rank):
             checks.check_array("reduce_scatter", "output", output)
             checks.check_array("reduce_scatter", "buffer", buffer)
             if kind:
@@ -124,15 +124,18 @@ class Communicator(ABC):
         CollectiveMismatch that names both, and nothing is moved; NCCL compares nothing.
         """
         checks.check_call("all_to_all", stream, what)
-        checks.check_array("all_to_all", "output", output)
-        checks.check_array("all_to_all", "buffer", buffer)
-        checks.check_same("all_to_all", output, buffer)
-        if received is None and sent is None:
-            checks.check_count("all_to_all", output, buffer, output.size)
+        equal = received is None and sent is None
+        if not (equal and checks.plain(output, buffer, 1, None)):
+            checks.check_array("all_to_all", "output", output)
+            checks.check_array("all_to_all", "buffer", buffer)
+            checks.check_same("all_to_all", output, buffer)
+            if equal:
+                checks.check_count("all_to_all", output, buffer, output.size)
+            else:
+                received, sent = checks.check_counts("all_to_all", output, buffer, received, sent, self)
+            checks.check_overlap("all_to_all", output, buffer, None)
+        if equal:
             checks.check_divisible("all_to_all", "buffer", buffer, self.size)
-        else:
-            received, sent = checks.check_counts("all_to_all", output, buffer, received, sent, self)
-        checks.check_overlap("all_to_all", output, buffer, None)
         label, args = f"all_to_all {what}".rstrip(), (output, buffer, received, sent, what)
         self._submit(stream, label, "all_to_all", what, buffer, *args)
 

@@ -24,7 +24,14 @@ __all__ = [
     "use",
 ]
 
-_state = threading.local()
+
+class _State(threading.local):
+    """This thread's device."""
+
+    device: Device | None = None  # of the class: to ask for what is not there takes five times as long
+
+
+_state = _State()
 
 
 @cache
@@ -47,11 +54,13 @@ def get(name: str) -> Device:
 
 def current() -> Device:
     """The device on which this thread makes new arrays ("cpu" unless told otherwise)."""
-    return getattr(_state, "device", None) or get("cpu")
+    return _state.device or get("cpu")
 
 
 def of(array: Array) -> Device:
     """Where an array lies: the CPU if it is NumPy's, else this thread's current device."""
+    if type(array) is np.ndarray:  # the usual case: the rest takes four times as long
+        return get("cpu")
     simulated = getattr(type(array), "shardrt_device", None)
     if simulated is not None:
         return simulated
@@ -60,6 +69,8 @@ def of(array: Array) -> Device:
 
 def on_host(array: Array) -> bool:
     """Whether an array lies in memory of the host; in any thread, whatever its current device is."""
+    if type(array) is np.ndarray:
+        return True
     simulated = getattr(type(array), "shardrt_device", None)
     return isinstance(array, np.ndarray) if simulated is None else simulated.in_host_memory
 
@@ -86,7 +97,7 @@ def set_threads(count: int) -> None:
 @contextmanager
 def use(device: Device) -> Iterator[Device]:
     """Make `device` the current one of this thread inside a with block."""
-    before = getattr(_state, "device", None)
+    before = _state.device
     set_current(device)
     try:
         yield device

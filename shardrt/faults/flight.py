@@ -114,12 +114,10 @@ class Recorder:
 
     def around(self, facts: tuple, function: Callable[..., Any], args: tuple) -> Any:
         """Run a collective between a record that it was entered and one that it is done; gives its result."""
-        self._write(ENTERED, *facts)
-        start = time.perf_counter()
+        start = self._write(ENTERED, *facts)
         result = function(*args)
         # A communicator is used by one stream, so nobody else changes its sum.
-        self.inside[facts[0]] = self.inside.get(facts[0], 0.0) + time.perf_counter() - start
-        self._write(DONE, *facts)
+        self.inside[facts[0]] = self.inside.get(facts[0], 0.0) + self._write(DONE, *facts) - start
         return result
 
     def facts(self, communicator: str, number: int, operation: str, unit: str, array: Any) -> tuple:
@@ -152,13 +150,15 @@ class Recorder:
         unit: bytes,
         elements: int,
         kind: int,
-    ) -> None:
+    ) -> float:
+        """Gives the time of the record, in seconds."""
         number = next(self._numbers)  # atomic, so that threads never share a place
+        now = time.monotonic()
         _RECORD.pack_into(
             self._memory,
             _RING_AT + (number - 1) % RECORDS * _RECORD.size,
             number,
-            time.monotonic(),
+            now,
             time.time(),
             elements,
             self.step,
@@ -172,6 +172,7 @@ class Recorder:
             number,
         )
         self.latest = number
+        return now
 
 
 def _mapped_copy(path: Path, content: bytes) -> mmap.mmap:
