@@ -3,9 +3,9 @@
 An all_gather on a buffer from `allocate(shared=True)` only waits until every rank has written its slice: it
 takes microseconds at any size. A reduce_scatter on a buffer from `allocate(shared=False)` is one pass that
 reads my slice from every rank's buffer and writes the sum; an all_to_all there is one copy. Little data go
-along when ranks tell each other what they call. Sums of other arrays, activations for example, and exchanges
-by counts per peer are copied to where the other ranks can read them, piece by piece; so are direct messages
-of two ranks (mailbox.py). The rest goes through MPI, whose gathers of other arrays copy once.
+along when ranks tell each other what they call. Other arrays, activations for example, are copied to where
+the other ranks can read them, piece by piece; so are direct messages of two ranks (mailbox.py). The rest goes
+through MPI.
 """
 
 from collections.abc import Iterator
@@ -64,8 +64,10 @@ class ShmCommunicator(MPICommunicator):
         place = self._segments.find(buffer)
         n = buffer.size // self.size
         little = self._flags.fits(n * buffer.itemsize, False)
-        if place is None or (little and not place.segment.shared):
+        if little and (place is None or not place.segment.shared):
             return super()._all_gather(buffer, what)
+        if place is None:
+            return self._gather_staged(buffer, what)
         self._meet("all_gather", buffer, 0, what, "", place.word)
         if place.segment.shared:
             return None  # everyone's slice is written, here
@@ -134,6 +136,17 @@ class ShmCommunicator(MPICommunicator):
             buffer[row] = part[row]
         return None
 
+    def _gather_staged(self, buffer: np.ndarray, what: str) -> None:
+        """In pieces of every rank's slice."""
+        rows = buffer.reshape(self.size, -1)
+        each = _STAGED // buffer.itemsize
+        for start in range(0, rows.shape[1], each):
+            pieces = rows[:, start : start + each]
+            parts = self._staged(pieces[self.rank], "all_gather", buffer, start, what)
+            for rank, part in enumerate(parts):
+                if rank != self.rank:
+                    pieces[rank] = part
+
     def _staged(self, own: np.ndarray, *call: Any) -> list[np.ndarray]:
         """What every rank gives, to be read before the next call; `call` is what `_meet` compares."""
         self._make_stages(*call)
@@ -170,12 +183,16 @@ class ShmCommunicator(MPICommunicator):
         place = self.separate("all_to_all", buffer)
         if sent is not None:
             return self._all_to_all_by_counts(output, buffer, place, received, sent, what)
-        if place is None or self._flags.fits(buffer.nbytes, True):
+        if self._flags.fits(buffer.nbytes, True):
             return super()._all_to_all(output, buffer, None, None, what)
-        self._meet("all_to_all", buffer, 0, what, "", place.word)
         sent = counts.equal(buffer.size, self.size)
-        buffers = [place.of(peer, buffer) for peer in range(self.size)]
-        return self._take(output, buffers, [sent] * self.size, sent)
+        table = [sent] * self.size
+        if place is None:
+            call = "all_to_all", buffer, 0, what
+            self._make_stages(*call)
+            return self._take_turns(output, buffer, table, sent, call)
+        self._meet("all_to_all", buffer, 0, what, "", place.word)
+        return self._take(output, [place.of(peer, buffer) for peer in range(self.size)], table, sent)
 
     def _all_to_all_by_counts(
         self,
@@ -202,7 +219,7 @@ class ShmCommunicator(MPICommunicator):
             if place is not None:
                 self._put(buffer, sent, 0)
             self._meet(*call)
-        return self._take_turns(output, buffer, table, received, call)
+        return self._take_turns(output, buffer, table, received, call, first=False)
 
     def _take(
         self, output: np.ndarray, buffers: list[np.ndarray], table: Any, received: tuple[int, ...]
@@ -220,16 +237,17 @@ class ShmCommunicator(MPICommunicator):
         table: Any,
         received: tuple[int, ...],
         call: tuple,
+        first: bool = True,
     ) -> None:
         """Ranks put what they send piece by piece to where the others read, until all have put everything.
 
-        table: what each sends to each. The first pieces are there.
+        table: what each sends to each. first=False: the first pieces are there.
         """
         queues = [counts.Queue(rank, sent) for rank, sent in enumerate(table)]
         parts, sent = counts.slices(received), table[self.rank]
         each = _STAGED // buffer.itemsize
         for start in range(0, max(queue.size for queue in queues), each):
-            if start:
+            if start or first:
                 self._put(buffer, sent, start)
                 self._meet(*call)
             memory, place = self._stages[0]
