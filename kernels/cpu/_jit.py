@@ -41,6 +41,8 @@ def _decorator(*fastmath: str, part: bool = False) -> Callable[[Callable], Any]:
 
 # The same bits however a range is cut: no reordering, no fused multiply-add.
 exact = _decorator()
+# The same for what is too long for the compiler to inline by itself, and called in loops that become vectors.
+exact_part = _decorator(part=True)
 # Elementwise work: fused multiply-adds allowed, sums not reordered.
 fused = _decorator("contract", "arcp", "nsz")
 # Sums and maxima over a row may be reordered, which is what makes them vectorise.

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.kernels.cpu._jit import exact
+from shardrt.kernels.cpu._jit import exact, exact_part
 from shardrt.kernels.cpu._threads import run_rows
 
 Array = Any
@@ -32,7 +32,7 @@ _W0, _W1 = np.uint64(0x9E3779B9), np.uint64(0xBB67AE85)
 _LOW, _HALF_WORD, _TWO, _FOUR = np.uint64(0xFFFFFFFF), np.uint64(32), np.uint64(2), np.uint64(4)
 
 
-@exact
+@exact_part
 def words(seed, stream, block):
     """The four 32-bit numbers of a block, as uint64."""
     a, b = block & _LOW, block >> _HALF_WORD
