@@ -186,34 +186,54 @@ def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: boo
         sizes = turns, times, whole_vectors(rows, weight.dtype)
         run_rows(_pack_lanes, rows, data.size, weight, taps, data, sizes, transposed)
         return data
-    steps = (area, channels * area) if transposed else (channels * area, area)
     whole = whole_vectors(outputs, weight.dtype)
-    data = _aligned(np.empty, groups * whole * taps.size * inputs, weight.dtype)
-    sizes = each * channels * area, outputs, inputs
-    args = weight.reshape(-1), taps, data, sizes, steps, lanes(weight.dtype)
-    run_rows(_pack, groups * whole, data.size, *args)
+    data = _aligned(np.empty, groups * whole * taps.size * inputs + lanes(weight.dtype), weight.dtype)
+    sizes = (groups, outputs, inputs, area), lanes(weight.dtype)
+    vectors = groups * whole // lanes(weight.dtype)
+    run_rows(_pack, vectors, data.size, weight.reshape(-1), taps, data, *sizes, transposed)
     return data
 
 
 @exact
-def _pack(start, stop, weight, taps, packed, sizes, steps, lanes):
-    """Rows [start, stop) of the groups' outputs; those that fill up the last vector of a group are zeros."""
-    group_size, outputs, inputs = sizes
-    whole = (outputs + lanes - 1) // lanes * lanes
-    products = taps.size * inputs
-    for row in range(start, stop):
-        group, output = row // whole, row % whole
-        block = output // (VECTORS * lanes) * (VECTORS * lanes)
-        width = min(VECTORS * lanes, whole - block)
-        to = packed[(group * whole + block) * products + output - block :]
-        if output >= outputs:
-            for i in range(products):
-                to[i * width] = 0
-            continue
-        given = weight[group * group_size + output * steps[0] :]
-        for i in range(inputs):
-            for t in range(taps.size):
-                to[(t * inputs + i) * width] = given[i * steps[1] + taps[t]]
+def _pack(start, stop, weight, taps, packed, sizes, lanes, transposed):
+    """Vectors [start, stop) of the groups' outputs; what fills up the last of a group is zeros.
+
+    By squares of whole vectors: of outputs by what follows in memory; columns that are not wanted go where
+    `packed` has room for one more.
+    """
+    groups, outputs, inputs, area = sizes
+    vectors, line = (outputs + lanes - 1) // lanes, inputs * area
+    length, across, down = (area, area, outputs * area) if transposed else (line, line, area)
+    squares = length > lanes // 2 if transposed else length >= lanes
+    rows = np.arange(lanes) * across
+    columns, nowhere = np.empty(-(-length // lanes) * lanes, np.int64), packed.size - lanes
+    for vector in range(start, stop):
+        group, low = vector // vectors, vector % vectors * lanes
+        block = low // (VECTORS * lanes) * (VECTORS * lanes)
+        width = min(VECTORS * lanes, vectors * lanes - block)
+        first = (group * vectors * lanes + block) * taps.size * inputs + low - block
+        given, count = weight[group * outputs * line :], min(lanes, outputs - low)
+        columns[:] = nowhere
+        for t in range(taps.size):
+            for i in range(1 if transposed else inputs):
+                columns[i * area + taps[t]] = first + (t * inputs + i) * width
+        for i in range(inputs if transposed else 1):
+            begin = i * down + low * across
+            past = begin + (lanes - 1) * across + len(columns) > given.size
+            if not squares or count < lanes or past:
+                for c in range(i, i + (1 if transposed else inputs)):
+                    for t in range(taps.size):
+                        at = first + (t * inputs + c) * width
+                        for lane in range(count):
+                            packed[at + lane] = given[c * down + (low + lane) * across + taps[t]]
+                        for lane in range(count, lanes):
+                            packed[at + lane] = 0
+                continue
+            for c in range(0, length, lanes):
+                transpose_tile(given, begin + c, rows, packed, 0, columns[c:])
+            if transposed:
+                for t in range(taps.size):
+                    columns[taps[t]] += width
 
 
 @exact
