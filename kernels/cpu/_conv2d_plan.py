@@ -140,7 +140,7 @@ def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, d
     places, starts, found = np.array(places, np.int64), np.arange(len(places)) * products, []
     for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
         width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(shape[1], ROWS // 2 if turns > 1 else ROWS):
+        for at, size, pieces in cut_evenly(shape[1], ROWS // 2 if turns > 1 else ROWS):
             found.append(
                 (
                     ((0,) * size, (0,) * vectors, turned, ()),
@@ -162,7 +162,7 @@ def _group_products(sizes, channels, starts, steps, apart, dtype) -> Iterator:
     outputs, groups, rows, across, length = sizes
     width = whole_vectors(length, dtype)
     tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
-    for at, size, pieces in _pieces(outputs, ROWS):
+    for at, size, pieces in cut_evenly(outputs, ROWS):
         for low, vectors, blocks in _blocks(length, dtype):
             step = vectors * lanes(dtype)
             yield (
@@ -182,7 +182,7 @@ def _lane_products(weight, turns, starts, steps, apart, dtype) -> Iterator:
     _, _, rows, columns = weight
     for low, vectors, blocks in _blocks(weight[0], dtype, _most(turns)):
         width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(columns, ROWS * VECTORS // (turns * vectors)):
+        for at, size, pieces in cut_evenly(columns, ROWS * VECTORS // (turns * vectors)):
             yield (
                 ((0,) * size, (0,) * vectors, (0,) * turns, (0,)),
                 starts,
@@ -253,7 +253,7 @@ def _most(turns: int) -> int:
     return VECTORS if turns == 1 else 1
 
 
-def _pieces(count: int, most: int) -> list[tuple[int, int, int]]:
+def cut_evenly(count: int, most: int) -> list[tuple[int, int, int]]:
     """(first, size, how many of it) that cut range(count) into pieces of about one size, at most `most`."""
     for size in range(min(most, count), most // 2, -1):
         if count % size == 0:

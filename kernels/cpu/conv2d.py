@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cpu import _choice, _conv2d_bits
+from shardrt.kernels.cpu import _choice, _conv2d_bits, _conv2d_planes
 from shardrt.kernels.cpu._conv2d_bits import Convolution
 from shardrt.kernels.cpu._conv2d_plan import (
     Layout,
-    Plan,
     forward_plan,
     input_plan,
     weight_plan,
@@ -56,8 +55,7 @@ def forward(
     if x.dtype == np.uint16:
         _of_bits("forward", Convolution(x.shape, weight.shape, y.shape, *how), x, weight, bias, y)
         return
-    plan = forward_plan(x.shape[1:], weight.shape, y.shape[1:], *how, x.dtype)
-    _convolve(plan, x, weight, y, False, groups)
+    _convolve(x, weight, y, False, how)
     if bias is not None:
         y += bias[:, None, None]
 
@@ -70,8 +68,7 @@ def backward_input(
     if dy.dtype == np.uint16:
         _of_bits("backward_input", Convolution(dx.shape, weight.shape, dy.shape, *how), dy, weight, dx)
         return
-    plan = input_plan(dx.shape[1:], weight.shape, dy.shape[1:], *how, dy.dtype)
-    _convolve(plan, dy, weight, dx, True, groups)
+    _convolve(dy, weight, dx, True, how)
 
 
 def backward_weight(
@@ -143,10 +140,16 @@ def _operations(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
     return 2 * prod(y) * prod(weight[1:])
 
 
-def _convolve(plan: Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
+def _convolve(x: Array, weight: Array, y: Array, transposed: bool, how: tuple) -> None:
     """Forward from x to y; `transposed`: from dy to dx."""
-    packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
     work = _operations((x if transposed else y).shape, weight.shape) // 2
+    shapes = (y if transposed else x).shape[1:], weight.shape, (x if transposed else y).shape[1:]
+    in_planes = _conv2d_planes.plan(*shapes, *how, x.dtype, transposed)
+    if in_planes is not None:
+        _conv2d_planes.convolve(in_planes, x, weight, y, work)
+        return
+    plan = (input_plan if transposed else forward_plan)(*shapes, *how, x.dtype)
+    packed = [_packed(weight, phase[0], how[-1], plan.turns, transposed) for phase in plan.phases]
     run_rows(_convolve_images, len(x), work, plan, packed, x, y)
 
 
@@ -326,7 +329,7 @@ def _tiles(
                     out_at = at[2] + i * by_out[0] + j * by_out[1] + k * by_out[2] + m * by_out[3]
                     for n in range(counts[4]):
                         places = a_at + n * by_a[4], b_at + n * by_b[4], out_at + n * by_out[4]
-                        tile_sum(tile, a, b, out, a_starts, b_starts, sizes, places, steps, add)
+                        tile_sum(tile, a, b, out, a_starts, b_starts, sizes, places, steps, add, None)
 
 
 @exact

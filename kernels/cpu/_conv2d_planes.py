@@ -1,0 +1,126 @@
+"""Convolution plane by plane: vectors are pixels as they lie, not channels; nothing is turned or packed.
+
+For windows that move by one pixel over images as wide as their results. There the pixel that a tap meets is as far
+from every pixel of the result, and masks tell the lanes whose windows reach beyond the image. Numbers of the
+weight are read one by one, where they lie.
+"""
+
+from functools import lru_cache
+from math import prod
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from shardrt.kernels.cpu._conv2d_plan import cut_evenly, whole_vectors
+from shardrt.kernels.cpu._jit import exact
+from shardrt.kernels.cpu._threads import run_rows
+from shardrt.kernels.cpu._vectors import WIDE, lanes, tile_sum
+
+Array = Any
+Pair = tuple[int, int]
+
+_REGISTERS, _ROWS = (32, 8) if WIDE else (16, 4)  # outputs in a tile
+_MOST = 7  # vectors of pixels in it
+_WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache though they lie apart
+
+
+class Plan(NamedTuple):
+    """masks: for each tap, and for the result, the lanes of each vector of pixels."""
+
+    groups: int
+    masks: Array
+    taps: tuple[Array, Array]  # where each begins in the weight, and how far the pixels that it meets are
+    sizes: Pair  # taps and inputs of a group
+    steps: tuple[int, ...]
+    nests: tuple
+
+
+@lru_cache(1024)
+def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> Plan | None:
+    """Of forward; `transposed`: of the input's gradient. Shapes are without the batch. None where the other way is
+    better, or this one is none."""
+    outputs, inputs = weight[0] // groups, weight[1]
+    area = weight[2] * weight[3]
+    output_step, input_step = inputs * area, area
+    source, target, sign = x, y, 1
+    if transposed:
+        outputs, inputs, output_step, input_step = inputs, outputs, input_step, output_step
+        source, target, sign = y, x, -1
+    if stride != (1, 1) or x[2] != y[2] or not _better(prod(target[1:]), outputs, groups, dtype):
+        return None
+    rows = cut_evenly(outputs, _ROWS)
+    if rows[0][1] * area * inputs * dtype.itemsize > _WEIGHTS:
+        return None
+    shifts = [
+        (sign * (i * dilation[0] - padding[0]), sign * (j * dilation[1] - padding[1]))
+        for i in range(weight[2])
+        for j in range(weight[3])
+    ]
+    masks = _masks(shifts, source[1:], target[1:], dtype)
+    from_pixels, pixels = prod(source[1:]), prod(target[1:])
+    apart = np.array([down * source[2] + right for down, right in shifts], np.int64)
+    nests = []
+    for at, size, times in rows:
+        most = min(_MOST, (_REGISTERS - 1) // (size + 1))
+        for low, vectors, blocks in cut_evenly(masks.shape[1], most):
+            width = vectors * lanes(dtype)
+            nests.append(
+                (
+                    ((0,) * size, (0,) * vectors, (), ()),
+                    (groups, blocks, times),
+                    (0, prod(weight) // groups, 0, size * output_step),
+                    (prod(source), inputs * from_pixels, width, 0),
+                    (prod(target), outputs * pixels, width, size * pixels),
+                    (at * output_step, low * lanes(dtype), at * pixels + low * lanes(dtype), low, vectors),
+                )
+            )
+    steps = input_step, output_step, from_pixels, pixels, masks.shape[1]
+    taps = np.arange(area), apart
+    return Plan(groups, masks.reshape(-1), taps, (area, inputs), steps, tuple(nests))
+
+
+def convolve(found: Plan, x: Array, weight: Array, y: Array, work: int) -> None:
+    """From x to y, or from dy to dx."""
+    flat = weight.reshape(-1), x.reshape(-1), y.reshape(-1)
+    for tile, *nest in found.nests:
+        run_rows(_tiles, len(x), work, tile, *flat, *found.taps, found.masks, found.sizes, found.steps, *nest)
+
+
+@exact
+def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, counts, by_a, by_b, by_y, at):
+    """Images [start, stop)."""
+    for n in range(start, stop):
+        for i in range(counts[0]):
+            for j in range(counts[1]):
+                for k in range(counts[2]):
+                    a = at[0] + i * by_a[1] + k * by_a[3]
+                    b = at[1] + n * by_b[0] + i * by_b[1] + j * by_b[2]
+                    out = at[2] + n * by_y[0] + i * by_y[1] + j * by_y[2] + k * by_y[3]
+                    places = a, b, out, at[3] + j * at[4]
+                    tile_sum(tile, weight, x, y, taps, apart, sizes, places, steps, False, masks)
+
+
+def _better(pixels: int, outputs: int, groups: int, dtype: Any) -> bool:
+    if groups == 1:
+        return False
+    ours = whole_vectors(pixels, dtype) * outputs
+    theirs = pixels * (whole_vectors(outputs, dtype) if outputs > lanes(dtype) // 2 else outputs)
+    return ours <= 1.4 * theirs if outputs < 16 else ours < 1.1 * theirs
+
+
+def _masks(shifts: list[Pair], source: Pair, target: Pair, dtype: Any) -> Array:
+    """(taps and one, vectors): bits of the lanes whose pixel of the source there is; last, of the target."""
+    size = lanes(dtype)
+    rows, columns = np.indices(target).reshape(2, -1)
+    found = np.zeros((len(shifts) + 1, whole_vectors(rows.size, dtype)), np.uint16)
+    for each, (down, right) in zip(found, shifts, strict=False):
+        seen = (
+            (0 <= rows + down)
+            & (rows + down < source[0])
+            & (0 <= columns + right)
+            & (columns + right < source[1])
+        )
+        each[: rows.size] = seen
+    found[-1, : rows.size] = 1
+    bits = found.reshape(len(found), -1, size) << np.arange(size, dtype=np.uint16)
+    return bits.sum(axis=2, dtype=np.uint16)
