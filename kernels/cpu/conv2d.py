@@ -97,9 +97,9 @@ def backward_weight(
         images = min(count, len(x) - first)
         run_rows(_turn, images, images * x[0].size, x[first:], source, *plan.source.where)
         run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
-        sizes = images * dy.shape[2], dy.shape[3]
-        for tile, starts, steps, *nest in plan.nests:
+        for lines, tile, starts, steps, *nest in plan.nests:
             arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
+            sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
     args = sums, dweight, groups, plan.turns, plan.width, accumulate
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
