@@ -46,11 +46,12 @@ class WeightPlan(NamedTuple):
 
     images: int
     source: Layout
-    target: Layout
+    target: Layout | None  # None: dy as it lies, whose numbers are taken one by one
     turns: int
     nests: tuple
     sums: int  # elements
     width: int  # of a tap's sums
+    split: int  # pieces into which source's channels are cut, each an image of its own: groups, or 1
 
 
 @lru_cache(1024)
@@ -95,31 +96,38 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
 
 @lru_cache(1024)
 def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan:
-    (turns, times), joined = _lanewise(weight, groups, dtype), _joined(x[0], groups, dilation, dtype)
-    source = _layout(_order(x[0] * times, times, False), x[1:], padding[1], padding[1], dtype, joined)
-    target = _layout(_order(y[0], 1, False), y[1:], 0, 0, dtype)
+    turns, times = _lanewise(weight, groups, dtype)
+    joined = not turns and weight[3] > 1 and dilation[1] == 1 and weight[1] <= VECTORS * lanes(dtype)
+    split = groups if joined else 1
+    order = _order(x[0] // split * times, times, False)
+    source = _layout(order, x[1:], padding[1], padding[1], dtype, joined)
+    target, (image_step, row_step, pixel_step, output_step) = None, (prod(y), y[2], 1, y[1] * y[2])
+    if turns or output_step * dtype.itemsize % 2048 == 0:  # the same few lines of the first cache
+        target = _layout(_order(y[0], 1, False), y[1:], 0, 0, dtype)
+        image_step, row_step, pixel_step, output_step = target.where[0], target.row, target.pixel, 1
     count = _images(x, y, dtype)
     image, right = np.arange(count)[:, None], dilation[1] * source.pixel
     length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
     sizes = weight[0] // groups, groups, weight[2], across, length
+    apart = source.where[0] if joined else weight[1]
     width = _most(turns) * lanes(dtype) if turns else whole_vectors(length, dtype)
     sums = whole_vectors(weight[0], dtype) * prod(weight[1:])
     nests = []
     for row in range(weight[2]):
         line, down = np.arange(y[1]), row * dilation[0] - padding[0]
         line = line[(line * stride[0] + down >= 0) & (line * stride[0] + down < x[1])]
-        from_dy = (image * target.where[0] + line * target.row).reshape(-1)
-        from_x = (image * source.where[0] + (line * stride[0] + down) * source.row).reshape(-1)
+        from_dy = (image * image_step + line * row_step).reshape(-1)
+        from_x = (image * split * source.where[0] + (line * stride[0] + down) * source.row).reshape(-1)
         if turns:
-            steps = stride[1] * source.pixel, right, target.pixel
+            steps = stride[1] * source.pixel, right, pixel_step
             found = _lane_products(weight, turns, row, (from_x, from_dy), steps, right, dtype)
         else:
-            steps = target.pixel, 1, stride[1] * source.pixel
-            found = _group_products(sizes, weight[1], row, (from_dy, from_x), steps, right, dtype)
+            steps = pixel_step, output_step, stride[1] * source.pixel
+            found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
         nests += [(len(line), *nest) for nest in found]
     if not turns:
         sums = weight[0] * weight[2] * across * width
-    return WeightPlan(count, source, target, turns, tuple(nests), sums, width)
+    return WeightPlan(count, source, target, turns, tuple(nests), sums, width, split)
 
 
 def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
@@ -147,7 +155,8 @@ def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, d
         for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
             width = vectors * lanes(dtype)
             for at, size, pieces in cut_evenly(shape[1], ROWS // 2 if turns > 1 else ROWS):
-                from_source = first * stride[0] * source.row + at * across + (low if turns else 0)
+                down = stride[0] * source.row
+                from_source = first * down + at * across + (low if turns else 0)
                 to = origin + first * apart[0] * target.row + at * along + low
                 found.append(
                     (
@@ -181,9 +190,9 @@ def _runs(rows: Array, count: int, stride: int, height: int) -> Iterator[tuple[i
             first = i
 
 
-def _group_products(sizes, channels, i, starts, steps, right, dtype) -> Iterator:
+def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
     """For each group, tap of row i of the window, piece of the outputs and vectors of channels: the sum over
-    all pixels."""
+    all pixels. apart: elements from one group of channels to the next."""
     outputs, groups, rows, across, length = sizes
     width = whole_vectors(length, dtype)
     tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
@@ -195,10 +204,10 @@ def _group_products(sizes, channels, i, starts, steps, right, dtype) -> Iterator
                 starts,
                 (*steps, width),
                 (pieces, groups, 1, across, blocks),
-                (size, outputs, 0, 0, 0),
-                (0, channels, 0, right, step),
+                (size * steps[1], outputs * steps[1], 0, 0, 0),
+                (0, apart, 0, right, step),
                 (size * width, group, 0, tap, step),
-                (at, low, at * width + low + i * row),
+                (at * steps[1], low, at * width + low + i * row),
             )
 
 

@@ -1,8 +1,8 @@
 """Convolution plane by plane: vectors are pixels as they lie, not channels; nothing is turned or packed.
 
-For windows that move by one pixel over images as wide as their results. There the pixel that a tap meets is as far
-from every pixel of the result, and masks tell the lanes whose windows reach beyond the image. Numbers of the
-weight are read one by one, where they lie.
+For windows that move by one pixel over images as wide as their results. There the pixel that a tap meets is
+as far from every pixel of the result, and masks tell the lanes whose windows reach beyond the image. Numbers
+of the weight are read one by one, where they lie.
 """
 
 from functools import lru_cache
@@ -14,12 +14,13 @@ import numpy as np
 from shardrt.kernels.cpu._conv2d_plan import cut_evenly, whole_vectors
 from shardrt.kernels.cpu._jit import exact
 from shardrt.kernels.cpu._threads import run_rows
-from shardrt.kernels.cpu._vectors import WIDE, lanes, tile_sum
+from shardrt.kernels.cpu._vectors import WIDE, lanes, tap_sums, tile_sum
 
 Array = Any
 Pair = tuple[int, int]
 
 _REGISTERS, _ROWS = (32, 8) if WIDE else (16, 4)  # outputs in a tile
+_TAPS = 9  # of a tile of a weight's gradient
 _MOST = 7  # vectors of pixels in it
 _WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache though they lie apart
 
@@ -37,8 +38,8 @@ class Plan(NamedTuple):
 
 @lru_cache(1024)
 def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> Plan | None:
-    """Of forward; `transposed`: of the input's gradient. Shapes are without the batch. None where the other way is
-    better, or this one is none."""
+    """Of forward; `transposed`: of the input's gradient. Shapes are without the batch. None where channels
+    fill vectors better, or this way does not go."""
     outputs, inputs = weight[0] // groups, weight[1]
     area = weight[2] * weight[3]
     output_step, input_step = inputs * area, area
@@ -51,11 +52,7 @@ def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> 
     rows = cut_evenly(outputs, _ROWS)
     if rows[0][1] * area * inputs * dtype.itemsize > _WEIGHTS:
         return None
-    shifts = [
-        (sign * (i * dilation[0] - padding[0]), sign * (j * dilation[1] - padding[1]))
-        for i in range(weight[2])
-        for j in range(weight[3])
-    ]
+    shifts = _shifts(weight, padding, dilation, sign)
     masks = _masks(shifts, source[1:], target[1:], dtype)
     from_pixels, pixels = prod(source[1:]), prod(target[1:])
     apart = np.array([down * source[2] + right for down, right in shifts], np.int64)
@@ -100,12 +97,87 @@ def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, co
                     tile_sum(tile, weight, x, y, taps, apart, sizes, places, steps, False, masks)
 
 
+class WeightPlan(NamedTuple):
+    """The same for the gradient of a weight. taps: how far the pixels are that each meets."""
+
+    groups: int
+    masks: Array
+    taps: Array
+    vectors: int
+    steps: tuple[int, ...]
+    nests: tuple
+
+
+@lru_cache(1024)
+def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan | None:
+    outputs, inputs, area = weight[0] // groups, weight[1], weight[2] * weight[3]
+    if stride != (1, 1) or x[2] != y[2] or not _better_for_weights(prod(y[1:]), inputs, groups, dtype):
+        return None
+    shifts = _shifts(weight, padding, dilation, 1)
+    masks = _masks(shifts, x[1:], y[1:], dtype)
+    apart = np.array([down * x[2] + right for down, right in shifts], np.int64)
+    vectors, from_x, from_dy = masks.shape[1], prod(x[1:]), prod(y[1:])
+    nests = tuple(
+        (
+            ((0,) * rows, (0,) * taps),
+            (inputs, times, blocks),
+            (inputs * from_x, from_x, 0, 0),
+            (outputs * from_dy, 0, rows * from_dy, 0),
+            (outputs * inputs * area, area, rows * inputs * area, taps),
+            (at * from_dy, at * inputs * area + low, low, area * vectors),
+        )
+        for low, taps, blocks in cut_evenly(area, _TAPS)
+        for at, rows, times in cut_evenly(outputs, max(1, (_REGISTERS - 2) // (taps + 1)))
+    )
+    steps = prod(x), prod(y), from_dy, inputs * area, vectors
+    return WeightPlan(groups, masks.reshape(-1), apart, vectors, steps, nests)
+
+
+def add_weight(found: WeightPlan, x: Array, dy: Array, dweight: Array, accumulate: bool, work: int) -> None:
+    """dweight, written or added to."""
+    flat, sizes = (x.reshape(-1), dy.reshape(-1), dweight.reshape(-1)), (len(x), found.vectors)
+    for tile, *nest in found.nests:
+        args = *flat, found.taps, found.masks, sizes, found.steps, accumulate, *nest
+        run_rows(_weight_tiles, found.groups, work, tile, *args)
+
+
+@exact
+def _weight_tiles(
+    start, stop, tile, x, dy, out, taps, masks, sizes, steps, add, counts, by_x, by_dy, by_out, at
+):
+    """Groups [start, stop)."""
+    for g in range(start, stop):
+        for i in range(counts[0]):
+            for j in range(counts[1]):
+                for k in range(counts[2]):
+                    tap = at[2] + k * by_out[3]
+                    firsts = (
+                        g * by_x[0] + i * by_x[1],
+                        at[0] + g * by_dy[0] + j * by_dy[2],
+                        at[1] + g * by_out[0] + i * by_out[1] + j * by_out[2] + k * by_out[3],
+                        tap,
+                        tap * steps[4],
+                        at[3],
+                    )
+                    tap_sums(tile, x, dy, out, taps, masks, sizes, firsts, steps, add)
+
+
+def _better_for_weights(pixels: int, inputs: int, groups: int, dtype: Any) -> bool:
+    return groups > 1 and 2 * inputs <= lanes(dtype)
+
+
 def _better(pixels: int, outputs: int, groups: int, dtype: Any) -> bool:
     if groups == 1:
         return False
     ours = whole_vectors(pixels, dtype) * outputs
     theirs = pixels * (whole_vectors(outputs, dtype) if outputs > lanes(dtype) // 2 else outputs)
     return ours <= 1.4 * theirs if outputs < 16 else ours < 1.1 * theirs
+
+
+def _shifts(weight: tuple, padding: Pair, dilation: Pair, sign: int) -> list[Pair]:
+    """How many rows down and pixels right each tap meets."""
+    down, right = ([sign * (i * dilation[d] - padding[d]) for i in range(weight[2 + d])] for d in (0, 1))
+    return [(i, j) for i in down for j in right]
 
 
 def _masks(shifts: list[Pair], source: Pair, target: Pair, dtype: Any) -> Array:

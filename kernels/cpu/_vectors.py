@@ -141,6 +141,59 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
 
 
 @intrinsic
+def tap_sums(typing_context, tile, x, dy, out, shifts, masks, sizes, firsts, steps, add):
+    """out[i, t] = the sum over images r, vectors k and their lanes of x[r, k] moved by shifts[t], times
+    dy[r, i, k], or plus it if `add`.
+
+    tile: (rows i, taps t), as in tile_sum. sizes: how many r, how many k. firsts: of x, dy, out, shifts,
+    the masks of t and of dy. steps: of r in x and dy, of i in dy and out, of t in masks, which are as there.
+    """
+
+    def generate(context, builder, signature, arguments):
+        rows, taps = (part.count for part in signature.args[0])
+        vector = _vector(signature.args[1])
+        from_x, from_dy, to, moved, masks = _pointers(context, builder, signature, arguments, 1, 6)
+        images, length = cgutils.unpack_tuple(builder, arguments[6], 2)
+        first_x, first_dy, first_out, first, mask, inside = cgutils.unpack_tuple(builder, arguments[7], 6)
+        x_r, dy_r, dy_i, out_i, mask_t = cgutils.unpack_tuple(builder, arguments[8], 5)
+        by = [builder.load(builder.gep(moved, [builder.add(first, _WORD(t))])) for t in range(taps)]
+
+        def image(r, sums):
+            at_x = builder.add(first_x, builder.mul(r, x_r))
+            at_dy = builder.add(first_dy, builder.mul(r, dy_r))
+            return _loop(builder, length, sums, lambda k, now: product(at_x, at_dy, k, now))
+
+        def product(at_x, at_dy, k, sums):
+            along, sums = builder.mul(k, _WORD(vector.count)), list(sums)
+            seen = _mask(builder, vector.count, masks, builder.add(inside, k))
+            places = [
+                builder.add(at_dy, builder.add(along, builder.mul(_WORD(i), dy_i))) for i in range(rows)
+            ]
+            upper = [_load(builder, vector, from_dy, place, 0, seen) for place in places]
+            for t in range(taps):
+                at = builder.add(mask, builder.add(k, builder.mul(_WORD(t), mask_t)))
+                place = builder.add(builder.add(at_x, by[t]), along)
+                met = _load(builder, vector, from_x, place, 0, _mask(builder, vector.count, masks, at))
+                for i in range(rows):
+                    sums[i * taps + t] = fma(upper[i], met, sums[i * taps + t])
+            return sums
+
+        fma = _multiply_add(builder, vector, vector)
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        for position, total in enumerate(_loop(builder, images, [zero] * (rows * taps), image)):
+            i, t = divmod(position, taps)
+            total = _lane_sum(builder, total)
+            at = builder.add(builder.add(first_out, builder.mul(out_i, _WORD(i))), _WORD(t))
+            place = builder.gep(to, [at])
+            before = builder.select(arguments[9], builder.load(place), ir.Constant(total.type, 0.0))
+            builder.store(builder.fadd(total, before), place)
+        return context.get_dummy_value()
+
+    given = (tile, x, dy, out, shifts, masks, sizes, firsts, steps, add)
+    return types.void(*given), generate
+
+
+@intrinsic
 def bits_of(typing_context, x):
     """The bits in bfloat16 of a float32, rounded by the processor. Subnormal numbers become 0. With PAIRS."""
 
@@ -276,6 +329,18 @@ def _turned(builder: Any, value: Any, run: int, by: int) -> Any:
     lanes = [lane // run * run + (lane + by) % run for lane in range(value.type.count)]
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def _lane_sum(builder: Any, vector: Any) -> Any:
+    """Half of the lanes plus the other half, until one is left."""
+    count = vector.type.count
+    while count > 1:
+        count //= 2
+        mask = [*range(count, 2 * count)] + [0] * (vector.type.count - count)
+        index = ir.Constant(ir.VectorType(ir.IntType(32), vector.type.count), mask)
+        other = builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), index)
+        vector = builder.fadd(vector, other)
+    return builder.extract_element(vector, ir.IntType(32)(0))
 
 
 def _spread(builder: Any, vector: ir.VectorType, number: Any) -> Any:

@@ -88,15 +88,27 @@ def backward_weight(
             "backward_weight", Convolution(x.shape, dweight.shape, dy.shape, *how), x, dy, dweight, accumulate
         )
         return
-    plan = weight_plan(x.shape[1:], dweight.shape, dy.shape[1:], *how, x.dtype)
+    shapes = x.shape[1:], dweight.shape, dy.shape[1:]
+    in_planes = _conv2d_planes.weight_plan(*shapes, *how, x.dtype)
+    if in_planes is not None:
+        work = _operations(dy.shape, dweight.shape) // 2
+        _conv2d_planes.add_weight(in_planes, x, dy, dweight, accumulate, work)
+        return
+    plan = weight_plan(*shapes, *how, x.dtype)
     count = min(plan.images, len(x))
-    source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
+    source = _scratch(plan.source, count * plan.split, x.dtype)
+    upper = None if plan.target is None else _scratch(plan.target, count, x.dtype)
+    cut = x.reshape(len(x) * plan.split, -1, *x.shape[2:])
     sums = _aligned(np.empty, plan.sums, x.dtype)
     work = count * _operations(dy.shape[1:], dweight.shape)
     for first in range(0, len(x), count):
         images = min(count, len(x) - first)
-        run_rows(_turn, images, images * x[0].size, x[first:], source, *plan.source.where)
-        run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
+        pieces = images * plan.split
+        run_rows(_turn, pieces, images * x[0].size, cut[first * plan.split :], source, *plan.source.where)
+        if plan.target is None:
+            upper = dy[first:].reshape(-1)
+        else:
+            run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
         for lines, tile, starts, steps, *nest in plan.nests:
             arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
             sizes = images * lines, dy.shape[3]
