@@ -2,7 +2,8 @@
 
 For windows that move by one pixel over images as wide as their results. There the pixel that a tap meets is
 as far from every pixel of the result, and masks tell the lanes whose windows reach beyond the image. Numbers
-of the weight are read one by one, where they lie.
+of the weight are read one by one, where they lie. Only with AVX-512, which has registers for masks: with AVX2
+masks take longer than turning.
 """
 
 from functools import lru_cache
@@ -19,9 +20,9 @@ from shardrt.kernels.cpu._vectors import WIDE, lanes, tap_sums, tile_sum
 Array = Any
 Pair = tuple[int, int]
 
-_REGISTERS, _ROWS = (32, 8) if WIDE else (16, 4)  # outputs in a tile
-_TAPS = 9  # of a tile of a weight's gradient
+_REGISTERS, _ROWS = 32, 8  # of vectors, with AVX-512; outputs in a tile, at most
 _MOST = 7  # vectors of pixels in it
+_TAPS = 9  # in a tile of a weight's gradient
 _WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache though they lie apart
 
 
@@ -65,8 +66,8 @@ def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> 
                 (
                     ((0,) * size, (0,) * vectors, (), ()),
                     (groups, blocks, times),
-                    (0, prod(weight) // groups, 0, size * output_step),
-                    (prod(source), inputs * from_pixels, width, 0),
+                    (prod(weight) // groups, size * output_step),
+                    (prod(source), inputs * from_pixels, width),
                     (prod(target), outputs * pixels, width, size * pixels),
                     (at * output_step, low * lanes(dtype), at * pixels + low * lanes(dtype), low, vectors),
                 )
@@ -85,12 +86,16 @@ def convolve(found: Plan, x: Array, weight: Array, y: Array, work: int) -> None:
 
 @exact
 def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, counts, by_a, by_b, by_y, at):
-    """Images [start, stop)."""
+    """Images [start, stop): by groups, pieces of the pixels and of the outputs.
+
+    by_*: elements by which a step of these moves the weight, x and y, as far as it does; at: where they and
+    the masks begin, and how far a piece of the pixels moves those.
+    """
     for n in range(start, stop):
         for i in range(counts[0]):
             for j in range(counts[1]):
                 for k in range(counts[2]):
-                    a = at[0] + i * by_a[1] + k * by_a[3]
+                    a = at[0] + i * by_a[0] + k * by_a[1]
                     b = at[1] + n * by_b[0] + i * by_b[1] + j * by_b[2]
                     out = at[2] + n * by_y[0] + i * by_y[1] + j * by_y[2] + k * by_y[3]
                     places = a, b, out, at[3] + j * at[4]
@@ -110,6 +115,7 @@ class WeightPlan(NamedTuple):
 
 @lru_cache(1024)
 def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan | None:
+    """None as above."""
     outputs, inputs, area = weight[0] // groups, weight[1], weight[2] * weight[3]
     if stride != (1, 1) or x[2] != y[2] or not _better_for_weights(prod(y[1:]), inputs, groups, dtype):
         return None
@@ -121,8 +127,8 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
         (
             ((0,) * rows, (0,) * taps),
             (inputs, times, blocks),
-            (inputs * from_x, from_x, 0, 0),
-            (outputs * from_dy, 0, rows * from_dy, 0),
+            (inputs * from_x, from_x),
+            (outputs * from_dy, rows * from_dy),
             (outputs * inputs * area, area, rows * inputs * area, taps),
             (at * from_dy, at * inputs * area + low, low, area * vectors),
         )
@@ -145,7 +151,7 @@ def add_weight(found: WeightPlan, x: Array, dy: Array, dweight: Array, accumulat
 def _weight_tiles(
     start, stop, tile, x, dy, out, taps, masks, sizes, steps, add, counts, by_x, by_dy, by_out, at
 ):
-    """Groups [start, stop)."""
+    """Groups [start, stop): by inputs, pieces of the outputs and of the taps. by_*, at: as above."""
     for g in range(start, stop):
         for i in range(counts[0]):
             for j in range(counts[1]):
@@ -153,7 +159,7 @@ def _weight_tiles(
                     tap = at[2] + k * by_out[3]
                     firsts = (
                         g * by_x[0] + i * by_x[1],
-                        at[0] + g * by_dy[0] + j * by_dy[2],
+                        at[0] + g * by_dy[0] + j * by_dy[1],
                         at[1] + g * by_out[0] + i * by_out[1] + j * by_out[2] + k * by_out[3],
                         tap,
                         tap * steps[4],
@@ -162,16 +168,18 @@ def _weight_tiles(
                     tap_sums(tile, x, dy, out, taps, masks, sizes, firsts, steps, add)
 
 
-def _better_for_weights(pixels: int, inputs: int, groups: int, dtype: Any) -> bool:
-    return groups > 1 and 2 * inputs <= lanes(dtype)
-
-
 def _better(pixels: int, outputs: int, groups: int, dtype: Any) -> bool:
-    if groups == 1:
-        return False
-    ours = whole_vectors(pixels, dtype) * outputs
-    theirs = pixels * (whole_vectors(outputs, dtype) if outputs > lanes(dtype) // 2 else outputs)
-    return ours <= 1.4 * theirs if outputs < 16 else ours < 1.1 * theirs
+    """Whether vectors of pixels are about as few as those of channels, which must be turned as well: that
+    counts for more where channels are few."""
+    ours, few = whole_vectors(pixels, dtype) * outputs, 2 * outputs <= lanes(dtype)
+    theirs = pixels * (outputs if few else whole_vectors(outputs, dtype))
+    return WIDE and groups > 1 and ours <= (1.4 if few else 1.1) * theirs
+
+
+def _better_for_weights(pixels: int, inputs: int, groups: int, dtype: Any) -> bool:
+    """Each vector of pixels is read for a few products only, so that channels must be fewer yet."""
+    waste = whole_vectors(pixels, dtype) / pixels
+    return WIDE and groups > 1 and 2 * inputs <= lanes(dtype) and waste <= (1.4 if inputs == 1 else 1.1)
 
 
 def _shifts(weight: tuple, padding: Pair, dilation: Pair, sign: int) -> list[Pair]:
@@ -186,13 +194,8 @@ def _masks(shifts: list[Pair], source: Pair, target: Pair, dtype: Any) -> Array:
     rows, columns = np.indices(target).reshape(2, -1)
     found = np.zeros((len(shifts) + 1, whole_vectors(rows.size, dtype)), np.uint16)
     for each, (down, right) in zip(found, shifts, strict=False):
-        seen = (
-            (0 <= rows + down)
-            & (rows + down < source[0])
-            & (0 <= columns + right)
-            & (columns + right < source[1])
-        )
-        each[: rows.size] = seen
+        below, beside = rows + down, columns + right
+        each[: rows.size] = (0 <= below) & (below < source[0]) & (0 <= beside) & (beside < source[1])
     found[-1, : rows.size] = 1
     bits = found.reshape(len(found), -1, size) << np.arange(size, dtype=np.uint16)
     return bits.sum(axis=2, dtype=np.uint16)
