@@ -116,7 +116,7 @@ def product(a, a_at, a_k, a_i, b, b_at, count, out, out_at, width, none, add):
     """`width` columns of ROWS rows: out = a b, or that added; sums over `count` k. a_k, a_i: steps."""
     for c in range(0, width, WIDTH):
         places, steps = (a_at, b_at + c, out_at + c), (a_k, a_i, b.shape[1], out.shape[1])
-        tile_sum(_BLOCK, a, b, out, none, none, (1, count), places, steps, add)
+        tile_sum(_BLOCK, a, b, out, none, none, (1, count), places, steps, add, None)
 
 
 @reordered_part

@@ -46,11 +46,12 @@ class WeightPlan(NamedTuple):
 
     images: int
     source: Layout
-    target: Layout
+    target: Layout | None  # None: dy as it lies, whose numbers are taken one by one
     turns: int
     nests: tuple
     sums: int  # elements
     width: int  # of a tap's sums
+    split: int  # pieces into which source's channels are cut, each an image of its own: groups, or 1
 
 
 @lru_cache(1024)
@@ -58,15 +59,15 @@ def forward_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan
     """For arrays of these shapes; x and y without the batch, here and below."""
     turns, times = _lanewise(weight, groups, dtype)
     joined = _joined(x[0], groups, dilation, dtype)
-    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
+    source = _layout(_order(x[0] * times, times, False), x[1:], padding[1], padding[1], dtype, joined)
     target = _target(y, groups, dtype)
     rows, columns = (range(size) for size in weight[2:])
-    places = [i * dilation[0] * source.row + j * dilation[1] * source.pixel for i in rows for j in columns]
+    places = [(i * dilation[0] - padding[0], j * dilation[1] * source.pixel) for i in rows for j in columns]
     inputs = weight[1] if not turns else 1
     if joined:
         places, inputs = places[:: len(columns)], inputs * len(columns)
     sizes = groups, weight[0] // groups, inputs
-    nests = _nests(source, target, sizes, turns, y[1:], places, stride, (1, 1), 0, dtype)
+    nests = _nests(source, target, sizes, turns, (x[1], *y[1:]), places, stride, (1, 1), 0, dtype)
     taps = np.arange(prod(weight[2:]))
     return Plan(_images(x, y, dtype), source, target, turns, ((taps, nests),))
 
@@ -77,8 +78,7 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
     of the stride[0] * stride[1] phases in which it can lie to the windows."""
     turns, times = _lanewise(weight, groups, dtype)
     phases = [_phases(x[1 + i], weight[2 + i], stride[i], padding[i], dilation[i]) for i in (0, 1)]
-    reach = [_reach(phases[i], x[1 + i], y[1 + i], stride[i]) for i in (0, 1)]
-    before, after = zip(*reach, strict=True)
+    before, after = _reach(phases[1], x[2], y[2], stride[1])
     source = _layout(_order(weight[0], times, True), y[1:], before, after, dtype)
     target = _target(x, groups, dtype)
     sizes = groups, weight[1], times if turns else weight[0] // groups
@@ -86,12 +86,8 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
     for i, down in enumerate(phases[0]):
         for j, across in enumerate(phases[1]):
             taps = np.array([row * weight[3] + column for row, _ in down for column, _ in across], np.int64)
-            places = [
-                (before[0] + lower) * source.row + (before[1] + right) * source.pixel
-                for _, lower in down
-                for _, right in across
-            ]
-            shape = -(-(x[1] - i) // stride[0]), -(-(x[2] - j) // stride[1])
+            places = [(lower, (before + right) * source.pixel) for _, lower in down for _, right in across]
+            shape = y[1], -(-(x[1] - i) // stride[0]), -(-(x[2] - j) // stride[1])
             origin = i * target.row + j * target.pixel
             nests = _nests(source, target, sizes, turns, shape, places, (1, 1), stride, origin, dtype)
             found.append((taps, nests))
@@ -100,33 +96,48 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
 
 @lru_cache(1024)
 def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan:
-    (turns, times), joined = _lanewise(weight, groups, dtype), _joined(x[0], groups, dilation, dtype)
-    source = _layout(_order(x[0] * times, times, False), x[1:], padding, padding, dtype, joined)
-    target = _layout(_order(y[0], 1, False), y[1:], (0, 0), (0, 0), dtype)
+    turns, times = _lanewise(weight, groups, dtype)
+    joined = not turns and weight[3] > 1 and dilation[1] == 1 and weight[1] <= VECTORS * lanes(dtype)
+    split = groups if joined else 1
+    order = _order(x[0] // split * times, times, False)
+    source = _layout(order, x[1:], padding[1], padding[1], dtype, joined)
+    target, (image_step, row_step, pixel_step, output_step) = None, (prod(y), y[2], 1, y[1] * y[2])
+    if turns or output_step * dtype.itemsize % 2048 == 0:  # the same few lines of the first cache
+        target = _layout(_order(y[0], 1, False), y[1:], 0, 0, dtype)
+        image_step, row_step, pixel_step, output_step = target.where[0], target.row, target.pixel, 1
     count = _images(x, y, dtype)
-    image, line = np.arange(count)[:, None], np.arange(y[1])
-    from_dy = (image * target.where[0] + line * target.row).reshape(-1)
-    from_x = (image * source.where[0] + line * stride[0] * source.row).reshape(-1)
-    down, right = dilation[0] * source.row, dilation[1] * source.pixel
-    if turns:
-        starts, steps = (from_x, from_dy), (stride[1] * source.pixel, right, target.pixel)
-        nests = tuple(_lane_products(weight, turns, starts, steps, (down, right), dtype))
-        sums = whole_vectors(weight[0], dtype) * prod(weight[1:])
-        return WeightPlan(count, source, target, turns, nests, sums, _most(turns) * lanes(dtype))
+    image, right = np.arange(count)[:, None], dilation[1] * source.pixel
     length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
-    starts, steps = (from_dy, from_x), (target.pixel, 1, stride[1] * source.pixel)
     sizes = weight[0] // groups, groups, weight[2], across, length
-    nests = tuple(_group_products(sizes, weight[1], starts, steps, (down, right), dtype))
-    width = whole_vectors(length, dtype)
-    return WeightPlan(count, source, target, 0, nests, weight[0] * weight[2] * across * width, width)
+    apart = source.where[0] if joined else weight[1]
+    width = _most(turns) * lanes(dtype) if turns else whole_vectors(length, dtype)
+    sums = whole_vectors(weight[0], dtype) * prod(weight[1:])
+    nests = []
+    for row in range(weight[2]):
+        line, down = np.arange(y[1]), row * dilation[0] - padding[0]
+        line = line[(line * stride[0] + down >= 0) & (line * stride[0] + down < x[1])]
+        from_dy = (image * image_step + line * row_step).reshape(-1)
+        from_x = (image * split * source.where[0] + (line * stride[0] + down) * source.row).reshape(-1)
+        if turns:
+            steps = stride[1] * source.pixel, right, pixel_step
+            found = _lane_products(weight, turns, row, (from_x, from_dy), steps, right, dtype)
+        else:
+            steps = pixel_step, output_step, stride[1] * source.pixel
+            found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
+        nests += [(len(line), *nest) for nest in found]
+    if not turns:
+        sums = weight[0] * weight[2] * across * width
+    return WeightPlan(count, source, target, turns, tuple(nests), sums, width, split)
 
 
 def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
     """Of tiles: target = the sum of source at `places` from each output times the weights.
 
-    sizes: groups, outputs and inputs of each. shape: the pixels of the outputs, from one to the next `stride`
-    pixels of source and `apart` pixels of target.
+    sizes: groups, outputs and inputs of each. shape: the rows of source, and the pixels of the outputs, from
+    one to the next `stride` pixels of source and `apart` pixels of target. places: by rows and by elements;
+    rows that the source does not have are left out.
     """
+    height, *shape = shape
     if min(shape) < 1:
         return ()
     groups, outputs, inputs = sizes
@@ -137,85 +148,106 @@ def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, d
     products = inputs * max(1, turns)
     each = products * len(places)
     across, along = stride[1] * source.pixel, apart[1] * target.pixel
-    places, starts, found = np.array(places, np.int64), np.arange(len(places)) * products, []
-    for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
-        width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(shape[1], ROWS // 2 if turns > 1 else ROWS):
-            found.append(
-                (
-                    ((0,) * size, (0,) * vectors, turned, ()),
-                    (places, starts * width),
-                    (len(places), inputs),
-                    (step, across, max(1, turns) * width, along),
-                    (groups, blocks, shape[0], pieces),
-                    (inputs, width if turns else 0, source.where[0], stride[0] * source.row, size * across),
-                    (whole_vectors(outputs, dtype) * each, width * each, 0, 0, 0),
-                    (outputs, width, target.where[0], apart[0] * target.row, size * along),
-                    (at * across + (low if turns else 0), low * each, origin + at * along + low),
+    starts, found = np.arange(len(places)) * products, []
+    rows, elements = np.array(places, np.int64).reshape(-1, 2).T
+    places = rows * source.row + elements
+    for first, count, met in _runs(rows, shape[0], stride[0], height):
+        for low, vectors, blocks in reversed(_blocks(outputs, dtype)):  # whole ones last: see _target
+            width = vectors * lanes(dtype)
+            for at, size, pieces in cut_evenly(shape[1], ROWS // 2 if turns > 1 else ROWS):
+                down = stride[0] * source.row
+                from_source = first * down + at * across + (low if turns else 0)
+                to = origin + first * apart[0] * target.row + at * along + low
+                found.append(
+                    (
+                        ((0,) * size, (0,) * vectors, turned, ()),
+                        (places[met], starts[met] * width),
+                        (len(met), inputs),
+                        (step, across, max(1, turns) * width, along),
+                        (groups, blocks, count, pieces),
+                        (
+                            inputs,
+                            width if turns else 0,
+                            source.where[0],
+                            stride[0] * source.row,
+                            size * across,
+                        ),
+                        (whole_vectors(outputs, dtype) * each, width * each, 0, 0, 0),
+                        (outputs, width, target.where[0], apart[0] * target.row, size * along),
+                        (from_source, low * each, to),
+                    )
                 )
-            )
     return tuple(found)
 
 
-def _group_products(sizes, channels, starts, steps, apart, dtype) -> Iterator:
-    """For each group, tap, piece of the outputs and vectors of channels: the sum over all pixels."""
+def _runs(rows: Array, count: int, stride: int, height: int) -> Iterator[tuple[int, int, Array]]:
+    """(first, how many, taps) of outputs' rows that meet the source, of so many rows, by the same taps."""
+    first = 0
+    met = [np.flatnonzero((0 <= i * stride + rows) & (i * stride + rows < height)) for i in range(count)]
+    for i in range(1, count + 1):
+        if i == count or met[i].tolist() != met[first].tolist():
+            yield first, i - first, met[first]
+            first = i
+
+
+def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
+    """For each group, tap of row i of the window, piece of the outputs and vectors of channels: the sum over
+    all pixels. apart: elements from one group of channels to the next."""
     outputs, groups, rows, across, length = sizes
     width = whole_vectors(length, dtype)
     tap, row, group = outputs * width, across * outputs * width, rows * across * outputs * width
-    for at, size, pieces in _pieces(outputs, ROWS):
+    for at, size, pieces in cut_evenly(outputs, ROWS):
         for low, vectors, blocks in _blocks(length, dtype):
             step = vectors * lanes(dtype)
             yield (
                 ((0,) * size, (0,) * vectors, (), ()),
                 starts,
                 (*steps, width),
-                (pieces, groups, rows, across, blocks),
-                (size, outputs, 0, 0, 0),
-                (0, channels, *apart, step),
-                (size * width, group, row, tap, step),
-                (at, low, at * width + low),
+                (pieces, groups, 1, across, blocks),
+                (size * steps[1], outputs * steps[1], 0, 0, 0),
+                (0, apart, 0, right, step),
+                (size * width, group, 0, tap, step),
+                (at * steps[1], low, at * width + low + i * row),
             )
 
 
-def _lane_products(weight, turns, starts, steps, apart, dtype) -> Iterator:
-    """The same for each few vectors of channels, row of the window and piece of its columns."""
+def _lane_products(weight, turns, i, starts, steps, right, dtype) -> Iterator:
+    """The same for each few vectors of channels and piece of the window's columns."""
     _, _, rows, columns = weight
     for low, vectors, blocks in _blocks(weight[0], dtype, _most(turns)):
         width = vectors * lanes(dtype)
-        for at, size, pieces in _pieces(columns, ROWS * VECTORS // (turns * vectors)):
+        for at, size, pieces in cut_evenly(columns, ROWS * VECTORS // (turns * vectors)):
             yield (
                 ((0,) * size, (0,) * vectors, (0,) * turns, (0,)),
                 starts,
                 (*steps, turns * width),
-                (blocks, rows, pieces, 1, 1),
-                (width, apart[0], size * apart[1], 0, 0),
+                (blocks, 1, pieces, 1, 1),
+                (width, 0, size * right, 0, 0),
                 (width, 0, 0, 0, 0),
-                (rows * columns * turns * width, columns * turns * width, size * turns * width, 0, 0),
-                (low + at * apart[1], low, (low * rows * columns + at * width) * turns),
+                (rows * columns * turns * width, 0, size * turns * width, 0, 0),
+                (low + at * right, low, (low * rows * columns + (i * columns + at) * width) * turns),
             )
 
 
 def _layout(
-    order: Array, shape: Pair, before: Pair, after: Pair, dtype: Any, joined: bool = False, room: int = 0
+    order: Array, shape: Pair, before: int, after: int, dtype: Any, joined: bool = False, room: int = 0
 ) -> Layout:
-    """Images of (height, width) with a border of zeros, the channels in this order, and room for more."""
+    """Images of (height, width), so many zeros before and after each row, and room for more channels."""
     height, width = shape
     pixel = order.size + room
     if not joined:
         pixel = whole_vectors(pixel, dtype)
         if pixel * dtype.itemsize % 512 == 0:  # a large power of two would use few lines of the first cache
             pixel += lanes(dtype)
-    row = (before[1] + width + after[1]) * pixel
-    down, across = np.arange(height) + before[0], np.arange(width) + before[1]
-    where = (down[:, None] * row + across * pixel).reshape(-1)
-    border = (*before, *after) != (0, 0, 0, 0)
-    return Layout(row, pixel, ((before[0] + height + after[0]) * row, where, order), border)
+    row = (before + width + after) * pixel
+    where = (np.arange(height)[:, None] * row + (np.arange(width) + before) * pixel).reshape(-1)
+    return Layout(row, pixel, (height * row, where, order), before + after > 0)
 
 
 def _target(shape: tuple, groups: int, dtype: Any) -> Layout:
     """Of results. The last vector of a group reaches into the next, which is written after it."""
     room = lanes(dtype) if shape[0] // groups % lanes(dtype) else 0
-    return _layout(np.arange(shape[0]), shape[1:], (0, 0), (0, 0), dtype, room=room)
+    return _layout(np.arange(shape[0]), shape[1:], 0, 0, dtype, room=room)
 
 
 def _order(count: int, times: int, outputs: bool) -> Array:
@@ -253,7 +285,7 @@ def _most(turns: int) -> int:
     return VECTORS if turns == 1 else 1
 
 
-def _pieces(count: int, most: int) -> list[tuple[int, int, int]]:
+def cut_evenly(count: int, most: int) -> list[tuple[int, int, int]]:
     """(first, size, how many of it) that cut range(count) into pieces of about one size, at most `most`."""
     for size in range(min(most, count), most // 2, -1):
         if count % size == 0:

@@ -6,7 +6,11 @@ llvmlite has no vector math library, so exp and erf of float32 are polynomials h
 """
 
 import math
+import sys
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -20,12 +24,38 @@ from numba.extending import intrinsic, overload
 class _Kept(FunctionCache):
     """Kernels on disk. Numba's own loads the whole compiler before it looks: 0.3 s of every process.
 
-    (`target_context.refresh`; whoever compiles does that again.) Dispatchers hold Numba's lock meanwhile.
+    (`target_context.refresh`; whoever compiles does that again.) Dispatchers hold Numba's lock meanwhile. And
+    it looks at a kernel's own file alone, so one would keep what it has of another that has changed since.
     """
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         rtsys.initialize(target_context)  # what compiled code may call
         return self._load_overload(sig, target_context)
+
+    def _index_key(self, sig: Any, codegen: Any) -> tuple:
+        return *super()._index_key(sig, codegen), _used(self._py_func.__module__)
+
+
+@cache
+def _used(module: str) -> tuple[tuple[str, int, int], ...]:
+    """A module of kernels and those that it uses, with when each was changed, in ns, and its bytes."""
+    found: dict[str, tuple[str, int, int]] = {}
+    left = [module]
+    while left:
+        name = left.pop()
+        if name in found or not name.startswith(__package__):
+            continue
+        told = Path(sys.modules[name].__file__).stat()
+        found[name] = name, told.st_mtime_ns, told.st_size
+        for value in vars(sys.modules[name]).values():
+            left.append(value.__name__ if isinstance(value, ModuleType) else _home(value))
+    return tuple(sorted(found.values()))
+
+
+def _home(value: Any) -> str:
+    """The module that has a function; "" for what has none."""
+    name = getattr(value, "__module__", None)
+    return name if isinstance(name, str) else ""
 
 
 def _decorator(*fastmath: str, part: bool = False) -> Callable[[Callable], Any]:

@@ -31,7 +31,7 @@ def lanes(dtype: Any) -> int:
 
 
 @intrinsic
-def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add):
+def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add, masks):
     """out = the sum over r and k of a[r, k] times b[r, k], in one of three ways, or plus it if `add`.
 
     tile: (rows, vectors, turns, kept), tuples of which only the lengths count; they are known when this is
@@ -48,26 +48,40 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
 
     With PAIRS a and b may be uint32, where out is float32: two neighbours of k in bfloat16, the first in the
     lower bits. Then k counts pairs, and subnormal numbers count as 0.
+
+    masks: None; or without turns an array of uint16, a bit for each lane: at firsts[3] + r * steps[4] + v of
+    b[r, k, v], the other lanes are 0 and not read; and of out[i, v], whose r is one more than the last.
     """
+    masked = masks != types.none
 
     def generate(context, builder, signature, arguments):
         count, columns, turns, kept = (part.count for part in signature.args[0])
         given, vector = _vector(signature.args[1]), _vector(signature.args[3])
         from_a, from_b, to, starts_a, starts_b = _pointers(context, builder, signature, arguments, 1, 6)
         parts, length = cgutils.unpack_tuple(builder, arguments[6], 2)
-        first_a, first_b, first_out = cgutils.unpack_tuple(builder, arguments[7], 3)
-        a_k, a_i, b_k, out_i = cgutils.unpack_tuple(builder, arguments[8], 4)
+        first_a, first_b, first_out, *first_mask = cgutils.unpack_tuple(
+            builder, arguments[7], signature.args[7].count
+        )
+        a_k, a_i, b_k, out_i, *mask_r = cgutils.unpack_tuple(builder, arguments[8], signature.args[8].count)
         fma = _multiply_add(builder, given, vector)
         a_i, itemsize = builder.mul(a_i, _WORD(BYTES // vector.count)), _WORD(BYTES // vector.count)
         three, five = (_hidden(builder, builder.mul(a_i, _WORD(rows))) for rows in (3, 5))
         near = _WORD(0), a_i, builder.mul(a_i, _WORD(2)), three, builder.mul(a_i, _WORD(4))
 
+        def lanes_of(r):
+            if not masked:
+                return [None] * columns
+            (bits,) = _pointers(context, builder, signature, arguments, 10, 11)
+            at = builder.add(first_mask[0], builder.mul(r, mask_r[0]))
+            return [_mask(builder, vector.count, bits, builder.add(at, _WORD(v))) for v in range(columns)]
+
         def part(r, sums):
             at_a = builder.add(first_a, builder.load(builder.gep(starts_a, [r])))
             at_b = builder.add(first_b, builder.load(builder.gep(starts_b, [r])))
-            return _loop(builder, length, sums, lambda k, now: product(at_a, at_b, k, now))
+            read = lanes_of(r)
+            return _loop(builder, length, sums, lambda k, now: product(at_a, at_b, k, now, read))
 
-        def product(at_a, at_b, k, sums):
+        def product(at_a, at_b, k, sums, read):
             at_a = builder.add(at_a, builder.mul(k, a_k))
             at_b = builder.add(at_b, builder.mul(k, b_k))
             base = _hidden(builder, builder.ptrtoint(builder.gep(from_a, [at_a]), _WORD))
@@ -85,11 +99,11 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
             def add_to(place, left, right):
                 sums[place] = fma(left, right, sums[place])
 
-            def load_b(place):
-                return _load(builder, given, from_b, at_b, place * vector.count)
+            def load_b(place, mask=None):
+                return _load(builder, given, from_b, at_b, place * vector.count, mask)
 
             if not turns:
-                right = [load_b(v) for v in range(columns)]
+                right = [load_b(v, read[v]) for v in range(columns)]
                 for i in range(count):
                     left = _spread(builder, given, load_a(i, given.element, 0))
                     for v in range(columns):
@@ -110,17 +124,72 @@ def tile_sum(typing_context, tile, a, b, out, a_starts, b_starts, sizes, firsts,
         each = columns * (turns if kept else 1)
         zero = ir.Constant(vector, [0.0] * vector.count)
         sums = _loop(builder, parts, [zero] * (count * each), part)
+        written = lanes_of(parts)
         for adding in (True, False):
             with builder.if_then(arguments[9] if adding else builder.not_(arguments[9])):
                 for position, total in enumerate(sums):
                     i, v = divmod(position, each)
                     at = builder.add(first_out, builder.mul(out_i, _WORD(i)))
                     if adding:
-                        total = builder.fadd(total, _load(builder, vector, to, at, v * vector.count))
-                    _store(builder, total, to, at, v * vector.count)
+                        before = _load(builder, vector, to, at, v * vector.count, written[v % columns])
+                        total = builder.fadd(total, before)
+                    _store(builder, total, to, at, v * vector.count, written[v % columns])
         return context.get_dummy_value()
 
-    given = (tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add)
+    given = (tile, a, b, out, a_starts, b_starts, sizes, firsts, steps, add, masks)
+    return types.void(*given), generate
+
+
+@intrinsic
+def tap_sums(typing_context, tile, x, dy, out, shifts, masks, sizes, firsts, steps, add):
+    """out[i, t] = the sum over images r, vectors k and their lanes of x[r, k] moved by shifts[t], times
+    dy[r, i, k], or plus it if `add`.
+
+    tile: (rows i, taps t), as in tile_sum. sizes: how many r, how many k. firsts: of x, dy, out, shifts,
+    the masks of t and of dy. steps: of r in x and dy, of i in dy and out, of t in masks, which are as there.
+    """
+
+    def generate(context, builder, signature, arguments):
+        rows, taps = (part.count for part in signature.args[0])
+        vector = _vector(signature.args[1])
+        from_x, from_dy, to, moved, masks = _pointers(context, builder, signature, arguments, 1, 6)
+        images, length = cgutils.unpack_tuple(builder, arguments[6], 2)
+        first_x, first_dy, first_out, first, mask, inside = cgutils.unpack_tuple(builder, arguments[7], 6)
+        x_r, dy_r, dy_i, out_i, mask_t = cgutils.unpack_tuple(builder, arguments[8], 5)
+        by = [builder.load(builder.gep(moved, [builder.add(first, _WORD(t))])) for t in range(taps)]
+
+        def image(r, sums):
+            at_x = builder.add(first_x, builder.mul(r, x_r))
+            at_dy = builder.add(first_dy, builder.mul(r, dy_r))
+            return _loop(builder, length, sums, lambda k, now: product(at_x, at_dy, k, now))
+
+        def product(at_x, at_dy, k, sums):
+            along, sums = builder.mul(k, _WORD(vector.count)), list(sums)
+            seen = _mask(builder, vector.count, masks, builder.add(inside, k))
+            places = [
+                builder.add(at_dy, builder.add(along, builder.mul(_WORD(i), dy_i))) for i in range(rows)
+            ]
+            upper = [_load(builder, vector, from_dy, place, 0, seen) for place in places]
+            for t in range(taps):
+                at = builder.add(mask, builder.add(k, builder.mul(_WORD(t), mask_t)))
+                place = builder.add(builder.add(at_x, by[t]), along)
+                met = _load(builder, vector, from_x, place, 0, _mask(builder, vector.count, masks, at))
+                for i in range(rows):
+                    sums[i * taps + t] = fma(upper[i], met, sums[i * taps + t])
+            return sums
+
+        fma = _multiply_add(builder, vector, vector)
+        zero = ir.Constant(vector, [0.0] * vector.count)
+        for position, total in enumerate(_loop(builder, images, [zero] * (rows * taps), image)):
+            i, t = divmod(position, taps)
+            total = _lane_sum(builder, total)
+            at = builder.add(builder.add(first_out, builder.mul(out_i, _WORD(i))), _WORD(t))
+            place = builder.gep(to, [at])
+            before = builder.select(arguments[9], builder.load(place), ir.Constant(total.type, 0.0))
+            builder.store(builder.fadd(total, before), place)
+        return context.get_dummy_value()
+
+    given = (tile, x, dy, out, shifts, masks, sizes, firsts, steps, add)
     return types.void(*given), generate
 
 
@@ -210,13 +279,37 @@ def _place(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: i
     return builder.bitcast(builder.gep(base, [builder.add(index, _WORD(offset))]), vector.as_pointer())
 
 
-def _load(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: int) -> Any:
-    return builder.load(_place(builder, vector, base, index, offset), align=BYTES // vector.count)
+def _load(builder: Any, vector: ir.VectorType, base: Any, index: Any, offset: int, mask: Any = None) -> Any:
+    """mask: of the lanes that are read, the others are 0; None: of all."""
+    place, align = _place(builder, vector, base, index, offset), BYTES // vector.count
+    if mask is None:
+        return builder.load(place, align=align)
+    kind = ir.FunctionType(vector, [place.type, ir.IntType(32), mask.type, vector])
+    function = cgutils.get_or_insert_function(builder.module, kind, f"llvm.masked.load.{_told(vector)}.p0")
+    nothing = ir.Constant(vector, [0.0] * vector.count)
+    return builder.call(function, [place, ir.IntType(32)(align), mask, nothing])
 
 
-def _store(builder: Any, value: Any, base: Any, index: Any, offset: int) -> None:
-    place = _place(builder, value.type, base, index, offset)
-    builder.store(value, place, align=BYTES // value.type.count)
+def _store(builder: Any, value: Any, base: Any, index: Any, offset: int, mask: Any = None) -> None:
+    """mask: of the lanes that are written; None: of all."""
+    place, align = _place(builder, value.type, base, index, offset), BYTES // value.type.count
+    if mask is None:
+        builder.store(value, place, align=align)
+        return
+    kind = ir.FunctionType(ir.VoidType(), [value.type, place.type, ir.IntType(32), mask.type])
+    name = f"llvm.masked.store.{_told(value.type)}.p0"
+    function = cgutils.get_or_insert_function(builder.module, kind, name)
+    builder.call(function, [value, place, ir.IntType(32)(align), mask])
+
+
+def _told(vector: ir.VectorType) -> str:
+    return f"v{vector.count}{vector.element.intrinsic_name}"
+
+
+def _mask(builder: Any, count: int, masks: Any, at: Any) -> Any:
+    bits = builder.load(builder.gep(masks, [at]))
+    bits = bits if count == 16 else builder.trunc(bits, ir.IntType(count))
+    return builder.bitcast(bits, ir.VectorType(ir.IntType(1), count))
 
 
 def _hidden(builder: Any, value: Any) -> Any:
@@ -236,6 +329,18 @@ def _turned(builder: Any, value: Any, run: int, by: int) -> Any:
     lanes = [lane // run * run + (lane + by) % run for lane in range(value.type.count)]
     mask = ir.Constant(ir.VectorType(ir.IntType(32), len(lanes)), lanes)
     return builder.shuffle_vector(value, ir.Constant(value.type, ir.Undefined), mask)
+
+
+def _lane_sum(builder: Any, vector: Any) -> Any:
+    """Half of the lanes plus the other half, until one is left."""
+    count = vector.type.count
+    while count > 1:
+        count //= 2
+        mask = [*range(count, 2 * count)] + [0] * (vector.type.count - count)
+        index = ir.Constant(ir.VectorType(ir.IntType(32), vector.type.count), mask)
+        other = builder.shuffle_vector(vector, ir.Constant(vector.type, ir.Undefined), index)
+        vector = builder.fadd(vector, other)
+    return builder.extract_element(vector, ir.IntType(32)(0))
 
 
 def _spread(builder: Any, vector: ir.VectorType, number: Any) -> Any:

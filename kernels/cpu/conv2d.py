@@ -21,11 +21,10 @@ from typing import Any
 import numpy as np
 
 from shardrt.kernels import onednn
-from shardrt.kernels.cpu import _choice, _conv2d_bits
+from shardrt.kernels.cpu import _choice, _conv2d_bits, _conv2d_planes
 from shardrt.kernels.cpu._conv2d_bits import Convolution
 from shardrt.kernels.cpu._conv2d_plan import (
     Layout,
-    Plan,
     forward_plan,
     input_plan,
     weight_plan,
@@ -56,8 +55,7 @@ def forward(
     if x.dtype == np.uint16:
         _of_bits("forward", Convolution(x.shape, weight.shape, y.shape, *how), x, weight, bias, y)
         return
-    plan = forward_plan(x.shape[1:], weight.shape, y.shape[1:], *how, x.dtype)
-    _convolve(plan, x, weight, y, False, groups)
+    _convolve(x, weight, y, False, how)
     if bias is not None:
         y += bias[:, None, None]
 
@@ -70,8 +68,7 @@ def backward_input(
     if dy.dtype == np.uint16:
         _of_bits("backward_input", Convolution(dx.shape, weight.shape, dy.shape, *how), dy, weight, dx)
         return
-    plan = input_plan(dx.shape[1:], weight.shape, dy.shape[1:], *how, dy.dtype)
-    _convolve(plan, dy, weight, dx, True, groups)
+    _convolve(dy, weight, dx, True, how)
 
 
 def backward_weight(
@@ -91,18 +88,30 @@ def backward_weight(
             "backward_weight", Convolution(x.shape, dweight.shape, dy.shape, *how), x, dy, dweight, accumulate
         )
         return
-    plan = weight_plan(x.shape[1:], dweight.shape, dy.shape[1:], *how, x.dtype)
+    shapes = x.shape[1:], dweight.shape, dy.shape[1:]
+    in_planes = _conv2d_planes.weight_plan(*shapes, *how, x.dtype)
+    if in_planes is not None:
+        work = _operations(dy.shape, dweight.shape) // 2
+        _conv2d_planes.add_weight(in_planes, x, dy, dweight, accumulate, work)
+        return
+    plan = weight_plan(*shapes, *how, x.dtype)
     count = min(plan.images, len(x))
-    source, upper = _scratch(plan.source, count, x.dtype), _scratch(plan.target, count, x.dtype)
+    source = _scratch(plan.source, count * plan.split, x.dtype)
+    upper = None if plan.target is None else _scratch(plan.target, count, x.dtype)
+    cut = x.reshape(len(x) * plan.split, -1, *x.shape[2:])
     sums = _aligned(np.empty, plan.sums, x.dtype)
     work = count * _operations(dy.shape[1:], dweight.shape)
     for first in range(0, len(x), count):
         images = min(count, len(x) - first)
-        run_rows(_turn, images, images * x[0].size, x[first:], source, *plan.source.where)
-        run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
-        sizes = images * dy.shape[2], dy.shape[3]
-        for tile, starts, steps, *nest in plan.nests:
+        pieces = images * plan.split
+        run_rows(_turn, pieces, images * x[0].size, cut[first * plan.split :], source, *plan.source.where)
+        if plan.target is None:
+            upper = dy[first:].reshape(-1)
+        else:
+            run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
+        for lines, tile, starts, steps, *nest in plan.nests:
             arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
+            sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
     args = sums, dweight, groups, plan.turns, plan.width, accumulate
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
@@ -143,10 +152,16 @@ def _operations(y: tuple[int, ...], weight: tuple[int, ...]) -> int:
     return 2 * prod(y) * prod(weight[1:])
 
 
-def _convolve(plan: Plan, x: Array, weight: Array, y: Array, transposed: bool, groups: int) -> None:
+def _convolve(x: Array, weight: Array, y: Array, transposed: bool, how: tuple) -> None:
     """Forward from x to y; `transposed`: from dy to dx."""
-    packed = [_packed(weight, phase[0], groups, plan.turns, transposed) for phase in plan.phases]
     work = _operations((x if transposed else y).shape, weight.shape) // 2
+    shapes = (y if transposed else x).shape[1:], weight.shape, (x if transposed else y).shape[1:]
+    in_planes = _conv2d_planes.plan(*shapes, *how, x.dtype, transposed)
+    if in_planes is not None:
+        _conv2d_planes.convolve(in_planes, x, weight, y, work)
+        return
+    plan = (input_plan if transposed else forward_plan)(*shapes, *how, x.dtype)
+    packed = [_packed(weight, phase[0], how[-1], plan.turns, transposed) for phase in plan.phases]
     run_rows(_convolve_images, len(x), work, plan, packed, x, y)
 
 
@@ -186,34 +201,54 @@ def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: boo
         sizes = turns, times, whole_vectors(rows, weight.dtype)
         run_rows(_pack_lanes, rows, data.size, weight, taps, data, sizes, transposed)
         return data
-    steps = (area, channels * area) if transposed else (channels * area, area)
     whole = whole_vectors(outputs, weight.dtype)
-    data = _aligned(np.empty, groups * whole * taps.size * inputs, weight.dtype)
-    sizes = each * channels * area, outputs, inputs
-    args = weight.reshape(-1), taps, data, sizes, steps, lanes(weight.dtype)
-    run_rows(_pack, groups * whole, data.size, *args)
+    data = _aligned(np.empty, groups * whole * taps.size * inputs + lanes(weight.dtype), weight.dtype)
+    sizes = (groups, outputs, inputs, area), lanes(weight.dtype)
+    vectors = groups * whole // lanes(weight.dtype)
+    run_rows(_pack, vectors, data.size, weight.reshape(-1), taps, data, *sizes, transposed)
     return data
 
 
 @exact
-def _pack(start, stop, weight, taps, packed, sizes, steps, lanes):
-    """Rows [start, stop) of the groups' outputs; those that fill up the last vector of a group are zeros."""
-    group_size, outputs, inputs = sizes
-    whole = (outputs + lanes - 1) // lanes * lanes
-    products = taps.size * inputs
-    for row in range(start, stop):
-        group, output = row // whole, row % whole
-        block = output // (VECTORS * lanes) * (VECTORS * lanes)
-        width = min(VECTORS * lanes, whole - block)
-        to = packed[(group * whole + block) * products + output - block :]
-        if output >= outputs:
-            for i in range(products):
-                to[i * width] = 0
-            continue
-        given = weight[group * group_size + output * steps[0] :]
-        for i in range(inputs):
-            for t in range(taps.size):
-                to[(t * inputs + i) * width] = given[i * steps[1] + taps[t]]
+def _pack(start, stop, weight, taps, packed, sizes, lanes, transposed):
+    """Vectors [start, stop) of the groups' outputs; what fills up the last of a group is zeros.
+
+    By squares of whole vectors: of outputs by what follows in memory; columns that are not wanted go where
+    `packed` has room for one more.
+    """
+    groups, outputs, inputs, area = sizes
+    vectors, line = (outputs + lanes - 1) // lanes, inputs * area
+    length, across, down = (area, area, outputs * area) if transposed else (line, line, area)
+    squares = length > lanes // 2 if transposed else length >= lanes
+    rows = np.arange(lanes) * across
+    columns, nowhere = np.empty(-(-length // lanes) * lanes, np.int64), packed.size - lanes
+    for vector in range(start, stop):
+        group, low = vector // vectors, vector % vectors * lanes
+        block = low // (VECTORS * lanes) * (VECTORS * lanes)
+        width = min(VECTORS * lanes, vectors * lanes - block)
+        first = (group * vectors * lanes + block) * taps.size * inputs + low - block
+        given, count = weight[group * outputs * line :], min(lanes, outputs - low)
+        columns[:] = nowhere
+        for t in range(taps.size):
+            for i in range(1 if transposed else inputs):
+                columns[i * area + taps[t]] = first + (t * inputs + i) * width
+        for i in range(inputs if transposed else 1):
+            begin = i * down + low * across
+            past = begin + (lanes - 1) * across + len(columns) > given.size
+            if not squares or count < lanes or past:
+                for c in range(i, i + (1 if transposed else inputs)):
+                    for t in range(taps.size):
+                        at = first + (t * inputs + c) * width
+                        for lane in range(count):
+                            packed[at + lane] = given[c * down + (low + lane) * across + taps[t]]
+                        for lane in range(count, lanes):
+                            packed[at + lane] = 0
+                continue
+            for c in range(0, length, lanes):
+                transpose_tile(given, begin + c, rows, packed, 0, columns[c:])
+            if transposed:
+                for t in range(taps.size):
+                    columns[taps[t]] += width
 
 
 @exact
@@ -306,7 +341,7 @@ def _tiles(
                     out_at = at[2] + i * by_out[0] + j * by_out[1] + k * by_out[2] + m * by_out[3]
                     for n in range(counts[4]):
                         places = a_at + n * by_a[4], b_at + n * by_b[4], out_at + n * by_out[4]
-                        tile_sum(tile, a, b, out, a_starts, b_starts, sizes, places, steps, add)
+                        tile_sum(tile, a, b, out, a_starts, b_starts, sizes, places, steps, add, None)
 
 
 @exact

@@ -56,8 +56,18 @@ LARGE = [
     ((2, 6, 5, 7), (6, 2, 3, 1), 1, (1, 0), 1, 3),
     ((2, 20, 9, 7), (60, 1, 3, 3), (2, 1), (1, 2), (1, 2), 20),
     ((2, 17, 4, 7), (17, 1, 2, 15), (3, 1), (0, 7), 1, 17),
-    ((2, 24, 8, 7), (36, 8, 3, 3), 1, 1, 1, 3),  # the last vector of a group reaches into the next
+    ((2, 24, 8, 7), (36, 8, 3, 3), 1, 0, 1, 3),  # the last vector of a group reaches into the next
+    # Plane by plane, with AVX-512: more rows of results than of x, and less; many taps; rows far apart.
+    ((2, 18, 9, 11), (24, 3, 2, 5), 1, (2, 2), 1, 6),
+    ((2, 10, 14, 8), (15, 2, 3, 3), 1, (0, 2), 2, 5),
+    ((3, 20, 13, 7), (40, 1, 5, 5), 1, 2, 1, 20),
+    ((2, 34, 7, 7), (34, 17, 3, 3), 1, 1, 1, 2),
+    ((2, 5, 4, 4), (5, 1, 3, 3), 1, 6, 6, 5),
+    # Weight's gradient: planes of a whole number of 2048 bytes; groups that fill vectors with a row of taps.
+    ((2, 48, 16, 32), (20, 24, 3, 3), 1, 1, 1, 2),
+    ((3, 24, 7, 9), (48, 12, 1, 3), (2, 1), (0, 1), (2, 1), 2),
 ]
+PLANES = LARGE[15:20]
 
 
 @pytest.mark.torch
@@ -66,7 +76,7 @@ def test_equal_to_torch(dtype):
     torch = pytest.importorskip("torch")
     tolerance = 2e-5 if dtype == "float32" else 1e-12
     for x, weight, stride, padding, dilation, groups in (
-        LARGE if dtype == "float32" else LARGE[1:4] + LARGE[10:11]
+        LARGE if dtype == "float32" else LARGE[1:4] + LARGE[10:11] + PLANES[:2]
     ):
         arrays = [normal(*shape).astype(dtype) for shape in (x, weight, weight[:1])]
         ours = [Tensor(a, requires_grad=True) for a in arrays]
@@ -89,7 +99,7 @@ def test_the_same_bits_on_any_number_of_threads():
     def everything(threads):
         cpu.set_threads(threads)
         try:
-            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1], LARGE[4]:
+            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1], LARGE[4], *PLANES[:3]:
                 inputs = [Tensor(normal(*s).astype("float32"), requires_grad=True) for s in (x, weight)]
                 y = F.conv2d(*inputs, None, *geometry)
                 y.backward(normal(*y.shape).astype("float32"))
@@ -101,7 +111,7 @@ def test_the_same_bits_on_any_number_of_threads():
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("case", [LARGE[4], LARGE[10], LARGE[14]], ids=str)
+@pytest.mark.parametrize("case", [LARGE[4], LARGE[10], LARGE[14], PLANES[0]], ids=str)
 def test_what_is_not_finite_stays_in_its_group(case):
     x, weight, *geometry = case
     groups, outputs = geometry[-1], weight[0] // geometry[-1]
@@ -115,6 +125,25 @@ def test_what_is_not_finite_stays_in_its_group(case):
     for array, spoiled in zip(found, ([1], [0], [0, 1]), strict=True):
         whole = np.isfinite(array.reshape(len(array), groups, -1)).all((0, 2))
         assert np.flatnonzero(~whole).tolist() == spoiled
+
+
+@pytest.mark.parametrize("case", PLANES, ids=str)
+def test_nothing_around_the_images_counts(case):
+    def within(array):
+        room = np.full(array.size + 128, np.nan, "float32")
+        room[64:-64] = array.reshape(-1)
+        return room[64:-64].reshape(array.shape)
+
+    x, weight, *geometry = case
+    found = []
+    for place in (np.array, within):
+        inputs = [Tensor(place(normal(*s).astype("float32")), requires_grad=True) for s in (x, weight)]
+        y = F.conv2d(*inputs, None, *geometry)
+        y.backward(place(normal(*y.shape).astype("float32")))
+        found.append((y.data, *(tensor.grad for tensor in inputs)))
+    for one, other in zip(*found, strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_array_equal(one, other)
 
 
 BAD = [

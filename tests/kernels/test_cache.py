@@ -3,6 +3,7 @@
 Of a node's ranks one compiles them, before the first step; so what it has called is what a step needs.
 """
 
+import os
 import shutil
 import subprocess
 import sys
@@ -12,9 +13,10 @@ import numba
 import pytest
 from numba.core.codegen import JITCPUCodegen
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 
 from shardrt.kernels import cpu, onednn
-from shardrt.kernels.cpu import _warm_up
+from shardrt.kernels.cpu import _jit, _warm_up
 from tests.kernels import test_attention_blocks
 
 ROOT = Path(__file__).parent.parent.parent
@@ -22,6 +24,7 @@ ROOT = Path(__file__).parent.parent.parent
 COUNT = """
 import sys
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 from shardrt.kernels.cpu._warm_up import call_all
 call_all()
 found = {
@@ -39,6 +42,7 @@ TRAIN = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
+from numba.core.registry import cpu_target
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
@@ -130,6 +134,21 @@ def test_what_kernels_call_becomes_a_piece_of_them_where_its_bits_depend_on_how_
     inexact = [kernel for kernel in called if kernel.targetoptions["fastmath"]]
     assert len(inexact) > 10
     assert not [kernel for kernel in inexact if not kernel.targetoptions["forceinline"]]
+
+
+def test_a_kernel_is_compiled_again_where_one_that_it_uses_has_changed(monkeypatch, tmp_path):
+    kernel, codegen = cpu.dropout._apply, cpu_target.target_context.codegen()
+    signature, changed = (), tmp_path / "philox.py"
+    shutil.copy2(cpu.philox.__file__, changed)
+    monkeypatch.setattr(cpu.philox, "__file__", str(changed))
+    keys = []
+    for stamp in (1, 1, 2):
+        os.utime(changed, ns=(stamp, stamp))
+        _jit._used.cache_clear()
+        keys.append([k._cache._index_key(signature, codegen) for k in (kernel, cpu.softmax._forward)])
+    _jit._used.cache_clear()
+    assert keys[0] == keys[1]
+    assert keys[1][0] != keys[2][0] and keys[1][1] == keys[2][1]
 
 
 CHANGES = {
