@@ -53,7 +53,7 @@ def test_hosts_with_folders_of_their_own_go_on_to_the_bit_and_parts_are_gathered
             made.run(host, ["mount", "--bind", str(place), str(folder / "runs")])
         for steps in (STEPS // 2, STEPS):
             job = Job(folder, "apart", "--steps", str(steps), *more)
-            assert job.ended(100) == 0, job.out + job.err
+            assert job.ended(200) == 0, job.out + job.err
         here = [
             sorted(path.name for path in (place / "apart/checkpoints" / f"step-{STEPS:08d}").glob("rank-*"))
             for place in places
@@ -75,7 +75,7 @@ def test_a_host_that_lacks_its_part_gets_it_from_the_other(folder):
         for host, place in enumerate(places):
             made.run(host, ["mount", "--bind", str(place), str(folder / "runs")])
         job = Job(folder, "moved", "--steps", str(STEPS // 2), *more)
-        assert job.ended(100) == 0, job.out + job.err
+        assert job.ended(200) == 0, job.out + job.err
         for host in (0, 1):  # as if ranks were placed the other way round
             step = f"moved/checkpoints/step-{STEPS // 2:08d}"
             for rank in (2 * host, 2 * host + 1):
@@ -84,6 +84,6 @@ def test_a_host_that_lacks_its_part_gets_it_from_the_other(folder):
             for rank in (2 * host, 2 * host + 1):
                 os.rename(folder / f"{rank}", places[1 - host] / step / f"rank-{rank:05d}.safetensors")
         job = Job(folder, "moved", "--steps", str(STEPS), *more)
-        assert job.ended(100) == 0, job.out + job.err
+        assert job.ended(200) == 0, job.out + job.err
         assert f"resumed from step {STEPS // 2}" in job.out
         assert losses(places[0] / "moved") == losses(folder / "runs" / "whole")
