@@ -110,8 +110,11 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
     length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
     sizes = weight[0] // groups, groups, weight[2], across, length
     apart = source.where[0] if joined else weight[1]
-    width = _most(turns) * lanes(dtype) if turns else whole_vectors(length, dtype)
-    sums = whole_vectors(weight[0], dtype) * prod(weight[1:])
+    if turns:
+        width, sums = _most(turns) * lanes(dtype), whole_vectors(weight[0], dtype) * prod(weight[1:])
+    else:
+        width = whole_vectors(length, dtype)
+        sums = weight[0] * weight[2] * across * width
     nests = []
     for row in range(weight[2]):
         line, down = np.arange(y[1]), row * dilation[0] - padding[0]
@@ -125,8 +128,6 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
             steps = pixel_step, output_step, stride[1] * source.pixel
             found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
         nests += [(len(line), *nest) for nest in found]
-    if not turns:
-        sums = weight[0] * weight[2] * across * width
     return WeightPlan(count, source, target, turns, tuple(nests), sums, width, split)
 
 

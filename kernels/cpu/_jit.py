@@ -38,24 +38,24 @@ class _Kept(FunctionCache):
 
 @cache
 def _used(module: str) -> tuple[tuple[str, int, int], ...]:
-    """A module of kernels and those that it uses, with when each was changed, in ns, and its bytes."""
+    """The stamps of a module of kernels and of those that it uses."""
     found: dict[str, tuple[str, int, int]] = {}
     left = [module]
     while left:
         name = left.pop()
         if name in found or not name.startswith(__package__):
             continue
-        told = Path(sys.modules[name].__file__).stat()
-        found[name] = name, told.st_mtime_ns, told.st_size
+        found[name] = stamp(Path(sys.modules[name].__file__))
         for value in vars(sys.modules[name]).values():
-            left.append(value.__name__ if isinstance(value, ModuleType) else _home(value))
+            home = value.__name__ if isinstance(value, ModuleType) else getattr(value, "__module__", "")
+            left.append(str(home))
     return tuple(sorted(found.values()))
 
 
-def _home(value: Any) -> str:
-    """The module that has a function; "" for what has none."""
-    name = getattr(value, "__module__", None)
-    return name if isinstance(name, str) else ""
+def stamp(path: Path) -> tuple[str, int, int]:
+    """A source's name, when it was changed, in ns, and its bytes."""
+    found = path.stat()
+    return path.name, found.st_mtime_ns, found.st_size
 
 
 def _decorator(*fastmath: str, part: bool = False) -> Callable[[Callable], Any]:

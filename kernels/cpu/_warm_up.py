@@ -37,6 +37,7 @@ from shardrt.kernels.cpu import (
     softmax,
     swiglu,
 )
+from shardrt.kernels.cpu._jit import stamp
 
 
 def warm_up() -> None:
@@ -50,8 +51,7 @@ def warm_up() -> None:
 
 def _mark() -> Path:
     """The file that says that these sources are compiled, by this Numba, for this Python and processor."""
-    sources = [(path.name, path.stat()) for path in sorted(Path(__file__).parent.glob("*.py"))]
-    about = [(name, found.st_mtime_ns, found.st_size) for name, found in sources]
+    about = [stamp(path) for path in sorted(Path(__file__).parent.glob("*.py"))]
     by = numba.__version__, sys.implementation.cache_tag
     processor = cpu_target.target_context.codegen().magic_tuple(), onednn.computes_bf16()
     key = sha256(repr((about, by, processor)).encode()).hexdigest()[:16]

@@ -16,6 +16,7 @@ def test_errors_are_relative():
     assert rounding.errors(found, exact) == (0.25, {"a": pytest.approx(0.1), "b": 0.0})
 
 
+@pytest.mark.torch
 def test_ours_in_float32_are_those_of_torch_and_in_bfloat16_not_as_near(monkeypatch, capsys, tmp_path):
     pytest.importorskip("torch")
     file = tmp_path / "result.json"

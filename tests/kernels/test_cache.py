@@ -24,7 +24,6 @@ ROOT = Path(__file__).parent.parent.parent
 COUNT = """
 import sys
 from numba.core.dispatcher import Dispatcher
-from numba.core.registry import cpu_target
 from shardrt.kernels.cpu._warm_up import call_all
 call_all()
 found = {
@@ -42,7 +41,6 @@ TRAIN = """
 import sys
 import numpy as np
 from numba.core.dispatcher import Dispatcher
-from numba.core.registry import cpu_target
 import shardrt
 from models.gpt import GPT, GPTConfig
 from models.llama import Llama, LlamaConfig
