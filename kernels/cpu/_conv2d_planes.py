@@ -1,9 +1,9 @@
 """Convolution plane by plane: vectors are pixels as they lie, not channels; nothing is turned or packed.
 
-For windows that move by one pixel over images as wide as their results. There the pixel that a tap meets is
-as far from every pixel of the result, and masks tell the lanes whose windows reach beyond the image. Numbers
-of the weight are read one by one, where they lie. Only with AVX-512, which has registers for masks: with AVX2
-masks take longer than turning.
+For groups, and windows of one pixel, that move by one pixel over images as wide as their results. There the
+pixel that a tap meets is as far from every pixel of the result, and masks tell the lanes whose windows reach
+beyond the image. Numbers of the weight are read one by one, where they lie. Only with AVX-512, which has
+registers for masks: with AVX2 masks take longer than turning.
 """
 
 from functools import lru_cache
@@ -23,6 +23,7 @@ Pair = tuple[int, int]
 _REGISTERS, _ROWS = 32, 8  # of vectors, with AVX-512; outputs in a tile, at most
 _MOST = 7  # vectors of pixels in it
 _TAPS = 9  # in a tile of a weight's gradient
+_NEAR = 1 << 17  # bytes of pixels that stay in the second cache while all outputs are made from them
 _WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache though they lie apart
 
 
@@ -48,10 +49,12 @@ def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> 
     if transposed:
         outputs, inputs, output_step, input_step = inputs, outputs, input_step, output_step
         source, target, sign = y, x, -1
-    if stride != (1, 1) or x[2] != y[2] or not _better(prod(target[1:]), outputs, groups, dtype):
+    if stride != (1, 1) or x[2] != y[2] or groups == 1 < area:
+        return None  # of channels that fill vectors: loads beside a whole vector's place take longer
+    if not _better(prod(target[1:]), outputs, dtype):
         return None
     rows = cut_evenly(outputs, _ROWS)
-    if rows[0][1] * area * inputs * dtype.itemsize > _WEIGHTS:
+    if area > 1 and rows[0][1] * area * inputs * dtype.itemsize > _WEIGHTS:
         return None
     shifts = _shifts(weight, padding, dilation, sign)
     masks = _masks(shifts, source[1:], target[1:], dtype)
@@ -62,10 +65,11 @@ def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> 
         most = min(_MOST, (_REGISTERS - 1) // (size + 1))
         for low, vectors, blocks in cut_evenly(masks.shape[1], most):
             width = vectors * lanes(dtype)
+            near = max(1, _NEAR // (width * inputs * dtype.itemsize))
             nests.append(
                 (
                     ((0,) * size, (0,) * vectors, (), ()),
-                    (groups, blocks, times),
+                    (groups, blocks, times, near),
                     (prod(weight) // groups, size * output_step),
                     (prod(source), inputs * from_pixels, width),
                     (prod(target), outputs * pixels, width, size * pixels),
@@ -93,13 +97,14 @@ def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, co
     """
     for n in range(start, stop):
         for i in range(counts[0]):
-            for j in range(counts[1]):
+            for first in range(0, counts[1], counts[3]):
                 for k in range(counts[2]):
-                    a = at[0] + i * by_a[0] + k * by_a[1]
-                    b = at[1] + n * by_b[0] + i * by_b[1] + j * by_b[2]
-                    out = at[2] + n * by_y[0] + i * by_y[1] + j * by_y[2] + k * by_y[3]
-                    places = a, b, out, at[3] + j * at[4]
-                    tile_sum(tile, weight, x, y, taps, apart, sizes, places, steps, False, masks)
+                    for j in range(first, min(first + counts[3], counts[1])):
+                        a = at[0] + i * by_a[0] + k * by_a[1]
+                        b = at[1] + n * by_b[0] + i * by_b[1] + j * by_b[2]
+                        out = at[2] + n * by_y[0] + i * by_y[1] + j * by_y[2] + k * by_y[3]
+                        places = a, b, out, at[3] + j * at[4]
+                        tile_sum(tile, weight, x, y, taps, apart, sizes, places, steps, False, masks)
 
 
 class WeightPlan(NamedTuple):
@@ -168,12 +173,12 @@ def _weight_tiles(
                     tap_sums(tile, x, dy, out, taps, masks, sizes, firsts, steps, add)
 
 
-def _better(pixels: int, outputs: int, groups: int, dtype: Any) -> bool:
+def _better(pixels: int, outputs: int, dtype: Any) -> bool:
     """Whether vectors of pixels are about as few as those of channels, which must be turned as well: that
     counts for more where channels are few."""
     ours, few = whole_vectors(pixels, dtype) * outputs, 2 * outputs <= lanes(dtype)
     theirs = pixels * (outputs if few else whole_vectors(outputs, dtype))
-    return WIDE and groups > 1 and ours <= (1.4 if few else 1.1) * theirs
+    return WIDE and ours <= (1.4 if few else 1.1) * theirs
 
 
 def _better_for_weights(pixels: int, inputs: int, groups: int, dtype: Any) -> bool:

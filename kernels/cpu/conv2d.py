@@ -94,6 +94,10 @@ def backward_weight(
         work = _operations(dy.shape, dweight.shape) // 2
         _conv2d_planes.add_weight(in_planes, x, dy, dweight, accumulate, work)
         return
+    swapped = _swaps(len(x) * prod(x.shape[2:]), dweight.shape, *how)
+    if swapped:
+        x, dy = dy, x
+        shapes = x.shape[1:], (dy.shape[1], x.shape[1], 1, 1), dy.shape[1:]
     plan = weight_plan(*shapes, *how, x.dtype)
     count = min(plan.images, len(x))
     source = _scratch(plan.source, count * plan.split, x.dtype)
@@ -113,6 +117,10 @@ def backward_weight(
             arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
             sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
+    if swapped:
+        blocks = -(-dweight.shape[1] // lanes(x.dtype))
+        run_rows(_unpack_swapped, blocks, dweight.size, sums, dweight, plan.width, accumulate)
+        return
     args = sums, dweight, groups, plan.turns, plan.width, accumulate
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
 
@@ -188,6 +196,16 @@ def _aligned(make: Any, count: int, dtype: Any) -> Array:
     """An array whose vectors lie in one line of the cache each: those across two take two loads."""
     data = make(count + lanes(dtype), dtype)
     return data[-data.ctypes.data % BYTES // data.itemsize :][:count]
+
+
+def _swaps(
+    pixels: int, weight: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
+) -> bool:
+    """Whether a weight's gradient is computed as that of the convolution from y to x, which turns y instead:
+    where all windows are a pixel, and there are so many with fewer outputs that sums are turned for less."""
+    outputs, inputs = weight[:2]
+    whole = weight[2:] == stride == (1, 1) and padding == (0, 0) and groups == 1
+    return whole and pixels * (inputs - outputs) >= 8 * inputs * outputs
 
 
 def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: bool) -> Array:
@@ -307,6 +325,19 @@ def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
                 else:
                     for c in range(channels):
                         dweight[output, c, i, j] = line[c]
+
+
+@exact
+def _unpack_swapped(start, stop, sums, dweight, width, accumulate):
+    """Blocks [start, stop) of as many inputs as a vector has lanes, from sums as (input, `width` outputs)."""
+    outputs, inputs = dweight.shape[:2]
+    size = _lanes_of(sums)
+    for block in range(start, stop):
+        for output in range(outputs):
+            line = dweight[output, :, 0, 0]
+            for c in range(block * size, min(inputs, (block + 1) * size)):
+                total = sums[c * width + output]
+                line[c] = line[c] + total if accumulate else total
 
 
 @exact

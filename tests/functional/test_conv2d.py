@@ -37,13 +37,15 @@ def test_a_weight_used_twice_gets_both_gradients():
     check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1) * 2, w), x, weight)
     depthwise = leaf(normal(2, 1, 3, 3))
     check_gradients(lambda x, w: F.conv2d(F.conv2d(x, w, padding=1, groups=2), w, groups=2), x, depthwise)
+    x, weight = leaf(normal(2, 3, 6, 6)), leaf(normal(2, 3, 1, 1))
+    check_gradients(lambda x, w: F.conv2d(x, w) + F.conv2d(x * x, w), x, weight)
 
 
 # Whole vectors and what is left of them, in channels, pixels and images; groups; all geometries.
 LARGE = [
     ((3, 3, 32, 32), (24, 3, 7, 7), 2, 3, 1, 1),  # few channels: rows of the window in one piece
     ((2, 40, 9, 14), (36, 40, 3, 3), 1, 1, 1, 1),
-    ((2, 33, 14, 14), (20, 33, 1, 1), 1, 0, 1, 1),
+    ((2, 33, 14, 14), (20, 33, 1, 1), 1, 1, 1, 1),
     ((2, 48, 12, 7), (72, 16, 3, 3), 2, 1, 1, 3),
     ((5, 40, 9, 14), (40, 8, 3, 3), (1, 2), 1, 1, 5),
     ((1, 80, 9, 14), (80, 40, 2, 3), (1, 2), (2, 1), (2, 1), 2),
@@ -63,11 +65,13 @@ LARGE = [
     ((3, 20, 13, 7), (40, 1, 5, 5), 1, 2, 1, 20),
     ((2, 34, 7, 7), (34, 17, 3, 3), 1, 1, 1, 2),
     ((2, 5, 4, 4), (5, 1, 3, 3), 1, 6, 6, 5),
+    # Windows of one pixel: plane by plane as well, and the weight's gradient from y to x.
+    ((9, 68, 16, 14), (20, 68, 1, 1), 1, 0, 1, 1),
     # Weight's gradient: planes of a whole number of 2048 bytes; groups that fill vectors with a row of taps.
     ((2, 48, 16, 32), (20, 24, 3, 3), 1, 1, 1, 2),
     ((3, 24, 7, 9), (48, 12, 1, 3), (2, 1), (0, 1), (2, 1), 2),
 ]
-PLANES = LARGE[15:20]
+PLANES = LARGE[15:21]
 
 
 @pytest.mark.torch
@@ -99,7 +103,7 @@ def test_the_same_bits_on_any_number_of_threads():
     def everything(threads):
         cpu.set_threads(threads)
         try:
-            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1], LARGE[4], *PLANES[:3]:
+            for x, weight, *geometry in LARGE[3], LARGE[7], LARGE[1], LARGE[4], *PLANES[:3], PLANES[5]:
                 inputs = [Tensor(normal(*s).astype("float32"), requires_grad=True) for s in (x, weight)]
                 y = F.conv2d(*inputs, None, *geometry)
                 y.backward(normal(*y.shape).astype("float32"))
