@@ -48,6 +48,7 @@ class WeightPlan(NamedTuple):
     source: Layout
     target: Layout | None  # None: dy as it lies, whose numbers are taken one by one
     turns: int
+    few: bool  # numbers of x are taken one by one, and vectors are outputs
     nests: tuple
     sums: int  # elements
     width: int  # of a tap's sums
@@ -98,11 +99,12 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
 def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan:
     turns, times = _lanewise(weight, groups, dtype)
     joined = not turns and weight[3] > 1 and dilation[1] == 1 and weight[1] <= VECTORS * lanes(dtype)
+    few = joined and _few(weight, groups, dtype)
     split = groups if joined else 1
     order = _order(x[0] // split * times, times, False)
     source = _layout(order, x[1:], padding[1], padding[1], dtype, joined)
     target, (image_step, row_step, pixel_step, output_step) = None, (prod(y), y[2], 1, y[1] * y[2])
-    if turns or output_step * dtype.itemsize % 2048 == 0:  # the same few lines of the first cache
+    if turns or few or output_step * dtype.itemsize % 2048 == 0:  # the same few lines of the first cache
         target = _layout(_order(y[0], 1, False), y[1:], 0, 0, dtype)
         image_step, row_step, pixel_step, output_step = target.where[0], target.row, target.pixel, 1
     count = _images(x, y, dtype)
@@ -112,6 +114,9 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
     apart = source.where[0] if joined else weight[1]
     if turns:
         width, sums = _most(turns) * lanes(dtype), whole_vectors(weight[0], dtype) * prod(weight[1:])
+    elif few:
+        width = whole_vectors(weight[0], dtype)
+        sums = width * prod(weight[1:])
     else:
         width = whole_vectors(length, dtype)
         sums = weight[0] * weight[2] * across * width
@@ -124,11 +129,14 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
         if turns:
             steps = stride[1] * source.pixel, right, pixel_step
             found = _lane_products(weight, turns, row, (from_x, from_dy), steps, right, dtype)
+        elif few:
+            steps = stride[1] * source.pixel, 1, pixel_step, width
+            found = _row_products(weight[0], length, row, (from_x, from_dy), steps, dtype)
         else:
             steps = pixel_step, output_step, stride[1] * source.pixel
             found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
         nests += [(len(line), *nest) for nest in found]
-    return WeightPlan(count, source, target, turns, tuple(nests), sums, width, split)
+    return WeightPlan(count, source, target, turns, few, tuple(nests), sums, width, split)
 
 
 def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
@@ -212,6 +220,23 @@ def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
             )
 
 
+def _row_products(outputs, length, i, starts, steps, dtype) -> Iterator:
+    """For each number of row i of the window and few vectors of outputs, as above."""
+    for at, size, pieces in cut_evenly(length, ROWS):
+        for low, vectors, blocks in _blocks(outputs, dtype):
+            step = vectors * lanes(dtype)
+            yield (
+                ((0,) * size, (0,) * vectors, (), ()),
+                starts,
+                steps,
+                (pieces, blocks, 1, 1, 1),
+                (size, 0, 0, 0, 0),
+                (0, step, 0, 0, 0),
+                (size * steps[3], step, 0, 0, 0),
+                (at, low, (i * length + at) * steps[3] + low),
+            )
+
+
 def _lane_products(weight, turns, i, starts, steps, right, dtype) -> Iterator:
     """The same for each few vectors of channels and piece of the window's columns."""
     _, _, rows, columns = weight
@@ -269,6 +294,12 @@ def _lanewise(weight: tuple, groups: int, dtype: Any) -> Pair:
 def whole_vectors(channels: int, dtype: Any) -> int:
     """Channels rounded up to whole vectors."""
     return -(-channels // lanes(dtype)) * lanes(dtype)
+
+
+def _few(weight: tuple, groups: int, dtype: Any) -> bool:
+    """Whether a row of the window fills vectors worse than outputs do, for a weight's gradient."""
+    waste, of_outputs = (whole_vectors(n, dtype) / n for n in (weight[1] * weight[3], weight[0]))
+    return groups == 1 and waste > 1.15 * of_outputs
 
 
 def _joined(channels: int, groups: int, dilation: Pair, dtype: Any) -> bool:

@@ -114,12 +114,17 @@ def backward_weight(
         else:
             run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
         for lines, tile, starts, steps, *nest in plan.nests:
-            arrays = (source, upper, sums) if plan.turns else (upper, source, sums)
+            arrays = (source, upper, sums) if plan.turns or plan.few else (upper, source, sums)
             sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
     if swapped:
         blocks = -(-dweight.shape[1] // lanes(x.dtype))
         run_rows(_unpack_swapped, blocks, dweight.size, sums, dweight, plan.width, accumulate)
+        return
+    if plan.few:
+        outputs, channels, rows, columns = dweight.shape
+        found = sums.reshape(rows, columns, channels, plan.width)[..., :outputs].transpose(3, 2, 0, 1)
+        np.add(dweight if accumulate else 0, found, out=dweight)
         return
     args = sums, dweight, groups, plan.turns, plan.width, accumulate
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)

@@ -35,8 +35,10 @@ QUICK = [case for case in SPREAD if case.ranks <= 4]
 QUICK.append(Case(("offload parameters", "offload gradients"), fails=("gather",), turn=16))
 
 
-# Most of what four ranks share two share as well, and these take a third of the time of all.
-REST = {case for place, case in enumerate(KINDS["four share"]) if place % 4}
+# What two ranks share, one has alone: each set is recorded as one or the other. What four share, two do.
+BY_TURNS = zip(KINDS["alone"], KINDS["two share"], strict=True)
+REST = {pair[place % 2] for place, pair in enumerate(BY_TURNS)}
+REST.update(case for place, case in enumerate(KINDS["four share"]) if place % 4)
 
 
 def marks_of(case):

@@ -36,7 +36,7 @@ SAVED = {
     "memory.offload_optimizer": ["False", "True"],
     "memory.offload_parameters": ["False", "True"],
 }
-SPACES = [QUICK, *(pytest.param(each, marks=pytest.mark.slow) for each in (PARTS, SAVED))]
+SPACES = [QUICK, pytest.param(PARTS, marks=pytest.mark.rest), pytest.param(SAVED, marks=pytest.mark.slow)]
 MACHINE = Machine.load("h100-8")
 
 
