@@ -17,6 +17,7 @@ from shardrt.comm import thread
 ROOT = Path(__file__).parent.parent
 on_hosts: tuple[str, dict[str, str]] | None = None  # an mpirun, and its variables: see tests/hosts/hosts.py
 _LAUNCHERS = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_", "HYDRA_", "WORLD_SIZE", "RANK", "LOCAL_RANK")
+_DROPPED = (*_LAUNCHERS, "PYTHONUNBUFFERED")  # the last has lines written in pieces, which ranks mix
 
 
 def run_ranks(size: int, function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
@@ -63,7 +64,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
     (Thread counts: this process has all cores, each rank of a child its share.)
     """
-    dropped = (name for name in os.environ if name.startswith(_LAUNCHERS) or name.endswith("_NUM_THREADS"))
+    dropped = (name for name in os.environ if name.startswith(_DROPPED) or name.endswith("_NUM_THREADS"))
     kept = {name: os.environ[name] for name in os.environ.keys() - set(dropped)}
     kept |= on_hosts[1] if on_hosts is not None else {}
     return kept | {"PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])} | variables

@@ -32,8 +32,8 @@ with Watch(mesh, Limits({limits})) as watch:
     watch.keep(Path(sys.argv[1]) if mesh.rank == 0 else None)
     watch.step(1)
     control.barrier(stream=stream)
-    print("stuck at", time.time(), flush=True)
     if mesh.rank == mesh.size - 1:
+        print("stuck at", time.time(), flush=True)
         stick()
     control.barrier(stream=stream)
 print("over", flush=True)
@@ -41,17 +41,17 @@ print("over", flush=True)
 HOLDS_THE_LOCK = "sum(range(10**13))"
 
 
-def run(folder, case, limits, size=1):
+def run(folder, case, limits, size=1, timeout=30.0):
     """(how it ended, seconds since it was stuck)"""
     code = SCRIPT.format(case=case, limits=limits)
     if size > 1:
-        done = mpirun(size, ["-c", code, str(folder)], timeout=30)
+        done = mpirun(size, ["-c", code, str(folder)], timeout=timeout)
     else:
         command = [sys.executable, "-c", code, str(folder)]
-        environment = clean_environment()
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30, cwd=ROOT, env=environment)
+        options = {"timeout": timeout, "cwd": ROOT, "env": clean_environment()}
+        done = subprocess.run(command, capture_output=True, text=True, **options)
     stuck = re.search(r"stuck at ([\d.]+)", done.stdout)
-    assert stuck, (done.returncode, done.stderr)
+    assert stuck, (done.returncode, done.stdout, done.stderr)
     return done, time.time() - float(stuck[1])
 
 
@@ -76,8 +76,10 @@ def test_a_rank_that_holds_the_interpreter_lock_is_ended_by_the_timer_below(tmp_
 @pytest.mark.mpi
 def test_the_others_name_a_rank_that_holds_the_lock_and_have_its_stack(tmp_path):
     limit = max(1, whole_job(2))  # that a busy machine does not exceed before the rank is stuck
-    done, seconds = run(tmp_path / "flight", HOLDS_THE_LOCK, f"set_up={limit}", size=2)
-    assert (done.returncode, seconds < 1 + limit + 2 * whole_job(2)) == (124, True)
+    limits = f"set_up={limit}"
+    done, seconds = run(tmp_path / "flight", HOLDS_THE_LOCK, limits, size=2, timeout=30 + 4 * limit)
+    # the other's progress and the print are two moments
+    assert (done.returncode, 0.9 * limit < seconds < 1 + limit + 2 * whole_job(2)) == (124, True)
     assert done.stderr.count("hang: ") == 1
     assert re.search(r"^rank 1 is behind: rank 0 waits in barrier #\d+ of control$", done.stderr, re.M)
     assert " in stick" in (tmp_path / "flight" / "stacks-1.txt").read_text()

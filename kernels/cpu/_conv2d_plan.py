@@ -48,7 +48,7 @@ class WeightPlan(NamedTuple):
     source: Layout
     target: Layout | None  # None: dy as it lies, whose numbers are taken one by one
     turns: int
-    few: bool  # numbers of x are taken one by one, and vectors are outputs
+    by_outputs: bool  # numbers of x are taken one by one, and vectors are outputs
     nests: tuple
     sums: int  # elements
     width: int  # of a tap's sums
@@ -99,12 +99,13 @@ def input_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Plan:
 def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> WeightPlan:
     turns, times = _lanewise(weight, groups, dtype)
     joined = not turns and weight[3] > 1 and dilation[1] == 1 and weight[1] <= VECTORS * lanes(dtype)
-    few = joined and _few(weight, groups, dtype)
+    by_outputs = joined and _by_outputs(weight, groups, dtype)
     split = groups if joined else 1
     order = _order(x[0] // split * times, times, False)
     source = _layout(order, x[1:], padding[1], padding[1], dtype, joined)
     target, (image_step, row_step, pixel_step, output_step) = None, (prod(y), y[2], 1, y[1] * y[2])
-    if turns or few or output_step * dtype.itemsize % 2048 == 0:  # the same few lines of the first cache
+    crowded = output_step * dtype.itemsize % 2048 == 0  # in the same few lines of the first cache
+    if turns or by_outputs or crowded:
         target = _layout(_order(y[0], 1, False), y[1:], 0, 0, dtype)
         image_step, row_step, pixel_step, output_step = target.where[0], target.row, target.pixel, 1
     count = _images(x, y, dtype)
@@ -114,7 +115,7 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
     apart = source.where[0] if joined else weight[1]
     if turns:
         width, sums = _most(turns) * lanes(dtype), whole_vectors(weight[0], dtype) * prod(weight[1:])
-    elif few:
+    elif by_outputs:
         width = whole_vectors(weight[0], dtype)
         sums = width * prod(weight[1:])
     else:
@@ -129,14 +130,14 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
         if turns:
             steps = stride[1] * source.pixel, right, pixel_step
             found = _lane_products(weight, turns, row, (from_x, from_dy), steps, right, dtype)
-        elif few:
+        elif by_outputs:
             steps = stride[1] * source.pixel, 1, pixel_step, width
             found = _row_products(weight[0], length, row, (from_x, from_dy), steps, dtype)
         else:
             steps = pixel_step, output_step, stride[1] * source.pixel
             found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
         nests += [(len(line), *nest) for nest in found]
-    return WeightPlan(count, source, target, turns, few, tuple(nests), sums, width, split)
+    return WeightPlan(count, source, target, turns, by_outputs, tuple(nests), sums, width, split)
 
 
 def _nests(source, target, sizes, turns, shape, places, stride, apart, origin, dtype) -> tuple:
@@ -221,7 +222,7 @@ def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
 
 
 def _row_products(outputs, length, i, starts, steps, dtype) -> Iterator:
-    """For each number of row i of the window and few vectors of outputs, as above."""
+    """For each of the `length` numbers of row i of the window and few vectors of outputs, as above."""
     for at, size, pieces in cut_evenly(length, ROWS):
         for low, vectors, blocks in _blocks(outputs, dtype):
             step = vectors * lanes(dtype)
@@ -296,8 +297,9 @@ def whole_vectors(channels: int, dtype: Any) -> int:
     return -(-channels // lanes(dtype)) * lanes(dtype)
 
 
-def _few(weight: tuple, groups: int, dtype: Any) -> bool:
-    """Whether a row of the window fills vectors worse than outputs do, for a weight's gradient."""
+def _by_outputs(weight: tuple, groups: int, dtype: Any) -> bool:
+    """Whether outputs fill vectors better than a row of the window, for a weight's gradient: by so much that
+    turning dy, which is else read where it lies, is made up for."""
     waste, of_outputs = (whole_vectors(n, dtype) / n for n in (weight[1] * weight[3], weight[0]))
     return groups == 1 and waste > 1.15 * of_outputs
 

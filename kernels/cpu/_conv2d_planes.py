@@ -28,7 +28,8 @@ _WEIGHTS = 1 << 14  # bytes of a tile's weights, that stay in the first cache th
 
 
 class Plan(NamedTuple):
-    """masks: for each tap, and for the result, the lanes of each vector of pixels."""
+    """masks: for each tap, and for the result, the lanes of each vector of pixels. nests: a tile, and what
+    _tiles takes from `counts` on."""
 
     groups: int
     masks: Array
@@ -49,13 +50,13 @@ def plan(x, weight, y, stride, padding, dilation, groups, dtype, transposed) -> 
     if transposed:
         outputs, inputs, output_step, input_step = inputs, outputs, input_step, output_step
         source, target, sign = y, x, -1
-    if stride != (1, 1) or x[2] != y[2] or groups == 1 < area:
+    if stride != (1, 1) or x[2] != y[2] or (groups == 1 and area > 1):
         return None  # of channels that fill vectors: loads beside a whole vector's place take longer
     if not _better(prod(target[1:]), outputs, dtype):
         return None
     rows = cut_evenly(outputs, _ROWS)
     if area > 1 and rows[0][1] * area * inputs * dtype.itemsize > _WEIGHTS:
-        return None
+        return None  # each tap would read all lines of a tile's weights anew
     shifts = _shifts(weight, padding, dilation, sign)
     masks = _masks(shifts, source[1:], target[1:], dtype)
     from_pixels, pixels = prod(source[1:]), prod(target[1:])
@@ -90,10 +91,12 @@ def convolve(found: Plan, x: Array, weight: Array, y: Array, work: int) -> None:
 
 @exact
 def _tiles(start, stop, tile, weight, x, y, taps, apart, masks, sizes, steps, counts, by_a, by_b, by_y, at):
-    """Images [start, stop): by groups, pieces of the pixels and of the outputs.
+    """Images [start, stop): by groups, and pieces of the pixels and of the outputs: all outputs of so many
+    pieces that lie near, then those of the next.
 
-    by_*: elements by which a step of these moves the weight, x and y, as far as it does; at: where they and
-    the masks begin, and how far a piece of the pixels moves those.
+    counts: groups, pieces of pixels, of outputs, and those near. by_*: elements by which a step of these
+    moves the weight, x and y, as far as it does. at: where weight, x, y and masks begin, and how far a piece
+    of the pixels moves the masks.
     """
     for n in range(start, stop):
         for i in range(counts[0]):

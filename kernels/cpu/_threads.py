@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import Any
 
+_WORTH = 16384  # elements for which another thread pays
 _count = max(1, int(os.environ.get("NUMBA_NUM_THREADS", "1")))
 
 
@@ -31,7 +32,7 @@ def run_rows(kernel: Callable, rows: int, elements: int, *args: Any) -> None:
 
     elements: how much work there is in all; little work is not split.
     """
-    pieces = min(_count, rows, elements // 16384) if _count > 1 else 1
+    pieces = min(_count, rows, elements // _WORTH) if _count > 1 else 1
     if pieces <= 1:
         kernel(0, rows, *args)
         return

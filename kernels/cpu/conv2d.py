@@ -3,7 +3,8 @@
 (Georganas et al., Anatomy of High-Performance Deep Learning Convolutions on SIMD Architectures, 2018.) As
 many images as stay in the second cache are turned from (channels, height, width) to (height, width,
 channels) with a border of zeros. There forward and both gradients are sums of products, of a piece of a row
-of pixels and a few vectors of channels, that stay in registers (_vectors.tile_sum).
+of pixels and a few vectors of channels, that stay in registers (_vectors.tile_sum). Where pixels fill vectors
+as well as channels, images are convolved as they lie instead, plane by plane (_conv2d_planes.py).
 
 A group that fills vectors is a product of matrices: a number of the one operand times a vector of the other.
 Groups of a few channels, one in depthwise convolution, would leave most of a vector empty. There ("lanewise")
@@ -95,7 +96,7 @@ def backward_weight(
         _conv2d_planes.add_weight(in_planes, x, dy, dweight, accumulate, work)
         return
     swapped = _swaps(len(x) * prod(x.shape[2:]), dweight.shape, *how)
-    if swapped:
+    if swapped:  # from here x is dy and dy is x
         x, dy = dy, x
         shapes = x.shape[1:], (dy.shape[1], x.shape[1], 1, 1), dy.shape[1:]
     plan = weight_plan(*shapes, *how, x.dtype)
@@ -104,7 +105,7 @@ def backward_weight(
     upper = None if plan.target is None else _scratch(plan.target, count, x.dtype)
     cut = x.reshape(len(x) * plan.split, -1, *x.shape[2:])
     sums = _aligned(np.empty, plan.sums, x.dtype)
-    work = count * _operations(dy.shape[1:], dweight.shape)
+    work = count * _operations(dy.shape[1:], shapes[1])
     for first in range(0, len(x), count):
         images = min(count, len(x) - first)
         pieces = images * plan.split
@@ -114,14 +115,14 @@ def backward_weight(
         else:
             run_rows(_turn, images, images * dy[0].size, dy[first:], upper, *plan.target.where)
         for lines, tile, starts, steps, *nest in plan.nests:
-            arrays = (source, upper, sums) if plan.turns or plan.few else (upper, source, sums)
+            arrays = (source, upper, sums) if plan.turns or plan.by_outputs else (upper, source, sums)
             sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
     if swapped:
         blocks = -(-dweight.shape[1] // lanes(x.dtype))
         run_rows(_unpack_swapped, blocks, dweight.size, sums, dweight, plan.width, accumulate)
         return
-    if plan.few:
+    if plan.by_outputs:
         outputs, channels, rows, columns = dweight.shape
         found = sums.reshape(rows, columns, channels, plan.width)[..., :outputs].transpose(3, 2, 0, 1)
         np.add(dweight if accumulate else 0, found, out=dweight)
@@ -206,11 +207,12 @@ def _aligned(make: Any, count: int, dtype: Any) -> Array:
 def _swaps(
     pixels: int, weight: tuple[int, ...], stride: Pair, padding: Pair, dilation: Pair, groups: int
 ) -> bool:
-    """Whether a weight's gradient is computed as that of the convolution from y to x, which turns y instead:
-    where all windows are a pixel, and there are so many with fewer outputs that sums are turned for less."""
+    """Whether a weight's gradient is computed as that of the convolution from y to x, which turns y instead
+    of x: where windows are pixels, and outputs so many fewer than inputs that what is not turned is more than
+    turning the sums takes (a number of which takes as long as 8 of pixels)."""
     outputs, inputs = weight[:2]
-    whole = weight[2:] == stride == (1, 1) and padding == (0, 0) and groups == 1
-    return whole and pixels * (inputs - outputs) >= 8 * inputs * outputs
+    same = weight[2:] == stride == (1, 1) and padding == (0, 0) and groups == 1  # sums, in either direction
+    return same and pixels * (inputs - outputs) >= 8 * inputs * outputs
 
 
 def _packed(weight: Array, taps: Array, groups: int, turns: int, transposed: bool) -> Array:

@@ -6,6 +6,8 @@ import pytest
 from shardrt import Tensor
 from shardrt import functional as F
 from shardrt.kernels import cpu
+from shardrt.kernels.cpu import _conv2d_plan, _conv2d_planes, _threads, conv2d
+from shardrt.kernels.cpu._vectors import WIDE
 from tests.gradcheck import LAYOUTS, check_gradients, leaf, normal
 
 # x, weight, stride, padding, dilation, groups
@@ -46,12 +48,12 @@ def test_a_weight_used_twice_gets_both_gradients():
 LARGE = [
     ((3, 3, 32, 32), (24, 3, 7, 7), 2, 3, 1, 1),  # few channels: rows of the window in one piece
     ((2, 40, 9, 14), (36, 40, 3, 3), 1, 1, 1, 1),
-    ((2, 33, 14, 14), (20, 33, 1, 1), 1, 1, 1, 1),
+    ((2, 33, 14, 14), (10, 33, 1, 1), 1, 1, 1, 1),
     ((2, 48, 12, 7), (72, 16, 3, 3), 2, 1, 1, 3),
     ((5, 40, 9, 14), (40, 8, 3, 3), (1, 2), 1, 1, 5),
     ((1, 80, 9, 14), (80, 40, 2, 3), (1, 2), (2, 1), (2, 1), 2),
     ((2, 3, 16, 16), (64, 3, 4, 4), 4, 0, 1, 1),  # patches; outputs fill vectors better
-    ((29, 3, 45, 40), (30, 3, 3, 3), 2, (1, 2), 1, 1),
+    ((29, 7, 45, 40), (30, 7, 3, 3), 2, (1, 2), 1, 1),  # the same, a row of the window in two pieces
     ((2, 24, 13, 7), (24, 1, 3, 3), (2, 1), 1, 1, 24),
     ((1, 4, 11, 14), (8, 1, 5, 3), 2, 2, (1, 2), 4),
     ((9, 64, 56, 20), (16, 64, 1, 1), 1, 0, 1, 1),  # more than one chunk of images
@@ -72,8 +74,33 @@ LARGE = [
     # Weight's gradient: planes of a whole number of 2048 bytes; groups that fill vectors with a row of taps.
     ((2, 48, 16, 32), (20, 24, 3, 3), 1, 1, 1, 2),
     ((3, 24, 7, 9), (48, 12, 1, 3), (2, 1), (0, 1), (2, 1), 2),
+    # Nearly from y to x, but for strides, groups, the window, padding (which counts plane by plane, too).
+    ((2, 40, 13, 12), (4, 40, 1, 1), 2, 0, 1, 1),
+    ((2, 40, 9, 8), (4, 20, 1, 1), 1, 0, 1, 2),
+    ((2, 40, 9, 8), (4, 40, 3, 3), 1, 0, 1, 1),
+    ((2, 40, 9, 8), (4, 40, 1, 1), 1, (1, 0), 1, 1),
 ]
 PLANES = LARGE[16:22]
+BY_OUTPUTS = LARGE[6:8]
+SWAPPED = [LARGE[10], LARGE[21]]
+MANY = ((3, 257, 27, 29), (130, 257, 1, 1), 1, 0, 1, 1)
+THREADS = [LARGE[1], LARGE[3], LARGE[4], LARGE[7], LARGE[8], *PLANES[:3], MANY]
+
+
+@pytest.mark.skipif(not WIDE, reason="other vectors, other ways")
+def test_cases_reach_what_they_are_for():
+    def shapes(case):
+        x, weight, *geometry = case
+        how = [(each, each) if isinstance(each, int) else each for each in geometry[:3]]
+        y = F.conv2d(np.zeros(x, "float32"), np.zeros(weight, "float32"), None, *geometry)
+        return x[1:], weight, y.shape[1:], *how, geometry[3], np.dtype("float32")
+
+    for case in PLANES:
+        assert _conv2d_planes.plan(*shapes(case), False) is not None
+    for case in LARGE:
+        assert _conv2d_plan.weight_plan(*shapes(case)).by_outputs == (case in BY_OUTPUTS)
+        x, weight, _, *how, _ = shapes(case)
+        assert conv2d._swaps(case[0][0] * x[1] * x[2], weight, *how) == (case in SWAPPED)
 
 
 @pytest.mark.torch
@@ -101,19 +128,13 @@ def test_equal_to_torch(dtype):
             assert error < tolerance, f"{name} of {x} by {weight} is off by {error:.1e}"
 
 
-def test_the_same_bits_on_any_number_of_threads():
+def test_the_same_bits_on_any_number_of_threads(monkeypatch):
+    monkeypatch.setattr(_threads, "_WORTH", 1)  # or turning and packing these would not be shared
+
     def everything(threads):
         cpu.set_threads(threads)
         try:
-            for x, weight, *geometry in (
-                LARGE[3],
-                LARGE[7],
-                LARGE[8],
-                LARGE[1],
-                LARGE[4],
-                *PLANES[:3],
-                PLANES[5],
-            ):
+            for x, weight, *geometry in THREADS:
                 inputs = [Tensor(normal(*s).astype("float32"), requires_grad=True) for s in (x, weight)]
                 y = F.conv2d(*inputs, None, *geometry)
                 y.backward(normal(*y.shape).astype("float32"))
