@@ -34,7 +34,9 @@ def test_states_of_eight_times_the_limit_train_to_the_bits_of_a_run_without_a_li
     counted, limit = numbers(r"([\d.]+) MB count against the limit of ([\d.]+) MB", limited.stdout)
     assert counted <= limit == budget
     (resident,) = numbers(r"([\d.]+) MB resident at most", limited.stdout)
-    assert resident < 1.25 * budget  # the kernel may take pages of files back at any time: not limited
+    # Pages of files are not limited, and those of libraries that the kernel took before the start come back:
+    # 1.15 to 1.31 of the budget. 2.9 where what is gathered stays, 3.8 where what is updated does.
+    assert resident < 1.5 * budget
     first, last = numbers(r"loss fell from ([\d.]+) to ([\d.]+)", limited.stdout)
     assert last < first - 0.5
     assert list(tmp_path.iterdir()) == []

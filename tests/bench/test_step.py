@@ -168,7 +168,7 @@ for sys.argv[1:] in json.loads(sys.argv[1]):
     try:
         step.main()
     except SystemExit as end:
-        sys.stdout.write(f"exit code {end.code}\\n")
+        print(f"exit code {end.code}", flush=True)
 """
 
 
