@@ -33,6 +33,7 @@ def serve(make: Callable[[dict], Trainer]) -> None:
     """The process: settings are its first argument, a JSON object. Ends when its input does."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
+    sys.stdout.reconfigure(line_buffering=True)  # and comes before the error that ends them
 
     def answer(values: dict) -> None:
         print(json.dumps(values), file=answers, flush=True)
