@@ -90,10 +90,13 @@ THREADS = [LARGE[1], LARGE[3], LARGE[4], LARGE[7], LARGE[8], *PLANES[:3], MANY]
 @pytest.mark.skipif(not WIDE, reason="other vectors, other ways")
 def test_cases_reach_what_they_are_for():
     def shapes(case):
-        x, weight, *geometry = case
-        how = [(each, each) if isinstance(each, int) else each for each in geometry[:3]]
-        y = F.conv2d(np.zeros(x, "float32"), np.zeros(weight, "float32"), None, *geometry)
-        return x[1:], weight, y.shape[1:], *how, geometry[3], np.dtype("float32")
+        x, weight, *geometry, groups = case
+        stride, padding, dilation = ((n, n) if isinstance(n, int) else n for n in geometry)
+        y = (
+            (x[2 + i] + 2 * padding[i] - dilation[i] * (weight[2 + i] - 1) - 1) // stride[i] + 1
+            for i in (0, 1)
+        )
+        return x[1:], weight, (weight[0], *y), stride, padding, dilation, groups, np.dtype("float32")
 
     for case in PLANES:
         assert _conv2d_planes.plan(*shapes(case), False) is not None
