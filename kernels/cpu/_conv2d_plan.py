@@ -112,15 +112,14 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
     image, right = np.arange(count)[:, None], dilation[1] * source.pixel
     length, across = (weight[3] * weight[1], 1) if joined else weight[1:4:2]
     sizes = weight[0] // groups, groups, weight[2], across, length
+    if by_outputs:  # dy takes the part of x, and x of dy
+        sizes = length, groups, weight[2], across, weight[0]
     apart = source.where[0] if joined else weight[1]
     if turns:
         width, sums = _most(turns) * lanes(dtype), whole_vectors(weight[0], dtype) * prod(weight[1:])
-    elif by_outputs:
-        width = whole_vectors(weight[0], dtype)
-        sums = width * prod(weight[1:])
     else:
-        width = whole_vectors(length, dtype)
-        sums = weight[0] * weight[2] * across * width
+        width = whole_vectors(sizes[-1], dtype)
+        sums = prod(sizes[:-1]) * width
     nests = []
     for row in range(weight[2]):
         line, down = np.arange(y[1]), row * dilation[0] - padding[0]
@@ -131,8 +130,8 @@ def weight_plan(x, weight, y, stride, padding, dilation, groups, dtype) -> Weigh
             steps = stride[1] * source.pixel, right, pixel_step
             found = _lane_products(weight, turns, row, (from_x, from_dy), steps, right, dtype)
         elif by_outputs:
-            steps = stride[1] * source.pixel, 1, pixel_step, width
-            found = _row_products(weight[0], length, row, (from_x, from_dy), steps, dtype)
+            steps = stride[1] * source.pixel, 1, pixel_step
+            found = _group_products(sizes, apart, row, (from_x, from_dy), steps, right, dtype)
         else:
             steps = pixel_step, output_step, stride[1] * source.pixel
             found = _group_products(sizes, apart, row, (from_dy, from_x), steps, right, dtype)
@@ -218,23 +217,6 @@ def _group_products(sizes, apart, i, starts, steps, right, dtype) -> Iterator:
                 (0, apart, 0, right, step),
                 (size * width, group, 0, tap, step),
                 (at * steps[1], low, at * width + low + i * row),
-            )
-
-
-def _row_products(outputs, length, i, starts, steps, dtype) -> Iterator:
-    """For each of the `length` numbers of row i of the window and few vectors of outputs, as above."""
-    for at, size, pieces in cut_evenly(length, ROWS):
-        for low, vectors, blocks in _blocks(outputs, dtype):
-            step = vectors * lanes(dtype)
-            yield (
-                ((0,) * size, (0,) * vectors, (), ()),
-                starts,
-                steps,
-                (pieces, blocks, 1, 1, 1),
-                (size, 0, 0, 0, 0),
-                (0, step, 0, 0, 0),
-                (size * steps[3], step, 0, 0, 0),
-                (at, low, (i * length + at) * steps[3] + low),
             )
 
 

@@ -118,14 +118,10 @@ def backward_weight(
             arrays = (source, upper, sums) if plan.turns or plan.by_outputs else (upper, source, sums)
             sizes = images * lines, dy.shape[3]
             run_rows(_tiles, nest[0][0], work, tile, *arrays, *starts, sizes, steps, first > 0, *nest)
-    if swapped:
-        blocks = -(-dweight.shape[1] // lanes(x.dtype))
-        run_rows(_unpack_swapped, blocks, dweight.size, sums, dweight, plan.width, accumulate)
-        return
-    if plan.by_outputs:
-        outputs, channels, rows, columns = dweight.shape
-        found = sums.reshape(rows, columns, channels, plan.width)[..., :outputs].transpose(3, 2, 0, 1)
-        np.add(dweight if accumulate else 0, found, out=dweight)
+    if swapped or plan.by_outputs:
+        by_tap = dweight.reshape(*dweight.shape[:2], -1)
+        blocks = by_tap.shape[2] * -(-by_tap.shape[1] // lanes(x.dtype))
+        run_rows(_unpack_by_outputs, blocks, dweight.size, sums, by_tap, plan.width, accumulate)
         return
     args = sums, dweight, groups, plan.turns, plan.width, accumulate
     run_rows(_unpack_lanes if plan.turns else _unpack, len(dweight), dweight.size, *args)
@@ -335,15 +331,18 @@ def _unpack(start, stop, sums, dweight, groups, turns, width, accumulate):
 
 
 @exact
-def _unpack_swapped(start, stop, sums, dweight, width, accumulate):
-    """Blocks [start, stop) of as many inputs as a vector has lanes, from sums as (input, `width` outputs)."""
-    outputs, inputs = dweight.shape[:2]
+def _unpack_by_outputs(start, stop, sums, dweight, width, accumulate):
+    """Blocks [start, stop) of as many inputs of a tap as a vector has lanes, into dweight (outputs, inputs,
+    taps) from sums as (tap, input, `width` outputs)."""
+    outputs, inputs, _ = dweight.shape
     size = _lanes_of(sums)
-    for block in range(start, stop):
+    blocks = -(-inputs // size)
+    for place in range(start, stop):
+        tap, first = place // blocks, place % blocks * size
         for output in range(outputs):
-            line = dweight[output, :, 0, 0]
-            for c in range(block * size, min(inputs, (block + 1) * size)):
-                total = sums[c * width + output]
+            line = dweight[output, :, tap]
+            for c in range(first, min(inputs, first + size)):
+                total = sums[(tap * inputs + c) * width + output]
                 line[c] = line[c] + total if accumulate else total
 
 
