@@ -42,7 +42,7 @@ test: $(FOR_TESTS) ## run the tests, JOBS=3 at a time; against PyTorch if it can
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m tests -n $(JOBS) $(ARGS)
 
-check: $(FOR_TESTS) ## run the quick tests, in two minutes: nothing against PyTorch, nothing long
+check: $(FOR_TESTS) ## run the quick tests, in four minutes: nothing against PyTorch, nothing long
 	$(BIN)/python -m tests --quick -n $(JOBS) $(ARGS)
 
 hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
