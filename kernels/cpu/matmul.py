@@ -37,16 +37,6 @@ def affine(a: Array, b: Array, bias: Array, out: Array) -> None:
     _product(a, b, bias, out, False)
 
 
-def _product_like(whole: Array, a: Array, b: Array, out: Array, accumulate: bool) -> None:
-    """matmul of other rows than `whole` has: by who computes that with b."""
-    if not _choice.open_to(whole, b, out, onednn.library()):
-        _by_blas(a, b, None, out, accumulate)
-        return
-    ways = {"blas": _by_blas, "onednn": _by_onednn}
-    result = out if len(out) == len(whole) else np.empty((len(whole), out.shape[1]), out.dtype)
-    ways[_choice.choose(ways, whole, b, None, result, accumulate)](a, b, None, out, accumulate)
-
-
 def _product(a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> None:
     if a.ndim == 2 and _choice.open_to(a, b, out, onednn.library()):
         ways = {"blas": _by_blas, "onednn": _by_onednn}

@@ -18,8 +18,6 @@ from shardrt.fsdp.layout import ALIGNMENT, Layout
 
 Array = Any
 
-FEW = 16  # rows
-
 
 @dataclass(frozen=True)
 class Pieces:
@@ -101,7 +99,7 @@ class InPieces:
             return
         entry = self.pieces.layout.entries[position]
         width = _width(entry.shape)
-        first, last = _enough(start // width, -(-stop // width), entry.shape[0])
+        first, last = start // width, -(-stop // width)
         whole = (first * width, last * width) == (start, stop)
         rows = out.reshape(-1, width) if whole else self._device.empty((last - first, width), out.dtype)
         for number, fill in enumerate(self._fills[position]):
@@ -117,13 +115,6 @@ class InPieces:
                 compute.submit(self._device.copy, array, self._arrays[position])
             for number, fill in enumerate(self._fills.get(position, [])):
                 fill(0, len(array), array, number > 0)
-
-
-def _enough(first: int, last: int, count: int) -> tuple[int, int]:
-    """Rows [first, last), or more of all `count`: for a few BLAS has other products, with other bits."""
-    missing = max(0, min(FEW, count) - (last - first))
-    first = max(0, first - missing)
-    return first, max(last, min(count, first + FEW))
 
 
 def _width(shape: tuple[int, ...]) -> int:

@@ -13,7 +13,7 @@ from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, units
 from shardrt.fsdp.layout import Layout
-from shardrt.fsdp.pieces import FEW, InPieces, Pieces
+from shardrt.fsdp.pieces import InPieces, Pieces
 from shardrt.kernels.cpu import linear
 
 WIDTH, WORDS = 24, 997
@@ -48,6 +48,7 @@ def gpt(mesh, **settings):
 def long_heads(monkeypatch):
     """The head's gradient is long enough to be made by rows."""
     monkeypatch.setattr(linear, "BLOCK", 64)
+    monkeypatch.setattr(linear, "TILE", 40)
 
 
 @pytest.fixture
@@ -217,7 +218,7 @@ def test_every_element_is_made_once(shapes, shards, count):
     values = np.random.default_rng(0).standard_normal(shapes[matrix]).astype(np.float32)
 
     def fill(first, stop, out, accumulate):
-        assert stop - first == len(out) >= min(FEW, len(values))
+        assert stop - first == len(out)
         out[...] = out + values[first:stop] if accumulate else values[first:stop]
 
     opened.put_rows(matrix, fill)
@@ -267,5 +268,5 @@ def test_an_ops_rows_are_those_of_its_whole_gradient():
     rows = np.empty((100, WIDTH), np.float32)
     for number, fill in enumerate(left):
         fill(100, 200, rows, number > 0)
-    assert len(left) == 2 and linear.FEW == FEW
+    assert len(left) == 2
     np.testing.assert_array_equal(rows, weight.grad[100:200])
