@@ -31,11 +31,15 @@ _spent = 0.0
 
 
 def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> bool:
-    """Whether there is a choice: oneDNN is here, reads these operands, and the product is worth it."""
+    """Whether there is a choice: oneDNN is here, reads these operands, and the product is worth it.
+
+    On a processor without instructions for bfloat16 oneDNN has no matmul of its bits.
+    """
     if library is None:
         return False
     if a.dtype == np.uint16:
-        return a.size > 0 and b.size > 0 and _read(a) and _read(b) and out.strides[1] == out.itemsize
+        here = library.computes_bf16 and a.size > 0 and b.size > 0
+        return here and _read(a) and _read(b) and out.strides[1] == out.itemsize
     if a.dtype != np.float32 or 2 * a.size * b.shape[1] < LEAST or _by_rule():
         return False
     return min(*a.shape, b.shape[1]) > 1 and _read(a) and _read(b) and out.strides[1] == out.itemsize

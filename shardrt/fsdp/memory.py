@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
+from shardrt import dtypes
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
 from shardrt.fsdp import buffers
@@ -173,7 +174,8 @@ def _add_optimizer(
 def explain(model: Module) -> str:
     """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
 
-    MB: of the parameters that this rank holds. gathered: the unit at whose start the gather is issued, by
+    MB: of the parameters that this rank holds. computed: the type in which matmuls take them: float32 of
+    bfloat16 where the device has no matmuls of bfloat16. gathered: the unit at whose start the gather is issued, by
     the present plan, which is the order of declaration until the first forward has recorded another. Where
     axes of the mesh are joined, folded, or cut modules, their names stand there, and which ranks have the
     other parts beside this one's. Raises ValueError if `model` has no unit.
@@ -227,11 +229,18 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
         _mb(layouts[group].shard_size * group.parameters[0].dtype.itemsize),
         unit.settings.strategy.name + _joined_axes(group) + _before(group),
         kept,
-        group.key.param,
+        _computed(group),
         group.key.reduce if group.trainable else "",
         " ".join(words),
         when,
     )
+
+
+def _computed(group: ParameterGroup) -> str:
+    """The type in which matmuls take its parameters; where those are rounded to a shorter type first, both."""
+    param = group.key.param
+    taken = group.settings.mesh.device.gathered_dtype(param)
+    return param if taken.itemsize == dtypes.storage(param).itemsize else f"{taken.name} of {param}"
 
 
 def _joined_axes(group: ParameterGroup) -> str:

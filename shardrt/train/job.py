@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from shardrt import device, nn, optim, random
+from shardrt import device, dtypes, nn, optim, random
 from shardrt.checkpoint import CheckpointError, CheckpointManager, read_manifest, save
 from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
@@ -408,6 +408,14 @@ def over_axes(recipe: Recipe, ranks: int) -> str:
     return told + f", experts over {recipe.parallel.ep} ranks" * (recipe.parallel.ep > 1)
 
 
+def _precision(recipe: Recipe, mesh: DeviceMesh) -> tuple[str, ...]:
+    """A line where the device can't multiply in the type that the user asks for."""
+    param = recipe.precision.param.value
+    if param not in dtypes.LOW or mesh.device.gathered_dtype(param).itemsize == 2:
+        return ()
+    return (f"{param}: no matmuls of it on this device; they are float32, of parameters rounded to {param}",)
+
+
 def introduce(job: Job, plan: MemoryPlan) -> None:
     """What is trained, on what, and where it goes: for the reader, and in metrics.jsonl."""
     run, recipe, mesh, task, model = job.run, job.recipe, job.mesh, job.task, job.model
@@ -424,7 +432,7 @@ def introduce(job: Job, plan: MemoryPlan) -> None:
         piped = pipelines.described(recipe, mesh, pipeline, plan)
         plan, memory, facts = piped.plan, piped.memory, {"pipeline": piped.facts}
         more += piped.lines
-    for line in more:
+    for line in (*more, *_precision(recipe, mesh)):
         run.screen.explain(line)
     run.say(f"memory as planned, per rank:\n{memory}")
     run.say(f"run: {run.directory}")

@@ -21,6 +21,7 @@ from shardrt.fsdp import (
     unshard,
 )
 from shardrt.fsdp.unit import State
+from shardrt.kernels import onednn
 from shardrt.nn.storage import LocalStorage
 from shardrt.recompute import checkpoint
 from tests.fsdp.nets import Block, Net, batches, gradients, loss_of, shard
@@ -477,7 +478,9 @@ def test_only_methods_of_units_can_be_registered():
 # -- explain
 
 
-def test_explain_says_what_is_where():
+@pytest.mark.parametrize("instructions", [True, False])
+def test_explain_says_what_is_where(monkeypatch, instructions):
+    monkeypatch.setattr(onednn, "computes_bf16", lambda: instructions)
     model = net()
     model.blocks[2].up.bias.requires_grad = False
     fully_shard(model.blocks[0], strategy="SHARD_OPT", mp_policy=MixedPrecisionPolicy("bfloat16", "float32"))
@@ -488,8 +491,9 @@ def test_explain_says_what_is_where():
     assert table[0][:4] == ["unit", "parameters", "MB per rank", "strategy"]
     block = sum(p.size for p in Block().parameters())
     rows = {row[0]: row for row in table[1:] if "frozen" not in row[1]}
+    computed = "bfloat16" if instructions else "float32 of bfloat16"
     assert rows["blocks.0"][1:] == [
-        f"{block}", "0.0", "SHARD_OPT", "always", "bfloat16", "float32", "with (root)",
+        f"{block}", "0.0", "SHARD_OPT", "always", computed, "float32", "with (root)",
     ]  # fmt: skip
     assert "parameters optimizer" in rows["blocks.1 + blocks.2"]
     assert [row[1] for row in table if "frozen" in row[1]] == ["13 frozen"]
