@@ -77,7 +77,7 @@ def backward(
 
 
 def _readable(*arrays: Array) -> tuple[Array, ...]:
-    """Queries, keys and values as matmuls take them here: bits become float32 where none computes with bits."""
+    """Queries, keys and values as matmuls take them here: float32 where none takes bits of bfloat16."""
     if arrays[0].dtype != np.uint16 or onednn.computes_bf16():
         return arrays
     return tuple(widened(x) for x in arrays)

@@ -175,9 +175,9 @@ def explain(model: Module) -> str:
     """A table of the units of `model`: what they hold, how they are cut, in which order they are prefetched.
 
     MB: of the parameters that this rank holds. computed: the type in which matmuls take them: float32 of
-    bfloat16 where the device has no matmuls of bfloat16. gathered: the unit at whose start the gather is issued, by
-    the present plan, which is the order of declaration until the first forward has recorded another. Where
-    axes of the mesh are joined, folded, or cut modules, their names stand there, and which ranks have the
+    bfloat16 where the device has no matmuls of bfloat16. gathered: the unit at whose start the gather is
+    issued, by the present plan, which is the order of declaration until the first forward has recorded
+    another. Where axes of the mesh are joined, folded, or cut modules, their names stand there, and which ranks have the
     other parts beside this one's. Raises ValueError if `model` has no unit.
     """
     units = whole_of("explain", model)
@@ -237,7 +237,7 @@ def _row(unit: Any, group: Any, layouts: dict, order: dict, prefetch: int, plann
 
 
 def _computed(group: ParameterGroup) -> str:
-    """The type in which matmuls take its parameters; where those are rounded to a shorter type first, both."""
+    """The type in which matmuls take its parameters, and the shorter one to which these are rounded first."""
     param = group.key.param
     taken = group.settings.mesh.device.gathered_dtype(param)
     return param if taken.itemsize == dtypes.storage(param).itemsize else f"{taken.name} of {param}"

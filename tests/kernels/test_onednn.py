@@ -19,7 +19,9 @@ from shardrt.kernels.cpu.matmul import _by_blas, _by_onednn, matmul
 pytestmark = pytest.mark.skipif(onednn.library() is None, reason="oneDNN is not installed")
 
 needs_bf16 = pytest.mark.skipif(not onednn.computes_bf16(), reason="no instructions for bfloat16 here")
-kinds = pytest.mark.parametrize("low", [pytest.param(True, marks=needs_bf16), False], ids=["bfloat16", "float32"])
+kinds = pytest.mark.parametrize(
+    "low", [pytest.param(True, marks=needs_bf16), False], ids=["bfloat16", "float32"]
+)
 SIZES = [(1, 1, 1), (1, 5, 3), (7, 1, 3), (3, 64, 1), (33, 47, 65), (128, 64, 256), (200, 300, 100)]
 STEP = 2.0**-23  # of float32
 

@@ -1,6 +1,7 @@
 """Updates while backward runs: the bits of step() after it, beside it, and errors where that cannot be."""
 
 import gc
+import threading
 import time
 import weakref
 from functools import cache
@@ -62,17 +63,36 @@ class SlowAdamW(optim.AdamW):
         super().update(kernels, update)
 
 
+class MeetingAdamW(optim.AdamW):
+    """Each of its updates begins, then ends only while backward computes: both wait for that."""
+
+    LIMIT = 30  # seconds, for a test that fails
+
+    def update(self, kernels, update):
+        self.begun.release()
+        assert self.computing.acquire(timeout=self.LIMIT), (
+            "backward does not go on before the update has ended"
+        )
+        super().update(kernels, update)
+
+
 def test_the_update_of_a_unit_runs_beside_the_backward_of_the_next():
     storages = [HostStorage() for _ in range(UNITS)]
-    optimizer = SlowAdamW([p for s in storages for p in s.parameters], in_backward=True)
+    optimizer = MeetingAdamW([p for s in storages for p in s.parameters], in_backward=True)
+    optimizer.begun, optimizer.computing = threading.Semaphore(0), threading.Semaphore(0)
     (gradient,) = gradients(1)
     computing = []
     with timeline.record() as spans:
         for storage in storages:
             start = time.perf_counter()
-            time.sleep(0.02)
+            if computing:  # the unit before has its gradient
+                assert optimizer.begun.acquire(timeout=optimizer.LIMIT), (
+                    "the update waits for backward to end"
+                )
+                optimizer.computing.release()
             computing.append((start, time.perf_counter()))
             storage.reduce(gradient)
+        optimizer.computing.release()
         optimizer.step()
     updates = [span for span in spans if span.label.startswith("update")]
     assert len(updates) == UNITS
