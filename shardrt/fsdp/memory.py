@@ -177,8 +177,8 @@ def explain(model: Module) -> str:
     MB: of the parameters that this rank holds. computed: the type in which matmuls take them: float32 of
     bfloat16 where the device has no matmuls of bfloat16. gathered: the unit at whose start the gather is
     issued, by the present plan, which is the order of declaration until the first forward has recorded
-    another. Where axes of the mesh are joined, folded, or cut modules, their names stand there, and which ranks have the
-    other parts beside this one's. Raises ValueError if `model` has no unit.
+    another. Where axes of the mesh are joined, folded, or cut modules, their names stand there, and which
+    ranks have the other parts beside this one's. Raises ValueError if `model` has no unit.
     """
     units = whole_of("explain", model)
     layouts = lay_out(units)
