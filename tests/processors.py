@@ -34,7 +34,7 @@ class Processor:
     """A class of x86-64 processors.
 
     flags: what the kernel says of one. openblas, numba, onednn: what the libraries call it; "": oneDNN is not
-    installed. vectors: bits of its widest. lacks: how names of features begin that it has not, by NumPy and LLVM.
+    installed. vectors: bits of its widest. lacks: how NumPy's and LLVM's names of what it lacks begin.
     """
 
     name: str
@@ -144,10 +144,7 @@ def run(
     if not processor.runs_on(flags):
         lacking = " ".join(sorted(set(processor.flags.split()) - flags))
         return processor.name, f"not run: this machine lacks {lacking}", 0
-    print(
-        f"\n{processor.name}: {' '.join('='.join(pair) for pair in processor.environment().items())}",
-        flush=True,
-    )
+    print(f"\n{processor.name}:", flush=True)
     paths = (
         []
         if any(Path(word.partition("::")[0]).exists() for word in others)
