@@ -2,7 +2,8 @@
 
 First those that may run beside others, JOBS at a time, then those for a GPU, on one in software. (`make gpu`
 runs them on a GPU, `make hosts` more on several hosts.) Then those whose jobs must end in time and mostly
-wait, two at a time, and those that measure time, one after the other.
+wait, two at a time, and those that measure time, one after the other. Last, some of them as on a processor
+with shorter vectors (`make processors` runs all numerical tests in each class of processor).
 """
 
 import os
@@ -48,7 +49,7 @@ def main() -> int:
     parser.add_argument("--rest", action="store_true", help="grids of which else a spread runs, whole")
     parser.add_argument("-n", dest="jobs", default="3", help="tests at a time (3)")
     options, others = parser.parse_known_args()
-    beside = ["-n", options.jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
+    beside = side_by_side(options.jobs)
     parts = [[*beside, "-m", QUICK if options.quick else BESIDE + " and not rest" * (not options.rest)]]
     parts[0] += [f"--ignore=tests/{name}" for name in LONG if options.quick]
     if not options.quick:
@@ -59,8 +60,16 @@ def main() -> int:
         parts += [["-m", "serial and not hosts", *files_with("serial", others)]]
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes would compile all sources anew
     codes = [subprocess.call([sys.executable, "-m", "pytest", "-q", *part, *others]) for part in parts]
+    if not options.quick and not named(others):
+        processors = [sys.executable, "-m", "tests.processors", "--slice", "-n", options.jobs]
+        codes.append(subprocess.call([*processors, *others]))
     codes = [code for code in codes if code != NOTHING_TO_RUN] or [NOTHING_TO_RUN]
     return next((code for code in codes if code), 0)
+
+
+def side_by_side(jobs: str) -> list[str]:
+    """Arguments for so many files of tests at a time."""
+    return ["-n", jobs, "--dist", "loadfile", "-p", "tests.longest_first", "--no-loadscope-reorder"]
 
 
 def files_with(mark: str, others: list[str]) -> list[str]:

@@ -15,6 +15,8 @@ from pathlib import Path
 from llvmlite.binding import get_host_cpu_features
 from numpy._core import _multiarray_umath as numpy
 
+from tests.__main__ import BESIDE, NOTHING_TO_RUN, named, side_by_side
+
 FOLDER = Path(__file__).parent
 NUMERICAL = (
     *("kernels", "functional", "fsdp", "optim", "parallel", "parity", "train/test_world_invariant.py"),
@@ -26,7 +28,6 @@ SLICE = (
     *("kernels/test_onednn.py", "kernels/test_bits.py", "kernels/test_sums.py"),
     *("functional/test_linear.py", "fsdp/test_pieces.py", "fsdp/test_same_bits.py"),
 )
-NO_TESTS = 5  # pytest's exit code
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ def machine_flags() -> set[str]:
 def below(flags: set[str]) -> Processor | None:
     """The class with the next shorter vectors than those of a machine with these flags; None below all."""
     here = [each for each in PROCESSORS if each.runs_on(flags)]
-    shorter = [each for each in here if each.vectors < here[-1].vectors]
+    shorter = [each for each in here if each.vectors < max(one.vectors for one in here)]
     return shorter[-1] if shorter else None
 
 
@@ -145,36 +146,18 @@ def run(
         lacking = " ".join(sorted(set(processor.flags.split()) - flags))
         return processor.name, f"not run: this machine lacks {lacking}", 0
     print(f"\n{processor.name}:", flush=True)
-    paths = (
-        []
-        if any(Path(word.partition("::")[0]).exists() for word in others)
-        else [str(FOLDER / t) for t in tests]
-    )
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-n",
-        jobs,
-        "--dist",
-        "loadfile",
-        "-p",
-        "tests.longest_first",
-    ]
-    command += ["--no-loadscope-reorder", "-m", "not timed and not serial and not hosts and not rest"]
+    paths = [] if named(others) else [str(FOLDER / each) for each in tests]
+    command = [sys.executable, "-m", "pytest", "-q", *side_by_side(jobs), "-m", f"{BESIDE} and not rest"]
+    environment = os.environ | processor.environment()
     process = subprocess.Popen(
-        [*command, *paths, *others],
-        env=os.environ | processor.environment(),
-        stdout=subprocess.PIPE,
-        text=True,
+        [*command, *paths, *others], env=environment, stdout=subprocess.PIPE, text=True
     )
     last = ""
     for line in process.stdout:
         print(line, end="", flush=True)
         last = line.strip() or last
     code = process.wait()
-    return processor.name, last, int(code not in (0, NO_TESTS))
+    return processor.name, last, int(code not in (0, NOTHING_TO_RUN))
 
 
 if __name__ == "__main__":

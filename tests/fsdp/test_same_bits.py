@@ -1,7 +1,7 @@
-"""One hash of the weights for every strategy, placement, recomputation and way of making gradients.
+"""The same weights, bit by bit, for every strategy, placement, recomputation and way of making gradients.
 
-`python -m tests.processors` asks for it in each class of processor: libraries block their sums differently in
-each. The vocabulary is no multiple of a block, and larger than what a matmul makes at once.
+With kernels and sizes as they are: `python -m tests.processors` asks for it in each class of processor, whose
+libraries all cut sums into other blocks. The vocabulary, tied to the head, is no multiple of a block.
 """
 
 import hashlib
@@ -13,11 +13,60 @@ import pytest
 import shardrt
 from models.gpt import GPT, GPTConfig
 from shardrt import optim
+from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, buffers, fully_shard, units
-from shardrt.recompute import checkpoint_wrapper
-from tests.fsdp.nets import shard  # noqa: F401
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, buffers, fully_shard
+from shardrt.recompute import checkpoint
 
-RANKS, WORDS, STEPS = 4, 5003, 2
-BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, RANKS, 2, 24))
+RANKS, WORDS, STEPS, LENGTH = 4, 5003, 2, 24
+BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, RANKS, 2, LENGTH + 1))
+# What differs from FULL_SHARD with whole gradients: of fully_shard, of each block, the bytes from which
+# gradients are made in pieces.
+WAYS = {
+    **{name: {"strategy": name} for name in ("SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")},
+    **{name: {"strategy": name, "shape": (2, 2)} for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")},
+    "in pieces": {"pieces": 0},
+    "SHARD_GRAD_OP in pieces": {"strategy": "SHARD_GRAD_OP", "pieces": 0},
+    "no prefetch": {"prefetch": 0},
+    "offloaded": {"offload_policy": CPUOffloadPolicy()},
+    "recomputed": {"wrap": checkpoint},
+    "recomputed but for matmuls": {"wrap": lambda block: checkpoint(block, "matmul")},
+    "activations offloaded": {"wrap": offload_activations},
+}
+
+
+def trained(low, wrap=lambda block: None, shape=None, **settings):
+    """The hash of the weights after STEPS steps, on rank 0."""
+    shardrt.manual_seed(1)
+    mesh = init_device_mesh("auto", shape)
+    if low:
+        settings["mp_policy"] = MixedPrecisionPolicy("bfloat16")
+    model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=64, block_size=LENGTH, vocab_size=WORDS, dropout=0.1))
+    for block in model.blocks:
+        wrap(block)
+        fully_shard(block, mesh=mesh, **settings)
+    fully_shard(model, mesh=mesh, **settings)
+    optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+    for step, batch in enumerate(BATCHES):
+        shardrt.manual_seed(1, step)
+        tokens = batch[mesh.world.rank]
+        model(tokens[:, :-1], tokens[:, 1:]).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    weights = full_state_dict(model)
+    return hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).hexdigest()
+
+
+@cache
+def fully_sharded(low):
+    return thread.run(RANKS, trained, low)[0]
+
+
+@pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("way", WAYS)
+def test_training_has_the_bits_of_full_shard(way, low, monkeypatch):
+    expected, settings = fully_sharded(low), dict(WAYS[way])
+    if "pieces" in settings:
+        monkeypatch.setattr(buffers, "IN_PIECES", settings.pop("pieces"))
+    assert thread.run(RANKS, trained, low, **settings)[0] == expected
