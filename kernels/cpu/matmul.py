@@ -8,6 +8,7 @@ bfloat16, as bits (uint16); sums are made in float32 in any case.
 """
 
 import ctypes
+import warnings
 from functools import cache
 from typing import Any
 
@@ -75,6 +76,42 @@ def widened(bits: Array) -> Array:
     numbers = np.empty(bits.shape, np.float32)
     unpack(np.ascontiguousarray(bits).reshape(-1), numbers.reshape(-1), "bfloat16")
     return numbers
+
+
+@cache
+def ignores_place() -> bool:
+    """Whether a float32 matmul sums the same wherever its operands and its result lie.
+
+    NumPy's OpenBLAS does: it packs operands. Tried once in a process; a warning says so where another BLAS
+    does not.
+    """
+    numbers = np.random.default_rng(0)
+    for m, k, n in ((48, 65, 33), (130, 300, 70)):
+        a, b = numbers.random((m, k), np.float32), numbers.random((k, n), np.float32)
+        for a_here, b_here in (
+            (a, b),
+            (_elsewhere(a), _elsewhere(b)),
+            (_elsewhere(a.T).T, _elsewhere(b.T).T),
+        ):
+            as_it_lies, elsewhere = np.empty((m, n), np.float32), _elsewhere(np.empty((m, n), np.float32))
+            _by_blas(a_here, b_here, None, as_it_lies, False)
+            _by_blas(a_here.copy("K"), b_here.copy("K"), None, elsewhere, False)
+            if not np.array_equal(as_it_lies, elsewhere):
+                warnings.warn(
+                    f"{blas_told()} sums differently where a matrix lies elsewhere: gradients stay whole and "
+                    "parts of a cut weight are copied",
+                    stacklevel=2,
+                )
+                return False
+    return True
+
+
+def _elsewhere(x: Array) -> Array:
+    """A copy inside of a larger matrix: at another alignment, with gaps between its rows."""
+    larger = np.empty((x.shape[0] + 1, x.shape[1] + 5), x.dtype)
+    inside = larger[1:, 3:-2]
+    inside[...] = x
+    return inside
 
 
 def set_blas_threads(count: int) -> None:

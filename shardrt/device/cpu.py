@@ -185,7 +185,7 @@ class CPUDevice(Device):
 
     name = "cpu"
     timed = True
-    in_host_memory = products_on_host = True
+    in_host_memory = True
 
     def __init__(self) -> None:
         self.host = self
@@ -208,6 +208,10 @@ class CPUDevice(Device):
         computed = cls.compute_dtype(name)
         in_bits = name == dtypes.bfloat16 and computed == np.float32 and onednn.computes_bf16()
         return dtypes.storage(name) if in_bits else computed
+
+    @staticmethod
+    def matmul_ignores_place() -> bool:
+        return importlib.import_module("shardrt.kernels.cpu").matmul.ignores_place()
 
     def warm_up(self) -> None:
         self.kernels.warm_up()

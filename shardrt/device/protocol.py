@@ -76,7 +76,6 @@ class Device(ABC):
     current_stream: Stream
     in_host_memory = False  # whether its arrays are the host's, which host communicators carry as they are
     writes_files = True  # whether arrays of the host may be mapped files
-    products_on_host = False  # whether BLAS computes them
     timed = False  # whether its streams tell the timeline what ran when
     alone = False  # whether nothing of this device goes to other ranks: communicators leave out what is asked
     pools_results = False  # whether what the array library makes itself is of the pool as well
@@ -110,6 +109,11 @@ class Device(ABC):
         Where that is not what they are computed in, products read it as it is, and other ops a widened copy.
         """
         return cls.compute_dtype(name)
+
+    @staticmethod
+    def matmul_ignores_place() -> bool:
+        """Whether a matmul has the same bits wherever its operands lie: at any address, with any strides."""
+        return False
 
     @abstractmethod
     def warm_up(self) -> None:

@@ -110,7 +110,7 @@ class SimulatedDevice(Device):
         self.like = like.like if isinstance(like, SimulatedDevice) else like
         self.values = values
         self.program = Program() if program is None else program
-        self.alone, self.products_on_host = alone, like.products_on_host
+        self.alone = alone
         self.label = self._part = ""
         self.on_step: Callable[[int], None] | None = None  # told of each optimizer step, from 0
         self.on_apart: Callable[[tuple[tuple[int, int], ...]], None] | None = None  # told as `coming_apart`
@@ -202,6 +202,9 @@ class SimulatedDevice(Device):
 
     def gathered_dtype(self, name: str) -> np.dtype:
         return self.like.gathered_dtype(name)
+
+    def matmul_ignores_place(self) -> bool:
+        return self.like.matmul_ignores_place()
 
     def row_elements(self, columns: int) -> int:
         return self.like.row_elements(columns)

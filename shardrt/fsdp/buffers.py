@@ -222,13 +222,14 @@ def pieces_of(group: ParameterGroup, layout: Layout, roles: dict[str, Spec]) -> 
 def _can_be_in_pieces(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
     """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies.
 
-    On a device whose products give rows of a result the bits of the whole.
+    On a device whose matmuls have the same bits in a slot as in a gradient that is there as a whole.
     """
     long = layout.total * _gradient(group, facts).itemsize >= IN_PIECES
     once = group.choices.micro_batches is None and not facts.no_sync and not group.placement.gradients
     cut = layout.shards > 1 and layout.copies == 1
-    long = long and facts.device.products_on_host
-    return long and once and cut and rows_of(group, layout) is None
+    if not (long and once and cut) or rows_of(group, layout) is not None:
+        return False
+    return facts.device.matmul_ignores_place()
 
 
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:

@@ -203,5 +203,5 @@ def dense(x: Array) -> Array:
 
 
 def as_it_lies(x: Array) -> bool:
-    """Whether products with x have the same bits however it lies in memory: BLAS's on the host."""
-    return device.current().products_on_host and x.dtype != np.uint16
+    """Whether matmuls with x have the same bits however it lies in memory: not oneDNN's of bfloat16."""
+    return x.dtype != np.uint16 and device.current().matmul_ignores_place()

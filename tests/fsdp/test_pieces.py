@@ -11,6 +11,7 @@ from shardrt import Tensor, device, optim
 from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
+from shardrt.device.cpu import CPUDevice
 from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, units
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.pieces import InPieces, Pieces
@@ -124,6 +125,11 @@ def test_the_same_bits_for_every_strategy(strategy, request):
     weights, _, shared = thread.run(4, trained, shape=shape, strategy=strategy)[0]
     check_equal(expected, weights)
     assert shared == (strategy == "SHARD_GRAD_OP")  # the others' are reduced more than once, or not cut
+
+
+def test_gradients_stay_whole_where_matmuls_depend_on_place(all_in_pieces, monkeypatch):
+    monkeypatch.setattr(CPUDevice, "matmul_ignores_place", staticmethod(lambda: False))
+    assert not thread.run(2, trained)[0][2]
 
 
 def test_what_travels_in_16_bits_is_in_pieces_too(request):

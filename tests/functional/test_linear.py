@@ -11,7 +11,7 @@ from shardrt import functional as F
 from shardrt.activation_offload import offload_activations
 from shardrt.autograd import WRITTEN
 from shardrt.kernels import onednn
-from shardrt.kernels.cpu import _choice, linear
+from shardrt.kernels.cpu import _choice, linear, matmul
 from shardrt.recompute import checkpoint
 from tests.gradcheck import LAYOUTS, check_direction, check_gradients, contiguous, leaf, normal
 
@@ -304,6 +304,21 @@ def test_rows_of_a_weights_gradient_have_the_bits_of_the_whole(
     for first, stop in pairwise(places):
         linear.backward_weight(x, dy, made[first:stop], accumulate, first)
     np.testing.assert_array_equal(made, whole)
+
+
+def test_a_library_whose_sums_depend_on_place_is_found_and_named(monkeypatch):
+    """NumPy's OpenBLAS packs operands; another library may go by alignment, as MKL does."""
+    assert matmul.ignores_place()
+    real = matmul._by_blas
+
+    def by_alignment(a, b, bias, out, accumulate):
+        real(a, b, bias, out, accumulate)
+        if b.__array_interface__["data"][0] % 16:
+            out[-1, -1] = np.nextafter(out[-1, -1], np.float32(np.inf))
+
+    monkeypatch.setattr(matmul, "_by_blas", by_alignment)
+    with pytest.warns(UserWarning, match="sums differently where a matrix lies elsewhere"):
+        assert not matmul.ignores_place.__wrapped__()
 
 
 @pytest.mark.torch
