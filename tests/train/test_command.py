@@ -15,6 +15,7 @@ from models.gpt import GPT, GPTConfig
 from models.language import GPTRecipe as Config
 from shardrt.checkpoint import save
 from shardrt.comm import init_device_mesh, thread
+from shardrt.kernels import onednn
 from shardrt.train import config as settings
 from shardrt.train.errors import DATA, USAGE
 from shardrt.train.job import optimizer_of, sharded_model
@@ -225,6 +226,17 @@ def test_generate_writes_the_sample_again_from_the_checkpoint(runs, monkeypatch,
     monkeypatch.chdir(folder)
     generate.main(["runs/one", "--length", "20"])
     assert capfd.readouterr() == (sample, "")
+
+
+@pytest.mark.parametrize("instructions", [True, False])
+def test_a_run_says_where_its_matmuls_are_not_of_the_type_that_was_asked_for(
+    tmp_path, monkeypatch, capfd, instructions
+):
+    monkeypatch.chdir(furnish(tmp_path))
+    monkeypatch.setattr(onednn, "computes_bf16", lambda: instructions)
+    train.main([*arguments("--steps", "1"), "--precision.param", "bfloat16"])
+    said = "bfloat16: no matmuls of it on this device" in " ".join(capfd.readouterr().out.split())
+    assert said is not instructions
 
 
 # One job of two ranks runs a program several times; each rank tells how each time ended, and what it printed.
