@@ -16,16 +16,16 @@ from numba.core import cgutils
 from numba.extending import intrinsic
 
 
-def _compiled_for(feature: str) -> bool:
+def compiled_for(feature: str) -> bool:
     """Whether Numba compiles for a processor with it: this one, or the one of NUMBA_CPU_FEATURES."""
     if config.CPU_FEATURES is not None:
         return f"+{feature}" in config.CPU_FEATURES.split(",")
     return binding.get_host_cpu_features().get(feature, False)
 
 
-WIDE = _compiled_for("avx512f")
+WIDE = compiled_for("avx512f")
 # Whether tile_sum takes pairs of bfloat16, and the processor has nothing faster.
-PAIRS = WIDE and _compiled_for("avx512bf16") and not _compiled_for("amx-bf16")
+PAIRS = WIDE and compiled_for("avx512bf16") and not compiled_for("amx-bf16")
 BYTES = 64 if WIDE else 32  # of a vector register
 VECTORS = 2  # of an operand that tile_sum holds at once
 ROWS = 14 if WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands

@@ -19,6 +19,7 @@ import numpy as np
 import pytest
 
 from shardrt.comm import thread
+from shardrt.kernels.cpu._vectors import compiled_for
 from tests.fsdp import paired
 
 STRATEGIES = ("NO_SHARD", "SHARD_OPT", "SHARD_GRAD_OP", "FULL_SHARD", "HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")
@@ -291,6 +292,8 @@ def test_all_of_these_go_together(names, tmp_path):
 
 @pytest.mark.parametrize("name", NUMBERS)
 def test_what_is_said_to_change_numbers_does(name):
+    if name == "pipeline" and not compiled_for("fma"):
+        pytest.skip("its sums differ by what fused multiply-adds do not round")
     # Reducing in fp32, or by hand, is nothing new where all is fp32.
     among = ("bf16",) if name in ("fp32 reduce", "ignored") else ()
     _, plain = reference(2, (*among, *UNCUT.get(name, ())))
