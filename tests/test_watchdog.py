@@ -128,7 +128,7 @@ def test_a_limit_that_no_timer_can_keep_is_refused(seconds):
 
 
 ENDS = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 last = os.environ["PMI_RANK"] == "1"
 if last and "import" in sys.argv:
     time.sleep(100)
@@ -141,6 +141,10 @@ with Watch(mesh, Limits(exit=1)):
     pass
 if last and "before" in sys.argv:
     atexit.register(time.sleep, 100)
+if last and "thread" in sys.argv:
+    threading.Thread(target=time.sleep, args=(100,), name="uploads").start()
+if "threads" in sys.argv:  # of all ranks: none waits for another
+    threading.Thread(target=time.sleep, args=(2.5,)).start()
 """
 
 
@@ -150,6 +154,7 @@ if last and "before" in sys.argv:
     [
         ("import", "rank 0 of 2 has waited 3 s for all ranks to come to init_device_mesh"),
         ("before", "rank 1 has been in its exit handlers for"),
+        ("thread", "rank 1 has ended but for its thread 'uploads', for which others have waited"),
         ("after", "has been at its exit for 1 s; the job ends with exit code 124"),
     ],
 )
@@ -158,6 +163,12 @@ def test_a_rank_that_never_comes_to_mpi_or_never_leaves_ends_the_job(where, told
     assert (done.returncode, "hang: " + told in done.stderr or told in done.stderr) == (124, True), (
         done.stderr
     )
+
+
+@pytest.mark.mpi
+def test_threads_that_all_ranks_leave_are_waited_for():
+    done = mpirun(2, ["-c", ENDS, "threads"], timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_folders_that_killed_jobs_left_are_removed_and_no_others(tmp_path, monkeypatch):

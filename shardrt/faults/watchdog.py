@@ -66,7 +66,7 @@ class Limits:
     save: float = 600.0
     evaluation: float = 300.0
     medians: float = 20.0
-    exit: float = 30.0  # in exit handlers and MPI's own end, once the program is over
+    exit: float = 30.0  # once the program is over: exit handlers, threads while other ranks wait, MPI's end
 
     def __post_init__(self) -> None:
         for name in ("step", "set_up", "save", "evaluation", "exit"):
