@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shardrt.comm import init_device_mesh
 from shardrt.faults import watchdog
-from shardrt.faults.watchdog import Limits
+from shardrt.faults.watchdog import Limits, Watch
 from tests.clock import whole_job
 from tests.ranks import ROOT, clean_environment, mpirun
 
@@ -119,6 +120,21 @@ def test_what_makes_progress_or_was_stopped_as_a_whole_or_has_no_limit_is_not_en
 def test_each_phase_has_its_limit(phase, steps, median, limit):
     assert Limits(evaluation=500).of(phase, steps, median) == limit
     assert Limits(0, 0, 0, 0).of(phase, steps, median) == 0
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_is_a_link_is_used_where_it_points_to(tmp_path, there):
+    scratch, link = tmp_path / "scratch", tmp_path / "flight"
+    link.symlink_to(scratch)
+    if there:
+        scratch.mkdir()
+        for name in ("rank-7.bin", "stacks-0.txt", "hang.txt", "notes.txt"):
+            (scratch / name).write_text("earlier")
+    with Watch(init_device_mesh("cpu")) as watch:
+        watch.keep(link)
+    assert link.is_symlink()
+    kept = {"notes.txt"} if there else set()
+    assert set(os.listdir(scratch)) == {"rank-0.bin", *kept}
 
 
 @pytest.mark.parametrize("seconds", [-1, 1e-300, 0.01, 1e12, 1e300, float("inf"), float("nan")])
