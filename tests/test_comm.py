@@ -350,6 +350,22 @@ def test_what_ranks_say_is_asked_in_one_place():
 # Mesh
 
 
+MESHES = """
+from shardrt.comm import init_device_mesh
+for number in range(700):
+    mesh = init_device_mesh("cpu", communicator="mpi" if number % 10 else "auto")
+    for role in ("gather", "reduce", "control"):
+        mesh.communicator(role).barrier(stream=mesh.device.current_stream)
+"""
+
+
+@pytest.mark.mpi
+def test_meshes_are_made_and_dropped_without_end():
+    """Of the 2,048 communicators that MPICH has room for, each takes four."""
+    done = mpirun(2, ["-c", MESHES])
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_a_mesh_of_one_axis_is_the_world():
     def body():
         mesh = init_device_mesh()

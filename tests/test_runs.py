@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shardrt.nn.runs import Runs, cut, disjoint, overlaps, put, run, size_of, spans, take
+from shardrt.nn.runs import Runs, cut, miscounted, overlaps, put, run, size_of, spans, take
 
 unhurried = settings(deadline=None)
 
@@ -56,13 +56,16 @@ def test_overlaps_are_the_elements_that_both_have(part, other):
 
 
 @unhurried
-@given(st.data(), st.integers(1, 12))
-def test_disjoint_parts_have_no_element_in_common(data, stride):
-    one, other = data.draw(runs(stride)), data.draw(runs(stride))
-    longer = Runs(other.first, data.draw(st.integers(1, 40)), 99, 1)
-    for second in (other, longer):
-        expected = not np.intersect1d(index((one,)), index((second,))).size
-        assert disjoint(one, second) == disjoint(second, one) == expected
+@given(st.data(), st.integers(1, 12), st.integers(1, 40))
+def test_miscounted_is_the_first_element_that_is_not_in_exactly_one(data, stride, longest):
+    pieces = data.draw(st.lists(runs(stride), max_size=4))
+    pieces += [Runs(data.draw(st.integers(0, 40)), data.draw(st.integers(1, longest)), 99, 1)]
+    counts = np.bincount(index(pieces))
+    wrong = [(element, count) for element, count in enumerate(counts.tolist()) if count != 1]
+    assert miscounted(pieces, counts.size) == (wrong[0] if wrong else None)
+    rest = [run(element, 1)[0] for element, count in wrong if not count]
+    if all(count <= 1 for count in counts):
+        assert miscounted([*pieces, *rest], counts.size) is None
 
 
 @unhurried

@@ -10,8 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from shardrt.comm import init_device_mesh
 from shardrt.faults import watchdog
-from shardrt.faults.watchdog import Limits
+from shardrt.faults.watchdog import Limits, Watch
 from tests.clock import whole_job
 from tests.ranks import ROOT, clean_environment, mpirun
 
@@ -121,6 +122,21 @@ def test_each_phase_has_its_limit(phase, steps, median, limit):
     assert Limits(0, 0, 0, 0).of(phase, steps, median) == 0
 
 
+@pytest.mark.parametrize("there", [True, False])
+def test_a_folder_that_is_a_link_is_used_where_it_points_to(tmp_path, there):
+    scratch, link = tmp_path / "scratch", tmp_path / "flight"
+    link.symlink_to(scratch)
+    if there:
+        scratch.mkdir()
+        for name in ("rank-7.bin", "stacks-0.txt", "hang.txt", "notes.txt"):
+            (scratch / name).write_text("earlier")
+    with Watch(init_device_mesh("cpu")) as watch:
+        watch.keep(link)
+    assert link.is_symlink()
+    kept = {"notes.txt"} if there else set()
+    assert set(os.listdir(scratch)) == {"rank-0.bin", *kept}
+
+
 @pytest.mark.parametrize("seconds", [-1, 1e-300, 0.01, 1e12, 1e300, float("inf"), float("nan")])
 def test_a_limit_that_no_timer_can_keep_is_refused(seconds):
     with pytest.raises(ValueError, match=r"set_up must be 0 \(never\) or 0.05 to 1e\+07 seconds, got"):
@@ -128,7 +144,7 @@ def test_a_limit_that_no_timer_can_keep_is_refused(seconds):
 
 
 ENDS = """
-import atexit, os, sys, time
+import atexit, os, sys, threading, time
 last = os.environ["PMI_RANK"] == "1"
 if last and "import" in sys.argv:
     time.sleep(100)
@@ -141,6 +157,10 @@ with Watch(mesh, Limits(exit=1)):
     pass
 if last and "before" in sys.argv:
     atexit.register(time.sleep, 100)
+if last and "thread" in sys.argv:
+    threading.Thread(target=time.sleep, args=(100,), name="uploads").start()
+if "threads" in sys.argv:  # of all ranks: none waits for another
+    threading.Thread(target=time.sleep, args=(2.5,)).start()
 """
 
 
@@ -150,6 +170,7 @@ if last and "before" in sys.argv:
     [
         ("import", "rank 0 of 2 has waited 3 s for all ranks to come to init_device_mesh"),
         ("before", "rank 1 has been in its exit handlers for"),
+        ("thread", "rank 1 has ended but for its thread 'uploads', for which others have waited"),
         ("after", "has been at its exit for 1 s; the job ends with exit code 124"),
     ],
 )
@@ -158,6 +179,12 @@ def test_a_rank_that_never_comes_to_mpi_or_never_leaves_ends_the_job(where, told
     assert (done.returncode, "hang: " + told in done.stderr or told in done.stderr) == (124, True), (
         done.stderr
     )
+
+
+@pytest.mark.mpi
+def test_threads_that_all_ranks_leave_are_waited_for():
+    done = mpirun(2, ["-c", ENDS, "threads"], timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_folders_that_killed_jobs_left_are_removed_and_no_others(tmp_path, monkeypatch):

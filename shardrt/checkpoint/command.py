@@ -18,6 +18,7 @@ from shardrt.checkpoint.rankfile import Reader
 from shardrt.checkpoint.store import MANIFEST, Store, is_here, read_manifest, verify
 from shardrt.comm import create, talk
 from shardrt.comm.talk import differing
+from shardrt.faults.lock import unused
 from shardrt.nn.runs import spans
 from shardrt.untrusted import Refused, say
 
@@ -143,10 +144,13 @@ def _compared(first: _Values, second: _Values) -> list[str]:
 
 
 def prune(options: argparse.Namespace) -> int:
-    """Remove old checkpoints."""
+    """Remove old checkpoints; what is half written only where no job can be writing it."""
     store = Store(_root(options.directory))
-    store.clean()
-    gone = store.prune(options.keep)
+    with unused(store.root.parent) as alone:
+        if alone:
+            store.clean()
+    published = (step for step, path in store.checkpoints() if (path / MANIFEST).is_file())
+    gone = store.prune(options.keep, newest=next(published, 0))  # above it, a save in a bucket has begun one
     say(f"removed steps {', '.join(map(str, gone))}" if gone else "nothing to remove")
     return 0
 

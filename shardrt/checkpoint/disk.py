@@ -8,6 +8,7 @@ import fcntl
 import os
 import shutil
 import warnings
+from contextlib import suppress
 from pathlib import Path
 
 _NO_DIRECTORIES = (
@@ -75,8 +76,10 @@ class Disk:
         os.unlink(path)
 
     def remove(self, path: Path) -> None:
-        """Remove a directory with all that is in it."""
-        shutil.rmtree(path)
+        """Remove a directory with all that is in it, also where another process removes it, too."""
+        while path.exists():
+            with suppress(FileNotFoundError):
+                shutil.rmtree(path)
 
 
 def _set_direct(file: int, wanted: bool) -> bool:

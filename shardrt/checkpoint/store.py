@@ -8,7 +8,7 @@ Whatever else lies in the folder is not ours, and is left alone.
 
 import re
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from pathlib import Path
 
 from shardrt.checkpoint.disk import Disk
@@ -58,7 +58,8 @@ class Store:
         self.disk.sync_directory(temporary)
         if _ours(target):
             self._remove_replaced()
-            self.disk.rename(target, replaced)  # one rename can't exchange directories
+            with suppress(FileNotFoundError):  # `shardrt ckpt prune` has just removed it
+                self.disk.rename(target, replaced)  # one rename can't exchange directories
         elif target.is_symlink() or target.exists():
             raise FileExistsError(17, "Something that is no checkpoint has its name", str(target))
         try:
@@ -146,8 +147,9 @@ class Store:
         trash = self.root / f".trash-{path.name}"
         if trash.exists():
             self.disk.remove(trash)
-        self.disk.rename(path, trash)
-        self.disk.remove(trash)
+        with suppress(FileNotFoundError):  # `shardrt ckpt prune` or the run itself was sooner
+            self.disk.rename(path, trash)
+            self.disk.remove(trash)
 
     @staticmethod
     def name(step: int) -> str:

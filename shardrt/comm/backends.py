@@ -76,6 +76,9 @@ def create(kind: str = "auto") -> Communicator:
 
 
 def _over_mpi(kind: str, world: worlds.World) -> Communicator:
+    from shardrt.comm.contexts import free_dropped
+
+    free_dropped(world.root)
     if kind == "mpi":
         from shardrt.comm.mpi import MPICommunicator
 

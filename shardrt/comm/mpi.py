@@ -78,6 +78,7 @@ class MPICommunicator(Communicator):
 
     def abandon(self) -> None:
         self._patience.abandoned = True
+        outbox.keep([], self._mpi)  # never freed: what is under way must not come to another communicator
 
     def close(self) -> None:
         self._outbox.close()

@@ -71,7 +71,12 @@ class Notices:
         if self._failed is None:
             for request in self._receives:
                 request.Free()
+            self._receives.clear()
             self.forget()
+
+    def __del__(self) -> None:
+        if MPI is not None and not MPI.Is_finalized():  # at the very end globals may be gone
+            self.close()
 
     def forget(self) -> None:
         """Free what was prepared, which must not be told any more."""

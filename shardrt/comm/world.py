@@ -154,7 +154,9 @@ def of_mpi() -> World:
             f"MPI was started without THREAD_MULTIPLE, which streams need ({_library(MPI)}): "
             f"leave mpi4py.rc.thread_level at its default, or use an MPI built with thread support"
         )
-    root = MPI.COMM_WORLD.Dup()
+    from shardrt.comm.contexts import Droppable
+
+    root = Droppable(MPI.COMM_WORLD.Dup())
     node = root.Split_type(MPI.COMM_TYPE_SHARED, key=root.rank)
     failure.install_hooks(MPI.COMM_WORLD, node)  # as early as possible: from here on a lost rank is a hang
     return World("mpi", root.rank, root.size, node.rank, node.size, root)

@@ -89,7 +89,7 @@ class Recorder:
         _HEADER.pack_into(self._memory, 0, *facts)
         path, before = folder / f"rank-{self.rank}.bin", self._file
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            os.makedirs(os.path.realpath(folder), exist_ok=True)  # of a link, what it points to
             self._memory = _mapped_copy(path, self._memory[:])
             self._file = path
         except OSError:

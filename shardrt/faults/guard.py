@@ -1,4 +1,4 @@
-"""Ends a rank that nobody else would: whose launcher is gone, or which hangs in what it does at its exit.
+"""Ends a rank that nobody else would: whose launcher is gone, or which hangs after the end of its program.
 
 A thread of each rank that a launcher started, from before MPI to the end of the process. A training loop
 asks `lost` in every step and saves first; where no loop does, the rank ends at once with exit code 129.
@@ -18,7 +18,7 @@ from shardrt.faults.deadline import Deadline
 
 UNOWNED = 129  # 128 + SIGHUP: who started it has hung up
 LOST = "the loss of its launcher"
-EXIT = 30.0  # seconds that a rank may take for its exit handlers
+EXIT = 30.0  # seconds that a rank may take for its exit handlers, or for a thread while others wait
 _LOOK = 0.5  # seconds
 _GRACE = 1.0  # seconds in which ranks without a launcher wait for each other at their end
 _STOPPED = 2.0  # seconds for which the launcher may be stopped; Ctrl-Z does not stop it
@@ -63,7 +63,7 @@ def leaving(is_lost: bool) -> None:
 
 
 def allow_exit(seconds: float) -> None:
-    """How long exit handlers may take; 0: for ever."""
+    """How long exit handlers may take, and threads for which other ranks wait; 0: for ever."""
     if _guard is not None:
         _guard.exit = seconds
 
@@ -115,13 +115,22 @@ class _Guard:
         return not self.reason and (self._launcher is None or not self._launcher.trouble())
 
     def _look_at_exit(self, passed: float) -> None:
-        """The program is over, and what it registered with atexit runs, maybe for ever."""
-        running = any(not thread.daemon and thread.is_alive() for thread in threading.enumerate())
+        """End a rank that exit handlers, or threads that other ranks wait for, have kept for too long."""
+        main = threading.main_thread()
+        left = [repr(each.name) for each in threading.enumerate() if each is not main and not each.daemon]
+        running = main.is_alive() or (left and not failure.departed())
         self._exiting = 0.0 if running or failure.ending() else self._exiting + passed
         if self.exit and self._exiting > self.exit:
-            faulthandler.dump_traceback(sys.__stderr__ or 2)
-            told = f"hang: rank {self.rank} has been in its exit handlers for {self._exiting:.0f} s"
-            failure.end_job(f"{told}; the job ends with exit code {failure.HANG}\n", failure.HANG)
+            told = f"has been in its exit handlers for {self._exiting:.0f} s"
+            if left:
+                told = (
+                    f"has ended but for its thread {', '.join(left[:8])}, for which others have waited "
+                    f"{self._exiting:.0f} s"
+                )
+            else:
+                faulthandler.dump_traceback(sys.__stderr__ or 2)
+            told = f"hang: rank {self.rank} {told}; the job ends with exit code {failure.HANG}\n"
+            failure.end_job(told, failure.HANG)
 
 
 def _to_nobody() -> None:

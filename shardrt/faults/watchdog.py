@@ -31,6 +31,7 @@ from shardrt.faults.deadline import Deadline, within
 from shardrt.faults.flight import Flight, Recorder, read_all
 
 REPORT = "hang.txt"
+_KINDS = ("rank-*.bin", "stacks-*.txt", REPORT)  # of the files in its folder
 _BEAT = 0.5  # seconds
 _SIGNAL = signal.SIGUSR2  # asks a rank for its stacks
 _GATHERING = 0.3  # seconds in which the others write their stacks
@@ -66,7 +67,7 @@ class Limits:
     save: float = 600.0
     evaluation: float = 300.0
     medians: float = 20.0
-    exit: float = 30.0  # in exit handlers and MPI's own end, once the program is over
+    exit: float = 30.0  # once the program is over: exit handlers, threads while other ranks wait, MPI's end
 
     def __post_init__(self) -> None:
         for name in ("step", "set_up", "save", "evaluation", "exit"):
@@ -135,10 +136,15 @@ class Watch:
         self._meshes.append(mesh)
 
     def keep(self, folder: Path | None) -> None:
-        """Continue in `folder`, as rank 0 names it; files of an earlier run there are removed. Collective."""
+        """Continue in `folder`, as rank 0 names it, which may be a link. Collective.
+
+        Records, stacks and reports of an earlier run there are removed, and nothing else.
+        """
         mesh = self._meshes[-1]
-        if mesh.rank == 0 and folder.exists():
-            shutil.rmtree(folder)
+        if mesh.rank == 0:
+            for path in (path for kind in _KINDS for path in folder.glob(kind)):
+                with suppress(OSError):
+                    path.unlink()
         folder = Path(_first(mesh, str(folder)))
         self.recorder.move(folder)
         self._folder = folder

@@ -20,11 +20,11 @@ from typing import Any
 from shardrt.checkpoint.store import MANIFEST
 from shardrt.faults import failure, reach
 from shardrt.faults.flight import read_all
+from shardrt.faults.lock import Locked
 from shardrt.faults.watchdog import REPORT
 from shardrt.tools.launched import Command
 from shardrt.tools.scripts import positive, seconds, whole
 from shardrt.train import errors
-from shardrt.train.lock import Locked
 from shardrt.untrusted import Refused, say
 
 STOPPED, INTERRUPTED = 75, 130

@@ -13,6 +13,7 @@ from shardrt.comm import init_device_mesh
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import differences, differing, from_all, from_first
 from shardrt.faults import failure
+from shardrt.faults.lock import LOCK
 from shardrt.faults.watchdog import Watch
 from shardrt.fsdp import (
     MemoryPlan,
@@ -30,7 +31,6 @@ from shardrt.train import config as settings
 from shardrt.train import loop, pipelines, tensorboard
 from shardrt.train.axes import data_of, folded, shards_of
 from shardrt.train.errors import COPIES, DATA, DIFFERS, NONFINITE, USAGE, one_line
-from shardrt.train.lock import LOCK
 from shardrt.train.metrics import PIPELINE, RunLog, new_run_directory, over_ranks, resumed_run_directory
 from shardrt.train.progress import Ranks, memory_mb, product_flops
 from shardrt.train.recipe import Recipe

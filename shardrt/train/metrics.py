@@ -18,8 +18,8 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
+from shardrt.faults.lock import LOCK, lock
 from shardrt.train import charts
-from shardrt.train.lock import LOCK, lock
 from shardrt.train.screen import Screen
 from shardrt.train.tensorboard import FOLDER, Events
 from shardrt.untrusted import strict_json

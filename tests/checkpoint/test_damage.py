@@ -5,14 +5,23 @@ import random
 import shutil
 import time
 import tracemalloc
+from itertools import starmap
 
 import numpy as np
 import pytest
 
 from shardrt import nn, optim
 from shardrt.checkpoint import CheckpointManager, Damaged, read_manifest, verify
-from shardrt.checkpoint.manifest import BLOCK, Manifest, _checksum
+from shardrt.checkpoint.manifest import (
+    BLOCK,
+    Manifest,
+    SavedFile,
+    SavedParameter,
+    SavedPiece,
+    _checksum,
+)
 from shardrt.comm import init_device_mesh, thread
+from shardrt.nn.runs import Runs
 
 FLIPS, MADE_UP = 1000, 1000
 
@@ -240,13 +249,46 @@ def made_up(chooser, text):
     return json.dumps({**content, "self": own}).encode()
 
 
-def test_very_many_columns_are_refused_before_all_are_compared(saved, tmp_path):
-    content, count = body(saved), 20_000
-    content |= {"format": 2, "steps": {}, "parameters": {"wide": [[2, count], "F32"]}}
-    content["pieces"] = [[0, "parameter", "wide", i, 2, 0, 1, count] for i in range(count)]
-    write(tmp_path / "manifest.json", content)
-    with pytest.raises(Damaged, match="more than 1000 side by side"):
-        read_manifest(tmp_path)
+class Counted(Runs):
+    """Counts how often anything of any of them is read."""
+
+    reads = 0
+
+    def __getattribute__(self, name):
+        Counted.reads += 1
+        return super().__getattribute__(name)
+
+
+def manifest_of(pieces, shape):
+    """One of a parameter in these pieces."""
+    saved = tuple(SavedPiece(0, "parameter", "wide", runs, 0) for runs in pieces)
+    return Manifest(1, (SavedFile("file", 64, ()),), {"wide": SavedParameter(shape, "F32")}, saved, {}, {})
+
+
+def reads_to_check(count):
+    """Of as many columns of two elements, which lie next to each other."""
+    manifest = manifest_of([Counted(i, 1, count, 2) for i in range(count)], (2, count))
+    Counted.reads = 0
+    manifest._check()
+    return Counted.reads
+
+
+def test_a_check_of_twice_as_many_columns_takes_twice_as_long():
+    assert 0 < reads_to_check(1000) <= 2.1 * reads_to_check(500)
+
+
+@pytest.mark.parametrize(
+    "pieces, fault",
+    [
+        ([(0, 1, 4, 2), (1, 1, 4, 2), (1, 2, 4, 2)], "element 1 lies in 2 of the pieces of 'wide'"),
+        ([(1, 2, 4, 2), (3, 1, 4, 2), (6, 2, 2, 1)], "element 0 lies in 0 of the pieces of 'wide'"),
+        ([(0, 1, 3, 2), (1, 2, 4, 2), (6, 2, 2, 1)], "are runs of several strides"),
+    ],
+)
+def test_pieces_that_make_no_whole_are_refused(pieces, fault):
+    manifest_of(starmap(Runs, [(0, 1, 4, 2), (2, 2, 4, 2), (1, 1, 4, 2)]), (2, 4))._check()
+    with pytest.raises(Damaged, match=fault):
+        manifest_of(starmap(Runs, pieces), (2, 4))._check()
 
 
 def test_a_manifest_holds_what_was_put_in(saved):

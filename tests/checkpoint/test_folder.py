@@ -6,10 +6,12 @@ import stat
 
 import pytest
 
+from shardrt.__main__ import main
 from shardrt.checkpoint import Store, verify
 from shardrt.checkpoint.disk import Disk
 from shardrt.checkpoint.manifest import _checksum
 from shardrt.comm import thread
+from shardrt.faults.lock import lock
 from tests.checkpoint.test_checkpoints import damage, made, names, resume, two_saved
 from tests.checkpoint.test_damage import body, write
 
@@ -161,3 +163,54 @@ def test_an_error_of_the_disk_names_the_file(tmp_path):
         RuntimeError, match=r"rank 1: OSError: .*Input/output error: .*rank-00001.safetensors"
     ):
         thread.run(2, save)
+
+
+class Pruned(Disk):
+    """Has `shardrt ckpt prune` run before and after each operation."""
+
+    def __getattribute__(self, name):
+        attribute = object.__getattribute__(self, name)
+        if name not in vars(Disk):
+            return attribute
+
+        def between(*args):
+            prune(self.run)
+            result = attribute(*args)
+            prune(self.run)
+            return result
+
+        return between
+
+
+def prune(run):
+    assert main(["ckpt", "prune", str(run), "--keep", "1"]) == 0
+
+
+@pytest.mark.parametrize("in_a_run", [False, True])
+@pytest.mark.filterwarnings("error")
+def test_prune_beside_a_job_removes_nothing_that_it_is_writing(root, in_a_run):
+    disk = Pruned()
+    disk.run = root.parent
+    root = root.rename(root.parent / "checkpoints")
+
+    def save():
+        *_, checkpoints = made(root, disk=disk, keep_last=1)
+        for step in (3, 4, 4):  # again: the one that is there makes way
+            checkpoints.save(step)
+
+    held = lock(root.parent) if in_a_run else None
+    (root / ".tmp-step-00000009-0123abcd").mkdir()  # of a job on another host, for all that prune knows
+    thread.run(2, save)
+    assert names(root) == [".tmp-step-00000009-0123abcd", "step-00000004"]
+    verify(root / "step-00000004")
+    if in_a_run:
+        os.close(held)
+        prune(root.parent)  # the job has ended: what it left half written goes
+        assert names(root) == ["step-00000004"]
+
+
+def test_prune_does_not_count_what_a_save_in_a_bucket_has_begun(root, capsys):
+    (root / "step-00000003").mkdir()
+    assert main(["ckpt", "prune", str(root), "--keep", "1"]) == 0
+    assert capsys.readouterr().out == "removed steps 1\n"
+    assert names(root) == ["step-00000002", "step-00000003"]

@@ -12,6 +12,7 @@ from shardrt import dtypes
 from shardrt.comm import (
     CollectiveMismatch,
     PeerFailed,
+    contexts,
     create,
     flags,
     init_device_mesh,
@@ -243,6 +244,33 @@ class TestShm(OverMPI if SIZE in (1, 3) else Bits):
 
     def test_is_chosen_on_one_node(self):
         assert type(create("auto")) is (ShmCommunicator if SIZE > 1 else SingleCommunicator)
+
+
+@pytest.mark.skipif(SIZE < 2, reason="needs a peer")
+@pytest.mark.parametrize("kind", KINDS)
+def test_communicators_of_a_mesh_are_freed_when_all_ranks_have_dropped_it(kind, monkeypatch):
+    monkeypatch.setattr(contexts, "_MANY", -1000)  # ranks look whenever they meet
+
+    def made():
+        mesh = init_device_mesh("cpu", (2, 2) if SIZE == 4 else None, communicator=kind)
+        for axis in (None, 0):
+            mesh.communicator("gather", axis).barrier(stream=INLINE)
+        return mesh
+
+    def open_now():
+        contexts.free_dropped(world.of_mpi().root)
+        return contexts._count
+
+    made()
+    before = open_now()
+    mesh = made()
+    with_one = open_now()
+    assert with_one > before
+    mesh = mesh if mesh.rank == 0 else None  # rank 0 holds it, the others do not
+    still_open = open_now()
+    assert still_open == with_one if mesh is not None else still_open > before
+    mesh = None
+    assert open_now() == before
 
 
 @pytest.mark.skipif(SIZE < 2, reason="needs a peer")

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from shardrt.train import lock as locks
-from shardrt.train.lock import Locked, lock
+from shardrt.faults import lock as locks
+from shardrt.faults.lock import Locked, lock
 from shardrt.train.metrics import RunLog
 from tests.ranks import clean_environment
 from tests.train.test_command import furnish, records
@@ -16,7 +16,7 @@ from tests.train.test_resume import STEPS, launch
 HOLDER = """
 import sys, time
 from pathlib import Path
-from shardrt.train.lock import lock
+from shardrt.faults.lock import lock
 held = lock(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(60)

@@ -9,6 +9,8 @@ import fcntl
 import os
 import time
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 LOCK = "lock"
@@ -44,6 +46,28 @@ def lock(directory: Path, patience: float | None = None) -> int:
         os.close(file)
         raise
     return file
+
+
+@contextmanager
+def unused(directory: Path) -> Iterator[bool]:
+    """Whether no job has a run's folder, nor takes it inside the block; False where that can't be known.
+
+    It can't in a folder without a lock, and on a file system without locks.
+    """
+    try:
+        file = os.open(directory / LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        yield False
+        return
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        taken = True
+    except OSError:
+        taken = False
+    try:
+        yield taken
+    finally:
+        os.close(file)
 
 
 def _taken(file: int) -> bool:
