@@ -127,6 +127,9 @@ CASES = {
         w=parameter(2),
         b=parameter(2),
     ),
+    "transposed": lambda: Uses(
+        lambda m, x, words: F.conv_transpose2d(image(x), m.w, m.b), w=parameter(2, 3, 1, 1), b=parameter(3)
+    ),
     "late and at once": lambda: Uses(mixed, weight=parameter(6, 6), bias=parameter(6), scale=parameter(6)),
     "late and by an array": lambda: Uses(
         lambda m, x, words: F.linear(F.linear(x, m.w) * m.w[0] @ m.w, m.w), w=parameter(6, 6)

@@ -18,14 +18,13 @@ from typing import Any
 
 import numpy as np
 
-from shardrt.nn.runs import Runs, disjoint
+from shardrt.nn.runs import Runs, miscounted
 from shardrt.untrusted import strict_json
 
 FORMATS = (1, 2)
 BLOCK = 8 << 20  # bytes under one checksum
 LARGEST = 256 << 20  # bytes of a manifest; GPT-3's on 1,000 ranks has a fifth of that
 SMALL = 16 << 20  # and what it may have however little it describes; above, a hundredth of that
-SIDE_BY_SIDE = 1000  # pieces of one parameter that are columns; each is compared with all the others
 DTYPES = {  # safetensors' names of element types
     **{"F16": "float16", "F32": "float32", "F64": "float64", "BOOL": "bool"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
@@ -172,21 +171,10 @@ class Manifest:
             size = sum(one.size for one in runs)
             if size != self.parameters[name].size:
                 raise Damaged(f"{told} have {size} elements, not {self.parameters[name].size}")
-            _check_disjoint(runs, told)
-
-
-def _check_disjoint(pieces: list[Runs], told: str) -> None:
-    """Raise Damaged if two have an element in common. As many elements as there are then make a whole."""
-    if len({runs.stride for runs in pieces if runs.count > 1}) > 1:
-        raise Damaged(f"{told} are runs of several strides")
-    before: list[Runs] = []  # those that go beyond where the next one begins
-    for runs in sorted(pieces, key=lambda runs: runs.first):
-        before = [other for other in before if other.stop > runs.first]
-        if not all(disjoint(other, runs) for other in before):
-            raise Damaged(f"{told} overlap at element {runs.first}")
-        before.append(runs)
-        if len(before) > SIDE_BY_SIDE:
-            raise Damaged(f"{told} are more than {SIDE_BY_SIDE} side by side")
+            if len({one.stride for one in runs if one.count > 1}) > 1:
+                raise Damaged(f"{told} are runs of several strides")
+            if (wrong := miscounted(runs, size)) is not None:
+                raise Damaged(f"element {wrong[0]} lies in {wrong[1]} of {told}")
 
 
 def _file(entry: Any) -> SavedFile:

@@ -5,7 +5,8 @@ run; rows of several matrices that lie in one are a run for each; columns of a m
 in one Runs. The elements of a part have an order, in which they lie side by side where the rank keeps them.
 """
 
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,13 +106,28 @@ def overlaps(part: Part, other: Runs) -> Iterator[tuple[int, int, int]]:
         place += runs.size
 
 
-def disjoint(one: Runs, other: Runs) -> bool:
-    """Whether they have no element in common. Their strides are equal, or one of them is a single run."""
-    stride = other.stride if one.count == 1 else one.stride
-    # Run i of `one` and run j of `other` meet where j - i lies in [low, high].
-    low = (one.first - other.first - other.length) // stride + 1
-    high = -((other.first - one.first - one.length) // stride) - 1
-    return max(low, 1 - one.count) > min(high, other.count - 1)
+def miscounted(pieces: Iterable[Runs], size: int) -> tuple[int, int] | None:
+    """(element, in how many pieces it is) of the first of `size` that is not in exactly one; None if all are.
+
+    Pieces of several runs have one stride, and no piece goes beyond `size`. Takes time in proportion to the
+    number of pieces. With z**e for element e, a piece is the polynomial
+
+        z**first * (1 - z**length) * (1 - z**(count * stride)) / ((1 - z) * (1 - z**stride))
+
+    and pieces are the whole where their numerators, of four terms each, add up to that of the whole.
+    """
+    pieces = list(pieces)
+    stride = max((runs.stride for runs in pieces if runs.count > 1), default=1)
+    terms: Counter[int] = Counter()
+    for sign, all_runs in ((1, pieces), (-1, run(0, size))):
+        for runs in all_runs:
+            first, length, across = runs.first, runs.length, runs.count * stride
+            terms[first] += sign
+            terms[first + length] -= sign
+            terms[first + across] -= sign
+            terms[first + across + length] += sign
+    wrong = min((element for element, count in terms.items() if count), default=None)
+    return None if wrong is None else (wrong, 1 + terms[wrong])
 
 
 def take(part: Part, whole: Array) -> Array:
