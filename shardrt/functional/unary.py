@@ -127,7 +127,7 @@ class Erf(Function):
 
 
 def erf(x: Operand) -> "Tensor":
-    """The error function; integers become float32, in which the error is 2e-7."""
+    """The error function; integers become float32, in which a CPU is off by 4e-7 at the most."""
     x = floating(x)
     check_floats("erf", x=x)
     return Erf.apply(x)

@@ -36,6 +36,7 @@ CASES = {
     "abs": (F.abs, "torch.abs(x)", [normal(2, 3)]),
     "sin": (F.sin, "torch.sin(x)", [normal(2, 3)]),
     "cos": (F.cos, "torch.cos(x)", [normal(2, 3)]),
+    "erf": (F.erf, "torch.erf(x)", [normal(2, 3) * 2]),
     "exp": (F.exp, "torch.exp(x)", [normal(2, 3)]),
     "expm1": (F.expm1, "torch.expm1(x)", [normal(2, 3)]),
     "log": (F.log, "torch.log(x)", [positive(2, 3)]),
@@ -289,6 +290,14 @@ def test_float32_stays_float32(name):
     results = op(*(Tensor(array.astype(np.float32)) for array in arrays))
     for result in results if isinstance(results, tuple) else (results,):
         assert result.dtype == np.float32
+
+
+def test_erf_in_float32_is_off_by_4e_7_at_the_most():
+    x = np.linspace(-5, 5, 4001, dtype=np.float32)
+    exact = F.erf(x.astype(np.float64)).data
+    assert np.abs(F.erf(x).data - exact).max() < 4e-7
+    assert np.isnan(F.erf(np.full(1, np.nan, np.float32)).data).all()
+    assert F.erf(np.arange(2)).dtype == np.float32
 
 
 def test_positions_are_arrays():
