@@ -8,6 +8,7 @@ what is faster: kernels/cpu/_choice.py chooses. (Names and numbers: oneDNN 3, dn
 
 import ctypes
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -255,7 +256,7 @@ _ready = _Ready()
 
 @cache
 def library() -> Library | None:
-    """oneDNN, if its package is installed. Raises OneDNNError where it is and does not load."""
+    """oneDNN, if its package is installed and loads; a warning says so where it does not load."""
     try:
         files = distribution(PACKAGE).files or ()
     except PackageNotFoundError:
@@ -264,8 +265,9 @@ def library() -> Library | None:
     try:
         return Library(str(Path(found[0].locate()).resolve())) if found else None
     except OSError as error:
-        told = "it needs GNU's OpenMP (libgomp1); or uninstall it"
-        raise OneDNNError(f"{PACKAGE} is installed and does not load: {error}; {told}") from error
+        told = "it needs GNU's OpenMP (libgomp1), and memory; or uninstall it"
+        warnings.warn(f"{PACKAGE} is installed and does not load: {error}; {told}", stacklevel=2)
+        return None
 
 
 def computes_bf16() -> bool:
@@ -284,7 +286,7 @@ def product(
     """
     here = library()
     if here is None:
-        raise OneDNNError(f"{PACKAGE} is not installed: pip install 'shardrt[bf16]'")
+        raise OneDNNError(f"{PACKAGE} is not installed, or does not load: pip install 'shardrt[bf16]'")
     # Shapes, strides and types in fewer steps than `matrix` takes: this is asked each time.
     what = (
         a.shape,

@@ -216,6 +216,7 @@ class Tensor(Variable):
     clamp = F.clamp
     cos = F.cos
     cumsum = F.cumsum
+    erf = F.erf
     exp = F.exp
     expm1 = F.expm1
     flatten = F.flatten

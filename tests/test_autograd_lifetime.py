@@ -50,7 +50,7 @@ def without_gc():
 def test_a_graph_is_freed_without_the_garbage_collector(without_gc, run_backward):
     weight, bias = leaf(normal(4, 4)), leaf(normal(4))
     x = Tensor(normal(3, 4))
-    y = F.layer_norm(F.gelu(F.linear(x, weight, bias)), bias * 2, bias)
+    y = F.layer_norm(F.gelu(F.linear(x, weight, bias)), bias.shape, bias * 2, bias)
     first, *_ = F.split(F.softmax(y @ weight) + x, 2, axis=1)
     loss = F.cross_entropy(first, [0, 1, 0]) + F.concatenate([y, first], axis=1)[1:].mean()
     alive = [weakref.ref(t) for t in (y, first, loss)] + [weakref.ref(t.node) for t in (y, first, loss)]

@@ -162,6 +162,37 @@ def test_ranks_out_of_step_and_out_of_memory_have_codes_of_their_own():
     assert "out of memory: Unable to allocate 2.00 PiB" in done.stderr
 
 
+ALLOCATE = (
+    "import resource; resource.setrlimit(resource.{}, ({}, -1)); comm.allocate(1 << {}, 'f4', shared=False)"
+)
+REFUSED = {
+    "files": (
+        ALLOCATE.format("RLIMIT_FSIZE", "1 << 20", 20),
+        2,
+        "is 7340032 bytes too low for 8388608 bytes of shared memory: `ulimit -f 8192`, or more",
+    ),
+    "addresses": (
+        ALLOCATE.format("RLIMIT_AS", "4 << 30", 30),
+        81,
+        "no room for 8589934592 bytes of shared memory; the address space is limited to 4295.0 MB",
+    ),
+    "threads": (
+        'raise RuntimeError("can\'t start new thread")',
+        81,
+        "out of memory, or of processes (`ulimit -u`): can't start new thread",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_the_system_refuses_is_one_line_and_a_code(what):
+    everyone, code, told = REFUSED[what]
+    done, _ = run("pass", "shm", everyone=everyone)
+    lines = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
+    assert (done.returncode, len(lines)) == (code, 1), done.stderr
+    assert re.match(r"error: rank \d of 2: ", lines[0]) and lines[0].endswith(told)
+
+
 def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
     maps = "print(''.join(line for line in open('/proc/self/maps') if 'mpich_shm_' in line), flush=True)"
     done, _ = run(f"{maps}; fail()")

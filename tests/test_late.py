@@ -55,7 +55,7 @@ def image(batch):
 def mixed(m, x, words):
     """One bias of a linear layer, which is late, and of a norm, which is not: the norm's is in between."""
     x = F.linear(x, m.weight, m.bias)
-    x = F.layer_norm(x, m.scale, m.bias)
+    x = F.layer_norm(x, m.scale.shape, m.scale, m.bias)
     return F.linear(x, m.weight, m.bias)
 
 
@@ -115,17 +115,20 @@ CASES = {
         w=parameter(11, 6),
     ),
     "layer_norm": lambda: Uses(
-        lambda m, x, words: F.add_layer_norm(F.layer_norm(x, m.w, m.b), x, m.w, m.b)[1],
+        lambda m, x, words: F.add_layer_norm(F.layer_norm(x, (6,), m.w, m.b), x, m.w, m.b)[1],
         w=parameter(6),
         b=parameter(6),
     ),
     "rms_norm": lambda: Uses(
-        lambda m, x, words: F.add_rms_norm(F.rms_norm(x, m.w), x, m.w)[1], w=parameter(6)
+        lambda m, x, words: F.add_rms_norm(F.rms_norm(x, (6,), m.w), x, m.w)[1], w=parameter(6)
     ),
     "batch_norm": lambda: Uses(
-        lambda m, x, words: F.batch_norm(image(x), m.w, m.b, *np.ones((2, 2), np.float32)),
+        lambda m, x, words: F.batch_norm(image(x), *np.ones((2, 2), np.float32), m.w, m.b, True),
         w=parameter(2),
         b=parameter(2),
+    ),
+    "transposed": lambda: Uses(
+        lambda m, x, words: F.conv_transpose2d(image(x), m.w, m.b), w=parameter(2, 3, 1, 1), b=parameter(3)
     ),
     "late and at once": lambda: Uses(mixed, weight=parameter(6, 6), bias=parameter(6), scale=parameter(6)),
     "late and by an array": lambda: Uses(

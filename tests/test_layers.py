@@ -56,8 +56,8 @@ def test_layers_are_the_functions_of_their_parameters():
     x = Tensor(normal(4, 6).astype(np.float32))
     linear, norm, rms = nn.Linear(6, 3), nn.LayerNorm(6, eps=1e-3), nn.RMSNorm(6, eps=1e-3)
     np.testing.assert_array_equal(linear(x), F.linear(x, linear.weight, linear.bias))
-    np.testing.assert_array_equal(norm(x), F.layer_norm(x, norm.weight, norm.bias, 1e-3))
-    np.testing.assert_array_equal(rms(x), F.rms_norm(x, rms.weight, 1e-3))
+    np.testing.assert_array_equal(norm(x), F.layer_norm(x, norm.weight.shape, norm.weight, norm.bias, 1e-3))
+    np.testing.assert_array_equal(rms(x), F.rms_norm(x, rms.weight.shape, rms.weight, 1e-3))
     np.testing.assert_array_equal(nn.GELU()(x), F.gelu(x))
 
 

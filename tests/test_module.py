@@ -390,7 +390,7 @@ def test_a_layer_is_the_function_of_its_name(name):
 def test_losses_are_modules_and_a_1d_convolution_is_a_layer():
     x = Tensor(np.random.default_rng(0).standard_normal((2, 4, 5)).astype(np.float32))
     target = np.ones((2, 4, 5), np.float32)
-    assert nn.MSELoss("sum")(x, target).item() == F.mse_loss(x, target, "sum").item()
+    assert nn.MSELoss("sum")(x, target).item() == F.mse_loss(x, target, reduction="sum").item()
     assert nn.CrossEntropyLoss()(x, np.zeros((2, 4), int)).item() == F.cross_entropy(x, [[0] * 4] * 2).item()
     layer = nn.Conv1d(4, 6, 3, padding=1, groups=2)
     assert layer(x).shape == (2, 6, 5) and layer.weight.shape == (6, 2, 3)

@@ -2,7 +2,7 @@
 
 All release the interpreter lock and are cached on disk; what is found there needs no compiler. The wheel of
 llvmlite has no vector math library, so exp and erf of float32 are polynomials here (relative error of exp
-2e-7, absolute error of erf 2e-7); float64, which gradient checks use, takes the ones of libm.
+2e-7, absolute error of erf 4e-7); float64, which gradient checks use, takes the ones of libm.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x.
+"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; and the error function.
 
 The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
 """
@@ -62,6 +62,11 @@ def relu_forward(x: Array, y: Array) -> None:
 def relu_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x; 0 where x is 0."""
     run_rows(_relu_backward, x.size, x.size, dy, x, dx)
+
+
+def erf_forward(x: Array, y: Array) -> None:
+    """y = erf(x): in float32 with an absolute error of 4e-7 at the most, in float64 libm's."""
+    run_rows(_erf_forward, x.size, x.size, x, y)
 
 
 @fused
@@ -144,6 +149,13 @@ def _relu_forward(start, stop, x, y):
     zero = x.dtype.type(0)
     for i in range(x.size):
         y[i] = zero if x[i] <= zero else x[i]  # nan stays nan
+
+
+@fused
+def _erf_forward(start, stop, x, y):
+    x, y = x[start:stop], y[start:stop]
+    for i in range(x.size):
+        y[i] = erf(x[i])
 
 
 @fused

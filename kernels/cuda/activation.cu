@@ -1,4 +1,5 @@
-// GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; sixteen bytes per thread and turn.
+// GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; and the error function. Sixteen
+// bytes per thread and turn.
 //
 // A function of one element is written once, as value(x) and slope(x, dy); dx may be dy, and y may be x.
 #include "gelu.cuh"
@@ -25,6 +26,10 @@ struct Silu {
 struct Relu {
     static __device__ __forceinline__ A value(A x) { return x < A(0) ? A(0) : x; }  // nan stays
     static __device__ __forceinline__ A slope(A x, A dy) { return dy * (x > A(0) ? A(1) : A(0)); }
+};
+
+struct Erf {
+    static __device__ __forceinline__ A value(A x) { return erf(x); }
 };
 
 template <class Of> __device__ __forceinline__ void forward(const T* x, T* y, int64 count, int vectors) {
@@ -78,4 +83,8 @@ extern "C" __global__ void relu_forward(const T* x, T* y, int64 count, int vecto
 
 extern "C" __global__ void relu_backward(const T* dy, const T* x, T* dx, int64 count, int vectors) {
     backward<Relu>(dy, x, dx, count, vectors);
+}
+
+extern "C" __global__ void erf_forward(const T* x, T* y, int64 count, int vectors) {
+    forward<Erf>(x, y, count, vectors);
 }

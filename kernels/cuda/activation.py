@@ -1,4 +1,4 @@
-"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x.
+"""GELU in both forms, SiLU and ReLU, on flat arrays: y of x, and dx of dy and x; and the error function.
 
 The tanh form of GELU (Hendrycks and Gimpel, 2016) is x * sigmoid(2 u), which needs one exponential.
 """
@@ -48,6 +48,11 @@ def relu_forward(x: Array, y: Array) -> None:
 def relu_backward(dy: Array, x: Array, dx: Array) -> None:
     """dx from dy and x; 0 where x is 0."""
     _run("relu_backward", dy, x, dx)
+
+
+def erf_forward(x: Array, y: Array) -> None:
+    """y = erf(x)."""
+    _run("erf_forward", x, y)
 
 
 def _run(function: str, *arrays: Array) -> None:

@@ -1,4 +1,4 @@
-"""What GELU, SiLU and ReLU cost."""
+"""What GELU, SiLU, ReLU and the error function cost."""
 
 from shardrt.kernels.shape._cost import Array, Cost, flat
 
@@ -29,6 +29,10 @@ def silu_backward(dy: Array, x: Array, dx: Array) -> Cost:
 
 def relu_forward(x: Array, y: Array) -> Cost:
     return flat((x,), (y,), 1)
+
+
+def erf_forward(x: Array, y: Array) -> Cost:
+    return flat((x,), (y,), 14)
 
 
 def relu_backward(dy: Array, x: Array, dx: Array) -> Cost:

@@ -4,8 +4,10 @@ A segment is an anonymous file in memory (memfd) that one rank makes and all map
 against /dev/shm (64 MB in a default container), and goes away with the last process that maps it.
 """
 
+import errno
 import mmap
 import os
+import resource
 import weakref
 from bisect import bisect
 from dataclasses import dataclass
@@ -14,6 +16,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from mpi4py import MPI
+
+from shardrt.faults.failure import Refused
 
 _PAGE = mmap.PAGESIZE
 _HUGE = 1 << 21
@@ -109,25 +113,43 @@ class Segments:
 def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
     """`nbytes` of zeros, mapped by all ranks of `mpi`. Pages come when they are first written.
 
-    A rank's mapping goes with the last array in it. Collective. Raises SharedMemoryUnavailable.
+    A rank's mapping goes with the last array in it. Collective. Raises SharedMemoryUnavailable; Refused where
+    a rank has no memory for it, or a limit is too low.
     """
-    file = error = None
-    path = ""
-    if mpi.rank == 0:
-        file = os.memfd_create("shardrt")
-        os.ftruncate(file, nbytes)
-        path = f"/proc/{os.getpid()}/fd/{file}"
+    file = error = path = None
+    try:
+        if mpi.rank == 0:
+            file = os.memfd_create("shardrt")
+            os.ftruncate(file, nbytes)
+            path = f"/proc/{os.getpid()}/fd/{file}"
+    except OSError as raised:
+        error = raised
     path = mpi.bcast(path)
     try:
-        file = os.open(path, os.O_RDWR) if file is None else file
-        region = mmap.mmap(file, nbytes)
+        if path is not None:
+            file = os.open(path, os.O_RDWR) if file is None else file
+            region = mmap.mmap(file, nbytes)
     except OSError as raised:
-        error = f"rank {mpi.rank} cannot map {nbytes} bytes of rank 0's memory: {raised}"
-    errors = [text for text in mpi.allgather(error) if text]
+        error = raised
+    errors = [found for found in mpi.allgather(None if error is None else _told(error, mpi, nbytes)) if found]
     if file is not None:
         os.close(file)
     if errors:
-        raise SharedMemoryUnavailable(errors[0])
+        raise errors[0]
     if nbytes >= _HUGE:
         region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)
+
+
+def _told(error: OSError, mpi: MPI.Intracomm, nbytes: int) -> RuntimeError:
+    """What all ranks raise when this one can't make or map a segment."""
+    if error.errno == errno.EFBIG:
+        limit, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return Refused(
+            f"the limit on the size of files, {limit} bytes, is {nbytes - limit} bytes too low for {nbytes} "
+            f"bytes of shared memory: `ulimit -f {-(-nbytes // 1024)}`, or more",
+            exit_code=2,
+        )
+    if error.errno == errno.ENOMEM:
+        return Refused(f"out of memory: no room for {nbytes} bytes of shared memory")
+    return SharedMemoryUnavailable(f"rank {mpi.rank} cannot map {nbytes} bytes of rank 0's memory: {error}")

@@ -51,6 +51,14 @@ class CollectiveMismatch(RuntimeError):
         self.speaks = speaks
 
 
+class Refused(RuntimeError):
+    """The system refused this rank shared memory or a thread. The job ends with `exit_code` and one line."""
+
+    def __init__(self, told: str, exit_code: int = OUT_OF_MEMORY) -> None:
+        super().__init__(told)
+        self.exit_code = exit_code
+
+
 class PeerFailed(RuntimeError):
     """Another rank failed or left while this one waited for it."""
 
@@ -136,10 +144,24 @@ def at(ranks: Sequence[int]) -> str:
 
 def code_of(error: BaseException) -> int:
     """The exit code for an uncaught error, by its root cause."""
+    refused = refusal(error)
+    if refused is not None:
+        return refused.exit_code
     for kind, code in ((MemoryError, OUT_OF_MEMORY), (CollectiveMismatch, MISMATCH)):
         if _root(error, kind) is not None:
             return code
     return 1
+
+
+def refusal(error: BaseException) -> Refused | None:
+    """What the system refused, of which `error` is a consequence. Python has no error for threads alone."""
+    root = _root(error, Refused)
+    if root is None:
+        root = _root(error, RuntimeError)
+        if root is None or str(root) != "can't start new thread":
+            return None
+        root = Refused(f"out of memory, or of processes (`ulimit -u`): {root}")
+    return root
 
 
 def out_of_memory(error: BaseException) -> str:
@@ -234,7 +256,10 @@ class _Job:
         short, code = f"{self._name} failed as well: {last}\n", code_of(error)
         if code == MISMATCH or _root(error, PeerFailed):
             short = ""  # the first to say so has said it for all
-        how, more = "failed", ""
+        refused, how, more = refusal(error), "failed", ""
+        if refused is not None:  # as a rule by all ranks alike: one line is for all
+            line = f"error: {self._name}: {refused}{_limit()}\n"
+            return self.end("", code, line, last, self._turn(error))
         if code == OUT_OF_MEMORY:
             how, more = "is out of memory", out_of_memory(error)
         full = f"{self._name} {how} in its {where}:\n{''.join(traceback.format_exception(error))}{more}"

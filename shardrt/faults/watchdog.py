@@ -205,8 +205,12 @@ class Watch:
                 self._deadline.close()
         self._forget_temporary()
         if self._kind == "single" and failure.code_of(error) == failure.OUT_OF_MEMORY:
-            traceback.print_exception(error)
-            sys.stderr.write(f"the program is out of memory\n{failure.out_of_memory(error)}")
+            refused = failure.refusal(error)
+            if refused is None:
+                traceback.print_exception(error)
+                sys.stderr.write(f"the program is out of memory\n{failure.out_of_memory(error)}")
+            else:
+                sys.stderr.write(f"error: {refused}\n")
             sys.exit(failure.OUT_OF_MEMORY)
 
     # -- the thread

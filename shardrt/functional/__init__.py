@@ -26,7 +26,7 @@ from shardrt.functional.activation import (
 from shardrt.functional.attention import document_starts, scaled_dot_product_attention, self_attention
 from shardrt.functional.batch_norm import batch_norm
 from shardrt.functional.cast import cast
-from shardrt.functional.conv2d import conv1d, conv2d
+from shardrt.functional.conv2d import conv1d, conv2d, conv_transpose2d
 from shardrt.functional.dropout import dropout
 from shardrt.functional.einsum import einsum
 from shardrt.functional.elementwise import (
@@ -117,6 +117,7 @@ from shardrt.functional.unary import (
     abs,
     ceil,
     cos,
+    erf,
     exp,
     expm1,
     floor,
@@ -154,6 +155,7 @@ __all__ = [
     "concatenate",
     "conv1d",
     "conv2d",
+    "conv_transpose2d",
     "cos",
     "cosine_similarity",
     "cross_entropy",
@@ -165,6 +167,7 @@ __all__ = [
     "einsum",
     "elu",
     "embedding",
+    "erf",
     "exp",
     "expand",
     "expert_capacity",

@@ -1,4 +1,7 @@
-"""Activations of a network's hidden layers. Elementwise on any shape; their input is saved for backward."""
+"""Activations of a network's hidden layers. Elementwise on any shape; their input is saved for backward.
+
+`inplace`, PyTorch's argument, changes nothing: no op writes to its input.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +107,7 @@ class SiLU(Function):
         return dx
 
 
-def silu(x: "Tensor") -> "Tensor":
+def silu(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x times its logistic function (Elfwing et al., Sigmoid-Weighted Linear Units, 2017). Floats only."""
     x = tensor(x)
     check_floats("silu", x=x)
@@ -161,7 +164,7 @@ class ReLU(Function):
         return dx
 
 
-def relu(x: "Tensor") -> "Tensor":
+def relu(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x where it is positive, else 0; the gradient at 0 is 0. float32 or float64."""
     x = tensor(x)
     check_floats("relu", x=x)
@@ -186,14 +189,14 @@ class LeakyReLU(Function):
         return chosen(x > 0, dy, compute(np.multiply, dy, slope), dy.shape, dy.dtype), None
 
 
-def leaky_relu(x: "Tensor", slope: float = 0.01) -> "Tensor":
-    """x where it is positive, else slope * x. Floats only."""
+def leaky_relu(x: "Tensor", negative_slope: float = 0.01, inplace: bool = False) -> "Tensor":
+    """x where it is positive, else negative_slope * x. Floats only."""
     x = tensor(x)
     check_floats("leaky_relu", x=x)
-    return LeakyReLU.apply(x, float(slope))
+    return LeakyReLU.apply(x, float(negative_slope))
 
 
-def elu(x: "Tensor", alpha: float = 1.0) -> "Tensor":
+def elu(x: "Tensor", alpha: float = 1.0, inplace: bool = False) -> "Tensor":
     """x where it is positive, else alpha * (exp(x) - 1) (Clevert et al., 2016). Floats only."""
     x = tensor(x)
     check_floats("elu", x=x)
@@ -217,11 +220,16 @@ class Softplus(Function):
         return dx
 
 
-def softplus(x: "Tensor") -> "Tensor":
-    """log(1 + exp(x)), which does not overflow. Floats only."""
+def softplus(x: "Tensor", beta: float = 1.0, threshold: float = 20.0) -> "Tensor":
+    """log(1 + exp(beta x)) / beta, or x where beta x is above the threshold. Floats only.
+
+    The logarithm does not overflow, so it is taken above 20, PyTorch's threshold, too: there they differ by
+    2e-9 at the most.
+    """
     x = tensor(x)
     check_floats("softplus", x=x)
-    return Softplus.apply(x)
+    y = Softplus.apply(x) if beta == 1 else Softplus.apply(x * beta) * (1 / beta)
+    return y if threshold == 20 else where((x * beta).data > threshold, x, y)
 
 
 def logsigmoid(x: "Tensor") -> "Tensor":
@@ -239,21 +247,21 @@ def glu(x: "Tensor", axis: int = -1) -> "Tensor":
     return first * sigmoid(second)
 
 
-def relu6(x: "Tensor") -> "Tensor":
+def relu6(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x between 0 and 6."""
     return clamp(x, 0.0, 6.0)
 
 
-def hardsigmoid(x: "Tensor") -> "Tensor":
+def hardsigmoid(x: "Tensor", inplace: bool = False) -> "Tensor":
     """(x + 3) / 6 between 0 and 1."""
     return clamp(tensor(x) * (1 / 6) + 0.5, 0.0, 1.0)
 
 
-def hardswish(x: "Tensor") -> "Tensor":
+def hardswish(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x * hardsigmoid(x) (Howard et al., MobileNetV3, 2019)."""
     return tensor(x) * hardsigmoid(x)
 
 
-def mish(x: "Tensor") -> "Tensor":
+def mish(x: "Tensor", inplace: bool = False) -> "Tensor":
     """x * tanh(softplus(x)) (Misra, 2020)."""
     return tensor(x) * tanh(softplus(x))

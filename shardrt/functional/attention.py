@@ -24,7 +24,7 @@ from shardrt.functional._arrays import (
     tensor,
     unpacked,
 )
-from shardrt.functional.words import also
+from shardrt.functional.words import also, only
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -63,30 +63,32 @@ class Attention(Function):
 _MASKS = "is_causal, or softmax(q @ k.transpose(-2, -1) * scale + mask) @ v"
 
 
-@also(
-    {
-        "attn_mask": (None, f"for masks there is {_MASKS}"),
-        "dropout_p": (0.0, "F.dropout of the result, or of the probabilities: softmax(...) @ v"),
-        "enable_gqa": (False, "fewer heads of k and v are seen by their shapes; leave it out"),
-    },
-    query="q",
-    key="k",
-    value="v",
-)
+@also(query="q", key="k", value="v")
 def scaled_dot_product_attention(
-    q: "Tensor", k: "Tensor", v: "Tensor", is_causal: bool = False, scale: float | None = None
+    q: "Tensor",
+    k: "Tensor",
+    v: "Tensor",
+    attn_mask: None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
 ) -> "Tensor":
     """softmax(q k^T scale) v in every head (Vaswani et al., Attention Is All You Need, 2017, section 3.2.1).
 
     q: (batch, heads, time, head_dim). k, v: the same, but for another time where not is_causal, and fewer
     heads where several of q in a row share one (Ainslie et al., GQA, 2023). Views of any strides are read as
     they are. scale: 1 / sqrt(head_dim) unless given. is_causal: a query sees the keys up to its own time.
-    Gives (batch, heads, time, head_dim). All float32 or all float64.
+    Gives (batch, heads, time, head_dim). All float32 or all float64. attn_mask, dropout_p: None and 0 alone.
+    enable_gqa changes nothing: fewer heads of k and v are seen by their shapes.
 
     Raises ValueError for sizes that don't fit, TypeError for other dtypes.
     """
-    q, k, v = tensor(q), tensor(k), tensor(v)
     op = "scaled_dot_product_attention"
+    only(op, f"for masks there is {_MASKS}", attn_mask=(attn_mask, None))
+    only(op, "F.dropout of the result, or of the probabilities: softmax(...) @ v", dropout_p=(dropout_p, 0.0))
+    q, k, v = tensor(q), tensor(k), tensor(v)
     if q.ndim != 4:
         raise ValueError(f"{op}: q must be (batch, heads, time, head_dim), got {q.shape}")
     batch, heads, time, head_dim = q.shape

@@ -7,7 +7,7 @@ import numpy as np
 from shardrt import autograd, dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.comm import Communicator
-from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, tensor
+from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.collective import gathered, summed
 
@@ -79,37 +79,46 @@ class BatchNorm(Function):
 
 def batch_norm(
     x: "Tensor",
-    weight: "Tensor",
-    bias: "Tensor",
-    running_mean: Array,
-    running_var: Array,
-    training: bool = True,
+    running_mean: Array | None,
+    running_var: Array | None,
+    weight: "Tensor | None" = None,
+    bias: "Tensor | None" = None,
+    training: bool = False,
     momentum: float = 0.1,
     eps: float = 1e-5,
     communicator: Communicator | None = None,
 ) -> "Tensor":
     """Each channel minus its mean, over its deviation, times weight plus bias (Ioffe, Szegedy, 2015).
 
-    x: (batch, channels, ...). weight, bias, running_mean, running_var: (channels,). All float32 or all
-    float64, or x in 16 bits with float32 parameters. training: mean and variance are the batch's, and the
-    running ones, plain arrays, move towards them by `momentum` (the variance unbiased); else the
-    running ones are used. communicator: the statistics are those of the batches of all its ranks, which
-    all call forward, and backward, in the same order.
+    x: (batch, channels, ...). weight (1 if None), bias (0 if None), running_mean, running_var: (channels,).
+    All float32 or all float64, or x in 16 bits with float32 parameters. training: mean and variance are the
+    batch's, and the running ones, arrays, tensors or None, move towards them by `momentum` (the variance
+    unbiased); else the running ones are used. communicator: the statistics are those of the batches of all
+    its ranks, which all call forward, and backward, in the same order.
 
-    Raises ValueError for sizes that don't fit and for one number per channel in training, TypeError for
-    other dtypes.
+    Raises ValueError for sizes that don't fit, for one number per channel in training and for no running
+    ones elsewhere, TypeError for other dtypes.
     """
-    x, weight, bias = tensor(x), tensor(weight), tensor(bias)
+    x = tensor(x)
     if x.ndim < 2 or x.size < 1:
         raise ValueError(f"batch_norm: x must be (batch, channels, ...) and not empty, got {x.shape}")
+    if not training and (running_mean is None or running_var is None):
+        raise ValueError("batch_norm: running_mean and running_var are needed where training is False")
+    own = dtypes.exact(x.value_dtype) if weight is None else tensor(weight).value_dtype
+    weight, bias, running_mean, running_var = (
+        _filled(x.shape[1:2], own, value) if given is None else given
+        for given, value in ((weight, 1), (bias, 0), (running_mean, 0), (running_var, 1))
+    )
+    weight, bias = tensor(weight), tensor(bias)
+    running_mean, running_var = tensor(running_mean).data, tensor(running_var).data
     arrays = {"weight": weight, "bias": bias, "running_mean": running_mean, "running_var": running_var}
     for name, array in arrays.items():
         if array.shape != x.shape[1:2]:
             raise ValueError(f"batch_norm: {name} must be {x.shape[1:2]} for x {x.shape}, got {array.shape}")
     if dtypes.low(x.dtype) and not dtypes.low(weight.value_dtype):
         x32 = cast(x, weight.value_dtype.name)
-        args = running_mean, running_var, training, momentum, eps, communicator
-        return cast(batch_norm(x32, weight, bias, *args), x.dtype.name)
+        args = running_mean, running_var, weight, bias, training, momentum, eps, communicator
+        return cast(batch_norm(x32, *args), x.dtype.name)
     check_floats("batch_norm", x=x, weight=weight, bias=bias)
     ranks = 1 if communicator is None else communicator.size
     if training and x.size // x.shape[1] * ranks < 2:
@@ -117,6 +126,12 @@ def batch_norm(
     communicator = communicator if ranks > 1 else None
     running = running_mean, running_var
     return BatchNorm.apply(x, weight, bias, running, bool(training), momentum, eps, communicator)
+
+
+def _filled(shape: tuple[int, ...], dtype: Any, value: float) -> Array:
+    array = empty(shape, dtype)
+    array.fill(value)
+    return array
 
 
 def _statistics(x: Array, communicator: Communicator | None) -> tuple[Array, Array, Any]:

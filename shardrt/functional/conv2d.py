@@ -1,4 +1,8 @@
-"""Two-dimensional convolution, whose weight's gradient the kernel itself adds where it belongs."""
+"""Two-dimensional convolution and its transpose; kernels add the weight's gradient where it belongs.
+
+The transpose runs the same kernels: its forward is convolution's gradient of the input, and its backward is
+convolution's forward and its gradient of the weight, with x and dy exchanged.
+"""
 
 from typing import TYPE_CHECKING, Any
 
@@ -108,6 +112,83 @@ def conv2d(
     check_floats("conv2d", x=x, weight=weight, bias=bias)
     geometry = strides, paddings, dilations, int(groups)
     return Conv2d.apply(x, weight, bias, (x.shape[0], outputs, *sizes), geometry)
+
+
+class ConvTranspose2d(Function):
+    __slots__ = ()
+    handles = (1, 2)
+    expensive = True
+
+    def forward(
+        self, x: Array, weight: Variable, bias: Variable | None, shape: tuple[int, ...], geometry: tuple
+    ) -> Array:
+        y = empty(shape, x.dtype)
+        low, numbers = operands(x, weight)
+        self.saved = (low if self.needs[1] else None, x.shape, weight, bias, geometry)
+        kernels().conv2d.backward_input(low, numbers, y, *geometry)
+        if bias is not None:
+            y += contiguous(bias.lent())[:, None, None]
+        return y
+
+    resume = Conv2d.resume
+
+    def backward(self, dy: Array) -> tuple:
+        x, shape, weight, bias, geometry = self.saved
+        dx, factor = None, dy if x is None else for_product(dy, x)
+        if self.needs[0]:
+            dx = empty(shape, dy.dtype)
+            factor, numbers = operands(factor, weight)
+            kernels().conv2d.forward(factor, numbers, None, dx, *geometry)
+        into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
+        return dx, *autograd.later(_add_gradients, factor, x, dy, geometry, into=into), None, None
+
+
+def conv_transpose2d(
+    x: "Tensor",
+    weight: "Tensor",
+    bias: "Tensor | None" = None,
+    stride: int | Pair = 1,
+    padding: int | Pair = 0,
+    output_padding: int | Pair = 0,
+    groups: int = 1,
+    dilation: int | Pair = 1,
+) -> "Tensor":
+    """Each element of x times a weight, added up in windows of the result: conv2d's gradient of its input.
+
+    x: (batch, channels, height, width). weight: (channels, outputs / groups, rows, columns). bias: (outputs,)
+    or None. stride: from window to window. padding: how much is cut off at each border. output_padding: rows
+    and columns more at the end, fewer than `stride`. Gives (batch, outputs, (height - 1) * stride - 2 *
+    padding + dilation * (rows - 1) + output_padding + 1, ...). All float32 or all float64.
+
+    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    """
+    op = "conv_transpose2d"
+    x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
+    if x.ndim != 4 or min(x.shape) < 1:
+        raise ValueError(f"{op}: x must be (batch, channels, height, width), none of them 0, got {x.shape}")
+    if weight.ndim != 4 or min(weight.shape) < 1:
+        raise ValueError(
+            f"{op}: weight must be (channels, outputs / groups, rows, columns), got {weight.shape}"
+        )
+    strides, dilations = pair(op, "stride", stride, 1), pair(op, "dilation", dilation, 1)
+    paddings, more = pair(op, "padding", padding, 0), pair(op, "output_padding", output_padding, 0)
+    channels, outputs, *window = weight.shape
+    if groups < 1 or channels % groups or x.shape[1] != channels:
+        raise ValueError(f"{op}: x {x.shape} and weight {weight.shape} do not fit with {groups} groups")
+    outputs *= groups
+    if bias is not None and bias.shape != (outputs,):
+        raise ValueError(f"{op}: bias must be ({outputs},) for weight {weight.shape}, got {bias.shape}")
+    if more[0] >= strides[0] or more[1] >= strides[1]:
+        raise ValueError(f"{op}: output_padding {more} must be smaller than stride {strides}")
+    sizes = [
+        (x.shape[2 + i] - 1) * strides[i] - 2 * paddings[i] + dilations[i] * (window[i] - 1) + more[i] + 1
+        for i in (0, 1)
+    ]
+    if min(sizes) < 1:
+        raise ValueError(f"{op}: padding {paddings} leaves nothing of x {x.shape} by weight {weight.shape}")
+    check_floats(op, x=x, weight=weight, bias=bias)
+    geometry = strides, paddings, dilations, int(groups)
+    return ConvTranspose2d.apply(x, weight, bias, (x.shape[0], outputs, *sizes), geometry)
 
 
 def conv1d(

@@ -7,6 +7,8 @@ from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional import in_time
 from shardrt.functional._arrays import check_floats, computed, empty, flat, kernels, rows, tensor
 from shardrt.functional._arrays import indices as checked
+from shardrt.functional.elementwise import where
+from shardrt.functional.words import only
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -46,8 +48,18 @@ def _add_rows(indices: Array, dy: Array, weight: Variable) -> tuple:
     return (weight.put_rows(fill),)
 
 
-def embedding(indices: Any, weight: "Tensor") -> "Tensor":
+def embedding(
+    indices: Any,
+    weight: "Tensor",
+    padding_idx: int | None = None,
+    max_norm: float | None = None,
+    norm_type: float = 2.0,
+    scale_grad_by_freq: bool = False,
+    sparse: bool = False,
+) -> "Tensor":
     """The rows of weight that indices name: integers (...), or a range, and (rows, width) -> (..., width).
+
+    padding_idx: a row that gets no gradient from here. The other arguments must have their defaults.
 
     Raises ValueError that names the first index outside [0, rows), TypeError if they are no integers. Indices
     that are on a GPU already are not looked at: the rows of those outside are nan.
@@ -56,4 +68,13 @@ def embedding(indices: Any, weight: "Tensor") -> "Tensor":
     if weight.ndim != 2:
         raise ValueError(f"embedding: weight must be (rows, width), got {weight.shape}")
     check_floats("embedding", weight=weight)
-    return Embedding.apply(checked("embedding", "indices", indices, weight.shape[0]), weight)
+    only("embedding", "scale the weight before", max_norm=(max_norm, None), norm_type=(norm_type, 2.0))
+    only("embedding", "scale the gradient in a hook", scale_grad_by_freq=(scale_grad_by_freq, False))
+    only("embedding", "gradients are dense", sparse=(sparse, False))
+    found = checked("embedding", "indices", indices, weight.shape[0])
+    y = Embedding.apply(found, weight)
+    if padding_idx is None:
+        return y
+    if not -weight.shape[0] <= padding_idx < weight.shape[0]:
+        raise ValueError(f"embedding: padding_idx {padding_idx} is no row of weight {weight.shape}")
+    return where((found != padding_idx % weight.shape[0])[..., None], y, y.detach())

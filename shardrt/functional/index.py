@@ -115,15 +115,15 @@ def triu(x: "Tensor", diagonal: int = 0) -> "Tensor":
 
 
 @torch_words
-def argmax(x: "Tensor", axis: int | None = None) -> Array:
+def argmax(x: "Tensor", axis: int | None = None, keepdims: bool = False) -> Array:
     """Where the largest element along an axis is, the first of equal ones; an array of integers."""
-    return asarray(np.argmax(tensor(x).data, axis))
+    return asarray(np.argmax(tensor(x).data, axis, keepdims=keepdims))
 
 
 @torch_words
-def argmin(x: "Tensor", axis: int | None = None) -> Array:
+def argmin(x: "Tensor", axis: int | None = None, keepdims: bool = False) -> Array:
     """Where the smallest element along an axis is, the first of equal ones; an array of integers."""
-    return asarray(np.argmin(tensor(x).data, axis))
+    return asarray(np.argmin(tensor(x).data, axis, keepdims=keepdims))
 
 
 @torch_words
@@ -141,10 +141,12 @@ def sort(x: "Tensor", axis: int = -1, descending: bool = False) -> tuple["Tensor
 
 
 @torch_words
-def topk(x: "Tensor", k: int, axis: int = -1, largest: bool = True) -> tuple["Tensor", Array]:
+def topk(
+    x: "Tensor", k: int, axis: int = -1, largest: bool = True, sorted: bool = True
+) -> tuple["Tensor", Array]:
     """(the k largest elements along an axis, the largest first; where they were: an array).
 
-    Or the smallest. Raises ValueError if there are not as many.
+    Or the smallest; in their order also where `sorted` is False. Raises ValueError if there are not as many.
     """
     x = tensor(x)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
@@ -154,16 +156,15 @@ def topk(x: "Tensor", k: int, axis: int = -1, largest: bool = True) -> tuple["Te
     return gather(x, axis, order), order
 
 
-@also(num_classes="classes")
-def one_hot(values: Any, classes: int | None = None) -> Array:
-    """Integers (...) -> integers (..., classes), an array: 1 at the place that the integer names, else 0.
+def one_hot(values: Any, num_classes: int = -1) -> Array:
+    """Integers (...) -> integers (..., num_classes), an array: 1 at the place that the integer names, else 0.
 
-    classes: one more than the largest if None. Raises ValueError for one outside [0, classes).
+    num_classes: one more than the largest if -1. Raises ValueError for an integer outside [0, num_classes).
     """
-    if classes is None:
-        classes = int(tensor(values).data.max()) + 1
-    index = indices("one_hot", "values", values, classes)
-    return (index[..., None] == asarray(np.arange(classes))).astype(np.int64)
+    if num_classes == -1:
+        num_classes = int(tensor(values).data.max()) + 1
+    index = indices("one_hot", "values", values, num_classes)
+    return (index[..., None] == asarray(np.arange(num_classes))).astype(np.int64)
 
 
 def _placed(op: str, x: Any, axis: int, index: Any) -> tuple["Tensor", tuple]:

@@ -8,6 +8,7 @@ import numpy as np
 from shardrt.functional._arrays import asarray, check_floats, tensor
 from shardrt.functional.matmul import matmul
 from shardrt.functional.shape import getitem
+from shardrt.functional.words import only
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -18,16 +19,20 @@ def interpolate(
     size: int | tuple[int, int] | None = None,
     scale_factor: float | tuple[float, float] | None = None,
     mode: str = "nearest",
-    align_corners: bool = False,
+    align_corners: bool | None = None,
+    recompute_scale_factor: bool | None = None,
+    antialias: bool = False,
 ) -> "Tensor":
     """(batch, channels, height, width) at another size, as in PyTorch, without antialiasing.
 
     size, or scale_factor: one for both axes, or (vertical, horizontal). mode: "nearest", "bilinear" or
-    "bicubic". Costs the products with a matrix (new, old) for each axis. Raises ValueError for what doesn't
-    fit, TypeError for other than floats.
+    "bicubic". recompute_scale_factor: the factor is that of the sizes, which are integers. Costs the products
+    with a matrix (new, old) for each axis. Raises ValueError for what doesn't fit, TypeError for other than
+    floats.
     """
     x = tensor(x)
     check_floats("interpolate", x=x)
+    only("interpolate", "blur x before, by F.conv2d", antialias=(antialias, False))
     if x.ndim != 4 or min(x.shape) < 1:
         raise ValueError(f"interpolate: x must be (batch, channels, height, width), got {x.shape}")
     if (size is None) == (scale_factor is None):
@@ -41,13 +46,13 @@ def interpolate(
         new = int(wanted if scale_factor is None else old * wanted)
         if new < 1:
             raise ValueError(f"interpolate: the new size must be at least 1, got {new}")
-        axes.append((old, new, old / new if scale_factor is None else 1 / wanted))
+        axes.append((old, new, old / new if scale_factor is None or recompute_scale_factor else 1 / wanted))
     if mode == "nearest":
         rows, columns = (
             asarray(np.minimum((np.arange(new) * step).astype(np.int64), old - 1)) for old, new, step in axes
         )
         return getitem(getitem(x, (..., rows, slice(None))), (..., columns))
-    down, across = (asarray(_matrix(mode, *axis, align_corners), x.dtype) for axis in axes)
+    down, across = (asarray(_matrix(mode, *axis, bool(align_corners)), x.dtype) for axis in axes)
     return matmul(matmul(tensor(down), x), tensor(across.T))
 
 

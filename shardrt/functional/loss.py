@@ -22,6 +22,10 @@ from shardrt.functional._arrays import (
     tensor,
 )
 from shardrt.functional._losses import checked, chunks, counted, reduced, scale_of
+from shardrt.functional.elementwise import where
+from shardrt.functional.reduce import mean, sum
+from shardrt.functional.simple_loss import deprecated, nll_loss
+from shardrt.functional.softmax import log_softmax
 from shardrt.functional.words import also
 
 if TYPE_CHECKING:
@@ -57,26 +61,26 @@ class CrossEntropy(Function):
         return dlogits, None, None, None, None
 
 
-@also(
-    {
-        "label_smoothing": (0.0, "(1 - s) * F.cross_entropy(x, y) - s * F.log_softmax(x).mean() is that"),
-        "weight": (None, 'weigh the losses of reduction="none"'),
-    },
-    input="logits",
-    target="targets",
-)
+@also(input="logits", target="targets")
 def cross_entropy(
     logits: "Tensor",
     targets: Any,
+    weight: Any = None,
+    size_average: None = None,
     ignore_index: int = -100,
+    reduce: None = None,
     reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
     inplace: bool = False,
 ) -> "Tensor":
     """Minus the logarithm of softmax(logits) at the target, as in PyTorch.
 
     logits: (..., vocab), float32 or float64. targets: integers (...), an array or a tensor; where they are
     ignore_index the loss and its gradient are 0. reduction: "mean" over the targets that are not ignored
-    (not a number if all are), "sum", or "none" for a loss per target.
+    (not a number if all are), "sum", or "none" for a loss per target. weight: (vocab,), as in nll_loss.
+    label_smoothing: how much of each target is spread evenly over the vocabulary. With a weight or smoothing
+    the loss is made of other ops, which save the log-probabilities. size_average, reduce: None.
 
     inplace: backward writes the gradient over the logits and so saves an array of their size. Nothing else
     may use the logits then, nor may the op that made them have saved them; backward runs once.
@@ -90,7 +94,31 @@ def cross_entropy(
     targets = checked("cross_entropy", "logits", logits, logits.shape[-1:], targets, ignore_index, reduction)
     if inplace and logits.requires_grad and logits.is_leaf:
         raise ValueError("cross_entropy: inplace would write the gradient over a leaf's values")
+    deprecated("cross_entropy", size_average, reduce)
+    if weight is not None or label_smoothing:
+        return _smoothed(logits, targets, weight, ignore_index, reduction, label_smoothing)
     return CrossEntropy.apply(logits, targets, ignore_index, reduction, inplace)
+
+
+def _smoothed(
+    logits: "Tensor", targets: Array, weight: Any, ignore_index: int, reduction: str, smoothing: float
+) -> "Tensor":
+    """(1 - smoothing) of the loss at the target, smoothing of the mean over the vocabulary."""
+    if not 0 <= smoothing <= 1:
+        raise ValueError(f"cross_entropy: label_smoothing must be in [0, 1], got {smoothing}")
+    logs = log_softmax(logits)
+    how = {"weight": weight, "ignore_index": ignore_index}
+    loss = nll_loss(logs, targets, reduction=reduction, **how)
+    if not smoothing:
+        return loss
+    spread = -mean(logs if weight is None else logs * weight, -1)
+    spread = where(targets != ignore_index, spread, 0.0)
+    if reduction == "mean":  # over what the loss at the target is divided by
+        ones = nll_loss(logs.detach() * 0 - 1, targets, reduction="sum", **how)
+        spread = sum(spread) / ones
+    elif reduction == "sum":
+        spread = sum(spread)
+    return loss * (1 - smoothing) + spread * smoothing
 
 
 class LinearCrossEntropy(Function):
@@ -199,6 +227,7 @@ def linear_cross_entropy(
     x: "Tensor",
     weight: "Tensor",
     targets: Any,
+    *,
     ignore_index: int = -100,
     reduction: str = "mean",
     chunk: int = 128,

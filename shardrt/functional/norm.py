@@ -1,11 +1,15 @@
-"""Layer norm and RMS norm over the last dimension, also of a sum; a row's mean and deviation are saved."""
+"""Layer norm and RMS norm over the last dimensions, also of a sum; a row's mean and deviation are saved."""
 
+from collections.abc import Sequence
+from math import prod
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from shardrt import dtypes
 from shardrt.autograd import Function, Variable, contiguous
 from shardrt.functional import in_time
-from shardrt.functional._arrays import check_floats, empty_exact, empty_like, kernels, rows, tensor
+from shardrt.functional._arrays import check_floats, empty, empty_exact, empty_like, kernels, rows, tensor
 from shardrt.functional.cast import cast
 from shardrt.functional.elementwise import add, mul, sub
 from shardrt.functional.reduce import mean
@@ -102,38 +106,51 @@ def _layer_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | 
     return dx, weight_token, bias_token
 
 
-def layer_norm(x: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps: float = 1e-5) -> "Tensor":
+def layer_norm(
+    x: "Tensor",
+    normalized_shape: int | Sequence[int],
+    weight: "Tensor | None" = None,
+    bias: "Tensor | None" = None,
+    eps: float = 1e-5,
+) -> "Tensor":
     """Each row minus its mean, over its deviation, times weight plus bias (Ba et al., 2016).
 
-    x: (..., width). weight: (width,). bias: (width,) or None. All float32 or all float64, or x in 16 bits
-    with float32 parameters: then computed in float32 and rounded. eps is added to the variance. Raises
-    ValueError for sizes that don't fit, TypeError for other dtypes.
+    x: (..., *normalized_shape); a row is all the elements of its last axes. weight (1 if None), bias (0 if
+    None): of normalized_shape. All float32 or all float64, or x in 16 bits with float32 parameters: then
+    computed in float32 and rounded. eps is added to the variance. Raises ValueError for sizes that don't fit,
+    TypeError for other dtypes.
     """
-    x, weight, bias = tensor(x), tensor(weight), None if bias is None else tensor(bias)
+    x, weight, bias, shape = _by_rows("layer_norm", x, normalized_shape, weight, bias)
     if _more_exact(x, weight):
-        return cast(layer_norm(cast(x, weight.value_dtype.name), weight, bias, eps), x.dtype.name)
-    _check("layer_norm", x, weight=weight, bias=bias)
-    return LayerNorm.apply(x, weight, bias, eps)
+        y = cast(LayerNorm.apply(cast(x, weight.value_dtype.name), weight, bias, eps), x.dtype.name)
+    else:
+        check_floats("layer_norm", x=x, weight=weight, bias=bias)
+        y = LayerNorm.apply(x, weight, bias, eps)
+    return y if shape is None else reshape(y, shape)
 
 
 def add_layer_norm(
     x: "Tensor", added: "Tensor", weight: "Tensor", bias: "Tensor | None" = None, eps: float = 1e-5
 ) -> tuple["Tensor", "Tensor"]:
-    """(x + added, layer_norm(x + added, weight, bias, eps)), in fewer passes over memory.
+    """(x + added, layer_norm(x + added, weight.shape, weight, bias, eps)), in fewer passes over memory.
 
-    x, added: of one shape and dtype. Else arguments and errors are those of layer_norm.
+    x, added: (..., width), of one dtype. weight, bias: (width,). Else arguments and errors are layer_norm's.
     """
     x, added = _addends("add_layer_norm", x, added)
     weight, bias = tensor(weight), None if bias is None else tensor(bias)
     if _more_exact(x, weight):
         total = x + added
-        return total, layer_norm(total, weight, bias, eps)
+        return total, layer_norm(total, weight.shape, weight, bias, eps)
     _check("add_layer_norm", x, weight=weight, bias=bias)
     return AddLayerNorm.apply(x, added, weight, bias, eps)
 
 
 def group_norm(
-    x: "Tensor", groups: int, weight: "Tensor | None" = None, bias: "Tensor | None" = None, eps: float = 1e-5
+    x: "Tensor",
+    num_groups: int,
+    weight: "Tensor | None" = None,
+    bias: "Tensor | None" = None,
+    eps: float = 1e-5,
 ) -> "Tensor":
     """Each group of channels minus its mean, over its deviation, times weight plus bias (Wu, He, 2018).
 
@@ -142,9 +159,11 @@ def group_norm(
     """
     x = tensor(x)
     check_floats("group_norm", x=x)
-    if x.ndim < 2 or groups < 1 or x.shape[1] % groups:
-        raise ValueError(f"group_norm: x must be (batch, channels, ...), got {x.shape} in {groups} groups")
-    y = reshape(x, (x.shape[0], groups, -1))
+    if x.ndim < 2 or num_groups < 1 or x.shape[1] % num_groups:
+        raise ValueError(
+            f"group_norm: x must be (batch, channels, ...), got {x.shape} in {num_groups} groups"
+        )
+    y = reshape(x, (x.shape[0], num_groups, -1))
     y = sub(y, mean(y, -1, keepdims=True))
     y = mul(y, rsqrt(add(mean(square(y), -1, keepdims=True), eps)))
     y = reshape(y, x.shape)
@@ -229,33 +248,68 @@ def _rms_norm_backward(saved: tuple, dy: Array, needs: tuple, dtotal: Array | No
     return dx, token
 
 
-def rms_norm(x: "Tensor", weight: "Tensor", eps: float = 1e-6) -> "Tensor":
+def rms_norm(
+    x: "Tensor",
+    normalized_shape: int | Sequence[int],
+    weight: "Tensor | None" = None,
+    eps: float | None = None,
+) -> "Tensor":
     """Each row over its root mean square, times weight (Zhang, Sennrich: RMS Layer Normalization, 2019).
 
-    x: (..., width). weight: (width,). Both float32 or both float64. eps is added to the mean square.
-    Raises ValueError for sizes that don't fit, TypeError for other dtypes.
+    x: (..., *normalized_shape); a row is all the elements of its last axes. weight: of normalized_shape, 1 if
+    None. Both float32 or both float64, or x in 16 bits with a float32 weight. eps is added to the mean
+    square; None is the distance from 1 to the next number of the type that computes. Raises ValueError for
+    sizes that don't fit, TypeError for other dtypes.
     """
-    x, weight = tensor(x), tensor(weight)
+    x, weight, _, shape = _by_rows("rms_norm", x, normalized_shape, weight, None)
+    if eps is None:
+        eps = float(np.finfo(dtypes.exact(weight.value_dtype)).eps)
     if _more_exact(x, weight):
-        return cast(rms_norm(cast(x, weight.value_dtype.name), weight, eps), x.dtype.name)
-    _check("rms_norm", x, weight=weight)
-    return RMSNorm.apply(x, weight, eps)
+        y = cast(RMSNorm.apply(cast(x, weight.value_dtype.name), weight, eps), x.dtype.name)
+    else:
+        check_floats("rms_norm", x=x, weight=weight)
+        y = RMSNorm.apply(x, weight, eps)
+    return y if shape is None else reshape(y, shape)
 
 
 def add_rms_norm(
     x: "Tensor", added: "Tensor", weight: "Tensor", eps: float = 1e-6
 ) -> tuple["Tensor", "Tensor"]:
-    """(x + added, rms_norm(x + added, weight, eps)), in fewer passes over memory.
+    """(x + added, rms_norm(x + added, weight.shape, weight, eps)), in fewer passes over memory.
 
-    x, added: of one shape and dtype. Else arguments and errors are those of rms_norm.
+    x, added: (..., width), of one dtype. weight: (width,). Else arguments and errors are those of rms_norm.
     """
     x, added = _addends("add_rms_norm", x, added)
     weight = tensor(weight)
     if _more_exact(x, weight):
         total = x + added
-        return total, rms_norm(total, weight, eps)
+        return total, rms_norm(total, weight.shape, weight, eps)
     _check("add_rms_norm", x, weight=weight)
     return AddRMSNorm.apply(x, added, weight, eps)
+
+
+def _by_rows(op: str, x: Any, normalized_shape: Any, weight: Any, bias: Any) -> tuple:
+    """(x with rows along its last axis, weight and bias of one axis, the shape to go back to or None)."""
+    x, bias = tensor(x), None if bias is None else tensor(bias)
+    own = (normalized_shape,) if isinstance(normalized_shape, int | np.integer) else normalized_shape
+    if not isinstance(own, Sequence) or not own or tuple(own) != x.shape[x.ndim - len(own) :]:
+        given = (
+            f"got {tuple(own)} for x {x.shape}" if isinstance(own, Sequence) else f"got {type(own).__name__}"
+        )
+        raise ValueError(f"{op}: normalized_shape must be the last sizes of x, {given}")
+    own = tuple(own)
+    if weight is None:
+        weight = empty(own, dtypes.exact(x.value_dtype))
+        weight.fill(1)
+    weight = tensor(weight)
+    for name, parameter in (("weight", weight), ("bias", bias)):
+        if parameter is not None and parameter.shape != own:
+            raise ValueError(f"{op}: {name} must be {own} for x {x.shape}, got {parameter.shape}")
+    if len(own) == 1:
+        return x, weight, bias, None
+    width, shape = prod(own), x.shape
+    weight, bias = reshape(weight, width), None if bias is None else reshape(bias, width)
+    return reshape(x, (*shape[: -len(own)], width)), weight, bias, shape
 
 
 def _addends(op: str, x: "Tensor", added: "Tensor") -> tuple["Tensor", "Tensor"]:

@@ -8,6 +8,7 @@ import numpy as np
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, empty, tensor
 from shardrt.functional.shape import getitem
+from shardrt.functional.words import also
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -41,12 +42,13 @@ class Pad(Function):
         return dx, None, None
 
 
-def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float = 0.0) -> "Tensor":
+@also(pad="widths")
+def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float | None = None) -> "Tensor":
     """Wider along the last axes: `widths` are (before, after) of the last one, then of the one before it, ...
 
-    mode: "constant" fills with `value`, and negative widths crop; "reflect", "replicate" and "circular" take
-    elements of x. Raises ValueError for an odd number of widths, too many, ones that x is too small for, or
-    another mode.
+    mode: "constant" fills with `value` (0 if None), and negative widths crop; "reflect", "replicate" and
+    "circular" take elements of x. Raises ValueError for an odd number of widths, too many, ones that x is too
+    small for, or another mode.
     """
     x = tensor(x)
     widths = [int(n) for n in widths]
@@ -57,7 +59,7 @@ def pad(x: "Tensor", widths: Sequence[int], mode: str = "constant", value: float
     if any(n + before + after < 0 for n, (before, after) in zip(x.shape, pairs, strict=True)):
         raise ValueError(f"pad: widths {widths} take more than there is of {x.shape}")
     if mode == "constant":
-        return Pad.apply(x, pairs, value)
+        return Pad.apply(x, pairs, 0.0 if value is None else value)
     if mode not in _MODES:
         raise ValueError(f"pad: mode must be 'constant', {', '.join(map(repr, _MODES))}, got {mode!r}")
     for axis, (before, after) in enumerate(pairs):

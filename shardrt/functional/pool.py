@@ -8,6 +8,7 @@ import numpy as np
 from shardrt.autograd import Function
 from shardrt.functional._arrays import check_floats, empty, kernels, pair, tensor
 from shardrt.functional.reduce import mean
+from shardrt.functional.words import only
 
 if TYPE_CHECKING:
     from shardrt.tensor import Tensor
@@ -33,15 +34,26 @@ class MaxPool2d(Function):
 
 
 def max_pool2d(
-    x: "Tensor", window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+    x: "Tensor",
+    kernel_size: int | Pair,
+    stride: int | Pair | None = None,
+    padding: int | Pair = 0,
+    dilation: int | Pair = 1,
+    ceil_mode: bool = False,
+    return_indices: bool = False,
 ) -> "Tensor":
     """The largest number of each window; of equal ones the first has the gradient.
 
-    x: (batch, channels, height, width). window, stride (as the window if None), padding (never the largest,
-    at most half the window): one number or (vertical, horizontal). Floats. Raises ValueError for
-    sizes that don't fit, TypeError for other dtypes.
+    x: (batch, channels, height, width). kernel_size, of the window, stride (as the window if None), padding
+    (never the largest, at most half the window): one number or (vertical, horizontal). Floats. The other
+    arguments must have their defaults. Raises ValueError for sizes that don't fit, TypeError for other
+    dtypes.
     """
-    x, shape, geometry = _checked("max_pool2d", x, window, stride, padding)
+    dilated = 1 if dilation == (1, 1) else dilation
+    only("max_pool2d", "there are no dilated windows", dilation=(dilated, 1))
+    only("max_pool2d", "F.pad x with -inf", ceil_mode=(ceil_mode, False))
+    only("max_pool2d", "there is no unpooling", return_indices=(return_indices, False))
+    x, shape, geometry = _checked("max_pool2d", x, kernel_size, stride, padding)
     return MaxPool2d.apply(x, shape, geometry)
 
 
@@ -62,11 +74,29 @@ class MeanPool2d(Function):
 
 
 def avg_pool2d(
-    x: "Tensor", window: int | Pair, stride: int | Pair | None = None, padding: int | Pair = 0
+    x: "Tensor",
+    kernel_size: int | Pair,
+    stride: int | Pair | None = None,
+    padding: int | Pair = 0,
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor_override: int | None = None,
 ) -> "Tensor":
-    """The mean of each window, in which the padding counts as zeros. Arguments as in max_pool2d."""
-    x, shape, geometry = _checked("avg_pool2d", x, window, stride, padding)
-    return MeanPool2d.apply(x, shape, geometry)
+    """The mean of each window, in which the padding counts as zeros. Arguments as in max_pool2d.
+
+    count_include_pad: False takes the mean over what is of x alone. divisor_override: what the sum of a
+    window is divided by, instead of its size.
+    """
+    only("avg_pool2d", "F.pad x", ceil_mode=(ceil_mode, False))
+    x, shape, geometry = _checked("avg_pool2d", x, kernel_size, stride, padding)
+    y = MeanPool2d.apply(x, shape, geometry)
+    if divisor_override is not None:
+        return y * (prod(geometry[0]) / divisor_override)
+    if count_include_pad or not any(geometry[2]):
+        return y
+    one = empty((1, 1, *x.shape[2:]), x.dtype)
+    one.fill(1)
+    return y / MeanPool2d.apply(tensor(one), (1, 1, *shape[2:]), geometry)
 
 
 def global_avg_pool2d(x: "Tensor") -> "Tensor":
@@ -77,12 +107,12 @@ def global_avg_pool2d(x: "Tensor") -> "Tensor":
     return mean(x, (2, 3))
 
 
-def adaptive_avg_pool2d(x: "Tensor", size: int | Pair) -> "Tensor":
-    """The means of size[0] rows of size[1] equal windows.
+def adaptive_avg_pool2d(x: "Tensor", output_size: int | Pair) -> "Tensor":
+    """The means of output_size[0] rows of output_size[1] equal windows.
 
-    Raises ValueError where the windows would not be equal: `size` must divide height and width.
+    Raises ValueError where the windows would not be equal: `output_size` must divide height and width.
     """
-    x, sizes = tensor(x), pair("adaptive_avg_pool2d", "size", size, 1)
+    x, sizes = tensor(x), pair("adaptive_avg_pool2d", "output_size", output_size, 1)
     if x.ndim != 4 or min(x.shape) < 1 or x.shape[2] % sizes[0] or x.shape[3] % sizes[1]:
         raise ValueError(
             "adaptive_avg_pool2d: x must be (batch, channels, height, width), height and width multiples of "
@@ -96,7 +126,7 @@ def _checked(op: str, x: "Tensor", window: Any, stride: Any, padding: Any) -> tu
     x = tensor(x)
     if x.ndim != 4 or min(x.shape) < 1:
         raise ValueError(f"{op}: x must be (batch, channels, height, width), none of them 0, got {x.shape}")
-    windows = pair(op, "window", window, 1)
+    windows = pair(op, "kernel_size", window, 1)
     strides = windows if stride is None else pair(op, "stride", stride, 1)
     paddings = pair(op, "padding", padding, 0)
     if any(2 * paddings[i] > windows[i] for i in (0, 1)):

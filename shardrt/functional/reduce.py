@@ -1,7 +1,7 @@
 """Sums, means, norms, largest and smallest elements over some axes or all; sums along an axis."""
 
 from collections.abc import Sequence
-from math import prod, sqrt
+from math import inf, prod, sqrt
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -10,7 +10,7 @@ from shardrt import dtypes
 from shardrt.autograd import Function
 from shardrt.functional._arrays import asarray, broadcast, chosen, compute, empty_like, floating, tensor
 from shardrt.functional.elementwise import div, sub
-from shardrt.functional.unary import square
+from shardrt.functional.unary import abs, square
 from shardrt.functional.words import also, torch_words
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ def mean(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
 
 
 @torch_words
-def var(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
+def var(x: "Tensor", axis: Axes = None, *, correction: int = 1, keepdims: bool = False) -> "Tensor":
     """The variance: squared deviations from the mean, over their count less `correction`, as in PyTorch."""
     x = floating(x)
     count = prod(x.shape[i] for i in _axes(axis, x.ndim)) - correction
@@ -59,11 +59,11 @@ def var(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int 
 
 
 @torch_words
-def std(x: "Tensor", axis: Axes = None, keepdims: bool = False, correction: int = 1) -> "Tensor":
+def std(x: "Tensor", axis: Axes = None, *, correction: int = 1, keepdims: bool = False) -> "Tensor":
     """The root of `var`; where all elements are equal the gradient is 0."""
     x = floating(x)
     count = prod(x.shape[i] for i in _axes(axis, x.ndim)) - correction
-    return div(norm(sub(x, mean(x, axis, True)), axis, keepdims), sqrt(_at_least_0(count)))
+    return div(norm(sub(x, mean(x, axis, True)), 2, axis, keepdims), sqrt(_at_least_0(count)))
 
 
 class Norm(Function):
@@ -83,10 +83,17 @@ class Norm(Function):
 
 
 @torch_words
-def norm(x: "Tensor", axis: Axes = None, keepdims: bool = False) -> "Tensor":
-    """The Euclidean norm: the root of the sum of squares. The gradient at 0 is 0."""
+def norm(x: "Tensor", p: float | str = "fro", axis: Axes = None, keepdims: bool = False) -> "Tensor":
+    """The norm over `axis` of order p: 2 or "fro", the root of the sum of squares; 1, the sum of absolutes;
+    inf or -inf, the largest or smallest absolute. The gradient at 0 is 0. Raises ValueError for another p.
+    """
     x = floating(x)
-    return Norm.apply(x, _axes(axis, x.ndim), keepdims)
+    if p in ("fro", 2):
+        return Norm.apply(x, _axes(axis, x.ndim), keepdims)
+    others = {1: sum, inf: max, -inf: min}
+    if p not in others:
+        raise ValueError(f"norm: p must be 'fro', 2, 1, inf or -inf, got {p!r}; (abs(x)**p).sum(axis)**(1/p)")
+    return others[p](abs(x), axis, keepdims)
 
 
 class LogSumExp(Function):
@@ -182,6 +189,8 @@ def _at_least_0(count: int) -> int:
 
 
 def _axes(axis: Axes, ndim: int) -> tuple[int, ...]:
+    if isinstance(axis, bool):  # PyTorch's x.var(False), for one
+        raise TypeError(f"axis must be integers or None, got {axis}; name the argument that is meant")
     return tuple(range(ndim)) if axis is None else np.lib.array_utils.normalize_axis_tuple(axis, ndim)
 
 

@@ -138,12 +138,14 @@ def tile(x: "Tensor", counts: int | Sequence[int]) -> "Tensor":
 
 
 @also(dim="axis", repeats="counts")
-def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int) -> "Tensor":
+def repeat_interleave(x: "Tensor", counts: int | Sequence[int], axis: int | None = None) -> "Tensor":
     """Each element `counts` times, one copy after the other, along an axis; or as often as counts[i] says.
 
-    Raises ValueError if there are not as many counts as elements.
+    axis: None for the elements of all axes in a row. Raises ValueError if there are not as many counts as
+    elements.
     """
     x = tensor(x)
+    x, axis = (reshape(x, -1), 0) if axis is None else (x, axis)
     (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
     size = x.shape[axis]
     if isinstance(counts, int):
@@ -260,12 +262,23 @@ def flip(x: "Tensor", axis: int | Sequence[int]) -> "Tensor":
 
 
 @also(dims="axis", shifts="shift")
-def roll(x: "Tensor", shift: int, axis: int) -> "Tensor":
-    """Moved by `shift` along an axis; what leaves at one end comes in at the other."""
+def roll(x: "Tensor", shift: int | Sequence[int], axis: int | Sequence[int] | None = None) -> "Tensor":
+    """Moved by `shift` along an axis; what leaves at one end comes in at the other.
+
+    Or by shift[i] along axis[i]. axis: None for the elements of all axes in a row. Raises ValueError for
+    other numbers of shifts than of axes.
+    """
     x = tensor(x)
-    (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
-    shift %= x.shape[axis] or 1
-    return concatenate(split(x, [x.shape[axis] - shift, shift], axis)[::-1], axis)
+    if axis is None:
+        return reshape(roll(reshape(x, -1), shift, 0), x.shape)
+    shifts, axes = ((n,) if isinstance(n, int | np.integer) else tuple(n) for n in (shift, axis))
+    if len(shifts) != len(axes):
+        raise ValueError(f"roll: {len(shifts)} shifts for {len(axes)} axes")
+    for shift, axis in zip(shifts, axes, strict=True):
+        (axis,) = np.lib.array_utils.normalize_axis_tuple(axis, x.ndim)
+        shift %= x.shape[axis] or 1
+        x = concatenate(split(x, [x.shape[axis] - shift, shift], axis)[::-1], axis)
+    return x
 
 
 class GetItem(Function):

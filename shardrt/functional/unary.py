@@ -1,11 +1,13 @@
 """Functions of one tensor, element by element."""
 
+from math import pi
+from math import sqrt as sqrt_of
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from shardrt.autograd import Function
-from shardrt.functional._arrays import compute, empty_like, floating, tensor
+from shardrt.functional._arrays import check_floats, compute, empty_like, flat, floating, kernels, tensor
 from shardrt.functional.elementwise import mul
 
 if TYPE_CHECKING:
@@ -103,6 +105,32 @@ class Cos(Function):
 def cos(x: Operand) -> "Tensor":
     """The cosine of radians; integers become float32."""
     return Cos.apply(floating(x))
+
+
+class Erf(Function):
+    __slots__ = ()
+
+    def forward(self, x: Array) -> Array:
+        self.saved = (x,)
+        y = empty_like(x)
+        kernels().activation.erf_forward(flat(x), flat(y))
+        return y
+
+    def backward(self, dy: Array) -> Array:
+        (x,) = self.saved
+        dx = compute(np.multiply, x, x)
+        np.negative(dx, out=dx)
+        np.exp(dx, out=dx)
+        dx *= 2 / sqrt_of(pi)
+        dx *= dy
+        return dx
+
+
+def erf(x: Operand) -> "Tensor":
+    """The error function; integers become float32, in which a CPU is off by 4e-7 at the most."""
+    x = floating(x)
+    check_floats("erf", x=x)
+    return Erf.apply(x)
 
 
 class Expm1(Function):

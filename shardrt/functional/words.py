@@ -41,3 +41,13 @@ def _translated(name: str, given: dict[str, Any], words: dict[str, str], refused
 
 
 torch_words = also(dim="axis", keepdim="keepdims")
+
+
+def only(op: str, instead: str, **given: tuple[Any, Any]) -> None:
+    """Refuse what PyTorch's op can do and this one can't: each argument is (what it got, what it takes).
+
+    Raises ValueError that names the argument and says what to do instead.
+    """
+    for name, (got, taken) in given.items():
+        if got is not taken and not (isinstance(got, bool | int | float) and got == taken):
+            raise ValueError(f"{op}: {name} must be {taken!r}, got {got!r}; {instead}")

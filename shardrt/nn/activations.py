@@ -134,7 +134,7 @@ class MSELoss(Module):
         self.reduction = reduction
 
     def forward(self, x: Tensor, target: Any) -> Tensor:
-        return F.mse_loss(x, target, self.reduction)
+        return F.mse_loss(x, target, reduction=self.reduction)
 
 
 class CrossEntropyLoss(Module):
@@ -145,4 +145,4 @@ class CrossEntropyLoss(Module):
         self.ignore_index, self.reduction = ignore_index, reduction
 
     def forward(self, logits: Tensor, targets: Any) -> Tensor:
-        return F.cross_entropy(logits, targets, self.ignore_index, self.reduction)
+        return F.cross_entropy(logits, targets, ignore_index=self.ignore_index, reduction=self.reduction)

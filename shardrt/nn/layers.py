@@ -86,7 +86,7 @@ class LayerNorm(Module):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if added is not None:
             return F.add_layer_norm(x, added, self.weight, self.bias, self.eps)
-        return F.layer_norm(x, self.weight, self.bias, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
 
 
 class RMSNorm(Module):
@@ -104,7 +104,7 @@ class RMSNorm(Module):
     def forward(self, x: Tensor, added: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         if added is not None:
             return F.add_rms_norm(x, added, self.weight, self.eps)
-        return F.rms_norm(x, self.weight, self.eps)
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
 class Dropout(Module):

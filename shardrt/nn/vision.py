@@ -59,6 +59,38 @@ class Conv2d(Module):
         return F.conv2d(x, self.weight, self.bias, *geometry)
 
 
+class ConvTranspose2d(Conv2d):
+    """(batch, in_channels, height, width) -> (batch, out_channels, ...): see functional.conv_transpose2d.
+
+    The weight is that of the convolution the other way, from out_channels to in_channels, and starts as its.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int | Pair,
+        stride: int | Pair = 1,
+        padding: int | Pair = 0,
+        output_padding: int | Pair = 0,
+        groups: int = 1,
+        bias: bool = True,
+        dilation: int | Pair = 1,
+        *,
+        init: Initialiser | None = None,
+        dtype: Any = np.float32,
+    ) -> None:
+        back = out_channels, in_channels, kernel_size, stride, padding, dilation, groups, bias
+        super().__init__(*back, init=init, dtype=dtype)
+        self.output_padding = output_padding
+        if self.bias is not None:
+            self.bias = Parameter((out_channels,), self.bias.init, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        geometry = self.stride, self.padding, self.output_padding, self.groups, self.dilation
+        return F.conv_transpose2d(x, self.weight, self.bias, *geometry)
+
+
 class Conv1d(Module):
     """(batch, in_channels, length) -> (batch, out_channels, ...): see functional.conv1d. Else as Conv2d."""
 
@@ -176,7 +208,7 @@ class BatchNorm2d(Module):
     def forward(self, x: Tensor) -> Tensor:
         running = self.running_mean, self.running_var
         how = self.training, self.momentum, self.eps, self.communicator
-        return F.batch_norm(x, self.weight, self.bias, *running, *how)
+        return F.batch_norm(x, *running, self.weight, self.bias, *how)
 
 
 def synchronise_batch_norm(model: Module, mesh: DeviceMesh) -> Module:

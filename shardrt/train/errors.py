@@ -14,6 +14,7 @@ from shardrt.comm import world as worlds
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.faults import launcher
+from shardrt.faults.failure import refusal
 from shardrt.untrusted import say
 
 USAGE = 2  # a setting or the command line
@@ -42,6 +43,8 @@ def one_line(
         yield
     except kinds as error:
         failure = error
+    refused = None if failure is None else refusal(failure)
+    failure = refused or failure
     speaker, code = _speaker(0 if failure is None else getattr(failure, "exit_code", code), mesh)
     if not code:
         return

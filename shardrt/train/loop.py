@@ -200,7 +200,8 @@ def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, s
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))
     if not isfinite(mean_loss) and job.recipe.optimizer.on_nonfinite is settings.Nonfinite.stop:
-        raise FloatingPointError(f"step {done}: the loss is {mean_loss}; lower optimizer.lr")
+        why = nonfinite_weights(job) or "lower optimizer.lr"
+        raise FloatingPointError(f"step {done}: the loss is {mean_loss}; {why}")
     job.run.write("step", finite(record))
 
 
@@ -293,13 +294,19 @@ def extra_of(job: "Job") -> dict[str, Any]:
 
 def check_weights(job: "Job", done: int) -> None:
     """Raise FloatingPointError, naming parameter and ranks, if trained weights are not finite. Collective."""
+    if told := nonfinite_weights(job):
+        raise FloatingPointError(f"step {done}: {told}")
+
+
+def nonfinite_weights(job: "Job") -> str:
+    """Which parameter and ranks have trained weights that are not finite; "" if none. Collective."""
     here, found = device.current(), []
     for name, parameter in job.model.named_parameters():
         values = here.to_numpy(parameter.shard)
         if parameter.requires_grad and values.size and not np.isfinite([values.min(), values.max()]).all():
             found.append(name)
-    if told := first_of(job, found):
-        raise FloatingPointError(f"step {done}: weights are nan or infinite: {told}")
+    told = first_of(job, found)
+    return told and f"weights are nan or infinite: {told}"
 
 
 def tell_saved(run: RunLog, function: Callable, *args: Any) -> None:

@@ -168,6 +168,8 @@ def open_tokens(path: Path) -> TokenFile:
     starts = file.documents
     if not tokens.size or not starts.size or starts[0] or not 0 <= starts[-1] < tokens.size:
         raise BadTokens(f"{path}: its documents begin outside of its {tokens.size} tokens")
+    if (starts[1:] <= starts[:-1]).any():
+        raise BadTokens(f"{path}: its documents do not follow one another; make it again")
     return file
 
 
@@ -204,5 +206,3 @@ def verify(file: TokenFile) -> None:
         raise BadTokens(f"{file.path}: its content is not what was written; make it again")
     if largest != file.largest or largest >= file.vocabulary:
         raise BadTokens(f"{file.path}: its largest token is {largest}, its header says {file.largest}")
-    if (np.diff(file.documents) <= 0).any():
-        raise BadTokens(f"{file.path}: its documents do not follow one another")

@@ -1,4 +1,4 @@
-"""GELU, SiLU and ReLU: against the CPU's in float64; on the path of vectors and on the other; in place."""
+"""GELU, SiLU, ReLU, erf: against the CPU's in float64; on the path of vectors and on the other; in place."""
 
 import numpy as np
 import pytest
@@ -24,7 +24,7 @@ def exact_backward(name, dy, x):
 
 
 @pytest.mark.parametrize("element", ELEMENTS)
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", [*NAMES, "erf"])
 @pytest.mark.parametrize("count", COUNTS)
 @pytest.mark.parametrize("offset", [0, 1])
 def test_forward(emulated, element, name, count, offset):

@@ -21,10 +21,10 @@ def weights():
 
 
 MAKERS = {
-    "layer_norm": lambda x: F.layer_norm(x, *weights()),
-    "layer_norm without a bias": lambda x: F.layer_norm(x, weights()[0]),
+    "layer_norm": lambda x: F.layer_norm(x, WIDTH, *weights()),
+    "layer_norm without a bias": lambda x: F.layer_norm(x, WIDTH, weights()[0]),
     "add_layer_norm": lambda x: F.add_layer_norm(x, x * 3, *weights())[1],
-    "rms_norm": lambda x: F.rms_norm(x, weights()[0]),
+    "rms_norm": lambda x: F.rms_norm(x, WIDTH, weights()[0]),
     "add_rms_norm": lambda x: F.add_rms_norm(x, x * 3, weights()[0])[1],
     "gelu": F.gelu,
     "gelu tanh": lambda x: F.gelu(x, approximate="tanh"),

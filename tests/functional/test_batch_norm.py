@@ -25,18 +25,18 @@ def test_gradients(training):
     for shape in SHAPES:
         given = running(shape[1])
         weight, bias = parameters(shape[1])
-        function = lambda x, w, b: F.batch_norm(x, w, b, *given, training)  # noqa: B023, E731
+        function = lambda x, w, b: F.batch_norm(x, *given, w, b, training)  # noqa: B023, E731
         check_gradients(function, leaf(normal(*shape)), leaf(weight), leaf(bias))
     for layout in LAYOUTS:
         check_gradients(
-            lambda x: F.batch_norm(x, weight, bias, *given, training), leaf(layout(normal(2, 2, 3, 4)))
+            lambda x: F.batch_norm(x, *given, weight, bias, training), leaf(layout(normal(2, 2, 3, 4)))
         )
 
 
 def test_parameters_used_twice_get_both_gradients():
     weight, bias = parameters(2)
     check_gradients(
-        lambda x, w, b: F.batch_norm(F.batch_norm(x, w, b, *running(2)) * x, w, b, *running(2)),
+        lambda x, w, b: F.batch_norm(F.batch_norm(x, *running(2), w, b, True) * x, *running(2), w, b, True),
         leaf(normal(2, 2, 3, 3)),
         leaf(weight),
         leaf(bias),
@@ -53,7 +53,7 @@ def test_equal_to_torch(training):
     theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
     mean, var = running(7, "float32")
     their_mean, their_var = torch.tensor(mean), torch.tensor(var)
-    y = F.batch_norm(*ours, mean, var, training, 0.3, 1e-3)
+    y = F.batch_norm(ours[0], mean, var, *ours[1:], training, 0.3, 1e-3)
     expected = torch.nn.functional.batch_norm(
         theirs[0], their_mean, their_var, *theirs[1:], training, 0.3, 1e-3
     )
@@ -77,7 +77,7 @@ def test_ranks_together_are_one_rank_with_the_whole_batch():
         mean, var = running(3)
         y = inputs[0]
         for _ in range(2):
-            y = F.batch_norm(y * y, *inputs[1:], mean, var, communicator=communicator)
+            y = F.batch_norm(y * y, mean, var, *inputs[1:], True, communicator=communicator)
         y.backward(dy[part])
         return y.data, mean, var, *(tensor.grad for tensor in inputs)
 
@@ -102,12 +102,12 @@ def test_ranks_together_are_one_rank_with_the_whole_batch():
 def test_bad_arguments_are_an_error():
     weight, bias = parameters(3)
     with pytest.raises(ValueError, match=r"weight must be \(2,\) for x \(4, 2\), got \(3,\)"):
-        F.batch_norm(normal(4, 2), weight, bias, *running(3))
+        F.batch_norm(normal(4, 2), *running(3), weight, bias, True)
     with pytest.raises(ValueError, match=r"running_var must be \(3,\)"):
-        F.batch_norm(normal(4, 3), weight, bias, running(3)[0], running(2)[1])
+        F.batch_norm(normal(4, 3), running(3)[0], running(2)[1], weight, bias, True)
     with pytest.raises(ValueError, match="more than one number per channel"):
-        F.batch_norm(normal(1, 3, 1, 1), weight, bias, *running(3))
+        F.batch_norm(normal(1, 3, 1, 1), *running(3), weight, bias, True)
     with pytest.raises(ValueError, match="x must be"):
-        F.batch_norm(normal(3), weight, bias, *running(3))
+        F.batch_norm(normal(3), *running(3), weight, bias, True)
     with pytest.raises(TypeError, match="x float32, weight float64"):
-        F.batch_norm(device.current().zeros((4, 3), np.float32), weight, bias, *running(3))
+        F.batch_norm(device.current().zeros((4, 3), np.float32), *running(3), weight, bias, True)

@@ -204,3 +204,66 @@ def test_bad_arguments_are_an_error():
             F.conv2d(*(normal(*shape) for shape in shapes), **options)
     with pytest.raises(TypeError, match="x float64, weight float32"):
         F.conv2d(normal(1, 1, 2, 2), normal(1, 1, 1, 1).astype("float32"))
+
+
+TRANSPOSED = [  # x, weight, (stride, padding, output_padding, groups, dilation)
+    ((2, 3, 4, 3), (3, 2, 3, 2), ()),
+    ((1, 4, 3, 4), (4, 2, 3, 3), ((2, 3), (1, 0), (1, 2), 2, (1, 2))),
+    ((2, 4, 2, 3), (4, 1, 2, 2), (2, 0, 0, 4)),
+    ((1, 2, 3, 3), (2, 3, 1, 1), (3, 0, 2)),  # rows and columns that nothing adds to
+]
+
+
+@pytest.mark.parametrize("case", range(len(TRANSPOSED)))
+def test_transposed_gradients(case):
+    x, weight, geometry = TRANSPOSED[case]
+    outputs = weight[1] * (geometry[3] if len(geometry) > 3 else 1)
+    check_gradients(
+        lambda x, w, b: F.conv_transpose2d(x, w, b, *geometry),
+        *(leaf(normal(*shape)) for shape in (x, weight, (outputs,))),
+    )
+    for layout in LAYOUTS:
+        check_gradients(
+            lambda x, w: F.conv_transpose2d(x, w, None, *geometry),
+            leaf(layout(normal(*x))),
+            leaf(layout(normal(*weight))),
+        )
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("case", range(len(TRANSPOSED)))
+def test_the_transposed_is_that_of_pytorch(case):
+    torch = pytest.importorskip("torch")
+    x, weight, geometry = TRANSPOSED[case]
+    arrays = [normal(*shape).astype("float32") for shape in (x, weight, (weight[1],))]
+    if len(geometry) > 3:
+        arrays[2] = normal(weight[1] * geometry[3]).astype("float32")
+    ours = [Tensor(a, requires_grad=True) for a in arrays]
+    theirs = [torch.tensor(a, requires_grad=True) for a in arrays]
+    y = F.conv_transpose2d(*ours, *geometry)
+    expected = torch.nn.functional.conv_transpose2d(*theirs, *geometry)
+    np.testing.assert_allclose(y.data, expected.detach().numpy(), rtol=1e-5, atol=1e-5)
+    dy = normal(*y.shape, seed=3).astype("float32")
+    y.backward(dy)
+    expected.backward(torch.from_numpy(dy))
+    for one, other in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(one.grad, other.grad.numpy(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "shapes, options, text",
+    [
+        (((3, 4, 4), (3, 1, 1, 1)), {}, "x must be"),
+        (((1, 3, 4, 4), (2, 1, 1, 1)), {}, "do not fit with 1 groups"),
+        (((1, 3, 4, 4), (3, 2, 1, 1), (3,)), {}, r"bias must be \(2,\)"),
+        (
+            ((1, 3, 4, 4), (3, 2, 1, 1)),
+            {"output_padding": 1},
+            r"output_padding \(1, 1\) must be smaller than",
+        ),
+        (((1, 3, 2, 2), (3, 2, 1, 1)), {"padding": 1}, "leaves nothing"),
+    ],
+)
+def test_bad_arguments_of_the_transposed_are_an_error(shapes, options, text):
+    with pytest.raises(ValueError, match=f"conv_transpose2d: .*{text}"):
+        F.conv_transpose2d(*(normal(*shape) for shape in shapes), **options)

@@ -55,7 +55,7 @@ def test_bad_arguments_are_an_error(op):
     for args, told in [
         ((x[0], 2), "x must be"),
         ((x, 5), "larger than x"),
-        ((x, 0), "window must be"),
+        ((x, 0), "kernel_size must be"),
         ((x, 2, 0), "stride must be"),
         ((x, (2, 3), 1, (2, 0)), "at most half of the window"),
     ]:

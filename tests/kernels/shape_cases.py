@@ -382,6 +382,7 @@ CASES = {
         f"activation.{n}_forward": [_flat(*_X), _flat(*_X, size=0)]
         for n in ("gelu_tanh", "gelu_erf", "silu", "relu")
     },
+    "activation.erf_forward": [_flat(*_X)],
     **{f"activation.{n}_backward": [_flat(*_DX)] for n in ("gelu_tanh", "gelu_erf", "silu", "relu")},
     "adamw.step": [_adamw(), _adamw(low=True), _adamw(kind="bfloat16")],
     "attention.forward": _both_attentions(back=False),

@@ -167,6 +167,14 @@ def test_for_other_classes_the_head_starts_afresh_and_all_else_as_the_files_say(
         load_pretrained(tmp_path / "vit")
 
 
+@pytest.mark.parametrize("value", [-1, 0, 1e19, "1e-6"])
+def test_what_a_norm_of_a_vit_adds_is_above_0_and_below_1(tmp_path, value):
+    save_pretrained(ViT(VIT_SMALL), tmp_path)
+    setting("layer_norm_eps", value)(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: layer_norm_eps must be (above 0|a number).*, got"):
+        load_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize(
     ("name", "value", "message"),
     [

@@ -49,8 +49,8 @@ TWO = {
     "linear": F.linear,
     "linear with gelu": F.linear_gelu,
     "bias": lambda x, y: F.linear(x, nn.Linear(3, 3, dtype=np.float64).weight.detach(), y[0]),
-    "layer norm": lambda x, y: F.layer_norm(x, y[0], None),
-    "rms norm": lambda x, y: F.rms_norm(x, y[0]),
+    "layer norm": lambda x, y: F.layer_norm(x, y[0].shape, y[0], None),
+    "rms norm": lambda x, y: F.rms_norm(x, y[0].shape, y[0]),
     "add and norm": lambda x, y: F.concatenate(F.add_rms_norm(x, y, x[0]), axis=0),
 }
 CASES = [(name, kinds) for name in ONE for kinds in "IRVP"] + [

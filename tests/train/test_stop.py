@@ -161,7 +161,8 @@ def test_a_loss_that_is_no_number_stops_too(folder, monkeypatch, capfd):
     monkeypatch.setattr(GPT, "forward", lambda self, *how, **more: forward(self, *how, **more) * float("nan"))
     unclipped = replace(CONFIG.optimizer, clip_norm=float("inf"), in_backward=True)
     assert stops("bad", optimizer=unclipped) == NONFINITE
-    assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
+    what = "error: step 1: the loss is nan; weights are nan or infinite: "  # the gradients have been applied
+    assert what in capfd.readouterr().err
 
 
 SKIP = replace(CONFIG.optimizer, on_nonfinite=settings.Nonfinite.skip)
@@ -185,6 +186,23 @@ def test_weights_that_are_no_numbers_stop_a_run_that_skips(folder, monkeypatch, 
     found = sorted(path.name for path in (folder / "runs" / "bad").glob("checkpoints/*"))
     assert found == (["step-00000003"] if every else [])
     assert not (folder / "runs" / "bad" / "checkpoint").exists()
+
+
+def test_a_loss_in_float16_that_is_no_number_names_the_weight_or_the_learning_rate(
+    folder, monkeypatch, capfd
+):
+    half = settings.PrecisionConfig(param=settings.Precision.float16)
+    report = replace(CONFIG.report, log_interval=5)
+    at_step(monkeypatch, 4, spoil)
+    assert stops("bad", precision=half, report=report) == NONFINITE
+    what = (
+        "the loss is nan; weights are nan or infinite: 'blocks.1.mlp.up.weight' first, in the part of rank 0"
+    )
+    assert f"error: step 5: {what}" in capfd.readouterr().err
+    forward = GPT.forward
+    monkeypatch.setattr(GPT, "forward", lambda self, *how, **more: forward(self, *how, **more) * float("nan"))
+    assert stops("worse", precision=half, report=report) == NONFINITE
+    assert "error: step 1: the loss is nan; lower optimizer.lr" in capfd.readouterr().err
 
 
 def test_an_evaluation_that_is_no_number_is_written_as_none(folder, monkeypatch, capfd):

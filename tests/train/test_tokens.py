@@ -103,13 +103,15 @@ def test_every_flipped_byte_of_the_content_is_found(tmp_path):
         (lambda whole: whole + b"x", "no token file"),
         (lambda whole: whole.replace(b"shardrt tokens 1", b"shardrt tokens 2"), "no token file of format"),
         (lambda whole: whole.replace(b'"vocabulary"', b'"vocabularx"'), "lacks or garbles 'vocabulary'"),
-        (lambda whole: whole.replace(b'"bytes":"2"', b'"bytes":"x"'), "lacks or garbles"),
+        (lambda whole: whole.replace(b'"bytes":"3"', b'"bytes":"x"'), "lacks or garbles"),
         (lambda whole: whole[:-8] + bytes([255] * 7) + b"\x7f", "documents begin outside"),
+        (lambda whole: whole[:-24] + whole[-8:] + whole[-16:-8] + whole[-24:-16], "documents begin outside"),
+        (lambda whole: whole[:-16] + whole[-8:] + whole[-16:-8], "documents do not follow one another"),
     ],
 )
 def test_what_is_no_token_file_is_one_line(tmp_path, damage, text, capsys):
     path = tmp_path / "a.tokens"
-    made(path, [[1, 2, 3], [4, 5]], 300)
+    made(path, [[1, 2, 3], [4, 5], [6]], 300)
     path.write_bytes(damage(path.read_bytes()))
     with pytest.raises(BadTokens, match=text):
         open_tokens(path)
