@@ -82,7 +82,7 @@ def figures_of_both(tmp_path_factory):
     named = [
         [*each, "--strategy", STRATEGIES.get(p, "FULL_SHARD")] for each, p in zip(words, CASES, strict=True)
     ]
-    done = mpirun(2, ["-c", OURS, json.dumps(named)], timeout=120, **ONE_THREAD)
+    done = mpirun(2, ["-c", OURS, json.dumps(named)], **ONE_THREAD)
     ours = map(json.loads, done.stdout.splitlines())
     own = [[*each, "--strategy", peer] for each, peer in zip(words, CASES, strict=True)]
     theirs = map(json.loads, launch(["-c", THEIRS, json.dumps(own)], 2, one_thread()).splitlines())
