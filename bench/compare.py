@@ -1,8 +1,8 @@
 """Times shardrt beside PyTorch's FSDP2, FSDP1 and DDP in one run, the contestants by turns: A B A B.
 
 Every run is a set of fresh processes, one thread each, that start from the same weights and see the same
-batches; so the losses must agree, and who has others gets no figures. Ratios are taken within a round. On
-the CPU; on a GPU beside PyTorch: `python -m bench.gpu`.
+batches; so the losses must agree, and who has others gets no figures. Ratios are taken within a round. A peer
+whose first step takes as long as HOPELESS of ours is left out. On the CPU; on a GPU: `python -m bench.gpu`.
 
     python -m bench.compare --size small --against fsdp2,fsdp1,ddp --repeats 3 --tcmalloc
     python -m bench.compare --strategy TP --against tp --beside FULL_SHARD,TP_SP
@@ -16,7 +16,7 @@ import os
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from ctypes.util import find_library
 from dataclasses import dataclass
 from math import inf, isfinite
@@ -26,7 +26,7 @@ from bench import ranks
 from bench import workload as w
 from bench.command_line import Parser, words
 from bench.environment import facts, write_result
-from bench.peers.launch import launch, one_thread
+from bench.peers.launch import Alarm, launch, one_thread
 from bench.peers.torch_step import STRATEGIES as PEERS
 from bench.quiet import DISTURBED, announce, watched
 
@@ -34,6 +34,8 @@ TOLERANCE = 1e-5  # of the losses, relative, over all steps
 # In bfloat16, where PyTorch's few steps happen to be near to its float32: the error of a loss, one number, is
 # small by chance as often as not (docs/measurements.md, "How near bfloat16 is").
 ROUNDING = 1e-4
+HOPELESS = 20  # steps of ours: PyTorch's in bfloat16 takes 100 where a processor has no instructions for it
+SET_UP = 5000.0  # ms that any first step may take, in which PyTorch sets up what it needs
 EXACT, ROUNDED = "fsdp2", "fsdp2-bf16"  # whose losses say how far those in bfloat16 may be apart
 
 
@@ -51,6 +53,11 @@ class Contestant:
         """Whether it computes in bfloat16."""
         return self.strategy.endswith("bf16")
 
+    @property
+    def equal_losses(self) -> int | None:
+        """How many of its losses are those of the others; None: all."""
+        return 1 if self.strategy == "NONE" else None  # trains on a rank's batches: equal until it updates
+
     def tolerance(self, first: "Contestant", rounding: float) -> float:
         """How far its losses may be from those of the first.
 
@@ -59,13 +66,22 @@ class Contestant:
         """
         return 2 * max(rounding, ROUNDING) if self.low or first.low else TOLERANCE
 
-    def run(self, arguments: list[str], count: int) -> dict:
-        """The figures of one run on so many ranks. Raises RuntimeError if it fails."""
+    @property
+    def ours(self) -> bool:
+        return self.module == "bench.step"
+
+    def run(self, arguments: list[str], count: int, first_step: float = 0.0) -> dict:
+        """The figures of one run on so many ranks.
+
+        first_step: ms that a peer's may take, 0: any. Raises Alarm where it takes more, RuntimeError where
+        the run fails.
+        """
         command = ["-m", self.module, *arguments, "--strategy", self.strategy, "--json"]
+        command += [] if self.ours else ["--first-step", str(first_step)]
         environment = one_thread()
         if self.preload:
             environment["LD_PRELOAD"] = self.preload
-        start = ranks.mpirun if self.module == "bench.step" else launch
+        start = ranks.mpirun if self.ours else launch
         return json.loads(start(command, count, environment).splitlines()[-1])
 
 
@@ -78,8 +94,8 @@ def main() -> None:
         if not installed("torch"):
             raise ValueError("PyTorch is not installed: pip install torch")
         contestants = entrants(options)
-        rounds, rounding = compare(contestants, workload, options)
-    result = summary(contestants, rounds, rounding) | facts(
+        rounds, left_out, rounding = compare(contestants, workload, options)
+    result = summary(contestants, rounds, rounding, [*left_out.values()]) | facts(
         " ".join(["python -m bench.compare", *sys.argv[1:]])
     )
     print(json.dumps(result) if options.json else table(result, str(workload)))
@@ -163,41 +179,102 @@ def entrants(options: argparse.Namespace) -> list[Contestant]:
 
 def compare(
     contestants: list[Contestant], workload: w.Job, options: argparse.Namespace
-) -> tuple[list[list[dict]], float]:
-    """The figures by round and contestant; how far PyTorch's losses in bfloat16 are from those in float32."""
+) -> tuple[list[list[dict]], dict[Contestant, dict], float]:
+    """As `rounds_of`; and how far PyTorch's losses in bfloat16 are from those in float32."""
     with tempfile.TemporaryDirectory(prefix="bench-") as weights:
         common = [*workload.arguments(), "--weights", weights, "--micro-batches", str(options.micro_batches)]
         ranks.mpirun(["-m", "bench.step", *workload.arguments(), "--save", weights], 1)
         # Once untimed: compiles what is not in the caches yet.
         contestants[0].run([*common, "--steps", "1", "--warmup", "0"], options.ranks)
         arguments = [*common, "--steps", str(options.steps), "--warmup", "2"]
-        rounds = []
+
+        def run(contestant: Contestant, first_step: float) -> dict:
+            return contestant.run(arguments, options.ranks, first_step)
+
         announce(options.repeats * len(contestants), options.patience)
-        for number in range(options.repeats):
-            rounds.append(
-                [
-                    watched(lambda c=contestant: c.run(arguments, options.ranks), options.patience)
-                    for contestant in contestants
-                ]
-            )
-            print(f"round {number + 1} of {options.repeats} is over", file=sys.stderr)
-        return rounds, rounding_of(contestants, rounds[0], lambda c: c.run(arguments, options.ranks))
+        rounds, left_out = rounds_of(
+            contestants, options.repeats, lambda *each: watched(lambda: run(*each), options.patience)
+        )
+        return rounds, left_out, rounding_of(contestants, rounds[0], left_out, run)
 
 
-def rounding_of(contestants: list[Contestant], runs: list[dict], run: Callable[[Contestant], dict]) -> float:
+def rounds_of(
+    contestants: list[Contestant], repeats: int, run: Callable[[Contestant, float], dict]
+) -> tuple[list[list[dict]], dict[Contestant, dict]]:
+    """The figures by round and contestant, told on stderr as they come; and who was left out, and why.
+
+    contestants: loses those whose first step in the first round takes too long beside a step of the first.
+    run: gives the figures of one run, whose first step may take so many ms. Raises Alarm, RuntimeError.
+    """
+    rounds: list[list[dict]] = []
+    left_out: dict[Contestant, dict] = {}
+    for number in range(1, repeats + 1):
+        rounds.append([])
+        for contestant in [*contestants]:
+            limit = longest_step(rounds[-1][0]) if number == 1 and rounds[-1] else 0.0
+            try:
+                rounds[-1].append(run(contestant, limit))
+            except Alarm:
+                contestants.remove(contestant)
+                ratio = limit / rounds[-1][0]["step_ms_median"]
+                left_out[contestant] = {"contestant": contestant.name, "first_step_ms": limit, "ratio": ratio}
+                told = reason(left_out[contestant])
+            else:
+                told = progress(contestant, rounds[-1][-1], rounds[-1][0])
+            print(f"round {number} of {repeats}: {contestant.name}: {told}", file=sys.stderr, flush=True)
+    return rounds, left_out
+
+
+def longest_step(first: dict) -> float:
+    """ms that a peer's first step may take, beside such a run of the first contestant."""
+    return max(HOPELESS * first["step_ms_median"], SET_UP)
+
+
+def progress(contestant: Contestant, run: dict, first: dict) -> str:
+    """One run's time, beside that of the first contestant in the same round, whose losses it must have."""
+    told = f"{run['step_ms_median']:.1f} ms per step"
+    if run is first:
+        return told
+    ratio = run["step_ms_median"] / first["step_ms_median"]
+    off = difference(first["losses"], run["losses"], contestant.equal_losses)
+    return f"{told}, {ratio:.2f} times the first's; losses differ by {off:.1e}"
+
+
+def reason(left_out: dict) -> str:
+    """What is said of a contestant that is left out."""
+    took = f"left out: its first step takes more than {left_out['first_step_ms']:.0f} ms"
+    return f"{took}, {left_out['ratio']:.0f} times a step of the first"
+
+
+def rounding_of(
+    contestants: list[Contestant],
+    runs: list[dict],
+    left_out: Iterable[Contestant],
+    run: Callable[[Contestant, float], dict],
+) -> float:
     """How far PyTorch's losses in bfloat16 are from its own in float32, over the same steps.
 
-    0 where all compute in float32. Whose losses are not among these runs is run once more, untimed.
+    0 where all compute in float32, or where PyTorch's bfloat16 is hopeless. Whose losses are not among these
+    runs is run once more, untimed.
     """
-    if not any(contestant.low for contestant in contestants):
+    if not any(contestant.low for contestant in contestants) or ROUNDED in {c.strategy for c in left_out}:
         return 0.0
     losses = {c.strategy: told["losses"] for c, told in zip(contestants, runs, strict=True)}
-    for peer in {EXACT, ROUNDED} - losses.keys():
-        losses[peer] = run(Contestant(peer, "bench.peers.torch_step", peer))["losses"]
+    try:
+        for peer in {EXACT, ROUNDED} - losses.keys():
+            missing = Contestant(peer, "bench.peers.torch_step", peer)
+            losses[peer] = run(missing, longest_step(runs[0]))["losses"]
+    except Alarm:
+        return 0.0
     return difference(losses[EXACT], losses[ROUNDED])
 
 
-def summary(contestants: list[Contestant], rounds: list[list[dict]], rounding: float = 0.0) -> dict:
+def summary(
+    contestants: list[Contestant],
+    rounds: list[list[dict]],
+    rounding: float = 0.0,
+    left_out: Sequence[dict] = (),
+) -> dict:
     """Medians over rounds; how much faster the first is than each, round by round. See `entry`."""
     first = rounds[0][0]
     limits = [contestant.tolerance(contestants[0], rounding) for contestant in contestants]
@@ -206,6 +283,7 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]], rounding: f
             entry(contestant, [each[at] for each in rounds], [each[0] for each in rounds], limits[at])
             for at, contestant in enumerate(contestants)
         ],
+        "left_out": list(left_out),
         "workload": first["workload"],
         "ranks": first["world_size"],
         "parameters": first["parameters"],
@@ -216,8 +294,7 @@ def summary(contestants: list[Contestant], rounds: list[list[dict]], rounding: f
 
 def entry(contestant: Contestant, runs: list[dict], firsts: list[dict], limit: float) -> dict:
     """One contestant's figures; where its losses are further than `limit` from the first's, only how far."""
-    alone = contestant.strategy == "NONE"  # trains on a rank's batches only: equal until the first update
-    off = max(difference(firsts[0]["losses"], run["losses"], 1 if alone else None) for run in runs)
+    off = max(difference(firsts[0]["losses"], run["losses"], contestant.equal_losses) for run in runs)
     told = {
         "contestant": contestant.name,
         "loss_difference": off,
@@ -294,6 +371,7 @@ def table(result: dict, workload: str) -> str:
             f"{each[unit + '_per_s']:9.1f} {each['peak_rss_mb']:8.0f} {each['peak_pss_mb']:8.0f} "
             f"{each['product_gflops']:8.0f} {each['beside_products_ms']:8.0f}  {spread}"
         )
+    lines += [f"{each['contestant']:<22} {reason(each)}" for each in result["left_out"]]
     told = {each["contestant"].split()[0]: each["versions"] for each in entries if "versions" in each}
     lines += [f"matrix products of {name}: {products_of(versions)}" for name, versions in told.items()]
     lines.append(f"GFLOP/s: a product of {w.SIDE} x {w.SIDE} in the contestant's type, all ranks at once")

@@ -26,3 +26,11 @@ def whole_job(ranks: int) -> float:
         assert done.returncode == 0, done.stderr
         seconds.append(time.perf_counter() - began)
     return max(seconds)
+
+
+def soon(ranks: int, started: float) -> float:
+    """Seconds in which the ranks see that one has failed, and end: those of two jobs.
+
+    started: seconds that this job took until then, for the machine may be slower now than at `whole_job`.
+    """
+    return 2 * max(whole_job(ranks), started)

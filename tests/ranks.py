@@ -16,6 +16,7 @@ from shardrt.comm import thread
 
 ROOT = Path(__file__).parent.parent
 on_hosts: tuple[str, dict[str, str]] | None = None  # an mpirun, and its variables: see tests/hosts/hosts.py
+BACKSTOP = 1000.0  # seconds for a process: it ends what hangs, and nothing on a machine that is slow
 _LAUNCHERS = ("PMI_", "PMIX_", "MPI_", "OMPI_", "SLURM_", "HYDRA_", "WORLD_SIZE", "RANK", "LOCAL_RANK")
 _DROPPED = (*_LAUNCHERS, "PYTHONUNBUFFERED")  # the last has lines written in pieces, which ranks mix
 
@@ -71,7 +72,7 @@ def clean_environment(**variables: str) -> dict[str, str]:
 
 
 def mpirun(
-    size: int, args: list[str], timeout: float = 120, **variables: str
+    size: int, args: list[str], timeout: float = BACKSTOP, **variables: str
 ) -> subprocess.CompletedProcess[str]:
     """`mpirun -n size python *args` with its output as text; `variables` are added to the environment."""
     launcher = mpirun_path()

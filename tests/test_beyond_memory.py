@@ -15,7 +15,7 @@ from tests.ranks import ROOT, clean_environment, mpirun
 
 
 def run(ranks, *arguments):
-    return mpirun(ranks, ["-m", "models.beyond_memory", "--steps", "2", *arguments], timeout=280)
+    return mpirun(ranks, ["-m", "models.beyond_memory", "--steps", "2", *arguments])
 
 
 def numbers(pattern, text):

@@ -64,7 +64,7 @@ class TestFiveThreads(OnThreads):
 @pytest.mark.mpi
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_backends_of_mpi_keep_the_contract_with_the_bits_of_threads_and_train(size):
-    done = mpirun(size, ["-m", "tests.mpi"], timeout=280)
+    done = mpirun(size, ["-m", "tests.mpi"])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     digests = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", done.stdout))
     expected = run_ranks(size, lambda: digest(create()))
@@ -73,7 +73,7 @@ def test_backends_of_mpi_keep_the_contract_with_the_bits_of_threads_and_train(si
 
 @pytest.mark.mpi
 def test_sums_of_eight_ranks_have_the_same_bits_on_any_nodes():
-    done = mpirun(8, ["-m", "tests.mpi", "test_nodes.py"], timeout=280)
+    done = mpirun(8, ["-m", "tests.mpi", "test_nodes.py"])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 

@@ -27,7 +27,7 @@ from models.hub import save_pretrained
 from models.llama import Llama, LlamaConfig
 from models.vit import ViT, ViTConfig
 from shardrt.__main__ import main as shell
-from tests.ranks import ROOT, clean_environment, mpirun
+from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun
 from tests.train.test_command import start
 
 PAGES = sorted((ROOT / "docs").glob("*.md"))
@@ -77,7 +77,9 @@ def alone(tmp_path_factory):
     """Folders, each named as a page whose examples ran there: what they printed is in `error` and `out`."""
     folder = tmp_path_factory.mktemp("examples")
     files = [str(example_of(page, folder)) for page in EXAMPLES]
-    subprocess.run([sys.executable, "-c", ONE_EACH, *files], timeout=250, env=clean_environment(), check=True)
+    subprocess.run(
+        [sys.executable, "-c", ONE_EACH, *files], timeout=BACKSTOP, env=clean_environment(), check=True
+    )
     return folder
 
 
@@ -89,7 +91,7 @@ def test_the_examples_of_a_page_run_one_after_the_other(page, alone):
 @pytest.mark.mpi
 def test_the_examples_of_all_pages_run_on_two_ranks(tmp_path):
     files = [str(example_of(page, tmp_path)) for page in EXAMPLES]
-    done = mpirun(2, ["-c", ONE_BY_ONE, *files], timeout=280)
+    done = mpirun(2, ["-c", ONE_BY_ONE, *files])
     assert done.returncode == 0, done.stderr
     assert len(list(tmp_path.glob("*/ran.*"))) == 2 * len(files)
 
@@ -127,7 +129,9 @@ def test_the_loop_of_pytorch_beside_ours_runs_as_it_stands(tmp_path):
         port = str(free.getsockname()[1])
     rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     command, environment = [sys.executable, str(file)], clean_environment(**rendezvous)
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path, env=environment)
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=BACKSTOP, cwd=tmp_path, env=environment
+    )
     assert done.returncode == 0, done.stderr
     assert len(done.stdout.splitlines()) == 3
 

@@ -25,7 +25,7 @@ def test_the_loop_is_about_25_lines():
 def test_the_program_runs_as_it_stands_and_learns(tmp_path):
     file = tmp_path / "loop.py"
     file.write_text(program())
-    output = mpirun(2, [str(file)], timeout=120)
+    output = mpirun(2, [str(file)])
     losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", output.stdout)]
     assert len(losses) == 30, output.stderr
     assert losses[-1] < 0.6 * losses[0]

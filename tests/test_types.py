@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import BACKSTOP
 from tests.test_reference import maker
 
 ROOT = Path(__file__).parent.parent
@@ -63,5 +64,5 @@ def test_programs_that_use_the_library_pass_a_strict_type_checker(tmp_path):
     for example in (ROOT / "docs" / "examples").glob("*.py"):
         (tmp_path / example.name).write_text(example.read_text())
     command = [sys.executable, "-m", "mypy", *HOW, "--cache-dir", str(tmp_path / "cache"), str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=250)
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=BACKSTOP)
     assert done.returncode == 0, done.stdout + done.stderr

@@ -15,14 +15,14 @@ from packaging.utils import canonicalize_name
 
 import shardrt
 from tests import test_readme as readme
-from tests.ranks import clean_environment
+from tests.ranks import BACKSTOP, clean_environment
 from tests.test_watching import ABOUT, step, written
 
 ROOT = Path(__file__).parent.parent
 
 
 def _run(*command, **options):
-    done = subprocess.run(command, capture_output=True, text=True, timeout=250, **options)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=BACKSTOP, **options)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -1,6 +1,7 @@
 """Starts the processes of a PyTorch job on this machine, without torchrun; gives back what rank 0 printed."""
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -18,12 +19,17 @@ def one_thread(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
     return {**environment, **ONE_THREAD}
 
 
+class Alarm(RuntimeError):
+    """SIGALRM has ended a rank, which had asked for it."""
+
+
 def launch(
     arguments: Sequence[str], ranks: int, environment: Mapping[str, str], timeout: float = 1800
 ) -> str:
     """Run `python *arguments` in `ranks` processes that find one another by the usual variables.
 
-    Raises RuntimeError with the errors of the first rank that fails, or at the timeout; none is left running.
+    Raises RuntimeError with the errors of the first rank that fails, or at the timeout, and Alarm where
+    SIGALRM ended one; none is left running.
     """
     common = {
         **environment,
@@ -43,10 +49,13 @@ def launch(
         ]
         try:
             failed = _wait(processes, time.monotonic() + timeout)
+            alarmed = any(process.poll() == -signal.SIGALRM for process in processes)
         finally:
             for process in processes:
                 process.kill()
                 process.wait()
+        if alarmed:
+            raise Alarm(f"{' '.join(arguments)}: {failed}")
         if failed:
             errors.seek(0)
             raise RuntimeError(f"{' '.join(arguments)}: {failed}\n{errors.read()[-4000:]}")

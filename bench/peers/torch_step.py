@@ -7,6 +7,7 @@ Starts one process per rank, one thread each. The last line is one JSON object, 
 
 import argparse
 import os
+import signal
 import sys
 import time
 from contextlib import nullcontext
@@ -40,6 +41,8 @@ def main() -> None:
     w.add_arguments(parser)
     parser.add_argument("--strategy", choices=STRATEGIES, default="fsdp2")
     parser.add_argument("--ranks", type=w.positive, default=1, metavar="N", help="processes to start (1)")
+    told = "end by SIGALRM in a first step that takes longer; 0: never (0)"
+    parser.add_argument("--first-step", type=float, default=0.0, metavar="MS", help=told)
     options = parser.parse_args()
     if options.strategy == "single" and options.ranks > 1:
         parser.error("--strategy single runs on one rank; the others on several")
@@ -91,16 +94,16 @@ def run(options: argparse.Namespace) -> None:
         given = workload.batch_of_all(step, world_size) if together else workload.batch_of(step, rank)
         return (torch.from_numpy(array) for array in given)
 
-    gflops = [None] * world_size
-    dist.barrier()  # all ranks multiply at the same time, as in a step
-    dist.all_gather_object(gflops, product_gflops(options.strategy.endswith("bf16")))
     seconds, losses, processor = [], [], []
+    dist.barrier()
+    signal.setitimer(signal.ITIMER_REAL, options.first_step / 1e3)  # SIGALRM ends this process
     for step in range(options.warmup + options.steps):
         inputs, targets = batch(step)
         start, used = time.perf_counter(), time.process_time()
         losses.append(train(inputs, targets))
         seconds.append(time.perf_counter() - start)
         processor.append(time.process_time() - used)
+        signal.setitimer(signal.ITIMER_REAL, 0)
     with f.sampled(f.proportional_mb) as sampled:
         train(*batch(options.warmup + options.steps))
 
@@ -108,6 +111,9 @@ def run(options: argparse.Namespace) -> None:
     own = f.RankFigures(seconds[options.warmup :], used, losses, f.process_peak_mb(), max(sampled))
     ranks = [None] * world_size
     dist.all_gather_object(ranks, own)
+    gflops = [None] * world_size
+    dist.barrier()  # all ranks multiply at the same time, as in a step
+    dist.all_gather_object(gflops, product_gflops(options.strategy.endswith("bf16")))
     if options.strategy in PIPELINE:  # the last stage has the losses, others 0
         told = max((each.losses for each in ranks), key=any)
         ranks = [replace(each, losses=told) for each in ranks]

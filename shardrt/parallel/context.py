@@ -84,14 +84,30 @@ class Context:
     def in_parts(self, positions: Array | None) -> bool:
         """Whether a call with these positions is for parts of sequences; without them it is for the whole.
 
-        Raises ValueError where gradients of the whole are wanted, which would count once for each rank.
+        Raises ValueError for positions of another part than this rank's, and where gradients of the whole are
+        wanted, which would count once for each rank.
         """
-        if positions is None and recorded():
+        if positions is not None:
+            self._check(positions)
+        elif recorded():
             raise ValueError(
                 f"ContextParallel: ranks of {self.mesh!r} train on parts of sequences: call the model with "
                 "what shard_sequence gives, positions too"
             )
         return positions is not None
+
+    def _check(self, positions: Array) -> None:
+        """Attention takes its keys and its mask from the rank, not from the positions: they must agree."""
+        rank, ranks = self.mesh.rank, self.mesh.size
+        count = len(positions)
+        own = None if count % 2 else positions_of(count * ranks, rank, ranks)
+        if not np.array_equal(positions, own):
+            first, last = (f"chunk {number}" for number in own_chunks(rank, ranks))
+            got = np.array2string(np.asarray(positions), threshold=6)
+            raise ValueError(
+                f"positions: rank {rank} of {ranks} has {first} and {last} of {2 * ranks} equal ones, "
+                f"got {count} positions {got}: call the model with what shard_sequence gives"
+            )
 
     def attend(self, qkv: Tensor, heads: int, kv_heads: int, starts: Array) -> Tensor:
         """As F.self_attention of the whole sequences, of which this is a part."""

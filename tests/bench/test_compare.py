@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench import compare, figures, quiet, workload
-from bench.peers.launch import ONE_THREAD, _free_port, launch, one_thread
+from bench.peers.launch import ONE_THREAD, Alarm, _free_port, launch, one_thread
 from bench.peers.torch_step import network
 from bench.training import loss_of, model_of
 from shardrt.checkpoint import save
@@ -82,7 +82,7 @@ def figures_of_both(tmp_path_factory):
     named = [
         [*each, "--strategy", STRATEGIES.get(p, "FULL_SHARD")] for each, p in zip(words, CASES, strict=True)
     ]
-    done = mpirun(2, ["-c", OURS, json.dumps(named)], timeout=120, **ONE_THREAD)
+    done = mpirun(2, ["-c", OURS, json.dumps(named)], **ONE_THREAD)
     ours = map(json.loads, done.stdout.splitlines())
     own = [[*each, "--strategy", peer] for each, peer in zip(words, CASES, strict=True)]
     theirs = map(json.loads, launch(["-c", THEIRS, json.dumps(own)], 2, one_thread()).splitlines())
@@ -179,23 +179,77 @@ def test_losses_in_bfloat16_are_held_to_twice_what_those_of_torch_are_from_float
     assert low.tolerance(low, 3e-5) == 2 * compare.ROUNDING
     asked = []
 
-    def run(contestant):
+    def run(contestant, _):
         asked.append(contestant.strategy)
         return fake(1, (2.0, 1.0) if contestant.strategy == "fsdp2" else (2.0, 1.01))
 
     peers = [compare.Contestant("b", "", name) for name in ("fsdp2", "fsdp2-bf16")]
-    assert compare.rounding_of([exact, peers[0]], [fake(1), fake(1)], run) == 0 and not asked
-    assert compare.rounding_of([low, peers[0]], [fake(1), fake(1)], run) == pytest.approx(0.01, rel=0.02)
+    assert compare.rounding_of([exact, peers[0]], [fake(1), fake(1)], (), run) == 0 and not asked
+    assert compare.rounding_of([low, peers[0]], [fake(1), fake(1)], (), run) == pytest.approx(0.01, rel=0.02)
     assert asked == ["fsdp2-bf16"]
     both = [fake(1), fake(1), fake(1, (2.0, 1.02))]
-    assert compare.rounding_of([low, *peers], both, run) == pytest.approx(0.02, rel=0.03)
-    assert compare.rounding_of([low], [fake(1)], run) == pytest.approx(0.01, rel=0.02)
+    assert compare.rounding_of([low, *peers], both, (), run) == pytest.approx(0.02, rel=0.03)
+    assert compare.rounding_of([low], [fake(1)], (), run) == pytest.approx(0.01, rel=0.02)
     assert sorted(asked) == ["fsdp2", "fsdp2-bf16", "fsdp2-bf16"]
     rounds = [[fake(10), fake(20, (2.0, 1.03))]]
     shown = {
         limit: compare.summary([low, peers[1]], rounds, limit)["contestants"][1] for limit in (0.01, 0.02)
     }
     assert "step_ms" not in shown[0.01] and "step_ms" in shown[0.02]
+
+
+def test_each_run_is_told_as_it_comes_and_a_peer_that_is_hopeless_is_left_out_after_a_step(capsys):
+    contestants = [
+        compare.Contestant("ours", "bench.step", "FULL_SHARD"),
+        compare.Contestant("slow", "bench.peers.torch_step", "fsdp2-bf16"),
+        compare.Contestant("peer", "bench.peers.torch_step", "fsdp2"),
+    ]
+    first_steps, said, asked = {"ours": 300.0, "slow": 45e3, "peer": 900.0}, [], []
+
+    def run(contestant, first_step):
+        said.append(capsys.readouterr().err)
+        asked.append(contestant.name)
+        if 0 < first_step < first_steps[contestant.name]:
+            raise Alarm
+        return fake(300 if contestant.name == "ours" else 600)
+
+    rounds, left_out = compare.rounds_of(contestants, 2, run)
+    said.append(capsys.readouterr().err)
+    assert asked == ["ours", "slow", "peer", "ours", "peer"]
+    assert said == [
+        "",
+        "round 1 of 2: ours: 300.0 ms per step\n",
+        "round 1 of 2: slow: left out: "
+        "its first step takes more than 6000 ms, 20 times a step of the first\n",
+        "round 1 of 2: peer: 600.0 ms per step, 2.00 times the first's; losses differ by 0.0e+00\n",
+        "round 2 of 2: ours: 300.0 ms per step\n",
+        "round 2 of 2: peer: 600.0 ms per step, 2.00 times the first's; losses differ by 0.0e+00\n",
+    ]
+    result = compare.summary(contestants, rounds, 0.0, [*left_out.values()])
+    assert [each["contestant"] for each in result["contestants"]] == ["ours", "peer"]
+    assert "slow                   left out: its first step takes more than 6000 ms, 20 times" in told_of(
+        result
+    )
+    assert compare.rounding_of(contestants, rounds[0], left_out, run) == 0 and len(asked) == 5
+
+
+def test_bfloat16_that_is_hopeless_beside_ours_alone_is_given_up_too():
+    def run(contestant, first_step):
+        if contestant.strategy == "fsdp2-bf16":
+            assert first_step == compare.SET_UP
+            raise Alarm
+        return fake(1)
+
+    low = compare.Contestant("a", "bench.step", "FULL_SHARD-bf16")
+    assert compare.rounding_of([low], [fake(1)], (), run) == 0
+
+
+@pytest.mark.torch
+def test_a_peer_gives_up_in_a_first_step_that_takes_too_long():
+    pytest.importorskip("torch")
+    slow = compare.Contestant("slow", "bench.peers.torch_step", "fsdp2")
+    with pytest.raises(Alarm):
+        slow.run([*TINY.arguments(), "--steps", "1000000"], 2, first_step=1e-3)
 
 
 def test_the_slowest_rank_and_the_largest_memory_count():

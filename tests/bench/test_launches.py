@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.ranks import BACKSTOP
 from tests.softgpu.available import missing
 
 ROOT = Path(__file__).parent.parent.parent
@@ -18,7 +19,7 @@ def counted():
     if missing():
         pytest.skip(missing())
     command = [sys.executable, "-m", "bench.launches", "--steps", "1", "--json"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=BACKSTOP)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout.splitlines()[-1])
     return result | {"by_name": {(row["what"], row["name"]): row["per_step"] for row in result["counts"]}}

@@ -32,7 +32,7 @@ def test_waits_are_not_computed():
 @pytest.fixture(scope="module")
 def told():
     """By pipeline, of one step on two ranks."""
-    done = mpirun(2, ["-m", "bench.pipeline", *WORDS], timeout=120, **ONE_THREAD)
+    done = mpirun(2, ["-m", "bench.pipeline", *WORDS], **ONE_THREAD)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return {each["pipeline"].partition(",")[0]: each for each in json.loads(line)["pipelines"]}

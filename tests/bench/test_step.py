@@ -176,7 +176,7 @@ for sys.argv[1:] in json.loads(sys.argv[1]):
 def two_ranks():
     low = [*TINY.arguments(), *STEPS, "--strategy", "FULL_SHARD-bf16"]
     words = [*WRONG.values(), low, [*TINY.arguments(), *STEPS, "--clip", "0.5"]]
-    return mpirun(2, ["-c", MAIN, json.dumps(words)], timeout=120)
+    return mpirun(2, ["-c", MAIN, json.dumps(words)])
 
 
 @pytest.mark.mpi

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from shardrt.checkpoint import verify
 from shardrt.comm import thread, world
 from tests.checkpoint.victim import HOWS, Watched, change, digest, made, save
 from tests.failures.matrix import survivors
-from tests.ranks import ROOT, add_launcher, clean_environment, mpirun_path
+from tests.ranks import BACKSTOP, ROOT, add_launcher, clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI
 
 RANKS = 2
@@ -59,17 +60,18 @@ class Job:
             thread.run(RANKS, counted, folder, how)
         return folder
 
-    def run(self, folder: Path, how: str, rank: int, at: int, when: str) -> tuple[int, str, float]:
-        """(exit code, what it printed, when it ended)."""
+    def run(self, folder: Path, how: str, rank: int, at: int, when: str) -> tuple[int, str, float, float]:
+        """(exit code, what it printed, when it began and ended)."""
+        began = time.time()
         done = subprocess.run(
             [*self.command, str(folder), how, str(rank), str(at), when],
             cwd=ROOT,
             env=clean_environment(**OPEN_MPI, SHARDRT_CASE=str(folder)),
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            timeout=60,
+            timeout=BACKSTOP,
         )
-        return done.returncode, done.stdout.decode(errors="replace"), time.time()
+        return done.returncode, done.stdout.decode(errors="replace"), began, time.time()
 
     def cases(self, how: str) -> list[Case]:
         """Every operation of every rank, before and after, as a save that nobody kills does them."""
@@ -84,12 +86,15 @@ class Job:
                     found.append(Case(how, rank, at, when, name, published))
         return found
 
-    def check(self, case: Case) -> float:
-        """Run one, and start again; gives the seconds from the kill to the end. Raises AssertionError."""
+    def check(self, case: Case, limit: Callable[[float], float] = lambda started: LIMIT) -> float:
+        """Run one, and start again; gives the seconds from the kill to the end. Raises AssertionError.
+
+        limit: of those, by the seconds from the start to the kill.
+        """
         folder = self.folder / "case" / case.how
         shutil.copytree(self.folder / "before" / case.how, folder)
         try:
-            code, told, ended = self.run(folder, case.how, case.rank, case.at, case.when)
+            code, told, began, ended = self.run(folder, case.how, case.rank, case.at, case.when)
             told = f"{case}, exit code {code}\n{told[-3000:]}"
             left = survivors(f"SHARDRT_CASE={folder}")
             assert not left, f"processes {left} are left: {told}"
@@ -99,7 +104,8 @@ class Job:
             look(folder, case, told)
         finally:
             shutil.rmtree(folder)
-        assert ended - killed < LIMIT, f"{ended - killed:.1f} s, {LIMIT} allowed: {told}"
+        allowed = limit(killed - began)
+        assert ended - killed < allowed, f"{ended - killed:.1f} s, {allowed:.1f} allowed: {told}"
         return ended - killed
 
 

@@ -6,8 +6,9 @@ import sys
 
 import pytest
 
-from tests.checkpoint.kill_one import Job, short
-from tests.ranks import ROOT, clean_environment
+from tests.checkpoint.kill_one import RANKS, Job, short
+from tests.clock import soon
+from tests.ranks import BACKSTOP, ROOT, clean_environment
 
 
 @pytest.mark.slow
@@ -16,7 +17,7 @@ def test_the_old_or_the_new_step_is_found_after_every_operation():
         [sys.executable, "-m", "tests.checkpoint.crash"],
         capture_output=True,
         text=True,
-        timeout=290,
+        timeout=BACKSTOP,
         cwd=ROOT,
         env=clean_environment(PYTHONWARNINGS="ignore"),
     )
@@ -25,8 +26,9 @@ def test_the_old_or_the_new_step_is_found_after_every_operation():
 
 
 @pytest.mark.mpi
+@pytest.mark.timed
 def test_of_two_processes_either_may_be_killed_at_any_operation(tmp_path):
     """A selection; `python -m tests.checkpoint.kill_one` has every operation."""
     job = Job(tmp_path)
     for case in short(job):
-        job.check(case)
+        job.check(case, lambda started: 1 + soon(RANKS, started))

@@ -11,14 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 from bench.environment import facts
 from shardrt.faults.reports import LISTENING
-from tests.clock import whole_job
+from tests.clock import soon
 from tests.failures.matrix import LIMIT, Case, cases, check, prepare
 from tests.hosts.hosts import Hosts
 from tests.ranks import add_launcher, mpirun_path
@@ -75,13 +75,13 @@ def main(arguments: list[str]) -> int:
 
 
 @contextmanager
-def placed(case: Case, folder: Path, on_hosts: bool) -> Iterator[float]:
+def placed(case: Case, folder: Path, on_hosts: bool) -> Iterator[Callable[[float], float]]:
     """Where its job runs; gives its grace, which on hosts is what the suite allows under any load."""
     if not on_hosts:
-        yield PROMISED
+        yield lambda started: PROMISED
         return
     with Hosts(2, -(-case.size // 2), shared=[folder]) as made, made.launching():
-        yield LISTENING + 1 + 2 * whole_job(case.size)
+        yield lambda started: LISTENING + 1 + soon(case.size, started / 2)
 
 
 def numbers(text: str) -> tuple[int, ...]:

@@ -23,7 +23,7 @@ from shardrt.faults.launcher import Launcher
 from shardrt.train import config as settings
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import survivors
-from tests.ranks import clean_environment, mpirun_path
+from tests.ranks import BACKSTOP, clean_environment, mpirun_path
 from tests.train.test_command import TINY, furnish
 
 LIMIT = 5.0  # seconds from a kill until no rank is left
@@ -107,7 +107,7 @@ def check(run: Run, folder: Path, limit: float = LIMIT) -> float:
     job = start(folder, run.recipe, name, mark)
     try:
         wait_for(folder / "runs" / name / "metrics.jsonl", run.step, job)
-        seconds = strike(run.kill, job, mark)
+        seconds = strike(run.kill, job, mark, limit)
     finally:
         survivors(mark)
         job.kill()
@@ -120,7 +120,7 @@ def check(run: Run, folder: Path, limit: float = LIMIT) -> float:
     if run.kill in SAVED:
         assert done in saved, f"{run}: step {done} was done, {sorted(saved)} are saved\n{told}"
     again = start(folder, run.recipe, name, mark, "--resume", "auto")
-    code = again.wait(timeout=400)
+    code = again.wait(timeout=BACKSTOP)
     told = (folder / f"{name}.out").read_text(errors="replace")[-3000:]
     assert code == 0, f"{run}: resumed with code {code}\n{told}"
     found = outcome(kept)
@@ -138,7 +138,7 @@ def whole(folder: Path, recipe: str) -> dict[str, Any]:
     kept = folder / "runs" / recipe
     if not kept.exists():
         job = start(folder, recipe, recipe, "SHARDRT_CASE=none")
-        assert job.wait(timeout=400) == 0, (folder / f"{recipe}.out").read_text()[-3000:]
+        assert job.wait(timeout=BACKSTOP) == 0, (folder / f"{recipe}.out").read_text()[-3000:]
     return outcome(kept)
 
 
@@ -165,8 +165,8 @@ def wait_for(metrics: Path, step: int, job: subprocess.Popen) -> None:
         time.sleep(0.005)
 
 
-def strike(kill: str, job: subprocess.Popen, mark: str) -> float:
-    """Send the signals; gives the seconds until no rank is left."""
+def strike(kill: str, job: subprocess.Popen, mark: str, limit: float) -> float:
+    """Send the signals; gives the seconds until no rank is left, or more than the limit."""
     ranks = of_ranks(mark)
     helper = int(Path(f"/proc/{next(iter(ranks)).pid}/stat").read_text().rpartition(")")[2].split()[1])
     targets = {"helper": [helper], "mpirun": [job.pid], "rank": [max(ranks).pid]}
@@ -175,7 +175,7 @@ def strike(kill: str, job: subprocess.Popen, mark: str) -> float:
     for whom, number in KILLS[kill]:
         for pid in targets[whom]:
             os.kill(pid, number)
-    while any(rank.trouble() != "gone" for rank in ranks) and time.monotonic() < began + 4 * LIMIT:
+    while any(rank.trouble() != "gone" for rank in ranks) and time.monotonic() <= began + limit:
         time.sleep(0.01)
     seconds = time.monotonic() - began
     if kill.startswith("helper stopped"):

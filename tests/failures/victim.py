@@ -47,7 +47,7 @@ def until_awaited(rank: int) -> None:
     The launcher kills them at once with it. Who was first could not be told where nobody waits yet.
     """
     folder = Path("runs", sys.argv[sys.argv.index("--name") + 1], "flight")
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while folder.exists() and diagnosis.behind(read_all(folder)[0]) != [rank]:
         assert time.monotonic() < deadline, "nobody waits for the rank that is to fail"
         time.sleep(0.01)

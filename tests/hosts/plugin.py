@@ -32,7 +32,7 @@ def run(size, function, *args, **kwargs):
         task = Path(name) / "task"
         task.write_bytes(pickle.dumps((os.getcwd(), function, args, kwargs)))
         slots = ",".join(f"node{host}:{-(-size // _COUNT)}" for host in range(_COUNT))
-        done = ranks.mpirun(size, ["-m", "tests.hosts.plugin", name], timeout=200, HOSTS_SLOTS=slots)
+        done = ranks.mpirun(size, ["-m", "tests.hosts.plugin", name], HOSTS_SLOTS=slots)
         if errors := sorted(Path(name).glob("error-*"), key=lambda file: file.stat().st_mtime_ns):
             raise pickle.loads(errors[0].read_bytes())
         assert done.returncode == 0, done.stdout + done.stderr

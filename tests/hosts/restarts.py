@@ -28,12 +28,12 @@ from bench.environment import facts, write_result
 from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import prepare, survivors
 from tests.hosts.hosts import Hosts
-from tests.ranks import clean_environment, own_mpirun
+from tests.ranks import BACKSTOP, clean_environment, own_mpirun
 
 STEPS = 40
 CLOSE = 1e-6  # of losses at another number of ranks, relative
 _LIMIT = "5"  # seconds of the watchdog
-_LONGEST = 240.0  # seconds for all starts of a job
+_LONGEST = 900.0  # seconds for all starts of a job
 _LOOK = 0.01
 _environments = threading.Lock()  # which are made one at a time
 
@@ -65,7 +65,9 @@ def furnished(folder: Path) -> Path:
     prepare(folder)
     command = [own_mpirun(), "-n", "4", sys.executable, *_training("whole")]
     environment = clean_environment()
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=BACKSTOP
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 

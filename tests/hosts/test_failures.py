@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardrt.faults.flight import read_all
+from tests.clock import whole_job
 from tests.failures.matrix import LIMIT, prepare, survivors
 from tests.hosts.hosts import Hosts, unavailable
 from tests.hosts.test_doctor import AHEAD
@@ -70,14 +71,15 @@ class Job:
 
     def until_step(self, step: int) -> None:
         """Return when so many steps have been reported."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 200
         while len(re.findall(r"^step ", self.out, re.M)) < step:
             assert self.process.poll() is None, self.out + self.err
             assert time.monotonic() < deadline, self.out + self.err
             time.sleep(0.02)
 
     def ended(self, seconds: float) -> int:
-        """The exit code of the launcher, which comes in time."""
+        """The exit code of the launcher, which comes in time, those of some jobs beside `seconds`."""
+        seconds += 5 * whole_job(4)
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -102,20 +104,27 @@ def folder(tmp_path_factory):
     return prepare(tmp_path_factory.mktemp("hosts"))
 
 
-ALL = [word for which in ("limit", "save", "evaluation") for word in (f"--watchdog.{which}", str(LIMIT))]
+def limit():
+    """Seconds of the watchdog in every phase, which a slow machine does not need either."""
+    return max(LIMIT, 2 * whole_job(4))
+
+
+def limits():
+    """Options that set it."""
+    return [w for which in ("limit", "save", "evaluation") for w in (f"--watchdog.{which}", str(limit()))]
 
 
 @pytest.mark.parametrize("host", [1, 0])
 def test_a_host_that_disappears_is_named_with_its_ranks(folder, host):
-    with started(folder, f"cut-{host}", *ALL) as (made, job):
+    with started(folder, f"cut-{host}", *limits()) as (made, job):
         job.until_step(3)
         made.cut(host)
-        assert job.ended(LIMIT + 30) == 124, job.err
+        assert job.ended(limit() + 30) == 124, job.err
         gone = f"ranks {2 * host},{2 * host + 1} on node{host} are behind: node{host} does not answer"
         (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
         assert said.startswith(f"{gone} node{1 - host}, the link or the machine is gone"), job.err
         assert job.err.count("hang: ") == 1, job.err
-        deadline = time.monotonic() + 30  # ranks of the other side of the cut end by themselves
+        deadline = time.monotonic() + 100  # ranks of the other side of the cut end by themselves
         while left := [pid for rank in range(4) for pid in job.pids(rank)]:
             assert time.monotonic() < deadline, f"ranks {left} are there: {job.err}"
             time.sleep(0.1)
@@ -123,10 +132,10 @@ def test_a_host_that_disappears_is_named_with_its_ranks(folder, host):
 
 @pytest.mark.parametrize("host", [2, 0])
 def test_one_host_of_three_that_disappears_is_named_by_one_of_the_others(folder, host):
-    with started(folder, f"cut-{host}-of-3", *ALL, count=3) as (made, job):
+    with started(folder, f"cut-{host}-of-3", *limits(), count=3) as (made, job):
         job.until_step(3)
         made.cut(host)
-        assert job.ended(LIMIT + 30) == 124, job.err
+        assert job.ended(limit() + 30) == 124, job.err
         (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
         gone = f"ranks {2 * host},{2 * host + 1} on node{host} are behind: node{host} does not answer node"
         assert said.startswith(gone) and said[len(gone)] != str(host), job.err
@@ -139,14 +148,14 @@ def test_a_link_that_is_slow_for_a_while_costs_time_and_nothing_else(folder):
         made.shape("2mbit", [1])
         job.until_step(5)
         made.shape("1gbit", [1])
-        assert job.ended(120) == 0, job.err
+        assert job.ended(400) == 0, job.err
 
 
 def test_a_link_that_stays_slow_ends_the_job_and_is_named(folder):
-    with started(folder, "slower", *ALL) as (made, job):
+    with started(folder, "slower", *limits()) as (made, job):
         job.until_step(3)
         made.shape("50kbit", [1])
-        assert job.ended(LIMIT + 60) == 124, job.err
+        assert job.ended(limit() + 60) == 124, job.err
         assert re.search(r"^(no rank|ranks? \d).* behind.*(node0|node1)", job.err, re.M), job.err
 
 
@@ -180,7 +189,7 @@ def test_a_clock_that_is_ahead_is_told_and_spoils_no_record(folder):
     flights, told = read_all(folder / "runs" / "early" / "flight")
     assert not told and len(flights) == 4
     lives = [flight.life for flight in flights]
-    assert max(lives) - min(lives) < 20
+    assert max(lives) - min(lives) < 50
     assert max(flight.began for flight in flights) - min(flight.began for flight in flights) > 80
 
 
@@ -206,11 +215,11 @@ def test_ranks_of_all_hosts_that_fail_alike_print_one_traceback(hosts, end, told
 
 @pytest.mark.parametrize("rank", [1, 2])
 def test_a_rank_that_stops_on_any_host_is_named_with_its_host(folder, rank):
-    with started(folder, f"stopped-{rank}", *ALL) as (_, job):
+    with started(folder, f"stopped-{rank}", *limits()) as (_, job):
         job.until_step(3)
         (pid,) = job.pids(rank)
         os.kill(pid, signal.SIGSTOP)
-        assert job.ended(LIMIT + 20) == 124, job.err
+        assert job.ended(limit() + 20) == 124, job.err
         (said,) = re.findall(r"^ranks? .* behind: .*$", job.err, re.M)
         assert said.startswith(f"rank {rank} on node{rank // 2} is behind: "), job.err
         assert re.search(rf"node{rank // 2}: rank {rank} .*no sign of life", job.err), job.err

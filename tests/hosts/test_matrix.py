@@ -6,8 +6,8 @@ A selection; `python -m tests.failures 4 --hosts` runs every case.
 import pytest
 
 from shardrt.faults.reports import LISTENING
-from tests.clock import whole_job
-from tests.failures.matrix import Case, check, prepare
+from tests.clock import soon, whole_job
+from tests.failures.matrix import LIMIT, Case, check, prepare
 from tests.failures.victim import FAILURES, MISMATCHES, PHASES
 from tests.hosts.hosts import Hosts, unavailable
 
@@ -28,7 +28,8 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_a_rank_that_fails_ends_the_job_on_all_hosts(folder, case):
     with Hosts(shared=[folder]) as made, made.launching():
-        check(case, folder, grace=LISTENING + 1 + 2 * whole_job(4))
+        limit = max(LIMIT, 2 * whole_job(4))
+        check(case, folder, grace=lambda started: LISTENING + 1 + soon(4, started / 2), limit=limit)
 
 
 @pytest.fixture(scope="module")

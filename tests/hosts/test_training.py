@@ -14,7 +14,7 @@ from shardrt.train.metrics import read_metrics
 from tests.failures.matrix import prepare
 from tests.hosts.hosts import Hosts, unavailable
 from tests.mpi.contract import digest
-from tests.ranks import ROOT, clean_environment, mpirun, mpirun_path, open_mpi, run_ranks
+from tests.ranks import BACKSTOP, ROOT, clean_environment, mpirun, mpirun_path, open_mpi, run_ranks
 
 pytestmark = [pytest.mark.mpi, pytest.mark.skipif(bool(unavailable()), reason=unavailable())]
 QUICK = "TestNodes and (its_bits or crosses)"
@@ -45,7 +45,7 @@ OF_THREADS = [
 
 @pytest.mark.parametrize("chosen", [QUICK, pytest.param("TestNodes", marks=pytest.mark.hosts)])
 def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen):
-    done = mpirun(4, ["-m", "tests.mpi", "-k", f"({chosen}) and not test_training"], timeout=280)
+    done = mpirun(4, ["-m", "tests.mpi", "-k", f"({chosen}) and not test_training"])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
     expected = run_ranks(4, lambda: digest(create()))
     found = set(re.findall(r"digest (\d+) ([0-9a-f]{64})", done.stdout))
@@ -53,12 +53,11 @@ def test_the_contract_holds_between_hosts_with_the_bits_of_threads(hosts, chosen
 
 
 @pytest.mark.hosts
-@pytest.mark.timeout(600)  # 250 s on two cores that had a load of nine
 @pytest.mark.parametrize(("slots", "chosen"), [(2, "not TestNodes"), (1, "TestMPI"), (1, "not TestMPI")])
 def test_all_else_holds_between_two_hosts_of_two_ranks_and_of_one(slots, chosen):
     """Links, every strategy, precision and offload; plain MPI's contract is that of two ranks."""
     with Hosts(2, slots) as made, made.launching():
-        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen], timeout=580)
+        done = mpirun(2 * slots, ["-m", "tests.mpi", "-k", chosen])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
@@ -69,7 +68,7 @@ def test_the_contract_and_strategies_hold_between_hosts_under_open_mpi(hosts):
         found = mpirun(4, ["-m", "tests.hosts.strategies", "float32"])
         assert found.returncode == 0, found.stderr
         assert sorted(found.stdout.splitlines()) == sorted(expected.stdout.splitlines())
-        done = mpirun(4, ["-m", "tests.mpi", "-k", "TestNodes"], timeout=280)
+        done = mpirun(4, ["-m", "tests.mpi", "-k", "TestNodes"])
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-6000:]
 
 
@@ -90,16 +89,15 @@ def test_strategies_give_the_same_bits_wherever_ranks_are(hosts, precision):
 
 
 @pytest.mark.hosts
-@pytest.mark.timeout(600)  # 30 s on two cores with a load of ten
 @pytest.mark.parametrize("count", [3, 4])
 def test_three_and_four_hosts_of_two_ranks_have_the_bits_of_one(count):
     """Sums of each host first, where there are three of them, too; hybrids whose shards lie across hosts."""
     size, precisions = 2 * count, ("float32", "float32-bfloat16")
     with Hosts(count, 2) as made, made.launching():
-        sums = mpirun(size, ["-c", SUMS], timeout=200)
-        found = mpirun(size, ["-m", "tests.hosts.strategies", *precisions], timeout=300)
+        sums = mpirun(size, ["-c", SUMS])
+        found = mpirun(size, ["-m", "tests.hosts.strategies", *precisions])
     with Hosts(1, size) as made, made.launching():
-        expected = mpirun(size, ["-m", "tests.hosts.strategies", *precisions], timeout=200)
+        expected = mpirun(size, ["-m", "tests.hosts.strategies", *precisions])
     assert sums.returncode == found.returncode == expected.returncode == 0, sums.stderr + found.stderr
     digests = run_ranks(size, lambda: digest(create()))
     told = f"HierarchicalCommunicator {2 * (count - 1)}"  # a slice and a sum to each of the other hosts
@@ -110,13 +108,12 @@ def test_three_and_four_hosts_of_two_ranks_have_the_bits_of_one(count):
 
 
 @pytest.mark.hosts
-@pytest.mark.timeout(600)  # of many jobs
 @pytest.mark.parametrize(("path", "chosen"), OF_THREADS)
 def test_what_threads_show_holds_for_processes_on_hosts(path, chosen):
     """What equals one rank, PyTorch, and a run that never stopped: by the same tests, with other ranks."""
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "tests.hosts.plugin", path, "-k", chosen]
     done = subprocess.run(
-        command, capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=580
+        command, capture_output=True, text=True, cwd=ROOT, env=clean_environment(), timeout=BACKSTOP
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-3000:]
     if " passed" not in done.stdout:
@@ -141,7 +138,12 @@ def test_a_run_over_a_link_that_loses_packets_has_the_losses_and_weights_of_one_
             ]
             command += ["--steps", "12", "--name", name, "--report.log-interval", "1"]
             done = subprocess.run(
-                command, cwd=tmp_path, env=clean_environment(), capture_output=True, text=True, timeout=140
+                command,
+                cwd=tmp_path,
+                env=clean_environment(),
+                capture_output=True,
+                text=True,
+                timeout=BACKSTOP,
             )
             assert done.returncode == 0, done.stdout + done.stderr
             assert not how or made.lost(0) and made.lost(1)

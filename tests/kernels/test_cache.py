@@ -18,6 +18,7 @@ from numba.core.registry import cpu_target
 from shardrt.kernels import cpu, onednn
 from shardrt.kernels.cpu import _jit, _warm_up
 from tests.kernels import test_attention_blocks
+from tests.ranks import BACKSTOP
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -84,7 +85,9 @@ def start():
 
 def output_of(program):
     command = [sys.executable, "-c", program]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=250).stdout
+    return subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=BACKSTOP
+    ).stdout
 
 
 def test_a_second_start_compiles_nothing_and_loads_no_compiler():

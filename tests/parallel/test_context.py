@@ -2,6 +2,7 @@
 
 import copy
 import re
+from contextlib import nullcontext
 from fractions import Fraction
 
 import numpy as np
@@ -414,6 +415,30 @@ REFUSED = {
 def test_what_would_train_something_else(name):
     how, told = REFUSED[name]
     assert re.search(told, refused(4, lambda: on_parts(**how)))
+
+
+PARTS = {
+    "as many from the beginning": np.arange(8),
+    "its own in another order": np.array([7, 6, 5, 4, 3, 2, 1, 0]),
+    "of the whole": np.arange(16),
+    "an odd number": np.arange(7),
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+@pytest.mark.parametrize("gradients", [True, False])
+def test_positions_of_another_part(name, gradients):
+    """Their keys and masks would be those of the part that the rank has."""
+
+    def call(model, batch):
+        positions = PARTS[name]
+        tokens = np.zeros((2, len(positions)), np.int64)
+        with nullcontext() if gradients else no_grad():
+            model(tokens, tokens, positions=positions)
+
+    told = refused(4, lambda: on_parts(call=call))
+    count = len(PARTS[name])
+    assert f"positions: rank 0 of 2 has chunk 0 and chunk 3 of 4 equal ones, got {count} positions [" in told
 
 
 def test_lengths_that_can_not_be_cut():

@@ -20,6 +20,7 @@ from shardrt.parallel import (
     TokenParallel,
     expert_plan,
     parallelize_module,
+    shard_sequence,
 )
 from shardrt.recompute import checkpoint
 from tests.parallel.folded import alone, build, make, train, trained
@@ -198,6 +199,12 @@ def test_what_only_moves_things_changes_no_bit(name):
 MESHES = [({}, 1), ({"tp": 2}, 1), ({"cp": 2, "tp": 2}, 2), ({"shards": 2, "tp": 2}, 4)]
 
 
+def part_of(tokens, model, mesh):
+    """The loss of this rank's part of the tokens."""
+    part = shard_sequence(tokens, tokens, mesh=mesh["cp"])
+    return model(part.tokens, part.targets, positions=part.positions)
+
+
 def life(axes, ep, folder, begin):
     """Make a step with AdamW and save; or restore that. The whole state."""
     shardrt.manual_seed(3 if begin else 9)
@@ -207,8 +214,7 @@ def life(axes, ep, folder, begin):
     manager = CheckpointManager(folder, model, optimizer, mesh)
     if begin:
         tokens = np.random.default_rng(0).integers(0, VOCAB, (2, TIME))
-        positions = {"positions": np.arange(TIME)} if "cp" in axes else {}
-        model(tokens, tokens, **positions).backward()
+        part_of(tokens, model, mesh).backward()
         optimizer.step()
         manager.save(1)
     else:
@@ -232,10 +238,9 @@ def test_a_checkpoint_of_any_mesh_is_restored_on_any_other_to_the_bit(tmp_path):
 
 def given_norms(axes, ep):
     """Norms of gradients that are the same wherever they are."""
-    model = build(mesh_of(**axes), ep, sequence=True)
-    tokens = np.zeros((2, TIME), np.int64)
-    positions = {"positions": np.arange(TIME)} if "cp" in axes else {}
-    model(tokens, tokens, **positions).backward()
+    mesh = mesh_of(**axes)
+    model = build(mesh, ep, sequence=True)
+    part_of(np.zeros((2, TIME), np.int64), model, mesh).backward()
     generator = np.random.default_rng(7)
     for parameter in model.parameters():
         whole = generator.normal(size=parameter.whole_shape).astype(np.float32)

@@ -9,6 +9,7 @@ from bench.peers.launch import launch, one_thread
 from bench.training import model_of
 from shardrt import optim
 from tests.parity.tensor import save_weights
+from tests.ranks import BACKSTOP
 
 OPTIMIZERS = {"sgd": optim.SGD, "adamw": optim.AdamW}
 
@@ -25,6 +26,6 @@ def begun(folder, jobs):
 
 def of_torch(module, folder, ranks, file="torch.npz"):
     """The arrays that a program of PyTorch's leaves, from so many processes."""
-    launch(["-m", f"tests.parity.{module}", str(folder)], ranks, one_thread(), timeout=240)
+    launch(["-m", f"tests.parity.{module}", str(folder)], ranks, one_thread(), timeout=BACKSTOP)
     with np.load(folder / file) as arrays:
         return {name: arrays[name] for name in arrays}

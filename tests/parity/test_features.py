@@ -23,7 +23,7 @@ from shardrt.fsdp import units as units_of
 from tests.parity import features, features_shardrt
 from tests.parity.features_shardrt import config_of
 from tests.parity.job import Job, part
-from tests.ranks import mpirun, run_ranks
+from tests.ranks import BACKSTOP, mpirun, run_ranks
 
 pytestmark = pytest.mark.torch
 
@@ -54,7 +54,7 @@ def world(tmp_path_factory):
     path = tmp_path_factory.mktemp("features")
     save_job(path / "job.npz")
     save_curve(path / "curve.npz")
-    launch(["-m", "tests.parity.features_torch", str(path)], 2, one_thread(), timeout=240)
+    launch(["-m", "tests.parity.features_torch", str(path)], 2, one_thread(), timeout=BACKSTOP)
     return World(path)
 
 

@@ -20,7 +20,7 @@ from shardrt.train import config as settings
 from shardrt.train.errors import DATA, USAGE
 from shardrt.train.job import optimizer_of, sharded_model
 from shardrt.untrusted import printable
-from tests.ranks import clean_environment, mpirun_path
+from tests.ranks import BACKSTOP, clean_environment, mpirun_path
 
 TINY = Config(
     steps=3,
@@ -144,7 +144,7 @@ def start(module, *args, ranks=None, cwd, **variables):
         [*launcher, sys.executable, "-m", module, *args],
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=BACKSTOP,
         cwd=cwd,
         env=clean_environment(**OPEN_MPI, **variables),
     )

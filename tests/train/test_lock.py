@@ -49,8 +49,8 @@ def test_a_second_job_is_refused_and_told_of_the_first(tmp_path, holder, monkeyp
 
 
 def test_a_job_that_was_killed_is_waited_for_and_holds_nothing(tmp_path, holder):
-    reaper = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {holder.pid}"])
     began = time.monotonic()
+    reaper = subprocess.Popen(["sh", "-c", f"sleep 0.3; kill -9 {holder.pid}"])
     RunLog(tmp_path, resumed=True).close()
     assert time.monotonic() - began > 0.2  # that is, it waited
     reaper.wait()

@@ -21,7 +21,7 @@ from shardrt.train import job as jobs
 from shardrt.train import loop
 from shardrt.train.errors import DATA, USAGE
 from tests.checkpoint.test_damage import body, write
-from tests.ranks import clean_environment, mpirun_path
+from tests.ranks import BACKSTOP, clean_environment, mpirun_path
 from tests.train.test_command import OPEN_MPI, TINY, arguments, furnish, records
 
 STEPS = 12
@@ -272,7 +272,7 @@ def killed_and_resumed(folder, runs, kills):
         name = f"killed-{run}"
         for _ in range(kills):
             done += kill(started(folder, name), folder, name, chooser)
-        assert started(folder, name).wait(timeout=100) == 0
+        assert started(folder, name).wait(timeout=BACKSTOP) == 0
         assert curves(folder, name) == curves(folder, "whole"), name
     return done
 
@@ -280,14 +280,14 @@ def killed_and_resumed(folder, runs, kills):
 def kill(process, folder, name, chooser):
     """End both ranks without warning once the run has got on a little; False if it was done before that."""
     begun = len(lines_of(folder, name))
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while len(lines_of(folder, name)) < begun + 2 and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     time.sleep(chooser.uniform(0, 0.15))
     ranks = ranks_of(process) if process.poll() is None else []
     for pid in ranks:
         subprocess.run(["kill", "-KILL", pid], check=False)
-    process.wait(timeout=30)
+    process.wait(timeout=BACKSTOP)
     return bool(ranks)
 
 

@@ -94,7 +94,7 @@ def test_a_library_without_end_or_that_ends_the_process_is_one_line(path, tmp_pa
         monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
         quick = tmp_path / "process.py"
         source = open(tokenizer_process.__file__).read()
-        quick.write_text(source.replace("ITIMER_PROF, seconds(", "ITIMER_PROF, 0.2 + 0 * seconds("))
+        quick.write_text(source.replace("ITIMER_PROF, seconds(", "ITIMER_PROF, 1.0 + 0 * seconds("))
         monkeypatch.setattr(tokenizer_process, "__file__", str(quick))
         with pytest.raises(BadTokens, match=told) as error:
             Tokenizer(path)
@@ -113,7 +113,7 @@ def test_the_process_ends_with_the_one_that_asks(path, tmp_path):
     script += "os.kill(os.getpid(), 9)"
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode == -signal.SIGKILL
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 200
     while os.path.exists(f"/proc/{int(done.stdout)}/cmdline") and time.monotonic() < deadline:
         if not open(f"/proc/{int(done.stdout)}/cmdline").read():
             break  # a zombie, whose parent does not look
