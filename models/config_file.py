@@ -78,6 +78,13 @@ class Settings:
             raise ValueError(f"{self._path}: {name} must be a number, got {value!r}")
         return float(value)
 
+    def epsilon(self, name: str, default: float) -> float:
+        """What a norm adds to a variance: above 0 and below 1."""
+        value = self.number(name, default)
+        if not 0 < value < 1:
+            raise ValueError(f"{self._path}: {name} must be above 0 and below 1, got {value!r}")
+        return value
+
     def table(self, name: str) -> "Settings":
         """A table inside; an empty one where there is none."""
         value = self.get(name, {})

@@ -186,7 +186,7 @@ def _decoder_config(
         block_size=settings.size("max_position_embeddings"),
         vocab_size=settings.size("vocab_size"),
         tied=settings.flag("tie_word_embeddings"),
-        norm_eps=settings.number("rms_norm_eps", norm_eps),
+        norm_eps=settings.epsilon("rms_norm_eps", norm_eps),
         **own,
     )
     rope = settings.table("rope_parameters") or settings.table("rope_scaling")
@@ -351,7 +351,7 @@ def _vit_config(settings: Settings) -> ViTConfig:
         patch_size=settings.side("patch_size", 16),
         channels=settings.size("num_channels", 3),
         classes=len(labels) or settings.size("num_labels", 2),  # transformers leaves two out
-        eps=settings.number("layer_norm_eps", 1e-12),
+        eps=settings.epsilon("layer_norm_eps", 1e-12),
     )
 
 

@@ -45,6 +45,9 @@ class ViTConfig:
             raise ValueError(f"pool must be 'class' or 'mean', got {self.pool!r}")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout must be in [0, 1), got {self.dropout}")
+        for name in ("eps", "init_std"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name} must be positive, got {getattr(self, name)}")
 
     @property
     def tokens(self) -> int:
