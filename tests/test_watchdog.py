@@ -92,10 +92,11 @@ def test_the_others_name_a_rank_that_holds_the_lock_and_have_its_stack(tmp_path)
 def test_what_makes_progress_or_was_stopped_as_a_whole_or_has_no_limit_is_not_ended(tmp_path):
     limit = max(1.2, whole_job(2))  # that a busy machine does not exceed by itself
     longer = 1.25 * limit
+    looks = f"time.sleep({limit / 6})"  # in which the watchdog does
     stopped = f"subprocess.run('kill -STOP $PPID; sleep {longer}; kill -CONT $PPID', shell=True)"
     cases = {
         "slow": (f"for _ in range(6): time.sleep({longer / 6}); watch.phase('optimizer')", f"set_up={limit}"),
-        "stopped": (stopped, f"set_up={limit}"),
+        "stopped": (f"{looks}; {stopped}; {looks}", f"set_up={limit}"),
         "none": (f"time.sleep({longer})", "0, 0, 0, 0"),
         # the timer below was set before
         "later": (
