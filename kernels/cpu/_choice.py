@@ -31,14 +31,16 @@ _spent = 0.0
 
 
 def open_to(a: Array, b: Array, out: Array, library: onednn.Library | None) -> bool:
-    """Whether there is a choice: oneDNN is here, reads these operands, and the product is worth it."""
+    """Whether there is a choice: oneDNN is here, computes this type, reads these operands, and the product is
+    worth it."""
     if library is None:
         return False
     if a.dtype == np.uint16:
-        return a.size > 0 and b.size > 0 and _read(a) and _read(b) and out.strides[1] == out.itemsize
-    if a.dtype != np.float32 or 2 * a.size * b.shape[1] < LEAST or _by_rule():
-        return False
-    return min(*a.shape, b.shape[1]) > 1 and _read(a) and _read(b) and out.strides[1] == out.itemsize
+        worth = library.computes_bf16 and a.size > 0 and b.size > 0
+    else:
+        large = 2 * a.size * b.shape[1] >= LEAST and min(*a.shape, b.shape[1]) > 1
+        worth = a.dtype == np.float32 and large and not _by_rule()
+    return worth and _read(a) and _read(b) and out.strides[1] == out.itemsize
 
 
 def choose(ways: dict[str, Way], a: Array, b: Array, bias: Array | None, out: Array, accumulate: bool) -> str:

@@ -77,8 +77,8 @@ def backward(
 
 
 def _readable(*arrays: Array) -> tuple[Array, ...]:
-    """Queries, keys and values as products take them here: bits become float32 without oneDNN."""
-    if arrays[0].dtype != np.uint16 or onednn.library() is not None:
+    """Queries, keys and values as products take them here: float32 where none computes bfloat16."""
+    if arrays[0].dtype != np.uint16 or onednn.computes_bf16():
         return arrays
     return tuple(widened(x) for x in arrays)
 
