@@ -11,14 +11,22 @@ from typing import Any
 
 import numpy as np
 from llvmlite import binding, ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic
 
-_FEATURES = binding.get_host_cpu_features()
-WIDE = _FEATURES.get("avx512f", False)
+
+def compiles_for(feature: str) -> bool:
+    """Whether Numba compiles for a processor with it: this one, or the one of NUMBA_CPU_FEATURES."""
+    if config.CPU_FEATURES is not None:
+        return f"+{feature}" in config.CPU_FEATURES.split(",")
+    return binding.get_host_cpu_features().get(feature, False)
+
+
+WIDE = compiles_for("avx512f")
+FMA = WIDE or binding.get_host_cpu_features().get("fma", False)  # else LLVM calls a function for each number
 # Whether tile_sum takes pairs of bfloat16, and the processor has nothing faster.
-PAIRS = WIDE and _FEATURES.get("avx512bf16", False) and not _FEATURES.get("amx-bf16", False)
+PAIRS = WIDE and compiles_for("avx512bf16") and not compiles_for("amx-bf16")
 BYTES = 64 if WIDE else 32  # of a vector register
 VECTORS = 2  # of an operand that tile_sum holds at once
 ROWS = 14 if WIDE else 6  # of so many vectors each, whose sums fit the registers beside the operands
