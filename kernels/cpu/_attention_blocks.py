@@ -1,7 +1,8 @@
 """What attention's own products share: the way over its heads, and blocks of a product.
 
-For processors with AVX-512. An operand of a product has ROWS rows and lies anywhere in steps; sums are of
-float32. Rows of tensors are read at their addresses: of arrays with gaps Numba would not make vectors.
+For processors with AVX2 or AVX-512: the width of their vectors sets the size of a block. An operand of a
+product has ROWS rows and lies anywhere in steps; sums are of float32. Rows of tensors are read at their
+addresses: of arrays with gaps Numba would not make vectors.
 """
 
 from collections.abc import Callable
@@ -12,14 +13,19 @@ from numba import carray, types
 from numba.extending import intrinsic
 
 from shardrt.kernels.cpu._attention_bits import heads_of
-from shardrt.kernels.cpu._jit import reordered_part
-from shardrt.kernels.cpu._vectors import lanes, tile_sum, transpose_tile
+from shardrt.kernels.cpu._jit import exp, larger, reordered_part
+from shardrt.kernels.cpu._vectors import VECTORS, WIDE, lanes, tile_sum, transpose_tile
 
 Array = Any
 
-ROWS, WIDTH = 8, 32  # of a block of a product: its sums are 16 vectors
 LANES = lanes(np.float32)
-_BLOCK = ((0,) * ROWS, (0,) * 2, (), ())
+ROWS, WIDTH = 8 if WIDE else 6, VECTORS * LANES  # of a block of a product: its sums are 16 vectors, or 12
+_BLOCK = ((0,) * ROWS, (0,) * VECTORS, (), ())
+
+
+def whole_blocks(keys: int) -> int:
+    """At least so many keys, for blocks of ROWS and of WIDTH that begin among them."""
+    return -(-(-(-keys // ROWS) * ROWS) // WIDTH) * WIDTH
 
 
 def of_heads(
@@ -97,33 +103,46 @@ def copy(source, target):
 
 @reordered_part
 def columns_of(address, step, keys, like, out):
-    """out[c, j]: element c, of the type of `like`, of row j; zeros behind the last row."""
-    width, many = out.shape
+    """out[j // WIDTH, c, j % WIDTH]: element c, of the type of `like`, of row j; zeros behind the last row.
+
+    So what a block of a product reads of them lies in one piece.
+    """
+    panels, width, _ = out.shape
     rows = np.empty((LANES, width), out.dtype)
-    starts, places = np.arange(LANES) * width, np.arange(LANES) * many
-    for j in range(0, many, LANES):
+    starts, places = np.arange(LANES) * width, np.arange(LANES) * WIDTH
+    for j in range(0, panels * WIDTH, LANES):
         for i in range(LANES):
             if j + i < keys:
                 copy(row_at(address + (j + i) * step, width, like), rows[i])
             else:
                 rows[i] = 0
         for c in range(0, width, LANES):
-            transpose_tile(rows, c, starts, out, c * many + j, places)
+            at = (j // WIDTH * width + c) * WIDTH + j % WIDTH
+            transpose_tile(rows, c, starts, out, at, places)
 
 
 @reordered_part
-def product(a, a_at, a_k, a_i, b, b_at, count, out, out_at, width, none, add):
-    """`width` columns of ROWS rows: out = a b, or that added; sums over `count` k. a_k, a_i: steps."""
+def product(a, a_at, a_k, a_i, b, b_at, b_k, b_c, count, out, out_at, width, none, add):
+    """`width` columns of ROWS rows: out = a b, or that added; sums over `count` k. a_k, a_i, b_k: steps;
+    b_c: from WIDTH columns of b to the next."""
     for c in range(0, width, WIDTH):
-        places, steps = (a_at, b_at + c, out_at + c), (a_k, a_i, b.shape[1], out.shape[1])
+        places, steps = (a_at, b_at + c // WIDTH * b_c, out_at + c), (a_k, a_i, b_k, out.shape[1])
         tile_sum(_BLOCK, a, b, out, none, none, (1, count), places, steps, add, None)
+
+
+@reordered_part
+def product_of_columns(a, a_at, a_i, columns, out, out_at, width, none):
+    """out = a, rows that are `a_i` apart, times what columns_of gives."""
+    count = columns.shape[1]
+    product(a, a_at, 1, a_i, columns, 0, WIDTH, count * WIDTH, count, out, out_at, width, none, False)
 
 
 @reordered_part
 def add_product(a, b, out, first, at, count, none):
     """out, rows from `at` on: plus the product of these columns of a and b, their rows from `first` on."""
     many, width = a.shape[1], b.shape[1]
-    product(a, first * many + at, many, 1, b, first * width, count, out, at * width, width, none, True)
+    from_a, from_b, to = first * many + at, first * width, at * width
+    product(a, from_a, many, 1, b, from_b, width, WIDTH, count, out, to, width, none, True)
 
 
 @reordered_part
@@ -134,3 +153,29 @@ def put(numbers, out, add):
     else:
         for c in range(out.size):
             out[c] = numbers[c]
+
+
+@reordered_part
+def exponentials(line, near, scale):
+    """The first `near` scores become exponentials, the largest of them 1; the rest of their WIDTH becomes 0.
+
+    Returns their sum, and the logarithm of the sum of the exponentials before the division.
+    """
+    whole = near // WIDTH * WIDTH
+    end = (near + WIDTH - 1) // WIDTH * WIDTH  # by `near` alone: sums of other lengths have other bits
+    line, last, left, highest = line[:end], line[whole:end], near - whole, line[0] * scale
+    for j in range(whole):
+        value = line[j] * scale
+        line[j] = value
+        highest = larger(highest, value)
+    for j in range(last.size):
+        value = last[j] * scale
+        value = value if j < left else np.float32(-np.inf)
+        last[j] = value
+        highest = larger(highest, value)
+    total = np.float32(0)
+    for j in range(line.size):
+        value = exp(line[j] - highest)
+        line[j] = value
+        total += value
+    return total, highest + np.log(total)

@@ -17,13 +17,15 @@ from shardrt.kernels.cpu._attention_blocks import (
     add_product,
     columns_of,
     copy,
+    exponentials,
     of_heads,
     of_heads_backward,
     product,
+    product_of_columns,
     put,
     row_at,
 )
-from shardrt.kernels.cpu._jit import exp, larger, reordered, reordered_part
+from shardrt.kernels.cpu._jit import exp, reordered, reordered_part
 from shardrt.kernels.cpu._vectors import bits_of
 from shardrt.kernels.cpu.cast import widened
 
@@ -56,7 +58,7 @@ def _operands(keys: int, width: int) -> tuple[Array, ...]:
     keys = -(-keys // WIDTH) * WIDTH
     weights = np.zeros((ROWS, keys), np.uint16)
     return (
-        np.empty((width // 2, keys), np.uint32),
+        np.empty((keys // WIDTH, width // 2, WIDTH), np.uint32),
         np.empty((keys // 2, width), np.uint32),
         np.empty((ROWS, keys), np.float32),
         weights,
@@ -73,7 +75,7 @@ def _operands_backward(keys: int, width: int) -> tuple[Array, ...]:
     keys = -(-keys // WIDTH) * WIDTH
     upper = np.empty((ROWS, width), np.uint16)
     return (
-        np.empty((width // 2, keys), np.uint32),
+        np.empty((keys // WIDTH, width // 2, WIDTH), np.uint32),
         np.empty((ROWS, keys), np.float32),
         np.empty((ROWS, width), np.float32),
         upper,
@@ -111,12 +113,12 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
         seen = min(first + low + count, keys)
         for i in range(count):
             copy(row_at(at[0] + (low + i) * by[0], half, rows), rows[i])
-        product(rows, 0, 1, half, columns, 0, half, scores, 0, seen, none, False)
+        product_of_columns(rows, 0, half, columns, scores, 0, seen, none)
         end = (seen + WIDTH - 1) // WIDTH * WIDTH
         for i in range(count):
             near = min(first + low + i + 1, seen)
             lse[low + i] = _softmax(scores[i, :end], weights[i, :end], near, scale)
-        product(pairs, 0, 1, many // 2, twos, 0, (seen + 1) // 2, out, 0, width, none, False)
+        product(pairs, 0, 1, many // 2, twos, 0, width, WIDTH, (seen + 1) // 2, out, 0, width, none, False)
         for i in range(count):
             copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
 
@@ -124,27 +126,13 @@ def _forward(at, by, sizes, scale, lse, columns, twos, scores, weights, pairs, r
 @reordered_part
 def _softmax(line, kept, near, scale):
     """kept: the bits of the probabilities, 0 from `near` on; scores are overwritten. Gives the logarithm of
-    their sum. Lines are whole vectors."""
-    highest, whole = line[0] * scale, near // WIDTH * WIDTH
-    end = (near + WIDTH - 1) // WIDTH * WIDTH  # by `near` alone: sums of other lengths have other bits
-    for j in range(whole):
-        value = line[j] * scale
-        line[j] = value
-        highest = larger(highest, value)
-    for j in range(whole, end):
-        value = line[j] * scale if j < near else np.float32(-np.inf)
-        line[j] = value
-        highest = larger(highest, value)
-    total = np.float32(0)
-    for j in range(end):
-        value = exp(line[j] - highest)
-        line[j] = value
-        total += value
+    their sum. Lines are whole blocks."""
+    total, lse = exponentials(line, near, scale)
+    line[near:] = 0
     factor = np.float32(1) / total
-    for j in range(end):
+    for j in range(line.size):
         kept[j] = bits_of(line[j] * factor)
-    kept[end:] = 0
-    return highest + np.log(total)
+    return lse
 
 
 @reordered
@@ -170,11 +158,11 @@ def _backward(
             seen = min(first + low + count, keys)
             for i in range(count):
                 copy(row_at(at[1] + (low + i) * by[1], half, rows), rows[i])
-            product(rows, 0, 1, half, columns, 0, half, scores, 0, seen, none, False)
+            product_of_columns(rows, 0, half, columns, scores, 0, seen, none)
             _bits_and_dots(at, by, low, count, dy, bits, dots)
             for i in range(ROWS // 2):
                 _two_of(dy[2 * i], dy[2 * i + 1], tile[1, place + i])
-            product(rows_dy, 0, 1, half, columns_v, 0, half, dscores, 0, seen, none, False)
+            product_of_columns(rows_dy, 0, half, columns_v, dscores, 0, seen, none)
             whole = (seen + WIDTH - 1) // WIDTH * WIDTH
             for i in range(ROWS):
                 near, shift = (min(first + low + i + 1, seen), lse[low + i]) if i < count else (0, lse[low])
@@ -183,7 +171,8 @@ def _backward(
             for i in range(ROWS // 2):
                 _two_of(dscores[2 * i, :whole], dscores[2 * i + 1, :whole], turned[0, place + i, :end])
                 _two_of(scores[2 * i, :whole], scores[2 * i + 1, :whole], turned[1, place + i, :end])
-            product(pairs, 0, 1, many // 2, twos, 0, (seen + 1) // 2, out, 0, width, none, False)
+            half_seen = (seen + 1) // 2
+            product(pairs, 0, 1, many // 2, twos, 0, width, WIDTH, half_seen, out, 0, width, none, False)
             for i in range(count):
                 copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
         pairs_here = (stop - start + ROWS - 1) // ROWS * (ROWS // 2)

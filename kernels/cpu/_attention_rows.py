@@ -1,7 +1,7 @@
 """Attention in float32 by our own products: what attention.py computes, without calls of a library.
 
-For processors with AVX-512. ROWS queries at a time are multiplied, softened and multiplied again while they
-are in the first cache, without the keys that none of them sees.
+For processors with AVX2 or AVX-512. ROWS queries at a time are multiplied, softened and multiplied again
+while they are in the first cache, without the keys that none of them sees.
 """
 
 from typing import Any
@@ -15,22 +15,25 @@ from shardrt.kernels.cpu._attention_blocks import (
     add_product,
     columns_of,
     copy,
+    exponentials,
     of_heads,
     of_heads_backward,
     product,
+    product_of_columns,
     put,
     row_at,
+    whole_blocks,
 )
-from shardrt.kernels.cpu._jit import exp, larger, reordered, reordered_part
+from shardrt.kernels.cpu._jit import exp, reordered, reordered_part
 
 Array = Any
 
-TILE = 32  # queries of which backward adds up what goes to keys and values
+TILE = 4 * ROWS  # queries of which backward adds up what goes to keys and values
 
 
 def suits(head_dim: int, dtype: Any) -> bool:
-    """Whether vectors are of the size that blocks are made of, and blocks fit."""
-    return _vectors.WIDE and dtype == np.float32 and head_dim % WIDTH == 0
+    """Whether the processor multiplies and adds at once, and blocks fit."""
+    return _vectors.FMA and dtype == np.float32 and head_dim % WIDTH == 0
 
 
 def forward(start: int, stop: int, kv_heads: int, group: int, arrays: tuple, *how: Any) -> None:
@@ -48,16 +51,16 @@ def backward(start: int, stop: int, kv_heads: int, group: int, arrays: tuple, *h
 
 def _scratch(keys: int, width: int) -> tuple[Array, ...]:
     """Of one head: columns of keys, rows of values or keys; of some queries, rows, scores and results."""
-    keys = -(-keys // WIDTH) * WIDTH
-    shapes = ((width, keys), (keys, width), (ROWS, width), (ROWS, keys), (ROWS, width))
+    keys = whole_blocks(keys)
+    shapes = ((keys // WIDTH, width, WIDTH), (keys, width), (ROWS, width), (ROWS, keys), (ROWS, width))
     return *(np.zeros(shape, np.float32) for shape in shapes), np.zeros(1, np.int64)
 
 
 def _scratch_backward(keys: int, width: int) -> tuple[Array, ...]:
     """What backward has beside: columns of values; of a tile queries and dy, gradients of scores and weights;
     the sums for keys and values."""
-    keys = -(-keys // WIDTH) * WIDTH
-    shapes = ((width, keys), (2, TILE, width), (2, TILE, keys), (2, keys, width))
+    keys = whole_blocks(keys)
+    shapes = ((keys // WIDTH, width, WIDTH), (2, TILE, width), (2, TILE, keys), (2, keys, width))
     return tuple(np.zeros(shape, np.float32) for shape in shapes)
 
 
@@ -72,37 +75,23 @@ def _forward(at, by, sizes, scale, lse, columns, dense, rows, scores, out, none)
     """One head. at, by: addresses and bytes between rows of q, k, v, y. sizes: queries, keys, `first`."""
     time, keys, first = sizes
     width, many = out.shape[1], scores.shape[1]
+    totals = np.empty(ROWS, lse.dtype)
     columns_of(at[1], by[1], keys, rows, columns)
     _copy_rows(at[2], by[2], keys, dense)
     for low in range(0, time, ROWS):
         count = min(ROWS, time - low)
         seen = min(first + low + count, keys)
         _copy_rows(at[0] + low * by[0], by[0], count, rows)
-        product(rows, 0, 1, width, columns, 0, width, scores, 0, seen, none, False)
+        product_of_columns(rows, 0, width, columns, scores, 0, seen, none)
         for i in range(count):
             near = min(first + low + i + 1, seen)
-            lse[low + i] = _softmax(scores[i, :near], scale)
+            totals[i], lse[low + i] = exponentials(scores[i], near, scale)
             scores[i, near:seen] = 0
-        product(scores, 0, 1, many, dense, 0, seen, out, 0, width, none, False)
+        product(scores, 0, 1, many, dense, 0, width, WIDTH, seen, out, 0, width, none, False)
         for i in range(count):
-            copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
-
-
-@reordered_part
-def _softmax(near, scale):
-    """Scores become probabilities. Gives the logarithm of their sum."""
-    highest = near[0] * scale
-    for j in range(near.size):
-        highest = larger(highest, near[j] * scale)
-    total = near.dtype.type(0)
-    for j in range(near.size):
-        value = exp(near[j] * scale - highest)
-        near[j] = value
-        total += value
-    factor = near.dtype.type(1) / total
-    for j in range(near.size):
-        near[j] *= factor
-    return highest + np.log(total)
+            row, factor = row_at(at[3] + (low + i) * by[3], width, out), np.float32(1) / totals[i]
+            for c in range(width):
+                row[c] = out[i, c] * factor
 
 
 @reordered_part
@@ -119,7 +108,7 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights,
     """One head. at, by: addresses and bytes between rows of dy, q, y, dq, k, v, dk, dv; else as _forward."""
     time, keys, first = sizes
     columns, dense, rows, _, out, none = scratch
-    width, many = out.shape[1], columns.shape[1]
+    width, many = out.shape[1], weights.shape[2]
     columns_of(at[4], by[4], keys, rows, columns)
     columns_of(at[5], by[5], keys, rows, columns_v)
     _copy_rows(at[4], by[4], keys, dense)
@@ -133,18 +122,14 @@ def _backward(at, by, sizes, scale, lse, add, scratch, columns_v, tile, weights,
         for low in range(start, stop, ROWS):
             row, count = low - start, min(ROWS, stop - low)
             seen = min(first + low + count, keys)
-            product(
-                tile[0], row * width, 1, width, columns, 0, width, weights[1], row * many, seen, none, False
-            )
-            product(
-                tile[1], row * width, 1, width, columns_v, 0, width, weights[0], row * many, seen, none, False
-            )
+            product_of_columns(tile[0], row * width, width, columns, weights[1], row * many, seen, none)
+            product_of_columns(tile[1], row * width, width, columns_v, weights[0], row * many, seen, none)
             for i in range(row, row + count):
                 near = min(first + start + i + 1, seen)
                 dot = _dot(tile[1, i], row_at(at[2] + (start + i) * by[2], width, out))
                 _softmax_backward(weights[1, i, :near], weights[0, i, :near], lse[start + i], dot, scale)
                 weights[:, i, near:end] = 0
-            product(weights[0], row * many, 1, many, dense, 0, seen, out, 0, width, none, False)
+            product(weights[0], row * many, 1, many, dense, 0, width, WIDTH, seen, out, 0, width, none, False)
             for i in range(count):
                 copy(out[i], row_at(at[3] + (low + i) * by[3], width, out))
         for j in range(0, all_seen, ROWS):

@@ -3,8 +3,9 @@
 (Dao et al., FlashAttention, 2022, section 3.) Per head, TILE queries at a time: their scores against the keys
 that they see are made, used and forgotten. Forward keeps one number per query, the logarithm of its sum of
 exponentials; backward makes the scores again from it. Several heads of queries in a row may share one of
-keys and values (Ainslie et al., GQA, 2023). On processors with AVX-512 the products are our own, in smaller
-tiles (_attention_rows.py, of bfloat16 _attention_pairs.py); else those of bfloat16 are in _attention_bits.py.
+keys and values (Ainslie et al., GQA, 2023). Where the processor has fused multiply-adds, the products of
+float32 are our own, in smaller tiles (_attention_rows.py). Those of bfloat16 are our own with AVX512-BF16
+(_attention_pairs.py), else oneDNN's (_attention_bits.py).
 """
 
 from typing import Any

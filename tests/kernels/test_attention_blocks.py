@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from numba import config
 
 from shardrt.kernels import cpu as K
 from shardrt.kernels import onednn
@@ -10,7 +11,7 @@ from tests.gradcheck import normal
 
 PAIRS = _vectors.PAIRS and onednn.computes_bf16()
 KINDS = [
-    pytest.param(False, marks=pytest.mark.skipif(not _vectors.WIDE, reason="needs AVX-512"), id="float32"),
+    pytest.param(False, marks=pytest.mark.skipif(not _vectors.FMA, reason="needs AVX2"), id="float32"),
     pytest.param(
         True, marks=pytest.mark.skipif(not PAIRS, reason="needs AVX512-BF16, oneDNN"), id="bfloat16"
     ),
@@ -35,6 +36,12 @@ def run(dy, q, k, v, **how):
     K.attention.forward(q, k, v, y, lse, **how)
     K.attention.backward(dy, q, k, v, y, lse, dq, dk, dv, **how)
     return y, lse, dq, dk, dv
+
+
+@pytest.mark.parametrize("features, wide", [("", False), ("+avx2,+fma", False), ("+avx2,+avx512f", True)])
+def test_vectors_are_as_wide_as_those_that_numba_compiled_for(monkeypatch, features, wide):
+    monkeypatch.setattr(config, "CPU_FEATURES", features)
+    assert _vectors.compiled_for("avx512f") is wide
 
 
 DOCUMENTS = np.stack([np.repeat([0, 40, 101], [40, 61, 29]), np.zeros(130, np.int64)])

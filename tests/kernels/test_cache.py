@@ -106,7 +106,7 @@ BITS = """
 import sys
 from hashlib import sha256
 from tests.kernels.test_attention_blocks import PAIRS, _vectors, heads, run
-for low in [False] * _vectors.WIDE + [True] * PAIRS:
+for low in [False] * _vectors.FMA + [True] * PAIRS:
     q, k, v = (heads(low, 1, 256, count, 64, seed=count) for count in (12, 4, 4))
     dy = heads(False, 1, 256, 12, 64, seed=1)
     found = run(dy, q, k, v, causal=True, scale=64**-0.5)
@@ -114,7 +114,7 @@ for low in [False] * _vectors.WIDE + [True] * PAIRS:
 """
 
 
-@pytest.mark.skipif(not test_attention_blocks._vectors.WIDE, reason="needs AVX-512")
+@pytest.mark.skipif(not test_attention_blocks._vectors.FMA, reason="needs AVX2")
 def test_a_process_that_compiles_has_the_bits_of_one_that_loads(monkeypatch, tmp_path):
     tmp_path.chmod(0o700)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))

@@ -3,6 +3,8 @@
 Forward and backward of every op are held against finite differences and PyTorch in tests/functional.
 """
 
+import math
+
 import numpy as np
 import pytest
 
@@ -43,6 +45,27 @@ def test_exp_underflows_to_zero_and_keeps_nan():
     y = poisoned(3, np.float32)
     _apply_exp(x, y)
     assert y[0] == 0 and y[1] == 0 and np.isnan(y[2])
+
+
+def test_erf_is_accurate_relative_to_its_value():
+    x = np.concatenate([np.linspace(-5, 5, 20_001), np.geomspace(1e-30, 1e-3, 100)]).astype(np.float32)
+    y = poisoned(x.shape, np.float32)
+    _apply_erf(x, y)
+    exact = np.array([math.erf(v) for v in x.tolist()])
+    assert (np.abs(y - exact) <= 4 * np.finfo(np.float32).eps * np.abs(exact)).all()
+
+
+def test_erf_ends_at_one_and_keeps_nan():
+    x = np.array([4, -4, 1e30, -np.inf, np.inf, np.nan], np.float32)
+    y = poisoned(6, np.float32)
+    _apply_erf(x, y)
+    np.testing.assert_array_equal(y, [1, -1, 1, -1, 1, np.nan])
+
+
+@_jit.fused
+def _apply_erf(x, y):
+    for i in range(x.size):
+        y[i] = _jit.erf(x[i])
 
 
 @_jit.fused
