@@ -235,6 +235,21 @@ def test_a_dev_shm_without_room_is_one_error_and_no_signal(tmp_path):
     assert "NoRoom: /dev/shm has 256 KiB free, and MPI needs 2148 KiB for 2 ranks" in done.stderr
 
 
+def test_too_few_open_files_are_one_line_and_the_code_of_a_setting(tmp_path):
+    limited = f"ulimit -n 40; exec {sys.executable} -m models.train"
+    done = subprocess.run(
+        [mpirun_path(), "-n", "2", "sh", "-c", limited],
+        capture_output=True,
+        text=True,
+        env=clean_environment(),
+        cwd=tmp_path,
+        timeout=60,
+    )
+    assert done.returncode == 2
+    told = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
+    assert len(told) == 1 and told[0].startswith("error: 40 open files are allowed on host"), done.stderr
+
+
 def test_a_job_needs_no_temporary_directory():
     done = mpirun(
         2, ["-c", "from shardrt.comm import *; init_device_mesh('cpu'); print('met')"], TMPDIR="/proc"

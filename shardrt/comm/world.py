@@ -5,6 +5,7 @@ MPI is imported only when a launcher started this process or when MPI is asked f
 """
 
 import os
+import resource
 import shutil
 import socket
 import threading
@@ -66,6 +67,7 @@ _LAUNCHERS = (
 _SHM = "/dev/shm"
 _MPICH_BYTES = 1_100_000  # of shared memory for each rank of a host, measured
 _UCX_BYTES, _UCX_BYTES_EACH = 30 << 20, 7 << 20  # beyond that
+_FILES = 56  # that are open in a rank of two that train a small model, measured
 
 _here = threading.local()
 
@@ -163,16 +165,24 @@ def of_mpi() -> World:
 
 
 class NoRoom(RuntimeError):
-    """MPI's shared memory does not fit into /dev/shm of this host."""
+    """MPI's shared memory does not fit into /dev/shm of this host, or too few open files are allowed."""
 
 
 def _check_room(launched: Launch) -> None:
     """Raise NoRoom where MPICH would be killed by SIGBUS as it writes into a segment that has no room.
 
     Where there is too little for the segments of UCX, below it, as well, leave those out: it crashes where
-    some of them fit and others do not.
+    some of them fit and others do not. And where too few files may be open for MPI and a small model.
     """
-    if launched.size == 1 or not os.path.isdir(_SHM):
+    if launched.size == 1:
+        return
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if 0 <= files < _FILES:
+        raise NoRoom(
+            f"{files} open files are allowed on host {socket.gethostname()}, and a rank needs {_FILES} at "
+            f"least: allow more (`ulimit -n 1024`)"
+        )
+    if not os.path.isdir(_SHM):
         return
     room, needed = shutil.disk_usage(_SHM).free + _taken(), _MPICH_BYTES * launched.local_size
     if room < _UCX_BYTES + _UCX_BYTES_EACH * launched.local_size:
