@@ -2,7 +2,8 @@
 
 A class below this machine's own is imitated by environment: each library is given the kernels, and each
 compiler the instructions, that it would choose there. A class above it is not run, and the table says so.
-Other arguments are pytest's.
+Other arguments are pytest's. Another program runs as on a class by
+`env $(python -m tests.processors --environment CLASS) PROGRAM`.
 """
 
 import os
@@ -60,9 +61,10 @@ class Processor:
             "OPENBLAS_CORETYPE": self.openblas,
             "NUMBA_CPU_NAME": self.numba,
             "NUMBA_CPU_FEATURES": llvms.flatten(),
-            "NPY_DISABLE_CPU_FEATURES": " ".join(numpys),
+            "NPY_DISABLE_CPU_FEATURES": ",".join(numpys),
             # PyTorch beside it.
             "ATEN_CPU_CAPABILITY": {128: "default", 256: "avx2", 512: "avx512"}[self.vectors],
+            "MKL_ENABLE_INSTRUCTIONS": {128: "SSE4_2", 256: "AVX2", 512: "AVX512"}[self.vectors],
         }
         if self.onednn:
             return variables | {"ONEDNN_MAX_CPU_ISA": self.onednn}
@@ -123,11 +125,15 @@ def main() -> int:
     parser.add_argument(
         "--slice", action="store_true", help="what `make test` runs, in the class that it takes"
     )
+    parser.add_argument("--environment", action="store_true", help="print the variables of a CLASS, no tests")
     options, others = parser.parse_known_args()
     names = [word for word in others if word in {each.name for each in PROCESSORS}]
     others = [word for word in others if word not in names]
     flags = machine_flags()
     wanted = [each for each in PROCESSORS if each.name in names or not names]
+    if options.environment:
+        print("\n".join("=".join(pair) for each in wanted[:1] for pair in each.environment().items()))
+        return 0
     if options.slice:
         wanted = [each for each in (below(flags),) if each is not None]
     if not wanted:
