@@ -8,6 +8,7 @@ import mmap
 import os
 import weakref
 from bisect import bisect
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -129,5 +130,6 @@ def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
     if errors:
         raise SharedMemoryUnavailable(errors[0])
     if nbytes >= _HUGE:
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that is built without them
+            region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)
