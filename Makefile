@@ -24,10 +24,10 @@ export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check hosts gpu softgpu docs lint clean
+.PHONY: help setup train test check hosts aarch64 gpu softgpu docs lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-7s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 
@@ -48,6 +48,9 @@ check: $(FOR_TESTS) ## run the quick tests, in four minutes: nothing against PyT
 hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux namespaces by root (ARGS="-k contract ...")
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m pytest -q tests/hosts $(ARGS)
+
+aarch64: ## train and run some tests on arm64, emulated, as root, in build/aarch64 (ARGS="tests/kernels ...")
+	tests/aarch64/run build/aarch64 $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .
