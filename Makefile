@@ -24,10 +24,10 @@ export PRTE_MCA_rmaps_default_mapping_policy := slot:oversubscribe
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup train test check hosts processors gpu softgpu docs lint clean
+.PHONY: help setup train test check hosts processors aarch64 gpu softgpu docs lint clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z0-9]+:.*## / { printf "make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(FOR_TRAINING) ## make .venv with what training needs (PYTHON=python3)
 
@@ -52,6 +52,9 @@ hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux
 processors: $(FOR_TESTS) ## run the numerical tests in each class of x86-64 processor (ARGS="sse4 avx2 -k ...")
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m tests.processors -n $(JOBS) $(ARGS)
+
+aarch64: ## train and run some tests on arm64, emulated, as root, in build/aarch64 (ARGS="tests/kernels ...")
+	tests/aarch64/run build/aarch64 $(ARGS)
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .

@@ -182,7 +182,7 @@ def test_every_feature_has_a_page_with_an_example_and_its_costs(feature):
 
 WRITTEN = [ROOT / "README.md", ROOT / "kernels" / "README.md", *PAGES]
 PROGRAMS = "python|python3|mpirun|torchrun|pip|shardrt|tensorboard|hf|git|nsys|srun|sbatch|docker|conda"
-LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) \S|make [a-z]+(?:$| +[A-Z#]))")
+LINE = re.compile(rf"(?:[A-Z_]+=\S+ )*(?:(?:{PROGRAMS}|\.) \S|make [a-z0-9]+(?:$| +[A-Z#]))")
 # What no test can run, and why.
 NOT_RUN = {
     r"\. \.venv/bin/activate": "changes a shell",

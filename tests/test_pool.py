@@ -1,9 +1,12 @@
 """The CPU's pool of memory: what it keeps for the next step, and what it gives back to the system."""
 
+import mmap
+
 import numpy as np
 import pytest
 
-from shardrt.device.memory import SMALL, Pool
+from shardrt.device import pages
+from shardrt.device.memory import SMALL, Pool, rounded
 
 F = np.dtype(np.float32)
 
@@ -61,3 +64,23 @@ def test_free_memory_goes_before_there_is_said_to_be_none(monkeypatch):
     with pytest.raises(MemoryError):
         pool.empty((7, SMALL), F)
     assert pool.held_bytes == held + other.nbytes, "what failed is not counted"
+
+
+@pytest.mark.parametrize("page", [1 << 12, 1 << 14, 1 << 16])
+def test_no_page_of_the_system_has_parts_of_two_arrays(page, monkeypatch):
+    """Pages of arm64 have up to 64 KiB, and what is dropped is dropped in whole pages."""
+    monkeypatch.setattr(mmap, "PAGESIZE", page)
+    pool = Pool()
+    arrays = [pool.empty(nbytes, np.dtype(np.uint8)) for nbytes in (SMALL, SMALL + 1, 5 * SMALL, 99_999)]
+    assert all(array.ctypes.data % page == 0 and rounded(array.nbytes) % page == 0 for array in arrays)
+
+
+def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, option, *where):
+            if option == mmap.MADV_HUGEPAGE:
+                raise OSError(22, "Invalid argument")
+            super().madvise(option, *where)
+
+    monkeypatch.setattr(mmap, "mmap", Plain)
+    assert pages.Mapping(pages.HUGE).size == pages.HUGE

@@ -6,6 +6,7 @@ llvmlite has no vector math library, so exp and erf of float32 are polynomials h
 """
 
 import math
+import platform
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -69,17 +70,21 @@ def _decorator(*fastmath: str, part: bool = False) -> Callable[[Callable], Any]:
     return decorate
 
 
+# Whether the compiler may fuse multiply-adds of elementwise work. For arm64 it chooses loop by loop which of
+# two products it fuses, so vectors would have other bits than the elements that are left over behind them.
+_CONTRACT = ("contract",) if platform.machine() == "x86_64" else ()
+
 # The same bits however a range is cut: no reordering, no fused multiply-add.
 exact = _decorator()
 # The same for what is too long for the compiler to inline by itself, and called in loops that become vectors.
 exact_part = _decorator(part=True)
-# Elementwise work: fused multiply-adds allowed, sums not reordered.
-fused = _decorator("contract", "arcp", "nsz")
+# Elementwise work, with the same bits however a range is cut: fused multiply-adds, sums not reordered.
+fused = _decorator(*_CONTRACT, "arcp", "nsz")
 # Sums and maxima over a row may be reordered, which is what makes them vectorise.
 reordered = _decorator("reassoc", "contract", "arcp", "nsz", "nnan")
 # The same for what kernels call: it becomes a piece of each of them. Called instead, it would be one copy in
 # the process that compiles and another in those that load, with other last bits.
-fused_part = _decorator("contract", "arcp", "nsz", part=True)
+fused_part = _decorator(*_CONTRACT, "arcp", "nsz", part=True)
 reordered_part = _decorator("reassoc", "contract", "arcp", "nsz", "nnan", part=True)
 
 
@@ -123,7 +128,7 @@ _E0, _E1, _E2 = _f(1.9875691500e-4), _f(1.3981999507e-3), _f(8.3334519073e-3)
 _E3, _E4, _E5 = _f(4.1665795894e-2), _f(1.6666665459e-1), _f(5.0000001201e-1)
 
 
-@overload(exp, jit_options={"fastmath": {"contract"}, "forceinline": True}, inline="never")
+@overload(exp, jit_options={"fastmath": set(_CONTRACT), "forceinline": True}, inline="never")
 def _exp(x):
     if x == types.float64:
         return lambda x: math.exp(x)
@@ -152,7 +157,7 @@ _Q2, _Q3 = _f(-1.68282697438203e-3), _f(-7.37332916720468e-3)
 _FOUR = _f(4)
 
 
-@overload(erf, jit_options={"fastmath": {"contract"}, "forceinline": True}, inline="never")
+@overload(erf, jit_options={"fastmath": set(_CONTRACT), "forceinline": True}, inline="never")
 def _erf(x):
     if x == types.float64:
         return lambda x: math.erf(x)

@@ -51,8 +51,11 @@ def _system(address: int, operation: int, value: int, time: object = None) -> No
 
 @cache
 def fence() -> MPI.Win:
-    """A window without memory: its Sync orders what this process reads and writes, in any memory."""
-    window = MPI.Win.Create(None, comm=MPI.COMM_SELF)
+    """A window whose Sync is a full barrier: it orders what this process reads and writes, in any memory.
+
+    The window is of shared memory, where MPI needs that barrier. Open MPI's Sync of another window has none.
+    """
+    window = MPI.Win.Allocate_shared(8, comm=MPI.COMM_SELF)
     window.Lock_all()
     return window
 

@@ -10,6 +10,7 @@ import os
 import resource
 import weakref
 from bisect import bisect
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, NamedTuple
@@ -137,7 +138,8 @@ def map_shared(mpi: MPI.Intracomm, nbytes: int) -> np.ndarray:
     if errors:
         raise errors[0]
     if nbytes >= _HUGE:
-        region.madvise(mmap.MADV_HUGEPAGE)
+        with suppress(OSError):  # a kernel that is built without them
+            region.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(region, np.uint8)
 
 

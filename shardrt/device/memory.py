@@ -1,6 +1,6 @@
 """A pool of host memory for the arrays that ops make and drop in every step.
 
-A fresh large array costs a page fault per 4 KiB when it is first written, in every step again, since the
+A fresh large array costs a page fault per page when it is first written, in every step again, since the
 C library gives large blocks straight back to the system. A training step asks for the same sizes each
 time, so the pool keeps a free list per size and, after the first step, hands out memory that is mapped.
 Where sizes change, as lengths of sequences do, free blocks of sizes not asked for lately are unmapped.
@@ -8,6 +8,7 @@ Blocks come from mmap with huge pages asked for; those of free blocks are lent t
 arrays are left to NumPy.
 """
 
+import mmap
 import threading
 from collections import OrderedDict
 from math import prod
@@ -117,6 +118,9 @@ class Pool:
 
 
 def rounded(nbytes: int) -> int:
-    """Sizes in steps of an eighth of their magnitude, so that nearly equal sizes share a free list."""
-    step = max(1 << 12, 1 << (nbytes.bit_length() - 4))
+    """Sizes in steps of an eighth of their magnitude, so that nearly equal sizes share a free list.
+
+    They are whole pages, which have up to 64 KiB on arm64: dropping an array's pages must drop no other's.
+    """
+    step = max(mmap.PAGESIZE, 1 << (nbytes.bit_length() - 4))
     return -(-nbytes // step) * step

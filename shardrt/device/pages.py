@@ -13,6 +13,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 
 import numpy as np
 
@@ -40,7 +41,8 @@ class Mapping:
         self.size = size
         whole = size // HUGE * HUGE  # the rest in small pages: less than a huge one is needed
         if whole and hasattr(mmap, "MADV_HUGEPAGE"):
-            region.madvise(mmap.MADV_HUGEPAGE, self.address - self.start, whole)
+            with suppress(OSError):  # a kernel that is built without them
+                region.madvise(mmap.MADV_HUGEPAGE, self.address - self.start, whole)
 
     def take(self) -> None:
         """It is about to be written."""

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from mpi4py import MPI
 
 from shardrt import dtypes
 from shardrt.comm import (
@@ -15,6 +16,7 @@ from shardrt.comm import (
     contexts,
     create,
     flags,
+    futex,
     init_device_mesh,
     mailbox,
     mpi,
@@ -368,3 +370,8 @@ class TestNodesInTurn(Bits):
         made = on_nodes(1, 0, 0, 1)
         assert type(made) is HierarchicalCommunicator
         return made
+
+
+def test_what_orders_memory_is_a_window_of_shared_memory():
+    """Whose Sync has to be a barrier; on other windows Open MPI's is none."""
+    assert futex.fence().flavor == MPI.WIN_FLAVOR_SHARED
