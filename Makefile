@@ -49,7 +49,7 @@ hosts: $(FOR_TESTS) $(OPEN_MPI) ## run all tests on several hosts, made of Linux
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m pytest -q tests/hosts $(ARGS)
 
-processors: $(FOR_TESTS) ## run the numerical tests in each class of x86-64 processor (ARGS="sse4 avx2 -k ...")
+processors: $(FOR_TESTS) ## run the numerical tests in each class of x86-64 processor (ARGS="--only sse4,avx2")
 	@$(INSTALL_TORCH)
 	$(BIN)/python -m tests.processors -n $(JOBS) $(ARGS)
 

@@ -1,4 +1,4 @@
-"""The numerical tests, once per class of processor: `python -m tests.processors [CLASS ...] [-n JOBS]`.
+"""The numerical tests in each class of processor: `python -m tests.processors [--only CLASS,...] [-n JOBS]`.
 
 A class below this machine's own is imitated by environment: each library is given the kernels, and each
 compiler the instructions, that it would choose there. A class above it is not run, and the table says so.
@@ -9,12 +9,12 @@ Other arguments are pytest's. Another program runs as on a class by
 import os
 import subprocess
 import sys
-from argparse import ArgumentParser
+from argparse import ArgumentParser, ArgumentTypeError
 from dataclasses import dataclass
 from pathlib import Path
 
 from llvmlite.binding import get_host_cpu_features
-from numpy._core import _multiarray_umath as numpy
+from numpy._core import _multiarray_umath
 
 from tests.__main__ import BESIDE, NOTHING_TO_RUN, named, side_by_side
 
@@ -36,7 +36,7 @@ class Processor:
     """A class of x86-64 processors.
 
     flags: what the kernel says of one. openblas, numba, onednn: what the libraries call it; "": oneDNN is not
-    installed. vectors: bits of its widest. lacks: how NumPy's and LLVM's names of what it lacks begin.
+    installed. vectors: bits of the widest. lacks: how names of features begin that are switched off.
     """
 
     name: str
@@ -94,7 +94,7 @@ PROCESSORS = (
         *("avx512-bf16", f"{_AVX512} avx512_bf16", "SkylakeX", "cooperlake", "AVX512_CORE_BF16", 512), _LATER
     ),
     Processor(
-        *("amx", f"{_AVX512} avx512_bf16 amx_tile amx_bf16", "SapphireRapids", "sapphirerapids"),
+        *("amx", f"{_AVX512} avx512_bf16 amx_tile amx_bf16", "SkylakeX", "sapphirerapids"),
         *("AVX512_CORE_AMX", 512, ()),
     ),
 )
@@ -115,33 +115,46 @@ def below(flags: set[str]) -> Processor | None:
 
 def _numpy_features() -> list[str]:
     """NumPy's names of what it would use here beyond its baseline."""
-    return [name for name in numpy.__cpu_dispatch__ if numpy.__cpu_features__.get(name)]
+    return [
+        name for name in _multiarray_umath.__cpu_dispatch__ if _multiarray_umath.__cpu_features__.get(name)
+    ]
 
 
 def main() -> int:
-    """1 if a class failed, 2 for a name that is none."""
-    parser = ArgumentParser("python -m tests.processors", description=__doc__.splitlines()[0])
+    """1 if a class failed."""
+    parser = ArgumentParser(
+        "python -m tests.processors", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("-n", dest="jobs", default="2", help="tests at a time (2)")
+    parser.add_argument("--only", type=_classes, default=PROCESSORS, help="classes, with commas between them")
     parser.add_argument(
         "--slice", action="store_true", help="what `make test` runs, in the class that it takes"
     )
-    parser.add_argument("--environment", action="store_true", help="print the variables of a CLASS, no tests")
+    parser.add_argument(
+        "--environment", type=_classes, help="print the variables of a class, and run nothing"
+    )
     options, others = parser.parse_known_args()
-    names = [word for word in others if word in {each.name for each in PROCESSORS}]
-    others = [word for word in others if word not in names]
     flags = machine_flags()
-    wanted = [each for each in PROCESSORS if each.name in names or not names]
     if options.environment:
-        print("\n".join("=".join(pair) for each in wanted[:1] for pair in each.environment().items()))
+        print(
+            "\n".join("=".join(pair) for each in options.environment for pair in each.environment().items())
+        )
         return 0
-    if options.slice:
-        wanted = [each for each in (below(flags),) if each is not None]
+    wanted = [each for each in (below(flags),) if each is not None] if options.slice else options.only
     if not wanted:
         print("processors: no class has shorter vectors than this machine")
         return 0
     rows = [run(each, flags, options.jobs, SLICE if options.slice else NUMERICAL, others) for each in wanted]
     print("\n" + "\n".join(f"{name:<20} {told}" for name, told, _ in rows))
     return int(any(code for *_, code in rows))
+
+
+def _classes(names: str) -> list[Processor]:
+    """Raises ArgumentTypeError for a name that is none."""
+    known = {each.name: each for each in PROCESSORS}
+    if unknown := set(names.split(",")) - set(known):
+        raise ArgumentTypeError(f"{', '.join(sorted(unknown))}: the classes are {', '.join(known)}")
+    return [known[name] for name in names.split(",")]
 
 
 def run(

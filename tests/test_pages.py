@@ -171,6 +171,7 @@ def test_what_is_reduced_in_pieces_is_taken_as_a_whole(monkeypatch):
 
     monkeypatch.setattr(cpu.CPUDevice, "take_pages", counted)
     monkeypatch.setattr(buffers, "IN_PIECES", 0)
+    monkeypatch.setattr("shardrt.fsdp.pieces.SHORTEST", 0)
     thread.run(2, trained_with_a_long_root)
     inner, root = 1024 * 256 * 2, 512 * 1024 * 2  # bytes of a rank's half
     assert sorted(taken) == 2 * 2 * [inner] + 2 * 2 * [root]  # ranks, steps

@@ -5,8 +5,9 @@ import mmap
 import numpy as np
 import pytest
 
-from shardrt.device import pages
+from shardrt.device import memory, pages
 from shardrt.device.memory import SMALL, Pool, rounded
+from shardrt.kernels.cpu import softmax
 
 F = np.dtype(np.float32)
 
@@ -84,3 +85,19 @@ def test_a_system_without_huge_pages_gives_small_ones(monkeypatch):
 
     monkeypatch.setattr(mmap, "mmap", Plain)
     assert pages.Mapping(pages.HUGE).size == pages.HUGE
+
+
+def test_small_arrays_lie_so_far_apart_that_no_loop_takes_another_way():
+    """With AVX2 a softmax of 5 columns had other last bits where its result lay next to its input."""
+    pool = Pool()
+    arrays = [pool.empty((2, 5), F) for _ in range(64)]
+    starts = sorted(array.__array_interface__["data"][0] for array in arrays)
+    assert min(np.diff(starts)) >= memory.APART
+    x = np.random.default_rng(0).standard_normal((2, 5)).astype(np.float32)
+    near, far = np.empty(4096, np.float32), np.empty((2, 5), np.float32)
+    softmax.forward(x, far)
+    near[:10].reshape(2, 5)[...] = x
+    y = near[memory.APART // 4 :][:10].reshape(2, 5)
+    softmax.forward(near[:10].reshape(2, 5), y)
+    np.testing.assert_array_equal(y, far)
+    assert pool.empty((0, 3), F).shape == (0, 3) and pool.empty((), F).shape == ()

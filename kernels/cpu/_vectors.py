@@ -24,7 +24,7 @@ def compiled_for(feature: str) -> bool:
 
 
 WIDE = compiled_for("avx512f")
-FMA = compiled_for("fma")  # else LLVM calls a function for each number
+FMA = compiled_for("fma")  # x86-64 alone has this name; without it LLVM calls a function for each number
 # Whether tile_sum takes pairs of bfloat16, and the processor has nothing faster.
 PAIRS = WIDE and compiled_for("avx512bf16") and not compiled_for("amx-bf16")
 BYTES = 64 if WIDE else 32  # of a vector register

@@ -82,8 +82,7 @@ def widened(bits: Array) -> Array:
 def ignores_place() -> bool:
     """Whether a float32 matmul sums the same wherever its operands and its result lie.
 
-    NumPy's OpenBLAS does: it packs operands. Tried once in a process; a warning says so where another BLAS
-    does not.
+    NumPy's OpenBLAS does. Tried once in a process; a warning says so where another BLAS does not.
     """
     numbers = np.random.default_rng(0)
     for m, k, n in ((48, 65, 33), (130, 300, 70)):

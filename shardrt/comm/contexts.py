@@ -13,7 +13,7 @@ _MANY = 256  # communicators more than at the last look, before ranks look at wh
 
 _dropped: "dict[tuple[int, ...], Droppable]" = {}
 _count = 0  # of those that are not freed
-_left = 0  # of them at the last look, where most were; the same on all ranks
+_left = 0  # the largest _count of any rank after the last look
 
 
 class Droppable(MPI.Intracomm):

@@ -18,6 +18,9 @@ import numpy as np
 from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
+# Bytes between the starts of two arrays, at least. Where what a compiled loop writes begins within a few vectors
+# behind what it reads, the loop goes element by element, and its sums have other last bits.
+APART = 512
 # Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
 _MOST = 2
 
@@ -52,6 +55,8 @@ class Pool:
         """An uninitialised C-contiguous array."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         nbytes = prod(shape) * dtype.itemsize
+        if nbytes < APART:
+            return np.empty(APART, np.uint8)[:nbytes].view(dtype).reshape(shape)
         if nbytes < SMALL:
             return np.empty(shape, dtype)
         size = rounded(nbytes)

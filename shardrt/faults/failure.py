@@ -258,7 +258,8 @@ class _Job:
             short = ""  # the first to say so has said it for all
         refused, how, more = refusal(error), "failed", ""
         if refused is not None:  # as a rule by all ranks alike: one line is for all
-            line = f"error: {self._name}: {refused}{_limit()}\n"
+            limit = _limit() if code == OUT_OF_MEMORY else ""
+            line = f"error: {self._name}: {refused}{limit}\n"
             return self.end("", code, line, last, self._turn(error))
         if code == OUT_OF_MEMORY:
             how, more = "is out of memory", out_of_memory(error)

@@ -80,6 +80,7 @@ class _Guard:
         self.last: Deadline | None = None
         self._launcher = launcher.find(variable)
         self._stopped = self._exiting = self._waiting = 0.0  # seconds
+        self._threads = False  # whether other threads than the program's were left at the last look
         threading.Thread(target=self._run, name="guard", daemon=True).start()
 
     def _run(self) -> None:
@@ -119,7 +120,12 @@ class _Guard:
         main = threading.main_thread()
         left = [repr(each.name) for each in threading.enumerate() if each is not main and not each.daemon]
         running = main.is_alive() or (left and not failure.departed())
-        self._exiting = 0.0 if running or failure.ending() else self._exiting + passed
+        if (
+            running or failure.ending() or bool(left) != self._threads
+        ):  # exit handlers begin after the last thread
+            self._exiting, self._threads = 0.0, bool(left)
+        else:
+            self._exiting += passed
         if self.exit and self._exiting > self.exit:
             told = f"has been in its exit handlers for {self._exiting:.0f} s"
             if left:

@@ -105,7 +105,7 @@ def plan(units: list[Unit], layouts: dict[ParameterGroup, Layout], facts: Facts)
     inside = {(g.key, g.settings.cut): specs[g]["gradients"] for g in filling}
     for group in (g for g in groups if g.trainable and "gradients" not in specs[g]):
         slot = inside.get((group.key, group.settings.cut))
-        if slot is not None and _can_be_in_pieces(group, layouts[group], facts):
+        if slot is not None and _can_be_in_pieces(group, layouts[group], slot.count, facts):
             specs[group]["gradients"] = slot
     for group in groups:
         total, sharers = layouts[group].total, sharers_of(group, layouts[group], facts)
@@ -219,7 +219,7 @@ def pieces_of(group: ParameterGroup, layout: Layout, roles: dict[str, Spec]) -> 
     return Pieces.plan(layout, slot.count)
 
 
-def _can_be_in_pieces(group: ParameterGroup, layout: Layout, facts: Facts) -> bool:
+def _can_be_in_pieces(group: ParameterGroup, layout: Layout, count: int, facts: Facts) -> bool:
     """Whether its full gradients are long, and each is sent when it is complete, one time, as it lies.
 
     On a device whose matmuls have the same bits in a slot as in a gradient that is there as a whole.
@@ -229,7 +229,7 @@ def _can_be_in_pieces(group: ParameterGroup, layout: Layout, facts: Facts) -> bo
     cut = layout.shards > 1 and layout.copies == 1
     if not (long and once and cut) or rows_of(group, layout) is not None:
         return False
-    return facts.device.matmul_ignores_place()
+    return Pieces.plan(layout, count).worthwhile and facts.device.matmul_ignores_place()
 
 
 def _length(role: str, group: ParameterGroup, layout: Layout) -> int:

@@ -18,6 +18,10 @@ from shardrt.fsdp.layout import ALIGNMENT, Layout
 
 Array = Any
 
+# Rows of the largest matrix that a piece has of each shard, at least. The CPU's kernel makes tiles of 256
+# rows and repeats those at either end: here a gradient in pieces costs half as much again as a whole one.
+SHORTEST = 512
+
 
 @dataclass(frozen=True)
 class Pieces:
@@ -33,6 +37,11 @@ class Pieces:
         most, step = count // layout.shards, lcm(width, ALIGNMENT)
         step = step if step <= most else ALIGNMENT
         return cls(layout, most // step * step)
+
+    @property
+    def worthwhile(self) -> bool:
+        """Whether a piece has enough rows of each shard for what is repeated at its ends."""
+        return self.each >= SHORTEST * _width(max(self.layout.entries, key=lambda entry: entry.size).shape)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(start, stop) in a shard, one piece after the other."""

@@ -140,7 +140,8 @@ class ConvTranspose2d(Function):
             factor, numbers = operands(factor, weight)
             kernels().conv2d.forward(factor, numbers, None, dx, *geometry)
         into = (weight if self.needs[1] else None, bias if self.needs[2] else None)
-        return dx, *autograd.later(_add_gradients, factor, x, dy, geometry, into=into), None, None
+        whole = None if into[1] is None else dy  # as in Conv2d
+        return dx, *autograd.later(_add_gradients, factor, x, whole, geometry, into=into), None, None
 
 
 def conv_transpose2d(

@@ -12,7 +12,7 @@ from shardrt import functional as F
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import CountedCommunicator, init_device_mesh, thread
 from shardrt.device.cpu import CPUDevice
-from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, units
+from shardrt.fsdp import MixedPrecisionPolicy, buffers, fully_shard, memory_plan, no_sync, pieces, units
 from shardrt.fsdp.layout import Layout
 from shardrt.fsdp.pieces import InPieces, Pieces
 from shardrt.kernels.cpu import linear
@@ -55,6 +55,7 @@ def long_heads(monkeypatch):
 @pytest.fixture
 def all_in_pieces(monkeypatch):
     monkeypatch.setattr(buffers, "IN_PIECES", 0)
+    monkeypatch.setattr(pieces, "SHORTEST", 0)
 
 
 def trained(way="usual", shape=None, **settings):
@@ -129,6 +130,15 @@ def test_the_same_bits_for_every_strategy(strategy, request):
 
 def test_gradients_stay_whole_where_matmuls_depend_on_place(all_in_pieces, monkeypatch):
     monkeypatch.setattr(CPUDevice, "matmul_ignores_place", staticmethod(lambda: False))
+    assert not thread.run(2, trained)[0][2]
+
+
+def test_gradients_stay_whole_where_pieces_would_be_short(monkeypatch):
+    """Of a rank's shard of two, a slot has room for 144 rows: 24 * 24 * 12 / 2 elements and biases."""
+    monkeypatch.setattr(buffers, "IN_PIECES", 0)
+    monkeypatch.setattr(pieces, "SHORTEST", 140)
+    assert thread.run(2, trained)[0][2]
+    monkeypatch.setattr(pieces, "SHORTEST", 160)
     assert not thread.run(2, trained)[0][2]
 
 

@@ -16,18 +16,18 @@ from shardrt import optim
 from shardrt.activation_offload import offload_activations
 from shardrt.checkpoint import full_state_dict
 from shardrt.comm import init_device_mesh, thread
-from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, buffers, fully_shard
+from shardrt.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, buffers, fully_shard, pieces, units
 from shardrt.recompute import checkpoint
 
-RANKS, WORDS, STEPS, LENGTH = 4, 5003, 2, 24
+RANKS, WORDS, STEPS, LENGTH = 4, 5003, 2, 256
 BATCHES = np.random.default_rng(0).integers(0, WORDS, (STEPS, RANKS, 2, LENGTH + 1))
-# What differs from FULL_SHARD with whole gradients: of fully_shard, of each block, the bytes from which
-# gradients are made in pieces.
+# What differs from FULL_SHARD with whole gradients: settings of fully_shard, what each block is wrapped in,
+# whether gradients are made in pieces.
 WAYS = {
     **{name: {"strategy": name} for name in ("SHARD_GRAD_OP", "SHARD_OPT", "NO_SHARD")},
     **{name: {"strategy": name, "shape": (2, 2)} for name in ("HYBRID_SHARD", "HYBRID_SHARD_GRAD_OP")},
-    "in pieces": {"pieces": 0},
-    "SHARD_GRAD_OP in pieces": {"strategy": "SHARD_GRAD_OP", "pieces": 0},
+    "in pieces": {"pieces": True},
+    "SHARD_GRAD_OP in pieces": {"strategy": "SHARD_GRAD_OP", "pieces": True},
     "no prefetch": {"prefetch": 0},
     "offloaded": {"offload_policy": CPUOffloadPolicy()},
     "recomputed": {"wrap": checkpoint},
@@ -37,7 +37,7 @@ WAYS = {
 
 
 def trained(low, wrap=lambda block: None, shape=None, **settings):
-    """The hash of the weights after STEPS steps, on rank 0."""
+    """(the hash of the weights after STEPS steps, on rank 0; whether the root's gradient was in pieces)."""
     shardrt.manual_seed(1)
     mesh = init_device_mesh("auto", shape)
     if low:
@@ -55,7 +55,8 @@ def trained(low, wrap=lambda block: None, shape=None, **settings):
         optimizer.step()
         optimizer.zero_grad()
     weights = full_state_dict(model)
-    return hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).hexdigest()
+    root, block = (unit.groups[0].arenas["gradients"] for unit in units(model)[:2])
+    return hashlib.sha256(b"".join(array.tobytes() for array in weights.values())).hexdigest(), root is block
 
 
 @cache
@@ -66,7 +67,9 @@ def fully_sharded(low):
 @pytest.mark.parametrize("low", [False, True], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("way", WAYS)
 def test_training_has_the_bits_of_full_shard(way, low, monkeypatch):
-    expected, settings = fully_sharded(low), dict(WAYS[way])
-    if "pieces" in settings:
-        monkeypatch.setattr(buffers, "IN_PIECES", settings.pop("pieces"))
-    assert thread.run(RANKS, trained, low, **settings)[0] == expected
+    (expected, _), settings = fully_sharded(low), dict(WAYS[way])
+    in_pieces = settings.pop("pieces", False)
+    if in_pieces:
+        monkeypatch.setattr(buffers, "IN_PIECES", 0)
+        monkeypatch.setattr(pieces, "SHORTEST", 0)
+    assert thread.run(RANKS, trained, low, **settings)[0] == (expected, in_pieces)

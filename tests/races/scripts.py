@@ -130,6 +130,7 @@ def in_pieces():
 def pieces():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(buffers, "IN_PIECES", 0)
+        patch.setattr("shardrt.fsdp.pieces.SHORTEST", 0)
         return record_of(in_pieces, 2, like=CPUDevice)
 
 
