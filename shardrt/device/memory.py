@@ -18,8 +18,8 @@ import numpy as np
 from shardrt.device.pages import SEGMENT, Mapping, Part, Segment
 
 SMALL = 1 << 15  # bytes; below this malloc is faster than the pool
-# Bytes between the starts of two arrays, at least. Where what a compiled loop writes begins within a few vectors
-# behind what it reads, the loop goes element by element, and its sums have other last bits.
+# Bytes between the starts of two arrays, at least. Where what a compiled loop writes begins within a few
+# vectors behind what it reads, the loop goes element by element, and its sums have other last bits.
 APART = 512
 # Mapped bytes per byte that was ever lent at once. Training steps of our models map 1.2 to 1.3.
 _MOST = 2
