@@ -120,9 +120,8 @@ class _Guard:
         main = threading.main_thread()
         left = [repr(each.name) for each in threading.enumerate() if each is not main and not each.daemon]
         running = main.is_alive() or (left and not failure.departed())
-        if (
-            running or failure.ending() or bool(left) != self._threads
-        ):  # exit handlers begin after the last thread
+        same = bool(left) == self._threads  # exit handlers begin after the last thread
+        if running or failure.ending() or not same:
             self._exiting, self._threads = 0.0, bool(left)
         else:
             self._exiting += passed

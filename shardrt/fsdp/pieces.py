@@ -33,7 +33,7 @@ class Pieces:
     @classmethod
     def plan(cls, layout: Layout, count: int) -> "Pieces":
         """Pieces that fit into a slot of `count` elements: whole rows of the largest matrix, if possible."""
-        width = _width(max(layout.entries, key=lambda entry: entry.size).shape)
+        width = _width_of_largest(layout)
         most, step = count // layout.shards, lcm(width, ALIGNMENT)
         step = step if step <= most else ALIGNMENT
         return cls(layout, most // step * step)
@@ -41,7 +41,7 @@ class Pieces:
     @property
     def worthwhile(self) -> bool:
         """Whether a piece has enough rows of each shard for what is repeated at its ends."""
-        return self.each >= SHORTEST * _width(max(self.layout.entries, key=lambda entry: entry.size).shape)
+        return self.each >= SHORTEST * _width_of_largest(self.layout)
 
     def __iter__(self) -> Iterator[tuple[int, int]]:
         """(start, stop) in a shard, one piece after the other."""
@@ -124,6 +124,11 @@ class InPieces:
                 compute.submit(self._device.copy, array, self._arrays[position])
             for number, fill in enumerate(self._fills.get(position, [])):
                 fill(0, len(array), array, number > 0)
+
+
+def _width_of_largest(layout: Layout) -> int:
+    """Elements of a row of the largest parameter."""
+    return _width(max(layout.entries, key=lambda entry: entry.size).shape)
 
 
 def _width(shape: tuple[int, ...]) -> int:
