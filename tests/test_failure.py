@@ -52,11 +52,16 @@ print("done", flush=True)
 def run(case, communicator="shm", everyone="", size=2):
     """How `mpirun` ended; and the seconds from its start until rank 1 raised, and from then to the end."""
     began = time.time()
-    done = mpirun(size, ["-c", SCRIPT.format(case=case, everyone=everyone), communicator])
+    done = ended_job(case, communicator, everyone, size)
     ended = time.time()
     raised = re.search(r"raised at ([\d.]+)", done.stdout)
     assert raised, done.stderr
     return done, (float(raised[1]) - began, ended - float(raised[1]))
+
+
+def ended_job(case, communicator="shm", everyone="", size=2):
+    """How `mpirun` ended. Where all ranks fail, the first may end rank 1 before it has printed a line."""
+    return mpirun(size, ["-c", SCRIPT.format(case=case, everyone=everyone), communicator])
 
 
 def in_time(times, size=2):
@@ -87,7 +92,7 @@ def test_a_rank_that_raises_ends_the_job_with_its_traceback(case, where, communi
 
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_ranks_that_all_raise_print_one_traceback(communicator):
-    done, _ = run("pass", communicator, everyone="raise ValueError(f'on rank {mesh.rank}')")
+    done = ended_job("pass", communicator, everyone="raise ValueError(f'on rank {mesh.rank}')")
     assert done.returncode == 1
     assert done.stderr.count("Traceback (most recent call last)") == 1
     assert len(re.findall(r"failed in its main thread:", done.stderr)) == 1
@@ -103,13 +108,13 @@ def test_sys_exit_on_one_rank_ends_the_job_with_its_code(communicator):
 
 
 def test_sys_exit_on_all_ranks_stops_nobody():
-    done, _ = run("pass", everyone="time.sleep(0.2 * mesh.rank); sys.exit(75)")
+    done = ended_job("pass", everyone="time.sleep(0.2 * mesh.rank); sys.exit(75)")
     assert done.returncode == 75
     assert "called sys.exit" not in done.stderr
 
 
 def test_sys_exit_that_is_caught_is_no_exit_and_ranks_may_end_at_different_times():
-    done, _ = run("stay()", everyone="threading.Timer(0.1 * mesh.rank, print).start()")
+    done = ended_job("stay()", everyone="threading.Timer(0.1 * mesh.rank, print).start()")
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
@@ -133,7 +138,7 @@ def test_a_rank_that_just_ends_is_missed_by_those_who_wait(case, communicator):
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_a_rank_that_ends_is_missed_where_a_communicator_is_made(communicator):
     """MPI makes it when all have come, and nothing ends a wait inside MPI."""
-    done, _ = run("sys.exit(0)", communicator, everyone="mesh.communicator('reduce')")
+    done = ended_job("sys.exit(0)", communicator, everyone="mesh.communicator('reduce')")
     assert done.returncode == 1
     assert re.search(r"rank 1 has left; rank \d waits for it in split: all ranks", done.stderr)
 
@@ -145,13 +150,13 @@ def test_a_rank_leaves_when_its_streams_are_done_and_is_not_missed_by_groups_wit
     late += "if mesh.rank == 1: sys.exit(0)\n"
     late += "if mesh.rank == 0: time.sleep(1.5)\n"  # rank 1 has left, and rank 2 waits
     late += "part.all_reduce(numbers, stream=stream); print('done', flush=True); sys.exit(0)"
-    done, _ = run("pass", "mpi", everyone=late, size=3)
+    done = ended_job("pass", "mpi", everyone=late, size=3)
     assert (done.returncode, done.stdout.count("done"), done.stderr) == (0, 2, "")
 
 
 @pytest.mark.timed
 def test_ranks_out_of_step_and_out_of_memory_have_codes_of_their_own():
-    done, _ = run("comm.all_reduce(np.zeros(5), stream=stream)", "mpi")
+    done = ended_job("comm.all_reduce(np.zeros(5), stream=stream)", "mpi")
     assert done.returncode == 70
     assert done.stderr.count("CollectiveMismatch: ranks differ") == 1
     huge = "gather.submit(np.ones, 1 << 48); gather.synchronize()"
@@ -186,7 +191,7 @@ REFUSED = {
 @pytest.mark.parametrize("what", REFUSED)
 def test_what_the_system_refuses_is_one_line_and_a_code(what):
     everyone, code, told = REFUSED[what]
-    done, _ = run("pass", "shm", everyone=everyone)
+    done = ended_job("pass", "shm", everyone=everyone)
     lines = [line for line in done.stderr.splitlines() if not line.startswith("Abort(")]
     assert (done.returncode, len(lines)) == (code, 1), done.stderr
     assert re.match(r"error: rank \d of 2: ", lines[0]) and lines[0].endswith(told)
@@ -194,7 +199,7 @@ def test_what_the_system_refuses_is_one_line_and_a_code(what):
 
 def test_an_aborted_job_leaves_no_segment_of_mpich_behind():
     maps = "print(''.join(line for line in open('/proc/self/maps') if 'mpich_shm_' in line), flush=True)"
-    done, _ = run(f"{maps}; fail()")
+    done = ended_job(f"{maps}; fail()")
     left = [line for line in done.stdout.splitlines() if "mpich_shm_" in line and "(deleted)" not in line]
     assert done.returncode == 1
     assert not left
@@ -206,7 +211,7 @@ def test_a_rank_that_leaves_is_missed_at_the_other_end_of_a_link(communicator):
     links += "if mesh.rank: links.send('F', 0, (numbers,), what='F0'); links.finish(); sys.exit(0)\n"
     links += "for m in range(2): links.expect('F', 1, what=f'F{m}')\n"
     links += "for m in range(2): links.receive('F', 1, what=f'F{m}').free()"
-    done, _ = run("pass", communicator, everyone=links)
+    done = ended_job("pass", communicator, everyone=links)
     assert done.returncode == 1
     assert "PeerFailed: rank 1 has left; rank 0 waits for it in recv" in done.stderr
 
@@ -214,7 +219,7 @@ def test_a_rank_that_leaves_is_missed_at_the_other_end_of_a_link(communicator):
 @pytest.mark.parametrize("communicator", ["shm", "mpi"])
 def test_a_message_that_nobody_takes_is_a_failure(communicator):
     send = "comm.send(np.zeros(1 << 20), peer=0, stream=stream); sys.exit(0)"
-    done, _ = run(send, communicator, everyone="sys.exit(0)")
+    done = ended_job(send, communicator, everyone="sys.exit(0)")
     assert done.returncode == 1
     assert "rank 0 has left without what rank 1 sent it" in done.stderr
 
