@@ -24,8 +24,19 @@ from shardrt.kernels.cuda._launch import Apart, Array
 _PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
 
 
+_of_devices: dict[int, "CuPyBackend"] = {}
+
+
+def of_current_device() -> "CuPyBackend":
+    """The one for this thread's GPU. What a backend loads (modules, library handles) belongs to one GPU."""
+    index = cupy.cuda.runtime.getDevice()
+    if index not in _of_devices:
+        _of_devices.setdefault(index, CuPyBackend())  # of two threads that make it, one's is used
+    return _of_devices[index]
+
+
 class CuPyBackend:
-    """The backend of _launch.py. Compiled kernels are kept for the life of the process."""
+    """The backend of _launch.py for one GPU. Compiled kernels are kept for the life of the process."""
 
     def __init__(self) -> None:
         gpu = cupy.cuda.Device()

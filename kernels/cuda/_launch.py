@@ -84,23 +84,25 @@ class Backend(Protocol):
         """Have these files ready, each with its macros."""
 
 
-_backend: Backend | None = None
+_chosen: Backend | None = None
 
 
 def backend() -> Backend:
-    """The backend in use."""
-    global _backend
-    if _backend is None:
-        from shardrt.kernels.cuda._cupy import CuPyBackend
+    """The backend in use: that of this thread's GPU, unless another is chosen."""
+    return _chosen if _chosen is not None else _of_current_device()()
 
-        _backend = CuPyBackend()
-    return _backend
+
+@cache
+def _of_current_device() -> Callable[[], Backend]:
+    from shardrt.kernels.cuda import _cupy
+
+    return _cupy.of_current_device
 
 
 def use(chosen: Backend | None) -> Backend | None:
-    """Replace the backend, None for the default; gives the one before."""
-    global _backend
-    before, _backend = _backend, chosen
+    """Use this backend on all GPUs, or with None each GPU's own; gives what was chosen before."""
+    global _chosen
+    before, _chosen = _chosen, chosen
     return before
 
 

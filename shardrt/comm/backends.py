@@ -1,12 +1,12 @@
 """Communicators by name. Each backend's module is imported only here, and only when it is chosen."""
 
-import numpy as np
+import warnings
 
 from shardrt.comm import world as worlds
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.single import SingleCommunicator
 from shardrt.comm.staged import StagedCommunicator
-from shardrt.device import Device, cuda
+from shardrt.device import Device
 
 KINDS = ("auto", "single", "thread", "mpi", "shm", "staged", "nccl", "ipc")
 DEVICE_KINDS = ("staged", "nccl", "ipc")  # for arrays of a GPU; a host communicator is below them
@@ -42,7 +42,7 @@ def _carrier(host: Communicator, device: Device, kind: str, role: str, reduction
         from shardrt.comm.ipc import IPCCommunicator
 
         return IPCCommunicator(host, device)
-    if kind == "auto" and not _a_gpu_for_each(host):
+    if kind == "auto" and not _a_gpu_for_each(host, device):
         return StagedCommunicator(host, device)
     from shardrt.comm.nccl import NCCLCommunicator, NCCLTransport
 
@@ -94,11 +94,18 @@ def _over_mpi(kind: str, world: worlds.World) -> Communicator:
     return hierarchical.create(world.root.Dup())
 
 
-def _a_gpu_for_each(host: Communicator) -> bool:
-    """Whether no two ranks share a GPU. Collective."""
-    world = worlds.current()
-    if world.device is not None:
+def _a_gpu_for_each(host: Communicator, device: Device) -> bool:
+    """Whether no two ranks share a GPU. Warns on one rank where they do. Collective."""
+    if worlds.current().device is not None:
         return True
-    enough = np.array([world.local_size <= cuda.count()], np.int64)
-    host._all_reduce(enough, "min", "")
-    return bool(enough[0])
+    first: dict[bytes, int] = {}  # GPU -> its first rank
+    for rank, gpu in enumerate(host.talk(device.uuid)):
+        if first.setdefault(gpu, rank) != rank:
+            if host.rank == 0:
+                warnings.warn(
+                    f"ranks {first[gpu]} and {rank} share a GPU: collectives are staged through host memory, "
+                    "which is slow. NCCL needs a GPU for each rank; communicator='staged' silences this",
+                    stacklevel=4,
+                )
+            return False
+    return True

@@ -34,37 +34,41 @@ class _State(threading.local):
 _state = _State()
 
 
-@cache
 def get(name: str) -> Device:
-    """The device called `name`: "cpu", "cuda" or "cuda:1" (the second GPU). One object per name and process.
+    """The device called `name`: "cpu", "cuda" or "cuda:1" (the second GPU). One object for each in a process.
 
     Raises ValueError for a name that is not known, RuntimeError for a GPU that can't be used.
     """
+    return _get("cuda:0" if name == "cuda" else name)
+
+
+@cache
+def _get(name: str) -> Device:
     kind, _, index = name.partition(":")
     if name == "cpu":
         from shardrt.device.cpu import CPUDevice
 
         return CPUDevice()
-    if kind == "cuda" and (name == "cuda" or index.isdigit()):
+    if kind == "cuda" and index.isdigit():
         from shardrt.device.cuda import CUDADevice
 
-        return CUDADevice(int(index or 0), get("cpu"))
+        return CUDADevice(int(index), _get("cpu"))
     raise ValueError(f"device: unknown device {name!r}; known: 'cpu', 'cuda', 'cuda:N'")
 
 
 def current() -> Device:
     """The device on which this thread makes new arrays ("cpu" unless told otherwise)."""
-    return _state.device or get("cpu")
+    return _state.device or _get("cpu")
 
 
 def of(array: Array) -> Device:
     """Where an array lies: the CPU if it is NumPy's, else this thread's current device."""
     if type(array) is np.ndarray:  # the usual case: the rest takes four times as long
-        return get("cpu")
+        return _get("cpu")
     simulated = getattr(type(array), "shardrt_device", None)
     if simulated is not None:
         return simulated
-    return get("cpu") if isinstance(array, np.ndarray) else current()
+    return _get("cpu") if isinstance(array, np.ndarray) else current()
 
 
 def on_host(array: Array) -> bool:

@@ -9,10 +9,12 @@ Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GP
 
 import ctypes
 import importlib
+import sys
 import threading
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from functools import cached_property
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -39,13 +41,32 @@ def count() -> int:
         return 0
 
 
+class _Threads(threading.local):
+    """Whether this thread has chosen a GPU.
+
+    A new thread is at GPU 0, and most calls of CUDA make a context there, which takes hundreds of MB. So a
+    thread of the host that is about to make its first call chooses the GPU that the call is about.
+    """
+
+    entered = False
+
+    def enter(self, runtime: Any, index: int) -> None:
+        if not self.entered:
+            runtime.setDevice(index)
+            self.entered = True
+
+
+_threads = _Threads()
+
+
 class CUDAEvent(Event):
     """A point in a stream; the same CUDA event again and again."""
 
-    __slots__ = ("handle", "_recorded", "_graph")
+    __slots__ = ("handle", "_device", "_recorded", "_graph")
 
-    def __init__(self, handle: Any) -> None:
+    def __init__(self, handle: Any, device: "CUDADevice") -> None:
         self.handle = handle
+        self._device = device
         self._recorded = False
         self._graph: Graph | None = None  # in which it was last recorded
 
@@ -67,12 +88,14 @@ class CUDAEvent(Event):
     def done(self) -> bool:
         if self._graph is not None:
             return self._graph.ended(by_host=True).done()
+        self._device.enter_thread()
         return not self._recorded or bool(self.handle.done)
 
     def synchronize(self) -> None:
         if self._graph is not None:
             self._graph.ended(by_host=True).synchronize()
         elif self._recorded:
+            self._device.enter_thread()
             self.handle.synchronize()
 
 
@@ -122,8 +145,13 @@ class CUDADevice(Device):
         self._ended: list[int] = []  # compute streams, by handle, of threads that are no more
         self.enter()
 
+    def enter_thread(self) -> None:
+        """Choose this GPU in a thread that has chosen none."""
+        _threads.enter(self._cupy.cuda.runtime, self.index)
+
     def enter(self) -> None:
         self._cupy.cuda.runtime.setDevice(self.index)
+        _threads.entered = True
         if not hasattr(self._here, "stream"):
             # Not the null stream, which can't be captured and waits for others unasked.
             handle = self._cupy.cuda.Stream(non_blocking=True)
@@ -204,10 +232,17 @@ class CUDADevice(Device):
         runtime, nbytes = self._cupy.cuda.runtime, count * np.dtype(dtype).itemsize
         address = runtime.hostAlloc(max(nbytes, 1), runtime.hostAllocPortable)
         memory = (ctypes.c_ubyte * max(nbytes, 1)).from_address(address)
-        weakref.finalize(memory, runtime.freeHost, address)
+        weakref.finalize(memory, self._free_pinned, address).atexit = False
         array = np.frombuffer(memory, np.uint8)[:nbytes].view(dtype)
         array.fill(0)
         return array
+
+    def _free_pinned(self, address: int) -> None:
+        """Not when the process ends: streams of the host may still write it, and the system takes it back."""
+        if sys.is_finalizing():
+            return
+        self.enter_thread()
+        self._cupy.cuda.runtime.freeHost(address)
 
     def asarray(self, values: Any, dtype: Any = None) -> Array:
         if not isinstance(values, self._cupy.ndarray):
@@ -256,6 +291,11 @@ class CUDADevice(Device):
         """The handle of the stream that runs this, for libraries that take one."""
         return self._cupy.cuda.get_current_stream().ptr
 
+    @cached_property
+    def uuid(self) -> bytes:
+        """The same in all processes that see this GPU, by whatever number; of no other GPU."""
+        return bytes(self._cupy.cuda.runtime.getDeviceProperties(self.index)["uuid"])
+
     # Memory of other processes on this machine, for comm/ipc.py.
 
     def export_memory(self, array: Array) -> bytes:
@@ -293,7 +333,7 @@ class CUDADevice(Device):
         return stream
 
     def new_event(self) -> Event:
-        return CUDAEvent(self._cupy.cuda.Event(disable_timing=True))
+        return CUDAEvent(self._cupy.cuda.Event(disable_timing=True), self)
 
     def capture(self, function: Callable[[], Any]) -> Graph:
         """The work that `function()` launches, as a CUDA graph that can be replayed. Nothing runs now.

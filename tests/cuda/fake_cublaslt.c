@@ -19,11 +19,13 @@ Record fake_record;
 int fake_proposals = 3;  // algorithms: number 100, which is not usable, 101, ...
 int64_t fake_unable;     // the number of one that can't compute what it was proposed for, as is seen when it should
 int64_t fake_destroyed;  // descriptors
-static int handle;
+int (*fake_device)(void);  // the current GPU; unset, there is one
+static int handles[16];    // by the GPU that was current when they were made
+static void* handle(void) { return &handles[fake_device ? fake_device() : 0]; }
 
 const char* cublasLtGetStatusString(int status) { return status == 7 ? "invalid value" : "not supported"; }
 size_t cublasLtGetVersion(void) { return 131000; }
-int cublasLtCreate(void** out) { *out = &handle; return 0; }
+int cublasLtCreate(void** out) { *out = handle(); return 0; }
 int cublasLtMatmulDescCreate(void** out, int compute, int scale) {
     Product product = {compute, scale, {0, 0}, 1, 0, -1, 0, 0};
     *out = malloc(sizeof product);
@@ -88,7 +90,7 @@ static uint64_t fingerprint(const Product* p, const Layout* a, const Layout* b, 
 }
 int cublasLtMatmulAlgoGetHeuristic(void* h, Product* p, Layout* a, Layout* b, Layout* c, Layout* d,
                                    Preference* preference, int wanted, Heuristic* results, int* found) {
-    if (h != &handle || c != d || fits(p, a, b, d)) return 7;
+    if (h != handle() || c != d || fits(p, a, b, d)) return 7;
     if (epilogue_fits(p, d)) return epilogue_fits(p, d);
     if (preference->reduction != 2) return 7;  // sums would be rounded on the way
     for (int i = 0; i < 4; i++)
@@ -108,7 +110,7 @@ int cublasLtMatmulAlgoGetHeuristic(void* h, Product* p, Layout* a, Layout* b, La
 }
 int cublasLtMatmulAlgoCheck(void* h, Product* p, Layout* a, Layout* b, Layout* c, Layout* d, const uint64_t* algorithm,
                             Heuristic* result) {
-    if (h != &handle || c != d || fits(p, a, b, d) || epilogue_fits(p, d)) return 7;
+    if (h != handle() || c != d || fits(p, a, b, d) || epilogue_fits(p, d)) return 7;
     if (algorithm[0] < 101 || algorithm[0] >= 100 + fake_proposals) return 15;
     if (algorithm[2] != fingerprint(p, a, b, d)) return 7;
     result->workspace = 32 << 20;
@@ -191,7 +193,7 @@ static void run(const void* given) {
 int cublasLtMatmul(void* h, Product* p, const void* alpha, const void* a, Layout* la, const void* b, Layout* lb,
                    const void* beta, const void* c, Layout* lc, void* d, Layout* ld, const uint64_t* algorithm,
                    void* workspace, size_t workspace_size, void* stream) {
-    if (h != &handle || c != d || lc != ld || fits(p, la, lb, ld) || workspace_size != 64 << 20) return 7;
+    if (h != handle() || c != d || lc != ld || fits(p, la, lb, ld) || workspace_size != 64 << 20) return 7;
     if (epilogue_fits(p, ld)) return epilogue_fits(p, ld);
     if (algorithm[0] < 101 || algorithm[0] == fake_unable) return 15;  // not one that may be used
     if (algorithm[2] != fingerprint(p, la, lb, ld)) return 7;

@@ -45,10 +45,10 @@ def real(pytestconfig):
 
     In software each is compiled when it is first launched: several processes would all compile all of them.
     """
-    device.get("cuda")
-    from shardrt.kernels.cuda._cupy import CuPyBackend
+    device.get("cuda").enter()
+    from shardrt.kernels.cuda._cupy import of_current_device
 
-    backend = CuPyBackend()
+    backend = of_current_device()
     if not pytestconfig.pluginmanager.hasplugin("tests.softgpu.plugin"):
         backend.prepare([(file, d) for file in _compile.files() for d in _compile.variants(file, ELEMENTS)])
     return backend
@@ -70,11 +70,9 @@ def emulated(real, monkeypatch):
 
 @pytest.fixture
 def gpu(real):
-    """The device, current in this thread, with the real kernels."""
-    before = _launch.use(real)
+    """The device, current in this thread, with the real kernels; ranks that are threads may be on others."""
     with device.use(device.get("cuda")) as here:
         yield here
-    _launch.use(before)
 
 
 @pytest.fixture

@@ -4,40 +4,58 @@ Methods have the names of CuPy's functions (cupy_backends.cuda.api); plug.py put
 the bottom up: scheduler.py (who goes on when), streams.py with graph.py, memory.py, kernels.py.
 """
 
-import threading
-
-from tests.softgpu.errors import INVALID_VALUE, failed
+from tests.softgpu.errors import INVALID_DEVICE, failed
 from tests.softgpu.kernels import Kernels
 from tests.softgpu.scheduler import MODES, Deadlock, Work  # what others here look for
 
 __all__ = ["CUDA", "MODES", "Deadlock", "Work"]
 
 _ATTRIBUTES = {1: 1024, 16: 132, 75: 9, 76: 0}  # threads of a block, multiprocessors, compute capability 9.0
+_PAGEABLE_ACCESS = 88
 _VERSION = 13000
 
 
 class CUDA(Kernels):
-    """All GPUs of this process: one for each rank."""
+    """The GPUs that this process sees.
 
-    devices = 1
+    visible: their numbers on this machine, as CUDA_VISIBLE_DEVICES has them.
+    """
+
+    visible: tuple[int, ...] = (0,)
     zeros: tuple[str, ...] = ()  # functions that give 0, and are not asked (plug.py)
-    _current = threading.local()
 
     def getDeviceCount(self):
-        return self.devices
+        return len(self.visible)
 
     def getDevice(self):
-        return getattr(self._current, "index", 0)
+        return self.device
 
     def setDevice(self, index):
-        if not 0 <= index < self.devices:
-            raise failed(INVALID_VALUE)
-        self._current.index = index
+        """As CUDA does since version 12, this makes the device's context."""
+        self._physical(index)
+        self._here.device = index
+        self.enter_context()
 
     def getDeviceProperties(self, index):
-        return {"name": b"software", "warpSize": 32, "multiProcessorCount": _ATTRIBUTES[16]}
+        uuid = b"software GPU %03d" % self._physical(index)
+        return {
+            "name": b"software",
+            "warpSize": 32,
+            "multiProcessorCount": _ATTRIBUTES[16],
+            "uuid": uuid,
+        }
+
+    def deviceGetPCIBusId(self, index):
+        return f"0000:{16 + self._physical(index):02X}:00.0"
+
+    def _physical(self, index):
+        if not 0 <= index < len(self.visible):
+            raise failed(INVALID_DEVICE)
+        return self.visible[index]
 
     def deviceGetAttribute(self, attribute, index):
+        if attribute == _PAGEABLE_ACCESS:
+            return int(self.reads_pageable)
         return _ATTRIBUTES.get(attribute, 65536)
 
     def deviceCanAccessPeer(self, index, peer):

@@ -35,12 +35,12 @@ def software(monkeypatch, request):
     cuda.choose("late")
     cuda.log.clear()
     cuda.rank.error = None  # of a test that failed
-    device.get.cache_clear()
+    device._get.cache_clear()
     before = _launch.use(request.getfixturevalue("kernels_of_all_tests"))
     yield cuda
     cuda.rank.error = None
     _launch.use(before)
-    device.get.cache_clear()
+    device._get.cache_clear()
     device.set_current(device.get("cpu"))  # the one that everybody gets from now on
 
 

@@ -47,6 +47,12 @@ class Capture:
             raise failed(errors.CAPTURE_MERGE)
         self._last[stream] |= before
 
+    def works(self) -> list:
+        """All work in it, that of graphs which it launches included."""
+        found = [node.work for node in self.nodes]
+        inner = [work.capture for work in found if isinstance(work, Launch)]
+        return found + [work for capture in inner for work in capture.works()]
+
     def end(self) -> None:
         """Raises CUDARuntimeError if some stream's work was not waited for by the one where it began."""
         self.ended = True
@@ -71,11 +77,11 @@ class Executable:
     """A captured graph that can be launched: one launch after the other, whatever the streams."""
 
     def __init__(self, capture: Capture) -> None:
-        self._capture = capture
+        self.capture = capture
         self._latest: Launch | None = None
 
     def launch(self, random, stream) -> "Launch":
-        launch = Launch(self._capture, random, stream, self._latest)
+        launch = Launch(self.capture, random, stream, self._latest)
         if stream.capture is None:  # else it is a part of another graph, and has its place there
             self._latest = launch
         return launch
@@ -85,13 +91,13 @@ class Launch:
     """A replay: the nodes in any order that they allow. before: the launch of this graph that it follows."""
 
     def __init__(self, capture: Capture, random, stream=None, before: "Launch | None" = None) -> None:
-        self._capture, self._random, self._stream, self._before = capture, random, stream, before
+        self.capture, self._random, self._stream, self._before = capture, random, stream, before
         self._left: dict | None = None  # node -> its work, this time
         self._done: set[Node] = set()
         self.groups = [group for node in capture.nodes for group in node.work.groups]
 
     def fresh(self) -> "Launch":
-        return Launch(self._capture, self._random)
+        return Launch(self.capture, self._random)
 
     def _waits_for_another(self) -> bool:
         if self._before is not None and self._before.finished:
@@ -105,7 +111,7 @@ class Launch:
     def _next(self) -> list[Node]:
         """Those of which all is done that comes before them."""
         if self._left is None:
-            self._left = {node: node.work.fresh() for node in self._capture.nodes}
+            self._left = {node: node.work.fresh() for node in self.capture.nodes}
         return [node for node in self._left if node.before <= self._done]
 
     def _able(self) -> list[Node]:

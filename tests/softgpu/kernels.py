@@ -9,7 +9,9 @@ from tests.softgpu.errors import failed
 from tests.softgpu.memory import Memory
 from tests.softgpu.scheduler import Work
 
-_SHARED = 227 << 10  # bytes that a block may have
+_SHARED = 227 << 10  # bytes that a block may have, static and dynamic, if the function was allowed them
+_PLENTY = 48 << 10  # the same where it was not
+STATIC = 1 << 10  # bytes: no kernel with dynamic shared memory has more (tests/cuda/test_compile.py)
 _DYNAMIC_SHARED = 8  # the attribute of a function
 _POINTER = 1 << 16  # call.h adds it to the size of an argument
 
@@ -23,7 +25,8 @@ class Kernels(Memory):
     def moduleLoadData(self, code):
         """`code`: what compiler.py made, in the place of a cubin."""
         handle = self.handle()
-        self._modules[handle] = json.loads(bytes(code)[4:].decode())
+        self.enter_context()
+        self._modules[handle] = {"device": self.device, **json.loads(bytes(code)[4:].decode())}
         return handle
 
     def moduleUnload(self, module):
@@ -32,16 +35,16 @@ class Kernels(Memory):
     def moduleGetFunction(self, module, name):
         name = name.decode() if isinstance(name, bytes) else name
         runtime()  # which the library needs
-        library = ctypes.CDLL(self._modules[module]["library"])
+        found = self._modules[module]
         handle = self.handle()
-        self._kernels[handle] = Kernel(library, name)
+        self._kernels[handle] = Kernel(ctypes.CDLL(found["library"]), name, found["device"])
         return handle
 
     def funcGetAttribute(self, attribute, function):
         return 64
 
     def funcSetAttribute(self, function, attribute, value):
-        if attribute != _DYNAMIC_SHARED or value > _SHARED:
+        if attribute != _DYNAMIC_SHARED or value > _SHARED - STATIC:
             raise failed(errors.INVALID_VALUE)
         self._kernels[function].shared = value
 
@@ -50,6 +53,10 @@ class Kernels(Memory):
 
     def launchKernel(self, function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra):
         kernel, grid = self._kernels[function], (gx, gy, gz)
+        devices = kernel.device, self.stream(stream).device, self.device
+        if len(set(devices)) > 1:
+            told = "{}: a function of device {}, a stream of {}, and the current device is {}"
+            raise failed(errors.INVALID_HANDLE, told.format(kernel.name, *devices))
         fits = min(grid) > 0 and gx < 2**31 and max(gy, gz) < 65536 and 0 < bx <= 1024 and (by, bz) == (1, 1)
         if not fits or shared > kernel.shared:
             detail = f"{kernel.name}: grid {grid}, block {(bx, by, bz)}, {shared} bytes of {kernel.shared}"
@@ -65,8 +72,8 @@ class Kernels(Memory):
 class Kernel:
     """A function of a library that compiler.py made."""
 
-    def __init__(self, library: ctypes.CDLL, name: str) -> None:
-        self.name, self.shared = name, 48 << 10
+    def __init__(self, library: ctypes.CDLL, name: str, device: int) -> None:
+        self.name, self.device, self.shared = name, device, _PLENTY - STATIC
         self._call = getattr(library, f"call_{name}")
         sizes = (ctypes.c_size_t * 64)()
         self._sizes = sizes[: getattr(library, f"sizes_{name}")(sizes)]

@@ -7,7 +7,7 @@ missing shows as other bits or as NaN.
 import ctypes
 import os
 from bisect import bisect
-from collections import deque
+from collections import Counter, deque
 from functools import cache
 
 import numpy as np
@@ -41,6 +41,7 @@ class Block:
     def __init__(self, size: int, pinned: bool, rank, shared: tuple[int, int] | None = None) -> None:
         """shared: (process, file) of an allocation there."""
         self.size, self.pinned, self.rank, self.freed = size, pinned, rank, False
+        self.device: int | None = None  # where it was allocated, if on a device by this process
         self.file, self._mapped = -1, size if size >= PAGE or shared else 0
         if not self._mapped:
             self._memory = np.empty(size + 512, np.uint8)
@@ -92,8 +93,18 @@ def _poisoned() -> int:
 
 
 class Memory(Streams):
+    """capacity: bytes of each device. used: those that are allocated, by device.
+
+    reads_pageable: whether copies read memory of the host that is not pinned when their turn comes, as where
+    a GPU shares the host's page tables (HMM, Grace).
+    """
+
+    capacity = 1 << 37
+    reads_pageable = False
+
     def __init__(self, *args, **kwargs) -> None:
         super().__init__(*args, **kwargs)
+        self.used: Counter[int] = Counter()
         self._blocks: list[Block] = []  # by address
         self._addresses: list[int] = []
         self._given_back: list[Block] = []  # and not freed yet
@@ -101,12 +112,20 @@ class Memory(Streams):
         self._freed_bytes = 0
 
     def malloc(self, size):
-        return self._add(Block(max(1, size), False, self.rank))
+        size = max(1, size)
+        with self.lock:
+            if self.used[self.device] + size > self.capacity:
+                raise failed(errors.OUT_OF_MEMORY)
+            self.used[self.device] += size
+        block = Block(size, False, self.rank)
+        block.device = self.device
+        return self._add(block)
 
     def hostAlloc(self, size, flags):
         return self._add(Block(max(1, size), True, self.rank))
 
     def _add(self, block: Block) -> int:
+        self.enter_context()
         with self.lock:
             place = bisect(self._addresses, block.address)
             self._addresses.insert(place, block.address)
@@ -123,11 +142,14 @@ class Memory(Streams):
         Not in a capture, which has work that nobody can wait for yet. And the garbage collector may come by
         in another rank's thread, which must not wait for this one, or while something runs.
         """
+        self.enter_context()
         with self.lock:
             block = self._whole(address)
             if block in self._given_back:
                 raise failed(errors.INVALID_VALUE, "freed twice")
             self._given_back.append(block)
+            if block.device is not None:
+                self.used[block.device] -= block.size
             if self._busy or block.rank is not self.rank or self._captures(block.rank):
                 return
         try:
@@ -182,18 +204,21 @@ class Memory(Streams):
     # -- copies
 
     def memcpyAsync(self, target, source, size, kind, stream):
-        """Memory that is not pinned is read when the copy is issued, and written before the call returns."""
+        """Memory that is not pinned is read when the copy is issued, and written before the call returns.
+
+        Not where the GPU reads it itself: there such copies wait for their turn like all others.
+        """
         if not size:
             return
         pageable = [self.block(address, size) is None for address in (target, source)]
         if any(pageable):
             self.refuse_in_capture(self.stream(stream))
-        if pageable[1]:
+        if pageable[1] and not self.reads_pageable:
             kept = ctypes.create_string_buffer(ctypes.string_at(source, size), size)
             self.issue("copy", stream, Work(lambda: ctypes.memmove(target, kept, size)))
         else:
             self.issue("copy", stream, Work(lambda: ctypes.memmove(target, source, size)))
-        if pageable[0]:
+        if pageable[0] and not self.reads_pageable:
             self.streamSynchronize(stream)
 
     def memcpy(self, target, source, size, kind):
@@ -217,13 +242,13 @@ class Memory(Streams):
         capture: that it was taken in. What is given back in another, or outside of it, stays as it is.
         """
         with self.lock:
-            found = self._streams.get(stream, self.rank.null)
+            found = self._streams.get(stream) or self.null()
             if found.handle == stream and found.capture is capture and found.rank.error is None:
                 if capture is None or not capture.invalid:
                     self.issue("poison", stream, Work(lambda: ctypes.memset(address, 0xFF, size)))
 
     def memGetInfo(self):
-        return 1 << 37, 1 << 37
+        return self.capacity - self.used[self.device], self.capacity
 
     def pointerGetMemoryType(self, address):
         return 0

@@ -16,6 +16,14 @@ import numpy as np
 from tests.softgpu import ring, rooms
 from tests.softgpu.cuda import CUDA, Work
 
+INVALID_USAGE, REMOTE_ERROR = 5, 6
+_STATUS = {  # CuPy's table
+    1: "NCCL_ERROR_UNHANDLED_CUDA_ERROR",
+    2: "NCCL_ERROR_SYSTEM_ERROR",
+    3: "NCCL_ERROR_INTERNAL_ERROR",
+    4: "NCCL_ERROR_INVALID_ARGUMENT",
+    INVALID_USAGE: "NCCL_ERROR_INVALID_USAGE",
+}
 _SIZES = [kind.itemsize for kind in ring.TYPES]
 _here = threading.local()
 
@@ -41,24 +49,24 @@ class _Call(Work):
     """A rank's parts in collectives, which go together as by groupStart and groupEnd."""
 
     def __init__(self, cuda: CUDA, parts: list["_Part"]) -> None:
-        self._cuda, self._parts = cuda, parts
+        self._cuda, self.parts = cuda, parts
         self.groups = [part.comm.group for part in parts]
         self._keys: list[tuple] | None = None  # known when its turn has come
 
     def fresh(self) -> "_Call":
-        return _Call(self._cuda, self._parts)
+        return _Call(self._cuda, self.parts)
 
     def ready(self) -> bool:
         if self._keys is None:
-            self._keys = [part.arrive() for part in self._parts]
-        return all(part.met(key) for part, key in zip(self._parts, self._keys, strict=True))
+            self._keys = [part.arrive() for part in self.parts]
+        return all(part.met(key) for part, key in zip(self.parts, self._keys, strict=True))
 
     def blockers(self) -> list:
         return [s for s in self._cuda.working() if any(group in s.groups for group in self.groups)]
 
     def step(self) -> bool:
-        taken = [part.comm.room.take(key) for part, key in zip(self._parts, self._keys, strict=True)]
-        for part, given in zip(self._parts, taken, strict=True):
+        taken = [part.comm.room.take(key) for part, key in zip(self.parts, self._keys, strict=True)]
+        for part, given in zip(self.parts, taken, strict=True):
             calls = {rank: call for rank, (call, _) in given.items()}
             if len(set(calls.values())) > 1:
                 raise RuntimeError(f"NCCL: ranks call different things: {calls}")
@@ -88,8 +96,19 @@ class _Part:
         return self.comm.room.count(key) == self._meets
 
 
+class NcclError(RuntimeError):
+    """CuPy's, which has no names for the newer errors of NCCL: those are a KeyError."""
+
+    def __init__(self, status):
+        self.status = status
+        super().__init__(f"{_STATUS[status]}: planted")
+
+
 class NcclCommunicator:
-    """The calls that shardrt makes, with CuPy's arguments."""
+    """The calls that shardrt makes, with CuPy's arguments.
+
+    fault: a status of NCCL that its own threads have met, as where a cable or a peer is lost.
+    """
 
     cuda: CUDA
 
@@ -99,6 +118,7 @@ class NcclCommunicator:
         self.group = Group(self.room)
         self.numbers: Counter = Counter()
         self._size, self._rank, self.alive = size, rank, True
+        self.device, self.fault = self.cuda.device, 0
         self._last: tuple | None = None  # (stream, how much was issued there) of the last call
 
     def allGather(self, send, recv, count, kind, stream):
@@ -175,6 +195,8 @@ class NcclCommunicator:
 
     def _issue(self, stream, part, to_itself=False):
         assert self.alive, "NCCL: a communicator that is destroyed"
+        if self.cuda.stream(stream).device != self.device:
+            raise NcclError(INVALID_USAGE)
         grouped = getattr(_here, "parts", None)
         assert grouped is not None or not to_itself, "NCCL: a rank sends to itself in a group only"
         if grouped is None:
@@ -191,13 +213,27 @@ class NcclCommunicator:
             self._last = found, found.issued + 1
 
     def check_async_error(self):
-        return 0
+        """Raises NcclError; gives nothing."""
+        assert self.alive, "NCCL: a communicator that is destroyed"
+        if self.fault:
+            raise NcclError(self.fault)
 
     def abort(self):
+        """Waits for graphs as destroy does."""
+        if self.alive:
+            self._refuse_while_captured()
         self.alive = False
 
+    def _refuse_while_captured(self):
+        for work in self.cuda.captured():
+            if any(part.comm is self for part in getattr(work, "parts", ())):
+                raise RuntimeError("NCCL would wait for ever: a graph that is not destroyed has its calls")
+
     def destroy(self):
-        """What is in streams still runs: destroy waits for it."""
+        """What is in streams still runs: destroy waits for it, and for the end of graphs with its calls."""
+        if not self.alive:
+            return
+        self._refuse_while_captured()
         with self.cuda.lock:
             streams = [s for s in self.cuda.working() if self.group in s.groups and s.rank is self.cuda.rank]
         for stream in streams:
@@ -241,7 +277,7 @@ def put(cuda: CUDA) -> None:
 
     NcclCommunicator.cuda = cuda
     nccl = ModuleType("cupy.cuda.nccl")
-    nccl.NcclCommunicator = NcclCommunicator
+    nccl.NcclCommunicator, nccl.NcclError = NcclCommunicator, NcclError
     nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
     for number, kind in enumerate(ring.TYPES):
         setattr(nccl, f"NCCL_{kind.name.upper()}", number)

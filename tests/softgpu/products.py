@@ -10,6 +10,7 @@ SOURCE = Path(__file__).parent.parent / "cuda" / "fake_cublaslt.c"
 _RUN = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 _FAILED = 13  # CUBLAS_STATUS_EXECUTION_FAILED
 _ENQUEUE = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p)
+_DEVICE = ctypes.CFUNCTYPE(ctypes.c_int)
 _kept: list[object] = []
 
 
@@ -18,7 +19,9 @@ def cublaslt(folder: Path, cuda: CUDA) -> ctypes.CDLL:
     command = ["cc", "-O3", "-w", "-shared", "-fPIC"]
     found = ctypes.CDLL(str(built(folder, "cublaslt", SOURCE.read_text(), ".c", command, libraries=["-lm"])))
     _kept.append(enqueue(cuda))
-    ctypes.c_void_p.in_dll(found, "fake_enqueue").value = ctypes.cast(_kept[-1], ctypes.c_void_p).value
+    _kept.append(_DEVICE(cuda.getDevice))
+    for name, function in zip(("fake_enqueue", "fake_device"), _kept[-2:], strict=True):
+        ctypes.c_void_p.in_dll(found, name).value = ctypes.cast(function, ctypes.c_void_p).value
     return found
 
 
@@ -29,6 +32,7 @@ def enqueue(cuda: CUDA) -> "ctypes._CFuncPtr":
     def put(stream: int, run: int, job: int) -> int:
         """A status: an exception would be lost between here and the caller of cublasLt."""
         try:
+            assert cuda.stream(stream).device == cuda.device, "a stream of another device"
             call = _RUN(run)
             cuda.issue("product", stream, Work(lambda: call(job)))
         except Exception:

@@ -34,15 +34,15 @@ class Rank:
     def __init__(self) -> None:
         self.error: Exception | None = None
         self.thread = threading.current_thread()
-        self.null = Stream(self, 0, 0)
+        self.nulls: dict[int, Stream] = {}  # the null stream of each device
         self.seen: dict[Stream, int] = {}  # what its host has waited for: stream -> its latest work
 
 
 class Stream:
     """Work in order. priority: CUDA's, below 0 for what should go first."""
 
-    def __init__(self, rank: Rank, handle: int, priority: int) -> None:
-        self.rank, self.handle, self.priority = rank, handle, priority
+    def __init__(self, rank: Rank, handle: int, priority: int, device: int) -> None:
+        self.rank, self.handle, self.priority, self.device = rank, handle, priority, device
         self.queue: deque[Work] = deque()
         self.capture: Capture | None = None
         self.issued = 0  # how much work so far
@@ -84,13 +84,17 @@ class Work:
 
 
 class Scheduler:
-    """`log`: (what, stream, detail) of all that was issued. processes: all threads are one rank."""
+    """`log`: (what, stream, detail) of all that was issued. processes: all threads are one rank.
+
+    contexts: the devices on which this process has one, which takes hundreds of MB on a real GPU.
+    """
 
     def __init__(self, mode: str = "late", seed: int = 0, processes: bool = False) -> None:
         self.choose(mode, seed)
         self.log: list[tuple] = []
         self.lock = threading.Condition(threading.RLock())
         self.processes = processes
+        self.contexts: set[int] = set()
         self._pause = 0.001 if processes else 0.05  # other processes do not wake this one
         self._only = Rank()
         self._here = threading.local()
@@ -116,13 +120,30 @@ class Scheduler:
             self._here.rank = Rank()
         return self._here.rank
 
+    @property
+    def device(self) -> int:
+        """The current one of this thread; 0 in a thread that has not chosen one."""
+        return getattr(self._here, "device", 0)
+
+    def enter_context(self) -> None:
+        """What CUDA's runtime does first in each call that needs the device."""
+        self.contexts.add(self.device)
+
     def stream(self, handle: int) -> Stream:
         """Raises CUDARuntimeError where it has been destroyed."""
+        self.enter_context()
         if handle == 0:
-            return self.rank.null
+            return self.null()
         if handle not in self._streams:
             raise failed(INVALID_HANDLE, f"no stream {handle}")
         return self._streams[handle]
+
+    def null(self) -> Stream:
+        """The null stream of this thread's device."""
+        nulls = self.rank.nulls
+        if self.device not in nulls:
+            nulls[self.device] = Stream(self.rank, 0, 0, self.device)
+        return nulls[self.device]
 
     def working(self) -> list[Stream]:
         return list(self._working)

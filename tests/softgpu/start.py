@@ -1,5 +1,10 @@
-"""Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt."""
+"""Puts the software GPU below CuPy, which must not have been imported yet, and shows it to shardrt.
 
+SOFTGPU_DEVICES says how many GPUs this machine has (one for each rank that is a process, else one), and
+CUDA_VISIBLE_DEVICES which of them this process sees.
+"""
+
+import os
 import sys
 import threading
 from functools import cache
@@ -29,7 +34,7 @@ def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
 def plugged(processes: int) -> CUDA:
     """The CUDA that CuPy has below it from now on. Shardrt goes on to find no GPU until it is shown one."""
     cuda = CUDA(processes=bool(processes))
-    cuda.devices = max(1, processes)
+    cuda.visible = _visible(int(os.environ.get("SOFTGPU_DEVICES", max(1, processes))))
     _poison_pools(put_below_cupy(cuda, _key()), cuda)
     nccl.put(cuda)
     sorting.put(cuda)
@@ -37,6 +42,11 @@ def plugged(processes: int) -> CUDA:
 
     place.count = lambda: 0  # were there another GPU, CuPy would not see it now
     return cuda
+
+
+def _visible(devices: int) -> tuple[int, ...]:
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return tuple(range(devices)) if named is None else tuple(int(name) for name in named.split(",") if name)
 
 
 def put_below_cupy(cuda: CUDA, key: str) -> ModuleType:

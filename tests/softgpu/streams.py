@@ -21,8 +21,8 @@ class Point:
 
 
 class Event:
-    def __init__(self, timed: bool) -> None:
-        self.timed = timed
+    def __init__(self, timed: bool, device: int) -> None:
+        self.timed, self.device = timed, device
         self.last: Point | None = None
         self.capture: tuple | None = None  # (Capture, the work before it), if recorded in one
         self.after: dict[Stream, int] = {}  # what comes before it: stream -> its latest work
@@ -62,7 +62,8 @@ class Streams(Scheduler):
         assert flags == 1, "a stream that waits for the null stream"
         handle = self.handle()
         with self.lock:
-            self._streams[handle] = Stream(self.rank, handle, priority)
+            self.enter_context()
+            self._streams[handle] = Stream(self.rank, handle, priority, self.device)
         return handle
 
     def streamDestroy(self, stream):
@@ -120,10 +121,12 @@ class Streams(Scheduler):
 
     def eventCreateWithFlags(self, flags):
         handle = self.handle()
-        self._events[handle] = Event(not flags & _NO_TIMING)
+        self.enter_context()
+        self._events[handle] = Event(not flags & _NO_TIMING, self.device)
         return handle
 
     def _event(self, handle: int) -> Event:
+        self.enter_context()
         if handle not in self._events:
             raise failed(errors.INVALID_HANDLE, f"no event {handle}")
         return self._events[handle]
@@ -136,6 +139,8 @@ class Streams(Scheduler):
     def eventRecord(self, event, stream):
         with self.lock:
             found, where = self._event(event), self.stream(stream)
+            if found.device != where.device:
+                raise failed(errors.INVALID_HANDLE, "an event of one device recorded in a stream of another")
             found.after = where.now()
             if where.capture is not None:
                 self.log.append(("record", stream, event))
@@ -227,6 +232,11 @@ class Streams(Scheduler):
         with self.lock:
             launch = self._executables[graph].launch(self._random, self.stream(stream))
             self.issue("graph", stream, launch)
+
+    def captured(self) -> list[Work]:
+        """The work of all graphs that are not destroyed."""
+        graphs = [*self._graphs.values(), *(each.capture for each in self._executables.values())]
+        return [work for graph in graphs for work in graph.works()]
 
     def graphDestroy(self, graph):
         del self._graphs[graph]

@@ -1,0 +1,120 @@
+"""Machines with several GPUs: each rank computes on its own, and finds NCCL where it sees no other one."""
+
+import gc
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm import init_device_mesh, thread
+from shardrt.device.cpu import ThreadStream
+from shardrt.kernels.cuda import _launch
+from tests.cuda.small_gpt import VARIANTS, agree, train
+from tests.ranks import mpirun
+from tests.softgpu.available import missing
+
+cupy = pytest.importorskip("cupy")
+_cupy = pytest.importorskip("shardrt.kernels.cuda._cupy")
+SEEN = """
+import json
+from shardrt.comm import init_device_mesh
+mesh = init_device_mesh("cuda")
+kind = type(mesh.communicator("gather")).__name__
+numbers = mesh.device.zeros(2, "f4") + mesh.rank
+mesh.communicator("gather").all_reduce(numbers, stream=mesh.device.current_stream)
+found = json.dumps([kind, mesh.device.index, mesh.device.to_numpy(numbers).tolist()])
+everyone = mesh.communicator("control").talk(found.encode())
+if mesh.rank == 0:
+    for each in everyone:
+        print(each.decode(), flush=True)
+"""
+HIDDEN = """
+import os, runpy, sys
+os.environ["CUDA_VISIBLE_DEVICES"] = os.environ["PMI_RANK"]
+sys.argv[:] = ["run", *sys.argv[1:]]
+runpy.run_module("tests.softgpu.run", run_name="__main__", alter_sys=True)
+"""
+
+
+@pytest.fixture
+def two_gpus(software, monkeypatch):
+    """The machine has two, and each has its own kernels."""
+    monkeypatch.setattr(software, "visible", (0, 1))
+    monkeypatch.setattr(_cupy.CuPyBackend, "_cudnn", (None, None))
+    before = _launch.use(None)
+    yield software
+    _launch.use(before)
+    _cupy._of_devices.clear()  # else Python's end, which has no CUDA any more, would unload their kernels
+
+
+@pytest.mark.parametrize("variant", ["float32", "bfloat16", "all on the host"])
+def test_thread_ranks_on_a_gpu_each_train_as_the_cpu(two_gpus, variant):
+    """A kernel, a stream and a handle of cublasLt belong to the GPU that they were made on."""
+    settings = VARIANTS[variant] | {"layers": 2}
+    expected = thread.run(2, train, "cpu", **settings)
+    for communicator in ("nccl", "staged", "nccl"):  # again, with all kernels loaded
+        found = thread.run(2, train, "cuda", communicator=communicator, **settings)
+        agree(found, expected, 1e-1 if "16" in variant else 2e-5)
+    assert len({kernel.device for kernel in two_gpus._kernels.values()}) == 2
+
+
+def test_a_gpu_has_one_device_object_whatever_it_is_called(two_gpus):
+    """Two would have two compute streams, and CuPy would go back from a side stream to the wrong one."""
+    assert device.get("cuda") is device.get("cuda:0") is not device.get("cuda:1")
+
+
+def test_kernels_go_to_the_compute_stream_after_a_mesh_was_made_beside_the_device(software):
+    def rank():
+        here = device.get("cuda")
+        device.set_current(here)
+        device.set_current(init_device_mesh("cuda").device)
+        device.set_current(here)
+        here.new_stream("side").submit(int)
+        return cupy.cuda.get_current_stream().ptr == here.current_stream.handle.ptr
+
+    assert thread.run(1, rank) == [True]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_ranks_that_each_see_one_gpu_of_their_own_take_nccl():
+    """As by `srun --gpus-per-task=1`."""
+    done = mpirun(2, ["-c", HIDDEN, "-c", SEEN], SOFTGPU_DEVICES="2")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert found == [["NCCLCommunicator", 0, [1.0, 1.0]]] * 2
+    assert "staged" not in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_ranks_that_share_a_gpu_are_staged_and_say_so_once():
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", SEEN], SOFTGPU_DEVICES="1")
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("[")]
+    assert [kind for kind, *_ in found] == ["StagedCommunicator"] * 2
+    assert done.stderr.count("UserWarning: ranks 0 and 1 share a GPU") == 1
+
+
+def test_a_thread_of_the_host_that_waits_for_a_gpu_makes_no_context_on_another(two_gpus):
+    """Each takes hundreds of MB. A new thread is at GPU 0, and CUDA makes what is not there."""
+    gc.collect()  # what earlier tests have left belongs to GPU 0
+    two_gpus.contexts.clear()
+
+    def rank():
+        here = device.get("cuda:1")
+        device.set_current(here)
+        event, stream = here.new_event(), ThreadStream("optimizer")
+        here.current_stream.record(event)
+        stream.wait(event)
+        stream.synchronize()
+        held = [here.pinned(8, np.uint8)]
+        for call in (event.done, held.clear):  # the second frees pinned memory
+            other = threading.Thread(target=call)
+            other.start()
+            other.join()
+        return set(two_gpus.contexts)
+
+    assert thread.run(1, rank) == [{1}]
