@@ -9,12 +9,14 @@ calls and its memory grow with the ranks (docs/gpu.md).
 Never run on a GPU yet (docs/status.md); tests/softgpu runs it on the real CuPy over a GPU in software.
 """
 
+import threading
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 
-from shardrt.comm import counts
+from shardrt.comm import counts, nccl_watchdog
 from shardrt.comm.checks import address
 from shardrt.comm.protocol import Communicator
 from shardrt.comm.reduction import combine
@@ -36,25 +38,37 @@ class NCCLTransport(Transport):
     """
 
     def __init__(self, host: Communicator, device: Device) -> None:
-        from cupy.cuda import nccl
+        from cupy.cuda import nccl, runtime
 
+        if not nccl.available:
+            wheel = f"nvidia-nccl-cu{runtime.runtimeGetVersion() // 1000}"
+            raise RuntimeError(f"communicator 'nccl': CuPy finds no NCCL: pip install '{wheel}>=2.27.7'")
         self.nccl = nccl
+        self.role = host.role
         self._device = device
-        self._rank = host.rank
+        self._graphs: weakref.WeakSet = weakref.WeakSet()  # captured, with calls of this communicator
+        self._life = threading.Lock()  # of `comm`: the watchdog asks it while another thread destroys it
+        self.rank = host.rank
         self._size = host.size
         key = np.zeros(128, np.uint8)
         if host.rank == 0:
             key[:] = np.frombuffer(nccl.get_unique_id(), np.uint8)
         host._broadcast(key, 0, "")
+        device.empty_cache()  # NCCL takes memory of its own, now and at its first calls
         self.comm = nccl.NcclCommunicator(host.size, key.tobytes(), host.rank)
+        self._closed = False
+        nccl_watchdog.watch(self)
 
     @property
     def _stream(self) -> int:
+        graph = self._device.capturing
+        if graph is not None:
+            self._graphs.add(graph)
         return self._device.stream_here()
 
     def gather(self, buffer: Array) -> None:
         n, place = buffer.size // self._size, buffer.data.ptr
-        own = place + self._rank * n * buffer.itemsize
+        own = place + self.rank * n * buffer.itemsize
         self.comm.allGather(own, place, n, _TYPES[buffer.dtype.name], self._stream)
 
     def reduce_scatter(self, output: Array, buffer: Array, op: str, kind: str) -> None:
@@ -98,18 +112,32 @@ class NCCLTransport(Transport):
         finally:
             self.nccl.groupEnd()
 
-    def check(self) -> None:
-        state = self.comm.check_async_error()
-        if state:
-            self.comm.abort()
-            raise RuntimeError(f"NCCL failed on rank {self._rank}: status {state}")
+    def error(self) -> str:
+        """What NCCL's own threads have met (a lost peer or cable), which no other call reports; or ""."""
+        if not self._life.acquire(blocking=False):
+            return ""  # it is being closed
+        try:
+            if not self._closed:
+                self.comm.check_async_error()
+        except Exception as error:  # NcclError; KeyError for a status of which CuPy has no name
+            return f"{type(error).__name__}: {error}"
+        finally:
+            self._life.release()
+        return ""
 
     def abort(self) -> None:
-        self.comm.abort()
+        self._end(self.comm.abort)
 
     def close(self) -> None:
         """Explicit, because NCCL's own clean-up must not run after MPI's."""
-        self.comm.destroy()
+        self._end(self.comm.destroy)
+
+    def _end(self, how: Callable[[], None]) -> None:
+        for graph in list(self._graphs):
+            graph.release()  # NCCL waits for ever while one has its calls
+        with self._life:
+            self._closed = True
+            how()
 
 
 class NCCLCommunicator(Communicator):
@@ -165,10 +193,6 @@ class NCCLCommunicator(Communicator):
         """Collective."""
         self._transport.close()
         self._host.close()
-
-    def check(self) -> None:
-        """Raise RuntimeError if a collective has failed on the GPU, which nothing else reports."""
-        self._transport.check()
 
     def _talk(self, data: bytes) -> list[bytes]:
         return self._host._talk(data)

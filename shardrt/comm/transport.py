@@ -49,10 +49,7 @@ class Transport(ABC):
     def exchange(self, output: Array, buffer: Array, to: int, source: int) -> None:
         """`send` and `recv` as one, of which neither waits for the other."""
 
-    def check(self) -> None:  # noqa: B027 (what can't fail)
-        """Raise RuntimeError if a call has failed on the device, which nothing else reports."""
-
-    def abort(self) -> None:  # noqa: B027
+    def abort(self) -> None:  # noqa: B027 (what waits for nothing)
         """End what waits for other ranks. Not collective; the last call."""
 
     def close(self) -> None:  # noqa: B027

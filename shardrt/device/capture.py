@@ -8,11 +8,23 @@ waited for first, and a replay begins after what is then in any of them.
 Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GPU in software.
 """
 
+import atexit
+import weakref
 from collections.abc import Callable, Iterable
 from types import ModuleType
 from typing import Any
 
 WHY = "nothing runs while a CUDA graph is captured; see docs/gpu.md"
+
+
+_graphs: "weakref.WeakSet[Graph]" = weakref.WeakSet()
+
+
+@atexit.register
+def _release_all() -> None:
+    """Before Python's end destroys communicators in an order of its own."""
+    for graph in list(_graphs):
+        graph.release()
 
 
 class Graph:
@@ -38,6 +50,7 @@ class Graph:
         self._before: list[Callable[[], None]] = []
         self._after: list[Callable[[], None]] = []
         self.kept: dict[str, Any] = {}  # what ops leave for later ones of the same graph
+        _graphs.add(self)
 
     def replay(self) -> None:
         """Run it after all that is in this thread's streams, and before what comes to them from now on."""
@@ -45,6 +58,8 @@ class Graph:
             raise RuntimeError("replay: the current stream must be the compute stream of who captured it")
         if self._compute.graph is not None:
             raise RuntimeError(f"replay: {WHY}")
+        if self._launchable is None:
+            raise RuntimeError("replay: a communicator that this graph calls has been closed")
         self._gather_sides()
         for function in self._before:
             function()
@@ -52,6 +67,15 @@ class Graph:
         self._compute.record(self._ended)
         for side in list(self._sides):
             side.wait(self._ended)  # the work of side streams in the graph comes before their next
+
+    def release(self) -> None:
+        """Destroy the CUDA graph, which can't be replayed any more.
+
+        NCCL destroys no communicator before the graphs that have its calls: ncclCommDestroy waits for them.
+        """
+        self._launchable = None
+
+    __del__ = release  # before what the function refers to, communicators among it
 
     def capture(self, function: Callable[[], Any]) -> None:
         """Call `function` once, and keep what it launches."""

@@ -8,6 +8,7 @@ Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GP
 """
 
 import ctypes
+import gc
 import importlib
 import sys
 import threading
@@ -27,6 +28,7 @@ from shardrt.device.upload import Uploads
 
 _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
 _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
+_MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -222,10 +224,37 @@ class CUDADevice(Device):
     def buffer(self, count: int, dtype: Any) -> Array:
         self._refuse("a buffer can't be made")
         nbytes = count * np.dtype(dtype).itemsize
-        memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(nbytes, 1)), 0)
+        memory = self._raw(nbytes)
         memory.memset_async(0, nbytes, self.current_stream.handle)
         self.current_stream.synchronize()  # other streams may use it at once
         return self._cupy.ndarray((count,), dtype, memory)
+
+    def _raw(self, nbytes: int) -> Any:
+        """Memory of the driver, not of CuPy's pool. Raises MemoryError where the GPU is full."""
+        memory = self._memory(nbytes)
+        if memory is None and self.capturing is None:
+            self.empty_cache()
+            memory = self._memory(nbytes)
+        if memory is None:
+            free, _ = self._cupy.cuda.runtime.memGetInfo()
+            raise MemoryError(
+                f"no room for {nbytes} bytes on GPU {self.index}, of which {free} bytes are free"
+            )
+        return self._cupy.cuda.MemoryPointer(memory, 0)
+
+    def _memory(self, nbytes: int) -> Any | None:
+        """None where the GPU is full."""
+        try:
+            return self._cupy.cuda.Memory(max(nbytes, 1))
+        except self._cupy.cuda.runtime.CUDARuntimeError as error:
+            if error.status != _MEMORY_ALLOCATION:
+                raise
+            return None
+
+    def empty_cache(self) -> None:
+        """Give the driver back what no array has any more and CuPy's pool keeps for the next."""
+        gc.collect()
+        self._cupy.get_default_memory_pool().free_all_blocks()
 
     def pinned(self, count: int, dtype: Any) -> np.ndarray:
         """Page-locked memory of exactly this size; CuPy's own pool rounds up to a power of two."""
@@ -263,7 +292,7 @@ class CUDADevice(Device):
             return self.upload(make())
         values = make()
         # Not of the graph's pool: what the graph does before it reads the numbers would write over them.
-        memory = self._cupy.cuda.MemoryPointer(self._cupy.cuda.Memory(max(values.nbytes, 1)), 0)
+        memory = self._raw(values.nbytes)
         target = self._cupy.ndarray(values.shape, values.dtype, memory)
         graph.before_replay(lambda: self._uploads.send(target, make()))
         return target

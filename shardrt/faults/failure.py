@@ -24,6 +24,7 @@ from shardrt.untrusted import encodable, printable
 
 MISMATCH = 70  # ranks are out of step; EX_SOFTWARE of sysexits.h
 OUT_OF_MEMORY = 81
+NCCL = 83
 HANG = 124  # as timeout(1) has it
 
 _PATIENCE = 1.0  # seconds: for MPI to end the job before this process just ends; for all ranks to leave

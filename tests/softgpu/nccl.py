@@ -277,6 +277,7 @@ def put(cuda: CUDA) -> None:
 
     NcclCommunicator.cuda = cuda
     nccl = ModuleType("cupy.cuda.nccl")
+    nccl.available = True
     nccl.NcclCommunicator, nccl.NcclError = NcclCommunicator, NcclError
     nccl.NCCL_SUM, nccl.NCCL_PROD, nccl.NCCL_MAX, nccl.NCCL_MIN = range(4)
     for number, kind in enumerate(ring.TYPES):

@@ -20,6 +20,7 @@ from tests.softgpu.cuda import CUDA
 from tests.softgpu.plug import plug
 
 ROOT = Path(__file__).parents[2]
+_MOST = 16  # GPUs of a machine
 
 
 def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
@@ -34,8 +35,11 @@ def start(mode: str = "late", seed: int = 0, processes: int = 0) -> CUDA:
 def plugged(processes: int) -> CUDA:
     """The CUDA that CuPy has below it from now on. Shardrt goes on to find no GPU until it is shown one."""
     cuda = CUDA(processes=bool(processes))
+    cuda.visible = tuple(range(_MOST))
+    cupy = put_below_cupy(cuda, _key())
+    cupy.get_default_memory_pool().used_bytes()  # the first call makes a pool for each GPU that is visible
     cuda.visible = _visible(int(os.environ.get("SOFTGPU_DEVICES", max(1, processes))))
-    _poison_pools(put_below_cupy(cuda, _key()), cuda)
+    _poison_pools(cupy, cuda)
     nccl.put(cuda)
     sorting.put(cuda)
     from shardrt.device import cuda as place

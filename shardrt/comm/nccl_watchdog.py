@@ -1,0 +1,41 @@
+"""Ends the job when NCCL has met an error in the background: a peer or a cable that is lost.
+
+Nothing else reports it: the kernel of a collective spins, and the host waits for it. As in PyTorch's
+ProcessGroupNCCL, a thread of each process asks all communicators for their asynchronous errors
+(ncclCommGetAsyncError, which never waits).
+"""
+
+import threading
+import time
+import weakref
+from typing import Any
+
+from shardrt.faults import failure
+
+_PERIOD = 0.5  # seconds
+_watched: "weakref.WeakSet[Any]" = weakref.WeakSet()
+_lock = threading.Lock()
+_thread: threading.Thread | None = None
+
+
+def watch(transport: Any) -> None:
+    """Ask this communicator of NCCL (an NCCLTransport) from now on, until it is gone."""
+    global _thread
+    with _lock:
+        _watched.add(transport)
+        if _thread is None:
+            _thread = threading.Thread(target=_run, name="nccl watchdog", daemon=True)
+            _thread.start()
+
+
+def _run() -> None:
+    while True:
+        time.sleep(_PERIOD)
+        with _lock:
+            watched = list(_watched)
+        for transport in watched:
+            error = transport.error()
+            if error:
+                told = f"NCCL failed on rank {transport.rank} of communicator {transport.role!r}: {error}\n"
+                failure.end_job(told, failure.NCCL)
+        watched = transport = None  # else this thread would keep them alive

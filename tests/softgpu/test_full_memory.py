@@ -1,0 +1,65 @@
+"""A GPU whose memory is full: what CuPy's pool keeps is given back first, then the job ends with its plan."""
+
+import numpy as np
+import pytest
+
+from shardrt.faults import failure
+from tests.ranks import mpirun
+from tests.softgpu.available import missing
+
+pytest.importorskip("cupy")
+MB = 1 << 20
+TRAINS = """
+import numpy as np
+from models.gpt import GPT, GPTConfig
+from shardrt.comm import init_device_mesh
+from shardrt.fsdp import fully_shard
+from shardrt.faults import failure
+from tests.softgpu.nccl import NcclCommunicator
+NcclCommunicator.cuda.capacity = 1 << 18
+mesh = init_device_mesh("cuda")
+failure.describe_memory(lambda: "the plan")
+model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=2000, block_size=16))
+fully_shard(model, mesh=mesh)(np.zeros((1, 16), int))
+"""
+
+
+@pytest.fixture
+def full(gpu, software, monkeypatch):
+    """Of 64 MB, CuPy's pool keeps 40, which no array has; 8 belong to an array in a cycle."""
+    gpu.empty_cache()
+    monkeypatch.setattr(software, "capacity", software.used[0] + 64 * MB)
+    gpu.empty(40 * MB, np.uint8)
+    cycle = [gpu.buffer(8 * MB, np.uint8)]
+    cycle.append(cycle)
+    return gpu
+
+
+def test_a_buffer_takes_what_the_pool_keeps_and_what_garbage_holds(full):
+    assert full.buffer(60 * MB, np.uint8).size == 60 * MB
+
+
+def test_a_buffer_for_which_there_is_no_room_is_a_memory_error(full):
+    with pytest.raises(
+        MemoryError, match=r"no room for 99\d* bytes on GPU 0, of which \d+ bytes are free"
+    ) as told:
+        full.buffer(99 * 10**6, np.uint8)
+    assert failure.code_of(told.value) == failure.OUT_OF_MEMORY
+
+
+def test_another_error_of_an_allocation_is_not_one_of_memory(gpu, software, monkeypatch):
+    def broken(size):
+        raise RuntimeError("cudaErrorIllegalAddress")
+
+    monkeypatch.setattr(gpu._cupy.cuda, "Memory", broken)
+    with pytest.raises(RuntimeError, match="IllegalAddress"):
+        gpu.buffer(8, np.uint8)
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_a_job_that_fills_its_gpus_ends_with_its_code_and_the_plan():
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", TRAINS])
+    assert done.returncode == failure.OUT_OF_MEMORY, done.stderr
+    assert "is out of memory in its main thread:" in done.stderr and "the plan" in done.stderr
+    assert "no room for" in done.stderr

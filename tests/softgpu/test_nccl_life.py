@@ -1,0 +1,134 @@
+"""NCCL's life: graphs before communicators, errors that no call reports, a library that is not there."""
+
+import gc
+import time
+from functools import partial
+
+import numpy as np
+import pytest
+
+from shardrt import device
+from shardrt.comm import init_device_mesh, thread
+from shardrt.faults import failure
+from tests.ranks import mpirun
+from tests.softgpu import nccl
+from tests.softgpu.available import missing
+
+pytest.importorskip("cupy")
+BROKEN = """
+import time
+from shardrt.comm import init_device_mesh
+from tests.softgpu.nccl import REMOTE_ERROR
+mesh = init_device_mesh("cuda")
+gather = mesh.communicator("gather")
+numbers = mesh.device.zeros(2, "f4")
+gather.all_reduce(numbers, stream=mesh.device.current_stream)
+mesh.device.current_stream.synchronize()
+if mesh.rank == 1:
+    print("at", time.time(), flush=True)
+    gather._transport.comm.fault = {status}
+    time.sleep(100)  # its peer is lost; this rank waits for the device
+gather.all_reduce(numbers, stream=mesh.device.current_stream)
+mesh.device.current_stream.synchronize()
+"""
+
+
+def captured(mesh):
+    """(Graph of a sum over the ranks, what is summed)."""
+    here, gather = mesh.device, mesh.communicator("gather")
+    numbers = here.zeros(2, np.float32)
+
+    def work():
+        numbers[...] = 1
+        gather.all_reduce(numbers, stream=here.current_stream)
+
+    work()
+    return here.capture(work), numbers
+
+
+def add_one(numbers, *_):
+    numbers += 1
+
+
+@pytest.mark.parametrize("how", ["close", "abandon"])
+def test_a_communicator_ends_though_a_graph_has_its_calls(software, how):
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        graph, numbers = captured(mesh)
+        graph.replay()
+        assert mesh.device.to_numpy(numbers).tolist() == [2, 2]
+        getattr(mesh.communicator("gather"), how)()
+        with pytest.raises(RuntimeError, match="a communicator that this graph calls has been closed"):
+            graph.replay()
+        return True
+
+    assert thread.run(2, rank) == [True, True]
+
+
+def test_a_graph_without_calls_of_a_communicator_outlives_it(software):
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        here, numbers = mesh.device, mesh.device.zeros(2, np.float32)
+        graph = here.capture(partial(add_one, numbers))
+        mesh.communicator("gather").close()
+        graph.replay()
+        return here.to_numpy(numbers).tolist()
+
+    assert thread.run(2, rank) == [[1, 1]] * 2
+
+
+def test_what_a_graph_refers_to_goes_after_it(software):
+    """NCCL destroys a communicator that is collected, and waits for its graphs."""
+
+    class Communicator:
+        def __del__(self):
+            found.append(bool(software.captured()))
+
+    found = []
+
+    def rank():
+        here = device.get("cuda")
+        device.set_current(here)
+        work = partial(add_one, here.zeros(2, np.float32), Communicator())
+        graph = here.capture(work)
+        assert software.captured()
+        del work, graph
+        gc.collect()
+
+    thread.run(1, rank)
+    assert found == [False]
+
+
+@pytest.mark.mpi
+@pytest.mark.timed
+@pytest.mark.skipif(bool(missing()), reason=missing())
+@pytest.mark.parametrize(
+    "status, told", [("2", "NcclError: NCCL_ERROR_SYSTEM_ERROR"), ("REMOTE_ERROR", "KeyError: 6")]
+)
+def test_an_error_in_the_threads_of_nccl_ends_the_job_and_is_named(status, told):
+    """CuPy has no names for the newer ones."""
+    done = mpirun(2, ["-m", "tests.softgpu.run", "-c", BROKEN.format(status=status)])
+    ended = time.time()
+    assert done.returncode == failure.NCCL, done.stderr
+    assert f"NCCL failed on rank 1 of communicator 'gather': {told}" in done.stderr
+    assert ended - float(done.stdout.split()[1]) < 30, "the limit of a hang"
+
+
+def test_a_communicator_that_is_closed_has_no_errors(software):
+    def rank():
+        mesh = init_device_mesh("cuda", communicator="nccl")
+        transport = mesh.communicator("gather")._transport
+        transport.comm.fault = nccl.INVALID_USAGE
+        before = transport.error()
+        mesh.communicator("gather").close()
+        return before, transport.error()
+
+    assert thread.run(2, rank) == [("NcclError: NCCL_ERROR_INVALID_USAGE: planted", "")] * 2
+
+
+def test_without_nccl_there_is_one_line_that_says_what_to_install(software, monkeypatch):
+    import cupy
+
+    monkeypatch.setattr(cupy.cuda.nccl, "available", False)
+    with pytest.raises(RuntimeError, match=r"CuPy finds no NCCL: pip install 'nvidia-nccl-cu13>=2.27.7'"):
+        thread.run(2, lambda: init_device_mesh("cuda", communicator="nccl").communicator("gather"))
