@@ -112,9 +112,9 @@ class Found:
 def find() -> Found:
     """Look around; this process imports nothing of what it looks for."""
     missing = [name for name in dict.fromkeys((*TESTS, *WITHOUT)) if not there(name)]
-    there = gpus()
-    ready = there and not set(BENCHMARKS) & set(missing)
-    return Found(tuple(missing), there, (*_old_driver(), *libraries()) if ready else ())
+    count = gpus()
+    ready = count and not set(BENCHMARKS) & set(missing)
+    return Found(tuple(missing), count, (*_old_driver(), *libraries()) if ready else ())
 
 
 def libraries() -> list[str]:

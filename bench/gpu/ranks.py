@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -57,9 +58,8 @@ def measure(
                 first = job is next(iter(jobs.values()))
                 given = {"job": job.settings(), "nbytes": nbytes if first and count > 1 else 0}
                 given |= {"warmup": 2 if run.quick else 4, "steps": 3 if run.quick else 8}
-                found = started(
-                    [mpirun, "-n", str(count), *python, "-m", "bench.gpu.rank", json.dumps(given)]
-                )
+                program = [*python, "-m", "bench.gpu.rank", json.dumps(given)]
+                found = started([mpirun, "-n", str(count), *program])
                 one = one or (found if count == 1 else {})
                 add(run, name, job, count, found, one)
 
@@ -74,15 +74,16 @@ def launcher() -> str:
 def started(command: list[str]) -> dict:
     """What rank 0 says. Raises RuntimeError with the last line of the errors."""
     path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
-    how = {"cwd": ROOT, "env": os.environ | _MPI | {"PYTHONPATH": path}}
-    with subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **how
-    ) as process:
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, env=os.environ | _MPI | {"PYTHONPATH": path}, **how) as process:
         try:
             said, errors = process.communicate(timeout=LIMIT)
         except subprocess.TimeoutExpired:
-            process.terminate()  # mpirun ends its ranks; the end of the section ends them if it does not
-            said, errors = process.communicate()
+            errors = ""
+            process.terminate()  # mpirun ends its ranks
+            with suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=10)
+            process.kill()
             raise RuntimeError(f"ended after {LIMIT:.0f} s: {_cause(errors)}") from None
     if process.returncode:
         raise RuntimeError(f"mpirun ended with exit code {process.returncode}: {_cause(errors)}")
@@ -98,10 +99,8 @@ def add(run: Run, name: str, job: Job, count: int, found: dict, one: dict) -> No
     more: dict[str, Any] = {}
     if count > 1 and one:
         more = {"beside": f"{count} times one GPU", "theirs": count * job.tokens / one["seconds"]}
-        near = abs(found["loss"] - one["loss"]) <= CLOSE * abs(
-            one["loss"]
-        )  # other tokens, all drawn at random
-        check += "" if near else f" WRONG, on one GPU {one['loss']:.4f}"
+        off = abs(found["loss"] / one["loss"] - 1)  # other tokens, but all are drawn at random
+        check += "" if off <= CLOSE else f" WRONG, on one GPU {one['loss']:.4f}"
     if count > 1:
         check += f", {carried(found['carriers'])}"
     run.add(name, rate, "tokens/s", check=check, **more)
