@@ -1,4 +1,4 @@
-"""Tests and measures on one GPU, section by section, each in a process; writes a table, JSON and a picture.
+"""Tests and measures on a GPU, section by section, each in a process; writes a table, JSON and a picture.
 
 python -m bench.gpu                       # all, in nine minutes; again: what is still missing
 python -m bench.gpu --only ceilings --only kernels

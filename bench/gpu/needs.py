@@ -180,6 +180,7 @@ def _asked(names: list[str]) -> dict[str, str]:
 
 
 def there(name: str) -> bool:
+    """Whether a module can be imported, which is not done."""
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # its parent package is missing

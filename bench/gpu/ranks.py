@@ -24,11 +24,13 @@ COUNTS = (1, 2, 4, 8)
 NBYTES = 1 << 30  # of the array that all ranks have in the end, or have at first
 LIMIT = 90.0  # seconds of one job
 JOBS = {"GPT-2 124M": SIZES["gpt2"], "GPT-2 1.5B": SIZES["gpt2-xl"]}
-# Open MPI refuses root, and binds a rank to one core, where its threads wait for each other. MPICH does not.
+# Open MPI refuses root and more ranks than cores, and binds a rank to one core. MPICH knows none of these.
 _MPI = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
     "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
     "PRTE_MCA_hwloc_default_binding_policy": "none",
 }
 
