@@ -652,6 +652,11 @@ def test_caches(played, monkeypatch):
     assert len(fine(played)) == 4 and len(warmed) == 1
 
 
+def test_the_first_step_is_as_near_to_the_cpu_as_is_asked(played):
+    first_step.measure(played)
+    assert len(fine(played)) == 2 and not [row.check for row in played.rows if row.bad]
+
+
 def test_every_kernel_is_called_as_it_wants_to_be(played):
     sizes = kernels.Sizes(tokens=8, width=16, heads=2, time=4, classified=4, vocab=40, elements=64)
     kernels.measure(played, sizes)
