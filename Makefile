@@ -58,7 +58,7 @@ aarch64: ## train and run some tests on arm64, emulated, as root, in build/aarch
 
 # Uses what is installed (GPU_PYTHON), in no environment of its own, and downloads nothing. See docs/gpu.md.
 gpu: export PYTHONPATH := .
-gpu: ## test and measure on an NVIDIA GPU, in 9 minutes; again: go on (GPU_PYTHON=python3 OUT=runs/gpu)
+gpu: ## test and measure on NVIDIA GPUs, in 9 minutes; again: go on (GPU_PYTHON=python3 OUT=runs/gpu)
 	$(GPU_PYTHON) -m bench.gpu --out $(OUT) $(ARGS)
 
 softgpu: $(FOR_TESTS) ## run the tests for a GPU on one in software (ARGS="tests/gpu/test_training.py -k ...")

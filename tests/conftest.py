@@ -6,20 +6,23 @@
 import gc
 import os
 import sys
+from contextlib import suppress
 
 for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "NUMBA_NUM_THREADS"):
     os.environ.setdefault(name, "1")
 
-import hypothesis  # noqa: E402  after the threads are set
-import pytest  # noqa: E402
+import pytest  # noqa: E402  after the threads are set
 
 from shardrt.kernels import determinism  # noqa: E402
 
-# On a loaded machine examples take long; that is no fault of what they test.
-hypothesis.settings.register_profile(
-    "shardrt", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
-)
-hypothesis.settings.load_profile("shardrt")
+with suppress(ImportError):  # the tests for a GPU need none
+    import hypothesis
+
+    # On a loaded machine examples take long; that is no fault of what they test.
+    hypothesis.settings.register_profile(
+        "shardrt", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
+    )
+    hypothesis.settings.load_profile("shardrt")
 
 
 def pytest_collection_finish():

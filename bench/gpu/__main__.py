@@ -1,4 +1,4 @@
-"""Tests and measures on one GPU, section by section, each in a process; writes a table, JSON and a picture.
+"""Tests and measures on a GPU, section by section, each in a process; writes a table, JSON and a picture.
 
 python -m bench.gpu                       # all, in nine minutes; again: what is still missing
 python -m bench.gpu --only ceilings --only kernels
@@ -28,11 +28,14 @@ from bench.gpu.state import Run, note, read, sources
 # name -> (function's module and name, seconds that it may take)
 SECTIONS: dict[str, tuple[str, str, float]] = {
     "ceilings": ("bench.gpu.ceilings", "measure", 60),
-    "step": ("bench.gpu.first_step", "measure", 60),
-    "tests": ("bench.gpu.suite", "measure", 240),
+    "caches": ("bench.gpu.caches", "measure", 90),
+    "step": ("bench.gpu.first_step", "measure", 120),
+    "alone": ("bench.gpu.training", "ours_alone", 90),
+    "tests": ("bench.gpu.suite", "measure", 120),
+    "ranks": ("bench.gpu.ranks", "measure", 240),
+    "training": ("bench.gpu.training", "beside_torch", 300),
     "products": ("bench.gpu.products", "measure", 90),
     "kernels": ("bench.gpu.kernels", "measure", 90),
-    "training": ("bench.gpu.training", "beside_torch", 300),
     "launches": ("bench.gpu.host", "measure", 45),
     "sharding": ("bench.gpu.training", "sharded", 90),
     "offload": ("bench.gpu.training", "offloaded", 90),
@@ -52,12 +55,12 @@ def main() -> None:
     found = needs.find()
     for line in found.lines():
         print(f"bench.gpu: {line}", flush=True)
-    if not found.benchmarks:
+    if not found.gpus:
         raise SystemExit(2)
     chosen = options.only or list(SECTIONS)
     if "ceilings" not in chosen:
         chosen.insert(0, "ceilings")  # nothing is shown without what it is compared with
-    raise SystemExit(run(chosen, options))
+    raise SystemExit(run(chosen, options, {name: found.lacks(name) for name in chosen}))
 
 
 def arguments() -> argparse.ArgumentParser:
@@ -66,7 +69,7 @@ def arguments() -> argparse.ArgumentParser:
     parser.add_argument(
         "--only", action="append", choices=list(SECTIONS), metavar="NAME", help=f"of {', '.join(SECTIONS)}"
     )
-    parser.add_argument("--out", type=Path, default=Path("runs/gpu"), metavar="DIR", help="(runs/gpu)")
+    parser.add_argument("--out", type=_absolute, default="runs/gpu", metavar="DIR", help="(runs/gpu)")
     parser.add_argument("--budget", type=float, default=540, metavar="SECONDS", help="in all (540)")
     parser.add_argument("--anew", action="store_true", help="measure again what earlier calls have measured")
     parser.add_argument("--keep", action="store_true", help="go on though the code has changed since then")
@@ -75,8 +78,16 @@ def arguments() -> argparse.ArgumentParser:
     return parser
 
 
-def run(chosen: list[str], options: argparse.Namespace) -> int:
-    """All sections; the exit code. What does not fit into the budget is a row that says so."""
+def _absolute(path: str) -> Path:
+    """The sections' processes run in another folder than this one."""
+    return Path(path).absolute()
+
+
+def run(chosen: list[str], options: argparse.Namespace, lacking: dict[str, str] | None = None) -> int:
+    """All sections; the exit code. What does not fit into the budget is a row that says so.
+
+    lacking: section -> why it can't run, or "".
+    """
     start, machine = time.monotonic(), needs.machine()
     of = {"gpu": machine.get("name", ""), "quick": options.quick, "code": sources(ROOT)}
     files = {name: options.out / "rows" / f"{name}.jsonl" for name in SECTIONS}
@@ -87,7 +98,8 @@ def run(chosen: list[str], options: argparse.Namespace) -> int:
     for name in order(chosen, files):
         ceilings = read(files["ceilings"]).ceilings
         limit = min(options.budget - (time.monotonic() - start), SECTIONS[name][2])
-        troubles[name] = section(name, files[name], of, ceilings, options.quick, limit)
+        troubles[name] = (lacking or {}).get(name, "")
+        troubles[name] = troubles[name] or section(name, files[name], of, ceilings, options.quick, limit)
         print(report.table(rows_of(name, files[name], troubles)), end="\n\n", flush=True)
         write(files, troubles, machine, options)
     rows = write(files, troubles, machine, options)
@@ -124,7 +136,8 @@ def section(name: str, file: Path, of: dict, ceilings: dict[str, float], quick: 
     for values in ({"of": of}, *({"passed": test} for test in before.passed)):
         note(new, values)
     words = ["--section", name, "--rows", str(new), "--ceilings", json.dumps(ceilings)]
-    trouble = ended([*words, "--seconds", str(limit), *(["--quick"] if quick else [])], limit)
+    seen = {} if name == "ranks" else needs.one_gpu()  # the others' ranks are threads that share a GPU
+    trouble = ended([*words, "--seconds", str(limit), *(["--quick"] if quick else [])], limit, seen)
     found = read(new)
     if found.done or len(found.rows) + len(found.passed) >= len(before.rows) + len(before.passed):
         new.replace(file)  # else an earlier call came further
@@ -140,11 +153,15 @@ def rows_of(name: str, file: Path, troubles: dict[str, str]) -> list[report.Row]
     return [*found.rows, *([report.Row(name, name, error=trouble)] if trouble else [])]
 
 
-def ended(words: list[str], limit: float) -> str:
-    """Run this module with `words`, and whatever it starts; "" or what went wrong."""
+def ended(words: list[str], limit: float, seen: dict[str, str]) -> str:
+    """Run this module with `words`, and whatever it starts; "" or what went wrong. seen: the GPUs it sees."""
     with tempfile.TemporaryFile("w+", errors="replace") as errors:
         process = subprocess.Popen(
-            [sys.executable, "-m", "bench.gpu", *words], cwd=ROOT, stderr=errors, start_new_session=True
+            [sys.executable, "-m", "bench.gpu", *words],
+            cwd=ROOT,
+            env=os.environ | seen,
+            stderr=errors,
+            start_new_session=True,
         )
         trouble = ""
         try:

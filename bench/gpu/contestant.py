@@ -5,6 +5,7 @@ says what it is. What the libraries print goes to its errors.
 """
 
 import json
+import math
 import os
 import select
 import statistics
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 ROOT = Path(__file__).parents[2]
+ROOM = 1.25  # of the memory that the largest contestant has taken: what must be free for one more
 
 
 class Trainer(Protocol):
@@ -26,7 +28,10 @@ class Trainer(Protocol):
         """What it is; its first line."""
 
     def steps(self, count: int) -> dict:
-        """Train so many steps: {"seconds": of one, "loss": of the last}."""
+        """Train so many steps: {"seconds": of one, "loss": of the last}.
+
+        On a GPU also the bytes of it that are "taken" by this one, and "free" for others.
+        """
 
 
 def serve(make: Callable[[dict], Trainer]) -> None:
@@ -105,13 +110,17 @@ class Contestant:
 
 @dataclass
 class Course:
-    """What a race has shown of one contestant. `error`: why it ended early."""
+    """What a race has shown of one contestant. `error`: why it ended early.
+
+    heat: 0, or, where the GPU's memory did not hold them all, which of the races one after the other.
+    """
 
     about: dict = field(default_factory=dict)
     alone: dict = field(default_factory=dict)  # the answer to its first steps after the warm-up
     seconds: list[float] = field(default_factory=list)
     answers: list[dict] = field(default_factory=list)
     error: str = ""
+    heat: int = 0
 
     @property
     def median(self) -> float:
@@ -136,33 +145,47 @@ def race(
     """Courses by name. All are warmed up, then take turns of `steps` steps; at the end each is asked `last`.
 
     entrants: name -> (module, settings). One that fails is out, the others go on. entered: told of each that
-    is warm and has taken a turn, before the next one starts.
+    is warm and has taken a turn, before the next one starts. If the GPU has no room for one more, those that
+    are warm race without it, and end; then the rest race.
     """
-    runners = _Field()
-    try:
-        for name, how in entrants.items():  # one after the other: each sees what memory it takes
-            runners.enter(name, Contestant(name, *how))
-            runners.one(name, lambda runner, course: _warm_up(runner, course, warmup, steps))
-            if not runners.courses[name].error:
-                entered(name, runners.courses[name])
-        for _ in range(rounds):
-            runners.everyone(lambda runner, course: _turn(runner, course, steps))
-        for question in last:
-            runners.everyone(lambda runner, course, q=question: course.about.update(runner.ask(q)))
-    finally:
-        runners.close()
-    return runners.courses
+    left, courses, heat = dict(entrants), {}, 0
+    while left:
+        runners, heat = _Field(heat), heat + 1
+        try:
+            while left and runners.have_room():  # one after the other: each sees what memory it takes
+                name = next(iter(left))
+                runners.enter(name, Contestant(name, *left.pop(name)))
+                runners.one(name, lambda runner, course: _warm_up(runner, course, warmup, steps))
+                if not runners.courses[name].error:
+                    entered(name, runners.courses[name])
+            for _ in range(rounds):
+                runners.everyone(lambda runner, course: _turn(runner, course, steps))
+            for question in last:
+                runners.everyone(lambda runner, course, q=question: course.about.update(runner.ask(q)))
+        finally:
+            runners.close()
+        courses |= runners.courses
+    return courses
 
 
 class _Field:
     """Everyone's course, and the runners that are still in the race."""
 
-    def __init__(self) -> None:
+    def __init__(self, heat: int) -> None:
         self.courses: dict[str, Course] = {}
+        self._heat = heat
         self._runners: dict[str, Contestant] = {}
 
+    def have_room(self) -> bool:
+        """Whether one more like the largest of those that are warm has room on the GPU."""
+        warm = [self.courses[name] for name in self._runners]
+        if not warm:
+            return True
+        largest = max(course.about["warmup"].get("taken", 0) for course in warm)
+        return warm[-1].alone.get("free", math.inf) >= ROOM * largest
+
     def enter(self, name: str, runner: Contestant) -> None:
-        self.courses[name], self._runners[name] = Course(), runner
+        self.courses[name], self._runners[name] = Course(heat=self._heat), runner
 
     def everyone(self, work: Callable[[Contestant, Course], None]) -> None:
         for name in list(self._runners):

@@ -49,5 +49,5 @@ class Job:
 
 SIZES = {
     "gpt2": Job(),
-    "gpt2-xl": Job(layers=48, dim=1600, heads=25, batch=8, compiled="blocks"),  # two contestants fit
+    "gpt2-xl": Job(layers=48, dim=1600, heads=25, batch=8, compiled="blocks"),
 }

@@ -3,32 +3,76 @@
 import ctypes
 import importlib.metadata
 import importlib.util
+import os
 import platform
 import subprocess
+import sys
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 
 BENCHMARKS = ("numpy", "cupy", "ml_dtypes", "cuda.pathfinder")
 TESTS = (*BENCHMARKS, "pytest", "numba", "threadpoolctl")
+STEP = (*BENCHMARKS, "numba", "threadpoolctl")
+SECTIONS = {"tests": TESTS, "step": STEP}  # what others need is BENCHMARKS
 WITHOUT = {
     "torch": "no figures of PyTorch beside ours, and no test against its bfloat16",
     "cudnn": "attention and convolution run in kernels of our own, which are several times slower",
     "matplotlib": "no picture",
     "safetensors": "the test that saves weights is skipped",
-    "mpi4py": "the tests of NCCL and CUDA IPC between processes are skipped",
+    "mpi4py": "nothing is run in several processes, over NCCL or CUDA IPC",
     "pytest_timeout": "a test that hangs is ended with all the others",
+    "rich": "the training command can't write to a terminal; nothing here does",
 }
+# module -> what pip installs it from, where that has another name; {} is CUDA's major version
+_WHEELS = {
+    "cupy": "cupy-cuda{}x",
+    "cuda.pathfinder": "cuda-pathfinder",
+    "cudnn": "nvidia-cudnn-frontend",
+    "pytest_timeout": "pytest-timeout",
+    "mpi4py": "mpi4py mpich",
+}
+# Of NVIDIA's libraries: name -> what fails where it is not found, what is lost, its wheels for CUDA 12
+_LIBRARIES = {
+    "CUDA's headers": (
+        "from shardrt.kernels.cuda import _compile; _compile._headers()",
+        "no kernel can be compiled",
+        "nvidia-cuda-runtime-cu12 nvidia-cuda-cccl-cu12",
+    ),
+    "NVRTC": (
+        "from cupy_backends.cuda.libs import nvrtc; nvrtc.getVersion()",
+        "no kernel can be compiled",
+        "nvidia-cuda-nvrtc-cu12",
+    ),
+    "cublasLt": (
+        "from shardrt.kernels.cuda import _cupy; _cupy._library()",
+        "no product can be computed",
+        "nvidia-cublas-cu12",
+    ),
+    "NCCL": (
+        "from cupy.cuda import nccl; assert nccl.available",
+        "ranks with a GPU each can't talk",
+        "nvidia-nccl-cu12",
+    ),
+}
+_NO_SUFFIX = ("runtime", "cccl", "nvrtc", "cublas")  # of the name of the wheel, from CUDA 13 on
 _PACKAGES = (
     "numpy",
-    "cupy-cuda13x",
+    "cupy",
     "ml_dtypes",
+    "cuda-pathfinder",
     "numba",
     "torch",
     "triton",
     "mpi4py",
-    "nvidia-cublas",
-    "nvidia-cudnn-cu13",
     "nvidia-cudnn-frontend",
-    "nvidia-nccl-cu13",
+    *(f"nvidia-{each}" for each in ("cuda-runtime", "cuda-nvrtc", "cublas")),
+    *(f"cupy-cuda{major}x" for major in (12, 13)),
+    *(
+        f"nvidia-{each}-cu{major}"
+        for major in (12, 13)
+        for each in ("cuda-runtime", "cuda-nvrtc", "cublas", "cudnn", "nccl")
+    ),
 )
 _HEALTH = {  # what nvidia-smi is asked -> its name for a reader
     "temperature.gpu": "C",
@@ -42,49 +86,79 @@ _QUERY = "name,driver_version,pcie.link.gen.max,pcie.link.width.max,clocks.max.s
 
 @dataclass(frozen=True)
 class Found:
-    """What is missing of which list, and whether there is a GPU."""
+    """missing: modules. gpus: how many the driver shows. troubles: lines on NVIDIA's libraries and driver."""
 
     missing: tuple[str, ...]
-    gpu: bool
+    gpus: int
+    troubles: tuple[str, ...] = ()
 
-    @property
-    def benchmarks(self) -> bool:
-        """Whether they can run."""
-        return self.gpu and not set(BENCHMARKS) & set(self.missing)
-
-    @property
-    def tests(self) -> bool:
-        """Whether they can run."""
-        return self.gpu and not set(TESTS) & set(self.missing)
+    def lacks(self, section: str) -> str:
+        """Why a section of the benchmarks can't run, and what installs that; "" where it can."""
+        missing = [name for name in SECTIONS.get(section, BENCHMARKS) if name in self.missing]
+        if not missing:
+            return ""
+        return f"not run: {', '.join(missing)} missing ({_pip(*(_wheel(name) for name in missing))})"
 
     def lines(self) -> list[str]:
-        """For a reader: what is missing, and what that costs."""
-        told = [] if self.gpu else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
-        for name in self.missing:
-            if name in BENCHMARKS:
-                told.append(f"{name} is missing: neither tests nor benchmarks can run")
-            elif name in TESTS:
-                told.append(f"{name} is missing: the tests can't run")
-            else:
-                told.append(f"{name} is missing: {WITHOUT[name]}")
-        return told
+        """For a reader: what is missing, what that costs, and what installs it."""
+        told = [] if self.gpus else ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+        costs = dict.fromkeys(TESTS, "the tests can't run") | WITHOUT
+        costs |= dict.fromkeys(STEP, "neither the tests nor a step on the CPU can run")
+        costs |= dict.fromkeys(BENCHMARKS, "nothing can run")
+        told += [f"{name} is missing: {costs[name]} ({_pip(_wheel(name))})" for name in self.missing]
+        return [*told, *self.troubles]
 
 
 def find() -> Found:
-    """Look around; imports nothing of what it looks for."""
-    missing = [name for name in (*TESTS, *WITHOUT) if not _there(name)]
-    return Found(tuple(missing), _gpus() > 0)
+    """Look around; this process imports nothing of what it looks for."""
+    missing = [name for name in dict.fromkeys((*TESTS, *WITHOUT)) if not there(name)]
+    count = gpus()
+    ready = count and not set(BENCHMARKS) & set(missing)
+    return Found(tuple(missing), count, (*_old_driver(), *libraries()) if ready else ())
+
+
+def libraries() -> list[str]:
+    """A line for each of NVIDIA's that the code that loads it does not find, tried in another process."""
+    tries = {name: words for name, (words, *_) in _LIBRARIES.items()}
+    program = (
+        "import sys\n"
+        f"for name, words in {tries!r}.items():\n"
+        "    try: exec(words)\n"
+        "    except Exception as error: print(error, file=sys.stderr); print('not found:', name)\n"
+    )
+    try:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-c", program],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            cwd=Path(__file__).parents[2],
+        )
+    except subprocess.TimeoutExpired:
+        return []
+    return [
+        f"{name} not found: {cost} ({_pip(*_for_this_cuda(wheels))})"
+        for name, (_, cost, wheels) in _LIBRARIES.items()
+        if f"not found: {name}" in done.stdout.splitlines()
+    ]
+
+
+def gpus() -> int:
+    """How many the driver shows to this process, without CuPy."""
+    driver, count = _driver(), ctypes.c_int()
+    return 0 if driver is None or driver.cuDeviceGetCount(ctypes.byref(count)) else count.value
+
+
+def one_gpu() -> dict[str, str]:
+    """The environment in which a process sees the first GPU alone of those that this one may use."""
+    return {"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0].strip()}
 
 
 def machine() -> dict[str, str]:
     """Versions, and what nvidia-smi says of the first GPU; what can't be had is left out."""
     told = {"python": platform.python_version()}
-    for name in _PACKAGES:
-        try:
-            told[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            pass
-    return told | _asked(_QUERY.split(","))
+    told |= {name: version for name in _PACKAGES if (version := _version(name))}
+    return told | {"GPUs": str(gpus())} | _asked(_QUERY.split(","))
 
 
 def health() -> str:
@@ -95,7 +169,8 @@ def health() -> str:
 
 def _asked(names: list[str]) -> dict[str, str]:
     """What nvidia-smi answers of the first GPU; nothing where it can't."""
-    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits", "--id=0"]
+    command = ["nvidia-smi", f"--query-gpu={','.join(names)}", "--format=csv,noheader,nounits"]
+    command.append(f"--id={_bus()}")
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20)
     except (OSError, subprocess.TimeoutExpired):
@@ -104,20 +179,67 @@ def _asked(names: list[str]) -> dict[str, str]:
     return dict(zip(names, values, strict=True)) if len(values) == len(names) else {}
 
 
-def _there(name: str) -> bool:
+def there(name: str) -> bool:
+    """Whether a module can be imported, which is not done."""
     try:
         return importlib.util.find_spec(name) is not None
     except ImportError:  # its parent package is missing
         return False
 
 
-def _gpus() -> int:
-    """How many the driver sees, without CuPy."""
+def _wheel(name: str) -> str:
+    return _WHEELS.get(name, name).format(_cuda())
+
+
+def _pip(*wheels: str) -> str:
+    return f"pip install {' '.join(wheels)}"
+
+
+def _for_this_cuda(wheels: str) -> list[str]:
+    if _cuda() < 13:
+        return wheels.split()
+    bare = [wheel.removesuffix("-cu12") for wheel in wheels.split()]
+    return [name if name.endswith(_NO_SUFFIX) else f"{name}-cu{_cuda()}" for name in bare]
+
+
+def _cuda() -> int:
+    """The major version of CUDA: that of CuPy's wheel, else the driver's, else the latest."""
+    installed = next((major for major in (12, 13) if _version(f"cupy-cuda{major}x")), 0)
+    return installed or min(max(_driver_cuda() or 13, 12), 13)
+
+
+def _driver_cuda() -> int:
+    """The major version of CUDA that the driver is for; 0 where it is not known."""
+    driver, version = _driver(), ctypes.c_int()
+    return 0 if driver is None or driver.cuDriverGetVersion(ctypes.byref(version)) else version.value // 1000
+
+
+def _old_driver() -> list[str]:
+    if not 0 < _driver_cuda() < _cuda():
+        return []
+    instead = _pip(f"cupy-cuda{_driver_cuda()}x")
+    return [f"the driver is for CUDA {_driver_cuda()}, CuPy for CUDA {_cuda()}: nothing can run ({instead})"]
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _bus() -> str:
+    """Where the first GPU that this process may use is, as nvidia-smi wants it, whose numbers are its own."""
+    driver, text = _driver(), ctypes.create_string_buffer(32)
+    known = driver is not None and not driver.cuDeviceGetPCIBusId(text, len(text), 0)
+    return text.value.decode() if known else "0"
+
+
+@cache
+def _driver() -> ctypes.CDLL | None:
+    """The driver, ready; it heeds CUDA_VISIBLE_DEVICES as it was at the first call."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:
-        return 0
-    count = ctypes.c_int()
-    if driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count)):
-        return 0
-    return count.value
+        return None
+    return None if driver.cuInit(0) else driver

@@ -1,4 +1,4 @@
-"""The contestant shardrt: GPT-2 on one GPU, as bench.gpu.contestant asks it to train.
+"""The contestant shardrt: GPT-2 on one GPU, or one for each rank, as bench.gpu.contestant asks it to train.
 
 python -m bench.gpu.ours '{"layers": 12, ..., "strategy": "FULL_SHARD", "dtype": "bfloat16"}'
 """
@@ -58,7 +58,8 @@ class Trainer:
         self._finish()
         seconds = (time.perf_counter() - start) / count
         self._step += count
-        return {"seconds": seconds, "loss": loss.item(), "taken": self._free - self._free_now()}
+        free = self._free_now()
+        return {"seconds": seconds, "loss": loss.item(), "taken": self._free - free, "free": free}
 
     def update(self, rounds: int = 5) -> dict:
         """{"update": seconds of the optimizer's step alone, the least of a few}, after a micro-batch each."""
@@ -96,8 +97,8 @@ class Trainer:
         return loss
 
     def batch(self, step: int) -> tuple[np.ndarray, np.ndarray]:
-        """Of a step: tokens and targets."""
-        return self.job.workload.batch_of(step, 0)
+        """Of a step: tokens and targets of this rank."""
+        return self.job.workload.batch_of(step, self.mesh.rank)
 
     def _backward(self, tokens: np.ndarray, targets: np.ndarray, parts: int) -> shardrt.Tensor:
         """All micro-batches of a step; the loss of the last."""

@@ -74,10 +74,12 @@ class Trainer:
         self._finish()
         seconds = (time.perf_counter() - start) / count
         self._step += count
+        free = self._free_now()
         return {
             "seconds": seconds,
             "loss": loss.item(),
-            "taken": self._free - self._free_now(),
+            "taken": self._free - free,
+            "free": free,
             "held": torch.cuda.max_memory_allocated() if self._cuda else 0,
             "compiled": self._compiled,
         }

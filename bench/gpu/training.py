@@ -19,7 +19,7 @@ CLOSE = 2e-2  # relative difference of losses in bfloat16
 def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
     """Tokens a second, MFU and memory of both, from the same weights on the same tokens.
 
-    GPT-2 124M also beside FSDP2 at world size 1; of the larger one only two fit on a GPU.
+    GPT-2 124M also beside FSDP2 at world size 1.
     """
     job = job or SIZES[size]
     with tempfile.TemporaryDirectory(prefix="bench-gpu-") as folder:
@@ -45,6 +45,14 @@ def beside_torch(run: Run, size: str = "gpt2", job: Job | None = None) -> None:
     compare(run, job, courses, AIMS[size])
 
 
+def ours_alone(run: Run, job: Job | None = None) -> None:
+    """Our own row without the time that PyTorch takes to compile."""
+    job = job or SIZES["gpt2"]
+    course = race({"shardrt": (OURS, job.settings())}, warmup=4, rounds=0, steps=4 if run.quick else 16)
+    if not failed(run, "shardrt, alone", course):
+        alone(run, job, "shardrt", course["shardrt"])
+
+
 def alone(run: Run, job: Job, name: str, course: Course) -> None:
     """A row for each as soon as it can be: compiling the next may take all the time that is left."""
     rate = job.tokens / course.alone["seconds"]
@@ -63,7 +71,7 @@ def compare(run: Run, job: Job, courses: dict[str, Course], aims: tuple[float, .
         if not {"shardrt", peer} <= done.keys():
             continue
         ours, theirs = done["shardrt"], done[peer]
-        check = losses_agree(ours.losses, theirs.losses, CLOSE)
+        check = losses_agree(ours.losses, theirs.losses, CLOSE) + apart(ours, theirs)
         how = {"model": "compiled", "blocks": "blocks compiled", "": "NOT COMPILED"}
         compiled = how[theirs.answers[-1]["compiled"]]
         run.add(
@@ -172,8 +180,13 @@ def by_turns(
         theirs=1e3 * first.median,
         at_most=at_most,
         goal=goal,
-        check=f"{check(second.losses, first.losses, 1e-6)}; rounds {spread}",
+        check=f"{check(second.losses, first.losses, 1e-6)}; rounds {spread}{apart(first, second)}",
     )
+
+
+def apart(first: Course, second: Course) -> str:
+    """A word for the check where two did not take turns."""
+    return "" if first.heat == second.heat else "; one after the other: no memory for both"
 
 
 def failed(run: Run, name: str, courses: dict[str, Course]) -> bool:

@@ -9,15 +9,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from textwrap import fill
-
-from rich.console import Console
-from rich.live import Live
-from rich.progress_bar import ProgressBar
-from rich.table import Table
-from rich.text import Text
+from typing import TYPE_CHECKING
 
 from shardrt.comm import world as worlds
 from shardrt.untrusted import encodable, printable, say
+
+if TYPE_CHECKING:  # rich is imported where a terminal is written to: models and their tests run without it
+    from rich.console import Console
+    from rich.live import Live
 
 PLAIN_WIDTH = 80  # columns where nobody can say how many there are
 _EVERY = 0.1  # seconds between two pictures of the line that moves
@@ -32,7 +31,11 @@ class Screen:
 
     def __init__(self, *, shown: bool = True) -> None:
         self.shown = shown
-        self._console = Console() if shown and sys.stdout.isatty() else None
+        self._console: Console | None = None
+        if shown and sys.stdout.isatty():
+            from rich import console
+
+            self._console = console.Console()
         self._live: Live | None = None
         self._told = 0.0
 
@@ -72,6 +75,8 @@ class Screen:
         if self._console is None:
             yield
             return
+        from rich.live import Live
+
         with Live(console=self._console, auto_refresh=False, transient=True) as self._live:
             try:
                 yield
@@ -90,6 +95,10 @@ class Screen:
             return
         self._told = now
         if self._live:
+            from rich.progress_bar import ProgressBar
+            from rich.table import Table
+            from rich.text import Text
+
             row = Table.grid(padding=(0, 1))
             row.add_row(Text(what), ProgressBar(total=total, completed=done, width=24), f"{done}/{total}")
             self._live.update(row, refresh=True)

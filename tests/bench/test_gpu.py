@@ -17,6 +17,7 @@ import pytest
 
 from bench.gpu import __main__ as command
 from bench.gpu import (
+    caches,
     ceilings,
     clock,
     contestant,
@@ -27,6 +28,7 @@ from bench.gpu import (
     kernels,
     needs,
     products,
+    ranks,
     report,
     state,
     suite,
@@ -36,6 +38,7 @@ from bench.gpu.job import Job
 from bench.gpu.report import Row
 from bench.workload import Workload
 from tests.ranks import ROOT
+from tests.softgpu.available import missing
 from tests.softgpu.fixtures import gpu, kernels_of_all_tests, software
 
 __all__ = ["gpu", "kernels_of_all_tests", "software"]
@@ -113,17 +116,142 @@ def test_rows_survive_the_process_that_wrote_them(tmp_path):
     assert state.read(tmp_path / "nothing") == state.Measured()
 
 
-def test_what_is_missing_is_named_with_what_it_costs():
-    found = needs.Found(("numba", "torch", "cudnn"), gpu=True)
-    assert found.benchmarks and not found.tests
+def test_what_is_missing_is_named_with_what_it_costs(monkeypatch):
+    monkeypatch.setattr(needs, "_cuda", lambda: 12)
+    found = needs.Found(("cupy", "numba", "torch", "cudnn", "rich"), gpus=1, troubles=("NCCL not found",))
     assert found.lines() == [
-        "numba is missing: the tests can't run",
-        "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16",
+        "cupy is missing: nothing can run (pip install cupy-cuda12x)",
+        "numba is missing: neither the tests nor a step on the CPU can run (pip install numba)",
+        "torch is missing: no figures of PyTorch beside ours, and no test against its bfloat16 "
+        "(pip install torch)",
         "cudnn is missing: attention and convolution run in kernels of our own, "
-        "which are several times slower",
+        "which are several times slower (pip install nvidia-cudnn-frontend)",
+        "rich is missing: the training command can't write to a terminal; nothing here does "
+        "(pip install rich)",
+        "NCCL not found",
     ]
-    assert not needs.Found((), gpu=False).benchmarks
-    assert not needs.Found(("cupy",), gpu=True).benchmarks
+    assert found.lacks("step") == "not run: cupy, numba missing (pip install cupy-cuda12x numba)"
+    assert needs.Found(("numba", "rich"), gpus=1).lacks("kernels") == ""
+    assert needs.Found(("pytest",), gpus=1).lacks("tests") == "not run: pytest missing (pip install pytest)"
+    assert needs.Found((), gpus=0).lines() == ["no GPU: the driver, libcuda.so.1, is missing or sees none"]
+
+
+@pytest.mark.parametrize(
+    ("wheel", "driver", "pip"),
+    [
+        ("cupy-cuda12x", 13, "nvidia-cublas-cu12 nvidia-nccl-cu12"),
+        ("cupy-cuda13x", 13, "nvidia-cublas nvidia-nccl-cu13"),
+        ("", 12, "nvidia-cublas-cu12 nvidia-nccl-cu12"),
+        ("", 14, "nvidia-cublas nvidia-nccl-cu13"),
+    ],
+)
+def test_wheels_are_for_the_cuda_of_cupy_or_else_of_the_driver(monkeypatch, wheel, driver, pip):
+    monkeypatch.setattr(needs, "_version", lambda package: "14.2.0" if package == wheel else "")
+    monkeypatch.setattr(needs, "_driver_cuda", lambda: driver)
+    asked = {"there": ("import os", "", "x"), "lost": ("import no_such_module", "all", LOST)}
+    monkeypatch.setattr(needs, "_LIBRARIES", asked)
+    assert needs.libraries() == [f"lost not found: all (pip install {pip})"]
+    assert {name for name in needs.machine() if name.startswith("cupy")} == ({wheel} if wheel else set())
+
+
+LOST = "nvidia-cublas-cu12 nvidia-nccl-cu12"
+
+
+def test_libraries_are_looked_for_by_what_loads_them():
+    """needs.py names functions of others."""
+    pytest.importorskip("cupy_backends")
+    from shardrt.kernels.cuda import _compile, _cupy
+
+    words = " ".join(words for words, *_ in needs._LIBRARIES.values())
+    assert f"_compile.{_compile._headers.__name__}()" in words
+    assert f"_cupy.{_cupy._library.__name__}()" in words
+    assert not [line for line in needs.libraries() if "headers" in line]
+
+
+class Driver:
+    """libcuda.so.1 of a machine."""
+
+    def cuInit(self, flags):
+        return 0
+
+    def cuDeviceGetCount(self, count):
+        count._obj.value = 8
+        return 0
+
+    def cuDriverGetVersion(self, version):
+        version._obj.value = 12080
+        return 0
+
+    def cuDeviceGetPCIBusId(self, text, size, device):
+        assert device == 0
+        text.value = b"0000:1B:00.0"
+        return 0
+
+
+@pytest.fixture
+def driver_played(monkeypatch):
+    needs._driver.cache_clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(needs.ctypes, "CDLL", lambda name: Driver())
+        yield
+    needs._driver.cache_clear()
+
+
+def test_nvidia_smi_is_asked_of_the_gpu_that_is_used(driver_played, monkeypatch, tmp_path):
+    script = tmp_path / "nvidia-smi"
+    script.write_text('#!/bin/sh\necho "$*" > "$0.asked"; echo 40, 1980, 0, 0x0, 0\n')
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    assert needs.gpus() == 8
+    assert needs.health().startswith("40 C, 1980 MHz")
+    assert (tmp_path / "nvidia-smi.asked").read_text().split()[-1] == "--id=0000:1B:00.0"
+
+
+def test_a_driver_too_old_for_cupy_is_named(driver_played, monkeypatch):
+    monkeypatch.setattr(needs, "_version", lambda package: "14.2.0" if package == "cupy-cuda13x" else "")
+    monkeypatch.setattr(needs, "libraries", list)
+    monkeypatch.setattr(needs, "there", lambda name: True)
+    assert needs.find().lines() == [
+        "the driver is for CUDA 12, CuPy for CUDA 13: nothing can run (pip install cupy-cuda12x)"
+    ]
+
+
+@pytest.mark.parametrize(("given", "one"), [(None, "0"), ("5, 3", "5"), ("GPU-8932,GPU-1", "GPU-8932")])
+def test_one_gpu_is_the_first_of_those_that_the_user_allows(monkeypatch, given, one):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if given:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    assert needs.one_gpu() == {"CUDA_VISIBLE_DEVICES": one}
+
+
+def test_the_tests_of_a_gpu_are_collected_with_no_package_that_they_can_do_without():
+    if missing():
+        pytest.skip(missing())
+    left_out = ["hypothesis", "rich", "mpi4py", "safetensors", "matplotlib", "psutil", "xxhash", "tomli_w"]
+    words = ["-q", "-p", "tests.softgpu.plugin", "-p", "no:cacheprovider", "--collect-only", "tests/gpu"]
+    program = (
+        f"import sys\nsys.modules.update(dict.fromkeys({left_out}))\n"
+        f"import pytest\nsys.exit(pytest.main({words}))"
+    )
+    environment = os.environ | {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # pytest alone, of all its plugins
+    how = {"capture_output": True, "text": True, "cwd": ROOT, "env": environment}
+    done = subprocess.run([sys.executable, "-c", program], **how)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr
+
+
+def test_the_folder_of_results_is_one_of_the_caller(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+    assert command.arguments().parse_args([]).out == tmp_path / "runs/gpu"
+    assert command.arguments().parse_args(["--out", "here"]).out == tmp_path / "here"
+
+
+def test_our_training_row_comes_early_and_the_tests_leave_room_for_others():
+    limits = {name: entry[2] for name, entry in command.SECTIONS.items() if name != "ranks"}
+    names, budget = list(limits), command.arguments().parse_args([]).budget
+    assert names[:5] == ["ceilings", "caches", "step", "alone", "tests"]
+    before = sum(limits[name] for name in names[: names.index("training")])
+    assert before <= budget - 60, "no minute is left for training beside PyTorch"
+    assert suite.GRACE < limits["tests"] / 2
 
 
 def test_the_twelve_products():
@@ -135,10 +263,11 @@ def test_the_twelve_products():
 
 
 PROGRAM = """
-import json, sys, time
+import json, os, sys, time
 name, rows = sys.argv[2], sys.argv[4]
 def note(values): open(rows, "a").write(json.dumps(values) + "\\n")
-if name != "launches": note({"section": name, "name": "a", "figure": float(FIGURE), "unit": "GB/s"})
+gpus = os.environ["CUDA_VISIBLE_DEVICES"]
+if name != "launches": note({"section": name, "name": "a", "figure": float(FIGURE), "check": gpus})
 if name == "ceilings": note({"ceiling": "copy", "value": float(FIGURE)})
 if name == "kernels" and FIGURE == 2: sys.exit("CUDA fell")
 if name == "products" and FIGURE == 2: time.sleep(60)
@@ -162,6 +291,7 @@ def sections_played(monkeypatch):
         started.clear()
         return started
 
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,3")
     monkeypatch.setattr(needs, "machine", lambda: {"name": "a GPU"})
     limits = {name: (*entry[:2], 3.0) for name, entry in command.SECTIONS.items()}
     monkeypatch.setattr(command, "SECTIONS", limits)
@@ -192,6 +322,34 @@ def test_sections_that_fail_hang_or_say_nothing_become_rows(sections_played, tmp
     result = json.loads((tmp_path / "gpu.json").read_text())
     assert result["machine"] == {"name": "a GPU"} and result["date"] and result["ceilings"] == {"copy": 2.0}
     assert "CUDA fell" in (tmp_path / "gpu.txt").read_text() and "CUDA fell" in capsys.readouterr().out
+
+
+def test_sections_see_one_gpu_but_for_that_of_ranks(sections_played, tmp_path):
+    sections_played(1)
+    command.run(["ceilings", "kernels", "ranks"], command.arguments().parse_args(["--out", str(tmp_path)]))
+    rows = json.loads((tmp_path / "gpu.json").read_text())["rows"]
+    seen = {row["section"]: row["check"] for row in rows}
+    assert seen == {"ceilings": "5", "kernels": "5", "ranks": "5,3"}
+
+
+def test_what_a_section_lacks_is_its_row_and_the_others_run(sections_played, tmp_path, monkeypatch, capsys):
+    started = sections_played(1)
+    monkeypatch.setattr(needs, "find", lambda: needs.Found(("numba", "pytest"), gpus=1))
+    words = ["--out", str(tmp_path), *(f"--only={name}" for name in ("step", "tests", "launches", "kernels"))]
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", *words])
+    with pytest.raises(SystemExit, match="1"):
+        command.main()
+    assert started == ["ceilings", "launches", "kernels"]
+    assert [row for row in told(tmp_path) if row[0] in ("step", "tests")] == [
+        ("step", None, "not run: numba missing (pip install numba)"),
+        ("tests", None, "not run: pytest, numba missing (pip install pytest numba)"),
+    ]
+    assert "numba is missing" in capsys.readouterr().out
+    monkeypatch.setattr(needs, "find", lambda: needs.Found(("ml_dtypes",), gpus=1))
+    monkeypatch.setattr(sys, "argv", ["bench.gpu", "--out", str(tmp_path / "bare")])
+    with pytest.raises(SystemExit, match="1"):
+        command.main()
+    assert {row[0] for row in told(tmp_path / "bare")} == set(command.SECTIONS)
 
 
 def test_the_next_call_goes_on_and_what_failed_comes_last(sections_played, tmp_path):
@@ -320,6 +478,16 @@ def test_the_tests_go_on_where_they_were_ended_and_failures_keep_their_names(tmp
     assert run.rows[2].figure == 4 and "test_that_is_not_cleared_away" in run.rows[2].error
 
 
+def test_a_file_that_can_not_be_imported_is_named_and_the_others_run(tmp_path, monkeypatch):
+    (tmp_path / "test_absent.py").write_text("import no_such_module")
+    (tmp_path / "test_some.py").write_text(
+        "import pytest\npytestmark = pytest.mark.gpu\ndef test_fine(): pass\n"
+    )
+    run = state.Run("tests", tmp_path / "rows", seconds=60.0 + suite.GRACE)
+    suite.measure(run, str(tmp_path), "-p", "no:cacheprovider", f"--rootdir={tmp_path}", "-c", os.devnull)
+    assert (run.rows[0].figure, run.rows[0].error) == (1, "1 failed: test_absent.py")
+
+
 def test_the_first_step_is_compared(tmp_path, monkeypatch):
     """The CPU plays the GPU; and one whose gradients are wrong is told."""
     step = first_step.step
@@ -366,7 +534,7 @@ class Stub:
         print("more noise")
         self.settings["left"] -= 1
         if not self.settings["left"]: raise RuntimeError("out of breath")
-        return {"seconds": self.settings["seconds"], "loss": 1.0}
+        return {"seconds": self.settings["seconds"], "loss": 1.0, **self.settings.get("memory", {})}
     def digest(self): return {"digest": "abc"}
 serve(Stub)
 """
@@ -397,8 +565,34 @@ def test_a_race_goes_on_when_one_falls(monkeypatch, tmp_path):
     assert "no_such_module" in courses["absent"].error
 
 
+@pytest.mark.parametrize(("free", "heats"), [(26, [0, 0, 0]), (24, [0, 1, 2])])
+def test_contestants_that_the_gpu_has_no_room_for_run_one_after_the_other(monkeypatch, tmp_path, free, heats):
+    """Another 20 GB and a quarter must be free beside the one that has taken as many."""
+    (tmp_path / "stub.py").write_text(STUB)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    settings = {"seconds": 0.5, "left": 9, "memory": {"taken": 20, "free": free}}
+    running, most = [], []
+
+    class Counted(contestant.Contestant):
+        def __init__(self, *how):
+            super().__init__(*how)
+            running.append(self)
+            most.append(len(running))
+
+        def close(self):
+            running.remove(self)
+            super().close()
+
+    monkeypatch.setattr(contestant, "Contestant", Counted)
+    courses = contestant.race(dict.fromkeys("abc", ("stub", settings)), warmup=1, rounds=2, steps=1)
+    assert list(courses) == ["a", "b", "c"]
+    assert [course.heat for course in courses.values()] == heats
+    assert all(course.seconds == [0.5] * 2 and not course.error for course in courses.values())
+    assert max(most) == (1 if free == 24 else 3) and not running
+
+
 def test_without_a_gpu_there_is_one_clear_line():
-    if needs.find().gpu:
+    if needs.gpus():
         pytest.skip("there is a GPU")
     done = subprocess.run([sys.executable, "-m", "bench.gpu"], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2 and "no GPU" in done.stdout and not done.stderr
@@ -449,6 +643,18 @@ def test_ceilings(played):
     ceilings.measure(played, copied=64, linked=64, side=8)
     assert {"copy", "matmul", "host to device", "device to host", "both"} <= played.ceilings.keys()
     fine(played)
+
+
+def test_caches(played, monkeypatch):
+    warmed, tiny = [], Workload(layers=1, dim=8, heads=2, seq=4, batch=2, vocab=29)
+    monkeypatch.setattr(type(clock.devices.get("cpu")), "warm_up", lambda self: warmed.append(self))
+    caches.measure(played, tiny)
+    assert len(fine(played)) == 4 and len(warmed) == 1
+
+
+def test_the_first_step_is_as_near_to_the_cpu_as_is_asked(played):
+    first_step.measure(played)
+    assert len(fine(played)) == 2 and not [row.check for row in played.rows if row.bad]
 
 
 def test_every_kernel_is_called_as_it_wants_to_be(played):
@@ -543,7 +749,15 @@ def test_training_beside_torch_from_the_same_weights(played, race_here):
     same = rows["the same step"]
     assert same.ratio > 0 and same.beside == "FSDP2, NOT COMPILED, default attention"
     assert "WRONG" not in same.check and same.check.startswith("losses differ by")
+    # A CPU's PyTorch says that nothing of the GPU is free: so one more runs when all are gone.
+    assert same.check.endswith("; one after the other: no memory for both") and ";" not in step.check
     assert rows["shardrt: 6N + 6LCT"].theirs == 2.0  # the last of two: beside the measured product
+
+
+def test_our_own_row_alone(played, race_here):
+    training.ours_alone(played, TINY)
+    rows = fine(played)
+    assert list(rows) == ["shardrt, alone"] and "loss" in rows["shardrt, alone"].check
 
 
 @pytest.mark.slow
@@ -555,3 +769,76 @@ def test_sharding_and_offload(played, race_here):
     assert names[:2] == ["FULL_SHARD, float32", "FULL_SHARD, bfloat16"]
     assert all("WRONG" not in row.check for row in played.rows)
     assert "parameters have the same bits" in played.rows[2].check
+
+
+# -- ranks with a GPU each
+
+
+SMALL = Job(layers=1, dim=8, heads=2, seq=16, batch=8, vocab=29)
+
+
+@pytest.mark.mpi
+def test_ranks_with_a_gpu_each_train_and_show_what_carries_their_sums(tmp_path, monkeypatch):
+    if missing():
+        pytest.skip(missing())
+    monkeypatch.setattr(needs, "gpus", lambda: 2)
+    for name in (name for name in os.environ if name.endswith("_NUM_THREADS")):
+        monkeypatch.delenv(name)  # of this process, which has all cores
+    run = state.Run("ranks", tmp_path / "rows", quick=True)
+    ranks.measure(run, {"small": SMALL}, 1 << 10, (sys.executable, "-m", "tests.softgpu.run"))
+    rows = fine(run)
+    assert list(rows) == [
+        "small, FULL_SHARD, 1 GPU",
+        "small, FULL_SHARD, 2 GPUs",
+        "all-gather, 2 GPUs",
+        "reduce-scatter, 2 GPUs",
+    ]
+    one, two, *collectives = rows.values()
+    assert two.theirs == pytest.approx(2 * one.figure) and two.beside == "2 times one GPU"
+    assert not [row.check for row in rows.values() if row.bad]
+    assert all("by NCCLCommunicator" in row.check for row in (two, *collectives))
+
+
+def test_bandwidths_are_those_of_nccl_tests_and_a_fall_to_staged_is_loud(tmp_path):
+    run = state.Run("ranks", tmp_path / "rows")
+    one = {"seconds": 1.0, "loss": 5.0, "parameters": 10**9, "taken": 10**9, "collectives": {}}
+    one["carriers"] = ["SingleCommunicator"] * 2
+    eight = one | {"seconds": 1.25, "carriers": ["NCCLCommunicator"] * 2}
+    ranks.add(run, "one", SMALL, 1, one, one)
+    ranks.add(run, "fine", SMALL, 8, eight | {"collectives": {"all-gather": (1.0, 8 * 10**9, True)}}, one)
+    staged = {"carriers": ["NCCLCommunicator", "StagedCommunicator"]}
+    ranks.add(run, "staged", SMALL, 8, eight | staged, one)
+    ranks.add(run, "far", SMALL, 8, eight | {"loss": 5.2}, one)
+    ranks.add(run, "nan", SMALL, 8, eight | {"loss": float("nan")}, one)
+    ranks.add(run, "false", SMALL, 8, eight | {"collectives": {"all-gather": (1.0, 8, False)}}, one)
+    rows = {row.name: row for row in run.rows}
+    assert rows["fine"].ratio == 0.8
+    assert run.rows[2].figure == 7.0 and run.rows[2].check == "8 GB/s by size, by NCCLCommunicator"
+    bad = [row.name for row in run.rows if row.bad]
+    assert bad == ["staged", "far", "nan", "all-gather, 8 GPUs"]
+    assert "by NCCLCommunicator and StagedCommunicator WRONG, not NCCL" in rows["staged"].check
+
+
+def test_with_one_gpu_ranks_are_not_run_and_that_is_no_failure(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs, "gpus", lambda: 1)
+    run = state.Run("ranks", tmp_path / "rows")
+    ranks.measure(run)
+    assert [row.check for row in run.rows] == ["not run: 1 GPU is to be seen"] and not run.rows[0].bad
+
+
+def test_a_job_that_falls_or_hangs_is_a_row_and_the_next_one_runs(tmp_path, monkeypatch):
+    monkeypatch.setattr(needs, "gpus", lambda: 3)
+    monkeypatch.setattr(ranks, "LIMIT", 1.0)
+    launch = tmp_path / "mpirun"
+    launch.write_text(
+        "#!/bin/sh\n[ $2 = 1 ] && exec sleep 60\n"
+        "echo 'Traceback' >&2; echo 'x.NcclError: no NCCL' >&2; echo 'Abort(1)' >&2; exit 3\n"
+    )
+    launch.chmod(0o755)
+    monkeypatch.setattr(ranks, "launcher", lambda: str(launch))
+    run = state.Run("ranks", tmp_path / "rows")
+    ranks.measure(run, {"small": SMALL})
+    assert [row.error for row in run.rows] == [
+        "RuntimeError: ended after 1 s: ",
+        "RuntimeError: mpirun ended with exit code 3: x.NcclError: no NCCL",
+    ]

@@ -1,0 +1,125 @@
+"""FULL_SHARD on 1, 2, 4 and 8 GPUs, a process under mpirun for each, and the bandwidth of its collectives.
+
+Imports no shardrt, which would set the threads of the ranks' BLAS in their environment (bench.gpu.rank).
+"""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from bench.gpu import needs
+from bench.gpu.contestant import ROOT
+from bench.gpu.job import SIZES, Job
+from bench.gpu.report import PEAK_TFLOPS, flops_per_token
+from bench.gpu.state import Run
+from bench.gpu.training import CLOSE
+
+COUNTS = (1, 2, 4, 8)
+NBYTES = 1 << 30  # of the array that all ranks have in the end, or have at first
+LIMIT = 90.0  # seconds of one job
+JOBS = {"GPT-2 124M": SIZES["gpt2"], "GPT-2 1.5B": SIZES["gpt2-xl"]}
+# Open MPI refuses root and more ranks than cores, and binds a rank to one core. MPICH knows none of these.
+_MPI = {
+    "OMPI_ALLOW_RUN_AS_ROOT": "1",
+    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
+    "OMPI_MCA_rmaps_base_oversubscribe": "1",
+    "OMPI_MCA_hwloc_base_binding_policy": "none",
+    "PRTE_MCA_rmaps_default_mapping_policy": "slot:oversubscribe",
+    "PRTE_MCA_hwloc_default_binding_policy": "none",
+}
+
+
+def measure(
+    run: Run,
+    jobs: dict[str, Job] = JOBS,
+    nbytes: int = NBYTES,
+    python: tuple[str, ...] = (sys.executable,),
+) -> None:
+    """Rows of tokens a second of all ranks beside as many times one GPU's, and of the collectives' bandwidth.
+
+    The most GPUs come first, after one. python: how a rank starts Python.
+    """
+    counts = [count for count in COUNTS if count <= needs.gpus()]
+    if len(counts) < 2:
+        run.add("FULL_SHARD on several GPUs", check=f"not run: {needs.gpus()} GPU is to be seen")
+        return
+    mpirun = launcher()
+    if not mpirun:
+        raise RuntimeError("not run: mpi4py or mpirun missing (pip install mpi4py mpich)")
+    for title, job in jobs.items():
+        one: dict[str, Any] = {}
+        for count in [counts[0], *reversed(counts[1:])]:
+            name = f"{title}, FULL_SHARD, {count} GPU{'s' * (count > 1)}"
+            with run.guarded(name):
+                first = job is next(iter(jobs.values()))
+                given = {"job": job.settings(), "nbytes": nbytes if first and count > 1 else 0}
+                given |= {"warmup": 2 if run.quick else 4, "steps": 3 if run.quick else 8}
+                program = [*python, "-m", "bench.gpu.rank", json.dumps(given)]
+                found = started([mpirun, "-n", str(count), *program])
+                one = one or (found if count == 1 else {})
+                add(run, name, job, count, found, one)
+
+
+def launcher() -> str:
+    """The mpirun beside this Python, or else of the system; "" where it or mpi4py is missing."""
+    beside = Path(sys.executable).parent / "mpirun"
+    found = str(beside) if beside.exists() else shutil.which("mpirun") or ""
+    return found if needs.there("mpi4py") else ""
+
+
+def started(command: list[str]) -> dict:
+    """What rank 0 says. Raises RuntimeError with the last line of the errors."""
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    how = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "cwd": ROOT}
+    with subprocess.Popen(command, env=os.environ | _MPI | {"PYTHONPATH": path}, **how) as process:
+        try:
+            said, errors = process.communicate(timeout=LIMIT)
+        except subprocess.TimeoutExpired:
+            errors = ""
+            process.terminate()  # mpirun ends its ranks
+            with suppress(subprocess.TimeoutExpired):
+                _, errors = process.communicate(timeout=10)
+            process.kill()
+            raise RuntimeError(f"ended after {LIMIT:.0f} s: {_cause(errors)}") from None
+    if process.returncode:
+        raise RuntimeError(f"mpirun ended with exit code {process.returncode}: {_cause(errors)}")
+    return json.loads(said.splitlines()[-1])
+
+
+def add(run: Run, name: str, job: Job, count: int, found: dict, one: dict) -> None:
+    """The rows of a job. one: what a single GPU has found, or nothing."""
+    rate = count * job.tokens / found["seconds"]
+    flops = flops_per_token(found["parameters"], job.layers, job.dim, job.seq)
+    check = f"{rate * flops / count / 1e10 / PEAK_TFLOPS:.1f} % of the data sheet's peak"
+    check += f", {found['taken'] / 1e6:,.0f} MB taken, loss {found['loss']:.4f}"
+    more: dict[str, Any] = {}
+    if count > 1 and one:
+        more = {"beside": f"{count} times one GPU", "theirs": count * job.tokens / one["seconds"]}
+        off = abs(found["loss"] / one["loss"] - 1)  # other tokens, but all are drawn at random
+        check += "" if off <= CLOSE else f" WRONG, on one GPU {one['loss']:.4f}"
+    if count > 1:
+        check += f", {carried(found['carriers'])}"
+    run.add(name, rate, "tokens/s", check=check, **more)
+    for call, (seconds, nbytes, right) in found["collectives"].items():
+        bus = nbytes / seconds * (count - 1) / count / 1e9  # as nccl-tests has it
+        told = f"{nbytes / seconds / 1e9:.4g} GB/s by size, {carried(found['carriers'])}"
+        run.add(f"{call}, {count} GPUs", bus, "GB/s bus", check=told + ("" if right else " WRONG numbers"))
+
+
+def carried(carriers: list[str]) -> str:
+    """By which communicators; loud where one is not NCCL's, for then the host copies and nothing overlaps."""
+    names = " and ".join(dict.fromkeys(carriers))
+    return f"by {names}{'' if all(name.startswith('NCCL') for name in carriers) else ' WRONG, not NCCL'}"
+
+
+def _cause(errors: str) -> str:
+    """The last line that names an exception, for mpirun says more after it; else the last."""
+    lines = [line for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"[\w.]+(Error|Exception)\b", line)]
+    return next(reversed(named or lines), "")
