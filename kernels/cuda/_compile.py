@@ -25,6 +25,7 @@ class Resources:
     registers: int
     spilled_bytes: int
     stack_bytes: int
+    shared_bytes: int  # static
 
 
 def files() -> list[str]:
@@ -77,7 +78,8 @@ def resources(log: str) -> dict[str, Resources]:
     for name, text in zip(pieces[::2], pieces[1::2], strict=True):
         stack, stores, loads = map(int, re.search(_SPILLS, text).groups())
         registers = int(re.search(r"Used (\d+) registers", text).group(1))
-        found[name] = Resources(registers, stores + loads, stack)
+        shared = re.search(r"(\d+) bytes smem", text)
+        found[name] = Resources(registers, stores + loads, stack, int(shared.group(1)) if shared else 0)
     return found
 
 

@@ -19,9 +19,9 @@ from shardrt.kernels.cuda._cublaslt_plan import WORKSPACE
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
-from shardrt.kernels.cuda._launch import Apart, Array
+from shardrt.kernels.cuda._launch import STATIC_SHARED, Apart, Array
 
-_PLENTY = 48 << 10  # bytes of shared memory above which a kernel must have been told
+_PLENTY = (48 << 10) - STATIC_SHARED  # bytes of dynamic shared memory above which a kernel must be allowed it
 
 
 _of_devices: dict[int, "CuPyBackend"] = {}

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from shardrt.kernels.cuda._launch import THREADS, launch
+from shardrt.kernels.cuda._launch import STATIC_SHARED, THREADS, launch
 from shardrt.kernels.cuda._rows import read_again
 
 Array = Any
@@ -10,7 +10,8 @@ Array = Any
 # Whether rows are still to be multiplied by `scale` behind backward_in_place: the rows that the logits were
 # made of, and those that come of them, are far narrower.
 LEAVES_SCALE = True
-_SHARED = 99 << 10  # bytes of shared memory that a block may have on every GPU since Ampere
+# Bytes of dynamic shared memory that a block may have on every GPU since Ampere: 99 KiB less what is static.
+_SHARED = (99 << 10) - STATIC_SHARED
 _LONG = 50 << 10  # bytes of a row from which on few rows fit beside one another: more threads for each
 
 

@@ -10,7 +10,8 @@ import pytest
 pytest.importorskip("cupy")
 pytest.importorskip("cuda.pathfinder")
 
-from shardrt.kernels.cuda._compile import compile_with_log, files, resources, variants
+from shardrt.kernels.cuda._compile import HERE, compile_with_log, files, resources, variants
+from shardrt.kernels.cuda._launch import STATIC_SHARED
 
 TYPES = {
     "sm_80": ("__half",),
@@ -39,6 +40,7 @@ REST = [(file, "sm_100") for place, file in enumerate(files()) if place % 4]
 )
 def test_it_compiles_without_spilling(file, arch):
     wanted = variants(file, TYPES[arch])
+    dynamic = "DYNAMIC_SHARED(" in (HERE / f"{file}.cu").read_text()
     with ThreadPoolExecutor() as pool:  # NVRTC does not hold the interpreter's lock
         logs = list(pool.map(lambda defines: compile_with_log(file, defines, arch)[1], wanted))
     for defines, log in zip(wanted, logs, strict=True):
@@ -49,3 +51,5 @@ def test_it_compiles_without_spilling(file, arch):
             assert taken.spilled_bytes == 0, f"{where} spills {taken.spilled_bytes} bytes"
             assert taken.stack_bytes == 0, f"{where} has a stack of {taken.stack_bytes} bytes"
             assert taken.registers <= REGISTERS, f"{where} takes {taken.registers} registers"
+            if dynamic:
+                assert taken.shared_bytes <= STATIC_SHARED, f"{where} has {taken.shared_bytes} bytes beside it"

@@ -6,8 +6,10 @@ import pytest
 from shardrt.faults import failure
 from tests.ranks import mpirun
 from tests.softgpu.available import missing
+from tests.softgpu.kernels import STATIC
 
 pytest.importorskip("cupy")
+cross_entropy = pytest.importorskip("shardrt.kernels.cuda.cross_entropy")
 MB = 1 << 20
 TRAINS = """
 import numpy as np
@@ -54,6 +56,17 @@ def test_another_error_of_an_allocation_is_not_one_of_memory(gpu, software, monk
     monkeypatch.setattr(gpu._cupy.cuda, "Memory", broken)
     with pytest.raises(RuntimeError, match="IllegalAddress"):
         gpu.buffer(8, np.uint8)
+
+
+@pytest.mark.parametrize("kind, vocab", [("bfloat16", 24_500), ("float32", 12_250), ("bfloat16", 50_660)])
+def test_a_row_of_logits_is_held_where_static_shared_memory_leaves_room(gpu, software, kind, vocab):
+    """48 KiB without asking, and 99 KiB in all on the smallest GPUs, are limits of both kinds together."""
+    logits = gpu.zeros((2, vocab), gpu.compute_dtype(kind))
+    losses, lse = (gpu.zeros(2, np.float32) for _ in range(2))
+    cross_entropy.forward_in_place(logits, gpu.zeros(2, np.int64), losses, lse, -1)
+    np.testing.assert_allclose(gpu.to_numpy(losses), np.log(vocab), rtol=1e-6)
+    allowed = [kernel.shared for kernel in software._kernels.values() if "in_place" in kernel.name]
+    assert max(allowed) + STATIC <= 99 << 10
 
 
 @pytest.mark.mpi
