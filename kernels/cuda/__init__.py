@@ -62,6 +62,11 @@ __all__ = [
 ]
 
 
+def forget_stream(handle: int) -> None:
+    """Give back what this GPU keeps for a stream that is no more."""
+    _launch.backend().forget_stream(handle)
+
+
 def warm_up() -> None:
     """Compile what training in float32 and bfloat16 will launch; a moment if the cache on disk has it."""
     wanted = [(f, d) for f in _compile.files() for d in _compile.variants(f, ("float", "__nv_bfloat16"))]

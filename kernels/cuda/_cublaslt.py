@@ -125,8 +125,8 @@ class CublasLt:
         key = (
             *(kind, accumulate, a.dtype.num, b.dtype.num, out.dtype.num),
             *(a.shape, a.strides, b.shape, b.strides, out.shape, out.strides),
-            # what of the addresses a plan depends on: the lowest bit that is set, if it is below 256
-            *(at_a & -at_a & 255, at_b & -at_b & 255, at_out & -at_out & 255),
+            # what of the addresses a plan depends on: the lowest bit that is set, if it is below 16, or 256
+            *(at_a & -at_a & 15, at_b & -at_b & 15, at_out & -at_out & 15),
             *(at_vector & -at_vector & 255, at_matrix & -at_matrix & 255),
             None if vector is None else vector.dtype.num,
         )

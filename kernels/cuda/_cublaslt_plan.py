@@ -51,7 +51,8 @@ class Matrix:
         """The transpose of the last two dimensions of x, which costs nothing; None if neither is dense."""
         item, (rows, columns), (down, right) = x.dtype.itemsize, x.shape[-2:], x.strides[-2:]
         batch = x.strides[0] // item if x.ndim == 3 else 0
-        kind, aligned = ELEMENTS[x.dtype.name], alignment(address(x))
+        # No algorithm needs more than loads of 16 bytes do; one plan serves all that have as much.
+        kind, aligned = ELEMENTS[x.dtype.name], min(alignment(address(x)), 16)
         if columns == 1:
             right = item
         if rows == 1 and right == item:

@@ -45,8 +45,7 @@ class CuPyBackend:
         self._modules: dict[tuple, Any] = {}
         self._functions: dict[tuple, Any] = {}
         self._shared: dict[Any, int] = {}  # by function: bytes that it was allowed
-        self._workspaces: dict[int, int] = {}  # of a stream, its address
-        self._workspace_memory: list[Array] = []
+        self._workspaces: dict[int, Array] = {}  # of a stream, by its handle
         self._cache_size = min(gpu.attributes["L2CacheSize"], WORKSPACE)
 
     def launch(
@@ -153,11 +152,14 @@ class CuPyBackend:
 
     def workspace(self, stream: int) -> int:
         """One for each stream, because products in two streams may run at once."""
-        place = self._workspaces.get(stream)
-        if place is None:
-            self._workspace_memory.append(cupy.empty(WORKSPACE, np.uint8))
-            place = self._workspaces[stream] = self._workspace_memory[-1].data.ptr
-        return place
+        memory = self._workspaces.get(stream)
+        if memory is None:
+            memory = self._workspaces[stream] = cupy.empty(WORKSPACE, np.uint8)
+        return memory.data.ptr
+
+    def forget_stream(self, stream: int) -> None:
+        """Give back the workspace of a stream that is no more."""
+        self._workspaces.pop(stream, None)
 
     def seconds(self, work: Callable[[], None], rounds: int) -> float | None:
         """The least of some rounds, after one that loads code; None while the stream is being captured.

@@ -81,6 +81,9 @@ class Backend(Protocol):
     def convolution(self) -> Any | None:
         """The same for convolution (see _cudnn_conv2d.py)."""
 
+    def forget_stream(self, stream: int) -> None:
+        """Give back what is kept for a stream that is no more."""
+
     def prepare(self, wanted: list[tuple[str, tuple[tuple[str, str], ...]]]) -> None:
         """Have these files ready, each with its macros."""
 

@@ -10,6 +10,7 @@ Never run on a GPU yet (docs/status.md); tests run it on the real CuPy over a GP
 import ctypes
 import gc
 import importlib
+import os
 import sys
 import threading
 import weakref
@@ -29,6 +30,7 @@ from shardrt.device.upload import Uploads
 _ROW_ALIGNMENT = 64  # elements: rows of 16 bits then begin at lines of 128 bytes
 _POOL_ALIGNMENT = 512  # bytes: what CuPy's pool rounds to
 _MEMORY_ALLOCATION = 2  # cudaErrorMemoryAllocation
+_PAGEABLE_ACCESS = 88  # cudaDevAttrPageableMemoryAccess
 _HIGH_PRIORITY = -5  # as high as CUDA has: communication and copies get the next free processor
 
 
@@ -177,6 +179,8 @@ class CUDADevice(Device):
             while True:
                 handles.append(self._ended.pop())
         for handle in handles:
+            if self._kernels is not None:
+                self._kernels.forget_stream(handle)
             pool.free_all_blocks(SimpleNamespace(ptr=handle))
 
     @property
@@ -304,7 +308,10 @@ class CUDADevice(Device):
         return self._here.uploads
 
     def copy(self, target: Array, source: Array) -> None:
-        """In CuPy's current stream. Both contiguous, of one dtype, on the host or here."""
+        """In CuPy's current stream. Both contiguous, of one dtype, on the host or here.
+
+        Memory of the host that is not pinned has been read, or written, when this returns.
+        """
         if target.dtype != source.dtype or target.size != source.size:
             raise ValueError(
                 f"copy: target is {target.size} of {target.dtype}, source {source.size} of {source.dtype}"
@@ -312,6 +319,19 @@ class CUDADevice(Device):
         runtime, stream = self._cupy.cuda.runtime, self._cupy.cuda.get_current_stream()
         kind = runtime.memcpyDefault  # the addresses say where they are
         runtime.memcpyAsync(_address(target), _address(source), target.nbytes, kind, stream.ptr)
+        if self._reads_pageable and any(map(self._pageable, (target, source))):
+            stream.synchronize()
+
+    @cached_property
+    def _reads_pageable(self) -> bool:
+        """Whether copies of memory that is not pinned may go on when memcpyAsync returns (HMM, Grace)."""
+        return bool(self._cupy.cuda.runtime.deviceGetAttribute(_PAGEABLE_ACCESS, self.index))
+
+    def _pageable(self, array: Array) -> bool:
+        """Whether it is in memory of the host that is not pinned."""
+        runtime = self._cupy.cuda.runtime
+        on_host = isinstance(array, np.ndarray)
+        return on_host and runtime.pointerGetMemoryType(_address(array)) == runtime.memoryTypeUnregistered
 
     def add_at(self, target: Array, index: Any, values: Any) -> None:
         self._cupy.add.at(target, index, values)  # np.add.at hands an index with several parts to NumPy
@@ -435,6 +455,8 @@ def _address(array: Array) -> int:
 
 def _cupy(index: int) -> ModuleType:
     """CuPy, when it can use GPU `index`. Raises RuntimeError with one line on what is missing."""
+    # Streams that share one of the GPU's queues wait for each other, and by default there are 8 queues.
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")  # read when the first context is made
     try:
         import cupy
         import ml_dtypes  # noqa: F401  before CuPy, which else has no bfloat16

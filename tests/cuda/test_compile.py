@@ -52,4 +52,6 @@ def test_it_compiles_without_spilling(file, arch):
             assert taken.stack_bytes == 0, f"{where} has a stack of {taken.stack_bytes} bytes"
             assert taken.registers <= REGISTERS, f"{where} takes {taken.registers} registers"
             if dynamic:
-                assert taken.shared_bytes <= STATIC_SHARED, f"{where} has {taken.shared_bytes} bytes beside it"
+                assert taken.shared_bytes <= STATIC_SHARED, (
+                    f"{where} has {taken.shared_bytes} bytes beside it"
+                )

@@ -72,6 +72,14 @@ def test_alignment_is_what_the_addresses_have(lt, offset):
         assert_close(out, a.astype(np.float64) @ b.astype(np.float64))
 
 
+def test_operands_of_16_bytes_alignment_and_more_share_a_plan(lt):
+    for offset in (0, 8, 16, 24, 32):  # elements of bfloat16 behind 256 bytes
+        with guarded("bfloat16") as array:
+            a, b, out = array(normal(4, 4), offset), array(normal(4, 4, seed=1)), array(normal(4, 4, seed=2))
+            lt.gemm(a, b, out, accumulate=False)
+    assert len(lt._plans) == 1
+
+
 def test_what_it_cannot_read_is_refused(lt):
     a = np.ones((6, 6), np.float32)
     with pytest.raises(ValueError, match="dense"):

@@ -251,7 +251,9 @@ class Memory(Streams):
         return self.capacity - self.used[self.device], self.capacity
 
     def pointerGetMemoryType(self, address):
-        return 0
+        """0: of the host and not known to CUDA, 1: pinned, 2: of a device."""
+        block = self.block(address, 1)
+        return 0 if block is None else 1 if block.pinned else 2
 
     # -- other processes
 

@@ -3,7 +3,10 @@
 import numpy as np
 import pytest
 
+from shardrt import device
+from shardrt.comm import thread
 from shardrt.faults import failure
+from shardrt.kernels.cuda import _launch
 from tests.ranks import mpirun
 from tests.softgpu.available import missing
 from tests.softgpu.kernels import STATIC
@@ -56,6 +59,35 @@ def test_another_error_of_an_allocation_is_not_one_of_memory(gpu, software, monk
     monkeypatch.setattr(gpu._cupy.cuda, "Memory", broken)
     with pytest.raises(RuntimeError, match="IllegalAddress"):
         gpu.buffer(8, np.uint8)
+
+
+def test_a_copy_of_memory_that_is_not_pinned_is_made_when_it_returns(gpu, software, monkeypatch):
+    """Also where the GPU reads the host's pages itself, and CUDA does not wait."""
+    monkeypatch.setattr(software, "reads_pageable", True)
+    monkeypatch.delitem(gpu.__dict__, "_reads_pageable", raising=False)
+    there, back = gpu.buffer(1000, np.float32), np.zeros(1000, np.float32)
+    source = np.ones(1000, np.float32)
+    gpu.copy(there, source)
+    source[:] = 2
+    gpu.copy(back, there)
+    assert back.tolist() == [1] * 1000
+    pinned = gpu.pinned(1000, np.float32)
+    gpu.copy(there, pinned)
+    pinned[:] = 3
+    assert gpu.to_numpy(there).tolist() == [3] * 1000, "one that is pinned is read when its turn comes"
+
+
+def test_the_workspace_of_a_thread_that_has_ended_is_given_back(gpu):
+    backend = _launch.backend()
+
+    def multiplied():
+        with device.use(device.get("cuda")) as here:
+            a = here.zeros((64, 64), np.float32)
+            here.kernels.matmul.matmul(a, a, here.zeros((64, 64), np.float32))
+            return here.current_stream.handle.ptr
+
+    first, second = (thread.run(1, multiplied)[0] for _ in range(2))
+    assert first not in backend._workspaces and second in backend._workspaces
 
 
 @pytest.mark.parametrize("kind, vocab", [("bfloat16", 24_500), ("float32", 12_250), ("bfloat16", 50_660)])
