@@ -34,11 +34,23 @@ class CuDNNAttention:
         self._builds_backward = builds_backward(*cudnn.versions)
 
     def forward(
-        self, q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        y: Array,
+        lse: Array,
+        *,
+        causal: bool,
+        scale: float,
+        bottom_right: bool = False,
     ) -> bool:
-        """As attention.forward, if cuDNN can; else does nothing and gives False."""
-        arrays = q, k, v, y, lse
-        return _suits(_FORWARD, arrays) and self._cudnn.run(*self._operation(_FORWARD, arrays, causal, scale))
+        """As attention.forward, if cuDNN can; else does nothing and gives False.
+
+        bottom_right: causal so that the last query sees all keys, and each one before it one less.
+        """
+        arrays, mask = (q, k, v, y, lse), _mask(q, k, causal, bottom_right)
+        return _suits(_FORWARD, arrays) and self._cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
     def backward(
         self,
@@ -54,6 +66,7 @@ class CuDNNAttention:
         *,
         causal: bool,
         scale: float,
+        bottom_right: bool = False,
     ) -> bool:
         """As attention.backward, if cuDNN can; else False, and the gradients are still to be written.
 
@@ -63,14 +76,14 @@ class CuDNNAttention:
         arrays = dy, q, k, v, y, lse, dq, dk, dv
         if not _suits(_BACKWARD, arrays) or self._can_not_build() or self._may_give_nan(q, k, causal):
             return False
-        fixed = are_deterministic_algorithms_enabled()
-        parts = self._parts(arrays, causal, scale) if fixed else [arrays]
-        operations = (self._operation(_BACKWARD, part, causal, scale, fixed) for part in parts)
+        fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right)
+        parts = self._parts(arrays, mask, scale) if fixed else [arrays]
+        operations = (self._operation(_BACKWARD, part, mask, scale, fixed) for part in parts)
         return bool(parts) and all(self._cudnn.run(*operation) for operation in operations)
 
-    def _parts(self, arrays: tuple, causal: bool, scale: float) -> list[tuple]:
+    def _parts(self, arrays: tuple, mask: str, scale: float) -> list[tuple]:
         """The arrays by samples, or else by heads, so that none takes more than _WORKSPACE; or no parts."""
-        size = self._cudnn.workspace(*self._operation(_BACKWARD, arrays, causal, scale, True))
+        size = self._cudnn.workspace(*self._operation(_BACKWARD, arrays, mask, scale, True))
         if size is None:
             return []
         if size <= _WORKSPACE:
@@ -78,7 +91,7 @@ class CuDNNAttention:
         halves = _halves(arrays)
         if not halves:
             self._tell(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
-        found = [self._parts(half, causal, scale) for half in halves]
+        found = [self._parts(half, mask, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
 
     def _can_not_build(self) -> bool:
@@ -111,12 +124,14 @@ class CuDNNAttention:
             warnings.warn(f"{what}; slower kernels do its backward", stacklevel=5)
 
     def _operation(
-        self, names: tuple, arrays: tuple, causal: bool, scale: float, fixed: bool = False
+        self, names: tuple, arrays: tuple, mask: str, scale: float, fixed: bool = False
     ) -> tuple[tuple, tuple, Callable[[Any], None], str]:
         """What CuDNN.run is told: the kind, the arrays, how the graph is described, what is refused."""
         cudnn, named = self._cudnn.module, dict(zip(names, arrays, strict=True))
-        mask = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
-        how = {"attn_scale": float(scale), **(mask if causal else {})}
+        how: dict[str, Any] = {"attn_scale": float(scale)}
+        if mask:
+            how |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, mask)}
+            how |= {"diagonal_band_right_bound": 0}
         q, k = named["q"], named["k"]
         refused = f"attention: cuDNN refuses q {q.shape}, k {k.shape} of {q.dtype.name}"
 
@@ -126,7 +141,7 @@ class CuDNNAttention:
             else:
                 self._describe_backward(graph, named, use_deterministic_algorithm=fixed, **how)
 
-        return (names, causal, scale, fixed), arrays, describe, refused
+        return (names, mask, scale, fixed), arrays, describe, refused
 
     def _describe_forward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
         cudnn = self._cudnn
@@ -154,6 +169,13 @@ def builds_backward(frontend: str, backend: int) -> bool:
     return backend >= _RESHAPES or number not in _RESHAPING
 
 
+def _mask(q: Array, k: Array, causal: bool, bottom_right: bool) -> str:
+    """cuDNN's alignment of the diagonal, "" without one; the same for both where there is one key a query."""
+    if not causal:
+        return ""
+    return "BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT"
+
+
 def _suits(names: tuple, arrays: tuple) -> bool:
     """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
 
@@ -165,7 +187,7 @@ def _suits(names: tuple, arrays: tuple) -> bool:
     if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
         return False
     whole = lse.dtype == np.float32 and lse.flags.c_contiguous
-    readable = whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
+    readable = whole and vectors(lse, *heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
     return readable and q.shape[1] % named["k"].shape[1] == 0
 
 

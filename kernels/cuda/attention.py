@@ -1,10 +1,11 @@
 """Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits
-(_cudnn_attention.py); else reference kernels (attention.cu), for every type and width, and for documents side
-by side.
+(_cudnn_attention.py, _cudnn_chunks.py); else reference kernels (attention.cu), for every type and width, and
+for documents side by side.
 """
 
 from typing import Any
 
+from shardrt.kernels.cuda import _cudnn_chunks
 from shardrt.kernels.cuda._launch import THREADS, accumulator, backend, empty, launch
 
 Array = Any
@@ -35,9 +36,11 @@ def forward(
     offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
     place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
     """
-    fused = backend().attention()
-    whole = fused is not None and starts is None and offsets == (0,)
-    if whole and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
+    fused = backend().attention() if starts is None else None
+    if fused is not None and offsets == (0,) and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
+        return
+    chunks = fused is not None and offsets != (0,)
+    if chunks and _cudnn_chunks.forward(fused, q, k, v, y, lse, scale=scale, offsets=offsets):
         return
     last = (causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
     args = (q, k, v, starts, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
@@ -64,9 +67,11 @@ def backward(
 
     With keys that no query sees, their gradients are 0.
     """
-    fused = backend().attention()
-    whole = fused is not None and starts is None and offsets == (0,)
-    if whole and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
+    fused, arrays = backend().attention() if starts is None else None, (dy, q, k, v, y, lse, dq, dk, dv)
+    if fused is not None and offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale):
+        return
+    chunks = fused is not None and offsets != (0,)
+    if chunks and _cudnn_chunks.backward(fused, *arrays, scale=scale, offsets=offsets):
         return
     delta = empty(q.shape[:3], lse.dtype)
     batch, heads, time, width = q.shape

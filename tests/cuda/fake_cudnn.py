@@ -119,8 +119,14 @@ class Graph:
 
     def _attention(self, kind, inputs, outputs, scale, mask):
         assert self.io in ("HALF", "BFLOAT16")
-        assert mask in ({}, {"diagonal_alignment": "TOP_LEFT", "diagonal_band_right_bound": 0})
+        aligned = mask.get("diagonal_alignment", "TOP_LEFT")
+        assert aligned in ("TOP_LEFT", "BOTTOM_RIGHT")
+        assert mask in ({}, {"diagonal_alignment": aligned, "diagonal_band_right_bound": 0})
+        queries, keys = (tensor.dim[2] for tensor in inputs[kind == "backward" :][:2])
         how = {"causal": bool(mask), "scale": scale}
+        if aligned == "BOTTOM_RIGHT":
+            how["offsets"] = (keys - queries,)
+        self.unsupported = unsupported(kind, aligned, queries, keys, self.cudnn.backend_version())
 
         def compute(arrays):
             attend(kind, arrays, how)
@@ -137,6 +143,7 @@ class Graph:
 
     def _node(self, kind, inputs, outputs, compute):
         self.kind, self.inputs, self.compute = kind, len(inputs), compute
+        self.unsupported = getattr(self, "unsupported", "")
         made = [Tensor() for _ in range(outputs)]
         self.tensors.extend(made)
         self.arguments = [*inputs, *made]
@@ -148,6 +155,8 @@ class Graph:
         self._step("validate")
         assert [t.uid for t in self.tensors] == list(range(1, len(self.tensors) + 1))
         assert all(t.output for t in self.arguments[self.inputs :])
+        if self.unsupported:
+            raise NotSupported(self.unsupported)
 
     def build_operation_graph(self):
         self._step("build_operation_graph")
@@ -197,6 +206,19 @@ class Graph:
         self.compute(exact)
         for array, value in zip(arrays[self.inputs :], exact[self.inputs :], strict=True):
             array[...] = value.astype(array.dtype)
+
+
+def unsupported(kind, aligned, queries, keys, backend):
+    """What the frontend says of such attention, before cuDNN is asked; "" if nothing."""
+    if backend in (91000, 91001):
+        return "SDPA FP16/BF16 is not supported on cuDNN 9.10.0/9.10.1"
+    if kind == "backward" and queries == keys == 1:
+        return "s_q = s_kv = 1 is not supported"
+    if aligned == "BOTTOM_RIGHT" and queries > keys:
+        return "Bottom right causal mask does not support max_s_q > max_s_kv"
+    if aligned == "BOTTOM_RIGHT" and backend < 90600 and (queries % 64 or keys % 64):
+        return "Bottom right causal mask is only supported with multiples of 64 below 9.6.0"
+    return ""
 
 
 def attend(kind, arrays, how):
@@ -277,7 +299,7 @@ def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
     cudnn.data_type = SimpleNamespace(**{name: name for name in ELEMENTS})
     cudnn.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
     cudnn.numerical_note = SimpleNamespace(**{note: note for note in NOTES})
-    cudnn.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT")
+    cudnn.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
     cudnn.cudnnGraphNotSupportedError = NotSupported
     cudnn.pygraph = lambda **how: Graph(cudnn, **how)
 

@@ -308,6 +308,107 @@ def test_rows_far_below_have_finite_gradients_where_cudnn_gives_nan(cudnn, emula
         assert lse.max() < -89 and all(np.isfinite(x.astype(np.float32)).all() for x in gradients)
 
 
+@contextmanager
+def chunks_of(element, offsets, batch=2, heads=4, kv_heads=2, each=26, keys=104, width=64):
+    """Queries in one array with dy and y, keys and values in another; as context parallelism has them."""
+    time = each * len(offsets)
+    with guarded(element) as array:
+        (q,) = heads_of(array(normal(batch, time, heads * width)), 1, heads)
+        (dy,) = heads_of(array(normal(batch, time, heads * width, seed=1)), 1, heads)
+        k, v = array(normal(2, batch, kv_heads, keys, width))
+        y, dq = (heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)[0] for _ in "yq")
+        dk, dv = array(np.full((2, *k.shape), np.nan))
+        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
+        yield q, k, v, y, lse, dy, (dq, dk, dv)
+
+
+CHUNKS = [(0, 78), (26, 52), (39,)]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("offsets", CHUNKS, ids=str)
+def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, element, width, offsets):
+    """A call for each chunk; what it gives is as near to float64 as what our own kernels give."""
+    how = {"causal": True, "scale": 0.1, "offsets": offsets}
+    with chunks_of(element, offsets, width=width) as (q, k, v, y, lse, dy, gradients):
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        assert sum(graph.runs for graph in cudnn.graphs) == 2 * len(offsets)
+        assert emulated.launches == ["complete"]
+        found = [x.copy() for x in (y, lse, *gradients)]
+        exact = [np.empty(x.shape) for x in (y, lse)]
+        cpu.forward(*in_double(q, k, v), *exact, **how)
+        exact += [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
+        emulated.attention = lambda: None
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        for one, expected, other in zip(found, exact, (y, lse, *gradients), strict=True):
+            assert_close(one, expected)
+            assert_close(other, expected, 2)
+            assert_close(one, other.astype(np.float64), 2)
+
+
+def test_keys_that_no_chunk_sees_have_no_gradient(cudnn, emulated):
+    how = {"causal": True, "scale": 0.1, "offsets": (5, 31)}
+    with chunks_of("bfloat16", (5, 31), width=16) as (q, k, v, y, lse, dy, gradients):
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        for gradient in gradients[1:]:
+            assert (gradient[:, :, 57:] == 0).all() and (gradient[:, :, 56] != 0).any()
+
+
+def test_a_chunk_whose_softmax_lies_in_place_has_no_copy(cudnn, emulated, monkeypatch):
+    """One chunk, or one head of one sample: what cuDNN keeps is dense where it is."""
+    taken, empty = [], emulated.empty
+    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how) or empty(*how))
+    single = {"batch": 1, "heads": 1, "kv_heads": 1}
+    for offsets, shape in (((30,), {}), ((0, 30), single | {"each": 28})):
+        with chunks_of("bfloat16", offsets, width=16, **shape) as (q, k, v, y, lse, *_):
+            attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=offsets)
+            expected = np.empty(y.shape), np.empty(lse.shape)
+            cpu.forward(*in_double(q, k, v), *expected, causal=True, scale=0.1, offsets=offsets)
+            assert_close(lse, expected[1])
+    assert {dtype for _, dtype in taken} == {np.uint8}
+    with chunks_of("bfloat16", (0, 30), width=16, **single) as (q, k, v, y, lse, *_):  # not at 16 bytes
+        attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(0, 30))
+    assert [shape for shape, dtype in taken if dtype == np.float32] == [(1, 1, 26)]
+
+
+@pytest.mark.parametrize(
+    "element, offsets, shape",
+    [
+        ("float32", (0, 78), {}),
+        ("bfloat16", (0, 78), {"width": 12}),
+        ("bfloat16", (0, 1), {"each": 1}),  # one query and one key, which cuDNN's backward refuses
+    ],
+    ids=str,
+)
+def test_chunks_that_do_not_suit_run_by_the_reference_kernels(cudnn, emulated, element, offsets, shape):
+    how = {"causal": True, "scale": 0.1, "offsets": offsets}
+    with chunks_of(element, offsets, **{"width": 16} | shape) as (q, k, v, y, lse, dy, gradients):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attention.forward(q, k, v, y, lse, **how)
+            attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        assert emulated.launches[-3:] == ["dots", "backward_queries", "backward_keys"]
+        expected = [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, **how)
+        for found, exactly in zip(gradients[1:], expected[1:], strict=True):
+            assert_close(found, exactly, 4)
+
+
+@pytest.mark.parametrize("backend, fits", [(90500, False), (90600, True), (91000, False), (91900, True)])
+def test_versions_that_refuse_such_a_mask_leave_chunks_to_the_reference_kernels(emulated, backend, fits):
+    """Before 9.6 lengths must be multiples of 64; 9.10.0 has no attention."""
+    played(emulated, backend=backend)
+    with chunks_of("bfloat16", (26, 52), width=16) as (q, k, v, y, lse, *_), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(26, 52))
+    assert (emulated.launches == []) is fits
+
+
 VERSIONS = {  # frontend, cuDNN -> whether attention's backward can be built, as tried with the real ones
     ("1.22.0", 91900): True,
     ("1.22.0", 91200): True,
