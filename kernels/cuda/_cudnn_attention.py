@@ -50,7 +50,7 @@ class CuDNNAttention:
         bottom_right: causal so that the last query sees all keys, and each one before it one less.
         """
         arrays, mask = (q, k, v, y, lse), _mask(q, k, causal, bottom_right)
-        return _suits(_FORWARD, arrays) and self._cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
+        return suits(q, k, lse, v, y) and self._cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
     def backward(
         self,
@@ -74,7 +74,8 @@ class CuDNNAttention:
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
         arrays = dy, q, k, v, y, lse, dq, dk, dv
-        if not _suits(_BACKWARD, arrays) or self._can_not_build() or self._may_give_nan(q, k, causal):
+        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self._can_not_build()
+        if not fits or self._may_give_nan(q, k, causal):
             return False
         fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right)
         parts = self._parts(arrays, mask, scale) if fixed else [arrays]
@@ -176,19 +177,17 @@ def _mask(q: Array, k: Array, causal: bool, bottom_right: bool) -> str:
     return "BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT"
 
 
-def _suits(names: tuple, arrays: tuple) -> bool:
+def suits(q: Array, k: Array, lse: Array, *others: Array) -> bool:
     """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
 
     And whole groups of heads of q for each of k.
     """
-    named = dict(zip(names, arrays, strict=True))
-    q, lse = named["q"], named["lse"]
-    heads = [x for name, x in named.items() if name != "lse"]
+    heads = (q, k, *others)
     if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
         return False
     whole = lse.dtype == np.float32 and lse.flags.c_contiguous
     readable = whole and vectors(lse, *heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
-    return readable and q.shape[1] % named["k"].shape[1] == 0
+    return readable and q.shape[1] % k.shape[1] == 0
 
 
 def _halves(arrays: tuple) -> list[tuple]:

@@ -7,6 +7,7 @@ a chunk's softmax is whole, and nothing is joined but the gradients of keys that
 
 from typing import Any
 
+from shardrt.kernels.cuda._cudnn_attention import suits
 from shardrt.kernels.cuda._launch import Array, empty, launch, vectors
 
 _THREADS = 256
@@ -16,7 +17,8 @@ def forward(
     fused: Any, q: Array, k: Array, v: Array, y: Array, lse: Array, *, scale: float, offsets: tuple[int, ...]
 ) -> bool:
     """As attention.forward, causal, if cuDNN can and each chunk ends among the keys; else False."""
-    for own, stop in (chunks := _chunks(q, k, offsets)):
+    chunks = _chunks(q, k, offsets) if suits(q, k, lse, v, y) else []
+    for own, stop in chunks:
         rows = lse[:, :, own]
         dense = rows if _lies_dense(rows) else empty(rows.shape, rows.dtype)
         arrays = q[:, :, own], k[:, :, :stop], v[:, :, :stop], y[:, :, own], dense
@@ -46,7 +48,8 @@ def backward(
 
     The gradients of keys and values of the first call are written in place, those of the second are added.
     """
-    chunks, more = _chunks(q, k, offsets), (None, None)
+    chunks = _chunks(q, k, offsets) if suits(q, k, lse, dy, v, y, dq, dk, dv) else []
+    more: tuple = (None, None)
     for number, (own, stop) in enumerate(chunks):
         rows, made = lse[:, :, own], (dk[:, :, :stop], dv[:, :, :stop])
         dense = rows if _lies_dense(rows) else rows.copy()

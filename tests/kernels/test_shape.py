@@ -212,7 +212,7 @@ class Counting:
     def __init__(self):
         self.launches, self.scratch = 0, 0
         cudnn = SimpleNamespace(
-            module=SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT=0)),
+            module=SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT=0, BOTTOM_RIGHT=1)),
             versions=("1.28.0", 92600),
             architecture="sm_80",
             empty=self.empty,
