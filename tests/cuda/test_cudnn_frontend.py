@@ -75,16 +75,18 @@ def heads(count):
     return array(2, 64, count, 64).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["", "TOP_LEFT", "BOTTOM_RIGHT"])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_attention_is_built_where_the_versions_are_said_to_fit(described, causal, shared):
+def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, shared):
     fused, fits = CuDNNAttention(described), builds_backward(*described.versions)
     q, y, dy, dq = (heads(4) for _ in range(4))
     k, v, dk, dv = (heads(4 // shared) for _ in range(4))
-    lse = array(2, 4, 64, dtype=np.dtype(np.float32))
-    assert described.run(*fused._operation(_FORWARD, (q, k, v, y, lse), causal, 0.1))
+    if mask == "BOTTOM_RIGHT":  # of the last 16 queries, as of a chunk
+        q, y, dy, dq = (x[:, :, 48:] for x in (q, y, dy, dq))
+    lse = array(2, 4, q.shape[2], dtype=np.dtype(np.float32))
+    assert described.run(*fused._operation(_FORWARD, (q, k, v, y, lse), mask, 0.1))
     for fixed in (False, True):
-        operation = fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), causal, 0.1, fixed)
+        operation = fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), mask, 0.1, fixed)
         if fits:
             assert described.run(*operation)
         else:
