@@ -29,7 +29,7 @@ class CuDNNAttention:
     """Attention forward and backward."""
 
     def __init__(self, cudnn: CuDNN) -> None:
-        self._cudnn = cudnn
+        self.cudnn = cudnn
         self._told: set[str] = set()
         self._builds_backward = builds_backward(*cudnn.versions)
 
@@ -50,7 +50,7 @@ class CuDNNAttention:
         bottom_right: causal so that the last query sees all keys, and each one before it one less.
         """
         arrays, mask = (q, k, v, y, lse), _mask(q, k, causal, bottom_right)
-        return suits(q, k, lse, v, y) and self._cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
+        return suits(q, k, lse, v, y) and self.cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
     def backward(
         self,
@@ -74,17 +74,17 @@ class CuDNNAttention:
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
         arrays = dy, q, k, v, y, lse, dq, dk, dv
-        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self._can_not_build()
+        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self.can_not_build()
         if not fits or self._may_give_nan(q, k, causal):
             return False
         fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right)
         parts = self._parts(arrays, mask, scale) if fixed else [arrays]
         operations = (self._operation(_BACKWARD, part, mask, scale, fixed) for part in parts)
-        return bool(parts) and all(self._cudnn.run(*operation) for operation in operations)
+        return bool(parts) and all(self.cudnn.run(*operation) for operation in operations)
 
     def _parts(self, arrays: tuple, mask: str, scale: float) -> list[tuple]:
         """The arrays by samples, or else by heads, so that none takes more than _WORKSPACE; or no parts."""
-        size = self._cudnn.workspace(*self._operation(_BACKWARD, arrays, mask, scale, True))
+        size = self.cudnn.workspace(*self._operation(_BACKWARD, arrays, mask, scale, True))
         if size is None:
             return []
         if size <= _WORKSPACE:
@@ -95,11 +95,11 @@ class CuDNNAttention:
         found = [self._parts(half, mask, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
 
-    def _can_not_build(self) -> bool:
+    def can_not_build(self) -> bool:
         """Whether these versions can't build a backward together: each shape would be tried and told of."""
         if self._builds_backward:
             return False
-        frontend, backend = self._cudnn.versions
+        frontend, backend = self.cudnn.versions
         what = f"attention: nvidia-cudnn-frontend {frontend} can't build its backward on cuDNN {backend}"
         self._tell(f"{what}, as 1.24 to 1.26 can't before 9.22: pip install 'shardrt[cudnn]'")
         return True
@@ -112,7 +112,7 @@ class CuDNNAttention:
         in 9.19 to 9.26; no version is known to be without either.
         """
         covered = causal and q.shape[2] <= k.shape[2]
-        if covered or not self._cudnn.architecture.startswith("sm_90"):
+        if covered or not self.cudnn.architecture.startswith("sm_90"):
             return False
         if k.shape[2] % 128 != 64 and q.shape[2] > 1:
             return False
@@ -128,7 +128,7 @@ class CuDNNAttention:
         self, names: tuple, arrays: tuple, mask: str, scale: float, fixed: bool = False
     ) -> tuple[tuple, tuple, Callable[[Any], None], str]:
         """What CuDNN.run is told: the kind, the arrays, how the graph is described, what is refused."""
-        cudnn, named = self._cudnn.module, dict(zip(names, arrays, strict=True))
+        cudnn, named = self.cudnn.module, dict(zip(names, arrays, strict=True))
         how: dict[str, Any] = {"attn_scale": float(scale)}
         if mask:
             how |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, mask)}
@@ -145,14 +145,14 @@ class CuDNNAttention:
         return (names, mask, scale, fixed), arrays, describe, refused
 
     def _describe_forward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        cudnn = self._cudnn
+        cudnn = self.cudnn
         inputs = {name: cudnn.input(graph, uid, arrays[name]) for uid, name in enumerate(_FORWARD[:3], 1)}
         outputs = graph.sdpa(**inputs, generate_stats=True, **how)
         for uid, (name, output) in enumerate(zip(_FORWARD[3:], outputs, strict=True), 4):
             cudnn.output(output, uid, arrays[name])
 
     def _describe_backward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        cudnn = self._cudnn
+        cudnn = self.cudnn
         dy, q, k, v, y, lse = (
             cudnn.input(graph, uid, arrays[name]) for uid, name in enumerate(_BACKWARD[:6], 1)
         )

@@ -85,4 +85,4 @@ def _complete(
     strides = [stride // x.dtype.itemsize for x in (dk, dv) for stride in x.strides[:3]]
     grid = -(-pieces // _THREADS), 2 * heads, batch
     args = (dk, dv, more_k, more_v, *strides, added, seen, keys, width)
-    launch("attention_chunks", "complete", dk.dtype, grid, args, threads=_THREADS)
+    launch("attention_cudnn", "complete", dk.dtype, grid, args, threads=_THREADS)

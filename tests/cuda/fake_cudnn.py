@@ -14,7 +14,13 @@ import numpy as np
 
 from shardrt.kernels import cpu
 
-ELEMENTS = {"HALF": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT": np.float32}
+ELEMENTS = {
+    "HALF": np.float16,
+    "BFLOAT16": ml_dtypes.bfloat16,
+    "FLOAT": np.float32,
+    "INT32": np.int32,
+    "INT64": np.int64,
+}
 STEPS = [
     "validate",
     "build_operation_graph",
@@ -49,8 +55,9 @@ class Handle:
 class Tensor:
     """cudnn.tensor."""
 
-    def __init__(self, dim=None, stride=None, data_type=None, uid=-1):
+    def __init__(self, dim=None, stride=None, data_type=None, uid=-1, ragged_offset=None):
         self.dim, self.stride, self.data_type, self.uid, self.output = dim, stride, data_type, uid, False
+        self.ragged = ragged_offset
 
     def set_output(self, value):
         self.output = value
@@ -72,15 +79,28 @@ class Tensor:
         self.data_type = data_type
         return self
 
+    def set_ragged_offset(self, ragged_offset):
+        self.ragged = ragged_offset
+        return self
+
     def at(self, address):
         """The memory as a NumPy array."""
         assert type(address) is int and address % 16 == 0
+        return self._array(address, self.dim)
+
+    def sequence(self, address, place, length):
+        """That of one sequence, which begins `place` elements from the address."""
+        assert length <= self.dim[2]
+        start = address + place * np.dtype(ELEMENTS[self.data_type]).itemsize
+        return self._array(start, [1, self.dim[1], length, self.dim[3]])
+
+    def _array(self, address, dim):
         kind = np.dtype(ELEMENTS[self.data_type])
         assert len(self.dim) == len(self.stride) == 4
-        last = sum((count - 1) * step for count, step in zip(self.dim, self.stride, strict=True))
+        last = sum((count - 1) * step for count, step in zip(dim, self.stride, strict=True))
         memory = (ctypes.c_ubyte * ((last + 1) * kind.itemsize)).from_address(address)
         strides = [step * kind.itemsize for step in self.stride]
-        return np.ndarray(self.dim, kind, memory, 0, strides)
+        return np.ndarray(dim, kind, memory, 0, strides)
 
 
 class Graph:
@@ -93,8 +113,8 @@ class Graph:
         self.cudnn, self.io, self.tensors, self.steps, self.runs = cudnn, io_data_type, [], [], 0
         cudnn.graphs.append(self)
 
-    def tensor(self, *, dim, stride, data_type, uid):
-        self.tensors.append(Tensor(dim, stride, data_type, uid))
+    def tensor(self, *, dim, stride, data_type, uid, ragged_offset=None):
+        self.tensors.append(Tensor(dim, stride, data_type, uid, ragged_offset))
         return self.tensors[-1]
 
     # -- nodes
@@ -106,6 +126,7 @@ class Graph:
     def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm, **mask):
         assert type(use_deterministic_algorithm) is bool
         self.deterministic = use_deterministic_algorithm
+        self.bounded = mask.pop("max_total_seq_len_q", None), mask.pop("max_total_seq_len_kv", None)
         return self._attention("backward", (dO, q, k, v, o, stats), 3, attn_scale, mask)
 
     def conv_fprop(self, *, image, weight, stride, padding, dilation):
@@ -119,6 +140,8 @@ class Graph:
 
     def _attention(self, kind, inputs, outputs, scale, mask):
         assert self.io in ("HALF", "BFLOAT16")
+        self.padded = mask.pop("use_padding_mask", False)
+        self.lengths = mask.pop("seq_len_q", None), mask.pop("seq_len_kv", None)
         aligned = mask.get("diagonal_alignment", "TOP_LEFT")
         assert aligned in ("TOP_LEFT", "BOTTOM_RIGHT")
         assert mask in ({}, {"diagonal_alignment": aligned, "diagonal_band_right_bound": 0})
@@ -127,6 +150,7 @@ class Graph:
         if aligned == "BOTTOM_RIGHT":
             how["offsets"] = (keys - queries,)
         self.unsupported = unsupported(kind, aligned, queries, keys, self.cudnn.backend_version())
+        self.how = how
 
         def compute(arrays):
             attend(kind, arrays, how)
@@ -143,18 +167,47 @@ class Graph:
 
     def _node(self, kind, inputs, outputs, compute):
         self.kind, self.inputs, self.compute = kind, len(inputs), compute
+        self.bounded = getattr(self, "bounded", ())
         self.unsupported = getattr(self, "unsupported", "")
         made = [Tensor() for _ in range(outputs)]
         self.tensors.extend(made)
         self.arguments = [*inputs, *made]
         return made
 
+    @property
+    def ragged(self):
+        """Whether tensors are sequences at places of their own."""
+        return any(t.ragged for t in self.arguments)
+
+    def _ragged_unsupported(self):
+        """What the frontend says of ragged offsets; "" if nothing. Asserts what it would take for granted."""
+        count, backend = self.arguments[0].dim[0], self.cudnn.backend_version()
+        for tensor in self.arguments:
+            assert tensor.ragged in self.tensors and tensor.ragged.dim == [count + 1, 1, 1, 1]
+            assert tensor.ragged.data_type == "INT64" and tensor.dim[0] == count
+        for lengths in self.lengths:
+            assert (
+                lengths in self.tensors and lengths.dim == [count, 1, 1, 1] and lengths.data_type == "INT32"
+            )
+        if not self.padded:
+            return "Ragged offsets are only supported with padding mask."
+        if backend < 90600:
+            return "group-query attention with raggged offset is not supported"
+        older = self.cudnn.architecture.startswith(("sm_8", "sm_12"))
+        if self.kind == "backward" and older and backend >= 91801:
+            return "Packed/ragged LSE is not supported for bprop thd on SM8X and SM12X GPUs"
+        return ""
+
     # -- from a graph to a plan, in this order
 
     def validate(self):
         self._step("validate")
-        assert [t.uid for t in self.tensors] == list(range(1, len(self.tensors) + 1))
+        assert sorted(t.uid for t in self.tensors) == list(range(1, len(self.tensors) + 1))
         assert all(t.output for t in self.arguments[self.inputs :])
+        if not self.ragged and any(self.bounded):
+            raise NotSupported("max_total_seq_len_q is only supported with packed layout")
+        if self.ragged:
+            self.unsupported = self.unsupported or self._ragged_unsupported()
         if self.unsupported:
             raise NotSupported(self.unsupported)
 
@@ -195,8 +248,21 @@ class Graph:
         assert self.cudnn.stream in (None, self.cudnn.handles[handle]), "a handle of another stream"
         self.runs += 1
         scratch = (ctypes.c_ubyte * self.get_workspace_size()).from_address(workspace)
+        if self.ragged:
+            self.cudnn.issue(self.cudnn.handles[handle], lambda: self._run_sequences(places, scratch))
+            return
         arrays = [t.at(places[t.uid]) for t in self.arguments]
         self.cudnn.issue(self.cudnn.handles[handle], lambda: self._run(arrays, scratch))
+
+    def _run_sequences(self, places, scratch):
+        """Each sequence by itself; its length and places are read from memory when it comes to it."""
+        queries, keys = (lengths.at(places[lengths.uid]).ravel() for lengths in self.lengths)
+        assert (queries == keys).all()
+        for number, length in enumerate(queries.tolist()):
+            if length:
+                begins = [int(t.ragged.at(places[t.ragged.uid]).flat[number]) for t in self.arguments]
+                given = zip(self.arguments, begins, strict=True)
+                self._run([t.sequence(places[t.uid], place, length) for t, place in given], scratch)
 
     def _run(self, arrays, scratch):
         scratch[:] = b"w" * len(scratch)

@@ -13,7 +13,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from shardrt.kernels.cpu import attention as cpu
-from shardrt.kernels.cuda import _cudnn_attention, _launch, attention
+from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.determinism import use_deterministic_algorithms
@@ -407,6 +407,129 @@ def test_versions_that_refuse_such_a_mask_leave_chunks_to_the_reference_kernels(
         warnings.simplefilter("ignore")
         attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(26, 52))
     assert (emulated.launches == []) is fits
+
+
+@contextmanager
+def documents_of(element, lengths, batch=2, heads=4, kv_heads=2, width=64):
+    """q, k, v in one array; the first row has documents of these lengths, the others are one document."""
+    time, parts = sum(lengths), heads + 2 * kv_heads
+    begins = np.zeros((batch, time), np.int64)
+    begins[0] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    with guarded(element) as array:
+
+        def split(values):
+            x = array(values).reshape(batch, time, parts, width).transpose(0, 2, 1, 3)
+            return x[:, :heads], x[:, heads:-kv_heads], x[:, -kv_heads:]
+
+        q, k, v = split(normal(batch, time, parts * width))
+        (y,) = heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)
+        (dy,) = heads_of(array(normal(batch, time, heads * width, seed=1)), 1, heads)
+        gradients = split(np.full((batch, time, parts * width), np.nan))
+        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
+        yield q, k, v, y, lse, dy, gradients, array(begins, dtype=np.int64)
+
+
+def run_documents(q, k, v, y, lse, dy, gradients, starts):
+    how = {"causal": True, "scale": 0.1, "starts": starts}
+    attention.forward(q, k, v, y, lse, **how)
+    attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+
+
+def assert_as_in_double(q, k, v, y, lse, dy, gradients, starts, factor=1):
+    how = {"causal": True, "scale": 0.1, "starts": starts}
+    exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
+    cpu.forward(*in_double(q, k, v), *exact[:2], **how)
+    cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
+    for found, expected in zip((y, lse, *gradients), exact, strict=True):
+        assert_close(found, expected, factor)
+
+
+REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("lengths", [(69, 1), (70,), (130, 33, 1, 40)], ids=str)
+def test_documents_are_sequences_of_cudnn(cudnn, emulated, element, width, lengths):
+    """Our own kernels find that all was done; what they would give is as near to float64."""
+    with documents_of(element, lengths, width=width) as arrays:
+        run_documents(*arrays)
+        y, lse, gradients = arrays[3], arrays[4], arrays[6]
+        assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 1), ("backward", 1)]
+        assert cudnn.graphs[1].bounded == (2 * sum(lengths),) * 2
+        assert emulated.launches == ["documents", *REFERENCE[:1], "documents", *REFERENCE[1:]]
+        assert_as_in_double(*arrays)
+        found = [x.copy() for x in (y, lse, *gradients)]
+        emulated.attention = lambda: None
+        run_documents(*arrays)
+        for one, other in zip(found, (y, lse, *gradients), strict=True):
+            assert_close(one, other.astype(np.float64), 2)
+            assert one.tobytes() != other.tobytes()  # so they were not what our own kernels had given
+
+
+@pytest.mark.parametrize("lengths, sequences", [((8,) * 5, 6), ((8,) * 4 + (4, 4), 0)])
+def test_more_documents_than_a_plan_is_for_are_left_to_the_reference_kernels(
+    cudnn, emulated, monkeypatch, lengths, sequences
+):
+    """The GPU alone knows how many there are: cuDNN then has no sequence. A plan for 2 + 80 / 20."""
+    monkeypatch.setattr(_cudnn_documents, "MEAN", 20)
+    runs, run_one = [], fake_cudnn.Graph._run
+    monkeypatch.setattr(fake_cudnn.Graph, "_run", lambda self, *how: runs.append(self) or run_one(self, *how))
+    with documents_of("bfloat16", lengths, width=16) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert len(runs) == 2 * sequences
+
+
+def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
+    for lengths in ((40,), (1, 39), (20, 3, 17)):
+        with documents_of("bfloat16", lengths, width=16) as arrays:
+            run_documents(*arrays)
+    assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 3), ("backward", 3)]
+
+
+@pytest.mark.parametrize(
+    "how, versions",
+    [
+        ({"element": "float32"}, {}),
+        ({"width": 8}, {}),
+        ({}, {"architecture": "sm_80"}),
+        ({}, {"architecture": "sm_120"}),
+        ({}, {"backend": 90500}),
+    ],
+    ids=str,
+)
+def test_documents_that_do_not_suit_run_by_the_reference_kernels(emulated, how, versions):
+    module = played(emulated, **versions)
+    with documents_of(**{"element": "bfloat16", "lengths": (30, 10), "width": 16} | how) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert module.graphs == [] and emulated.launches == REFERENCE
+
+
+def test_documents_of_which_cudnn_has_no_plan_run_by_the_reference_kernels(cudnn, emulated):
+    cudnn.refuses = lambda graph: True
+    with documents_of("bfloat16", (30, 10), width=16) as arrays:
+        with pytest.warns(UserWarning, match=r"cuDNN refuses documents of \(2, 4, 40, 16\) of bfloat16"):
+            run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+
+
+def test_rows_of_documents_that_lie_apart_run_by_the_reference_kernels(cudnn, emulated):
+    """Tokens of the second row do not follow those of the first evenly."""
+    with documents_of("bfloat16", (30, 10), width=16) as (q, k, v, y, lse, dy, gradients, starts):
+        apart = np.zeros((2, 41, 4, 16), q.dtype).transpose(0, 2, 1, 3)[:, :, :40]
+        attention.forward(q, k, v, apart, lse, causal=True, scale=0.1, starts=starts)
+    assert cudnn.graphs == [] and emulated.launches == ["forward"]
+
+
+def test_documents_have_a_fixed_order_of_sums_where_it_is_asked_for(cudnn, emulated):
+    """cuDNN's would take memory for each pair of a query and a key, times the documents of a plan."""
+    use_deterministic_algorithms(True)
+    with documents_of("bfloat16", (30, 10), width=16) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert [graph.kind for graph in cudnn.graphs] == ["forward"]
 
 
 VERSIONS = {  # frontend, cuDNN -> whether attention's backward can be built, as tried with the real ones

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shardrt.kernels.cuda import _cudnn_documents
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import _BACKWARD, _FORWARD, CuDNNAttention, builds_backward
 from shardrt.kernels.cuda._cudnn_conv2d import _NEVER_IN_FLOAT32, CuDNNConv2d
@@ -92,6 +93,23 @@ def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, 
         else:
             with pytest.warns(UserWarning, match="RESHAPE_MODE"):
                 assert not described.run(*operation)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_attention_of_documents_is_built(described, emulated, shared):
+    """The kernel that makes their lengths and places runs on the CPU."""
+    fused, kv_heads = CuDNNAttention(described), 4 // shared
+
+    def split():
+        x = heads(4 + 2 * kv_heads)
+        return x[:, :4], x[:, 4:-kv_heads], x[:, -kv_heads:]
+
+    (q, k, v), (dq, dk, dv), y, dy = split(), split(), heads(4), heads(4)
+    lse, starts = array(2, 4, 64, dtype=np.dtype(np.float32)), np.zeros((2, 64), np.int64)
+    assert _cudnn_documents.forward(fused, q, k, v, y, lse, starts, scale=0.1) is not None
+    if builds_backward(*described.versions):
+        arrays = dy, q, k, v, y, lse, dq, dk, dv
+        assert _cudnn_documents.backward(fused, *arrays, starts, scale=0.1) is not None
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)
