@@ -649,6 +649,38 @@ def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
     assert backend.attention() is backend.attention()
 
 
+@pytest.mark.parametrize("kind", ["chunks", "documents"])
+def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
+    """Late likewise, in a stream of their own, on arrays of CuPy; the host reads nothing in between."""
+    side, given = gpu.new_stream("side"), gpu.new_event()
+    made = chunks_of("bfloat16", (26, 52)) if kind == "chunks" else documents_of("bfloat16", (30, 10, 12))
+    with made as (q, k, v, y, lse, dy, gradients, *starts):
+        how = {"causal": True, "scale": 0.1}
+        how |= {"starts": starts[0]} if starts else {"offsets": (26, 52)}
+        exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
+        cpu.forward(*in_double(q, k, v), *exact[:2], **how)
+        cpu.backward(*in_double(dy, q, k, v), *exact[:2], *exact[2:], **how)
+        rows = [gpu.asarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, y, dy, gradients[0])]
+        if starts:  # side by side in one array
+            packed = [np.concatenate(x, axis=1).transpose(0, 2, 1, 3) for x in ((q, k, v), gradients)]
+            whole = [gpu.asarray(np.ascontiguousarray(x)).transpose(0, 2, 1, 3) for x in packed]
+            (q, k, v), gradients = ((x[:, :4], x[:, 4:6], x[:, 6:]) for x in whole)
+            how["starts"] = gpu.asarray(starts[0])
+        else:
+            q, (k, v) = rows[0], map(gpu.asarray, (k, v))
+            gradients = rows[3], *map(gpu.asarray, gradients[1:])
+        y, dy, lse = rows[1], rows[2], gpu.asarray(lse)
+        gpu.current_stream.record(given)
+        side.wait(given)
+        side.submit(lambda: attention.forward(q, k, v, y, lse, **how))
+        side.submit(lambda: attention.backward(dy, q, k, v, y, lse, *gradients, **how))
+        side.synchronize()
+        for found, expected in zip((y, lse, *gradients), exact, strict=True):
+            assert_close(gpu.to_numpy(found), expected, 2)
+    assert list(sys.modules["cudnn"].handles.values()) == [side.handle.ptr]
+    assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == (2 if starts else 4)
+
+
 def test_convolution_there_shares_the_library(gpu, backend):
     x, weight = (gpu.asarray(np.ones(shape, np.float32)) for shape in ((2, 3, 5, 4), (8, 3, 2, 2)))
     y, dx, dweight = (
