@@ -68,9 +68,8 @@ def backward(
     *,
     scale: float,
 ) -> Array | None:
-    """As attention.backward of `starts`; gives what forward gives. Not where the same bits are asked for."""
-    fits = _fits(fused, starts, (q, k, v, dq, dk, dv), (y, dy), lse) and not fused.can_not_build()
-    if not fits or are_deterministic_algorithms_enabled():
+    """As attention.backward of `starts`; gives what forward gives."""
+    if not _fits(fused, starts, (q, k, v, dq, dk, dv), (y, dy), lse) or fused.can_not_build():
         return None
     about, done = _told(q, y, starts)
     stats = _by_tokens(q)
@@ -128,11 +127,13 @@ def _fits(
 ) -> bool:
     """Whether tokens follow one another evenly, over all rows, in arrays like q and in those like y.
 
-    And on Hopper and the Blackwell of data centres; elsewhere the scratch memory has no bound.
+    And on Hopper and the Blackwell of data centres; elsewhere the scratch memory has no bound. Not where
+    algorithms must be deterministic: which kernels compute a row would depend on the documents of others, and
+    cuDNN's backward in a fixed order takes memory for all pairs of tokens, for each document of a plan.
     """
     q, k, *others = packed
     fits = suits(q, k, lse, *others, *dense) and starts.size < 2**31 and q.shape[3] % _WIDTHS == 0
-    if not fits or fused.cudnn.versions[1] < _OLDEST:
+    if not fits or are_deterministic_algorithms_enabled() or fused.cudnn.versions[1] < _OLDEST:
         return False
     if not fused.cudnn.architecture.startswith(("sm_90", "sm_10")):
         return False
