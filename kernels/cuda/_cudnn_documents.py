@@ -1,10 +1,11 @@
 """Attention by cuDNN of documents side by side: each is a sequence, which begins at a ragged offset.
 
-cuDNN plans for a number of sequences, and asks for their lengths and offsets in the GPU's memory. How many
-documents there are, only the GPU knows, and the host does not wait for it. So a plan is for as many as
-MEAN tokens each make, and one for each row; a kernel makes of `starts` lengths and offsets, of length 0 where
-there are fewer documents. If there are more, it gives cuDNN none, and says so to the kernels that come then.
-(NVIDIA's Transformer Engine calls cuDNN with the same tensors.)
+A plan of cuDNN's is for a number of sequences; it reads their lengths and offsets in the GPU's memory. Only
+the GPU knows how many documents there are, and the host does not wait for it. So a plan is for one document a
+row and one more for every MEAN tokens. A kernel makes lengths and offsets of `starts`, with length 0 for
+documents that are not there. If there are more than planned, that kernel gives cuDNN none, and the kernels of
+attention.cu, which are launched in any case, compute all. (NVIDIA's Transformer Engine gives cuDNN the same
+tensors.)
 """
 
 from collections.abc import Callable
@@ -86,11 +87,8 @@ def backward(
         for uid, (tensor, x) in enumerate(zip(made, (dq, dk, dv), strict=True), 7):
             documents.output(tensor, uid, x, 0)
 
-    return (
-        done
-        if _run(fused, "backward", (dy, q, k, v, y, stats, dq, dk, dv, *about), describe, scale)
-        else None
-    )
+    ran = _run(fused, "backward", (dy, q, k, v, y, stats, dq, dk, dv, *about), describe, scale)
+    return done if ran else None
 
 
 class _Documents:
@@ -117,11 +115,6 @@ class _Documents:
         self._cudnn.output(tensor, uid, x, self._count, self._places[kind])
 
 
-def most(batch: int, time: int) -> int:
-    """Documents that a plan is for."""
-    return batch + batch * time // MEAN
-
-
 def _fits(
     fused: CuDNNAttention, starts: Array, packed: tuple[Array, ...], dense: tuple[Array, ...], lse: Array
 ) -> bool:
@@ -132,7 +125,7 @@ def _fits(
     cuDNN's backward in a fixed order takes memory for all pairs of tokens, for each document of a plan.
     """
     q, k, *others = packed
-    fits = suits(q, k, lse, *others, *dense) and starts.size < 2**31 and q.shape[3] % _WIDTHS == 0
+    fits = suits(q, k, lse, *others, *dense) and k.shape[2] == q.shape[2] and q.shape[3] % _WIDTHS == 0
     if not fits or are_deterministic_algorithms_enabled() or fused.cudnn.versions[1] < _OLDEST:
         return False
     if not fused.cudnn.architecture.startswith(("sm_90", "sm_10")):
@@ -145,7 +138,7 @@ def _fits(
 def _told(q: Array, y: Array, starts: Array) -> tuple[tuple[Array, ...], Array]:
     """((lengths, where they begin in q, y and sums), whether there are not too many), made on the GPU."""
     (batch, heads, time, _), item = q.shape, q.dtype.itemsize
-    count = most(batch, time)
+    count = batch + batch * time // MEAN
     pitch = -(-(count + 1) // 2) * 2  # rows begin at 16 bytes
     lengths, places, done = empty(count, np.int32), empty((3, pitch), np.int64), empty(1, np.int32)
     steps = q.strides[2] // item, y.strides[2] // item, heads

@@ -111,6 +111,7 @@ class Graph:
         assert intermediate_data_type == compute_data_type == "FLOAT"
         assert handle in cudnn.handles
         self.cudnn, self.io, self.tensors, self.steps, self.runs = cudnn, io_data_type, [], [], 0
+        self.bounded, self.unsupported = (), ""
         cudnn.graphs.append(self)
 
     def tensor(self, *, dim, stride, data_type, uid, ragged_offset=None):
@@ -150,7 +151,6 @@ class Graph:
         if aligned == "BOTTOM_RIGHT":
             how["offsets"] = (keys - queries,)
         self.unsupported = unsupported(kind, aligned, queries, keys, self.cudnn.backend_version())
-        self.how = how
 
         def compute(arrays):
             attend(kind, arrays, how)
@@ -167,8 +167,6 @@ class Graph:
 
     def _node(self, kind, inputs, outputs, compute):
         self.kind, self.inputs, self.compute = kind, len(inputs), compute
-        self.bounded = getattr(self, "bounded", ())
-        self.unsupported = getattr(self, "unsupported", "")
         made = [Tensor() for _ in range(outputs)]
         self.tensors.extend(made)
         self.arguments = [*inputs, *made]
@@ -186,13 +184,12 @@ class Graph:
             assert tensor.ragged in self.tensors and tensor.ragged.dim == [count + 1, 1, 1, 1]
             assert tensor.ragged.data_type == "INT64" and tensor.dim[0] == count
         for lengths in self.lengths:
-            assert (
-                lengths in self.tensors and lengths.dim == [count, 1, 1, 1] and lengths.data_type == "INT32"
-            )
+            assert lengths in self.tensors and lengths.dim == [count, 1, 1, 1]
+            assert lengths.data_type == "INT32"
         if not self.padded:
             return "Ragged offsets are only supported with padding mask."
         if backend < 90600:
-            return "group-query attention with raggged offset is not supported"
+            return "For cuDNN version below 9.6.0, group-query attention with ragged offset is not supported"
         older = self.cudnn.architecture.startswith(("sm_8", "sm_12"))
         if self.kind == "backward" and older and backend >= 91801:
             return "Packed/ragged LSE is not supported for bprop thd on SM8X and SM12X GPUs"
