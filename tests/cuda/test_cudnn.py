@@ -8,10 +8,15 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
+from shardrt import Tensor
+from shardrt import functional as F
+from shardrt.comm import init_device_mesh
+from shardrt.functional.context import context_attention
 from shardrt.kernels.cpu import attention as cpu
 from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
@@ -679,6 +684,38 @@ def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
             assert_close(gpu.to_numpy(found), expected, 2)
     assert list(sys.modules["cudnn"].handles.values()) == [side.handle.ptr]
     assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == (2 if starts else 4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_layers_give_documents_as_cudnn_takes_them(gpu, backend, dtype):
+    """Queries, keys, values and their gradients in one array each, and dy as a linear layer gives it."""
+    qkv, weight = normal(2, 40, 8 * 16), normal(64, 64)
+    qkv = Tensor(gpu.asarray(qkv.astype(dtype)), requires_grad=True)
+    starts = F.document_starts(np.repeat([[0, 1], [3, 3]], [15, 25], axis=1))
+    y = F.self_attention(qkv, 4, kv_heads=2, starts=starts)
+    F.linear(y, Tensor(gpu.asarray(weight.astype(dtype)))).sum().backward()
+    assert np.isfinite(gpu.to_numpy(qkv.grad).astype(np.float32)).all()
+    assert [(graph.kind, graph.runs) for graph in sys.modules["cudnn"].graphs] == [
+        ("forward", 1),
+        ("backward", 1),
+    ]
+
+
+def test_context_parallelism_gives_chunks_as_cudnn_takes_them(gpu, backend):
+    """A rank alone has both chunks; each of two heads of keys has a call for each."""
+    mesh = init_device_mesh("cuda", (1,), ("cp",))
+    x, dy = (normal(2, 40, parts * 16, seed=parts).astype(ml_dtypes.bfloat16) for parts in (8, 4))
+    found = []
+    for attend in (F.self_attention, lambda *how, **more: context_attention(*how, mesh, **more)):
+        qkv = Tensor(gpu.asarray(x), requires_grad=True)
+        y = attend(qkv, 4, kv_heads=2)
+        y.backward(gpu.asarray(dy))
+        found.append([gpu.to_numpy(each).astype(np.float64) for each in (y.data, qkv.grad)])
+    kinds = [(graph.kind, graph.runs) for graph in sys.modules["cudnn"].graphs]
+    assert sum(runs for kind, runs in kinds if kind == "forward") == 1 + 2 * 2
+    assert sum(runs for kind, runs in kinds if kind == "backward") == 1 + 2 * 2
+    for one, other in zip(*found, strict=True):
+        assert np.linalg.norm(one - other) < 8e-3 * np.linalg.norm(one)
 
 
 def test_convolution_there_shares_the_library(gpu, backend):
