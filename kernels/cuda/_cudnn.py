@@ -16,7 +16,13 @@ import numpy as np
 
 from shardrt.kernels.cuda._launch import Array, address
 
-_ELEMENTS = {"float16": "HALF", "bfloat16": "BFLOAT16", "float32": "FLOAT"}
+_ELEMENTS = {
+    "float16": "HALF",
+    "bfloat16": "BFLOAT16",
+    "float32": "FLOAT",
+    "int32": "INT32",
+    "int64": "INT64",
+}
 
 
 class Stage(Protocol):
@@ -85,16 +91,25 @@ class CuDNN:
         """Of the GPU, as "sm_90"."""
         return self._stage.architecture
 
-    def input(self, graph: Any, uid: int, x: Array) -> Any:
-        """A tensor like x, four-dimensional, to read."""
+    def input(self, graph: Any, uid: int, x: Array, count: int = 0, places: Any = None) -> Any:
+        """A tensor like x, four-dimensional, to read. count, places: it is of sequences; see `output`."""
         shape, strides = _layout(x)
-        return graph.tensor(dim=shape, stride=strides, data_type=self._element(x), uid=uid)
+        how = {} if places is None else {"ragged_offset": places}
+        shape[0] = count or shape[0]
+        return graph.tensor(dim=shape, stride=strides, data_type=self._element(x), uid=uid, **how)
 
-    def output(self, tensor: Any, uid: int, x: Array) -> None:
-        """Have a node's result written like x."""
+    def output(self, tensor: Any, uid: int, x: Array, count: int = 0, places: Any = None) -> None:
+        """Have a node's result written like x.
+
+        count, places: as `count` sequences of x, each up to as long as its third axis, and beginning where
+        the tensor `places` says, in elements (cuDNN's ragged offsets).
+        """
         shape, strides = _layout(x)
+        shape[0] = count or shape[0]
         tensor.set_output(True).set_uid(uid).set_dim(shape).set_stride(strides)
         tensor.set_data_type(self._element(x))
+        if places is not None:
+            tensor.set_ragged_offset(places)
 
     def empty(self, shape: tuple[int, ...], dtype: Any) -> Array:
         """Scratch memory."""

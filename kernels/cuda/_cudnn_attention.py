@@ -29,16 +29,28 @@ class CuDNNAttention:
     """Attention forward and backward."""
 
     def __init__(self, cudnn: CuDNN) -> None:
-        self._cudnn = cudnn
+        self.cudnn = cudnn
         self._told: set[str] = set()
         self._builds_backward = builds_backward(*cudnn.versions)
 
     def forward(
-        self, q: Array, k: Array, v: Array, y: Array, lse: Array, *, causal: bool, scale: float
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        y: Array,
+        lse: Array,
+        *,
+        causal: bool,
+        scale: float,
+        bottom_right: bool = False,
     ) -> bool:
-        """As attention.forward, if cuDNN can; else does nothing and gives False."""
-        arrays = q, k, v, y, lse
-        return _suits(_FORWARD, arrays) and self._cudnn.run(*self._operation(_FORWARD, arrays, causal, scale))
+        """As attention.forward, if cuDNN can; else does nothing and gives False.
+
+        bottom_right: causal so that the last query sees all keys, and each one before it one less.
+        """
+        arrays, mask = (q, k, v, y, lse), _mask(q, k, causal, bottom_right)
+        return suits(q, k, lse, v, y) and self.cudnn.run(*self._operation(_FORWARD, arrays, mask, scale))
 
     def backward(
         self,
@@ -54,6 +66,7 @@ class CuDNNAttention:
         *,
         causal: bool,
         scale: float,
+        bottom_right: bool = False,
     ) -> bool:
         """As attention.backward, if cuDNN can; else False, and the gradients are still to be written.
 
@@ -61,16 +74,17 @@ class CuDNNAttention:
         for the matrix of weights (all of cuDNN before 9.25), so it goes in parts of a bounded size.
         """
         arrays = dy, q, k, v, y, lse, dq, dk, dv
-        if not _suits(_BACKWARD, arrays) or self._can_not_build() or self._may_give_nan(q, k, causal):
+        fits = suits(q, k, lse, dy, v, y, dq, dk, dv) and not self.can_not_build()
+        if not fits or self._may_give_nan(q, k, causal):
             return False
-        fixed = are_deterministic_algorithms_enabled()
-        parts = self._parts(arrays, causal, scale) if fixed else [arrays]
-        operations = (self._operation(_BACKWARD, part, causal, scale, fixed) for part in parts)
-        return bool(parts) and all(self._cudnn.run(*operation) for operation in operations)
+        fixed, mask = are_deterministic_algorithms_enabled(), _mask(q, k, causal, bottom_right)
+        parts = self._parts(arrays, mask, scale) if fixed else [arrays]
+        operations = (self._operation(_BACKWARD, part, mask, scale, fixed) for part in parts)
+        return bool(parts) and all(self.cudnn.run(*operation) for operation in operations)
 
-    def _parts(self, arrays: tuple, causal: bool, scale: float) -> list[tuple]:
+    def _parts(self, arrays: tuple, mask: str, scale: float) -> list[tuple]:
         """The arrays by samples, or else by heads, so that none takes more than _WORKSPACE; or no parts."""
-        size = self._cudnn.workspace(*self._operation(_BACKWARD, arrays, causal, scale, True))
+        size = self.cudnn.workspace(*self._operation(_BACKWARD, arrays, mask, scale, True))
         if size is None:
             return []
         if size <= _WORKSPACE:
@@ -78,14 +92,14 @@ class CuDNNAttention:
         halves = _halves(arrays)
         if not halves:
             self._tell(f"deterministic attention of {arrays[1].shape} would take {size} bytes")
-        found = [self._parts(half, causal, scale) for half in halves]
+        found = [self._parts(half, mask, scale) for half in halves]
         return [part for parts in found for part in parts] if all(found) else []
 
-    def _can_not_build(self) -> bool:
+    def can_not_build(self) -> bool:
         """Whether these versions can't build a backward together: each shape would be tried and told of."""
         if self._builds_backward:
             return False
-        frontend, backend = self._cudnn.versions
+        frontend, backend = self.cudnn.versions
         what = f"attention: nvidia-cudnn-frontend {frontend} can't build its backward on cuDNN {backend}"
         self._tell(f"{what}, as 1.24 to 1.26 can't before 9.22: pip install 'shardrt[cudnn]'")
         return True
@@ -98,7 +112,7 @@ class CuDNNAttention:
         in 9.19 to 9.26; no version is known to be without either.
         """
         covered = causal and q.shape[2] <= k.shape[2]
-        if covered or not self._cudnn.architecture.startswith("sm_90"):
+        if covered or not self.cudnn.architecture.startswith("sm_90"):
             return False
         if k.shape[2] % 128 != 64 and q.shape[2] > 1:
             return False
@@ -111,12 +125,14 @@ class CuDNNAttention:
             warnings.warn(f"{what}; slower kernels do its backward", stacklevel=5)
 
     def _operation(
-        self, names: tuple, arrays: tuple, causal: bool, scale: float, fixed: bool = False
+        self, names: tuple, arrays: tuple, mask: str, scale: float, fixed: bool = False
     ) -> tuple[tuple, tuple, Callable[[Any], None], str]:
         """What CuDNN.run is told: the kind, the arrays, how the graph is described, what is refused."""
-        cudnn, named = self._cudnn.module, dict(zip(names, arrays, strict=True))
-        mask = {"diagonal_alignment": cudnn.diagonal_alignment.TOP_LEFT, "diagonal_band_right_bound": 0}
-        how = {"attn_scale": float(scale), **(mask if causal else {})}
+        cudnn, named = self.cudnn.module, dict(zip(names, arrays, strict=True))
+        how: dict[str, Any] = {"attn_scale": float(scale)}
+        if mask:
+            how |= {"diagonal_alignment": getattr(cudnn.diagonal_alignment, mask)}
+            how |= {"diagonal_band_right_bound": 0}
         q, k = named["q"], named["k"]
         refused = f"attention: cuDNN refuses q {q.shape}, k {k.shape} of {q.dtype.name}"
 
@@ -126,17 +142,17 @@ class CuDNNAttention:
             else:
                 self._describe_backward(graph, named, use_deterministic_algorithm=fixed, **how)
 
-        return (names, causal, scale, fixed), arrays, describe, refused
+        return (names, mask, scale, fixed), arrays, describe, refused
 
     def _describe_forward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        cudnn = self._cudnn
+        cudnn = self.cudnn
         inputs = {name: cudnn.input(graph, uid, arrays[name]) for uid, name in enumerate(_FORWARD[:3], 1)}
         outputs = graph.sdpa(**inputs, generate_stats=True, **how)
         for uid, (name, output) in enumerate(zip(_FORWARD[3:], outputs, strict=True), 4):
             cudnn.output(output, uid, arrays[name])
 
     def _describe_backward(self, graph: Any, arrays: dict[str, Array], **how: Any) -> None:
-        cudnn = self._cudnn
+        cudnn = self.cudnn
         dy, q, k, v, y, lse = (
             cudnn.input(graph, uid, arrays[name]) for uid, name in enumerate(_BACKWARD[:6], 1)
         )
@@ -154,19 +170,24 @@ def builds_backward(frontend: str, backend: int) -> bool:
     return backend >= _RESHAPES or number not in _RESHAPING
 
 
-def _suits(names: tuple, arrays: tuple) -> bool:
+def _mask(q: Array, k: Array, causal: bool, bottom_right: bool) -> str:
+    """cuDNN's alignment of the diagonal, "" without one; the same for both where there is one key a query."""
+    if not causal:
+        return ""
+    return "BOTTOM_RIGHT" if bottom_right and q.shape[2] != k.shape[2] else "TOP_LEFT"
+
+
+def suits(q: Array, k: Array, lse: Array, *others: Array) -> bool:
     """Whether cuDNN is made for these: 16-bit heads of up to WIDEST, read and written 16 bytes at a time.
 
     And whole groups of heads of q for each of k.
     """
-    named = dict(zip(names, arrays, strict=True))
-    q, lse = named["q"], named["lse"]
-    heads = [x for name, x in named.items() if name != "lse"]
+    heads = (q, k, *others)
     if q.dtype.name not in _ELEMENTS or q.shape[3] % _VECTOR or q.shape[3] > WIDEST or not q.size:
         return False
     whole = lse.dtype == np.float32 and lse.flags.c_contiguous
-    readable = whole and vectors(*heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
-    return readable and q.shape[1] % named["k"].shape[1] == 0
+    readable = whole and vectors(lse, *heads) and all(x.dtype == q.dtype and _in_vectors(x) for x in heads)
+    return readable and q.shape[1] % k.shape[1] == 0
 
 
 def _halves(arrays: tuple) -> list[tuple]:

@@ -7,6 +7,7 @@
 // queries in a row share one of keys and values (Ainslie et al., GQA, 2023).
 // starts (batch, time), or null: the first key that a query sees, where it sees no more than its document.
 // Causal: query i sees keys up to i + early, from query `chunk` on up to i + later, which is no less.
+// done, or null: where it is not 0, something else has computed it.
 // Macro: DIM=64
 #include "common.cuh"
 
@@ -88,10 +89,11 @@ template <class X> __device__ __forceinline__ void clear(X (*sum)[PARTS]) {
 
 // Grid: blocks of queries, heads, batch. lse is (batch, heads, time).
 extern "C" __global__ void __launch_bounds__(256) forward(
-    const T* q, const T* k, const T* v, const int64* starts, T* y, A* lse, int64 q_batch, int64 q_head,
+    const T* q, const T* k, const T* v, const int64* starts, const int* done, T* y, A* lse, int64 q_batch, int64 q_head,
     int64 q_time, int64 k_batch, int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time,
     int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 keys, int64 width, int64 group, int causal,
     int64 chunk, int64 early, int64 later, A scale) {
+    if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *tile_k = queries + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
     q += blockIdx.z * q_batch + blockIdx.y * q_head;
@@ -147,11 +149,11 @@ extern "C" __global__ void __launch_bounds__(256) forward(
 }
 
 // delta = the sum of dy times y over each row: what the softmax's backward subtracts. A warp has a row.
-extern "C" __global__ void dots(const T* dy, const T* y, A* delta, int64 dy_batch, int64 dy_head, int64 dy_time,
+extern "C" __global__ void dots(const T* dy, const T* y, const int* done, A* delta, int64 dy_batch, int64 dy_head, int64 dy_time,
                                 int64 y_batch, int64 y_head, int64 y_time, int64 time, int64 width) {
     int64 row = blockIdx.x * (int64)WARPS + threadIdx.x / WARP;
     int lane = threadIdx.x % WARP;
-    if (row >= time) return;
+    if (row >= time || (done && *done)) return;
     dy += blockIdx.z * dy_batch + blockIdx.y * dy_head + row * dy_time;
     y += blockIdx.z * y_batch + blockIdx.y * y_head + row * y_time;
     A sum = 0;
@@ -162,11 +164,12 @@ extern "C" __global__ void dots(const T* dy, const T* y, A* delta, int64 dy_batc
 
 // dq. Grid and shared memory as in forward, and dy beside q.
 extern "C" __global__ void __launch_bounds__(256) backward_queries(
-    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const A* lse, const A* delta, T* dq,
+    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const int* done, const A* lse, const A* delta, T* dq,
     int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dq_batch, int64 dq_head,
     int64 dq_time, int64 time, int64 keys, int64 width, int64 group, int causal,
     int64 chunk, int64 early, int64 later, A scale) {
+    if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *queries = memory, *upper = queries + OWN * DIM, *tile_k = upper + OWN * DIM, *tile_v = tile_k + TILE * PITCH;
     k += blockIdx.z * k_batch + blockIdx.y / (unsigned)group * k_head;
@@ -214,11 +217,12 @@ extern "C" __global__ void __launch_bounds__(256) backward_queries(
 
 // dk and dv. A block has keys of its own and goes through the queries that see them, of every head in their group.
 extern "C" __global__ void __launch_bounds__(256) backward_keys(
-    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const A* lse, const A* delta, T* dk,
+    const T* dy, const T* q, const T* k, const T* v, const int64* starts, const int* done, const A* lse, const A* delta, T* dk,
     T* dv, int64 dy_batch, int64 dy_head, int64 dy_time, int64 q_batch, int64 q_head, int64 q_time, int64 k_batch,
     int64 k_head, int64 k_time, int64 v_batch, int64 v_head, int64 v_time, int64 dk_batch, int64 dk_head,
     int64 dk_time, int64 dv_batch, int64 dv_head, int64 dv_time, int64 time, int64 keys, int64 width, int64 group,
     int causal, int64 chunk, int64 early, int64 later, A scale) {
+    if (done && *done) return;
     DYNAMIC_SHARED(A, memory);
     A *own_k = memory, *own_v = own_k + OWN * DIM, *tile_q = own_v + OWN * DIM, *tile_dy = tile_q + TILE * PITCH;
     q += blockIdx.z * q_batch + blockIdx.y * group * q_head;

@@ -1,10 +1,11 @@
 """Attention without the matrix of weights: cuDNN's where that is at hand and fits, in 16 bits
-(_cudnn_attention.py); else reference kernels (attention.cu), for every type and width, and for documents side
-by side.
+(_cudnn_attention.py, _cudnn_chunks.py, _cudnn_documents.py); else reference kernels (attention.cu), for every
+type and width.
 """
 
 from typing import Any
 
+from shardrt.kernels.cuda import _cudnn_chunks, _cudnn_documents
 from shardrt.kernels.cuda._launch import THREADS, accumulator, backend, empty, launch
 
 Array = Any
@@ -35,12 +36,16 @@ def forward(
     offsets: with causal only, one number or two: the queries are one chunk or two equal ones, each at that
     place among the keys, the second behind the first. So query i of a chunk sees keys up to offset + i.
     """
-    fused = backend().attention()
-    whole = fused is not None and starts is None and offsets == (0,)
-    if whole and fused.forward(q, k, v, y, lse, causal=causal, scale=scale):
-        return
+    fused, arrays, done = backend().attention(), (q, k, v, y, lse), None
+    if fused is not None and starts is None:
+        if offsets == (0,) and fused.forward(*arrays, causal=causal, scale=scale):
+            return
+        if offsets != (0,) and _cudnn_chunks.forward(fused, *arrays, scale=scale, offsets=offsets):
+            return
+    elif fused is not None and offsets == (0,):
+        done = _cudnn_documents.forward(fused, *arrays, starts, scale=scale)
     last = (causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
-    args = (q, k, v, starts, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
+    args = (q, k, v, starts, done, y, lse, *_strides(q, k, v, y), *_sizes(q, k), *last)
     _run("forward", q, q, args, tiles=2, own=1)
 
 
@@ -64,19 +69,23 @@ def backward(
 
     With keys that no query sees, their gradients are 0.
     """
-    fused = backend().attention()
-    whole = fused is not None and starts is None and offsets == (0,)
-    if whole and fused.backward(dy, q, k, v, y, lse, dq, dk, dv, causal=causal, scale=scale):
-        return
+    fused, arrays, done = backend().attention(), (dy, q, k, v, y, lse, dq, dk, dv), None
+    if fused is not None and starts is None:
+        if offsets == (0,) and fused.backward(*arrays, causal=causal, scale=scale):
+            return
+        if offsets != (0,) and _cudnn_chunks.backward(fused, *arrays, scale=scale, offsets=offsets):
+            return
+    elif fused is not None and offsets == (0,):
+        done = _cudnn_documents.backward(fused, *arrays, starts, scale=scale)
     delta = empty(q.shape[:3], lse.dtype)
     batch, heads, time, width = q.shape
     grid = -(-time // _WARPS), heads, batch
     strides = _strides(dy, y)
-    launch("attention", "dots", q.dtype, grid, (dy, y, delta, *strides, time, width), DIM=_dim(width))
+    launch("attention", "dots", q.dtype, grid, (dy, y, done, delta, *strides, time, width), DIM=_dim(width))
     last = (*_sizes(q, k), causal, *_chunk(q, offsets), accumulator(q.dtype)(scale))
-    args = (dy, q, k, v, starts, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
+    args = (dy, q, k, v, starts, done, lse, delta, dq, *_strides(dy, q, k, v, dq), *last)
     _run("backward_queries", q, q, args, tiles=2, own=2)
-    args = (dy, q, k, v, starts, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
+    args = (dy, q, k, v, starts, done, lse, delta, dk, dv, *_strides(dy, q, k, v, dk, dv), *last)
     _run("backward_keys", q, k, args, tiles=2, own=2)
 
 

@@ -14,7 +14,13 @@ import numpy as np
 
 from shardrt.kernels import cpu
 
-ELEMENTS = {"HALF": np.float16, "BFLOAT16": ml_dtypes.bfloat16, "FLOAT": np.float32}
+ELEMENTS = {
+    "HALF": np.float16,
+    "BFLOAT16": ml_dtypes.bfloat16,
+    "FLOAT": np.float32,
+    "INT32": np.int32,
+    "INT64": np.int64,
+}
 STEPS = [
     "validate",
     "build_operation_graph",
@@ -49,8 +55,9 @@ class Handle:
 class Tensor:
     """cudnn.tensor."""
 
-    def __init__(self, dim=None, stride=None, data_type=None, uid=-1):
+    def __init__(self, dim=None, stride=None, data_type=None, uid=-1, ragged_offset=None):
         self.dim, self.stride, self.data_type, self.uid, self.output = dim, stride, data_type, uid, False
+        self.ragged = ragged_offset
 
     def set_output(self, value):
         self.output = value
@@ -72,15 +79,28 @@ class Tensor:
         self.data_type = data_type
         return self
 
+    def set_ragged_offset(self, ragged_offset):
+        self.ragged = ragged_offset
+        return self
+
     def at(self, address):
         """The memory as a NumPy array."""
         assert type(address) is int and address % 16 == 0
+        return self._array(address, self.dim)
+
+    def sequence(self, address, place, length):
+        """That of one sequence, which begins `place` elements from the address."""
+        assert length <= self.dim[2]
+        start = address + place * np.dtype(ELEMENTS[self.data_type]).itemsize
+        return self._array(start, [1, self.dim[1], length, self.dim[3]])
+
+    def _array(self, address, dim):
         kind = np.dtype(ELEMENTS[self.data_type])
         assert len(self.dim) == len(self.stride) == 4
-        last = sum((count - 1) * step for count, step in zip(self.dim, self.stride, strict=True))
+        last = sum((count - 1) * step for count, step in zip(dim, self.stride, strict=True))
         memory = (ctypes.c_ubyte * ((last + 1) * kind.itemsize)).from_address(address)
         strides = [step * kind.itemsize for step in self.stride]
-        return np.ndarray(self.dim, kind, memory, 0, strides)
+        return np.ndarray(dim, kind, memory, 0, strides)
 
 
 class Graph:
@@ -91,10 +111,11 @@ class Graph:
         assert intermediate_data_type == compute_data_type == "FLOAT"
         assert handle in cudnn.handles
         self.cudnn, self.io, self.tensors, self.steps, self.runs = cudnn, io_data_type, [], [], 0
+        self.bounded, self.unsupported = (), ""
         cudnn.graphs.append(self)
 
-    def tensor(self, *, dim, stride, data_type, uid):
-        self.tensors.append(Tensor(dim, stride, data_type, uid))
+    def tensor(self, *, dim, stride, data_type, uid, ragged_offset=None):
+        self.tensors.append(Tensor(dim, stride, data_type, uid, ragged_offset))
         return self.tensors[-1]
 
     # -- nodes
@@ -106,6 +127,7 @@ class Graph:
     def sdpa_backward(self, *, q, k, v, o, dO, stats, attn_scale, use_deterministic_algorithm, **mask):
         assert type(use_deterministic_algorithm) is bool
         self.deterministic = use_deterministic_algorithm
+        self.bounded = mask.pop("max_total_seq_len_q", None), mask.pop("max_total_seq_len_kv", None)
         return self._attention("backward", (dO, q, k, v, o, stats), 3, attn_scale, mask)
 
     def conv_fprop(self, *, image, weight, stride, padding, dilation):
@@ -119,8 +141,16 @@ class Graph:
 
     def _attention(self, kind, inputs, outputs, scale, mask):
         assert self.io in ("HALF", "BFLOAT16")
-        assert mask in ({}, {"diagonal_alignment": "TOP_LEFT", "diagonal_band_right_bound": 0})
+        self.padded = mask.pop("use_padding_mask", False)
+        self.lengths = mask.pop("seq_len_q", None), mask.pop("seq_len_kv", None)
+        aligned = mask.get("diagonal_alignment", "TOP_LEFT")
+        assert aligned in ("TOP_LEFT", "BOTTOM_RIGHT")
+        assert mask in ({}, {"diagonal_alignment": aligned, "diagonal_band_right_bound": 0})
+        queries, keys = (tensor.dim[2] for tensor in inputs[kind == "backward" :][:2])
         how = {"causal": bool(mask), "scale": scale}
+        if aligned == "BOTTOM_RIGHT":
+            how["offsets"] = (keys - queries,)
+        self.unsupported = unsupported(kind, aligned, queries, keys, self.cudnn.backend_version())
 
         def compute(arrays):
             attend(kind, arrays, how)
@@ -142,12 +172,41 @@ class Graph:
         self.arguments = [*inputs, *made]
         return made
 
+    @property
+    def ragged(self):
+        """Whether tensors are sequences at places of their own."""
+        return any(t.ragged for t in self.arguments)
+
+    def _ragged_unsupported(self):
+        """What the frontend says of ragged offsets; "" if nothing. Asserts what it would take for granted."""
+        count, backend = self.arguments[0].dim[0], self.cudnn.backend_version()
+        for tensor in self.arguments:
+            assert tensor.ragged in self.tensors and tensor.ragged.dim == [count + 1, 1, 1, 1]
+            assert tensor.ragged.data_type == "INT64" and tensor.dim[0] == count
+        for lengths in self.lengths:
+            assert lengths in self.tensors and lengths.dim == [count, 1, 1, 1]
+            assert lengths.data_type == "INT32"
+        if not self.padded:
+            return "Ragged offsets are only supported with padding mask."
+        if backend < 90600:
+            return "For cuDNN version below 9.6.0, group-query attention with ragged offset is not supported"
+        older = self.cudnn.architecture.startswith(("sm_8", "sm_12"))
+        if self.kind == "backward" and older and backend >= 91801:
+            return "Packed/ragged LSE is not supported for bprop thd on SM8X and SM12X GPUs"
+        return ""
+
     # -- from a graph to a plan, in this order
 
     def validate(self):
         self._step("validate")
-        assert [t.uid for t in self.tensors] == list(range(1, len(self.tensors) + 1))
+        assert sorted(t.uid for t in self.tensors) == list(range(1, len(self.tensors) + 1))
         assert all(t.output for t in self.arguments[self.inputs :])
+        if not self.ragged and any(self.bounded):
+            raise NotSupported("max_total_seq_len_q is only supported with packed layout")
+        if self.ragged:
+            self.unsupported = self.unsupported or self._ragged_unsupported()
+        if self.unsupported:
+            raise NotSupported(self.unsupported)
 
     def build_operation_graph(self):
         self._step("build_operation_graph")
@@ -186,8 +245,21 @@ class Graph:
         assert self.cudnn.stream in (None, self.cudnn.handles[handle]), "a handle of another stream"
         self.runs += 1
         scratch = (ctypes.c_ubyte * self.get_workspace_size()).from_address(workspace)
+        if self.ragged:
+            self.cudnn.issue(self.cudnn.handles[handle], lambda: self._run_sequences(places, scratch))
+            return
         arrays = [t.at(places[t.uid]) for t in self.arguments]
         self.cudnn.issue(self.cudnn.handles[handle], lambda: self._run(arrays, scratch))
+
+    def _run_sequences(self, places, scratch):
+        """Each sequence by itself; its length and places are read from memory when it comes to it."""
+        queries, keys = (lengths.at(places[lengths.uid]).ravel() for lengths in self.lengths)
+        assert (queries == keys).all()
+        for number, length in enumerate(queries.tolist()):
+            if length:
+                begins = [int(t.ragged.at(places[t.ragged.uid]).flat[number]) for t in self.arguments]
+                given = zip(self.arguments, begins, strict=True)
+                self._run([t.sequence(places[t.uid], place, length) for t, place in given], scratch)
 
     def _run(self, arrays, scratch):
         scratch[:] = b"w" * len(scratch)
@@ -197,6 +269,19 @@ class Graph:
         self.compute(exact)
         for array, value in zip(arrays[self.inputs :], exact[self.inputs :], strict=True):
             array[...] = value.astype(array.dtype)
+
+
+def unsupported(kind, aligned, queries, keys, backend):
+    """What the frontend says of such attention, before cuDNN is asked; "" if nothing."""
+    if backend in (91000, 91001):
+        return "SDPA FP16/BF16 is not supported on cuDNN 9.10.0/9.10.1"
+    if kind == "backward" and queries == keys == 1:
+        return "s_q = s_kv = 1 is not supported"
+    if aligned == "BOTTOM_RIGHT" and queries > keys:
+        return "Bottom right causal mask does not support max_s_q > max_s_kv"
+    if aligned == "BOTTOM_RIGHT" and backend < 90600 and (queries % 64 or keys % 64):
+        return "Bottom right causal mask is only supported with multiples of 64 below 9.6.0"
+    return ""
 
 
 def attend(kind, arrays, how):
@@ -277,7 +362,7 @@ def module(issue=None, frontend="1.28.0", backend=91900, architecture="sm_90"):
     cudnn.data_type = SimpleNamespace(**{name: name for name in ELEMENTS})
     cudnn.heur_mode = SimpleNamespace(A="A", FALLBACK="FALLBACK")
     cudnn.numerical_note = SimpleNamespace(**{note: note for note in NOTES})
-    cudnn.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT")
+    cudnn.diagonal_alignment = SimpleNamespace(TOP_LEFT="TOP_LEFT", BOTTOM_RIGHT="BOTTOM_RIGHT")
     cudnn.cudnnGraphNotSupportedError = NotSupported
     cudnn.pygraph = lambda **how: Graph(cudnn, **how)
 

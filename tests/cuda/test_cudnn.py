@@ -8,12 +8,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import pytest
 from packaging.requirements import Requirement
 
+from shardrt import Tensor
+from shardrt import functional as F
+from shardrt.comm import init_device_mesh
+from shardrt.functional.context import context_attention
 from shardrt.kernels.cpu import attention as cpu
-from shardrt.kernels.cuda import _cudnn_attention, _launch, attention
+from shardrt.kernels.cuda import _cudnn_attention, _cudnn_documents, _launch, attention
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.determinism import use_deterministic_algorithms
@@ -308,6 +313,230 @@ def test_rows_far_below_have_finite_gradients_where_cudnn_gives_nan(cudnn, emula
         assert lse.max() < -89 and all(np.isfinite(x.astype(np.float32)).all() for x in gradients)
 
 
+@contextmanager
+def chunks_of(element, offsets, batch=2, heads=4, kv_heads=2, each=26, keys=104, width=64):
+    """Queries in one array with dy and y, keys and values in another; as context parallelism has them."""
+    time = each * len(offsets)
+    with guarded(element) as array:
+        (q,) = heads_of(array(normal(batch, time, heads * width)), 1, heads)
+        (dy,) = heads_of(array(normal(batch, time, heads * width, seed=1)), 1, heads)
+        k, v = array(normal(2, batch, kv_heads, keys, width))
+        y, dq = (heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)[0] for _ in "yq")
+        dk, dv = array(np.full((2, *k.shape), np.nan))
+        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
+        yield q, k, v, y, lse, dy, (dq, dk, dv)
+
+
+CHUNKS = [(0, 78), (26, 52), (39,)]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("offsets", CHUNKS, ids=str)
+def test_chunks_of_queries_at_their_places_among_the_keys(cudnn, emulated, element, width, offsets):
+    """A call for each chunk; what it gives is as near to float64 as what our own kernels give."""
+    how = {"causal": True, "scale": 0.1, "offsets": offsets}
+    with chunks_of(element, offsets, width=width) as (q, k, v, y, lse, dy, gradients):
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        assert sum(graph.runs for graph in cudnn.graphs) == 2 * len(offsets)
+        assert emulated.launches == ["complete"]
+        found = [x.copy() for x in (y, lse, *gradients)]
+        exact = [np.empty(x.shape) for x in (y, lse)]
+        cpu.forward(*in_double(q, k, v), *exact, **how)
+        exact += [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
+        emulated.attention = lambda: None
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        for one, expected, other in zip(found, exact, (y, lse, *gradients), strict=True):
+            assert_close(one, expected)
+            assert_close(other, expected, 2)
+            assert_close(one, other.astype(np.float64), 2)
+
+
+def test_keys_that_no_chunk_sees_have_no_gradient(cudnn, emulated):
+    how = {"causal": True, "scale": 0.1, "offsets": (5, 31)}
+    with chunks_of("bfloat16", (5, 31), width=16) as (q, k, v, y, lse, dy, gradients):
+        attention.forward(q, k, v, y, lse, **how)
+        attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        for gradient in gradients[1:]:
+            assert (gradient[:, :, 57:] == 0).all() and (gradient[:, :, 56] != 0).any()
+
+
+def test_a_chunk_whose_softmax_lies_in_place_has_no_copy(cudnn, emulated, monkeypatch):
+    """One chunk, or one head of one sample: what cuDNN keeps is dense where it is."""
+    taken, empty = [], emulated.empty
+    monkeypatch.setattr(emulated, "empty", lambda *how: taken.append(how) or empty(*how))
+    single = {"batch": 1, "heads": 1, "kv_heads": 1}
+    for offsets, shape in (((30,), {}), ((0, 30), single | {"each": 28})):
+        with chunks_of("bfloat16", offsets, width=16, **shape) as (q, k, v, y, lse, *_):
+            attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=offsets)
+            expected = np.empty(y.shape), np.empty(lse.shape)
+            cpu.forward(*in_double(q, k, v), *expected, causal=True, scale=0.1, offsets=offsets)
+            assert_close(lse, expected[1])
+    assert {dtype for _, dtype in taken} == {np.uint8}
+    with chunks_of("bfloat16", (0, 30), width=16, **single) as (q, k, v, y, lse, *_):  # not at 16 bytes
+        attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(0, 30))
+    assert [shape for shape, dtype in taken if dtype == np.float32] == [(1, 1, 26)]
+
+
+@pytest.mark.parametrize(
+    "element, offsets, shape",
+    [
+        ("float32", (0, 78), {}),
+        ("bfloat16", (0, 78), {"width": 12}),
+        ("bfloat16", (0, 1), {"each": 1}),  # one query and one key, which cuDNN's backward refuses
+    ],
+    ids=str,
+)
+def test_chunks_that_do_not_suit_run_by_the_reference_kernels(cudnn, emulated, element, offsets, shape):
+    how = {"causal": True, "scale": 0.1, "offsets": offsets}
+    with chunks_of(element, offsets, **{"width": 16} | shape) as (q, k, v, y, lse, dy, gradients):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            attention.forward(q, k, v, y, lse, **how)
+            attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+        assert emulated.launches[-3:] == ["dots", "backward_queries", "backward_keys"]
+        expected = [np.empty(x.shape) for x in gradients]
+        cpu.backward(*in_double(dy, q, k, v, y, lse), *expected, **how)
+        for found, exactly in zip(gradients[1:], expected[1:], strict=True):
+            assert_close(found, exactly, 4)
+
+
+@pytest.mark.parametrize("backend, fits", [(90500, False), (90600, True), (91000, False), (91900, True)])
+def test_versions_that_refuse_such_a_mask_leave_chunks_to_the_reference_kernels(emulated, backend, fits):
+    """Before 9.6 lengths must be multiples of 64; 9.10.0 has no attention."""
+    played(emulated, backend=backend)
+    with chunks_of("bfloat16", (26, 52), width=16) as (q, k, v, y, lse, *_), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        attention.forward(q, k, v, y, lse, causal=True, scale=0.1, offsets=(26, 52))
+    assert (emulated.launches == []) is fits
+
+
+@contextmanager
+def documents_of(element, lengths, batch=2, heads=4, kv_heads=2, width=64):
+    """q, k, v in one array; the first row has documents of these lengths, the others are one document."""
+    time, parts = sum(lengths), heads + 2 * kv_heads
+    begins = np.zeros((batch, time), np.int64)
+    begins[0] = np.repeat(np.cumsum([0, *lengths[:-1]]), lengths)
+    with guarded(element) as array:
+
+        def split(values):
+            x = array(values).reshape(batch, time, parts, width).transpose(0, 2, 1, 3)
+            return x[:, :heads], x[:, heads:-kv_heads], x[:, -kv_heads:]
+
+        q, k, v = split(normal(batch, time, parts * width))
+        (y,) = heads_of(array(np.full((batch, time, heads * width), np.nan)), 1, heads)
+        (dy,) = heads_of(array(normal(batch, time, heads * width, seed=1)), 1, heads)
+        gradients = split(np.full((batch, time, parts * width), np.nan))
+        lse = array(np.full((batch, heads, time), np.nan), dtype=np.float32)
+        yield q, k, v, y, lse, dy, gradients, array(begins, dtype=np.int64)
+
+
+def run_documents(q, k, v, y, lse, dy, gradients, starts):
+    how = {"causal": True, "scale": 0.1, "starts": starts}
+    attention.forward(q, k, v, y, lse, **how)
+    attention.backward(dy, q, k, v, y, lse, *gradients, **how)
+
+
+def assert_as_in_double(q, k, v, y, lse, dy, gradients, starts, factor=1):
+    how = {"causal": True, "scale": 0.1, "starts": starts}
+    exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
+    cpu.forward(*in_double(q, k, v), *exact[:2], **how)
+    cpu.backward(*in_double(dy, q, k, v, y, lse), *exact[2:], **how)
+    for found, expected in zip((y, lse, *gradients), exact, strict=True):
+        assert_close(found, expected, factor)
+
+
+REFERENCE = ["forward", "dots", "backward_queries", "backward_keys"]
+
+
+@pytest.mark.parametrize("element", ["float16", "bfloat16"])
+@pytest.mark.parametrize("width", [64, 128])
+@pytest.mark.parametrize("lengths", [(69, 1), (70,), (130, 33, 1, 40)], ids=str)
+def test_documents_are_sequences_of_cudnn(cudnn, emulated, element, width, lengths):
+    """Our own kernels find that all was done; what they would give is as near to float64."""
+    with documents_of(element, lengths, width=width) as arrays:
+        run_documents(*arrays)
+        y, lse, gradients = arrays[3], arrays[4], arrays[6]
+        assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 1), ("backward", 1)]
+        assert cudnn.graphs[1].bounded == (2 * sum(lengths),) * 2
+        assert emulated.launches == ["documents", *REFERENCE[:1], "documents", *REFERENCE[1:]]
+        assert_as_in_double(*arrays)
+        found = [x.copy() for x in (y, lse, *gradients)]
+        emulated.attention = lambda: None
+        run_documents(*arrays)
+        for one, other in zip(found, (y, lse, *gradients), strict=True):
+            assert_close(one, other.astype(np.float64), 2)
+            assert one.tobytes() != other.tobytes()  # so they were not what our own kernels had given
+
+
+@pytest.mark.parametrize("lengths, sequences", [((8,) * 5, 6), ((8,) * 4 + (4, 4), 0)])
+def test_more_documents_than_a_plan_is_for_are_left_to_the_reference_kernels(
+    cudnn, emulated, monkeypatch, lengths, sequences
+):
+    """The GPU alone knows how many there are: cuDNN then has no sequence. A plan for 2 + 80 / 20."""
+    monkeypatch.setattr(_cudnn_documents, "MEAN", 20)
+    runs, run_one = [], fake_cudnn.Graph._run
+    monkeypatch.setattr(fake_cudnn.Graph, "_run", lambda self, *how: runs.append(self) or run_one(self, *how))
+    with documents_of("bfloat16", lengths, width=16) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert len(runs) == 2 * sequences
+
+
+def test_a_plan_for_documents_is_made_once_for_all_lengths_of_documents(cudnn):
+    for lengths in ((40,), (1, 39), (20, 3, 17)):
+        with documents_of("bfloat16", lengths, width=16) as arrays:
+            run_documents(*arrays)
+    assert [(graph.kind, graph.runs) for graph in cudnn.graphs] == [("forward", 3), ("backward", 3)]
+
+
+@pytest.mark.parametrize(
+    "how, versions",
+    [
+        ({"element": "float32"}, {}),
+        ({"width": 8}, {}),
+        ({}, {"architecture": "sm_80"}),
+        ({}, {"architecture": "sm_120"}),
+        ({}, {"backend": 90500}),
+    ],
+    ids=str,
+)
+def test_documents_that_do_not_suit_run_by_the_reference_kernels(emulated, how, versions):
+    module = played(emulated, **versions)
+    with documents_of(**{"element": "bfloat16", "lengths": (30, 10), "width": 16} | how) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert module.graphs == [] and emulated.launches == REFERENCE
+
+
+def test_documents_of_which_cudnn_has_no_plan_run_by_the_reference_kernels(cudnn, emulated):
+    cudnn.refuses = lambda graph: True
+    with documents_of("bfloat16", (30, 10), width=16) as arrays:
+        with pytest.warns(UserWarning, match=r"cuDNN refuses documents of \(2, 4, 40, 16\) of bfloat16"):
+            run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+
+
+def test_rows_of_documents_that_lie_apart_run_by_the_reference_kernels(cudnn, emulated):
+    """Tokens of the second row do not follow those of the first evenly."""
+    with documents_of("bfloat16", (30, 10), width=16) as (q, k, v, y, lse, dy, gradients, starts):
+        apart = np.zeros((2, 41, 4, 16), q.dtype).transpose(0, 2, 1, 3)[:, :, :40]
+        attention.forward(q, k, v, apart, lse, causal=True, scale=0.1, starts=starts)
+    assert cudnn.graphs == [] and emulated.launches == ["forward"]
+
+
+def test_deterministic_attention_of_documents_is_that_of_the_reference_kernels(cudnn, emulated):
+    """Else the number of documents in one row would decide which kernels compute another."""
+    use_deterministic_algorithms(True)
+    with documents_of("bfloat16", (30, 10), width=16) as arrays:
+        run_documents(*arrays)
+        assert_as_in_double(*arrays, factor=2)
+    assert cudnn.graphs == [] and emulated.launches == REFERENCE
+
+
 VERSIONS = {  # frontend, cuDNN -> whether attention's backward can be built, as tried with the real ones
     ("1.22.0", 91900): True,
     ("1.22.0", 91200): True,
@@ -423,6 +652,70 @@ def test_on_the_device_it_runs_in_the_current_stream(gpu, backend):
     handles = sys.modules["cudnn"].handles
     assert list(handles.values()) == [side.handle.ptr]
     assert backend.attention() is backend.attention()
+
+
+@pytest.mark.parametrize("kind", ["chunks", "documents"])
+def test_on_the_device_chunks_and_documents_wait_for_nobody(gpu, backend, kind):
+    """Late likewise, in a stream of their own, on arrays of CuPy; the host reads nothing in between."""
+    side, given = gpu.new_stream("side"), gpu.new_event()
+    made = chunks_of("bfloat16", (26, 52)) if kind == "chunks" else documents_of("bfloat16", (30, 10, 12))
+    with made as (q, k, v, y, lse, dy, gradients, *starts):
+        how = {"causal": True, "scale": 0.1}
+        how |= {"starts": starts[0]} if starts else {"offsets": (26, 52)}
+        exact = [np.empty(x.shape) for x in (y, lse, *gradients)]
+        cpu.forward(*in_double(q, k, v), *exact[:2], **how)
+        cpu.backward(*in_double(dy, q, k, v), *exact[:2], *exact[2:], **how)
+        rows = [gpu.asarray(x.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3) for x in (q, y, dy, gradients[0])]
+        if starts:  # side by side in one array
+            packed = [np.concatenate(x, axis=1).transpose(0, 2, 1, 3) for x in ((q, k, v), gradients)]
+            whole = [gpu.asarray(np.ascontiguousarray(x)).transpose(0, 2, 1, 3) for x in packed]
+            (q, k, v), gradients = ((x[:, :4], x[:, 4:6], x[:, 6:]) for x in whole)
+            how["starts"] = gpu.asarray(starts[0])
+        else:
+            q, (k, v) = rows[0], map(gpu.asarray, (k, v))
+            gradients = rows[3], *map(gpu.asarray, gradients[1:])
+        y, dy, lse = rows[1], rows[2], gpu.asarray(lse)
+        gpu.current_stream.record(given)
+        side.wait(given)
+        side.submit(lambda: attention.forward(q, k, v, y, lse, **how))
+        side.submit(lambda: attention.backward(dy, q, k, v, y, lse, *gradients, **how))
+        side.synchronize()
+        for found, expected in zip((y, lse, *gradients), exact, strict=True):
+            assert_close(gpu.to_numpy(found), expected, 2)
+    assert list(sys.modules["cudnn"].handles.values()) == [side.handle.ptr]
+    assert sum(graph.runs for graph in sys.modules["cudnn"].graphs) == (2 if starts else 4)
+
+
+@pytest.mark.parametrize("dtype", [np.float16, ml_dtypes.bfloat16], ids=["float16", "bfloat16"])
+def test_layers_give_documents_as_cudnn_takes_them(gpu, backend, dtype):
+    """Queries, keys, values and their gradients in one array each, and dy as a linear layer gives it."""
+    qkv, weight = normal(2, 40, 8 * 16), normal(64, 64)
+    qkv = Tensor(gpu.asarray(qkv.astype(dtype)), requires_grad=True)
+    starts = F.document_starts(np.repeat([[0, 1], [3, 3]], [15, 25], axis=1))
+    y = F.self_attention(qkv, 4, kv_heads=2, starts=starts)
+    F.linear(y, Tensor(gpu.asarray(weight.astype(dtype)))).sum().backward()
+    assert np.isfinite(gpu.to_numpy(qkv.grad).astype(np.float32)).all()
+    assert [(graph.kind, graph.runs) for graph in sys.modules["cudnn"].graphs] == [
+        ("forward", 1),
+        ("backward", 1),
+    ]
+
+
+def test_context_parallelism_gives_chunks_as_cudnn_takes_them(gpu, backend):
+    """A rank alone has both chunks; each of two heads of keys has a call for each."""
+    mesh = init_device_mesh("cuda", (1,), ("cp",))
+    x, dy = (normal(2, 40, parts * 16, seed=parts).astype(ml_dtypes.bfloat16) for parts in (8, 4))
+    found = []
+    for attend in (F.self_attention, lambda *how, **more: context_attention(*how, mesh, **more)):
+        qkv = Tensor(gpu.asarray(x), requires_grad=True)
+        y = attend(qkv, 4, kv_heads=2)
+        y.backward(gpu.asarray(dy))
+        found.append([gpu.to_numpy(each).astype(np.float64) for each in (y.data, qkv.grad)])
+    kinds = [(graph.kind, graph.runs) for graph in sys.modules["cudnn"].graphs]
+    assert sum(runs for kind, runs in kinds if kind == "forward") == 1 + 2 * 2
+    assert sum(runs for kind, runs in kinds if kind == "backward") == 1 + 2 * 2
+    for one, other in zip(*found, strict=True):
+        assert np.linalg.norm(one - other) < 8e-3 * np.linalg.norm(one)
 
 
 def test_convolution_there_shares_the_library(gpu, backend):

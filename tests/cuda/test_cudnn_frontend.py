@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from shardrt.kernels.cuda import _cudnn_documents
 from shardrt.kernels.cuda._cudnn import CuDNN
 from shardrt.kernels.cuda._cudnn_attention import _BACKWARD, _FORWARD, CuDNNAttention, builds_backward
 from shardrt.kernels.cuda._cudnn_conv2d import _NEVER_IN_FLOAT32, CuDNNConv2d
@@ -75,21 +76,40 @@ def heads(count):
     return array(2, 64, count, 64).transpose(0, 2, 1, 3)
 
 
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", ["", "TOP_LEFT", "BOTTOM_RIGHT"])
 @pytest.mark.parametrize("shared", [1, 2])
-def test_attention_is_built_where_the_versions_are_said_to_fit(described, causal, shared):
+def test_attention_is_built_where_the_versions_are_said_to_fit(described, mask, shared):
     fused, fits = CuDNNAttention(described), builds_backward(*described.versions)
     q, y, dy, dq = (heads(4) for _ in range(4))
     k, v, dk, dv = (heads(4 // shared) for _ in range(4))
-    lse = array(2, 4, 64, dtype=np.dtype(np.float32))
-    assert described.run(*fused._operation(_FORWARD, (q, k, v, y, lse), causal, 0.1))
+    if mask == "BOTTOM_RIGHT":  # of the last 16 queries, as of a chunk
+        q, y, dy, dq = (x[:, :, 48:] for x in (q, y, dy, dq))
+    lse = array(2, 4, q.shape[2], dtype=np.dtype(np.float32))
+    assert described.run(*fused._operation(_FORWARD, (q, k, v, y, lse), mask, 0.1))
     for fixed in (False, True):
-        operation = fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), causal, 0.1, fixed)
+        operation = fused._operation(_BACKWARD, (dy, q, k, v, y, lse, dq, dk, dv), mask, 0.1, fixed)
         if fits:
             assert described.run(*operation)
         else:
             with pytest.warns(UserWarning, match="RESHAPE_MODE"):
                 assert not described.run(*operation)
+
+
+@pytest.mark.parametrize("shared", [1, 2])
+def test_attention_of_documents_is_built(described, emulated, shared):
+    """The kernel that makes their lengths and places runs on the CPU."""
+    fused, kv_heads = CuDNNAttention(described), 4 // shared
+
+    def split():
+        x = heads(4 + 2 * kv_heads)
+        return x[:, :4], x[:, 4:-kv_heads], x[:, -kv_heads:]
+
+    (q, k, v), (dq, dk, dv), y, dy = split(), split(), heads(4), heads(4)
+    lse, starts = array(2, 4, 64, dtype=np.dtype(np.float32)), np.zeros((2, 64), np.int64)
+    assert _cudnn_documents.forward(fused, q, k, v, y, lse, starts, scale=0.1) is not None
+    if builds_backward(*described.versions):
+        arrays = dy, q, k, v, y, lse, dq, dk, dv
+        assert _cudnn_documents.backward(fused, *arrays, starts, scale=0.1) is not None
 
 
 @pytest.mark.parametrize("dtype", [BF16, np.dtype(np.float32)], ids=str)

@@ -98,3 +98,34 @@ def test_rows_whose_weights_are_far_below_one_have_finite_gradients(gpu, keys):
     assert gpu.to_numpy(lse).max() < -89
     for gradient in (dq, dk, dv):
         assert np.isfinite(gpu.to_numpy(gradient).astype(np.float32)).all()
+
+
+@pytest.mark.parametrize("kind", LIMITS)
+@pytest.mark.parametrize("how", ["chunks", "documents", "many documents"])
+def test_chunks_and_documents(gpu, kind, how):
+    """Queries as a rank of context parallelism has them; documents as in training, and too many for cuDNN."""
+    dtype, limit = np.dtype(getattr(ml_dtypes, kind, kind)), LIMITS[kind]
+    random, each = np.random.default_rng(2), TIME // 4
+    qkv, dy = (random.normal(size=(2, TIME, parts * 128)).astype(dtype) for parts in (3, 1))
+    options = {"causal": True, "scale": 0.125}
+    rows = slice(each, 3 * each) if how == "chunks" else slice(None)  # of queries
+    starts = None
+    if how == "chunks":
+        options["offsets"] = each, 2 * each
+    else:
+        length = 4 if how == "many documents" else TIME * 5 // 8  # a plan is for 4 here
+        starts = np.broadcast_to(np.arange(TIME) // length * length, (2, TIME))
+    y, dqkv = np.zeros(dy.shape, dtype), np.zeros(qkv.shape, dtype)
+    lse = np.zeros((2, 2, dy[:, rows].shape[1]), np.float32)
+    there = [gpu.asarray(array) for array in (qkv, dy, y, dqkv, lse)]
+    exact = [array.astype(np.float64) for array in (qkv, dy, y, dqkv, lse)]
+    for kernels, (qkv, dy, y, dqkv, lse) in ((gpu.kernels.attention, there), (cpu, exact)):
+        if starts is not None:
+            options["starts"] = gpu.asarray(starts, np.int64) if qkv is there[0] else starts.astype(np.int64)
+        (y_heads,), (dy_heads,) = heads_of(y, 1, 2), heads_of(dy, 1, 2)
+        (q, k, v), (dq, dk, dv) = heads_of(qkv, 3, 2), heads_of(dqkv, 3, 2)
+        q, y_heads, dy_heads, dq = (x[:, :, rows] for x in (q, y_heads, dy_heads, dq))
+        kernels.forward(q, k, v, y_heads, lse, **options)
+        kernels.backward(dy_heads, q, k, v, y_heads, lse, dq, dk, dv, **options)
+    for name, found, expected in zip(("y", "dqkv", "lse"), there[2:], exact[2:], strict=True):
+        assert off(gpu, found, expected) < limit, name

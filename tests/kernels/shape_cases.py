@@ -110,7 +110,8 @@ def _attention(back=False, heads=4, kv_heads=2, time=24, keys=24, width=16, star
 def _both_attentions(back):
     none_seen = {"time": 8, "offsets": (0, 12)}
     shapes = ({}, {"causal": False, "keys": 30}, {"starts": True}, {"width": 12}, {"width": 160}, none_seen)
-    return [_attention(back, **shape) for shape in (*shapes, {"heads": 2, "offsets": (3,), "time": 20})]
+    shapes = (*shapes, {"heads": 2, "offsets": (3,), "time": 20}, {"heads": 2, "starts": True})
+    return [_attention(back, **shape) for shape in shapes]
 
 
 def _channels(*names, of=("x",), to=(), dtype=None):

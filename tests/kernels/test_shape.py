@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from shardrt.kernels import cpu, cuda, shape
-from shardrt.kernels.cuda import _launch
+from shardrt.kernels.cuda import _cudnn_documents, _launch
 from shardrt.kernels.cuda._cublaslt import _takes
 from shardrt.kernels.cuda._cudnn_attention import CuDNNAttention
 from shardrt.kernels.cuda._cudnn_conv2d import CuDNNConv2d
@@ -212,9 +212,9 @@ class Counting:
     def __init__(self):
         self.launches, self.scratch = 0, 0
         cudnn = SimpleNamespace(
-            module=SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT=0)),
+            module=SimpleNamespace(diagonal_alignment=SimpleNamespace(TOP_LEFT=0, BOTTOM_RIGHT=1)),
             versions=("1.28.0", 92600),
-            architecture="sm_80",
+            architecture="sm_100",
             empty=self.empty,
             run=lambda *operation, **how: self._library(),
         )
@@ -312,6 +312,10 @@ def test_experts_of_many_rows_are_launched_one_by_one(function, counting):
     getattr(cuda.grouped, function)(*given)
     assert getattr(shape.grouped, function)(*given).launches == counting.launches
     assert counting.launches == 2 + 2 + (function != "backward_weight")
+
+
+def test_as_many_documents_are_counted_on_as_cudnn_is_told_of():
+    assert shape.attention.MEAN == _cudnn_documents.MEAN
 
 
 def test_many_parts_of_many_elements_are_summed_some_at_a_time(counting):
