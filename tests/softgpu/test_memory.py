@@ -1,4 +1,7 @@
-"""A GPU whose memory is full: what CuPy's pool keeps is given back first, then the job ends with its plan."""
+"""Memory of a GPU: when it is full, what is pinned and what is not, what kernels share."""
+
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -7,7 +10,7 @@ from shardrt import device
 from shardrt.comm import thread
 from shardrt.faults import failure
 from shardrt.kernels.cuda import _launch
-from tests.ranks import mpirun
+from tests.ranks import BACKSTOP, clean_environment, mpirun
 from tests.softgpu.available import missing
 from tests.softgpu.kernels import STATIC
 
@@ -26,6 +29,16 @@ mesh = init_device_mesh("cuda")
 failure.describe_memory(lambda: "the plan")
 model = GPT(GPTConfig(n_layer=2, n_head=2, n_embd=128, vocab_size=2000, block_size=16))
 fully_shard(model, mesh=mesh)(np.zeros((1, 16), int))
+"""
+PINNED = """
+import cupy
+from shardrt import device
+free = cupy.cuda.runtime.freeHost
+cupy.cuda.runtime.freeHost = lambda address: (print("freed", flush=True), free(address))
+here = device.get("cuda")
+kept = [here.pinned(8, "u1"), here.pinned(8, "u1")]
+del kept[0]
+print("end", flush=True)
 """
 
 
@@ -88,6 +101,14 @@ def test_the_workspace_of_a_thread_that_has_ended_is_given_back(gpu):
 
     first, second = (thread.run(1, multiplied)[0] for _ in range(2))
     assert first not in backend._workspaces and second in backend._workspaces
+
+
+@pytest.mark.skipif(bool(missing()), reason=missing())
+def test_pinned_memory_is_not_freed_at_exit():
+    """Streams of the host end later than the functions of atexit, and may still write it."""
+    job = [sys.executable, "-m", "tests.softgpu.run", "-c", PINNED]
+    done = subprocess.run(job, capture_output=True, text=True, env=clean_environment(), timeout=BACKSTOP)
+    assert (done.returncode, done.stdout.split()) == (0, ["freed", "end"]), done.stderr
 
 
 @pytest.mark.parametrize("kind, vocab", [("bfloat16", 24_500), ("float32", 12_250), ("bfloat16", 50_660)])
