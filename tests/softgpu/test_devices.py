@@ -1,0 +1,123 @@
+"""What the software GPUs of one process keep apart, asked without CuPy in between."""
+
+import ctypes
+import threading
+
+import pytest
+
+from tests.cuda.libraries import library_folder
+from tests.softgpu import compiler, errors, nccl, rooms, start
+from tests.softgpu.available import missing
+from tests.softgpu.cuda import CUDA
+from tests.softgpu.test_streams import refused
+
+pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
+EMPTY = 'extern "C" __global__ void nothing() {}'
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    made = CUDA("late")
+    made.visible = (4, 6)
+    monkeypatch.setattr(nccl.NcclCommunicator, "cuda", made, raising=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def code():
+    nvrtc = compiler.NVRTC(library_folder(start.ROOT / "build" / "softgpu"))
+    program = nvrtc.createProgram(EMPTY, "nothing", (), ())
+    nvrtc.compileProgram(program, ())
+    return nvrtc.getCUBIN(program)
+
+
+@pytest.mark.parametrize("function, stream, current", [(1, 0, 0), (0, 1, 0), (0, 0, 1), (1, 1, 1)])
+def test_a_launch_takes_a_function_and_a_stream_of_the_current_device(cuda, code, function, stream, current):
+    cuda.setDevice(function)
+    kernel = cuda.moduleGetFunction(cuda.moduleLoadData(code), "nothing")
+    cuda.setDevice(stream)
+    handle = cuda.streamCreateWithPriority(1, 0)
+    cuda.setDevice(current)
+
+    def launch():
+        cuda.launchKernel(kernel, 1, 1, 1, 32, 1, 1, 0, handle, 0, 0)
+
+    if function == stream == current:
+        launch()
+        cuda.streamSynchronize(handle)
+    else:
+        with refused(errors.INVALID_HANDLE):
+            launch()
+
+
+def test_an_event_is_recorded_on_its_device_and_waited_for_on_any(cuda):
+    event, here = cuda.eventCreateWithFlags(2), cuda.streamCreateWithPriority(1, 0)
+    cuda.setDevice(1)
+    there = cuda.streamCreateWithPriority(1, 0)
+    with refused(errors.INVALID_HANDLE):
+        cuda.eventRecord(event, there)
+    cuda.eventRecord(event, here)
+    cuda.streamWaitEvent(there, event)
+    cuda.streamSynchronize(there)
+
+
+def test_a_communicator_takes_streams_of_its_device(cuda):
+    communicator = nccl.NcclCommunicator(1, rooms.new_key(False), 0)
+    cuda.setDevice(1)
+    buffer, stream = cuda.malloc(8), cuda.streamCreateWithPriority(1, 0)
+    with pytest.raises(nccl.NcclError, match="INVALID_USAGE"):
+        communicator.allReduce(buffer, buffer, 2, nccl.ring.TYPES.index("float32"), 0, stream)
+
+
+def test_each_device_has_its_own_memory(cuda):
+    cuda.capacity = 100
+    first = cuda.malloc(60)
+    with refused(errors.OUT_OF_MEMORY):
+        cuda.malloc(60)
+    assert cuda.memGetInfo() == (40, 100)
+    cuda.setDevice(1)
+    cuda.malloc(60)
+    cuda.setDevice(0)
+    cuda.free(first)
+    cuda.malloc(60)
+
+
+def test_devices_have_the_identity_of_the_machines(cuda):
+    ids = [cuda.getDeviceProperties(index)["uuid"] for index in range(cuda.getDeviceCount())]
+    assert ids == [b"software GPU 004", b"software GPU 006"]
+    assert cuda.deviceGetPCIBusId(0) != cuda.deviceGetPCIBusId(1)
+    with refused(errors.INVALID_DEVICE):
+        cuda.setDevice(2)
+
+
+@pytest.mark.parametrize("named, expected", [(None, (0, 1, 2, 3)), ("2", (2,)), ("3,0", (3, 0)), ("", ())])
+def test_the_visible_devices_are_those_that_are_named(monkeypatch, named, expected):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if named is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", named)
+    assert start._visible(4) == expected
+
+
+@pytest.mark.parametrize(
+    "call", ["eventQuery", "eventSynchronize", "eventDestroy", "malloc", "hostAlloc", "streamSynchronize"]
+)
+def test_a_thread_that_has_chosen_no_device_makes_a_context_on_the_first(cuda, call):
+    cuda.setDevice(1)
+    event, stream = cuda.eventCreateWithFlags(2), cuda.streamCreateWithPriority(1, 0)
+    cuda.contexts.clear()
+    given = {"malloc": (8,), "hostAlloc": (8, 0), "streamSynchronize": (stream,)}.get(call, (event,))
+    thread = threading.Thread(target=getattr(cuda, call), args=given)
+    thread.start()
+    thread.join()
+    assert cuda.contexts == {0}
+
+
+def test_a_handle_of_cublaslt_is_of_one_device(cuda):
+    from tests.softgpu.products import cublaslt
+
+    library, handle = cublaslt(library_folder(start.ROOT / "build" / "softgpu"), cuda), ctypes.c_void_p()
+    library.cublasLtCreate(ctypes.byref(handle))
+    other = ctypes.c_void_p()
+    cuda.setDevice(1)
+    library.cublasLtCreate(ctypes.byref(other))
+    assert handle.value != other.value
