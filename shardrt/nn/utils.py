@@ -7,10 +7,12 @@ from typing import Any
 import numpy as np
 
 from shardrt import device
+from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
+from shardrt.comm.reduction import combine
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
-from shardrt.nn.place import along_pipeline
+from shardrt.nn.place import along_pipeline, pipeline_of
 from shardrt.nn.storage import LocalStorage, Storage, shared
 from shardrt.tensor import Tensor
 
@@ -62,8 +64,9 @@ def clip_grad_norm_(
 def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
 
-    So it can be captured in a CUDA graph. The norm is a plain float64 sum, whose last bits depend on how the
-    gradients are sharded.
+    So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's:
+    the ranks' sums are exchanged in the stream of reductions. The norm is a plain float64 sum, whose last
+    bits depend on how the gradients are sharded; every communicator gives the same ones.
 
     Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
     not.
@@ -74,8 +77,8 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     limited, found = not isinf(max_norm), list(_gradient_pieces(parameters))
     if limited:
         _refuse_mixed("clip_grad_norm_on_device_", parameters)
-    copies, others = _copies(parameters), along_pipeline(parameters)
-    by_communicator: dict[Communicator | None, list[Array]] = {}
+    copies, others = _copies(parameters), pipeline_of(parameters)
+    by_ranks: dict[tuple[Communicator | None, DeviceMesh | None], list[Array]] = {}
     everything = []
     for storage, piece in found:
         if limited:
@@ -83,13 +86,13 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
         if piece.size:
             everything.append(piece)
         if storage not in copies:
-            by_communicator.setdefault(storage.communicator, []).append(piece)
+            by_ranks.setdefault((storage.communicator, storage.holders), []).append(piece)
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
-    total = sum(_square_sum(*item) for item in by_communicator.items())
+    total = sum(_square_sum(*ranks, pieces) for ranks, pieces in by_ranks.items())
     if others is not None:
         total = total + here.zeros((1,), np.float64)  # an array, also where there was nothing
-        others.all_reduce(total, op="sum", stream=here.current_stream)
+        _sum_over_ranks(total, others.communicator("control"), others)
     norm = np.sqrt(total)
     factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
     for piece in everything if limited else ():
@@ -97,14 +100,40 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     return Tensor(norm.reshape(()))
 
 
-def _square_sum(communicator: Communicator | None, pieces: list[Array]) -> Array:
-    """The sum of the squares on all ranks of a communicator: (1,), on the device."""
+def _square_sum(communicator: Communicator | None, holders: DeviceMesh | None, pieces: list[Array]) -> Array:
+    """The sum of the squares on all ranks of a communicator, or `holders`: (1,), on the device."""
     here = device.current()
     pieces = [piece for piece in pieces if piece.size]
     total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
     if communicator is not None:
-        communicator.all_reduce(total, op="sum", stream=here.current_stream)
+        _sum_over_ranks(total, communicator, holders)
     return total
+
+
+def _sum_over_ranks(total: Array, control: Communicator, ranks: DeviceMesh | None) -> None:
+    """`total` (1,) becomes its sum over ranks, by the tree over them; on a GPU without the host.
+
+    control: over the ranks, for arrays of the host. ranks: the same ones, whose communicator for reductions
+    carries arrays of the device: it exists where they shard parameters, and is made now where they do not.
+    NCCL's own sums are not asked for: ranks with copies of a shard are in several communicators, and NCCL
+    may add in another order in each.
+    """
+    here = device.current()
+    compute = here.current_stream
+    if ranks is None or device.on_host(total):
+        control.all_reduce(total, op="sum", stream=compute)
+        return
+    if ranks.size == 1:
+        return
+    reduce, everyone = ranks.stream("reduce"), here.empty((ranks.size,), np.float64)
+    given, gathered = here.new_event(), here.new_event()
+    here.copy(everyone[ranks.rank : ranks.rank + 1], total)
+    compute.record(given)
+    reduce.wait(given)  # compute has written this rank's number
+    ranks.communicator("reduce").all_gather(everyone, stream=reduce, what="norm of gradients")
+    reduce.record(gathered)
+    compute.wait(gathered)  # the others' numbers are here
+    combine(total, [everyone[rank : rank + 1] for rank in range(ranks.size)])
 
 
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:

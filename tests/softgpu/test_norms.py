@@ -1,0 +1,106 @@
+"""Clipping on several ranks of the GPU in software: where the norm is summed, who waits for it, its bits."""
+
+from collections import defaultdict
+from math import inf, isfinite, nan
+from threading import get_ident
+
+import numpy as np
+import pytest
+
+import shardrt
+from models.gpt import GPT, GPTConfig
+from models.plans import plan_of
+from shardrt import device, optim
+from shardrt.comm import init_device_mesh, thread
+from shardrt.fsdp import fully_shard
+from shardrt.nn.utils import clip_grad_norm_on_device_
+from shardrt.parallel import parallelize_module
+from tests.test_norms import gradients, parameters_with
+
+pytest.importorskip("cupy")
+MODES = ("late", "side first", "compute first")
+
+
+@pytest.fixture
+def host(software, monkeypatch):
+    """By thread: what the host has waited for, and copies to it, by name."""
+    seen = defaultdict(list)
+
+    def watch(name, counts=lambda *args: True):
+        before = getattr(software, name)
+
+        def watched(*args):
+            if counts(*args):
+                seen[get_ident()].append(name)
+            before(*args)
+
+        monkeypatch.setattr(software, name, watched)
+
+    def to_the_host(target, source, size, *how):
+        block = software.block(target, size)
+        return block is None or block.pinned
+
+    for name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize"):
+        watch(name)
+    watch("memcpyAsync", to_the_host)
+    return seen
+
+
+MODELS = {  # ranks, shape of the mesh, its axes, strategy
+    "sharded": (2, (2,), None, "FULL_SHARD"),
+    "copies of shards": (4, (2, 2), None, "HYBRID_SHARD"),
+    "cut along tp": (4, (2, 2), ("dp_shard", "tp"), "FULL_SHARD"),
+}
+
+
+@pytest.mark.parametrize("which", MODELS)
+def test_the_host_waits_for_nothing_between_backward_and_the_update(host, which):
+    ranks, shape, names, strategy = MODELS[which]
+
+    def rank():
+        mesh = init_device_mesh("cuda", shape, names, communicator="nccl")
+        shardrt.manual_seed(0)
+        model = GPT(GPTConfig(n_layer=1, n_head=2, n_embd=8, block_size=4, vocab_size=29))
+        if names:
+            parallelize_module(model, mesh["tp"], plan_of(model))
+            mesh = mesh["dp_shard"]
+        fully_shard(model, mesh=mesh, strategy=strategy)
+        optimizer = optim.AdamW(model.parameters(), lr=1e-2)
+        tokens = device.current().zeros((2, 4), np.int64)
+        for _ in range(2):  # the first step makes what the second one uses
+            model(tokens, tokens).backward()
+            host[get_ident()].clear()
+            norm = clip_grad_norm_on_device_(model.parameters(), 1e-3)
+            optimizer.step()
+            waited = list(host[get_ident()])
+            optimizer.zero_grad()
+        return waited, norm.item()
+
+    found = thread.run(ranks, rank)
+    assert [waited for waited, _ in found] == [[]] * ranks
+    assert found[0][1] > 1e-3 and len({norm for _, norm in found}) == 1
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("bad", [0.5, nan, inf])
+def test_nccl_gives_the_norm_and_the_clipped_gradients_of_other_communicators(software, mode, bad):
+    """To the bit, on 3 ranks, where NCCL's own order of a sum is another one."""
+    software.choose(mode, seed=1)
+
+    def clipped(mesh, scale):
+        values = gradients(scale=scale)
+        values[-1][-1] = bad  # on the last rank only
+        parameters = parameters_with(values, [mesh.communicator("control")])
+        storage = parameters[0].storage
+        storage.holders, storage._gradient = mesh, mesh.device.asarray(storage.gradient)
+        norm = clip_grad_norm_on_device_(parameters, 0.1).item()
+        return [norm, *mesh.device.to_numpy(storage.gradient)]
+
+    def rank(communicator):
+        mesh = init_device_mesh("cuda", communicator=communicator)
+        return [clipped(mesh, scale) for scale in np.linspace(0.5, 1.5, 16 if bad == 0.5 else 1)]
+
+    expected = thread.run(3, rank, "staged")
+    assert isfinite(expected[0][0][0]) == isfinite(bad)
+    for own, wanted in zip(thread.run(3, rank, "nccl"), expected, strict=True):
+        np.testing.assert_array_equal(own, wanted)
