@@ -78,7 +78,8 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     if limited:
         _refuse_mixed("clip_grad_norm_on_device_", parameters)
     copies, others = _copies(parameters), pipeline_of(parameters)
-    by_ranks: dict[tuple[Communicator | None, DeviceMesh | None], list[Array]] = {}
+    by_communicator: Pieces = {}
+    holders: dict[Communicator | None, DeviceMesh | None] = {}
     everything = []
     for storage, piece in found:
         if limited:
@@ -86,10 +87,11 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
         if piece.size:
             everything.append(piece)
         if storage not in copies:
-            by_ranks.setdefault((storage.communicator, storage.holders), []).append(piece)
+            by_communicator.setdefault(storage.communicator, []).append(piece)
+            holders[storage.communicator] = storage.holders
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
-    total = sum(_square_sum(*ranks, pieces) for ranks, pieces in by_ranks.items())
+    total = sum(_square_sum(each, holders[each], pieces) for each, pieces in by_communicator.items())
     if others is not None:
         total = total + here.zeros((1,), np.float64)  # an array, also where there was nothing
         _sum_over_ranks(total, others.communicator("control"), others)
@@ -101,7 +103,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
 
 
 def _square_sum(communicator: Communicator | None, holders: DeviceMesh | None, pieces: list[Array]) -> Array:
-    """The sum of the squares on all ranks of a communicator, or `holders`: (1,), on the device."""
+    """The sum of the squares on all ranks of a communicator, which `holders` has: (1,), on the device."""
     here = device.current()
     pieces = [piece for piece in pieces if piece.size]
     total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
