@@ -1,5 +1,6 @@
 """Sums: over ranks' buffers, over rows, of powers. Fixed order, so the same bits every time."""
 
+from math import fsum, isfinite
 from typing import Any
 
 import numpy as np
@@ -208,6 +209,16 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     out = np.empty((power_rows(x.size), 2), np.float64) if out is None else out
     run_rows(_power_pieces, len(out), x.size, x, float(p), out)
     return out
+
+
+def add_pairs(pairs: Array, out: Array) -> None:
+    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits."""
+    highs, lows = (column.tolist() for column in pairs.T)
+    try:
+        high = fsum(highs)
+    except OverflowError:
+        high = sum(highs)  # infinite, or nan
+    out[:] = high, fsum([*highs, *lows, -high]) if isfinite(high) else 0.0
 
 
 @exact

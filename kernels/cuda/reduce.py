@@ -107,6 +107,14 @@ def power_sums(x: Array, p: float, out: Array | None = None) -> Array:
     return out
 
 
+def add_pairs(pairs: Array, out: Array) -> None:
+    """out (2,) = the sum of `pairs` (n, 2) of power_sums as one, to about 100 bits. It is not waited for.
+
+    high + low of `out`, rounded once, is the exact sum with the exception that power_sums names.
+    """
+    launch("reduce", "add_pairs", np.float32, 1, (pairs, out, len(pairs)))
+
+
 def exact_power_sums(x: Array, p: int) -> Array:
     """The exact sum of |x| ** p, p 1 or 2, in integers: int64 (256, 2). x: float32, 1-D, below 2**39 long.
 

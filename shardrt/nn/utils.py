@@ -9,7 +9,6 @@ import numpy as np
 from shardrt import device
 from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.protocol import Communicator
-from shardrt.comm.reduction import combine
 from shardrt.nn.exact import norm_of
 from shardrt.nn.parameter import Parameter, parameters_in
 from shardrt.nn.place import along_pipeline, pipeline_of
@@ -64,9 +63,9 @@ def clip_grad_norm_(
 def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
     """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
 
-    So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's:
-    the ranks' sums are exchanged in the stream of reductions. The norm is a plain float64 sum, whose last
-    bits depend on how the gradients are sharded; every communicator gives the same ones.
+    So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's. On
+    a GPU the norm and the gradients have the bits of clip_grad_norm_. On the CPU the norm is a plain float64
+    sum, whose last bits depend on how the gradients are sharded.
 
     Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
     not.
@@ -91,10 +90,7 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
             holders[storage.communicator] = storage.holders
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
-    total = sum(_square_sum(each, holders[each], pieces) for each, pieces in by_communicator.items())
-    if others is not None:
-        total = total + here.zeros((1,), np.float64)  # an array, also where there was nothing
-        _sum_over_ranks(total, others.communicator("control"), others)
+    total = _square_sum(by_communicator, holders, others)
     norm = np.sqrt(total)
     factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
     for piece in everything if limited else ():
@@ -102,40 +98,65 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     return Tensor(norm.reshape(()))
 
 
-def _square_sum(communicator: Communicator | None, holders: DeviceMesh | None, pieces: list[Array]) -> Array:
-    """The sum of the squares on all ranks of a communicator, which `holders` has: (1,), on the device."""
+def _square_sum(
+    by_communicator: Pieces, holders: dict[Communicator | None, DeviceMesh | None], others: DeviceMesh | None
+) -> Array:
+    """The sum of the squares on all ranks: (1,), on the device.
+
+    On the CPU a plain sum. On a GPU pairs are added to about 100 bits (kernels.reduce.add_pairs) and rounded
+    once. So it is the sum of `_norm`, and the same on all ranks that have copies of a shard.
+    """
+    here, squares = device.current(), []
+    for communicator, pieces in by_communicator.items():
+        pieces = [piece for piece in pieces if piece.size]
+        pairs = _power_sums(pieces, 2.0)[0] if pieces else here.zeros((0, 2), np.float64)
+        squares.append((pairs, communicator, holders[communicator]))
+    if device.on_host(here.empty((0,), np.float64)):
+        return _plain_sum(squares, others)
+    sums = here.empty((len(squares), 2), np.float64)
+    for row, (pairs, _, ranks) in zip(sums, squares, strict=True):
+        _add_pairs(row, pairs, ranks)
+    if len(sums) != 1 or others is not None:
+        total = here.empty((1, 2), np.float64)
+        _add_pairs(total[0], sums, others)
+        sums = total
+    return sums[:, 0] + sums[:, 1]
+
+
+def _plain_sum(squares: list[tuple[Array, Communicator | None, Any]], others: DeviceMesh | None) -> Array:
+    """_square_sum of arrays of the host."""
     here = device.current()
-    pieces = [piece for piece in pieces if piece.size]
-    total = _power_sums(pieces, 2.0)[0].sum().reshape(1) if pieces else here.zeros((1,), np.float64)
-    if communicator is not None:
-        _sum_over_ranks(total, communicator, holders)
+    total = here.zeros((1,), np.float64) if others is not None or not squares else 0
+    for pairs, communicator, _ in squares:
+        part = pairs.sum().reshape(1)
+        if communicator is not None:
+            communicator.all_reduce(part, op="sum", stream=here.current_stream)
+        total = total + part
+    if others is not None:
+        others.communicator("control").all_reduce(total, op="sum", stream=here.current_stream)
     return total
 
 
-def _sum_over_ranks(total: Array, control: Communicator, ranks: DeviceMesh | None) -> None:
-    """`total` (1,) becomes its sum over ranks, by the tree over them; on a GPU without the host.
+def _add_pairs(out: Array, pairs: Array, ranks: DeviceMesh | None) -> None:
+    """`out` (2,) = the sum of `pairs` (n, 2), on all of `ranks`, as a pair. The host does not wait.
 
-    control: over the ranks, for arrays of the host. ranks: the same ones, whose communicator for reductions
-    carries arrays of the device: it exists where they shard parameters, and is made now where they do not.
-    NCCL's own sums are not asked for: ranks with copies of a shard are in several communicators, and NCCL
-    may add in another order in each.
+    By the communicator for reductions, in their stream: it is there if these ranks shard parameters, else it
+    is made now. NCCL sums nothing: it may add in another order on ranks that have copies.
     """
     here = device.current()
-    compute = here.current_stream
-    if ranks is None or device.on_host(total):
-        control.all_reduce(total, op="sum", stream=compute)
+    compute, add = here.current_stream, here.kernels.reduce.add_pairs
+    if ranks is None or ranks.size == 1:
+        add(pairs, out)
         return
-    if ranks.size == 1:
-        return
-    reduce, everyone = ranks.stream("reduce"), here.empty((ranks.size,), np.float64)
+    reduce, everyone = ranks.stream("reduce"), here.empty((ranks.size, 2), np.float64)
     given, gathered = here.new_event(), here.new_event()
-    here.copy(everyone[ranks.rank : ranks.rank + 1], total)
+    add(pairs, everyone[ranks.rank])
     compute.record(given)
-    reduce.wait(given)  # compute has written this rank's number
-    ranks.communicator("reduce").all_gather(everyone, stream=reduce, what="norm of gradients")
+    reduce.wait(given)  # compute has written this rank's pair
+    ranks.communicator("reduce").all_gather(everyone.reshape(-1), stream=reduce, what="norm of gradients")
     reduce.record(gathered)
-    compute.wait(gathered)  # the others' numbers are here
-    combine(total, [everyone[rank : rank + 1] for rank in range(ranks.size)])
+    compute.wait(gathered)  # the others' pairs are here
+    add(everyone, out)
 
 
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:
