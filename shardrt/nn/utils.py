@@ -60,12 +60,15 @@ def clip_grad_norm_(
     return norm
 
 
-def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) -> Tensor:
+def clip_grad_norm_on_device_(
+    parameters: Iterable[Parameter], max_norm: float, *, leave_nonfinite: bool = False
+) -> Tensor:
     """As clip_grad_norm_ of order 2, but the host does not wait for the norm: a float64 tensor, read later.
 
     So it can be captured in a CUDA graph, also on several ranks where the mesh's communicators are NCCL's. On
     a GPU the norm and the gradients have the bits of clip_grad_norm_. On the CPU the norm is a plain float64
-    sum, whose last bits depend on how the gradients are sharded.
+    sum, whose last bits depend on how the gradients are sharded. leave_nonfinite: where the norm is nan or
+    infinite, the gradients stay as they are.
 
     Raises ValueError as clip_grad_norm_ does, and for gradients that are on the host though the device is
     not.
@@ -93,6 +96,8 @@ def clip_grad_norm_on_device_(parameters: Iterable[Parameter], max_norm: float) 
     total = _square_sum(by_communicator, holders, others)
     norm = np.sqrt(total)
     factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
+    if leave_nonfinite:
+        factor = np.where(np.isfinite(norm), factor, 1.0)
     for piece in everything if limited else ():
         here.kernels.elementwise.scale_by_(piece, factor)
     return Tensor(norm.reshape(()))

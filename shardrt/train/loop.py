@@ -17,6 +17,7 @@ from shardrt.comm.mesh import DeviceMesh
 from shardrt.comm.talk import from_all
 from shardrt.device import timeline
 from shardrt.fsdp import check_replicas, no_sync
+from shardrt.tensor import Tensor
 from shardrt.train import config as settings
 from shardrt.train.axes import counts, data_of
 from shardrt.train.errors import DATA, told
@@ -120,8 +121,8 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
 
 def backward(
     recipe: Recipe, task: Task, model: nn.Module, batches: list[Any], scaler: optim.GradScaler, step: int
-) -> list[float]:
-    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss.
+) -> list[Tensor]:
+    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss, to be read later.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
     add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
@@ -138,7 +139,7 @@ def backward(
         with nullcontext() if each or number == len(batches) else no_sync(model):
             loss = task.loss(model, batch) * (1 / max(1, count))
             scaler.scale(loss).backward()
-        losses.append(float(loss))
+        losses.append(Tensor(loss.data))  # without what led to it
     return losses
 
 
@@ -154,6 +155,8 @@ def update(job: "Job", done: int) -> float:
         norm = nn.utils.grad_norm(parameters, wanted.clip_type)
     elif job.scaler.is_enabled():
         norm = nn.utils.clip_grad_norm_(parameters, wanted.clip_norm, wanted.clip_type)
+    elif updates_first(job.recipe):
+        return update_first(job, done, parameters)
     else:
         try:
             norm = nn.utils.clip_grad_norm_(
@@ -170,6 +173,34 @@ def update(job: "Job", done: int) -> float:
     job.scaler.update()
     job.optimizer.zero_grad()
     return norm
+
+
+def updates_first(recipe: Recipe) -> bool:
+    """Whether the update may be launched before the norm is known, as a norm that is not finite ends the run.
+
+    On a GPU, which then does not wait for the host in between.
+    """
+    wanted = recipe.optimizer
+    ends = wanted.on_nonfinite is settings.Nonfinite.stop
+    plain = wanted.clip_type == 2 and not recipe.invariant and not recipe.memory.offload_gradients
+    return ends and plain and not device.on_host(device.current().empty((0,), np.float64))
+
+
+def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float:
+    """As `update`, where `updates_first`. After a FloatingPointError the weights are not finite either."""
+    here, clipped, found = device.current(), device.current().new_event(), []
+    limit = job.recipe.optimizer.clip_norm
+    norm = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
+    here.current_stream.record(clipped)
+    job.optimizer.step()
+    free = job.mesh.stream("reduce")  # it has nothing to do until the next backward
+    free.wait(clipped)  # the norm is there
+    free.submit(lambda: found.append(norm.item()))
+    free.synchronize()
+    if not isfinite(found[0]):
+        raise FloatingPointError(f"step {done}: the norm of the gradients is {found[0]}: {culprit(job)}")
+    job.optimizer.zero_grad()
+    return found[0]
 
 
 def culprit(job: "Job") -> str:
@@ -193,9 +224,9 @@ def first_of(job: "Job", found: list[str]) -> str:
     return f"{order[0]!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
-def report(job: "Job", done: int, losses: list[float], norm: float, lr: float, stopwatch: Stopwatch) -> None:
+def report(job: "Job", done: int, losses: list[Tensor], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
-    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
+    mean_loss = exact_sum(job.mesh, [float(loss) for loss in losses] if counts(job.mesh, but="pp") else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))

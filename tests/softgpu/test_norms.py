@@ -1,6 +1,5 @@
 """Clipping on several ranks of the GPU in software: where the norm is summed, who waits for it, its bits."""
 
-from collections import defaultdict
 from math import inf, isfinite, nan
 from threading import get_ident
 
@@ -21,31 +20,6 @@ pytest.importorskip("cupy")
 MODES = ("late", "side first", "compute first")
 
 
-@pytest.fixture
-def host(software, monkeypatch):
-    """By thread: what the host has waited for, and copies to it, by name."""
-    seen = defaultdict(list)
-
-    def watch(name, counts=lambda *args: True):
-        before = getattr(software, name)
-
-        def watched(*args):
-            if counts(*args):
-                seen[get_ident()].append(name)
-            before(*args)
-
-        monkeypatch.setattr(software, name, watched)
-
-    def to_the_host(target, source, size, *how):
-        block = software.block(target, size)
-        return block is None or block.pinned
-
-    for name in ("streamSynchronize", "eventSynchronize", "deviceSynchronize"):
-        watch(name)
-    watch("memcpyAsync", to_the_host)
-    return seen
-
-
 MODELS = {  # ranks, shape of the mesh, its axes, strategy
     "sharded": (2, (2,), None, "FULL_SHARD"),
     "copies of shards": (4, (2, 2), None, "HYBRID_SHARD"),
@@ -54,7 +28,7 @@ MODELS = {  # ranks, shape of the mesh, its axes, strategy
 
 
 @pytest.mark.parametrize("which", MODELS)
-def test_the_host_waits_for_nothing_between_backward_and_the_update(host, which):
+def test_the_host_waits_for_nothing_between_backward_and_the_update(waits, which):
     ranks, shape, names, strategy = MODELS[which]
 
     def rank():
@@ -69,10 +43,10 @@ def test_the_host_waits_for_nothing_between_backward_and_the_update(host, which)
         tokens = device.current().zeros((2, 4), np.int64)
         for _ in range(2):  # the first step makes what the second one uses
             model(tokens, tokens).backward()
-            host[get_ident()].clear()
+            waits[get_ident()].clear()
             norm = clip_grad_norm_on_device_(model.parameters(), 1e-3)
             optimizer.step()
-            waited = list(host[get_ident()])
+            waited = list(waits[get_ident()])
             optimizer.zero_grad()
         return waited, norm.item()
 
