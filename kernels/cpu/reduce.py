@@ -221,6 +221,19 @@ def add_pairs(pairs: Array, out: Array) -> None:
     out[:] = high, fsum([*highs, *lows, -high]) if isfinite(high) else 0.0
 
 
+def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> None:
+    """out (2,): the norm, the root of the sum of `pairs` (n, 2), and the factor that makes it `limit`.
+
+    The factor is limit / (norm + 1e-6), at most 1, and nan where the norm is; leave_nonfinite: 1 where the
+    norm is nan or infinite.
+    """
+    add_pairs(pairs, out)
+    with np.errstate(invalid="ignore"):
+        norm = np.sqrt(out[0] + out[1])
+        left = leave_nonfinite and not np.isfinite(norm)
+        out[:] = norm, 1.0 if left else np.minimum(limit / (norm + 1e-6), 1.0)
+
+
 @exact
 def _power_pieces(start, stop, x, p, partials):
     high, low, terms = np.empty(_LANES), np.empty(_LANES), np.empty(_LANES)

@@ -116,14 +116,26 @@ extern "C" __global__ void power_sums(const T* x, double p, double* partials, in
     add_threads(high, low, partials + 2 * blockIdx.x);
 }
 
-// out (2): the sum of pairs (count, 2). One block.
-extern "C" __global__ void add_pairs(const double* pairs, double* out, int64 count) {
+// out (2): the sum of pairs (count, 2), by one block.
+__device__ __forceinline__ void sum_of_pairs(const double* pairs, double* out, int64 count) {
     double high = 0, low = 0;
     for (int64 i = threadIdx.x; i < count; i += blockDim.x) {
         add_exactly(high, low, pairs[2 * i]);
         low += pairs[2 * i + 1];
     }
     add_threads(high, low, out);
+}
+
+extern "C" __global__ void add_pairs(const double* pairs, double* out, int64 count) { sum_of_pairs(pairs, out, count); }
+
+// out (2): the root of the sum of pairs (count, 2), and what makes it limit, at most 1; see clip_factor. One block.
+extern "C" __global__ void clip_factor(const double* pairs, double limit, int leave, double* out, int64 count) {
+    sum_of_pairs(pairs, out, count);
+    if (threadIdx.x > 0) return;
+    double norm = sqrt(out[0] + out[1]), factor = limit / (norm + 1e-6);
+    bool finite = norm - norm == 0;
+    out[0] = norm;
+    out[1] = factor > 1 || (leave && !finite) ? 1 : factor;
 }
 
 // tables (blocks, 256, 2): see exact_power_sums. A thread has a row of the block's table, a warp sums of its own in

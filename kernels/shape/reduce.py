@@ -47,6 +47,10 @@ def add_pairs(pairs: Array, out: Array) -> Cost:
     return cost((pairs,), (out,), 8 * len(pairs), sizes=(len(pairs),))
 
 
+def clip_factor(pairs: Array, limit: float, leave_nonfinite: bool, out: Array) -> Cost:
+    return cost((pairs,), (out,), 8 * len(pairs), sizes=(len(pairs),))
+
+
 def exact_power_sums(x: Array, p: int) -> Cost:
     value = New((256, 2), np.int64)
     return cost((x,), (), 8 * x.size, launches=2, sizes=(x.size,), value=value)

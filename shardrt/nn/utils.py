@@ -17,6 +17,7 @@ from shardrt.tensor import Tensor
 
 Array = Any
 Pieces = dict[Communicator | None, list[Array]]  # of gradients, by whom their ranks talk
+Squares = list[tuple[Array, Communicator | None, DeviceMesh | None]]  # pairs of squares, and their ranks
 
 
 class NonfiniteNorm(RuntimeError):
@@ -93,43 +94,28 @@ def clip_grad_norm_on_device_(
             holders[storage.communicator] = storage.holders
     if any(device.of(piece) is not here for piece in everything):
         raise ValueError("clip_grad_norm_on_device_: gradients are on the host; use clip_grad_norm_")
-    total = _square_sum(by_communicator, holders, others)
-    norm = np.sqrt(total)
-    factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
-    if leave_nonfinite:
-        factor = np.where(np.isfinite(norm), factor, 1.0)
-    for piece in everything if limited else ():
-        here.kernels.elementwise.scale_by_(piece, factor)
-    return Tensor(norm.reshape(()))
-
-
-def _square_sum(
-    by_communicator: Pieces, holders: dict[Communicator | None, DeviceMesh | None], others: DeviceMesh | None
-) -> Array:
-    """The sum of the squares on all ranks: (1,), on the device.
-
-    On the CPU a plain sum. On a GPU pairs are added to about 100 bits (kernels.reduce.add_pairs) and rounded
-    once. So it is the sum of `_norm`, and the same on all ranks that have copies of a shard.
-    """
-    here, squares = device.current(), []
+    squares: Squares = []
     for communicator, pieces in by_communicator.items():
         pieces = [piece for piece in pieces if piece.size]
         pairs = _power_sums(pieces, 2.0)[0] if pieces else here.zeros((0, 2), np.float64)
         squares.append((pairs, communicator, holders[communicator]))
     if device.on_host(here.empty((0,), np.float64)):
-        return _plain_sum(squares, others)
-    sums = here.empty((len(squares), 2), np.float64)
-    for row, (pairs, _, ranks) in zip(sums, squares, strict=True):
-        _add_pairs(row, pairs, ranks)
-    if len(sums) != 1 or others is not None:
-        total = here.empty((1, 2), np.float64)
-        _add_pairs(total[0], sums, others)
-        sums = total
-    return sums[:, 0] + sums[:, 1]
+        norm = np.sqrt(_plain_sum(squares, others))
+        factor = np.minimum(max_norm / (norm + 1e-6), 1.0)  # nan stays
+        if leave_nonfinite:
+            factor = np.where(np.isfinite(norm), factor, 1.0)
+    else:
+        told = here.empty((2,), np.float64)
+        pairs = _pairs_of_all(squares, others)
+        here.kernels.reduce.clip_factor(pairs, max_norm, leave_nonfinite, told)
+        norm, factor = told[:1], told[1:]
+    for piece in everything if limited else ():
+        here.kernels.elementwise.scale_by_(piece, factor)
+    return Tensor(norm.reshape(()))
 
 
-def _plain_sum(squares: list[tuple[Array, Communicator | None, Any]], others: DeviceMesh | None) -> Array:
-    """_square_sum of arrays of the host."""
+def _plain_sum(squares: Squares, others: DeviceMesh | None) -> Array:
+    """The sum of the squares on all ranks: (1,), an array of the host."""
     here = device.current()
     total = here.zeros((1,), np.float64) if others is not None or not squares else 0
     for pairs, communicator, _ in squares:
@@ -142,26 +128,39 @@ def _plain_sum(squares: list[tuple[Array, Communicator | None, Any]], others: De
     return total
 
 
-def _add_pairs(out: Array, pairs: Array, ranks: DeviceMesh | None) -> None:
-    """`out` (2,) = the sum of `pairs` (n, 2), on all of `ranks`, as a pair. The host does not wait.
+def _pairs_of_all(squares: Squares, others: DeviceMesh | None) -> Array:
+    """(n, 2), on the device: pairs whose sum is that of the squares on all ranks, to about 100 bits.
+
+    So its root is the norm that `_norm` finds, and the same on all ranks that have copies of a shard.
+    """
+    here = device.current()
+    found = [_everyones_pairs(pairs, ranks) for pairs, _, ranks in squares]
+    if len(found) == 1 and others is None:
+        return found[0]
+    sums = here.empty((len(found), 2), np.float64)
+    for row, pairs in zip(sums, found, strict=True):
+        here.kernels.reduce.add_pairs(pairs, row)
+    return _everyones_pairs(sums, others)
+
+
+def _everyones_pairs(pairs: Array, ranks: DeviceMesh | None) -> Array:
+    """A pair of each rank, the sum of its own; the host does not wait.
 
     By the communicator for reductions, in their stream: it is there if these ranks shard parameters, else it
     is made now. NCCL sums nothing: it may add in another order on ranks that have copies.
     """
-    here = device.current()
-    compute, add = here.current_stream, here.kernels.reduce.add_pairs
     if ranks is None or ranks.size == 1:
-        add(pairs, out)
-        return
-    reduce, everyone = ranks.stream("reduce"), here.empty((ranks.size, 2), np.float64)
-    given, gathered = here.new_event(), here.new_event()
-    add(pairs, everyone[ranks.rank])
+        return pairs
+    here = device.current()
+    compute, reduce = here.current_stream, ranks.stream("reduce")
+    everyone, given, gathered = here.empty((ranks.size, 2), np.float64), here.new_event(), here.new_event()
+    here.kernels.reduce.add_pairs(pairs, everyone[ranks.rank])
     compute.record(given)
     reduce.wait(given)  # compute has written this rank's pair
     ranks.communicator("reduce").all_gather(everyone.reshape(-1), stream=reduce, what="norm of gradients")
     reduce.record(gathered)
     compute.wait(gathered)  # the others' pairs are here
-    add(everyone, out)
+    return everyone
 
 
 def grad_norm(parameters: Iterable[Parameter], norm_type: float = 2.0) -> float:

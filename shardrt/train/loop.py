@@ -59,6 +59,8 @@ def train(job: "Job", first: int) -> None:
                 group["lr"] = lr
             with trace.step(step + 1):
                 losses = backward(recipe, task, job.model, next_of(batches), job.scaler, step)
+                if not updates_first(recipe):
+                    losses = [float(loss) for loss in losses]
                 job.watch.phase("optimizer")
                 with timeline.span("compute", "optimizer"):
                     norm = update(job, step + 1)
@@ -122,7 +124,7 @@ def read(batches: Iterable[Any]) -> Iterator[Any]:
 def backward(
     recipe: Recipe, task: Task, model: nn.Module, batches: list[Any], scaler: optim.GradScaler, step: int
 ) -> list[Tensor]:
-    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss, to be read later.
+    """Forward and backward of this rank's micro-batches; gives their shares of the mean loss, not yet read.
 
     The loss of a micro-batch is divided by the count over all samples of the step, on all ranks, so gradients
     add up to that of one large batch, however it is cut. Of a pipeline, the last stage's rank has them.
@@ -188,19 +190,26 @@ def updates_first(recipe: Recipe) -> bool:
 
 def update_first(job: "Job", done: int, parameters: list[nn.Parameter]) -> float:
     """As `update`, where `updates_first`. After a FloatingPointError the weights are not finite either."""
-    here, clipped, found = device.current(), device.current().new_event(), []
+    here, clipped = device.current(), device.current().new_event()
     limit = job.recipe.optimizer.clip_norm
-    norm = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
+    told = nn.utils.clip_grad_norm_on_device_(parameters, limit, leave_nonfinite=True)
     here.current_stream.record(clipped)
     job.optimizer.step()
-    free = job.mesh.stream("reduce")  # it has nothing to do until the next backward
-    free.wait(clipped)  # the norm is there
-    free.submit(lambda: found.append(norm.item()))
-    free.synchronize()
-    if not isfinite(found[0]):
-        raise FloatingPointError(f"step {done}: the norm of the gradients is {found[0]}: {culprit(job)}")
+    job.mesh.stream("reduce").wait(clipped)  # losses and norm are there
+    (norm,) = read_beside(job, [told])
+    if not isfinite(norm):
+        raise FloatingPointError(f"step {done}: the norm of the gradients is {norm}: {culprit(job)}")
     job.optimizer.zero_grad()
-    return found[0]
+    return norm
+
+
+def read_beside(job: "Job", numbers: list[Tensor]) -> list[float]:
+    """Read numbers in the stream of reductions, which has nothing to do until the next backward."""
+    found: list[float] = []
+    free = job.mesh.stream("reduce")
+    free.submit(lambda: found.extend(float(number) for number in numbers))
+    free.synchronize()
+    return found
 
 
 def culprit(job: "Job") -> str:
@@ -224,9 +233,11 @@ def first_of(job: "Job", found: list[str]) -> str:
     return f"{order[0]!r} first, in the part of rank {', '.join(map(str, ranks))}"
 
 
-def report(job: "Job", done: int, losses: list[Tensor], norm: float, lr: float, stopwatch: Stopwatch) -> None:
+def report(job: "Job", done: int, losses: list[Any], norm: float, lr: float, stopwatch: Stopwatch) -> None:
     """A line for the reader, and a record. Raises FloatingPointError for a loss that is not finite."""
-    mean_loss = exact_sum(job.mesh, [float(loss) for loss in losses] if counts(job.mesh, but="pp") else [])
+    if updates_first(job.recipe):
+        losses = read_beside(job, losses)
+    mean_loss = exact_sum(job.mesh, losses if counts(job.mesh, but="pp") else [])
     record = {"step": done, "loss": mean_loss, "norm": norm, "lr": lr, **job.ranks.read(done)}
     record |= expert_figures(job.mesh, nn.expert_load(job.model)) | stopwatch.read(done)
     job.run.say(step_line(record, job.recipe.steps, job.task.unit, job.run.screen.width))

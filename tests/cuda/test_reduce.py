@@ -191,6 +191,21 @@ def test_pairs_that_are_not_finite_or_too_large_together(emulated, bad, place):
         np.testing.assert_array_equal(expected, out)
 
 
+@pytest.mark.parametrize("leave", [False, True])
+@pytest.mark.parametrize("limit", [0.7, 1e9, np.inf])
+@pytest.mark.parametrize("value", [0, 2.0, np.inf, np.nan])
+def test_the_factor_of_clipping_is_that_of_the_cpu(emulated, value, limit, leave):
+    with guarded("float64") as array:
+        pairs, out, expected = np.array([[value, 2**-55], [1, 0]]), array(np.zeros(2)), np.zeros(2)
+        cuda.clip_factor(array(pairs), limit, leave, out)
+        cpu.clip_factor(pairs, limit, leave, expected)
+        np.testing.assert_array_equal(out, expected)
+    norm = np.sqrt(value + 1)
+    with np.errstate(invalid="ignore"):
+        factor = 1.0 if leave and not np.isfinite(norm) else np.minimum(limit / (norm + 1e-6), 1.0)
+    assert list(out) == pytest.approx([norm, factor], nan_ok=True)
+
+
 def test_power_sums_of_nothing(emulated):
     assert cuda.power_sums(np.zeros(0, np.float32), 2.0).shape == (0, 2)
 

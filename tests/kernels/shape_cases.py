@@ -310,8 +310,8 @@ def _sums(size, p=None, out=(), rows=None):
     return made
 
 
-def _pairs(rows):
-    return lambda a: {"pairs": a.lay(np.ones((rows, 2))), "out": a.lay(np.full(2, 3.0))}
+def _pairs(rows, **how):
+    return lambda a: {"pairs": a.lay(np.ones((rows, 2))), **how, "out": a.lay(np.full(2, 3.0))}
 
 
 def _column_sum(rows, accumulate=False):
@@ -475,6 +475,7 @@ CASES = {
         *(_sums(100_000, 2.0, True, (2, 2)), _sums(100_000, 2.0, True), _sums(0, 2.0, True)),
     ],
     "reduce.add_pairs": [_pairs(rows) for rows in (0, 1, 1000)],
+    "reduce.clip_factor": [_pairs(rows, limit=0.5, leave_nonfinite=False) for rows in (0, 1000)],
     "reduce.exact_power_sums": [_sums(100_000, 2)],
     "reduce.abs_max": [*(_sums(size, None, True, rows) for size in (0, 1000) for rows in (None, 1))],
     "rms_norm.forward": [_rms_norm(), _rms_norm(added=True)],
