@@ -182,9 +182,9 @@ def updates_first(recipe: Recipe) -> bool:
 
     On a GPU, which then does not wait for the host in between.
     """
-    wanted = recipe.optimizer
-    ends = wanted.on_nonfinite is settings.Nonfinite.stop
-    plain = wanted.clip_type == 2 and not recipe.invariant and not recipe.memory.offload_gradients
+    wanted, scaled = recipe.optimizer, recipe.precision.param is settings.Precision.float16
+    ends = wanted.on_nonfinite is settings.Nonfinite.stop and not (wanted.in_backward or scaled)
+    plain = wanted.clip_type == 2 and not (recipe.invariant or recipe.memory.offload_gradients)
     return ends and plain and not device.on_host(device.current().empty((0,), np.float64))
 
 
